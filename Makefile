@@ -1,0 +1,54 @@
+# Two commands do all the set-up: `make demo` and `make test`. Everything else builds on `dev`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+.PHONY: dev demo test check fmt lint types proto proto-check wheel-smoke bench clean
+
+dev: $(STAMP) .types/slagate
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 10) else f"slagate needs Python 3.10 or newer, {sys.executable} is {v[0]}.{v[1]} (use make PYTHON=...)")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $(STAMP)
+
+# Type checkers do not run import hooks, so they see the namespace through this link.
+.types/slagate:
+	@mkdir -p .types && ln -sfn .. .types/slagate
+
+demo: dev
+	$(BIN)/slagate demo
+
+test: dev
+	$(BIN)/python -m pytest
+
+check: dev lint types proto-check test wheel-smoke
+	@echo "check: ok"
+
+fmt: dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: dev
+	$(BIN)/mypy
+
+proto: dev
+	$(BIN)/python tests/support/protogen.py
+
+proto-check: dev
+	$(BIN)/python tests/support/protogen.py --check
+
+wheel-smoke: dev
+	$(BIN)/python tests/support/wheel_smoke.py
+
+bench: dev
+	$(BIN)/python -m tests.bench
+
+clean:
+	rm -rf $(VENV) .types build dist *.egg-info

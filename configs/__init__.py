@@ -1,0 +1,1 @@
+"""Configs: data files only (grids, timing profiles, traces), read with `importlib.resources`."""

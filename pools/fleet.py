@@ -1,0 +1,83 @@
+"""The fleet: every pool of a configuration, and the grid of each stage."""
+
+from collections.abc import Iterator, Mapping
+
+from slagate.pools.errors import ConfigError, Problem
+from slagate.pools.estimator import Estimator, estimator
+from slagate.pools.grid import StageGrid
+from slagate.pools.grid_config import FleetConfig, require_workers
+from slagate.pools.grid_file import PoolSpec
+from slagate.pools.json_text import json_path
+from slagate.pools.member import Member, Stage, State
+from slagate.pools.pool import Pool, PoolView
+from slagate.workers.profile import ProfileError
+
+
+class Fleet:
+    """Grids and pools of one configuration."""
+
+    def __init__(self, config: FleetConfig) -> None:
+        """Raises `ConfigError` for a pool without workers or with a profile that cannot be read."""
+        require_workers(config)
+        self.warnings = config.warnings
+        self.grids: Mapping[Stage, StageGrid] = {
+            Stage(name): grid for name, grid in config.stages.items()
+        }
+        estimators = _estimators(config)
+        self.pools: dict[str, Pool] = {
+            name: _pool(stage, index, name, config.pools[name], estimators[name])
+            for stage, grid in self.grids.items()
+            for index, name in enumerate(grid.pool_names)
+        }
+        self._models: set[str] = set()
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages a request goes through, in order."""
+        return tuple(self.grids)
+
+    def members(self) -> Iterator[Member]:
+        """Every worker, pool by pool."""
+        for pool in self.pools.values():
+            yield from pool.members.values()
+
+    def views(self) -> dict[str, PoolView]:
+        """Every pool as it stands now, by name."""
+        return {name: pool.view() for name, pool in self.pools.items()}
+
+    def models(self) -> set[str]:
+        """Models that some worker serves or has served: a fleet that is down still knows its names."""
+        for member in self.members():
+            self._models.update(member.models)
+        return self._models
+
+    def unready_stages(self) -> list[Stage]:
+        """Stages without a single ready worker; empty means that a request can be served."""
+        return [
+            stage
+            for stage in self.stages
+            if not any(
+                member.state is State.READY for member in self.members() if member.stage is stage
+            )
+        ]
+
+
+def _pool(stage: Stage, index: int, name: str, spec: PoolSpec, estimator: Estimator) -> Pool:
+    members = [
+        Member(address, pool=name, stage=stage, max_inflight=spec.max_inflight)
+        for address in spec.workers
+    ]
+    return Pool(name, stage=stage, index=index, members=members, estimator=estimator)
+
+
+def _estimators(config: FleetConfig) -> dict[str, Estimator]:
+    found: dict[str, Estimator] = {}
+    problems: list[Problem] = []
+    for name, spec in config.pools.items():
+        try:
+            found[name] = estimator(spec.profile, spec.tp)
+        except ProfileError as error:
+            problems.append(Problem(json_path(("pools", name, "profile")), str(error)))
+    if problems:
+        raise ConfigError(config.source, problems)
+    return found

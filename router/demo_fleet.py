@@ -1,0 +1,165 @@
+"""The demo's processes: six simulated workers in four pools, and a gateway that knows them."""
+
+import json
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import grpc.aio
+
+from slagate.pools.grid_config import parse_config
+from slagate.pools.member import Stage
+from slagate.proto import gateway_pb2 as gw
+from slagate.proto import gateway_pb2_grpc as gw_grpc
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.cluster import Cluster, ClusterError, http_status
+from slagate.workers.client import CHANNEL_OPTIONS, connect_worker
+from slagate.workers.errors import WorkerError
+
+WORKERS_PER_POOL = {"prefill-tp1": 2, "prefill-tp2": 1, "decode-tp1": 2, "decode-tp2": 1}
+"""For the pools of `configs/grids/demo.json`, which is the fleet file less the addresses."""
+
+READY_LIMIT_S = 60.0
+POLL_S = 0.1
+VERIFY_FAILURES = "kv_verify_failures"
+
+
+class PoolName(NamedTuple):
+    """A pool and the stage it serves."""
+
+    name: str
+    stage: Stage
+
+
+class DemoFleet(NamedTuple):
+    """A running fleet. Addresses are host:port."""
+
+    gateway: str
+    workers: tuple[str, ...]
+    pools: tuple[PoolName, ...]
+    transport: str
+    model: str
+    block_tokens: int
+
+
+async def start_fleet(cluster: Cluster, fleet_path: Path) -> DemoFleet:
+    """Start everything and wait until every worker takes work.
+
+    Leaves the fleet file at `fleet_path`. Raises `ClusterError`.
+    """
+    packaged = resources.files("slagate.configs") / "grids" / "demo.json"
+    fleet = json.loads(packaged.read_text())
+    config = parse_config(fleet, source="demo.json")
+    pools = tuple(
+        PoolName(name, Stage(stage))
+        for stage, grid in config.stages.items()
+        for name in grid.pool_names
+    )
+    addresses, transports = await _start_workers(cluster, pools, fleet["pools"])
+    for name, listen in addresses.items():
+        fleet["pools"][name]["workers"] = listen
+    fleet_path.write_text(json.dumps(fleet, indent=2) + "\n")
+    listeners = [
+        part for name in ("listen", "admin", "http") for part in (f"--{name}", "127.0.0.1:0")
+    ]
+    gateway = await cluster.start("gateway", ["serve", "--config", str(fleet_path), *listeners])
+    ready = await gateway.wait_ready(limit_s=READY_LIMIT_S)
+    try:
+        with anyio.fail_after(READY_LIMIT_S):
+            await _every_worker_ready(ready["http"], ready["admin"])
+    except TimeoutError:
+        raise gateway.error(f"did not see all workers ready after {READY_LIMIT_S:.0f} s") from None
+    workers = tuple(address for name in addresses for address in addresses[name])
+    info = await _server_info(workers[0])
+    return DemoFleet(
+        gateway=ready["listen"],
+        workers=workers,
+        pools=pools,
+        transport=", ".join(sorted(transports)),
+        model=info.supported_models[0],
+        block_tokens=info.capacity.kv_block_size,
+    )
+
+
+async def kv_verify_failures(workers: tuple[str, ...]) -> int:
+    """Blocks of pulled KV that were not what they should be, over all workers, as each one says now.
+
+    Raises `ClusterError` for a worker that does not answer or does not count them.
+    """
+    total = 0
+    for address in workers:
+        load = await _load(address)
+        if VERIFY_FAILURES not in load.attributes.fields:
+            raise ClusterError(f"worker {address} reports no {VERIFY_FAILURES}")
+        total += int(load.attributes.fields[VERIFY_FAILURES].number_value)
+    return total
+
+
+async def _start_workers(
+    cluster: Cluster, pools: tuple[PoolName, ...], specs: Mapping[str, Mapping[str, object]]
+) -> tuple[dict[str, list[str]], set[str]]:
+    # All are started before the first is waited for: they spend their start on imports.
+    children = [
+        (
+            pool.name,
+            await cluster.start(
+                f"{pool.name}-{number}",
+                [
+                    *("worker", "--engine", "sim", "--role", pool.stage.value),
+                    *("--profile", str(specs[pool.name]["profile"])),
+                    *("--tp", str(specs[pool.name]["tp"]), "--listen", "127.0.0.1:0"),
+                ],
+            ),
+        )
+        for pool in pools
+        for number in range(WORKERS_PER_POOL[pool.name])
+    ]
+    addresses: dict[str, list[str]] = {pool.name: [] for pool in pools}
+    transports = set()
+    for name, child in children:
+        ready = await child.wait_ready(limit_s=READY_LIMIT_S)
+        addresses[name].append(ready["listen"])
+        transports.add(ready["kv_transport"])
+    return addresses, transports
+
+
+async def _every_worker_ready(http: str, admin: str) -> None:
+    """Wait for /readyz, which asks for one worker a stage, and then for all the others."""
+    while await _http_status(http, "/readyz") != 200:
+        await anyio.sleep(POLL_S)
+    async with grpc.aio.insecure_channel(admin, options=CHANNEL_OPTIONS) as channel:
+        stub = gw_grpc.GatewayStub(channel)
+        while True:
+            listed: gw.ListPoolsResponse = await stub.ListPools(gw.ListPoolsRequest())
+            if all(pool.workers_ready == pool.workers for pool in listed.pools):
+                return
+            await anyio.sleep(POLL_S)
+
+
+async def _http_status(address: str, path: str) -> int:
+    try:
+        return await http_status(address, path, limit_s=5.0)
+    except (OSError, TimeoutError):
+        return 0
+
+
+async def _server_info(address: str) -> oe.ServerInfo:
+    failure: WorkerError
+    async with connect_worker(address) as worker:
+        try:
+            return await worker.server_info()
+        except WorkerError as error:
+            failure = error
+    raise ClusterError(f"worker {address}: {failure}")
+
+
+async def _load(address: str) -> oe.LoadInfo:
+    failure: WorkerError
+    async with connect_worker(address) as worker:
+        try:
+            return await worker.load(oe.GetLoadRequest())
+        except WorkerError as error:
+            failure = error
+    raise ClusterError(f"worker {address}: {failure}")

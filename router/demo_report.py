@@ -1,0 +1,140 @@
+"""What a demo run leaves behind: figures for each pool and class, as a document and as tables."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from rich.table import Table
+
+from slagate.pools.member import Stage
+from slagate.proto import gateway_pb2 as gw
+from slagate.router.loadgen import Served
+from slagate.router.receipts import WIRE_STAGE
+from slagate.router.replay import SLA_CLASSES, Arrival
+
+MAX_ERRORS = 5
+
+
+class Row(NamedTuple):
+    """One request of the run: what was asked, what came, and how that differs from the reference."""
+
+    arrival: Arrival
+    served: Served
+    mismatch: str
+
+
+def pool_of(receipt: gw.Receipt | None, stage: Stage) -> str:
+    """The pool that served a stage, or was to; empty when the receipt does not say."""
+    if receipt is None:
+        return ""
+    wire = WIRE_STAGE[stage]
+    tried = [attempt.pool for attempt in receipt.attempts if attempt.stage == wire]
+    chosen = [choice.pool for choice in receipt.decision.stages if choice.stage == wire]
+    return (tried or chosen or [""])[-1]
+
+
+def figures(rows: Sequence[Row]) -> dict[str, object]:
+    """Latency in ms as the client saw it, and the share of targets met, 0 to 1.
+
+    A request without a token has met no target. ITL is a request's mean; requests of fewer than two
+    tokens have none and do not count for it.
+    """
+    ttft_met = [
+        row.served.ttft_s is not None and row.served.ttft_s * 1000 <= row.arrival.sla.ttft_ms
+        for row in rows
+    ]
+    itl_met = [
+        row.served.itl_s * 1000 <= row.arrival.sla.itl_ms
+        for row in rows
+        if row.served.itl_s is not None
+    ]
+    return {
+        "requests": len(rows),
+        "ttft_ms": percentiles_ms(row.served.ttft_s for row in rows),
+        "itl_ms": percentiles_ms(row.served.itl_s for row in rows),
+        "ttft_met": _share(ttft_met),
+        "itl_met": _share(itl_met),
+    }
+
+
+def percentiles_ms(seconds: Iterable[float | None]) -> dict[str, float | None]:
+    """p50 and p99 in ms, None left out; without any value both are None."""
+    ms = [value * 1000 for value in seconds if value is not None]
+    return {f"p{q}": round(float(np.percentile(ms, q)), 3) if ms else None for q in (50, 99)}
+
+
+def _share(met: Sequence[bool]) -> float | None:
+    return round(sum(met) / len(met), 4) if met else None
+
+
+def build_report(rows: Sequence[Row], pools: Sequence[tuple[Stage, str]]) -> dict[str, object]:
+    """The part of `build/demo.json` that the requests decide."""
+    problems = [
+        f"{row.served.status.code.name}: {row.served.status.message}"
+        if row.served.failed
+        else f"mismatch: {row.mismatch}"
+        for row in rows
+        if row.served.failed or row.mismatch
+    ]
+    receipts = [row.served.receipt for row in rows if row.served.receipt is not None]
+    n_failed = sum(row.served.failed for row in rows)
+    return {
+        "requests": len(rows),
+        "completed": len(rows) - n_failed,
+        "failed": n_failed,
+        "token_mismatches": sum(bool(row.mismatch) for row in rows),
+        "receipts_missing": len(rows) - len(receipts),
+        "output_tokens": sum(len(row.served.tokens) for row in rows),
+        "pools": {
+            name: {"stage": stage.value}
+            | figures([row for row in rows if pool_of(row.served.receipt, stage) == name])
+            for stage, name in pools
+        },
+        "classes": {
+            sla.name: {"ttft_target_ms": sla.ttft_ms, "itl_target_ms": sla.itl_ms}
+            | figures([row for row in rows if row.arrival.sla == sla])
+            for sla in SLA_CLASSES
+        },
+        "prefix": {
+            "cached_tokens": sum(receipt.actual.cached_tokens for receipt in receipts),
+            "prompt_tokens": sum(row.arrival.trace.isl_tokens for row in rows),
+        },
+        # How late the client itself sent: what it adds to no figure above.
+        "send_late_ms": percentiles_ms(row.served.late_s for row in rows),
+        "errors": list(dict.fromkeys(problems))[:MAX_ERRORS],
+    }
+
+
+def example(rows: Sequence[Row]) -> Row | None:
+    """A request to explain: the first with a tight TTFT target whose receipt has words, else any with."""
+    told = [row for row in rows if row.served.receipt and row.served.receipt.decision.text]
+    return min(told, key=lambda row: row.arrival.sla.ttft_ms, default=None)
+
+
+def table(title: str, groups: object) -> Table:
+    """`pools` or `classes` of the report."""
+    assert isinstance(groups, dict)
+    columns: dict[str, Callable[[dict[str, dict[str, object]]], str]] = {
+        "requests": lambda group: str(group["requests"]),
+        "TTFT p50 ms": lambda group: _number(group["ttft_ms"]["p50"]),
+        "p99": lambda group: _number(group["ttft_ms"]["p99"]),
+        "ITL p50 ms": lambda group: _number(group["itl_ms"]["p50"]),
+        " p99": lambda group: _number(group["itl_ms"]["p99"]),
+        "TTFT met": lambda group: _percent(group["ttft_met"]),
+        "ITL met": lambda group: _percent(group["itl_met"]),
+    }
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("")
+    for column in columns:
+        shown.add_column(column.strip(), justify="right")
+    for name, group in groups.items():
+        shown.add_row(name, *(text(group) for text in columns.values()))
+    return shown
+
+
+def _number(value: object) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _percent(value: object) -> str:
+    return "-" if not isinstance(value, float) else f"{value:.1%}"

@@ -1,0 +1,94 @@
+"""From a decision to leases, in one synchronous step: load counts from the moment of the choice."""
+
+import random
+from collections.abc import Mapping
+
+from slagate.pools.fleet import Fleet
+from slagate.pools.member import Lease, Stage
+from slagate.router.errors import NoWorker, Overloaded, UnknownModel
+from slagate.router.policy import AT_LIMIT, Ask, Decision, StageChoice, choose, choose_stage
+
+
+class Assignment:
+    """The workers a request holds: one lease a stage, all released by `release`."""
+
+    def __init__(self, decision: Decision, leases: Mapping[Stage, Lease]) -> None:
+        self.decision = decision
+        self._leases = dict(leases)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages the request goes through, in order."""
+        return tuple(self._leases)
+
+    def lease(self, stage: Stage) -> Lease:
+        """The lease of a stage."""
+        return self._leases[stage]
+
+    def replace(self, choice: StageChoice, lease: Lease) -> None:
+        """Another worker for one stage; the one before is let go."""
+        self._leases[choice.stage].release()
+        self._leases[choice.stage] = lease
+
+    def release(self) -> None:
+        """Let every worker go. Idempotent."""
+        for lease in self._leases.values():
+            lease.release()
+
+
+class Dispatcher:
+    """Assigns requests to workers of one fleet."""
+
+    def __init__(self, fleet: Fleet, *, rng: random.Random) -> None:
+        self.fleet = fleet
+        self._rng = rng
+
+    def explain(self, ask: Ask) -> Decision:
+        """The decision `assign` would take now, with nothing taken and no chance used up."""
+        self._check_model(ask)
+        rng = random.Random()
+        rng.setstate(self._rng.getstate())
+        return choose(ask, self.fleet.grids, self.fleet.views(), rng=rng)
+
+    def assign(self, ask: Ask) -> Assignment:
+        """Choose a worker for every stage and take the leases. No await inside.
+
+        Raises `UnknownModel`, `NoWorker` or `Overloaded`, with no lease taken.
+        """
+        self._check_model(ask)
+        decision = choose(ask, self.fleet.grids, self.fleet.views(), rng=self._rng)
+        for choice in decision.stages:
+            if choice.winner is None:
+                raise _refusal(choice)
+        return Assignment(decision, {c.stage: self._lease(c) for c in decision.stages})
+
+    def reassign(self, assignment: Assignment, ask: Ask, stage: Stage) -> StageChoice | None:
+        """Another worker for a stage whose worker failed; None, and no change, when there is none."""
+        choice = choose_stage(
+            stage, ask, self.fleet.grids[stage], self.fleet.views(), rng=self._rng
+        )
+        if choice.winner is None:
+            return None
+        failed = assignment.lease(stage).member
+        self.fleet.pools[failed.pool].retries_total += 1
+        assignment.replace(choice, self._lease(choice))
+        return choice
+
+    def _lease(self, choice: StageChoice) -> Lease:
+        assert choice.winner is not None
+        return self.fleet.pools[choice.pool].lease(choice.winner.view.address, choice.work)
+
+    def _check_model(self, ask: Ask) -> None:
+        models = self.fleet.models()
+        if not models:
+            raise NoWorker("no worker has been reached yet")
+        if ask.model not in models:
+            raise UnknownModel(f"model: {ask.model!r} is not served here")
+
+
+def _refusal(choice: StageChoice) -> NoWorker | Overloaded:
+    reasons = [candidate.excluded for candidate in choice.candidates]
+    pools = ", ".join(choice.pool_order)
+    if AT_LIMIT in reasons:
+        return Overloaded(f"{choice.stage.value}: every worker of pool {pools} is at its limit")
+    return NoWorker(f"{choice.stage.value}: no worker of pool {pools} is ready")

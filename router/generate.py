@@ -1,0 +1,310 @@
+"""One request, top to bottom.
+
+    parse, SLA ──▶ assign (leases taken) ──▶ prefill leg ──▶ handoff guard ──▶ decode leg, relayed
+    ──▶ outcome, receipt, metrics; leases and handoff let go, however the request ends
+
+Clean-up never waits: a cancelled request gives its leases back and cancels its leg at once, and a parked
+handoff is freed by a task that outlives it.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import anyio
+
+from slagate.pools.member import Member, Stage
+from slagate.router.dispatch import Assignment, Dispatcher
+from slagate.router.errors import (
+    CANCELLED,
+    INTERNAL,
+    Aborted,
+    DeadlineExceeded,
+    InvalidRequest,
+    LegFailed,
+    Outcome,
+    RequestError,
+)
+from slagate.router.handoff import Handoff, PrefillSink, Releaser, guard
+from slagate.router.live import LiveRequests
+from slagate.router.metrics import Metrics
+from slagate.router.policy import Ask
+from slagate.router.receipts import Record
+from slagate.router.request import Request, parse_request
+from slagate.router.settings import Settings
+from slagate.router.sla import PRIORITY, parse_sla
+from slagate.router.splice import Splice
+from slagate.workers.legs import agg_leg, decode_leg, prefill_leg
+from slagate.workers.stream import BufferedSink
+from slagate.workers.worker import OK, Metadata, Sink, Status
+
+log = logging.getLogger(__name__)
+
+RECEIPT_TRAILER = "slagate-receipt-bin"
+
+FORWARDED_KEYS = ("traceparent", "tracestate")
+"""Client metadata that a worker gets; everything else is the gateway's business, or nobody's."""
+
+DEFAULT_MAX_TOKENS = 4096
+"""Output budget where neither the client nor the worker's context window says one."""
+
+
+@dataclass(slots=True)
+class ClientCall:
+    """One Generate call as the front hands it over."""
+
+    data: bytes
+    metadata: Metadata
+    peer: str  # who may abort it
+    timeout_s: float | None  # what is left of the client's deadline
+    out: BufferedSink  # what the front writes to the client
+
+
+@dataclass(slots=True)
+class Gateway:
+    """What every request needs."""
+
+    dispatcher: Dispatcher
+    settings: Settings
+    metrics: Metrics
+    releaser: Releaser
+    live: LiveRequests
+    leg_id: Callable[[], str]
+    now_s: Callable[[], float]
+
+
+async def generate(call: ClientCall, gateway: Gateway) -> None:
+    """Serve one request; `call.out` is always ended, and exactly one outcome is recorded."""
+    record = Record(gateway.now_s())
+    outcome, status = Outcome.INTERNAL, INTERNAL
+    limit_s = gateway.settings.default_timeout_s if call.timeout_s is None else call.timeout_s
+    deadline_s = record.started_s + limit_s
+    try:
+        with anyio.fail_after(limit_s):
+            await _serve(call, gateway, record, deadline_s)
+        outcome, status = Outcome.COMPLETED, OK
+    except TimeoutError:
+        late = DeadlineExceeded(f"the limit of {limit_s:.3f} s has passed")
+        outcome, status = late.outcome, late.status()
+    except RequestError as error:
+        outcome, status = error.outcome, error.status()
+    except anyio.get_cancelled_exc_class():
+        # The transport reports a deadline that has passed as a cancellation too.
+        is_late = gateway.now_s() >= deadline_s
+        outcome, status = Outcome.DEADLINE if is_late else Outcome.CANCELLED, CANCELLED
+        raise
+    except Exception:
+        log.exception("request.bug", extra={"request_id": record.request_id})
+    finally:
+        _finish(call, gateway, record, outcome, status)
+
+
+async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s: float) -> None:
+    request = parse_request(call.data, max_bytes=gateway.settings.max_request_bytes)
+    record.request_id = request.id
+    record.sla = sla = parse_sla(call.metadata)
+    ask = Ask(request.model, request.isl_tokens, sla)
+    assignment = gateway.dispatcher.assign(ask)
+    try:
+        record.decision = assignment.decision
+        record.max_tokens = output_budget(request, assignment)
+        turn = _Turn(call, gateway, record, request, ask, assignment, deadline_s)
+        with anyio.CancelScope() as scope, gateway.live.listed(call.peer, request.id, scope):
+            if Stage.AGG in assignment.stages:
+                await turn.aggregate()
+            elif (handoff := await turn.prefill()) is not None:
+                await turn.decode(handoff)
+        if scope.cancelled_caught:
+            raise Aborted("aborted by the client")
+    finally:
+        assignment.release()
+
+
+def output_budget(request: Request, assignment: Assignment) -> int:
+    """Output tokens the request may have. Raises `InvalidRequest` for a prompt that leaves no room."""
+    windows = [
+        info.max_context_length
+        for stage in assignment.stages
+        if (info := assignment.lease(stage).member.models.get(request.model)) is not None
+        and info.HasField("max_context_length")
+    ]
+    if not windows:
+        return request.max_tokens or DEFAULT_MAX_TOKENS
+    room = min(windows) - request.isl_tokens
+    if room <= 0:
+        reason = f"{request.isl_tokens} tokens do not fit the context window of {min(windows)}"
+        raise InvalidRequest("token_ids", reason)
+    return room if request.max_tokens is None else request.max_tokens
+
+
+class _LegSink(Sink, Protocol):
+    ended: anyio.Event
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The legs of one request."""
+
+    call: ClientCall
+    gateway: Gateway
+    record: Record
+    request: Request
+    ask: Ask
+    assignment: Assignment
+    deadline_s: float
+
+    async def prefill(self) -> Handoff | None:
+        """The context-only leg. None: the first token ended the request, and the client has it."""
+        while True:
+            lease = self.assignment.lease(Stage.PREFILL)
+            leg_id = self.gateway.leg_id()
+            sink = PrefillSink(leg_id)
+            await self._run(Stage.PREFILL, prefill_leg(self.request.data, leg_id), sink)
+            failure = sink.failure()
+            self._note(Stage.PREFILL, failure)
+            if failure is None:
+                break
+            self._try_elsewhere(Stage.PREFILL, failure)
+        self.record.cached_tokens = sink.cached_tokens
+        lease.release()
+        if sink.session is not None:
+            return Handoff(sink.session, lease.member, self.gateway.releaser)
+        splice = self._splice(Stage.PREFILL, on_token=lease.prefill_done)
+        for message in sink.answer:
+            splice.message(message)
+        return None
+
+    async def decode(self, handoff: Handoff) -> None:
+        """The generation-only leg, relayed to the client."""
+        try:
+            while True:
+                guard(handoff.session, self.assignment.lease(Stage.DECODE).member)
+                leg = decode_leg(
+                    self.request.data,
+                    self.gateway.leg_id(),
+                    session=handoff.session,
+                    max_tokens=self._added_budget(),
+                )
+                splice = self._splice(Stage.DECODE, on_token=handoff.used)
+                await self._run(Stage.DECODE, leg, splice)
+                failure = splice.failure()
+                self._note(Stage.DECODE, failure)
+                if failure is None:
+                    handoff.used()
+                    return
+                self._try_elsewhere(Stage.DECODE, failure)
+        finally:
+            handoff.release()
+
+    async def aggregate(self) -> None:
+        """The one leg of an aggregated pool, relayed to the client."""
+        while True:
+            lease = self.assignment.lease(Stage.AGG)
+            leg = agg_leg(self.request.data, self.gateway.leg_id(), max_tokens=self._added_budget())
+            splice = self._splice(Stage.AGG, on_token=lease.prefill_done)
+            await self._run(Stage.AGG, leg, splice)
+            failure = splice.failure()
+            self._note(Stage.AGG, failure)
+            if failure is None:
+                break
+            self._try_elsewhere(Stage.AGG, failure)
+        usage = self.record.tally.usage
+        if usage is not None and usage.HasField("cached_prompt_tokens"):
+            self.record.cached_tokens = usage.cached_prompt_tokens
+
+    async def _run(self, stage: Stage, leg: bytes, sink: _LegSink) -> None:
+        """One call to the stage's worker, waited for; cancelled when this coroutine is."""
+        member = self.assignment.lease(stage).member
+        assert member.worker is not None, member
+        remaining_s = max(self.deadline_s - self.gateway.now_s(), 0.0)
+        leg_call = member.worker.generate(
+            leg, self._leg_metadata(member), sink, timeout_s=remaining_s
+        )
+        try:
+            await sink.ended.wait()
+        finally:
+            leg_call.cancel()
+
+    def _splice(self, stage: Stage, *, on_token: Callable[[], None]) -> Splice:
+        return Splice(
+            stage,
+            self.call.out,
+            client_id=self.request.id,
+            tally=self.record.tally,
+            max_buffer_bytes=self.gateway.settings.max_buffer_bytes,
+            now_s=self.gateway.now_s,
+            on_token=on_token,
+        )
+
+    def _added_budget(self) -> int | None:
+        return self.record.max_tokens if self.request.max_tokens is None else None
+
+    def _leg_metadata(self, member: Member) -> Metadata:
+        metadata = [item for item in self.call.metadata if item[0] in FORWARDED_KEYS]
+        model = member.models.get(self.request.model)
+        # TensorRT-LLM fails the whole request over a priority that it does not support.
+        if self.ask.sla.priority is not None and model and model.generation.supports_priority:
+            metadata.append((PRIORITY, str(self.ask.sla.priority)))
+        return metadata
+
+    def _note(self, stage: Stage, failure: RequestError | None) -> None:
+        member = self.assignment.lease(stage).member
+        status = OK if failure is None else failure.status()
+        self.record.attempt(stage, pool=member.pool, worker=member.address, status=status)
+
+    def _try_elsewhere(self, stage: Stage, failure: RequestError) -> None:
+        """Give the stage to another worker. Raises `failure` when that cannot help, or nobody is left."""
+        may_retry = isinstance(failure, LegFailed) and failure.retryable
+        if not may_retry or self.record.n_attempts(stage) >= self.gateway.settings.max_attempts:
+            raise failure
+        failed = self.assignment.lease(stage).member.address
+        self.ask = self.ask._replace(excluded=self.ask.excluded | {failed})
+        choice = self.gateway.dispatcher.reassign(self.assignment, self.ask, stage)
+        if choice is None:
+            raise failure
+        assert self.record.decision is not None
+        self.record.decision = self.record.decision.replace(choice)
+        self.gateway.metrics.retries.labels(stage=stage.value, code=failure.code.name).inc()
+
+
+def _finish(
+    call: ClientCall, gateway: Gateway, record: Record, outcome: Outcome, status: Status
+) -> None:
+    """Everything a request leaves behind. Never waits."""
+    now_s = gateway.now_s()
+    if record.sla.receipt:
+        trailer = (RECEIPT_TRAILER, record.receipt(outcome, now_s).SerializeToString())
+        status = status._replace(trailers=(*status.trailers, trailer))
+    call.out.end(status)
+    _measure(gateway.metrics, record, outcome)
+    log.info(
+        "request.done",
+        extra={
+            "request_id": record.request_id,
+            "outcome": outcome.value,
+            "workers": [attempt.worker for attempt in record.attempts],
+            "ttft_s": record.ttft_s,
+            "itl_s": record.itl_s,
+            "total_s": now_s - record.started_s,
+            "output_tokens": record.tally.n_tokens,
+        },
+    )
+
+
+def _measure(metrics: Metrics, record: Record, outcome: Outcome) -> None:
+    metrics.requests.labels(outcome=outcome.value).inc()
+    metrics.tokens.inc(record.tally.n_tokens)
+    if record.decision is None:
+        return
+    prefill_pool, decode_pool = record.decision.stages[0].pool, record.decision.stages[-1].pool
+    if record.ttft_s is not None:
+        metrics.ttft.labels(pool=prefill_pool).observe(record.ttft_s)
+    if record.itl_s is not None:
+        metrics.itl.labels(pool=decode_pool).observe(record.itl_s)
+    for target, pool, met in (
+        ("ttft", prefill_pool, record.ttft_met()),
+        ("itl", decode_pool, record.itl_met()),
+    ):
+        if met is not None:
+            metrics.targets.labels(target=target, pool=pool, met=str(met).lower()).inc()

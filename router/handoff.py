@@ -1,0 +1,155 @@
+"""The handoff between prefill and decode: taken from the prefill leg, guarded, and never left behind."""
+
+import logging
+
+import anyio
+import grpc
+from anyio.abc import TaskGroup
+from google.protobuf.message import DecodeError
+
+from slagate.pools.member import Member, Stage
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.errors import LegFailed
+from slagate.router.metrics import Metrics
+from slagate.workers.codec import MAX_OPAQUE_STATE_BYTES
+from slagate.workers.errors import WorkerError, scrub, status_of_engine_error
+from slagate.workers.worker import Status
+
+log = logging.getLogger(__name__)
+
+RELEASE_TIMEOUT_S = 5.0
+
+
+class PrefillSink:
+    """The sink of a prefill leg: waits for `prefill_ready`.
+
+    Afterwards exactly one of these holds: `failure()` is set; `session` is set; or `answer` has the
+    whole response, because the very first token ended the request and there is nothing to hand off.
+    Token events ahead of `prefill_ready` are TensorRT-LLM's and mean nothing: decode sends them again.
+    """
+
+    def __init__(self, leg_id: str) -> None:
+        self.ended = anyio.Event()
+        self.session: oe.KvSessionRef | None = None
+        self.answer: list[bytes] = []
+        self.cached_tokens: int | None = None
+        self._leg_id = leg_id
+        self._finished = False
+        self._failure: LegFailed | None = None
+        self._accepted = False
+
+    def message(self, data: bytes, /) -> None:
+        """Take one response of the leg."""
+        try:
+            response = oe.GenerateResponse.FromString(data)
+        except DecodeError:
+            self._fail(Status(grpc.StatusCode.UNAVAILABLE, "sent a response that cannot be read"))
+            return
+        self._accepted = True
+        event = response.WhichOneof("event")
+        if response.request_id != self._leg_id:
+            self._fail(Status(grpc.StatusCode.UNAVAILABLE, "answered with another request's id"))
+        elif event == "error":
+            status = status_of_engine_error(response.error)
+            self._fail(Status(status.code, scrub(status.message)))
+        elif event == "prefill_ready":
+            self.session = response.prefill_ready.kv_session
+            self.answer.clear()
+        elif event in ("token", "finished"):
+            self.answer.append(data)
+            self._finished = self._finished or event == "finished"
+        if response.HasField("usage") and response.usage.HasField("cached_prompt_tokens"):
+            self.cached_tokens = response.usage.cached_prompt_tokens
+
+    def end(self, status: Status, /) -> None:
+        """Take the end of the leg."""
+        if self._failure is None and self.session is None and not self._finished:
+            if status.code is grpc.StatusCode.OK:
+                self._fail(Status(grpc.StatusCode.UNAVAILABLE, "ended without a handoff"))
+            else:
+                self._fail(Status(status.code, scrub(status.message)))
+        self.ended.set()
+
+    def failure(self) -> LegFailed | None:
+        """Why there is no handoff; None when there is one, or a whole answer."""
+        return self._failure
+
+    def _fail(self, status: Status) -> None:
+        if self._failure is None:
+            self._failure = LegFailed(Stage.PREFILL, status, accepted=self._accepted)
+
+
+def guard(session: oe.KvSessionRef, decode: Member) -> None:
+    """Raises `LegFailed` for a handoff that must not be sent to that decode worker.
+
+    A generation-only request with a bad handoff can stall an engine's executor, so it is checked here
+    although the worker checks it too.
+    """
+    if reason := _unusable(session, decode):
+        status = Status(grpc.StatusCode.UNAVAILABLE, f"gave an unusable handoff: {reason}")
+        raise LegFailed(Stage.PREFILL, status, accepted=True)
+
+
+def _unusable(session: oe.KvSessionRef, decode: Member) -> str:
+    if not session.session_id and "disagg_request_id" not in session.attributes_struct.fields:
+        return "it has no id"
+    if not session.endpoints and not session.attributes_struct.fields:
+        return "it has neither an endpoint nor transfer state"
+    if session.ByteSize() > 2 * MAX_OPAQUE_STATE_BYTES:
+        return f"it has {session.ByteSize()} bytes"
+    backend = decode.info.kv_connector.transfer_backend if decode.info is not None else ""
+    if backend and session.transfer_backend and backend != session.transfer_backend:
+        return f"it is for {session.transfer_backend}, the decode worker uses {backend}"
+    return ""
+
+
+class Handoff:
+    """KV parked on a prefill worker until a decode worker has it: used or released, exactly once."""
+
+    def __init__(self, session: oe.KvSessionRef, holder: Member, releaser: "Releaser") -> None:
+        self.session = session
+        self._holder = holder
+        self._releaser = releaser
+        self._open = True
+        releaser.n_open += 1
+
+    def used(self) -> None:
+        """A decode worker has pulled it. Idempotent."""
+        if self._open:
+            self._open = False
+            self._releaser.n_open -= 1
+
+    def release(self) -> None:
+        """No decode worker will: free it on its holder, in the background. Idempotent."""
+        if self._open:
+            self._open = False
+            self._releaser.start(self.session, self._holder)
+
+
+class Releaser:
+    """Frees parked handoffs that nobody will collect. Its task group outlives the requests."""
+
+    def __init__(self, tasks: TaskGroup, metrics: Metrics) -> None:
+        self.n_open = 0
+        self._tasks = tasks
+        self._metrics = metrics
+
+    def start(self, session: oe.KvSessionRef, holder: Member) -> None:
+        """Begin to release one handoff; never waits."""
+        self._tasks.start_soon(self._release, session, holder)
+
+    async def _release(self, session: oe.KvSessionRef, holder: Member) -> None:
+        result = "failed"
+        try:
+            with anyio.move_on_after(RELEASE_TIMEOUT_S):
+                assert holder.worker is not None
+                await holder.worker.abort(oe.AbortRequest(kv_session=session))
+                result = "released"
+        except WorkerError as error:
+            # NOT_FOUND: a decode worker had begun to pull it after all, or it had expired.
+            result = "gone" if error.status.code is grpc.StatusCode.NOT_FOUND else "failed"
+        finally:
+            self.n_open -= 1
+            self._metrics.handoffs_released.labels(result=result).inc()
+            if result == "failed":
+                log.warning("handoff.stranded", extra={"worker": holder.address})

@@ -1,0 +1,216 @@
+"""An open-loop load client: sends each request at its time, whatever became of the ones before it.
+
+Speaks OpenEngine like any client, over the `Worker` port. Times are the client's own, on the event
+loop's clock: what a user of the gateway sees, its queues and relays included.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import NamedTuple, Protocol
+
+import anyio
+import grpc
+from google.protobuf.message import DecodeError
+
+from slagate.proto import gateway_pb2 as gw
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.generate import RECEIPT_TRAILER
+from slagate.workers.errors import status_of_engine_error
+from slagate.workers.worker import OK, Call, Metadata, Sink, Status
+
+
+class Target(Protocol):
+    """What load is sent to: the `Worker` port, less its control calls."""
+
+    def generate(
+        self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
+    ) -> Call:
+        """As `Worker.generate`."""
+
+
+class LoadRequest(NamedTuple):
+    """One request to send, `at_s` after the start of the run."""
+
+    at_s: float
+    request_id: str
+    data: bytes  # serialised GenerateRequest
+    metadata: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What one request got."""
+
+    request_id: str
+    late_s: float  # sent this much after its time: above a few ms, the client was the bottleneck
+    ttft_s: float | None  # None: no token came
+    itl_s: float | None  # mean; None: fewer than two tokens
+    tokens: tuple[int, ...]
+    status: Status  # an error event of the stream counts as its status
+    fault: str  # how the stream broke the contract; empty: it did not
+    receipt: gw.Receipt | None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it got anything but a whole answer."""
+        return self.status.code is not grpc.StatusCode.OK
+
+
+@dataclass(slots=True)
+class Progress:
+    """Live counts of a run."""
+
+    n_sent: int = 0
+    n_done: int = 0
+    n_failed: int = 0
+    n_tokens: int = 0
+
+
+class StreamProbe:
+    """The sink of one request: notes what came and when, and checks the order of events."""
+
+    def __init__(self, request_id: str, *, now_s: Callable[[], float], progress: Progress) -> None:
+        self.ended = anyio.Event()
+        self._request_id = request_id
+        self._now_s = now_s
+        self._progress = progress
+        self._sent_s = now_s()
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._tokens: list[int] = []
+        self._terminal = ""
+        self._engine_error: oe.EngineError | None = None
+        self._fault = ""
+        self._status = OK
+
+    def message(self, data: bytes, /) -> None:
+        """Take one response."""
+        now_s = self._now_s()
+        try:
+            response = oe.GenerateResponse.FromString(data)
+        except DecodeError:
+            self._note("a response that cannot be read")
+            return
+        event = response.WhichOneof("event")
+        if response.request_id != self._request_id:
+            self._note(f"a response for request {response.request_id!r}")
+        if self._terminal:
+            self._note(f"{event} after {self._terminal}")
+        elif event == "token":
+            self._take([token.token_id for token in response.token.tokens], now_s)
+        elif event == "finished":
+            self._terminal = event
+            if response.usage.completion_tokens != len(self._tokens):
+                self._note(f"usage of {response.usage.completion_tokens} completion tokens")
+        elif event == "error":
+            self._terminal = event
+            self._engine_error = response.error
+        else:
+            self._note(f"an event {event} that no client asked for")
+
+    def end(self, status: Status, /) -> None:
+        """Take the end of the call."""
+        self._status = status
+        self.ended.set()
+
+    def served(self, *, late_s: float) -> Served:
+        """The result, once `ended` is set."""
+        status = self._status
+        if status.code is grpc.StatusCode.OK and self._engine_error is not None:
+            status = status_of_engine_error(self._engine_error)._replace(trailers=status.trailers)
+        if status.code is grpc.StatusCode.OK and not self._terminal:
+            self._note("no finished event")
+        n_tokens = len(self._tokens)
+        first_s = self._first_s
+        return Served(
+            request_id=self._request_id,
+            late_s=late_s,
+            ttft_s=None if first_s is None else first_s - self._sent_s,
+            itl_s=(
+                None
+                if first_s is None or n_tokens < 2
+                else (self._last_s - first_s) / (n_tokens - 1)
+            ),
+            tokens=tuple(self._tokens),
+            status=status,
+            fault=self._fault,
+            receipt=_receipt(status),
+        )
+
+    def _take(self, tokens: list[int], now_s: float) -> None:
+        if not tokens:
+            return
+        self._last_s = now_s
+        if self._first_s is None:
+            self._first_s = now_s
+        self._tokens += tokens
+        self._progress.n_tokens += len(tokens)
+
+    def _note(self, fault: str) -> None:
+        # The first one: those after it are usually its consequences.
+        self._fault = self._fault or fault
+
+
+def _receipt(status: Status) -> gw.Receipt | None:
+    raw = dict(status.trailers).get(RECEIPT_TRAILER)
+    if not isinstance(raw, bytes):
+        return None
+    try:
+        return gw.Receipt.FromString(raw)
+    except DecodeError:
+        return None
+
+
+def mismatch(served: Served, expected: Sequence[int]) -> str:
+    """How a stream differs from the reference continuation, in words; empty when it does not.
+
+    A failed request owes no more tokens, but those that it got must be the right ones.
+    """
+    if served.fault:
+        return served.fault
+    for at, (got, want) in enumerate(zip(served.tokens, expected, strict=False)):
+        if got != want:
+            return f"token {at} is {got}, not {want}"
+    n_got, n_want = len(served.tokens), len(expected)
+    if n_got > n_want or (n_got < n_want and not served.failed):
+        return f"{n_got} tokens, not {n_want}"
+    return ""
+
+
+async def run_load(
+    targets: Sequence[Target],
+    requests: Iterable[LoadRequest],
+    *,
+    timeout_s: float,
+    on_change: Callable[[Progress], None],
+) -> list[Served]:
+    """Send every request at its time, spread over `targets`, and wait for all; in order of sending.
+
+    `requests` is consumed one ahead of its time, so that prompts need not all be in memory.
+    `timeout_s` is each request's deadline. `on_change` hears of every request that starts or ends.
+    """
+    results: dict[int, Served] = {}
+    progress = Progress()
+    started_s = anyio.current_time()
+
+    async def serve(number: int, target: Target, request: LoadRequest) -> None:
+        probe = StreamProbe(request.request_id, now_s=anyio.current_time, progress=progress)
+        late_s = anyio.current_time() - started_s - request.at_s
+        call = target.generate(request.data, request.metadata, probe, timeout_s=timeout_s)
+        progress.n_sent += 1
+        on_change(progress)
+        try:
+            await probe.ended.wait()
+        finally:
+            call.cancel()
+        results[number] = served = probe.served(late_s=late_s)
+        progress.n_done += 1
+        progress.n_failed += served.failed
+        on_change(progress)
+
+    async with anyio.create_task_group() as tasks:
+        for number, (target, request) in enumerate(zip(cycle(targets), requests, strict=False)):
+            await anyio.sleep_until(started_s + request.at_s)
+            tasks.start_soon(serve, number, target, request)
+    return [results[number] for number in sorted(results)]

@@ -1,0 +1,55 @@
+"""`/metrics`, `/healthz` and `/readyz` over HTTP, on a thread of its own.
+
+Rendering thousands of series takes milliseconds that the event loop does not have. The thread only reads:
+numbers from their owners, and readiness through one callable.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+
+@contextmanager
+def serve_probes(
+    host: str, port: int, *, registry: CollectorRegistry, not_ready: Callable[[], str]
+) -> Iterator[int]:
+    """Serve for the time of the block and yield the real port.
+
+    `not_ready` says why the gateway cannot serve requests, or "" when it can. Raises `OSError` when the
+    address cannot be bound.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+            elif self.path == "/healthz":
+                self._answer(200, b"ok\n")
+            elif self.path == "/readyz":
+                reason = not_ready()
+                self._answer(503 if reason else 200, f"{reason or 'ready'}\n".encode())
+            else:
+                self._answer(404, b"not found: try /metrics, /healthz, /readyz\n")
+
+        def _answer(self, code: int, body: bytes, content_type: str = "text/plain") -> None:
+            self.send_response(code)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing: a scrape every few seconds is not news."""
+
+    with ThreadingHTTPServer((host, port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, name="probes", daemon=True)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,105 @@
+"""One request: parsed once, checked before any worker hears of it, its bytes kept as they came."""
+
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.errors import InvalidRequest, TooLarge, Unsupported
+from slagate.workers.legs import REQUEST_TYPE
+
+MAX_ID_BYTES = 1024
+"""Of a request id; TensorRT-LLM's own server has the same limit."""
+
+# Where clients of other gateways put their targets. The engine ignores unknown keys of `extra`, so a
+# target left here would be dropped without a word.
+_HINTS_OF_OTHERS = ("nvext", "router", "ttft_target", "itl_target", "ttft_ms", "itl_ms", "tpot_ms")
+
+
+class Request(NamedTuple):
+    """A valid request and what the gateway needs to know of it."""
+
+    data: bytes  # as the client sent it
+    id: str  # the client's
+    model: str
+    isl_tokens: int
+    max_tokens: int | None  # None: the client gave no budget
+
+
+def parse_request(data: bytes, *, max_bytes: int) -> Request:
+    """Check a serialised `GenerateRequest`.
+
+    Raises `TooLarge`, `Unsupported` or `InvalidRequest`, each naming the field.
+    """
+    if len(data) > max_bytes:
+        raise TooLarge(_largest_field(data), _over(len(data), max_bytes))
+    message = parse_message(data)
+    if not message.request_id:
+        raise InvalidRequest("request_id", "must not be empty")
+    if len(message.request_id.encode()) > MAX_ID_BYTES:
+        raise InvalidRequest("request_id", f"is over the limit of {MAX_ID_BYTES} bytes")
+    if not message.model:
+        raise InvalidRequest("model", "must not be empty")
+    _check_private(message)
+    if message.WhichOneof("input") == "prompt":
+        raise InvalidRequest("prompt", "no tokenizer is configured; send token_ids")
+    if not message.token_ids.ids:
+        raise InvalidRequest("token_ids", "must not be empty")
+    if message.sampling.HasField("num_sequences") and message.sampling.num_sequences != 1:
+        if message.sampling.num_sequences == 0:
+            raise InvalidRequest("sampling.num_sequences", "must be at least 1")
+        raise Unsupported("sampling.num_sequences", "one sequence a request is served")
+    return Request(
+        data, message.request_id, message.model, len(message.token_ids.ids), _max_tokens(message)
+    )
+
+
+def parse_message(data: bytes) -> oe.GenerateRequest:
+    """The message in `data`. Raises `InvalidRequest` when there is none."""
+    try:
+        return oe.GenerateRequest.FromString(data)
+    except DecodeError:
+        raise InvalidRequest("request", "is not a serialised GenerateRequest") from None
+
+
+def _check_private(message: oe.GenerateRequest) -> None:
+    """Refuse what belongs to the gateway: merged into a leg, a client's value would survive there."""
+    if message.kv.HasField("session"):
+        raise InvalidRequest("kv.session", "is set by the gateway only")
+    for key in (REQUEST_TYPE, *_HINTS_OF_OTHERS):
+        if key in message.extra.fields:
+            reason = (
+                "is set by the gateway only"
+                if key == REQUEST_TYPE
+                else "is not read; targets travel in metadata, x-slo-ttft-ms and x-slo-tpot-ms"
+            )
+            raise InvalidRequest(f"extra.{key}", reason)
+
+
+def _max_tokens(message: oe.GenerateRequest) -> int | None:
+    stopping = message.stopping
+    if not stopping.HasField("max_tokens"):
+        return None
+    if stopping.max_tokens == 0:
+        raise InvalidRequest("stopping.max_tokens", "must be at least 1")
+    if stopping.min_tokens > stopping.max_tokens:
+        raise InvalidRequest("stopping.min_tokens", "is over stopping.max_tokens")
+    return stopping.max_tokens
+
+
+def _largest_field(data: bytes) -> str:
+    """The field to blame for a request that is too large: the larger of its two possible inputs."""
+    try:
+        message = oe.GenerateRequest.FromString(data)
+    except DecodeError:
+        return "request"
+    sizes = {
+        field.name: value.ByteSize() if hasattr(value, "ByteSize") else len(value)
+        for field, value in message.ListFields()
+        if field.name in ("prompt", "token_ids", "guided", "extra")
+    }
+    return max(sizes, key=lambda name: sizes[name], default="request")
+
+
+def _over(n_bytes: int, max_bytes: int) -> str:
+    return f"the request of {n_bytes} bytes is over the limit of {max_bytes} bytes"

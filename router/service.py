@@ -1,0 +1,106 @@
+"""The control face to clients: to them the gateway looks like one aggregated engine.
+
+What would show other tenants' tokens or touch their requests is not offered.
+"""
+
+from typing import Any, NoReturn
+
+import grpc
+
+from slagate.pools.fleet import Fleet
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto import openengine_pb2_grpc as oe_grpc
+from slagate.router.live import LiveRequests
+from slagate.workers.trtllm_info import SCHEMA_RELEASE
+
+
+class ControlService(oe_grpc.ControlServicer):
+    """`openengine.v1.Control` for clients."""
+
+    def __init__(self, fleet: Fleet, live: LiveRequests, *, instance_id: str, version: str) -> None:
+        self._fleet = fleet
+        self._live = live
+        self._instance_id = instance_id
+        self._version = version
+
+    async def GetServerInfo(self, request: Any, context: Any) -> oe.ServerInfo:
+        """The fleet as one engine."""
+        return oe.ServerInfo(
+            engine_name="slagate",
+            engine_version=self._version,
+            engine_role=oe.ENGINE_ROLE_AGGREGATED,
+            instance_id=self._instance_id,
+            supported_models=sorted(self._fleet.models()),
+            schema_revision=1,
+            minimum_client_revision=1,
+            schema_release=SCHEMA_RELEASE,
+        )
+
+    async def GetModelInfo(self, request: Any, context: Any) -> oe.ModelInfo:
+        """What every worker of the model can do: the least of each."""
+        infos = [
+            member.models[request.model]
+            for member in self._fleet.members()
+            if request.model in member.models
+        ]
+        if not infos:
+            await _abort(
+                context, grpc.StatusCode.NOT_FOUND, f"model: {request.model!r} is not served here"
+            )
+        info = oe.ModelInfo()
+        info.CopyFrom(infos[0])
+        windows = [i.max_context_length for i in infos if i.HasField("max_context_length")]
+        if windows:
+            info.max_context_length = min(windows)
+        info.supports_text_input = False
+        info.generation.supports_priority = True
+        info.generation.max_num_sequences = 1
+        return info
+
+    async def GetLoad(self, request: Any, context: Any) -> oe.LoadInfo:
+        """The whole gateway's load: requests it is serving now."""
+        return oe.LoadInfo(instance_id=self._instance_id, running_requests=len(self._live))
+
+    async def Health(self, request: Any, context: Any) -> oe.HealthResponse:
+        """READY while every stage has a ready worker."""
+        down = self._fleet.unready_stages()
+        checks = [
+            oe.HealthCheck(
+                name=stage.value,
+                state=oe.HEALTH_STATE_NOT_READY if stage in down else oe.HEALTH_STATE_READY,
+            )
+            for stage in self._fleet.stages
+        ]
+        state = oe.HEALTH_STATE_NOT_READY if down else oe.HEALTH_STATE_READY
+        return oe.HealthResponse(state=state, checks=checks)
+
+    async def Abort(self, request: Any, context: Any) -> oe.AbortResponse:
+        """A client's own running requests only, recognised by its connection."""
+        target = request.WhichOneof("target")
+        if target is None:
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "target: none is given")
+        if target != "request_id":
+            await _abort(
+                context,
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"{target}: a client may abort its own requests only, by request_id",
+            )
+        if not self._live.abort(context.peer(), request.request_id):
+            await _abort(
+                context,
+                grpc.StatusCode.NOT_FOUND,
+                "request_id: no running request of this connection has it",
+            )
+        return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
+
+    async def _refuse(self, request: Any, context: Any) -> NoReturn:
+        await _abort(context, grpc.StatusCode.UNIMPLEMENTED, "is not offered to clients")
+
+    LoadLora = UnloadLora = ListLoras = _refuse
+    GetKvEventSources = _refuse
+    SubscribeKvEvents = _refuse  # type: ignore[assignment]  # refuses before any event
+
+
+async def _abort(context: Any, code: grpc.StatusCode, message: str) -> NoReturn:
+    await context.abort(code, message)
+    raise AssertionError("context.abort raises")

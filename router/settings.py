@@ -1,0 +1,19 @@
+"""The gateway's own limits; the fleet file says nothing about them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Set once at start, from the command line."""
+
+    max_request_bytes: int = 8 << 20
+    """A serialised request: about 2.7 million tokens, above any context window of today."""
+    max_buffer_bytes: int = 1 << 20
+    """Output that may wait for one client before its stream is ended."""
+    default_timeout_s: float = 600.0
+    """Limit of a request whose client set no deadline."""
+    drain_s: float = 30.0
+    """How long running requests get to finish after SIGTERM."""
+    max_attempts: int = 3
+    """Workers that one stage of a request may try."""

@@ -1,0 +1,125 @@
+"""The SLA of one request, from its gRPC metadata.
+
+    x-slo-ttft-ms, x-slo-tpot-ms     decimal milliseconds; 0 is the tightest
+    openengine-priority              int32, higher is more important
+    x-gateway-inference-objective    class
+    x-gateway-inference-fairness-id  tenant
+    x-dynamo-session-id              conversation
+
+Missing means that no target was given, never 0. Malformed, repeated or misspelt is an error that names
+the key: a target that is silently dropped is the failure this gateway exists to end.
+"""
+
+import difflib
+import math
+import re
+from typing import NamedTuple
+
+from slagate.router.errors import InvalidRequest
+from slagate.workers.worker import Metadata
+
+TTFT = "x-slo-ttft-ms"
+ITL = "x-slo-tpot-ms"
+PRIORITY = "openengine-priority"
+OBJECTIVE = "x-gateway-inference-objective"
+FAIRNESS_ID = "x-gateway-inference-fairness-id"
+SESSION_ID = "x-dynamo-session-id"
+RECEIPT = "slagate-receipt"
+
+KNOWN = (TTFT, ITL, PRIORITY, OBJECTIVE, FAIRNESS_ID, SESSION_ID, RECEIPT)
+
+MAX_TEXT = 256
+"""Characters of a class, tenant or conversation id: they end up in receipts of 4 KiB."""
+
+_DECIMAL = re.compile(r"(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d{1,10}", re.ASCII)
+# A key that is about a latency target but is not one we read would be dropped without a word.
+_LATENCY_HINT = re.compile(r"^x-slo-|ttft|tpot|(^|-|_)itl($|-|_)")
+
+
+class Sla(NamedTuple):
+    """What a request asks for. Targets stay in wire units (ms): the grid's cells are compared with them."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    priority: int | None = None
+    objective: str = ""
+    fairness_id: str = ""
+    session_id: str = ""
+    receipt: bool = False
+
+
+def parse_sla(metadata: Metadata) -> Sla:
+    """Read the SLA. Raises `InvalidRequest` naming the key.
+
+    >>> parse_sla([("x-slo-ttft-ms", "500"), ("openengine-priority", "-3")])[:3]
+    (500.0, None, -3)
+    >>> parse_sla([("x-slo-ttft-ms", "fast")])
+    Traceback (most recent call last):
+    slagate.router.errors.InvalidRequest: x-slo-ttft-ms: must be a decimal number of ms (got 'fast')
+    """
+    values: dict[str, str] = {}
+    for key, value in metadata:
+        ours = key in KNOWN or key.startswith("openengine-")
+        if not ours:
+            if _LATENCY_HINT.search(key):
+                raise InvalidRequest(key, f"is not a key of this gateway{_did_you_mean(key)}")
+            continue
+        if key in values:
+            raise InvalidRequest(key, "is given more than once")
+        if isinstance(value, bytes):
+            raise InvalidRequest(key, "must be text")
+        values[key] = value
+    if "openengine-target-dp-rank" in values:
+        raise InvalidRequest("openengine-target-dp-rank", "is chosen by the gateway")
+    return Sla(
+        _milliseconds(values, TTFT),
+        _milliseconds(values, ITL),
+        _int32(values, PRIORITY),
+        _text(values, OBJECTIVE),
+        _text(values, FAIRNESS_ID),
+        _text(values, SESSION_ID),
+        _flag(values, RECEIPT),
+    )
+
+
+def _did_you_mean(key: str) -> str:
+    near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.4)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _milliseconds(values: dict[str, str], key: str) -> float | None:
+    text = values.get(key)
+    if text is None:
+        return None
+    if not _DECIMAL.fullmatch(text):
+        raise InvalidRequest(key, f"must be a decimal number of ms (got {text[:40]!r})")
+    number = float(text)
+    if not math.isfinite(number):
+        raise InvalidRequest(key, f"must be finite (got {text[:40]!r})")
+    return number
+
+
+def _int32(values: dict[str, str], key: str) -> int | None:
+    text = values.get(key)
+    if text is None:
+        return None
+    if not _INTEGER.fullmatch(text) or not -(2**31) <= int(text) < 2**31:
+        raise InvalidRequest(key, f"must be a 32-bit integer (got {text[:40]!r})")
+    return int(text)
+
+
+def _text(values: dict[str, str], key: str) -> str:
+    text = values.get(key, "")
+    if key in values and not text:
+        raise InvalidRequest(key, "must not be empty")
+    if len(text) > MAX_TEXT:
+        raise InvalidRequest(key, f"is over the limit of {MAX_TEXT} characters")
+    return text
+
+
+def _flag(values: dict[str, str], key: str) -> bool:
+    text = values.get(key, "0")
+    if text not in ("0", "1"):
+        raise InvalidRequest(key, f"must be 0 or 1 (got {text[:40]!r})")
+    return text == "1"

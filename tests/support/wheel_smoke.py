@@ -1,0 +1,124 @@
+"""Builds the wheel, installs it in a fresh virtual environment and runs the demo from there.
+
+    python tests/support/wheel_smoke.py
+
+An editable install finds every file of the repository, a wheel only what pyproject.toml lists; this
+is the one check that sees a forgotten file before a user does. Needs a package index for the
+dependencies. Leaves nothing behind.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = ("configs", "proto", "workers", "pools", "router")
+
+# A net under a hang, not a limit on the work: every step is expected to end far sooner.
+STEP_LIMIT_S = 600
+
+
+def run(command: list[str | Path], cwd: Path) -> str:
+    """Output of a command; exits with its output when it fails.
+
+    The command leads a process group, so that a hang takes the processes it started down with it.
+    """
+    inherited = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}  # the caller's packages must not help
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={key: value for key, value in os.environ.items() if key not in inherited},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    shown = " ".join(map(str, command))
+    try:
+        output, _ = process.communicate(timeout=STEP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise SystemExit(f"no end after {STEP_LIMIT_S} s: {shown}\n{output}") from None
+    if process.returncode:
+        raise SystemExit(f"exit code {process.returncode}: {shown}\n{output}")
+    return output
+
+
+def known_files() -> list[str]:
+    """Paths in the working tree that git tracks or would track, relative to the repository."""
+    listed = run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], REPOSITORY
+    )
+    return [path for path in listed.split("\0") if path and (REPOSITORY / path).is_file()]
+
+
+def copy_tree(files: list[str], target: Path) -> None:
+    """Copies the known files only: setuptools would also ship what an old build/lib still holds."""
+    for path in files:
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / path, target / path)
+
+
+def build_wheel(source: Path, target: Path) -> Path:
+    run([sys.executable, "-m", "build", "--wheel", "--outdir", target, source], source)
+    (wheel,) = target.glob("*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path, files: list[str]) -> int:
+    """Number of files shipped; exits unless they are exactly the known files of the packages."""
+    wanted = {f"slagate/{path}" for path in files if path.split("/")[0] in PACKAGES}
+    with zipfile.ZipFile(wheel) as archive:
+        shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
+    problems = [f"not in the wheel: {name}" for name in sorted(wanted - shipped)]
+    problems += [f"only in the wheel: {name}" for name in sorted(shipped - wanted)]
+    if problems:
+        raise SystemExit("\n".join([*problems, "see [tool.setuptools] in pyproject.toml"]))
+    return len(shipped)
+
+
+def install(wheel: Path, environment: Path) -> Path:
+    """The folder of the commands of a new virtual environment that holds the wheel."""
+    run([sys.executable, "-m", "venv", environment], environment.parent)
+    commands = environment / "bin"
+    run([commands / "python", "-m", "pip", "install", "--quiet", wheel], environment.parent)
+    return commands
+
+
+def check_demo(commands: Path, empty: Path) -> None:
+    """Runs the demo in an empty folder outside the repository and reads the report it leaves."""
+    run([commands / "slagate", "demo", "--requests", "5"], empty)
+    path = empty / "build" / "demo.json"
+    if not path.is_file():
+        raise SystemExit("slagate demo left no build/demo.json in its working folder")
+    report = json.loads(path.read_text())
+    if report.get("failed") != 0:
+        raise SystemExit(f"build/demo.json: failed is {report.get('failed')!r}, not 0")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="slagate-wheel-") as scratch:
+        source, dist, empty = (Path(scratch) / name for name in ("source", "dist", "empty"))
+        empty.mkdir()
+        files = known_files()
+        copy_tree(files, source)
+        wheel = build_wheel(source, dist)
+        print(f"wheel: built {wheel.name}", flush=True)
+        print(f"wheel: {check_contents(wheel, files)} files, none forgotten", flush=True)
+        commands = install(wheel, Path(scratch) / "venv")
+        print("wheel: installed in a fresh environment", flush=True)
+        run([commands / "slagate", "--help"], empty)
+        print("wheel: slagate --help works", flush=True)
+        check_demo(commands, empty)
+        print("wheel: slagate demo --requests 5 works", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Shared-memory transport: consumed once, checked whole, swept after death, across processes."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from slagate.workers.kv_transfer import KvTransferError, KvTransport, SharedMemoryTransport
+
+
+@pytest.fixture
+def prefill(tmp_path: Path) -> Iterator[SharedMemoryTransport]:
+    transport = SharedMemoryTransport(tmp_path)
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def decode(tmp_path: Path) -> Iterator[SharedMemoryTransport]:
+    transport = SharedMemoryTransport(tmp_path)
+    yield transport
+    transport.close()
+
+
+def blocks(n: int = 3, block_bytes: int = 64) -> npt.NDArray[np.uint8]:
+    return np.arange(n * block_bytes, dtype=np.uint32).astype(np.uint8).reshape(n, block_bytes)
+
+
+def offered(tmp_path: Path) -> Path:
+    (path,) = tmp_path.rglob("*.kv")
+    return path
+
+
+def test_it_is_a_transport(prefill: SharedMemoryTransport) -> None:
+    transport: KvTransport = prefill
+    assert transport.name == "SHM"
+
+
+def test_blocks_arrive_and_the_owner_hears_of_it_once(
+    prefill: SharedMemoryTransport, decode: SharedMemoryTransport
+) -> None:
+    descriptor = prefill.export(7, blocks())
+    prefill.export(8, blocks())
+    assert prefill.acks() == []
+    assert np.array_equal(decode.pull(descriptor), blocks())
+    assert prefill.acks() == [7]
+    assert prefill.acks() == []
+
+
+def test_a_second_pull_is_refused(
+    prefill: SharedMemoryTransport, decode: SharedMemoryTransport
+) -> None:
+    descriptor = prefill.export(7, blocks())
+    decode.pull(descriptor)
+    with pytest.raises(KvTransferError, match="session 7: already consumed or released"):
+        decode.pull(descriptor)
+
+
+def test_a_released_session_cannot_be_pulled_and_is_not_acknowledged(
+    prefill: SharedMemoryTransport, decode: SharedMemoryTransport, tmp_path: Path
+) -> None:
+    descriptor = prefill.export(7, blocks())
+    prefill.release(7)
+    prefill.release(7)
+    prefill.release(99)
+    with pytest.raises(KvTransferError, match="already consumed or released"):
+        decode.pull(descriptor)
+    assert prefill.acks() == []
+    assert list(tmp_path.rglob("*.kv")) == []
+
+
+def test_a_pull_in_progress_is_not_acknowledged_yet(
+    prefill: SharedMemoryTransport, tmp_path: Path
+) -> None:
+    prefill.export(7, blocks())
+    taken = offered(tmp_path).rename(offered(tmp_path).with_suffix(".pull"))
+    assert prefill.acks() == []
+    taken.unlink()
+    assert prefill.acks() == [7]
+
+
+def test_an_exported_session_cannot_be_exported_again(prefill: SharedMemoryTransport) -> None:
+    prefill.export(7, blocks())
+    with pytest.raises(KvTransferError, match="session 7 is already exported"):
+        prefill.export(7, blocks())
+
+
+def test_every_flipped_bit_of_a_descriptor_is_refused(
+    prefill: SharedMemoryTransport, decode: SharedMemoryTransport
+) -> None:
+    descriptor = prefill.export(7, blocks())
+    for i in range(len(descriptor)):
+        altered = bytearray(descriptor)
+        altered[i] ^= 1
+        with pytest.raises(KvTransferError, match="checksum"):
+            decode.pull(bytes(altered))
+    assert np.array_equal(decode.pull(descriptor), blocks())
+
+
+@pytest.mark.parametrize("keep", [0, 1, 40, -1])
+def test_a_truncated_descriptor_is_refused(
+    prefill: SharedMemoryTransport, decode: SharedMemoryTransport, keep: int
+) -> None:
+    descriptor = prefill.export(7, blocks())
+    with pytest.raises(KvTransferError, match="truncated"):
+        decode.pull(descriptor[:keep])
+
+
+def test_a_well_signed_descriptor_cannot_leave_the_directory(
+    decode: SharedMemoryTransport,
+) -> None:
+    """The checksum is no secret, so the instance id is checked for itself."""
+    from hashlib import blake2b
+    from struct import pack
+
+    body = pack("<4s32sQII", b"SKD1", b"../" * 10 + b"aa", 7, 1, 16)
+    with pytest.raises(KvTransferError, match="instance id"):
+        decode.pull(body + blake2b(body, digest_size=16).digest())
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "message"), [(0, "header"), (10, "header"), (50, "truncated"), (-1, "truncated")]
+)
+def test_a_truncated_file_is_refused_and_used_up(
+    prefill: SharedMemoryTransport,
+    decode: SharedMemoryTransport,
+    tmp_path: Path,
+    n_bytes: int,
+    message: str,
+) -> None:
+    descriptor = prefill.export(7, blocks())
+    raw = offered(tmp_path).read_bytes()
+    offered(tmp_path).write_bytes(raw[:n_bytes])
+    with pytest.raises(KvTransferError, match=f"session 7: .*{message}"):
+        decode.pull(descriptor)
+    assert prefill.acks() == [7]
+
+
+@pytest.mark.parametrize(
+    ("position", "message"), [(0, "magic"), (4, "disagree"), (12, "disagree"), (-1, "corrupted")]
+)
+def test_a_changed_file_is_refused_with_the_check_that_failed(
+    prefill: SharedMemoryTransport,
+    decode: SharedMemoryTransport,
+    tmp_path: Path,
+    position: int,
+    message: str,
+) -> None:
+    descriptor = prefill.export(7, blocks())
+    raw = bytearray(offered(tmp_path).read_bytes())
+    raw[position] ^= 1
+    offered(tmp_path).write_bytes(raw)
+    with pytest.raises(KvTransferError, match=message):
+        decode.pull(descriptor)
+
+
+def test_a_closed_transport_offers_nothing(tmp_path: Path, decode: SharedMemoryTransport) -> None:
+    owner = SharedMemoryTransport(tmp_path)
+    descriptor = owner.export(7, blocks())
+    owner.close()
+    owner.close()
+    with pytest.raises(KvTransferError, match="closed"):
+        owner.export(8, blocks())
+    with pytest.raises(KvTransferError, match="already consumed or released"):
+        decode.pull(descriptor)
+
+
+EXPORT_AND_DIE = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from slagate.workers.kv_transfer import SharedMemoryTransport
+transport = SharedMemoryTransport(Path(sys.argv[1]))
+print(transport.export(7, np.zeros((2, 64), np.uint8)).hex(), flush=True)
+os._exit(9)
+"""
+
+PULL = """
+import sys
+from pathlib import Path
+from slagate.workers.kv_transfer import SharedMemoryTransport
+transport = SharedMemoryTransport(Path(sys.argv[1]))
+print(transport.pull(bytes.fromhex(sys.argv[2])).sum())
+transport.close()
+"""
+
+
+def python(code: str, *arguments: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+    ).stdout.strip()
+
+
+def test_another_process_can_pull(prefill: SharedMemoryTransport, tmp_path: Path) -> None:
+    """And starting and ending it touches nothing of the living owner."""
+    descriptor = prefill.export(7, blocks())
+    prefill.export(8, blocks())
+    assert python(PULL, str(tmp_path), descriptor.hex()) == str(blocks().sum())
+    assert prefill.acks() == [7]
+    assert offered(tmp_path).name == "8.kv"
+
+
+def test_what_a_dead_owner_left_is_swept_by_the_next_start(tmp_path: Path) -> None:
+    descriptor = bytes.fromhex(python(EXPORT_AND_DIE, str(tmp_path)))
+    assert offered(tmp_path).exists()
+    transport = SharedMemoryTransport(tmp_path)
+    assert list(tmp_path.rglob("*.kv")) == []
+    with pytest.raises(KvTransferError, match="already consumed or released"):
+        transport.pull(descriptor)
+    transport.close()
+
+
+def test_a_planted_base_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    with SharedMemoryRoot(tmp_path) as base:
+        base.write_text("")
+        with pytest.raises(KvTransferError, match="cannot use"):
+            SharedMemoryTransport(tmp_path)
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with SharedMemoryRoot(tmp_path) as base:
+        base.symlink_to(elsewhere)
+        with pytest.raises(KvTransferError, match="is not a directory of this user"):
+            SharedMemoryTransport(tmp_path)
+    assert list(elsewhere.iterdir()) == []
+
+
+class SharedMemoryRoot:
+    """The path of the transport's own directory under a root, before it exists."""
+
+    def __init__(self, root: Path) -> None:
+        SharedMemoryTransport(root).close()
+        (self._base,) = root.glob("slagate-kv-*")
+        self._base.rmdir()
+
+    def __enter__(self) -> Path:
+        return self._base
+
+    def __exit__(self, *_: object) -> None:
+        self._base.unlink()

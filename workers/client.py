@@ -1,0 +1,86 @@
+"""`GrpcWorker`: the `Worker` port over one gRPC channel, as the gateway holds it."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import anyio
+import grpc
+import grpc.aio
+from anyio.abc import TaskGroup
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto import openengine_pb2_grpc as oe_grpc
+from slagate.workers.channel import MAX_MESSAGE_BYTES, GenerateChannel
+from slagate.workers.errors import WorkerError
+from slagate.workers.worker import Call, Metadata, Sink, Status
+
+CONTROL_TIMEOUT_S = 5.0
+"""Limit of a control call: they answer from memory, so this only bounds a hung peer."""
+
+CHANNEL_OPTIONS = (
+    # Each hop has its own receive limit, and the default of 4 MiB would cut long prompts and outputs.
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A worker that restarts must be found again in seconds, not after grpc's two minutes.
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.use_local_subchannel_pool", 1),
+    # The loopback or fleet network is never behind the proxy of the environment.
+    ("grpc.enable_http_proxy", 0),
+)
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+class GrpcWorker:
+    """One worker at `address` (host:port). Made by `connect_worker`, which owns its tasks."""
+
+    def __init__(self, address: str, channel: grpc.aio.Channel, tasks: TaskGroup) -> None:
+        self.address = address
+        self._control = oe_grpc.ControlStub(channel)
+        self._generate = GenerateChannel(channel, tasks)
+
+    def generate(
+        self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
+    ) -> Call:
+        """As `Worker.generate`."""
+        return self._generate.generate(request, metadata, sink, timeout_s=timeout_s)
+
+    async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
+        """As `Worker.abort`."""
+        return await _unary(self._control.Abort, request)
+
+    async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
+        """As `Worker.load`."""
+        return await _unary(self._control.GetLoad, request)
+
+    async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
+        """As `Worker.health`."""
+        return await _unary(self._control.Health, request)
+
+    async def server_info(self) -> oe.ServerInfo:
+        """As `Worker.server_info`."""
+        return await _unary(self._control.GetServerInfo, oe.GetServerInfoRequest())
+
+    async def model_info(self, model: str) -> oe.ModelInfo:
+        """As `Worker.model_info`."""
+        return await _unary(self._control.GetModelInfo, oe.GetModelInfoRequest(model=model))
+
+
+async def _unary(method: Callable[..., Awaitable[_Response]], request: _Request) -> _Response:
+    try:
+        return await method(request, timeout=CONTROL_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise WorkerError(Status(error.code(), error.details() or "")) from error
+
+
+@asynccontextmanager
+async def connect_worker(address: str) -> AsyncIterator[GrpcWorker]:
+    """A `GrpcWorker` for the time of the block; connects lazily and reconnects by itself."""
+    async with (
+        grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel,
+        anyio.create_task_group() as tasks,
+    ):
+        yield GrpcWorker(address, channel, tasks)
+        tasks.cancel_scope.cancel()

@@ -1,0 +1,122 @@
+"""The handoff codec: TensorRT-LLM's `DisaggregatedParams` to and from OpenEngine's `KvSessionRef`.
+
+The layout of `attributes_struct` is the one of TensorRT-LLM's own OpenEngine server, so that either end
+may be replaced by it: `opaque_state` is base64 text, 64-bit ids are decimal strings (a Struct number is
+a double, exact to 2**53 only), `ctx_dp_rank` is present when it is known, 0 included.
+"""
+
+import base64
+import binascii
+from typing import Any
+
+import grpc
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.workers.errors import Refused
+
+MAX_OPAQUE_STATE_BYTES = 1 << 20
+"""More than any transceiver state seen; a bound so that a handoff cannot carry the KV itself."""
+
+
+def session_of_params(params: Any, *, transfer_backend: str) -> oe.KvSessionRef:
+    """The reference a prefill leg returns. `params` is the engine's, with a handoff in it."""
+    session = oe.KvSessionRef(
+        session_id=str(params.ctx_request_id),
+        transfer_backend=transfer_backend,
+        dp_rank=params.ctx_dp_rank or 0,
+    )
+    attributes: dict[str, Any] = {}
+    if params.opaque_state is not None:
+        attributes["opaque_state"] = base64.b64encode(params.opaque_state).decode("ascii")
+    if params.first_gen_tokens is not None:
+        attributes["first_gen_tokens"] = list(params.first_gen_tokens)
+    if params.draft_tokens is not None:
+        attributes["draft_tokens"] = list(params.draft_tokens)
+    if params.disagg_request_id is not None:
+        attributes["disagg_request_id"] = str(params.disagg_request_id)
+    if params.ctx_dp_rank is not None:
+        attributes["ctx_dp_rank"] = params.ctx_dp_rank
+    if params.ctx_info_endpoint is not None:
+        attributes["ctx_info_endpoint"] = params.ctx_info_endpoint
+    session.attributes_struct.update(attributes)
+    return session
+
+
+def params_of_session(session: oe.KvSessionRef) -> dict[str, Any]:
+    """Keyword arguments of a generation-only `DisaggregatedParams`.
+
+    Raises `Refused` (INVALID_ARGUMENT) that names the field, for whatever cannot be a handoff.
+    """
+    fields = session.attributes_struct.fields
+    has_state = "opaque_state" in fields
+    endpoint = _text(fields, "ctx_info_endpoint")
+    if not has_state and endpoint is None and not session.endpoints:
+        raise _bad("kv.session", "has neither an opaque_state nor an endpoint")
+    disagg_id = _int64(fields, "disagg_request_id")
+    if not session.session_id and disagg_id is None:
+        raise _bad("kv.session", "has neither a session_id nor a disagg_request_id")
+    params: dict[str, Any] = {
+        "request_type": "generation_only",
+        "ctx_request_id": _decimal(session.session_id, "kv.session.session_id"),
+        "disagg_request_id": disagg_id,
+        "opaque_state": _state(_text(fields, "opaque_state")) if has_state else None,
+        "first_gen_tokens": _token_list(fields, "first_gen_tokens"),
+        "draft_tokens": _token_list(fields, "draft_tokens"),
+        "ctx_info_endpoint": endpoint,
+    }
+    if "ctx_dp_rank" in fields:
+        params["ctx_dp_rank"] = session.dp_rank
+    return params
+
+
+def _bad(field: str, reason: str) -> Refused:
+    return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {reason}")
+
+
+def _decimal(text: str, field: str) -> int | None:
+    if not text:
+        return None
+    # str.isdigit() takes other scripts' digits, and int() takes signs and underscores.
+    if not (text.isascii() and text.isdigit() and len(text) <= 20):
+        raise _bad(field, "must be a decimal 64-bit id")
+    return int(text)
+
+
+def _text(fields: Any, name: str) -> str | None:
+    if name not in fields:
+        return None
+    if fields[name].WhichOneof("kind") != "string_value":
+        raise _bad(f"kv.session.attributes_struct.{name}", "must be a string")
+    return str(fields[name].string_value)
+
+
+def _int64(fields: Any, name: str) -> int | None:
+    text = _text(fields, name)
+    return None if text is None else _decimal(text, f"kv.session.attributes_struct.{name}")
+
+
+def _state(text: str | None) -> bytes:
+    field = "kv.session.attributes_struct.opaque_state"
+    if not text:
+        raise _bad(field, "is empty")
+    if len(text) > MAX_OPAQUE_STATE_BYTES * 4 // 3 + 4:
+        raise _bad(field, f"is over the limit of {MAX_OPAQUE_STATE_BYTES} bytes")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error:
+        raise _bad(field, "is not base64") from None
+
+
+def _token_list(fields: Any, name: str) -> list[int] | None:
+    if name not in fields:
+        return None
+    field = f"kv.session.attributes_struct.{name}"
+    if fields[name].WhichOneof("kind") != "list_value":
+        raise _bad(field, "must be a list of token ids")
+    tokens: list[int] = []
+    for value in fields[name].list_value.values:
+        number = value.number_value
+        if value.WhichOneof("kind") != "number_value" or not 0 <= number <= 0xFFFFFFFF:
+            raise _bad(field, "must be a list of token ids")
+        tokens.append(int(number))
+    return tokens

@@ -1,0 +1,60 @@
+"""Errors of a worker call, and the two tables that translate them to and from the wire."""
+
+import re
+
+import grpc
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.workers.worker import Status
+
+STATUS_OF_ENGINE_ERROR: dict[int, grpc.StatusCode] = {
+    oe.ERROR_CODE_UNSPECIFIED: grpc.StatusCode.INTERNAL,
+    oe.ERROR_CODE_INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
+    oe.ERROR_CODE_UNSUPPORTED_FEATURE: grpc.StatusCode.UNIMPLEMENTED,
+    oe.ERROR_CODE_ROLE_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
+    oe.ERROR_CODE_MODEL_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    oe.ERROR_CODE_OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    oe.ERROR_CODE_REQUEST_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    oe.ERROR_CODE_DUPLICATE_REQUEST: grpc.StatusCode.ALREADY_EXISTS,
+    oe.ERROR_CODE_KV_SESSION_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    oe.ERROR_CODE_KV_TRANSFER_FAILED: grpc.StatusCode.UNAVAILABLE,
+    oe.ERROR_CODE_CANCELLED: grpc.StatusCode.CANCELLED,
+    oe.ERROR_CODE_INTERNAL: grpc.StatusCode.INTERNAL,
+}
+"""OpenEngine names no complete table; this is ours, and both sides of our wire use it."""
+
+
+class WorkerError(Exception):
+    """A worker refused or failed a call; `status` is what it said (or what the transport made of it)."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(f"{status.code.name}: {status.message}")
+        self.status = status
+
+
+class Refused(WorkerError):
+    """This worker will not take the request: raised while validating, before acceptance."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(Status(code, message))
+
+
+def status_of_engine_error(error: oe.EngineError) -> Status:
+    """The gRPC status that stands for an in-stream `EngineError`; unknown codes read as INTERNAL."""
+    code = STATUS_OF_ENGINE_ERROR.get(error.code, grpc.StatusCode.INTERNAL)
+    return Status(code, error.message)
+
+
+_ADDRESS = re.compile(
+    r"(?:ipv4:|ipv6:|unix:|dns:///?)\S+"  # gRPC peer and target names
+    r"|\[[0-9a-fA-F:%.]+\](?::\d+)?"  # [v6]:port
+    r"|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"  # v4 with or without port
+)
+_PATH = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]+")
+_PYTHON = re.compile(r"<class '[^']*'>|Traceback \(most recent call last\):.*", re.DOTALL)
+
+
+def scrub(message: str) -> str:
+    """A worker's message without addresses, file paths and Python dumps: fit for a client."""
+    message = _PYTHON.sub("(internal)", message)
+    return _PATH.sub("(path)", _ADDRESS.sub("(address)", message))

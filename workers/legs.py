@@ -1,0 +1,44 @@
+"""The leg rules: what the gateway appends to a client's bytes for each call to a worker.
+
+Concatenated protobuf messages merge: a scalar's last value wins, sub-messages and maps merge, repeated
+fields grow. So a leg is the client's own bytes plus a few fields, and a 32k-token prompt is never
+serialised again. The same property would let a client's own values survive, so `kv.session` and
+`extra.request_type` are refused at the door (`slagate.router.request`).
+"""
+
+from slagate.proto import openengine_pb2 as oe
+
+REQUEST_TYPE = "request_type"
+CONTEXT_ONLY = "context_only"
+
+
+def prefill_leg(request: bytes, leg_id: str) -> bytes:
+    """The context-only leg: one token of budget, ends in `prefill_ready`."""
+    added = oe.GenerateRequest(
+        request_id=leg_id, stopping=oe.StoppingOptions(max_tokens=1, min_tokens=0)
+    )
+    added.extra.fields[REQUEST_TYPE].string_value = CONTEXT_ONLY
+    return request + added.SerializeToString()
+
+
+def decode_leg(
+    request: bytes, leg_id: str, *, session: oe.KvSessionRef, max_tokens: int | None
+) -> bytes:
+    """The generation-only leg; `max_tokens` is None where the client gave its own budget."""
+    added = oe.GenerateRequest(request_id=leg_id, kv=oe.KvOptions(session=session))
+    if max_tokens is not None:
+        added.stopping.max_tokens = max_tokens
+    return request + added.SerializeToString()
+
+
+def agg_leg(request: bytes, leg_id: str, *, max_tokens: int | None) -> bytes:
+    """The one leg of an aggregated worker; `max_tokens` as in `decode_leg`."""
+    added = oe.GenerateRequest(request_id=leg_id)
+    if max_tokens is not None:
+        added.stopping.max_tokens = max_tokens
+    return request + added.SerializeToString()
+
+
+def client_id_suffix(client_id: str) -> bytes:
+    """Bytes that give a relayed response the client's own id back: the last value wins."""
+    return oe.GenerateResponse(request_id=client_id).SerializeToString()

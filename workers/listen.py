@@ -1,0 +1,66 @@
+"""What every long-running command shares: addresses, the ready line, the end on a signal."""
+
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import anyio
+import grpc.aio
+
+
+class Address(NamedTuple):
+    """Where to listen; port 0 lets the kernel choose."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """`host:port`, with an IPv6 host in brackets. Raises `ValueError` saying what is wrong.
+
+    >>> parse_address("127.0.0.1:0")
+    Address(host='127.0.0.1', port=0)
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host:
+        raise ValueError(f"{text!r} is not host:port")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError(f"{text!r} has no port from 0 to 65535")
+    return Address(host, int(port))
+
+
+def bind(server: grpc.aio.Server, address: Address) -> Address:
+    """Bind a gRPC server and return the real address. Raises `OSError` when that cannot be."""
+    try:
+        port = server.add_insecure_port(str(address))
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}") from error
+    return Address(address.host, port)
+
+
+def ready_line(**fields: str | int) -> None:
+    """Print the one line on stdout that says the process serves, and where."""
+    sys.stdout.write(json.dumps({"event": "ready"} | fields) + "\n")
+    sys.stdout.flush()
+
+
+@asynccontextmanager
+async def stopped() -> AsyncIterator[anyio.Event]:
+    """Within the block, an event that is set by SIGTERM or SIGINT."""
+    event = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                async for _ in signals:
+                    event.set()
+
+        tasks.start_soon(watch)
+        yield event
+        tasks.cancel_scope.cancel()

@@ -1,0 +1,151 @@
+"""The prefill-to-decode handoff of the simulated engine: ids, opaque state, export and pull."""
+
+import struct
+from dataclasses import replace
+from typing import NamedTuple
+
+from slagate.workers.kv_transfer import KvTransferError, KvTransport
+from slagate.workers.sim_kv_cache import block_contents, next_token, state_of, verify
+from slagate.workers.sim_request import DisaggregatedParams
+from slagate.workers.sim_sequence import EngineLimits, SimSequence
+
+# Ids of ordinary requests stay below this, so the two kinds can never be confused (TensorRT-LLM's rule).
+MIN_GLOBAL_ID = 1 << 40
+_ID_SPACE = (1 << 63) - MIN_GLOBAL_ID
+
+
+class KvMismatchError(KvTransferError):
+    """Blocks arrived whole, but they are not the KV cache of this prompt."""
+
+
+class DisaggIds:
+    """Globally unique request ids in [2^40, 2^63): 39 bits ms, 8 node, 6 process, 10 counter.
+
+    Follows TensorRT-LLM's `get_global_disagg_request_id`. Raises `ValueError` on an id out of range.
+    """
+
+    def __init__(self, node_id: int, process_id: int = 0) -> None:
+        if not (0 <= node_id < 256 and 0 <= process_id < 64):
+            raise ValueError(f"node_id {node_id} must be < 256 and process_id {process_id} < 64")
+        self._place = node_id << 6 | process_id
+        self._last = -1
+
+    def next(self, now_s: float) -> int:
+        """A new id. More than 1024 in one millisecond borrow from the next one."""
+        ms = int(now_s * 1000) & ((1 << 39) - 1)
+        self._last = max(ms << 10, self._last + 1)
+        ms, count = self._last >> 10, self._last & 1023
+        return (ms << 24 | self._place << 10 | count) % _ID_SPACE + MIN_GLOBAL_ID
+
+
+class _OpaqueState(NamedTuple):
+    """What decode needs besides the blocks' descriptor."""
+
+    transport: str
+    ctx_request_id: int
+    prompt_tokens: int
+    block_tokens: int
+    first_token: int
+    descriptor: bytes
+
+
+_OPAQUE = struct.Struct("<4sQIIIB")
+_OPAQUE_MAGIC = b"SOS1"
+
+
+def _pack(state: _OpaqueState) -> bytes:
+    name = state.transport.encode("ascii")
+    return _OPAQUE.pack(_OPAQUE_MAGIC, *state[1:5], len(name)) + name + state.descriptor
+
+
+def _unpack(raw: bytes) -> _OpaqueState:
+    if len(raw) < _OPAQUE.size or not raw.startswith(_OPAQUE_MAGIC):
+        raise KvTransferError("opaque_state is truncated or not ours")
+    _, ctx_request_id, prompt_tokens, block_tokens, first_token, n_name = _OPAQUE.unpack_from(raw)
+    rest = raw[_OPAQUE.size :]
+    return _OpaqueState(
+        transport=rest[:n_name].decode("ascii", "replace"),
+        ctx_request_id=ctx_request_id,
+        prompt_tokens=prompt_tokens,
+        block_tokens=block_tokens,
+        first_token=first_token,
+        descriptor=rest[n_name:],
+    )
+
+
+def export_prompt(
+    sequence: SimSequence,
+    first_token: int,
+    *,
+    transport: KvTransport,
+    limits: EngineLimits,
+    disagg_request_id: int,
+) -> DisaggregatedParams:
+    """Offer a prefilled prompt's blocks as session `request_id`; returns the params decode needs.
+
+    Raises `KvTransferError` when the transport cannot take them.
+    """
+    assert sequence.params is not None, "only a disaggregated request is handed off"
+    session_id = sequence.result.request_id
+    blocks = block_contents(sequence.states, limits.kv_block_bytes)
+    opaque = _OpaqueState(
+        transport=transport.name,
+        ctx_request_id=session_id,
+        prompt_tokens=sequence.n_prompt,
+        block_tokens=limits.block_tokens,
+        first_token=first_token,
+        descriptor=transport.export(session_id, blocks),
+    )
+    return replace(
+        sequence.params,
+        first_gen_tokens=[first_token],
+        ctx_request_id=session_id,
+        opaque_state=_pack(opaque),
+        disagg_request_id=disagg_request_id,
+    )
+
+
+def pull_prompt(sequence: SimSequence, *, transport: KvTransport, limits: EngineLimits) -> None:
+    """Fetch a generation_only sequence's blocks and make it ready to decode from them.
+
+    Raises `KvMismatchError` when the blocks are not of its prompt, `KvTransferError` otherwise; what
+    can be refused without the blocks is refused before the pull uses them up.
+    """
+    opaque = _matching_opaque(sequence, transport, limits)
+    blocks = transport.pull(opaque.descriptor)
+    expected = (len(sequence.states), limits.kv_block_bytes)
+    if blocks.shape != expected:
+        raise KvTransferError(f"got blocks of shape {blocks.shape}, expected {expected}")
+    wrong = verify(blocks, sequence.states)
+    if wrong:
+        raise KvMismatchError(
+            f"{len(wrong)} of {len(blocks)} blocks do not hold this prompt, first block {wrong[0]}"
+        )
+    if next_token(state_of(blocks[-1]), limits.vocab_size) != opaque.first_token:
+        raise KvTransferError(f"first token {opaque.first_token} does not follow from the blocks")
+    n_full = sequence.n_prompt // limits.block_tokens
+    parent = state_of(blocks[n_full - 1]) if n_full else sequence.seed
+    sequence.start_chain(parent, limits.block_tokens)
+    sequence.last_token = opaque.first_token
+
+
+def _matching_opaque(
+    sequence: SimSequence, transport: KvTransport, limits: EngineLimits
+) -> _OpaqueState:
+    params = sequence.params
+    assert params is not None
+    assert params.opaque_state is not None, "checked at submit"
+    opaque = _unpack(params.opaque_state)
+    if opaque.transport != transport.name:
+        problem = f"prefill used {opaque.transport}, this worker uses {transport.name}"
+    elif opaque.block_tokens != limits.block_tokens:
+        problem = f"prefill has {opaque.block_tokens} tokens per block, here {limits.block_tokens}"
+    elif opaque.prompt_tokens != sequence.n_prompt:
+        problem = f"it is of {opaque.prompt_tokens} prompt tokens, not {sequence.n_prompt}"
+    elif params.ctx_request_id not in (None, opaque.ctx_request_id):
+        problem = f"it is of session {opaque.ctx_request_id}, not {params.ctx_request_id}"
+    elif params.first_gen_tokens != [opaque.first_token]:
+        problem = "first_gen_tokens is missing or of another request"
+    else:
+        return opaque
+    raise KvTransferError(f"the handoff does not fit: {problem}")

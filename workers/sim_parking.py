@@ -1,0 +1,86 @@
+"""Parked handoffs of the simulated engine: prefilled blocks held until decode has pulled them."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slagate.workers.kv_transfer import KvTransport
+from slagate.workers.sim_kv_cache import Allocation, SimKvCache
+
+ACK_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    allocation: Allocation
+    expires_s: float
+
+
+class ParkedSessions:
+    """Sessions by id; each ends once, by acknowledgement, release or expiry, and frees its blocks.
+
+    While any is parked, one timer asks the transport for acknowledgements every `ACK_POLL_S`; otherwise
+    no timer is pending. The clock of a session starts when it is parked, not when it was admitted.
+    `freed` is called after blocks came back.
+    """
+
+    def __init__(
+        self,
+        cache: SimKvCache,
+        *,
+        transport: KvTransport,
+        timeout_s: float,
+        freed: Callable[[], None],
+    ) -> None:
+        self._cache = cache
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._freed = freed
+        self._sessions: dict[int, _Session] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self.n_expired = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def park(self, session_id: int, allocation: Allocation) -> None:
+        """Hold a session's blocks."""
+        loop = asyncio.get_running_loop()
+        self._sessions[session_id] = _Session(allocation, loop.time() + self._timeout_s)
+        self._arm(loop)
+
+    def release(self, session_id: int) -> bool:
+        """Withdraw a session and free its blocks; False when it is not parked."""
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            return False
+        self._transport.release(session_id)
+        self._cache.release(session.allocation)
+        if not self._sessions and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._freed()
+        return True
+
+    def clear(self) -> None:
+        """Withdraw every session."""
+        for session_id in list(self._sessions):
+            self.release(session_id)
+
+    def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is None and self._sessions:
+            # All get the same time, so the one parked first expires first.
+            first_s = next(iter(self._sessions.values())).expires_s
+            self._timer = loop.call_at(min(loop.time() + ACK_POLL_S, first_s), self._poll)
+
+    def _poll(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        for session_id in self._transport.acks():
+            self.release(session_id)
+        now_s = loop.time()
+        overdue = [i for i, session in self._sessions.items() if session.expires_s <= now_s]
+        for session_id in overdue:
+            self.n_expired += 1
+            self.release(session_id)
+        self._arm(loop)

@@ -1,0 +1,56 @@
+"""A sink that an async writer drains: the joint between callbacks and a coroutine that must wait."""
+
+from collections import deque
+
+import anyio
+
+from slagate.workers.worker import OK, Status
+
+
+class BufferedSink:
+    """Holds what a call produced until one reader has written it out.
+
+    `n_bytes` is what waits. The owner decides what a full buffer means: the worker's server pauses the
+    engine's stream, the gateway ends a client's stream. One reader only.
+    """
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self.discarded = False
+        self.status: Status | None = None
+        self._messages: deque[bytes] = deque()
+        self._wake = anyio.Event()
+
+    def __repr__(self) -> str:
+        """State in one line, for people and for tests."""
+        end = "open" if self.status is None else self.status.code.name
+        return f"BufferedSink({len(self._messages)} messages, {self.n_bytes} bytes, {end})"
+
+    def message(self, data: bytes, /) -> None:
+        """Queue one message behind the others."""
+        self._messages.append(data)
+        self.n_bytes += len(data)
+        self._wake.set()
+
+    def end(self, status: Status = OK, /) -> None:
+        """Mark the end; what is queued is still written first."""
+        if self.status is None:
+            self.status = status
+            self._wake.set()
+
+    def discard(self) -> None:
+        """Drop what is queued: its reader does not take it."""
+        self.discarded = True
+        self._messages.clear()
+        self.n_bytes = 0
+
+    async def next(self) -> bytes | None:
+        """The next message in order, or None when the call has ended and all was taken."""
+        while not self._messages:
+            if self.status is not None:
+                return None
+            self._wake = anyio.Event()
+            await self._wake.wait()
+        data = self._messages.popleft()
+        self.n_bytes -= len(data)
+        return data

@@ -1,0 +1,85 @@
+"""The `Worker` port: how anything in slagate talks to one TensorRT-LLM worker.
+
+Bytes in, callbacks out. `generate` takes the serialised `openengine.v1.GenerateRequest` and hands each
+serialised `GenerateResponse` to a sink, so that a relay never has to decode what it only passes on.
+Two implementations stand on it: `GrpcWorker` (the gateway's side of the wire) and `TrtllmWorker` (the
+engine's side); `WorkerServer` joins the two over gRPC.
+
+The contract of one `generate` call, checked by `tests/contract/test_worker.py`:
+
+    generate ──▶ message* ──▶ end          nothing after end; end exactly once, also after cancel
+         refusal before acceptance ──▶ end(non-OK) with no message before it
+         failure after acceptance ──▶ message(EngineError) ──▶ end(OK)
+         pause() ──▶ neither message nor end until resume()
+         cancel() ──▶ no further message, end(CANCELLED) unless it had ended
+
+All callbacks run on the event loop's thread. `end` may be called before `generate` returns.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import grpc
+
+from slagate.proto import openengine_pb2 as oe
+
+Metadata = Sequence[tuple[str, str | bytes]]
+"""gRPC metadata: lower-case keys; values are bytes for keys that end in `-bin`."""
+
+
+class Status(NamedTuple):
+    """How a call ended, with the trailing metadata that came along."""
+
+    code: grpc.StatusCode
+    message: str = ""
+    trailers: tuple[tuple[str, str | bytes], ...] = ()
+
+
+OK = Status(grpc.StatusCode.OK)
+
+
+class Sink(Protocol):
+    """Where one call's output goes."""
+
+    def message(self, data: bytes, /) -> None:
+        """Take one serialised `GenerateResponse`."""
+
+    def end(self, status: Status, /) -> None:
+        """Take the end of the call; the last thing a sink is told."""
+
+
+class Call(Protocol):
+    """One running `generate`: what its consumer may ask of the producer."""
+
+    def cancel(self) -> None:
+        """Give the call up. Idempotent, harmless after the end; never waits."""
+
+    def pause(self) -> None:
+        """Ask for silence until `resume`; the producer keeps its place. Idempotent."""
+
+    def resume(self) -> None:
+        """Take up again after `pause`. Idempotent."""
+
+
+class Worker(Protocol):
+    """One worker of a pool, local or at the other end of a channel."""
+
+    def generate(
+        self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
+    ) -> Call:
+        """Start one leg. `timeout_s` bounds the whole call; None means no limit."""
+
+    async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
+        """Abort one request or free one parked handoff. Raises `WorkerError`."""
+
+    async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
+        """A snapshot of the load. Raises `WorkerError`."""
+
+    async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
+        """State of the worker and its parts. Raises `WorkerError`."""
+
+    async def server_info(self) -> oe.ServerInfo:
+        """Role, topology, capacity, KV transfer. Raises `WorkerError`."""
+
+    async def model_info(self, model: str) -> oe.ModelInfo:
+        """What one served model can do. Raises `WorkerError` (NOT_FOUND for an unknown model)."""
