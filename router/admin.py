@@ -1,6 +1,6 @@
 """`slagate.v1.Gateway`: what operators ask, on a listener of its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from slagate.pools.fleet import Fleet
@@ -10,9 +10,9 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import RequestError
-from slagate.router.policy import Ask
+from slagate.router.policy import Ask, Decision
 from slagate.router.receipts import WIRE_STAGE, decision_message
-from slagate.router.request import parse_request
+from slagate.router.request import output_budget, parse_request
 from slagate.router.settings import Settings
 from slagate.router.sla import parse_sla
 
@@ -39,12 +39,17 @@ class AdminService(gw_grpc.GatewayServicer):
             )
             sla = parse_sla(tuple(context.invocation_metadata() or ()))
             decision = self._dispatcher.explain(Ask(parsed.model, parsed.isl_tokens, sla))
+            infos = [member.models.get(parsed.model) for member in self._winners(decision)]
+            budget = output_budget(parsed, infos)
         except RequestError as error:
             await context.abort(*error.status())
             raise AssertionError("context.abort raises") from error
-        return decision_message(
-            decision, request_id=parsed.id, max_tokens=parsed.max_tokens or 0, top=None
-        )
+        return decision_message(decision, request_id=parsed.id, max_tokens=budget, top=None)
+
+    def _winners(self, decision: Decision) -> Iterator[Member]:
+        for choice in decision.stages:
+            if choice.winner is not None:
+                yield self._fleet.pools[choice.pool].members[choice.winner.view.address]
 
     async def ListPools(self, request: Any, context: Any) -> gw.ListPoolsResponse:
         """Every pool with its live numbers."""

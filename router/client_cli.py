@@ -187,9 +187,24 @@ def _failed(status: Status) -> int:
 
 def _to_dict(message: Message) -> dict[str, Any]:
     # Zeros are figures here: a worker with nothing in flight says so.
-    return MessageToDict(
+    value = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
+    _numbers(value, message.DESCRIPTOR)
+    return value
+
+
+def _numbers(value: dict[str, Any], descriptor: Any) -> None:
+    """Turn 64-bit numbers, which protobuf's JSON writes as strings, back into numbers; in place."""
+    for name, item in value.items():
+        field = descriptor.fields_by_name.get(name)
+        if field is None:
+            continue
+        if field.cpp_type in (field.CPPTYPE_INT64, field.CPPTYPE_UINT64):
+            value[name] = int(item)
+        elif field.message_type is not None and "Struct" not in field.message_type.name:
+            for child in item if isinstance(item, list) else [item]:
+                _numbers(child, field.message_type)
 
 
 def _write_json(value: dict[str, Any]) -> None:

@@ -6,100 +6,53 @@ compared with what the model would have said (`sim_kv_cache.continuation`).
 
 import json
 import random
-import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
 import anyio
-import grpc
-import grpc.aio
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 
-from slagate.pools.grid_config import FleetConfig, parse_config
-from slagate.pools.member import Stage
-from slagate.proto import gateway_pb2 as gw
-from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.cluster import Child, Cluster, ClusterError, http_status
+from slagate.router.cluster import Cluster, ClusterError
+from slagate.router.demo_fleet import DemoFleet, kv_verify_failures, start_fleet
 from slagate.router.demo_report import Row, build_report, example, table
 from slagate.router.loadgen import LoadRequest, Progress, Served, mismatch, run_load
 from slagate.router.replay import Arrival, arrivals, load_trace, prompt_tokens
 from slagate.router.sla import ITL, OBJECTIVE, RECEIPT, SESSION_ID, TTFT
-from slagate.workers.client import CHANNEL_OPTIONS, GrpcWorker, connect_worker
-from slagate.workers.errors import WorkerError
+from slagate.workers.client import connect_worker
 from slagate.workers.listen import stopped
 from slagate.workers.sim_kv_cache import continuation
 
-WORKERS_PER_POOL = {"prefill-tp1": 2, "prefill-tp2": 1, "decode-tp1": 2, "decode-tp2": 1}
-"""For the pools of `configs/grids/demo.json`."""
-
 SEED = 2025
+
 COMPRESSION = 12.0
-"""Twenty minutes of the trace in about 100 s: eight processes share as little as two cores, and at the
-resulting 650 tokens/s they are never the bottleneck, so what is measured is the simulated GPUs."""
+"""Twenty minutes of the trace in about 100 s. Eight processes may share as little as two cores; at the
+resulting 650 tokens/s they keep up, so that what is measured is the simulated GPUs."""
 
 VOCAB_SIZE = 128_256
-"""Of Llama 3.1, and what a worker simulates; with any other number every stream would be a mismatch."""
+"""Of Llama 3.1, and what a worker simulates; with another number no stream would match."""
 
 CHANNELS = 4
 """Connections to the gateway, as several clients would have."""
 
-READY_LIMIT_S = 60.0
 REQUEST_LIMIT_S = 120.0
-POLL_S = 0.1
 INTERRUPTED = 130
 
-_T = TypeVar("_T")
 
-
-class DemoError(Exception):
-    """The demo cannot go on; the text is for the person at the console."""
-
-
-class Reference(NamedTuple):
-    """What decides the reference continuation of a prompt."""
-
-    model: str
-    block_tokens: int
-
-
-class Address(NamedTuple):
-    """Where the gateway's listeners are."""
-
-    listen: str
-    admin: str
-    http: str
-
-
-def run_demo(requests: int | None, out: Path, console: Console) -> int:
+async def run_demo(requests: int | None, out: Path, console: Console) -> int:
     """Run the demo, write the report to `out`, and return the exit status.
 
-    `requests` None replays the whole sample. 0: every request was answered with the right tokens.
-    Raises nothing that a user could cause; SIGINT and SIGTERM end it and every process it started.
+    `requests` None replays the whole sample. 0 means that every request was answered, with the right
+    tokens and a receipt, and every handoff was intact. SIGINT and SIGTERM end the demo and every process
+    that it started. Raises `ValueError` for more requests than there are, `OSError` when `out` cannot be
+    written.
     """
-    trace = load_trace()
-    wanted = len(trace) if requests is None else requests
-    if not 1 <= wanted <= len(trace):
-        console.print(
-            f"--requests: must be from 1 to {len(trace)}, the size of the sample", style="red"
-        )
-        return 2
-    replay = list(islice(arrivals(trace, compression=COMPRESSION, rng=random.Random(SEED)), wanted))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # A report must not outlive the run after it.
-    out.unlink(missing_ok=True)
-    return anyio.run(
-        _until_signal, replay, out, console, backend_options={"use_uvloop": sys.platform != "win32"}
-    )
-
-
-async def _until_signal(replay: Sequence[Arrival], out: Path, console: Console) -> int:
+    replay = _plan(requests)
+    _make_room(out)
     status = INTERRUPTED
     async with stopped() as signalled, anyio.create_task_group() as tasks:
 
@@ -111,43 +64,132 @@ async def _until_signal(replay: Sequence[Arrival], out: Path, console: Console) 
         status = await _demo(replay, out, console)
         tasks.cancel_scope.cancel()
     if status == INTERRUPTED:
-        console.print("Interrupted; every process was ended.", style="red")
+        console.print("Interrupted; every process that was started has ended.")
     return status
+
+
+def _plan(requests: int | None) -> list[Arrival]:
+    trace = load_trace()
+    wanted = len(trace) if requests is None else requests
+    if not 1 <= wanted <= len(trace):
+        raise ValueError(
+            f"requests: the sample has 1 to {len(trace)} of them to replay (got {wanted})"
+        )
+    return list(islice(arrivals(trace, compression=COMPRESSION, rng=random.Random(SEED)), wanted))
+
+
+def _make_room(out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # What an earlier run left must not pass for the report of this one.
+    out.unlink(missing_ok=True)
 
 
 async def _demo(replay: Sequence[Arrival], out: Path, console: Console) -> int:
     cluster = Cluster(out.parent / "demo-logs")
     try:
         return await _run(cluster, replay, out, console)
-    except (ClusterError, DemoError) as error:
+    except ClusterError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1
     finally:
         with anyio.CancelScope(shield=True):
             killed = await cluster.stop()
-            if killed:
-                console.print(f"Killed, as SIGTERM did not end them: {', '.join(killed)}")
+        if killed:
+            console.print(f"Killed, because SIGTERM did not end them: {', '.join(killed)}")
 
 
 async def _run(cluster: Cluster, replay: Sequence[Arrival], out: Path, console: Console) -> int:
-    fleet, workers = await _start_workers(cluster, out.with_name("demo-fleet.json"), console)
-    gateway = await _start_gateway(cluster, out.with_name("demo-fleet.json"), console)
-    reference = await _reference(gateway, workers[0])
-
+    with console.status("Starting 3 prefill workers, 3 decode workers and the gateway"):
+        fleet = await start_fleet(cluster, out.with_name("demo-fleet.json"))
     started_s = anyio.current_time()
-    served = await cluster.during(lambda: _replay(gateway, replay, reference, console))
+    served = await cluster.during(lambda: _replay(fleet, replay, console))
     wall_s = anyio.current_time() - started_s
-
     rows = [
-        Row(arrival, one, mismatch(one, _expected(arrival, len(one.tokens), reference)))
+        Row(arrival, one, mismatch(one, _reference(arrival, fleet)))
         for arrival, one in zip(replay, served, strict=True)
     ]
-    pools = [(stage, name) for stage, grid in _stages(fleet) for name in grid]
-    report = build_report(rows, pools) | {
-        "kv_verify_failures": sum([await _verify_failures(child) for child in workers]),
-        "transport": ", ".join(sorted({child.ready["kv_transport"] for child in workers})),
+    report = build_report(rows, [(pool.stage, pool.name) for pool in fleet.pools]) | {
+        "kv_verify_failures": await kv_verify_failures(fleet.workers),
+        "transport": fleet.transport,
         "wall_s": round(wall_s, 3),
         "seed": SEED,
         "compression": COMPRESSION,
     }
-    return _conclude(report, rows, out, console)
+    await anyio.Path(out).write_text(json.dumps(report, indent=2) + "\n")
+    _show(report, example(rows), console)
+    counts = ("failed", "token_mismatches", "kv_verify_failures", "receipts_missing")
+    wrong = [f"{name} {report[name]}" for name in counts if report[name]]
+    console.print(f"{out}: {'NOT OK: ' + ', '.join(wrong) if wrong else 'ok'}", highlight=False)
+    return 1 if wrong else 0
+
+
+async def _replay(fleet: DemoFleet, replay: Sequence[Arrival], console: Console) -> list[Served]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
+    started_s = anyio.current_time()
+    async with AsyncExitStack() as stack:
+        targets = [
+            await stack.enter_async_context(connect_worker(fleet.gateway)) for _ in range(CHANNELS)
+        ]
+        bar = stack.enter_context(ProgressBar(*columns, console=console))
+        line = bar.add_task("Replaying", total=len(replay), state="")
+
+        def show(progress: Progress) -> None:
+            tokens_per_s = progress.n_tokens / max(anyio.current_time() - started_s, 1e-3)
+            state = (
+                f"{progress.n_sent - progress.n_done} in flight, {progress.n_failed} failed, "
+                f"{tokens_per_s:.0f} tokens/s"
+            )
+            bar.update(line, completed=progress.n_done, state=state)
+
+        return await run_load(
+            targets, _requests(fleet, replay), timeout_s=REQUEST_LIMIT_S, on_change=show
+        )
+
+
+def _requests(fleet: DemoFleet, replay: Sequence[Arrival]) -> Iterator[LoadRequest]:
+    for number, arrival in enumerate(replay):
+        request_id = f"demo-{number:04d}"
+        message = oe.GenerateRequest(
+            request_id=request_id,
+            model=fleet.model,
+            token_ids=oe.TokenIds(ids=prompt_tokens(arrival.trace, VOCAB_SIZE).tolist()),
+            # The trace says how long an answer was; the end of text may not cut it short.
+            stopping=oe.StoppingOptions(max_tokens=arrival.trace.osl_tokens, ignore_eos=True),
+        )
+        metadata = (
+            (TTFT, str(arrival.sla.ttft_ms)),
+            (ITL, str(arrival.sla.itl_ms)),
+            (OBJECTIVE, arrival.sla.name),
+            (SESSION_ID, f"conversation-{arrival.trace.conversation}"),
+            (RECEIPT, "1"),
+        )
+        yield LoadRequest(arrival.arrival_s, request_id, message.SerializeToString(), metadata)
+
+
+def _reference(arrival: Arrival, fleet: DemoFleet) -> list[int]:
+    return continuation(
+        prompt_tokens(arrival.trace, VOCAB_SIZE).tolist(),
+        arrival.trace.osl_tokens,
+        model=fleet.model,
+        block_tokens=fleet.block_tokens,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+def _show(report: dict[str, object], told: Row | None, console: Console) -> None:
+    console.print(table("Pools: latency in ms as the client saw it, targets met", report["pools"]))
+    console.print(table("Classes: the same", report["classes"]))
+    if told is not None and told.served.receipt is not None:
+        decision = told.served.receipt.decision
+        console.print(f"Why {decision.request_id} ({told.arrival.sla.name}) went where it went:")
+        console.print(decision.text, markup=False, highlight=False)
+    names = ("completed", "failed", "token_mismatches", "kv_verify_failures", "transport", "wall_s")
+    console.print(", ".join(f"{name} {report[name]}" for name in names), highlight=False)
+    for error in report["errors"] if isinstance(report["errors"], list) else []:
+        console.print(f"  {error}", style="red", markup=False, highlight=False)

@@ -1,10 +1,10 @@
 """The demo's processes: six simulated workers in four pools, and a gateway that knows them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import anyio
 import grpc.aio
@@ -15,7 +15,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.cluster import Cluster, ClusterError, http_status
-from slagate.workers.client import CHANNEL_OPTIONS, connect_worker
+from slagate.workers.client import CHANNEL_OPTIONS, GrpcWorker, connect_worker
 from slagate.workers.errors import WorkerError
 
 WORKERS_PER_POOL = {"prefill-tp1": 2, "prefill-tp2": 1, "decode-tp1": 2, "decode-tp2": 1}
@@ -24,6 +24,8 @@ WORKERS_PER_POOL = {"prefill-tp1": 2, "prefill-tp2": 1, "decode-tp1": 2, "decode
 READY_LIMIT_S = 60.0
 POLL_S = 0.1
 VERIFY_FAILURES = "kv_verify_failures"
+
+_T = TypeVar("_T")
 
 
 class PoolName(NamedTuple):
@@ -60,7 +62,7 @@ async def start_fleet(cluster: Cluster, fleet_path: Path) -> DemoFleet:
     addresses, transports = await _start_workers(cluster, pools, fleet["pools"])
     for name, listen in addresses.items():
         fleet["pools"][name]["workers"] = listen
-    fleet_path.write_text(json.dumps(fleet, indent=2) + "\n")
+    await anyio.Path(fleet_path).write_text(json.dumps(fleet, indent=2) + "\n")
     listeners = [
         part for name in ("listen", "admin", "http") for part in (f"--{name}", "127.0.0.1:0")
     ]
@@ -71,8 +73,10 @@ async def start_fleet(cluster: Cluster, fleet_path: Path) -> DemoFleet:
             await _every_worker_ready(ready["http"], ready["admin"])
     except TimeoutError:
         raise gateway.error(f"did not see all workers ready after {READY_LIMIT_S:.0f} s") from None
+    except grpc.aio.AioRpcError as error:
+        raise gateway.error(f"did not list its pools: {error.details()}") from error
     workers = tuple(address for name in addresses for address in addresses[name])
-    info = await _server_info(workers[0])
+    info = await _ask(workers[0], GrpcWorker.server_info)
     return DemoFleet(
         gateway=ready["listen"],
         workers=workers,
@@ -90,7 +94,7 @@ async def kv_verify_failures(workers: tuple[str, ...]) -> int:
     """
     total = 0
     for address in workers:
-        load = await _load(address)
+        load = await _ask(address, lambda worker: worker.load(oe.GetLoadRequest()))
         if VERIFY_FAILURES not in load.attributes.fields:
             raise ClusterError(f"worker {address} reports no {VERIFY_FAILURES}")
         total += int(load.attributes.fields[VERIFY_FAILURES].number_value)
@@ -127,7 +131,8 @@ async def _start_workers(
 
 async def _every_worker_ready(http: str, admin: str) -> None:
     """Wait for /readyz, which asks for one worker a stage, and then for all the others."""
-    while await _http_status(http, "/readyz") != 200:
+    # Polled: what another process is about to do sets no event here.
+    while await _http_status(http, "/readyz") != 200:  # noqa: ASYNC110
         await anyio.sleep(POLL_S)
     async with grpc.aio.insecure_channel(admin, options=CHANNEL_OPTIONS) as channel:
         stub = gw_grpc.GatewayStub(channel)
@@ -145,21 +150,12 @@ async def _http_status(address: str, path: str) -> int:
         return 0
 
 
-async def _server_info(address: str) -> oe.ServerInfo:
-    failure: WorkerError
+async def _ask(address: str, call: Callable[[GrpcWorker], Awaitable[_T]]) -> _T:
+    """What a worker answers. Raises `ClusterError` when it does not."""
     async with connect_worker(address) as worker:
         try:
-            return await worker.server_info()
+            return await call(worker)
         except WorkerError as error:
-            failure = error
-    raise ClusterError(f"worker {address}: {failure}")
-
-
-async def _load(address: str) -> oe.LoadInfo:
-    failure: WorkerError
-    async with connect_worker(address) as worker:
-        try:
-            return await worker.load(oe.GetLoadRequest())
-        except WorkerError as error:
+            # Raised below: the worker's task group would wrap it.
             failure = error
     raise ClusterError(f"worker {address}: {failure}")

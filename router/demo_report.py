@@ -116,17 +116,17 @@ def table(title: str, groups: object) -> Table:
     assert isinstance(groups, dict)
     columns: dict[str, Callable[[dict[str, dict[str, object]]], str]] = {
         "requests": lambda group: str(group["requests"]),
-        "TTFT p50 ms": lambda group: _number(group["ttft_ms"]["p50"]),
-        "p99": lambda group: _number(group["ttft_ms"]["p99"]),
-        "ITL p50 ms": lambda group: _number(group["itl_ms"]["p50"]),
-        " p99": lambda group: _number(group["itl_ms"]["p99"]),
+        "TTFT p50": lambda group: _number(group["ttft_ms"]["p50"]),
+        "TTFT p99": lambda group: _number(group["ttft_ms"]["p99"]),
         "TTFT met": lambda group: _percent(group["ttft_met"]),
+        "ITL p50": lambda group: _number(group["itl_ms"]["p50"]),
+        "ITL p99": lambda group: _number(group["itl_ms"]["p99"]),
         "ITL met": lambda group: _percent(group["itl_met"]),
     }
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("")
+    shown = Table(title=title, title_justify="left", pad_edge=False, collapse_padding=True)
+    shown.add_column("", no_wrap=True)
     for column in columns:
-        shown.add_column(column.strip(), justify="right")
+        shown.add_column(column, justify="right")
     for name, group in groups.items():
         shown.add_row(name, *(text(group) for text in columns.values()))
     return shown

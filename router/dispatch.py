@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping
 
 from slagate.pools.fleet import Fleet
-from slagate.pools.member import Lease, Stage
+from slagate.pools.member import Lease, Member, Stage
 from slagate.router.errors import NoWorker, Overloaded, UnknownModel
 from slagate.router.policy import AT_LIMIT, Ask, Decision, StageChoice, choose, choose_stage
 
@@ -20,6 +20,11 @@ class Assignment:
     def stages(self) -> tuple[Stage, ...]:
         """The stages the request goes through, in order."""
         return tuple(self._leases)
+
+    @property
+    def members(self) -> list[Member]:
+        """The workers the request holds."""
+        return [lease.member for lease in self._leases.values()]
 
     def lease(self, stage: Stage) -> Lease:
         """The lease of a stage."""

@@ -10,18 +10,18 @@ handoff is freed by a task that outlives it.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import anyio
 
 from slagate.pools.member import Member, Stage
+from slagate.proto import openengine_pb2 as oe
 from slagate.router.dispatch import Assignment, Dispatcher
 from slagate.router.errors import (
     CANCELLED,
     INTERNAL,
     Aborted,
     DeadlineExceeded,
-    InvalidRequest,
     LegFailed,
     Outcome,
     RequestError,
@@ -31,7 +31,7 @@ from slagate.router.live import LiveRequests
 from slagate.router.metrics import Metrics
 from slagate.router.policy import Ask
 from slagate.router.receipts import Record
-from slagate.router.request import Request, parse_request
+from slagate.router.request import Request, output_budget, parse_request
 from slagate.router.settings import Settings
 from slagate.router.sla import PRIORITY, parse_sla
 from slagate.router.splice import Splice
@@ -45,9 +45,6 @@ RECEIPT_TRAILER = "slagate-receipt-bin"
 
 FORWARDED_KEYS = ("traceparent", "tracestate")
 """Client metadata that a worker gets; everything else is the gateway's business, or nobody's."""
-
-DEFAULT_MAX_TOKENS = 4096
-"""Output budget where neither the client nor the worker's context window says one."""
 
 
 @dataclass(slots=True)
@@ -106,10 +103,11 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
     record.sla = sla = parse_sla(call.metadata)
     ask = Ask(request.model, request.isl_tokens, sla)
     assignment = gateway.dispatcher.assign(ask)
+    turn = _Turn(call, gateway, record, request, ask, assignment, deadline_s)
     try:
         record.decision = assignment.decision
-        record.max_tokens = output_budget(request, assignment)
-        turn = _Turn(call, gateway, record, request, ask, assignment, deadline_s)
+        infos = [member.models.get(request.model) for member in assignment.members]
+        record.max_tokens = output_budget(request, infos)
         with anyio.CancelScope() as scope, gateway.live.listed(call.peer, request.id, scope):
             if Stage.AGG in assignment.stages:
                 await turn.aggregate()
@@ -118,33 +116,21 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
         if scope.cancelled_caught:
             raise Aborted("aborted by the client")
     finally:
-        assignment.release()
-
-
-def output_budget(request: Request, assignment: Assignment) -> int:
-    """Output tokens the request may have. Raises `InvalidRequest` for a prompt that leaves no room."""
-    windows = [
-        info.max_context_length
-        for stage in assignment.stages
-        if (info := assignment.lease(stage).member.models.get(request.model)) is not None
-        and info.HasField("max_context_length")
-    ]
-    if not windows:
-        return request.max_tokens or DEFAULT_MAX_TOKENS
-    room = min(windows) - request.isl_tokens
-    if room <= 0:
-        reason = f"{request.isl_tokens} tokens do not fit the context window of {min(windows)}"
-        raise InvalidRequest("token_ids", reason)
-    return room if request.max_tokens is None else request.max_tokens
+        turn.let_go()
 
 
 class _LegSink(Sink, Protocol):
     ended: anyio.Event
 
+    def failure(self) -> RequestError | None: ...
+
+
+_SinkT = TypeVar("_SinkT", bound=_LegSink)
+
 
 @dataclass(slots=True)
 class _Turn:
-    """The legs of one request."""
+    """The legs of one request, and what it holds: leases, and a handoff once there is one."""
 
     call: ClientCall
     gateway: Gateway
@@ -153,65 +139,80 @@ class _Turn:
     ask: Ask
     assignment: Assignment
     deadline_s: float
+    handoff: Handoff | None = None
+
+    def let_go(self) -> None:
+        """Give back whatever is still held. Idempotent, never waits."""
+        if self.handoff is not None:
+            self.handoff.release()
+        self.assignment.release()
 
     async def prefill(self) -> Handoff | None:
-        """The context-only leg. None: the first token ended the request, and the client has it."""
-        while True:
-            lease = self.assignment.lease(Stage.PREFILL)
-            leg_id = self.gateway.leg_id()
-            sink = PrefillSink(leg_id)
-            await self._run(Stage.PREFILL, prefill_leg(self.request.data, leg_id), sink)
-            failure = sink.failure()
-            self._note(Stage.PREFILL, failure)
-            if failure is None:
-                break
-            self._try_elsewhere(Stage.PREFILL, failure)
+        """The context-only leg. None: its first token ended the request, and the client has it."""
+        leg_id = ""
+
+        def leg(new_id: str) -> tuple[bytes, PrefillSink]:
+            nonlocal leg_id
+            leg_id = new_id
+            return prefill_leg(self.request.data, leg_id), PrefillSink(leg_id, self._park)
+
+        try:
+            sink = await self._leg(Stage.PREFILL, leg)
+        except anyio.get_cancelled_exc_class():
+            if self.handoff is None:
+                holder = self.assignment.lease(Stage.PREFILL).member
+                self.gateway.releaser.abort(leg_id, holder)
+            raise
         self.record.cached_tokens = sink.cached_tokens
+        lease = self.assignment.lease(Stage.PREFILL)
         lease.release()
-        if sink.session is not None:
-            return Handoff(sink.session, lease.member, self.gateway.releaser)
-        splice = self._splice(Stage.PREFILL, on_token=lease.prefill_done)
-        for message in sink.answer:
-            splice.message(message)
-        return None
+        if self.handoff is None:
+            splice = self._splice(Stage.PREFILL, leg_id, on_token=lease.prefill_done)
+            for message in sink.answer:
+                splice.message(message)
+        return self.handoff
 
     async def decode(self, handoff: Handoff) -> None:
         """The generation-only leg, relayed to the client."""
-        try:
-            while True:
-                guard(handoff.session, self.assignment.lease(Stage.DECODE).member)
-                leg = decode_leg(
-                    self.request.data,
-                    self.gateway.leg_id(),
-                    session=handoff.session,
-                    max_tokens=self._added_budget(),
-                )
-                splice = self._splice(Stage.DECODE, on_token=handoff.used)
-                await self._run(Stage.DECODE, leg, splice)
-                failure = splice.failure()
-                self._note(Stage.DECODE, failure)
-                if failure is None:
-                    handoff.used()
-                    return
-                self._try_elsewhere(Stage.DECODE, failure)
-        finally:
-            handoff.release()
+
+        def leg(leg_id: str) -> tuple[bytes, Splice]:
+            guard(handoff.session, self.assignment.lease(Stage.DECODE).member)
+            data = decode_leg(
+                self.request.data,
+                leg_id,
+                session=handoff.session,
+                max_tokens=self._added_budget(),
+            )
+            return data, self._splice(Stage.DECODE, leg_id, on_token=handoff.used)
+
+        await self._leg(Stage.DECODE, leg)
+        handoff.used()
 
     async def aggregate(self) -> None:
         """The one leg of an aggregated pool, relayed to the client."""
-        while True:
-            lease = self.assignment.lease(Stage.AGG)
-            leg = agg_leg(self.request.data, self.gateway.leg_id(), max_tokens=self._added_budget())
-            splice = self._splice(Stage.AGG, on_token=lease.prefill_done)
-            await self._run(Stage.AGG, leg, splice)
-            failure = splice.failure()
-            self._note(Stage.AGG, failure)
-            if failure is None:
-                break
-            self._try_elsewhere(Stage.AGG, failure)
+
+        def leg(leg_id: str) -> tuple[bytes, Splice]:
+            done = self.assignment.lease(Stage.AGG).prefill_done
+            data = agg_leg(self.request.data, leg_id, max_tokens=self._added_budget())
+            return data, self._splice(Stage.AGG, leg_id, on_token=done)
+
+        await self._leg(Stage.AGG, leg)
         usage = self.record.tally.usage
         if usage is not None and usage.HasField("cached_prompt_tokens"):
             self.record.cached_tokens = usage.cached_prompt_tokens
+
+    async def _leg(self, stage: Stage, make: Callable[[str], tuple[bytes, _SinkT]]) -> _SinkT:
+        """Call the stage's worker, and others while that can help; the sink of the call that went well."""
+        while True:
+            data, sink = make(self.gateway.leg_id())
+            await self._run(stage, data, sink)
+            failure = sink.failure()
+            member = self.assignment.lease(stage).member
+            status = OK if failure is None else failure.status()
+            self.record.attempt(stage, pool=member.pool, worker=member.address, status=status)
+            if failure is None:
+                return sink
+            self._try_elsewhere(stage, failure)
 
     async def _run(self, stage: Stage, leg: bytes, sink: _LegSink) -> None:
         """One call to the stage's worker, waited for; cancelled when this coroutine is."""
@@ -226,10 +227,11 @@ class _Turn:
         finally:
             leg_call.cancel()
 
-    def _splice(self, stage: Stage, *, on_token: Callable[[], None]) -> Splice:
+    def _splice(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Splice:
         return Splice(
             stage,
             self.call.out,
+            leg_id=leg_id,
             client_id=self.request.id,
             tally=self.record.tally,
             max_buffer_bytes=self.gateway.settings.max_buffer_bytes,
@@ -248,10 +250,12 @@ class _Turn:
             metadata.append((PRIORITY, str(self.ask.sla.priority)))
         return metadata
 
-    def _note(self, stage: Stage, failure: RequestError | None) -> None:
-        member = self.assignment.lease(stage).member
-        status = OK if failure is None else failure.status()
-        self.record.attempt(stage, pool=member.pool, worker=member.address, status=status)
+    def _park(self, session: oe.KvSessionRef) -> None:
+        """The prefill worker holds KV for this request, from this moment on and until told otherwise."""
+        if self.handoff is not None:
+            self.handoff.release()
+        holder = self.assignment.lease(Stage.PREFILL).member
+        self.handoff = Handoff(session, holder, self.gateway.releaser)
 
     def _try_elsewhere(self, stage: Stage, failure: RequestError) -> None:
         """Give the stage to another worker. Raises `failure` when that cannot help, or nobody is left."""
@@ -277,7 +281,7 @@ def _finish(
         trailer = (RECEIPT_TRAILER, record.receipt(outcome, now_s).SerializeToString())
         status = status._replace(trailers=(*status.trailers, trailer))
     call.out.end(status)
-    _measure(gateway.metrics, record, outcome)
+    gateway.metrics.measure(record, outcome)
     log.info(
         "request.done",
         extra={
@@ -290,21 +294,3 @@ def _finish(
             "output_tokens": record.tally.n_tokens,
         },
     )
-
-
-def _measure(metrics: Metrics, record: Record, outcome: Outcome) -> None:
-    metrics.requests.labels(outcome=outcome.value).inc()
-    metrics.tokens.inc(record.tally.n_tokens)
-    if record.decision is None:
-        return
-    prefill_pool, decode_pool = record.decision.stages[0].pool, record.decision.stages[-1].pool
-    if record.ttft_s is not None:
-        metrics.ttft.labels(pool=prefill_pool).observe(record.ttft_s)
-    if record.itl_s is not None:
-        metrics.itl.labels(pool=decode_pool).observe(record.itl_s)
-    for target, pool, met in (
-        ("ttft", prefill_pool, record.ttft_met()),
-        ("itl", decode_pool, record.itl_met()),
-    ):
-        if met is not None:
-            metrics.targets.labels(target=target, pool=pool, met=str(met).lower()).inc()

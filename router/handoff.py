@@ -1,6 +1,7 @@
 """The handoff between prefill and decode: taken from the prefill leg, guarded, and never left behind."""
 
 import logging
+from collections.abc import Callable
 
 import anyio
 import grpc
@@ -23,18 +24,19 @@ RELEASE_TIMEOUT_S = 5.0
 class PrefillSink:
     """The sink of a prefill leg: waits for `prefill_ready`.
 
-    Afterwards exactly one of these holds: `failure()` is set; `session` is set; or `answer` has the
-    whole response, because the very first token ended the request and there is nothing to hand off.
-    Token events ahead of `prefill_ready` are TensorRT-LLM's and mean nothing: decode sends them again.
+    A session goes to `on_session` in the very step in which it arrives, so that a request cancelled in
+    the next one knows of it. Without failure and without session, `answer` has the whole response: the
+    very first token ended the request, and there is nothing to hand off. Token events ahead of
+    `prefill_ready` are TensorRT-LLM's and mean nothing: decode sends them again.
     """
 
-    def __init__(self, leg_id: str) -> None:
+    def __init__(self, leg_id: str, on_session: Callable[[oe.KvSessionRef], None]) -> None:
         self.ended = anyio.Event()
-        self.session: oe.KvSessionRef | None = None
+        self._leg_id = leg_id
         self.answer: list[bytes] = []
         self.cached_tokens: int | None = None
-        self._leg_id = leg_id
-        self._finished = False
+        self._on_session = on_session
+        self._done = False
         self._failure: LegFailed | None = None
         self._accepted = False
 
@@ -53,17 +55,18 @@ class PrefillSink:
             status = status_of_engine_error(response.error)
             self._fail(Status(status.code, scrub(status.message)))
         elif event == "prefill_ready":
-            self.session = response.prefill_ready.kv_session
+            self._done = True
             self.answer.clear()
+            self._on_session(response.prefill_ready.kv_session)
         elif event in ("token", "finished"):
             self.answer.append(data)
-            self._finished = self._finished or event == "finished"
+            self._done = self._done or event == "finished"
         if response.HasField("usage") and response.usage.HasField("cached_prompt_tokens"):
             self.cached_tokens = response.usage.cached_prompt_tokens
 
     def end(self, status: Status, /) -> None:
         """Take the end of the leg."""
-        if self._failure is None and self.session is None and not self._finished:
+        if self._failure is None and not self._done:
             if status.code is grpc.StatusCode.OK:
                 self._fail(Status(grpc.StatusCode.UNAVAILABLE, "ended without a handoff"))
             else:
@@ -127,7 +130,7 @@ class Handoff:
 
 
 class Releaser:
-    """Frees parked handoffs that nobody will collect. Its task group outlives the requests."""
+    """Frees what cancelled requests left on workers. Its task group outlives the requests."""
 
     def __init__(self, tasks: TaskGroup, metrics: Metrics) -> None:
         self.n_open = 0
@@ -138,18 +141,31 @@ class Releaser:
         """Begin to release one handoff; never waits."""
         self._tasks.start_soon(self._release, session, holder)
 
+    def abort(self, leg_id: str, worker: Member) -> None:
+        """Begin to abort a prefill leg that may be answering at this moment; never waits.
+
+        Cancelling its stream is enough while it runs. This frees the handoff of one that had finished
+        with its answer still under way.
+        """
+        self._tasks.start_soon(self._abort, oe.AbortRequest(request_id=leg_id), worker)
+
     async def _release(self, session: oe.KvSessionRef, holder: Member) -> None:
-        result = "failed"
         try:
-            with anyio.move_on_after(RELEASE_TIMEOUT_S):
-                assert holder.worker is not None
-                await holder.worker.abort(oe.AbortRequest(kv_session=session))
-                result = "released"
-        except WorkerError as error:
-            # NOT_FOUND: a decode worker had begun to pull it after all, or it had expired.
-            result = "gone" if error.status.code is grpc.StatusCode.NOT_FOUND else "failed"
+            result = await self._abort(oe.AbortRequest(kv_session=session), holder)
         finally:
             self.n_open -= 1
-            self._metrics.handoffs_released.labels(result=result).inc()
-            if result == "failed":
-                log.warning("handoff.stranded", extra={"worker": holder.address})
+        self._metrics.handoffs_released.labels(result=result).inc()
+        if result == "failed":
+            log.warning("handoff.stranded", extra={"worker": holder.address})
+
+    async def _abort(self, request: oe.AbortRequest, member: Member) -> str:
+        assert member.worker is not None, member
+        try:
+            with anyio.fail_after(RELEASE_TIMEOUT_S):
+                await member.worker.abort(request)
+        except WorkerError as error:
+            # NOT_FOUND: a decode worker had begun to pull it after all, or it had expired.
+            return "gone" if error.status.code is grpc.StatusCode.NOT_FOUND else "failed"
+        except TimeoutError:
+            return "failed"
+        return "released"

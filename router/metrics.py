@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 from slagate.pools.fleet import Fleet
 from slagate.pools.member import State
 from slagate.router.errors import Outcome
+from slagate.router.receipts import Record
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 60)
 ITL_BUCKETS_S = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
@@ -59,6 +60,24 @@ class Metrics:
         )
         for outcome in Outcome:
             self.requests.labels(outcome=outcome.value)
+
+    def measure(self, record: Record, outcome: Outcome) -> None:
+        """Count one request that has ended."""
+        self.requests.labels(outcome=outcome.value).inc()
+        self.tokens.inc(record.tally.n_tokens)
+        if record.decision is None:
+            return
+        prefill_pool, decode_pool = record.decision.stages[0].pool, record.decision.stages[-1].pool
+        if record.ttft_s is not None:
+            self.ttft.labels(pool=prefill_pool).observe(record.ttft_s)
+        if record.itl_s is not None:
+            self.itl.labels(pool=decode_pool).observe(record.itl_s)
+        for target, pool, met in (
+            ("ttft", prefill_pool, record.ttft_met()),
+            ("itl", decode_pool, record.itl_met()),
+        ):
+            if met is not None:
+                self.targets.labels(target=target, pool=pool, met=str(met).lower()).inc()
 
     def watch(self, fleet: Fleet) -> None:
         """Add the gauges that read the fleet at scrape time."""

@@ -134,7 +134,8 @@ def splitmix64(seeds: Sequence[int], count: int) -> npt.NDArray[np.uint64]:
     z = np.array(seeds, dtype=np.uint64).reshape(-1, 1) + steps
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
     z = (z ^ (z >> np.uint64(27))) * _MIX_2
-    return z ^ (z >> np.uint64(31))
+    words: npt.NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    return words
 
 
 def prompt_tokens(request: TraceRequest, vocab_size: int) -> npt.NDArray[np.uint32]:
@@ -144,7 +145,8 @@ def prompt_tokens(request: TraceRequest, vocab_size: int) -> npt.NDArray[np.uint
     modulo the size of the vocabulary. Equal ids are equal tokens, a partial block the start of a whole.
     """
     words = splitmix64(request.hash_ids, BLOCK_TOKENS).reshape(-1)[: request.isl_tokens]
-    return (words % np.uint64(vocab_size)).astype(np.uint32)
+    tokens: npt.NDArray[np.uint32] = (words % np.uint64(vocab_size)).astype(np.uint32)
+    return tokens
 
 
 def arrivals(

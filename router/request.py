@@ -1,5 +1,6 @@
 """One request: parsed once, checked before any worker hears of it, its bytes kept as they came."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -10,6 +11,9 @@ from slagate.workers.legs import REQUEST_TYPE
 
 MAX_ID_BYTES = 1024
 """Of a request id; TensorRT-LLM's own server has the same limit."""
+
+DEFAULT_MAX_TOKENS = 4096
+"""Output budget where neither the client nor the worker's context window says one."""
 
 # Where clients of other gateways put their targets. The engine ignores unknown keys of `extra`, so a
 # target left here would be dropped without a word.
@@ -60,6 +64,23 @@ def parse_message(data: bytes) -> oe.GenerateRequest:
         return oe.GenerateRequest.FromString(data)
     except DecodeError:
         raise InvalidRequest("request", "is not a serialised GenerateRequest") from None
+
+
+def output_budget(request: Request, infos: Iterable[oe.ModelInfo | None]) -> int:
+    """Output tokens a request may have on workers that say this of its model (None: not known).
+
+    Raises `InvalidRequest` for a prompt that leaves no room.
+    """
+    windows = [
+        info.max_context_length for info in infos if info and info.HasField("max_context_length")
+    ]
+    if not windows:
+        return request.max_tokens or DEFAULT_MAX_TOKENS
+    room = min(windows) - request.isl_tokens
+    if room <= 0:
+        reason = f"{request.isl_tokens} tokens do not fit the context window of {min(windows)}"
+        raise InvalidRequest("token_ids", reason)
+    return room if request.max_tokens is None else request.max_tokens
 
 
 def _check_private(message: oe.GenerateRequest) -> None:

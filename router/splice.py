@@ -51,6 +51,7 @@ class Splice:
         stage: Stage,
         client: BufferedSink,
         *,
+        leg_id: str,
         client_id: str,
         tally: Tally,
         max_buffer_bytes: int,
@@ -60,6 +61,7 @@ class Splice:
         self.ended = anyio.Event()
         self._stage = stage
         self._client = client
+        self._leg_id = leg_id
         self._suffix = client_id_suffix(client_id)
         self._tally = tally
         self._max_buffer_bytes = max_buffer_bytes
@@ -79,6 +81,9 @@ class Splice:
             self._fail(Status(grpc.StatusCode.UNAVAILABLE, "sent a response that cannot be read"))
             return
         self._accepted = True
+        if response.request_id != self._leg_id:
+            self._fail(Status(grpc.StatusCode.UNAVAILABLE, "answered with another request's id"))
+            return
         event = response.WhichOneof("event")
         if event == "error":
             self._error(response, data)
@@ -110,7 +115,8 @@ class Splice:
         self._terminal = True
         if self._tally.n_messages:
             self._relay(data)
-            self._failure = ErrorRelayed(f"{self._stage.value}: {scrub(response.error.message)}")
+            if self._failure is None:
+                self._failure = ErrorRelayed(f"{self._stage.value}: {response.error.message}")
             self.relayed_error = response.error
         else:
             status = status_of_engine_error(response.error)

@@ -88,11 +88,9 @@ class _RpcCall:
                 if self._cancelled:
                     break
                 self._sink.message(cast("bytes", data))
-            await self._open.wait()
             code = await self._rpc.code()
             return _status(code, await self._rpc.details(), await self._rpc.trailing_metadata())
         except grpc.aio.AioRpcError as error:
-            await self._open.wait()
             return _status(error.code(), error.details(), error.trailing_metadata())
 
 

@@ -10,8 +10,8 @@ The contract of one `generate` call, checked by `tests/contract/test_worker.py`:
     generate ──▶ message* ──▶ end          nothing after end; end exactly once, also after cancel
          refusal before acceptance ──▶ end(non-OK) with no message before it
          failure after acceptance ──▶ message(EngineError) ──▶ end(OK)
-         pause() ──▶ neither message nor end until resume()
-         cancel() ──▶ no further message, end(CANCELLED) unless it had ended
+         pause() ──▶ no message until resume(); what was produced meanwhile is not lost
+         cancel() ──▶ no further message, end(CANCELLED) unless it had ended; paused or not
 
 All callbacks run on the event loop's thread. `end` may be called before `generate` returns.
 """

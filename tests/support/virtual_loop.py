@@ -42,6 +42,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._virtual.now_s
 
+    def stall(self, seconds: float) -> None:
+        """Let time pass inside the running callback, as when it computes for that long."""
+        self._virtual.now_s += seconds
+
+    @property
+    def n_timers(self) -> int:
+        """Timers pending: 0 when nothing would ever wake an idle engine."""
+        timers: list[asyncio.TimerHandle] = vars(self)["_scheduled"]
+        return sum(not timer.cancelled() for timer in timers)
+
 
 def run(coro_fn: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run `coro_fn(*args)` to its end on a fresh virtual loop and return its result.

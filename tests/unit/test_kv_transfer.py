@@ -3,7 +3,9 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
+from struct import pack
 
 import numpy as np
 import numpy.typing as npt
@@ -114,9 +116,6 @@ def test_a_well_signed_descriptor_cannot_leave_the_directory(
     decode: SharedMemoryTransport,
 ) -> None:
     """The checksum is no secret, so the instance id is checked for itself."""
-    from hashlib import blake2b
-    from struct import pack
-
     body = pack("<4s32sQII", b"SKD1", b"../" * 10 + b"aa", 7, 1, 16)
     with pytest.raises(KvTransferError, match="instance id"):
         decode.pull(body + blake2b(body, digest_size=16).digest())
@@ -218,33 +217,24 @@ def test_what_a_dead_owner_left_is_swept_by_the_next_start(tmp_path: Path) -> No
     transport.close()
 
 
+def base_of(root: Path) -> Path:
+    """Where transports under `root` keep their directories; nothing is there yet."""
+    SharedMemoryTransport(root).close()
+    (base,) = root.glob("slagate-kv-*")
+    base.rmdir()
+    return base
+
+
 def test_a_planted_base_that_is_no_directory_is_refused(tmp_path: Path) -> None:
-    with SharedMemoryRoot(tmp_path) as base:
-        base.write_text("")
-        with pytest.raises(KvTransferError, match="cannot use"):
-            SharedMemoryTransport(tmp_path)
+    base_of(tmp_path).write_text("")
+    with pytest.raises(KvTransferError, match="cannot use"):
+        SharedMemoryTransport(tmp_path)
 
 
 def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    with SharedMemoryRoot(tmp_path) as base:
-        base.symlink_to(elsewhere)
-        with pytest.raises(KvTransferError, match="is not a directory of this user"):
-            SharedMemoryTransport(tmp_path)
+    base_of(tmp_path).symlink_to(elsewhere)
+    with pytest.raises(KvTransferError, match="is not a directory of this user"):
+        SharedMemoryTransport(tmp_path)
     assert list(elsewhere.iterdir()) == []
-
-
-class SharedMemoryRoot:
-    """The path of the transport's own directory under a root, before it exists."""
-
-    def __init__(self, root: Path) -> None:
-        SharedMemoryTransport(root).close()
-        (self._base,) = root.glob("slagate-kv-*")
-        self._base.rmdir()
-
-    def __enter__(self) -> Path:
-        return self._base
-
-    def __exit__(self, *_: object) -> None:
-        self._base.unlink()

@@ -62,9 +62,7 @@ def test_a_resumed_continuation_goes_on_where_it_stopped(n_prompt: int, n_first:
 def test_a_continuation_depends_on_prompt_model_and_salt() -> None:
     def of(prompt: list[int], model: str = "m", salt: str = "") -> tuple[int, ...]:
         return tuple(
-            continuation(
-                prompt, 6, model=model, block_tokens=4, vocab_size=50_000, cache_salt=salt
-            )
+            continuation(prompt, 6, model=model, block_tokens=4, vocab_size=50_000, cache_salt=salt)
         )
 
     assert len({of([1, 2]), of([2, 2]), of([1, 2], "n"), of([1, 2], "m", "s")}) == 4
