@@ -26,15 +26,13 @@ from slagate.router.sla import ITL, OBJECTIVE, RECEIPT, SESSION_ID, TTFT
 from slagate.workers.client import connect_worker
 from slagate.workers.listen import stopped
 from slagate.workers.sim_kv_cache import continuation
+from slagate.workers.sim_llm import VOCAB_SIZE
 
 SEED = 2025
 
 COMPRESSION = 12.0
 """Twenty minutes of the trace in about 100 s. Eight processes may share as little as two cores; at the
 resulting 650 tokens/s they keep up, so that what is measured is the simulated GPUs."""
-
-VOCAB_SIZE = 128_256
-"""Of Llama 3.1, and what a worker simulates; with another number no stream would match."""
 
 CHANNELS = 4
 """Connections to the gateway, as several clients would have."""

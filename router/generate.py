@@ -154,7 +154,8 @@ class _Turn:
         def leg(new_id: str) -> tuple[bytes, PrefillSink]:
             nonlocal leg_id
             leg_id = new_id
-            return prefill_leg(self.request.data, leg_id), PrefillSink(leg_id, self._park)
+            data = prefill_leg(self.request.data, leg_id, min_tokens=self.request.min_tokens)
+            return data, PrefillSink(leg_id, self._park)
 
         try:
             sink = await self._leg(Stage.PREFILL, leg)

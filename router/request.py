@@ -28,6 +28,7 @@ class Request(NamedTuple):
     model: str
     isl_tokens: int
     max_tokens: int | None  # None: the client gave no budget
+    min_tokens: int
 
 
 def parse_request(data: bytes, *, max_bytes: int) -> Request:
@@ -54,7 +55,12 @@ def parse_request(data: bytes, *, max_bytes: int) -> Request:
             raise InvalidRequest("sampling.num_sequences", "must be at least 1")
         raise Unsupported("sampling.num_sequences", "one sequence a request is served")
     return Request(
-        data, message.request_id, message.model, len(message.token_ids.ids), _max_tokens(message)
+        data=data,
+        id=message.request_id,
+        model=message.model,
+        isl_tokens=len(message.token_ids.ids),
+        max_tokens=_max_tokens(message),
+        min_tokens=message.stopping.min_tokens,
     )
 
 

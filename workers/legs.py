@@ -12,11 +12,14 @@ REQUEST_TYPE = "request_type"
 CONTEXT_ONLY = "context_only"
 
 
-def prefill_leg(request: bytes, leg_id: str) -> bytes:
-    """The context-only leg: one token of budget, ends in `prefill_ready`."""
-    added = oe.GenerateRequest(
-        request_id=leg_id, stopping=oe.StoppingOptions(max_tokens=1, min_tokens=0)
-    )
+def prefill_leg(request: bytes, leg_id: str, *, min_tokens: int = 0) -> bytes:
+    """The context-only leg: one token of budget, ends in `prefill_ready`.
+
+    `min_tokens` is the client's. One of them falls to this leg, or an end-of-text as its one token would
+    end a request that was to go on (docs/decisions/0005-min-tokens-on-prefill.md).
+    """
+    stopping = oe.StoppingOptions(max_tokens=1, min_tokens=min(min_tokens, 1))
+    added = oe.GenerateRequest(request_id=leg_id, stopping=stopping)
     added.extra.fields[REQUEST_TYPE].string_value = CONTEXT_ONLY
     return request + added.SerializeToString()
 

@@ -38,6 +38,10 @@ __all__ = [
 ]
 
 
+VOCAB_SIZE = 128_256
+"""Default vocabulary: Llama 3's."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvCacheArgs:
     """`args.kv_cache_config`, as far as it is simulated."""
@@ -87,7 +91,7 @@ class SimLLM:
         profile: TpProfile,
         transport: KvTransport | None = None,
         end_id: int | None = None,
-        vocab_size: int = 128_256,
+        vocab_size: int = VOCAB_SIZE,
         max_batch_size: int = 256,
         max_num_tokens: int = 8192,
         max_seq_len: int = 131_072,

@@ -48,6 +48,7 @@ class TrtllmWorker:
         self._tasks = tasks
         self._live: dict[str, EngineStream] = {}
         self._finished: OrderedDict[str, int | None] = OrderedDict()  # id -> handoff it parked
+        self._stats_row: dict[str, Any] | None = None
         self.fatal = anyio.Event()
 
     def __repr__(self) -> str:
@@ -160,7 +161,12 @@ class TrtllmWorker:
 
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
         """As `Worker.load`."""
-        return await trtllm_info.load(self._llm, self._identity, n_live=len(self._live))
+        # Reading empties the engine's queue, and an idle engine adds nothing: the last row still holds.
+        async for row in self._llm.get_stats_async(timeout=0):
+            self._stats_row = row
+        return trtllm_info.load(
+            self._llm, self._identity, n_live=len(self._live), row=self._stats_row
+        )
 
     async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
         """As `Worker.health`."""

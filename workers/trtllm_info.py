@@ -87,12 +87,12 @@ def model_info(llm: Any, identity: WorkerIdentity) -> oe.ModelInfo:
     )
 
 
-async def load(llm: Any, identity: WorkerIdentity, *, n_live: int) -> oe.LoadInfo:
+def load(
+    llm: Any, identity: WorkerIdentity, *, n_live: int, row: dict[str, Any] | None
+) -> oe.LoadInfo:
     """`LoadInfo` from the engine's newest iteration stats; before the first there is only `n_live`."""
     info = oe.LoadInfo(instance_id=identity.instance_id, running_requests=n_live)
-    rows = [row async for row in llm.get_stats_async(timeout=0)]
-    if rows:
-        row = rows[-1]
+    if row is not None:
         info.queued_requests = row["numQueuedRequests"]
         cache = row["kvCacheStats"]
         info.used_kv_blocks, info.total_kv_blocks = cache["usedNumBlocks"], cache["maxNumBlocks"]

@@ -1,0 +1,191 @@
+"""Small things to start a test from: fleets, members, views, requests, handoffs."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from slagate.pools.estimator import Estimator, NominalEstimator, estimator
+from slagate.pools.fleet import Fleet
+from slagate.pools.grid import Axis, StageGrid
+from slagate.pools.grid_config import FleetConfig, parse_config
+from slagate.pools.member import UNLIMITED, Member, MemberView, Stage, State
+from slagate.pools.pool import Pool, PoolView
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.policy import Ask
+from slagate.router.sla import Sla
+
+MODEL = "llama"
+PROFILE = "llama-3.1-8b-h100"
+STAGE_NAMES = {"disagg": ("prefill", "decode"), "agg": ("agg",)}
+
+
+def model_info(
+    name: str = MODEL, *, window: int | None = None, priority: bool = False
+) -> oe.ModelInfo:
+    """One served model; `window` is its context length in tokens."""
+    info = oe.ModelInfo(model_id=name, served_model_name=name)
+    info.generation.supports_priority = priority
+    if window is not None:
+        info.max_context_length = window
+    return info
+
+
+def member(
+    address: str = "w1:1",
+    *,
+    stage: Stage = Stage.PREFILL,
+    pool: str = "pool",
+    ready: bool = True,
+    models: Sequence[str] = (MODEL,),
+    backend: str = "nixl",
+    max_inflight: int | None = None,
+) -> Member:
+    """One worker's record, ready to take work unless told otherwise."""
+    made = Member(address, pool=pool, stage=stage, max_inflight=max_inflight)
+    made.models = {name: model_info(name) for name in models}
+    made.info = oe.ServerInfo(kv_connector=oe.KvConnectorInfo(transfer_backend=backend))
+    if ready:
+        made.probe_ok()
+    return made
+
+
+def view(
+    address: str = "w1:1",
+    *,
+    state: State = State.READY,
+    inflight: int = 0,
+    max_inflight: int = UNLIMITED,
+    queued_tokens: int = 0,
+    queued_s: float = 0.0,
+    context_tokens: int = 0,
+    models: Iterable[str] = (MODEL,),
+) -> MemberView:
+    """A worker as the policy sees it; idle unless told otherwise."""
+    return MemberView(
+        address,
+        state,
+        inflight,
+        max_inflight,
+        queued_tokens,
+        queued_s,
+        context_tokens,
+        frozenset(models),
+    )
+
+
+def pool_view(name: str, members: Iterable[MemberView], *, speed: Estimator | None = None) -> PoolView:
+    return PoolView(name, speed or NominalEstimator(), tuple(members))
+
+
+def profiled() -> Estimator:
+    """The estimator over real measurements that is packaged with slagate."""
+    return estimator(PROFILE, 1)
+
+
+def one_cell(stage: Stage, *names: str, retry: bool = False) -> StageGrid:
+    """A grid of one cell, which is the last pool; the pools before it are faster ones."""
+    field = "ttft_ms" if stage is Stage.PREFILL else "itl_ms"
+    return StageGrid(
+        axes=(Axis("isl", 0, 1000, 1), Axis(field, 0, 100, 1)),
+        cells=(len(names) - 1,),
+        pool_names=names,
+        priorities=tuple(range(len(names))),
+        retry=retry,
+    )
+
+
+def ask(
+    *, isl_tokens: int = 100, model: str = MODEL, sla: Sla | None = None, **more: Any
+) -> Ask:
+    return Ask(model, isl_tokens, sla or Sla(), **more)
+
+
+def config(
+    mode: str = "disagg", pools: Mapping[str, Mapping[str, Any]] | None = None, **more: Any
+) -> FleetConfig:
+    """A fleet with one pool a stage, named as the stage is; `pools` adds to a pool's entry.
+
+    The workers are p1:1 and p2:1, d1:1 and d2:1, or a1:1 and a2:1.
+    """
+    content: dict[str, Any] = {"mode": mode, "pools": {}, **more}
+    low_high = {"ttft_min_ms": 100, "ttft_max_ms": 900, "itl_min_ms": 5, "itl_max_ms": 45}
+    axes = {"prefill": ("isl", "ttft"), "decode": ("context_length", "itl"), "agg": ("ttft", "itl")}
+    for stage in STAGE_NAMES[mode]:
+        content[f"num_{stage}_pools"] = 1
+        content[f"{stage}_pools"] = [stage]
+        strategy: dict[str, Any] = {f"{stage}_pool_mapping": [[0]]}
+        for axis in axes[stage]:
+            strategy[f"{axis}_resolution"] = 1
+            if axis in ("isl", "context_length"):
+                strategy |= {f"{axis}_min": 0, f"{axis}_max": 8000}
+            strategy |= {k: v for k, v in low_high.items() if k.startswith(f"{axis}_m")}
+        content[f"{stage}_pool_selection_strategy"] = strategy
+        workers = [f"{stage[0]}1:1", f"{stage[0]}2:1"]
+        content["pools"][stage] = {"workers": workers, **(pools or {}).get(stage, {})}
+    return parse_config(content, source="fleet.json")
+
+
+def fleet(mode: str = "disagg", *, ready: bool = True, **more: Any) -> Fleet:
+    """The fleet of `config(mode, ...)`, every worker ready and serving `MODEL` unless told otherwise."""
+    made = Fleet(config(mode, **more))
+    for each in made.members():
+        if ready:
+            each.models = {MODEL: model_info()}
+            each.probe_ok()
+    return made
+
+
+def pool(*addresses: str, stage: Stage = Stage.AGG, max_inflight: int | None = None) -> Pool:
+    members = [member(a, stage=stage, max_inflight=max_inflight) for a in addresses]
+    return Pool("pool", stage=stage, index=0, members=members, estimator=NominalEstimator())
+
+
+def request(
+    request_id: str = "client-1", *, tokens: Sequence[int] = (1, 2, 3), model: str = MODEL
+) -> oe.GenerateRequest:
+    """A valid request without an output budget; change it, then serialise it."""
+    return oe.GenerateRequest(
+        request_id=request_id, model=model, token_ids=oe.TokenIds(ids=list(tokens))
+    )
+
+
+def session(
+    session_id: str = "77", *, backend: str = "nixl", state: str = "AAAA"
+) -> oe.KvSessionRef:
+    """A handoff that passes every guard."""
+    made = oe.KvSessionRef(session_id=session_id, transfer_backend=backend)
+    if state:
+        made.attributes_struct.update({"opaque_state": state})
+    return made
+
+
+def token(*ids: int, usage: oe.Usage | None = None) -> oe.GenerateResponse:
+    tokens = [oe.TokenInfo(token_id=i) for i in ids]
+    return oe.GenerateResponse(token=oe.TokenOutput(output_index=0, tokens=tokens), usage=usage)
+
+
+def finished(
+    reason: oe.FinishReason.ValueType = oe.FINISH_REASON_LENGTH, *, cached: int | None = None
+) -> oe.GenerateResponse:
+    made = oe.GenerateResponse(finished=oe.GenerationFinished(output_index=0, reason=reason))
+    if cached is not None:
+        made.usage.cached_prompt_tokens = cached
+    return made
+
+
+def prefill_ready(
+    kv_session: oe.KvSessionRef | None = None, *, cached: int | None = None
+) -> oe.GenerateResponse:
+    ready = oe.PrefillReady(kv_session=session() if kv_session is None else kv_session)
+    made = oe.GenerateResponse(prefill_ready=ready)
+    if cached is not None:
+        made.usage.cached_prompt_tokens = cached
+    return made
+
+
+def engine_error(code: oe.ErrorCode.ValueType, message: str) -> oe.GenerateResponse:
+    return oe.GenerateResponse(error=oe.EngineError(code=code, message=message))
+
+
+def rng(seed: int = 7) -> random.Random:
+    return random.Random(seed)

@@ -1,0 +1,150 @@
+"""The real gateway graph over scripted workers: one call in, everything it left behind out."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+
+from slagate.proto import gateway_pb2 as gw
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.app import App, build
+from slagate.router.errors import Outcome
+from slagate.router.generate import RECEIPT_TRAILER, ClientCall, generate
+from slagate.router.settings import Settings
+from slagate.workers.stream import BufferedSink
+from slagate.workers.worker import OK, Metadata, Status
+from support.builders import STAGE_NAMES, config, finished, prefill_ready, request, rng, token
+from support.fake_worker import ROLES, FakeCall, FakeWorker, Script, Scripts, connector
+
+PEER = "ipv4:10.0.0.1:5"
+PREFILL_OK: Script = (prefill_ready(), OK)
+DECODE_OK: Script = (token(11), token(12, 13), finished(), OK)
+
+
+@dataclass
+class Answer:
+    """What the client of one call got."""
+
+    out: BufferedSink = field(default_factory=BufferedSink)
+    responses: list[oe.GenerateResponse] = field(default_factory=list)
+
+    @property
+    def status(self) -> Status:
+        assert self.out.status is not None
+        return self.out.status
+
+    @property
+    def tokens(self) -> list[int]:
+        return [each.token_id for r in self.responses for each in r.token.tokens]
+
+    @property
+    def receipt(self) -> gw.Receipt:
+        trailer = dict(self.status.trailers)[RECEIPT_TRAILER]
+        assert isinstance(trailer, bytes)
+        return gw.Receipt.FromString(trailer)
+
+    async def collect(self) -> None:
+        """Take the output as a client does that reads at once."""
+        while (data := await self.out.next()) is not None:
+            self.responses.append(oe.GenerateResponse.FromString(data))
+
+
+@dataclass
+class Bench:
+    """A running gateway, its workers by address, and its scripts by stage."""
+
+    app: App
+    workers: dict[str, FakeWorker]
+    scripts: dict[str, Scripts]
+
+    def calls(self, stage: str) -> list[FakeCall]:
+        return self.scripts[stage].calls
+
+    @property
+    def aborts(self) -> list[oe.AbortRequest]:
+        return [each for worker in self.workers.values() for each in worker.aborts]
+
+    async def call(
+        self,
+        message: oe.GenerateRequest | bytes | None = None,
+        *,
+        metadata: Metadata = (),
+        timeout_s: float | None = None,
+        answer: Answer | None = None,
+        reads: bool = True,
+    ) -> Answer:
+        """One Generate call from its arrival to its end."""
+        message = request() if message is None else message
+        data = message if isinstance(message, bytes) else message.SerializeToString()
+        answer = answer or Answer()
+        client = ClientCall(
+            data=data, metadata=metadata, peer=PEER, timeout_s=timeout_s, out=answer.out
+        )
+        async with anyio.create_task_group() as tasks:
+            if reads:
+                tasks.start_soon(answer.collect)
+            await generate(client, self.app.gateway)
+        return answer
+
+    def outcomes(self) -> dict[str, int]:
+        """Outcome -> requests, without zeros."""
+        registry = self.app.gateway.metrics.registry
+        counts = {
+            o.value: registry.get_sample_value("slagate_requests_total", {"outcome": o.value})
+            for o in Outcome
+        }
+        return {name: int(n) for name, n in counts.items() if n}
+
+    async def settle(self) -> None:
+        """Let clean-up that runs in the background come to its end."""
+        await anyio.sleep(0.1)
+
+    async def check_idle(self, *outcomes: Outcome) -> None:
+        """Nothing is held any more, and the requests so far ended in exactly these outcomes."""
+        await self.settle()
+        for member in self.app.fleet.members():
+            held = (member.inflight, member.queued_tokens, member.context_tokens)
+            assert held == (0, 0, 0), member
+            assert member.queued_s == 0.0, member
+        assert self.app.gateway.releaser.n_open == 0
+        assert len(self.app.gateway.live) == 0
+        wanted: dict[str, int] = {}
+        for outcome in outcomes:
+            wanted[outcome.value] = wanted.get(outcome.value, 0) + 1
+        assert self.outcomes() == wanted
+
+
+@asynccontextmanager
+async def bench(
+    mode: str = "disagg",
+    *,
+    n_workers: int = 1,
+    settings: Settings | None = None,
+    watched_s: float = 0.01,
+    **scripts: Sequence[Script],
+) -> AsyncIterator[Bench]:
+    """A gateway with `n_workers` for each stage; `prefill`, `decode`, `agg` are their scripts.
+
+    Without a script a stage does what a healthy worker does.
+    """
+    healthy = {"prefill": PREFILL_OK, "decode": DECODE_OK, "agg": DECODE_OK}
+    workers: dict[str, FakeWorker] = {}
+    stages: dict[str, Scripts] = {}
+    pools: dict[str, Any] = {}
+    for stage in STAGE_NAMES[mode]:
+        stages[stage] = Scripts(list(scripts.get(stage, [healthy[stage]])))
+        addresses = [f"{stage[0]}{n}:1" for n in range(1, n_workers + 1)]
+        pools[stage] = {"workers": addresses}
+        for address in addresses:
+            workers[address] = FakeWorker(role=ROLES[stage], scripts=stages[stage])
+    async with build(
+        config(mode, pools),
+        settings or Settings(),
+        connect=connector(workers),
+        now_s=anyio.current_time,
+        rng=rng(),
+    ) as app:
+        await anyio.sleep(watched_s)
+        yield Bench(app, workers, stages)

@@ -1,0 +1,141 @@
+import grpc
+import pytest
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.errors import InvalidRequest, Outcome, TooLarge, Unsupported
+from slagate.router.request import (
+    DEFAULT_MAX_TOKENS,
+    MAX_ID_BYTES,
+    Request,
+    output_budget,
+    parse_request,
+)
+from support.builders import model_info, request, session
+
+LIMIT = 8 << 20
+
+
+def parse(message: oe.GenerateRequest, *, max_bytes: int = LIMIT) -> Request:
+    return parse_request(message.SerializeToString(), max_bytes=max_bytes)
+
+
+def refused(message: oe.GenerateRequest, *, max_bytes: int = LIMIT) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(message, max_bytes=max_bytes)
+    error = caught.value
+    assert str(error).startswith(f"{error.field}: ")
+    return error
+
+
+def test_a_valid_request_keeps_its_bytes() -> None:
+    message = request("id", tokens=[5, 6])
+    message.stopping.max_tokens = 9
+    parsed = parse(message)
+    assert parsed == Request(message.SerializeToString(), "id", "llama", 2, 9)
+    assert parse(request()).max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": "\u00e9" * (MAX_ID_BYTES // 2 + 1)}, "request_id"),
+        ({"model": ""}, "model"),
+        ({"token_ids": oe.TokenIds()}, "token_ids"),
+        ({"token_ids": None}, "token_ids"),
+        ({"token_ids": None, "prompt": "hello"}, "prompt"),
+        ({"stopping": oe.StoppingOptions(max_tokens=0)}, "stopping.max_tokens"),
+        ({"stopping": oe.StoppingOptions(max_tokens=2, min_tokens=3)}, "stopping.min_tokens"),
+        ({"sampling": oe.SamplingParams(num_sequences=0)}, "sampling.num_sequences"),
+        ({"kv": oe.KvOptions(session=session())}, "kv.session"),
+        ({"kv": oe.KvOptions(session=oe.KvSessionRef())}, "kv.session"),
+    ],
+)
+def test_a_wrong_field_is_named(change: dict[str, object], field: str) -> None:
+    message = request()
+    for name, value in change.items():
+        message.ClearField(name)  # type: ignore[arg-type]
+        if isinstance(value, str):
+            setattr(message, name, value)
+        elif value is not None:
+            getattr(message, name).CopyFrom(value)
+            getattr(message, name).SetInParent()
+    error = refused(message)
+    assert error.field == field
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("value", ["context_only", "", "context_and_generation"])
+def test_a_clients_own_request_type_is_refused(value: str) -> None:
+    message = request()
+    message.extra.update({"request_type": value})
+    assert refused(message).field == "extra.request_type"
+
+
+@pytest.mark.parametrize("key", ["nvext", "router", "ttft_target", "itl_ms", "tpot_ms"])
+def test_cfg_01_a_target_in_an_undocumented_place_is_refused_with_the_right_one(key: str) -> None:
+    message = request()
+    message.extra.update({key: 150})
+    error = refused(message)
+    assert error.field == f"extra.{key}"
+    assert "x-slo-ttft-ms" in str(error)
+
+
+def test_other_keys_of_extra_are_the_engines() -> None:
+    message = request()
+    message.extra.update({"conversation_id": "c"})
+    assert parse(message).data == message.SerializeToString()
+
+
+def test_more_than_one_sequence_is_unsupported_rather_than_wrong() -> None:
+    message = request()
+    message.sampling.num_sequences = 2
+    error = refused(message)
+    assert isinstance(error, Unsupported)
+    assert error.code is grpc.StatusCode.UNIMPLEMENTED
+    message.sampling.num_sequences = 1
+    parse(message)
+
+
+def test_a_request_over_the_limit_names_the_input_that_is_to_blame() -> None:
+    for change, field in (("token_ids", "token_ids"), ("prompt", "prompt")):
+        message = request()
+        if change == "prompt":
+            message.prompt = "x" * 1000
+        else:
+            message.token_ids.ids.extend(range(1000))
+        error = refused(message, max_bytes=900)
+        assert isinstance(error, TooLarge)
+        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.outcome is Outcome.TOO_LARGE
+        assert error.field == field
+        assert "900 bytes" in str(error)
+
+
+def test_a_request_of_exactly_the_limit_is_taken() -> None:
+    n_bytes = request().ByteSize()
+    parse(request(), max_bytes=n_bytes)
+    assert isinstance(refused(request(), max_bytes=n_bytes - 1), TooLarge)
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05ab", b"\x0a\x01\xff", b"<html>"])
+def test_bytes_that_are_no_message_are_refused_whatever_their_size(data: bytes) -> None:
+    for limit in (LIMIT, 1, 0):
+        with pytest.raises(InvalidRequest) as caught:
+            parse_request(data, max_bytes=limit)
+        assert caught.value.field == "request"
+
+
+def test_the_budget_is_the_clients_or_what_the_smallest_window_leaves() -> None:
+    parsed = parse(request(tokens=[1] * 10))
+    windows = [model_info(window=100), None, model_info(window=30), model_info()]
+    assert output_budget(parsed, windows) == 20
+    assert output_budget(parsed._replace(max_tokens=7), windows) == 7
+    assert output_budget(parsed, [None]) == DEFAULT_MAX_TOKENS
+
+
+def test_a_prompt_that_leaves_no_room_is_refused() -> None:
+    parsed = parse(request(tokens=[1] * 10))
+    assert output_budget(parsed, [model_info(window=11)]) == 1
+    with pytest.raises(InvalidRequest, match=r"token_ids: 10 tokens .* window of 10"):
+        output_budget(parsed, [model_info(window=10)])
