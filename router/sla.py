@@ -25,16 +25,19 @@ OBJECTIVE = "x-gateway-inference-objective"
 FAIRNESS_ID = "x-gateway-inference-fairness-id"
 SESSION_ID = "x-dynamo-session-id"
 RECEIPT = "slagate-receipt"
+ROUTING_KEY = "openengine-routing-key"
+TARGET_RANK = "openengine-target-dp-rank"
 
-KNOWN = (TTFT, ITL, PRIORITY, OBJECTIVE, FAIRNESS_ID, SESSION_ID, RECEIPT)
+KNOWN = (TTFT, ITL, PRIORITY, OBJECTIVE, FAIRNESS_ID, SESSION_ID, RECEIPT, ROUTING_KEY)
 
 MAX_TEXT = 256
 """Characters of a class, tenant or conversation id: they end up in receipts of 4 KiB."""
 
 _DECIMAL = re.compile(r"(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _INTEGER = re.compile(r"[+-]?\d{1,10}", re.ASCII)
-# A key that is about a latency target but is not one we read would be dropped without a word.
-_LATENCY_HINT = re.compile(r"^x-slo-|ttft|tpot|(^|-|_)itl($|-|_)")
+# Keys that are about a latency target, or of the protocol's own prefix: one of them that is not read
+# here is a misspelling, and would be dropped without a word.
+_HINT = re.compile(r"^x-slo-|^openengine-|ttft|tpot|(^|-|_)itl($|-|_)")
 
 
 class Sla(NamedTuple):
@@ -60,18 +63,19 @@ def parse_sla(metadata: Metadata) -> Sla:
     """
     values: dict[str, str] = {}
     for key, value in metadata:
-        ours = key in KNOWN or key.startswith("openengine-")
-        if not ours:
-            if _LATENCY_HINT.search(key):
-                raise InvalidRequest(key, f"is not a key of this gateway{_did_you_mean(key)}")
+        if key not in KNOWN and not _HINT.search(key):
             continue
         if key in values:
             raise InvalidRequest(key, "is given more than once")
         if isinstance(value, bytes):
             raise InvalidRequest(key, "must be text")
         values[key] = value
-    if "openengine-target-dp-rank" in values:
-        raise InvalidRequest("openengine-target-dp-rank", "is chosen by the gateway")
+    if TARGET_RANK in values:
+        raise InvalidRequest(TARGET_RANK, "is chosen by the gateway")
+    for key in values:
+        if key not in KNOWN:
+            raise InvalidRequest(key, f"is not a key of this gateway{_did_you_mean(key)}")
+    _text(values, ROUTING_KEY)
     return Sla(
         _milliseconds(values, TTFT),
         _milliseconds(values, ITL),
@@ -113,6 +117,8 @@ def _text(values: dict[str, str], key: str) -> str:
     text = values.get(key, "")
     if key in values and not text:
         raise InvalidRequest(key, "must not be empty")
+    if not text.isprintable():
+        raise InvalidRequest(key, "must not have control characters")
     if len(text) > MAX_TEXT:
         raise InvalidRequest(key, f"is over the limit of {MAX_TEXT} characters")
     return text

@@ -92,7 +92,9 @@ def test_the_legs_work_when_nobody_touches_the_handoff(prefill: Client, decode: 
 
 def test_a_corrupted_state_is_refused_wherever_the_byte_is(prefill: Client, decode: Client) -> None:
     """Every byte is checked by something: none may be changed without a refusal."""
-    n_bytes = len(state_of(park(prefill, PROMPT)))
+    session = park(prefill, PROMPT)
+    prefill.control("Abort", kv_session=session)
+    n_bytes = len(state_of(session))
     before = decode.load_attribute("kv_transfer_failures")
     for at in range(n_bytes):
 
@@ -187,7 +189,7 @@ def test_missing_first_tokens_are_refused(prefill: Client, decode: Client) -> No
     assert_refused(answer, naming="first_gen_tokens")
 
 
-@pytest.mark.parametrize("session_id", ["abc", "-1", "1.0", " 1", "١", "9" * 21])
+@pytest.mark.parametrize("session_id", ["abc", "-1", "1.0", " 1", "\u0661", "9" * 21])
 def test_a_session_id_that_is_no_id_is_refused_by_name(
     prefill: Client, decode: Client, session_id: str
 ) -> None:

@@ -73,7 +73,9 @@ def view(
     )
 
 
-def pool_view(name: str, members: Iterable[MemberView], *, speed: Estimator | None = None) -> PoolView:
+def pool_view(
+    name: str, members: Iterable[MemberView], *, speed: Estimator | None = None
+) -> PoolView:
     return PoolView(name, speed or NominalEstimator(), tuple(members))
 
 
@@ -94,9 +96,7 @@ def one_cell(stage: Stage, *names: str, retry: bool = False) -> StageGrid:
     )
 
 
-def ask(
-    *, isl_tokens: int = 100, model: str = MODEL, sla: Sla | None = None, **more: Any
-) -> Ask:
+def ask(*, isl_tokens: int = 100, model: str = MODEL, sla: Sla | None = None, **more: Any) -> Ask:
     return Ask(model, isl_tokens, sla or Sla(), **more)
 
 

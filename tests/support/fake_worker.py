@@ -141,9 +141,7 @@ class FakeWorker:
     def generate(
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
     ) -> FakeCall:
-        call = FakeCall(
-            request, metadata, sink, timeout_s=timeout_s, script=self.scripts.next()
-        )
+        call = FakeCall(request, metadata, sink, timeout_s=timeout_s, script=self.scripts.next())
         self.calls.append(call)
         self.scripts.calls.append(call)
         return call

@@ -122,7 +122,6 @@ async def bench(
     *,
     n_workers: int = 1,
     settings: Settings | None = None,
-    watched_s: float = 0.01,
     **scripts: Sequence[Script],
 ) -> AsyncIterator[Bench]:
     """A gateway with `n_workers` for each stage; `prefill`, `decode`, `agg` are their scripts.
@@ -130,6 +129,7 @@ async def bench(
     Without a script a stage does what a healthy worker does.
     """
     healthy = {"prefill": PREFILL_OK, "decode": DECODE_OK, "agg": DECODE_OK}
+    failure: AssertionError | None = None
     workers: dict[str, FakeWorker] = {}
     stages: dict[str, Scripts] = {}
     pools: dict[str, Any] = {}
@@ -146,5 +146,10 @@ async def bench(
         now_s=anyio.current_time,
         rng=rng(),
     ) as app:
-        await anyio.sleep(watched_s)
-        yield Bench(app, workers, stages)
+        await anyio.sleep(0.01)
+        try:
+            yield Bench(app, workers, stages)
+        except AssertionError as error:
+            failure = error
+    if failure is not None:
+        raise failure  # as it was: leaving the task groups would bury it in exception groups

@@ -1,0 +1,221 @@
+"""The gateway's real graph over simulated engines in one process, on virtual time.
+
+`Plan` is one request with what its client will do to it; `simulate` plays plans against a fleet and
+returns what every client saw, with the invariants of ARCHITECTURE.md checked on the way.
+"""
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import grpc
+
+from slagate.pools.grid_config import parse_config
+from slagate.proto import gateway_pb2 as gw
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.app import App, build
+from slagate.router.generate import RECEIPT_TRAILER, ClientCall, generate
+from slagate.router.settings import Settings
+from slagate.workers.stream import BufferedSink
+from slagate.workers.trtllm import TrtllmWorker
+from slagate.workers.worker import Status, Worker
+from support.engines import expected, request, sim
+from support.network import FarWorker
+
+REFUSALS = (
+    Status(grpc.StatusCode.UNAVAILABLE, "connection refused"),
+    Status(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"),
+    Status(grpc.StatusCode.INTERNAL, "broken"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One request. Times are seconds; None: the client does not do that."""
+
+    at_s: float
+    prompt: list[int]
+    n_tokens: int
+    metadata: tuple[tuple[str, str], ...] = (("slagate-receipt", "1"),)
+    cancel_after_s: float | None = None
+    abort_after_s: float | None = None
+    timeout_s: float | None = None
+
+
+@dataclass
+class Seen:
+    """What a client saw."""
+
+    plan: Plan
+    tokens: list[int] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+    finished: bool = False
+    code: str = ""
+    receipt: gw.Receipt = field(default_factory=gw.Receipt)
+
+
+def fleet_file(stages: dict[str, dict[str, list[str]]]) -> dict[str, object]:
+    """A fleet with one-cell grids per stage: stage -> pool -> addresses."""
+    file: dict[str, object] = {"mode": "agg" if "agg" in stages else "disagg", "pools": {}}
+    axes = {
+        "prefill": (("isl", ""), ("ttft", "_ms")),
+        "decode": (("context_length", ""), ("itl", "_ms")),
+        "agg": (("ttft", "_ms"), ("itl", "_ms")),
+    }
+    for stage, pools in stages.items():
+        strategy: dict[str, object] = {f"{stage}_pool_mapping": [[0]]}
+        for axis, unit in axes[stage]:
+            strategy |= {f"{axis}_min{unit}": 0, f"{axis}_max{unit}": 1000}
+            strategy[f"{axis}_resolution"] = 1
+        file[f"num_{stage}_pools"] = len(pools)
+        file[f"{stage}_pools"] = list(pools)
+        file[f"{stage}_pool_selection_strategy"] = strategy
+        for name, workers in pools.items():
+            spec = {"workers": workers, "profile": "llama-3.1-8b-h100", "tp": 1}
+            file["pools"][name] = spec  # type: ignore[index]
+    return file
+
+
+@dataclass
+class Fleet:
+    """A running gateway and the workers behind it, by address."""
+
+    app: App
+    workers: dict[str, TrtllmWorker]
+
+
+@asynccontextmanager
+async def running(
+    stages: dict[str, int], *, seed: int, latency_s: float = 0.004, refusals: float = 0.0
+) -> AsyncIterator[Fleet]:
+    """A gateway over this many workers a stage, `latency_s` away, all ready.
+
+    Workers refuse the share `refusals` of their calls as a dying or a full one would.
+    """
+    luck = random.Random(seed)
+
+    def fault() -> Status | None:
+        if luck.random() >= refusals:
+            return None
+        return luck.choice(REFUSALS)
+
+    async with AsyncExitStack() as stack:
+        workers: dict[str, TrtllmWorker] = {}
+        pools: dict[str, dict[str, list[str]]] = {}
+        for stage, count in stages.items():
+            pools[stage] = {f"{stage}-pool": [f"{stage}:{i + 1}" for i in range(count)]}
+            for address in pools[stage][f"{stage}-pool"]:
+                worker = await stack.enter_async_context(sim(stage, served=False))
+                assert isinstance(worker, TrtllmWorker)
+                workers[address] = worker
+
+        @asynccontextmanager
+        async def connect(address: str) -> AsyncIterator[Worker]:
+            yield FarWorker(workers[address], latency_s=latency_s, fault=fault)
+
+        app = await stack.enter_async_context(
+            build(
+                parse_config(fleet_file(pools), source="simulation"),
+                Settings(),
+                connect=connect,
+                now_s=anyio.current_time,
+                rng=random.Random(seed),
+            )
+        )
+        await anyio.sleep(1)
+        assert not app.fleet.unready_stages()
+        yield Fleet(app, workers)
+
+
+async def simulate(fleet: Fleet, plans: Sequence[Plan]) -> list[Seen]:
+    """Play every plan to its end; all clients use the id `same`, each from a peer of its own."""
+    seen = [Seen(plan) for plan in plans]
+    async with anyio.create_task_group() as tasks:
+        for number, one in enumerate(seen):
+            tasks.start_soon(_client, fleet, f"peer-{number}", one)
+    return seen
+
+
+async def _client(fleet: Fleet, peer: str, seen: Seen) -> None:
+    plan = seen.plan
+    await anyio.sleep(plan.at_s)
+    call = ClientCall(
+        data=request("same", plan.prompt, plan.n_tokens).SerializeToString(),
+        metadata=plan.metadata,
+        peer=peer,
+        timeout_s=plan.timeout_s,
+        out=BufferedSink(),
+    )
+    async with anyio.create_task_group() as tasks:
+        if plan.abort_after_s is not None:
+            tasks.start_soon(_abort, fleet, peer, plan.abort_after_s)
+        tasks.start_soon(_read, call.out, seen, tasks.cancel_scope)
+        with anyio.move_on_after(plan.cancel_after_s):
+            await generate(call, fleet.app.gateway)
+    check_always(fleet)
+
+
+async def _abort(fleet: Fleet, peer: str, after_s: float) -> None:
+    await anyio.sleep(after_s)
+    fleet.app.gateway.live.abort(peer, "same")
+
+
+async def _read(out: BufferedSink, seen: Seen, scope: anyio.CancelScope) -> None:
+    while (data := await out.next()) is not None:
+        assert not seen.finished, "something after the terminal event"
+        response = oe.GenerateResponse.FromString(data)
+        seen.ids.add(response.request_id)
+        seen.tokens += [token.token_id for token in response.token.tokens]
+        seen.finished = response.HasField("finished")
+    assert out.status is not None
+    seen.code = out.status.code.name
+    for key, value in out.status.trailers:
+        if key == RECEIPT_TRAILER:
+            assert isinstance(value, bytes)
+            seen.receipt = gw.Receipt.FromString(value)
+    scope.cancel()
+
+
+def check_always(fleet: Fleet) -> None:
+    """I2, I3: at any moment."""
+    for member in fleet.app.fleet.members():
+        assert 0 <= member.inflight <= member.max_inflight, member
+        assert member.queued_tokens >= 0, member
+        assert member.context_tokens >= 0, member
+        assert member.queued_s >= 0, member
+
+
+def check_tokens(seen: Sequence[Seen]) -> None:
+    """I7: what arrived is what the engine says, from the start, without a hole."""
+    for one in seen:
+        n_tokens = len(one.tokens)
+        assert one.tokens == expected(one.plan.prompt, n_tokens)
+        assert one.ids <= {"same"}
+        if one.code == "OK":
+            assert n_tokens == one.plan.n_tokens
+            assert one.finished
+
+
+async def check_idle(fleet: Fleet, *, n_requests: int) -> None:
+    """I1, I2, I5, I9: nothing is left, and each request was counted once."""
+    gateway = fleet.app.gateway
+    # Workers end what was cancelled in their own time; ten seconds hold any transfer and iteration.
+    await anyio.sleep(10)
+    for member in fleet.app.fleet.members():
+        idle = (member.inflight, member.queued_tokens, member.queued_s, member.context_tokens)
+        assert idle == (0, 0, 0.0, 0), member
+    assert gateway.releaser.n_open == 0
+    assert len(gateway.live) == 0
+    for address, worker in fleet.workers.items():
+        load = await worker.load(oe.GetLoadRequest())
+        assert load.running_requests == 0, address
+        assert load.active_kv_sessions == 0, address
+    total = sum(
+        sample.value
+        for metric in gateway.metrics.requests.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    )
+    assert total == n_requests

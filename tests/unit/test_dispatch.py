@@ -1,0 +1,136 @@
+import grpc
+import pytest
+
+from slagate.pools.fleet import Fleet
+from slagate.pools.member import Stage, State
+from slagate.router.dispatch import Dispatcher
+from slagate.router.errors import RETRY_PUSHBACK, NoWorker, Overloaded, UnknownModel
+from support.builders import ask, fleet, rng
+
+DOWN = (State.CONNECTING, State.NOT_READY, State.REFUSED)
+
+
+def dispatcher(of: Fleet | None = None) -> Dispatcher:
+    return Dispatcher(of or fleet(), rng=rng())
+
+
+def inflight(of: Fleet) -> dict[str, int]:
+    return {member.address: member.inflight for member in of.members() if member.inflight}
+
+
+def test_load_counts_from_the_choice_and_is_gone_after_release() -> None:
+    d = dispatcher()
+    assignment = d.assign(ask())
+    assert assignment.stages == (Stage.PREFILL, Stage.DECODE)
+    assert sorted(inflight(d.fleet).values()) == [1, 1]
+    assert [m.stage for m in assignment.members] == [Stage.PREFILL, Stage.DECODE]
+    assignment.release()
+    assignment.release()
+    assert inflight(d.fleet) == {}
+
+
+def test_the_second_of_two_requests_goes_to_the_other_worker() -> None:
+    d = dispatcher()
+    held = [d.assign(ask()), d.assign(ask())]
+    assert inflight(d.fleet) == {"p1:1": 1, "p2:1": 1, "d1:1": 1, "d2:1": 1}
+    assert len(held) == 2
+
+
+def test_explain_is_what_assign_does_next_and_takes_nothing() -> None:
+    d = dispatcher()
+    for _ in range(20):
+        explained = d.explain(ask())
+        assert inflight(d.fleet) == {}
+        assert d.explain(ask()) == explained
+        assignment = d.assign(ask())
+        assert assignment.decision == explained
+        assignment.release()
+
+
+def test_health_03_an_unknown_model_is_not_found_and_no_worker_is_unavailable() -> None:
+    d = dispatcher()
+    with pytest.raises(UnknownModel) as unknown:
+        d.assign(ask(model="gpt-9"))
+    assert unknown.value.code is grpc.StatusCode.NOT_FOUND
+    for state in DOWN:
+        for member in d.fleet.members():
+            member.state = state
+        with pytest.raises(NoWorker) as down:
+            d.assign(ask())
+        assert down.value.code is grpc.StatusCode.UNAVAILABLE
+        assert dict(down.value.status().trailers)[RETRY_PUSHBACK] == "1000"
+        with pytest.raises(UnknownModel):
+            d.assign(ask(model="gpt-9"))
+
+
+def test_health_03_a_model_whose_workers_are_gone_is_still_known() -> None:
+    d = dispatcher()
+    d.assign(ask()).release()
+    for member in d.fleet.members():
+        member.models = {}
+        member.state = State.NOT_READY
+    with pytest.raises(NoWorker):
+        d.assign(ask())
+
+
+def test_health_06_a_fleet_that_was_never_reached_is_unavailable_not_ignorant() -> None:
+    with pytest.raises(NoWorker, match="no worker has been reached yet") as caught:
+        dispatcher(fleet(ready=False)).assign(ask())
+    assert caught.value.status().code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_message_with_the_clients_model_name_stays_short() -> None:
+    for act in (dispatcher().assign, dispatcher().explain):
+        with pytest.raises(UnknownModel) as caught:
+            act(ask(model="x" * 1_000_000))
+        n_characters = len(str(caught.value))
+        assert n_characters < 1000
+
+
+def test_score_04_full_workers_are_passed_over_and_a_full_pool_is_overloaded() -> None:
+    d = dispatcher(fleet("agg", pools={"agg": {"max_inflight": 2}}))
+    held = [d.assign(ask()) for _ in range(4)]
+    assert inflight(d.fleet) == {"a1:1": 2, "a2:1": 2}
+    with pytest.raises(Overloaded, match="every worker of pool agg is at its limit") as caught:
+        d.assign(ask())
+    assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(caught.value.status().trailers)[RETRY_PUSHBACK] == "1000"
+    freed = held.pop()
+    freed.release()
+    assert d.assign(ask()).members == freed.members
+
+
+def test_disagg_03_a_missing_decode_worker_leaves_no_prefill_lease() -> None:
+    d = dispatcher()
+    for member in d.fleet.pools["decode"].members.values():
+        member.probe_failed("gone")
+        member.refuse("gone")
+    with pytest.raises(NoWorker, match="decode"):
+        d.assign(ask())
+    assert inflight(d.fleet) == {}
+
+
+def test_another_worker_for_one_stage_moves_one_lease() -> None:
+    d = dispatcher()
+    assignment = d.assign(ask())
+    prefill, decode = assignment.members
+    choice = d.reassign(assignment, ask(excluded=frozenset({decode.address})), Stage.DECODE)
+    assert choice is not None
+    other = assignment.lease(Stage.DECODE).member
+    assert other is not decode
+    assert inflight(d.fleet) == {prefill.address: 1, other.address: 1}
+    assert d.fleet.pools["decode"].retries_total == 1
+    both = ask(excluded=frozenset({decode.address, other.address}))
+    assert d.reassign(assignment, both, Stage.DECODE) is None
+    assert inflight(d.fleet) == {prefill.address: 1, other.address: 1}
+    assignment.release()
+    assert inflight(d.fleet) == {}
+
+
+def test_only_ready_workers_hold_leases() -> None:
+    d = dispatcher()
+    member = next(d.fleet.members())
+    member.refuse("wrong role")
+    for _ in range(20):
+        d.assign(ask())
+    assert member.inflight == 0

@@ -1,0 +1,117 @@
+import pytest
+
+from slagate.pools.member import FAILURES_TO_LEAVE, Lease, Member, Stage, State, Work
+from support.builders import member, pool
+
+
+def probed(results: str, of: Member | None = None) -> list[State]:
+    """States after each probe: o is ok, x failed, r refused."""
+    of = of or Member("w:1", pool="p", stage=Stage.AGG, max_inflight=None)
+    states = []
+    for result in results:
+        before = of.state
+        if result == "o":
+            changed = of.probe_ok()
+        elif result == "x":
+            changed = of.probe_failed("slow")
+        else:
+            changed = of.refuse("wrong role")
+        assert changed == (of.state is not before)
+        states.append(of.state)
+    return states
+
+
+C, R, N, F = State.CONNECTING, State.READY, State.NOT_READY, State.REFUSED
+
+
+def test_health_08_out_after_the_third_failure_in_a_row_and_in_after_the_second_success() -> None:
+    assert probed("oxoxxxoo") == [R, R, R, R, R, N, N, R]
+
+
+@pytest.mark.parametrize(
+    ("results", "states"),
+    [
+        ("o", [R]),
+        ("xxxx", [C, C, C, C]),
+        ("xo", [C, R]),
+        ("oxxoxxo", [R] * 7),
+        ("oxxx" "oxo" "o", [R, R, R, N, N, N, N, R]),
+        ("oxxxxxx", [R, R, R, N, N, N, N]),
+        ("r", [F]),
+        ("or", [R, F]),
+        ("oxxxr", [R, R, R, N, F]),
+        ("rr", [F, F]),
+        ("rxx", [F, F, F]),
+        ("roo", [F, N, R]),
+        ("roxoo", [F, N, N, N, R]),
+        ("ror", [F, N, F]),
+    ],
+)
+def test_the_table_of_the_module_holds(results: str, states: list[State]) -> None:
+    assert probed(results) == states
+
+
+def test_a_worker_that_came_back_has_all_its_failures_ahead_of_it_again() -> None:
+    of = member()
+    probed("xxx" "oo", of)
+    assert probed("x" * FAILURES_TO_LEAVE, of)[-2:] == [R, N]
+
+
+def test_the_reason_says_why_it_is_not_ready() -> None:
+    of = Member("w:1", pool="p", stage=Stage.AGG, max_inflight=None)
+    assert of.reason == "not reached yet"
+    of.probe_failed("UNAVAILABLE: refused")
+    assert of.reason == "UNAVAILABLE: refused"
+    of.probe_ok()
+    assert of.reason == ""
+    probed("xxx", of)
+    assert of.reason == "slow"
+    of.refuse("is a decode worker")
+    of.refuse("is a prefill worker")
+    assert of.reason == "is a prefill worker"
+
+
+def test_a_view_is_a_copy_of_that_moment() -> None:
+    of = member(max_inflight=2)
+    view = of.view()
+    Lease(of, Work(10, 0.5, 20))
+    assert (view.inflight, view.queued_tokens, view.queued_s, view.context_tokens) == (0, 0, 0.0, 0)
+    view = of.view()
+    assert (view.inflight, view.queued_tokens, view.queued_s, view.context_tokens) == (1, 10, 0.5, 20)
+    assert (view.state, view.max_inflight, view.models) == (R, 2, frozenset({"llama"}))
+
+
+def test_a_prefill_that_is_done_shortens_the_queue_and_keeps_the_slot() -> None:
+    of = member()
+    lease = Lease(of, Work(10, 0.5, 20))
+    lease.prefill_done()
+    assert (of.inflight, of.queued_tokens, of.queued_s, of.context_tokens) == (1, 0, 0.0, 20)
+    lease.release()
+    assert (of.inflight, of.queued_tokens, of.queued_s, of.context_tokens) == (0, 0, 0.0, 0)
+
+
+def test_floats_that_do_not_add_up_leave_an_idle_queue_of_exactly_zero() -> None:
+    of = member()
+    leases = [Lease(of, Work(1, seconds, 0)) for seconds in (0.1, 0.2, 0.3)]
+    for lease in leases:
+        lease.release()
+    assert of.queued_s == 0.0
+
+
+def test_i3_a_pool_gives_no_lease_on_a_worker_that_may_not_take_work() -> None:
+    of = pool("w:1", max_inflight=1)
+    of.lease("w:1", Work())
+    with pytest.raises(AssertionError):
+        of.lease("w:1", Work())
+    for results in ("xxx", "r"):
+        of = pool("w:1")
+        probed(results, of.members["w:1"])
+        with pytest.raises(AssertionError):
+            of.lease("w:1", Work())
+        assert of.requests_total == 0
+
+
+def test_reprs_say_the_state_in_one_line() -> None:
+    of = pool("w:1")
+    of.lease("w:1", Work(3, 0.1, 4))
+    assert repr(of) == "Pool(pool, [Member(w:1, ready, inflight 1, queued 3, context 4)])"

@@ -1,0 +1,174 @@
+import random
+
+import pytest
+
+from slagate.pools.grid_config import parse_config
+from slagate.pools.member import Stage, State, Work
+from slagate.router.policy import AT_LIMIT, Ask, StageChoice, choose, choose_stage
+from slagate.router.sla import Sla
+from support.builders import ask, one_cell, pool_view, profiled, rng, view
+from support.fleet_files import disagg_file
+
+STAGES = list(Stage)
+
+
+def chosen(stage: Stage, *views: object, asked: Ask | None = None) -> StageChoice:
+    pools = {"only": pool_view("only", views)}  # type: ignore[arg-type]
+    return choose_stage(stage, asked or ask(), one_cell(stage, "only"), pools, rng=rng())
+
+
+def winner(choice: StageChoice) -> str:
+    return "" if choice.winner is None else choice.winner.view.address
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (view("bad:1", state=State.CONNECTING), "connecting"),
+        (view("bad:1", state=State.NOT_READY), "not_ready"),
+        (view("bad:1", state=State.REFUSED), "refused"),
+        (view("bad:1", models=["other"]), "does not serve the model"),
+        (view("bad:1", inflight=3, max_inflight=3), AT_LIMIT),
+        (view("failed:1"), "failed this request"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_worker_that_may_not_serve_is_never_chosen_and_says_why(
+    stage: Stage, bad: object, reason: str
+) -> None:
+    asked = ask(excluded=frozenset({"failed:1"}))
+    busy = view("good:1", inflight=50, queued_s=99.0, queued_tokens=9999, context_tokens=99999)
+    choice = chosen(stage, bad, busy, asked=asked)
+    assert winner(choice) == "good:1"
+    assert [c.excluded for c in choice.candidates] == ["", reason]
+    alone = chosen(stage, bad, asked=asked)
+    assert alone.winner is None
+    assert alone.pool == "only"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_equals_are_chosen_by_chance_and_fairly(stage: Stage) -> None:
+    pools = {"only": pool_view("only", [view("a:1"), view("b:1")])}
+    source = random.Random(1)
+    grid = one_cell(stage, "only")
+    wins = [winner(choose_stage(stage, ask(), grid, pools, rng=source)) for _ in range(400)]
+    assert 160 < wins.count("a:1") < 240
+
+
+def test_prefill_goes_where_the_queue_is_shortest_in_seconds() -> None:
+    one = view("one:1", inflight=1, queued_s=2.0, queued_tokens=40_000)
+    many = view("many:1", inflight=9, queued_s=0.5, queued_tokens=10_000)
+    assert winner(chosen(Stage.PREFILL, one, many)) == "many:1"
+
+
+def test_decode_weighs_the_batch_and_its_context() -> None:
+    assert winner(chosen(Stage.DECODE, view("a:1", inflight=2), view("b:1", inflight=1))) == "b:1"
+    long, short = view("a:1", inflight=2, context_tokens=10**7), view("b:1", inflight=2)
+    assert winner(chosen(Stage.DECODE, long, short)) == "b:1"
+
+
+def test_prefill_ignores_decode_load_and_decode_ignores_the_prefill_queue() -> None:
+    queued = view("q:1", queued_s=5.0, queued_tokens=100_000)
+    reading = view("c:1", inflight=3, context_tokens=100_000)
+    assert winner(chosen(Stage.PREFILL, queued, reading)) == "c:1"
+    assert winner(chosen(Stage.DECODE, queued, reading)) == "q:1"
+
+
+def test_what_a_request_puts_on_its_worker() -> None:
+    seconds = 100 / 20_000
+    assert chosen(Stage.PREFILL, view()).work == Work(100, seconds, 0)
+    assert chosen(Stage.DECODE, view()).work == Work(0, 0.0, 100)
+    assert chosen(Stage.AGG, view()).work == Work(100, seconds, 100)
+
+
+def test_predictions_are_shown_only_where_the_pool_has_a_profile() -> None:
+    nominal = chosen(Stage.AGG, view()).candidates[0]
+    assert (nominal.predicted_ttft_s, nominal.predicted_itl_s) == (None, None)
+    pools = {"only": pool_view("only", [view(queued_s=1.0)], speed=profiled())}
+    choice = choose_stage(Stage.AGG, ask(), one_cell(Stage.AGG, "only"), pools, rng=rng())
+    candidate = choice.candidates[0]
+    assert candidate.predicted_ttft_s == 1.0 + profiled().prefill_s(100, 0)
+    assert candidate.predicted_itl_s == profiled().itl_s(1, 100)
+
+
+def test_another_pool_is_asked_only_when_the_configuration_says_so() -> None:
+    pools = {
+        "fast": pool_view("fast", [view("f:1")]),
+        "bulk": pool_view("bulk", [view("b:1", state=State.NOT_READY)]),
+    }
+    for retry, wanted in ((True, "f:1"), (False, "")):
+        grid = one_cell(Stage.PREFILL, "fast", "bulk", retry=retry)
+        choice = choose_stage(Stage.PREFILL, ask(), grid, pools, rng=rng())
+        assert winner(choice) == wanted
+        assert choice.base_pool == "bulk"
+        assert choice.pool == ("fast" if retry else "bulk")
+
+
+def test_a_worker_at_its_limit_spills_to_the_faster_pool() -> None:
+    full = view("b:1", inflight=1, max_inflight=1)
+    pools = {"fast": pool_view("fast", [view("f:1")]), "bulk": pool_view("bulk", [full])}
+    grid = one_cell(Stage.DECODE, "fast", "bulk", retry=True)
+    choice = choose_stage(Stage.DECODE, ask(), grid, pools, rng=rng())
+    assert winner(choice) == "f:1"
+    assert "pool fast is next in the retry order" in choose_text(choice)
+
+
+def choose_text(choice: StageChoice) -> str:
+    grid = one_cell(choice.stage, *choice.pool_order)
+    decision = choose(ask(), {choice.stage: grid}, _empty(choice), rng=rng())
+    return decision.replace(choice).explain()
+
+
+def _empty(choice: StageChoice) -> dict[str, object]:
+    return {name: pool_view(name, []) for name in choice.pool_order}  # type: ignore[return-value]
+
+
+def test_the_cell_comes_from_prompt_and_targets_and_a_priority_overrides_it() -> None:
+    content = disagg_file()
+    rule = {"min_priority": 10, "max_priority": 20, "target_pool": 0}
+    content["prefill_pool_selection_strategy"]["priority_overrides"] = [rule]
+    grids = {Stage(k): g for k, g in parse_config(content, source="f").stages.items()}
+    pools = {n: pool_view(n, [view(f"{n}:1")]) for g in grids.values() for n in g.pool_names}
+
+    def pools_of(sla: Sla, isl_tokens: int = 100) -> tuple[str, ...]:
+        decision = choose(Ask("llama", isl_tokens, sla), grids, pools, rng=rng())
+        return tuple(choice.pool for choice in decision.stages)
+
+    assert pools_of(Sla(ttft_ms=150, itl_ms=5)) == ("p-fast", "d-fast")
+    assert pools_of(Sla(ttft_ms=800, itl_ms=40)) == ("p-bulk", "d-bulk")
+    assert pools_of(Sla(ttft_ms=150, itl_ms=40)) == ("p-fast", "d-bulk")
+    assert pools_of(Sla(ttft_ms=0, itl_ms=0)) == ("p-fast", "d-fast")
+    assert pools_of(Sla(ttft_ms=800, priority=15)) == ("p-fast", "d-bulk")
+
+
+def test_cfg_01_a_missing_target_is_the_middle_of_the_grid_and_said_to_be_a_default() -> None:
+    content = disagg_file()
+    grids = {Stage(k): g for k, g in parse_config(content, source="f").stages.items()}
+    pools = {n: pool_view(n, [view(f"{n}:1")]) for g in grids.values() for n in g.pool_names}
+    prefill, decode = choose(ask(), grids, pools, rng=rng()).stages
+    assert (prefill.target_ms, prefill.target_is_default, prefill.pool) == (500, True, "p-bulk")
+    assert (decode.target_ms, decode.target_is_default, decode.pool) == (25, True, "d-bulk")
+    prefill = choose(ask(sla=Sla(ttft_ms=500)), grids, pools, rng=rng()).stages[0]
+    assert (prefill.target_ms, prefill.target_is_default, prefill.pool) == (500, False, "p-bulk")
+
+
+def test_a_decision_explains_itself_in_words() -> None:
+    idle, busy = view("idle:1"), view("busy:1", queued_s=3.0, queued_tokens=9, inflight=2)
+    pools = {"only": pool_view("only", [busy, idle], speed=profiled())}
+    stages = {Stage.PREFILL: one_cell(Stage.PREFILL, "only")}
+    text = choose(ask(sla=Sla(ttft_ms=40)), stages, pools, rng=rng()).explain()
+    for part in ("prefill: 100 prompt tokens", "TTFT target 40 ms", "pool only", "idle:1", "2 open"):
+        assert part in text
+    down = {"only": pool_view("only", [view("w:1", state=State.REFUSED)])}
+    text = choose(ask(), stages, down, rng=rng()).explain()
+    assert "no TTFT target" in text
+    assert "No worker can take it: refused." in text
+
+
+def test_the_best_candidate_comes_first_and_excluded_ones_last() -> None:
+    views = [view(f"w{i}:1", queued_s=float(9 - i), queued_tokens=1) for i in range(5)]
+    choice = chosen(Stage.PREFILL, view("x:1", state=State.REFUSED), *views)
+    assert [c.view.address for c in choice.candidates] == [
+        "w4:1", "w3:1", "w2:1", "w1:1", "w0:1", "x:1",
+    ]  # fmt: skip

@@ -1,0 +1,96 @@
+import anyio
+import grpc
+
+from slagate.workers.stream import BufferedSink
+from slagate.workers.worker import OK, Status
+from support.virtual_loop import run
+
+GONE = Status(grpc.StatusCode.UNAVAILABLE, "gone")
+
+
+async def drained(sink: BufferedSink) -> list[bytes]:
+    taken = []
+    while (data := await sink.next()) is not None:
+        taken.append(data)
+    return taken
+
+
+def test_messages_come_in_order_and_before_the_end() -> None:
+    async def main() -> None:
+        sink = BufferedSink()
+        for data in (b"a", b"", b"bc"):
+            sink.message(data)
+        sink.end(GONE)
+        assert await drained(sink) == [b"a", b"", b"bc"]
+        assert await sink.next() is None
+        assert sink.status == GONE
+
+    run(main)
+
+
+def test_a_reader_that_waits_is_woken_by_a_message_and_by_the_end() -> None:
+    async def main() -> None:
+        sink = BufferedSink()
+        got: list[bytes] = []
+
+        async def read() -> None:
+            got.extend(await drained(sink))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read)
+            for data in (b"1", b"2"):
+                await anyio.wait_all_tasks_blocked()
+                sink.message(data)
+            await anyio.wait_all_tasks_blocked()
+            sink.end()
+        assert got == [b"1", b"2"]
+        assert sink.status == OK
+
+    run(main)
+
+
+def test_the_count_is_what_waits() -> None:
+    async def main() -> None:
+        sink = BufferedSink()
+        sink.message(b"abc")
+        sink.message(b"de")
+        assert sink.n_bytes == 5
+        await sink.next()
+        assert sink.n_bytes == 2
+        await sink.next()
+        assert sink.n_bytes == 0
+
+    run(main)
+
+
+def test_only_the_first_end_counts() -> None:
+    async def main() -> None:
+        sink = BufferedSink()
+        sink.end(GONE)
+        sink.end(OK)
+        assert sink.status == GONE
+
+    run(main)
+
+
+def test_what_is_discarded_is_never_read() -> None:
+    async def main() -> None:
+        sink = BufferedSink()
+        sink.message(b"abc")
+        sink.discard()
+        assert (sink.discarded, sink.n_bytes) == (True, 0)
+        sink.end(GONE)
+        assert await drained(sink) == []
+
+    run(main)
+
+
+def test_the_repr_says_the_state() -> None:
+    async def main() -> None:
+        sink = BufferedSink()
+        sink.message(b"abc")
+        assert repr(sink) == "BufferedSink(1 messages, 3 bytes, open)"
+        sink.end(GONE)
+        assert repr(sink) == "BufferedSink(1 messages, 3 bytes, UNAVAILABLE)"
+
+    run(main)

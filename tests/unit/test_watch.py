@@ -1,0 +1,196 @@
+"""The watch loops over fake workers, on the virtual loop."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import grpc
+import pytest
+
+from slagate.pools.fleet import Fleet
+from slagate.pools.member import Member, Stage, State
+from slagate.pools.watch import INTERVAL_S, JITTER_RATIO, watch_fleet
+from slagate.proto import openengine_pb2 as oe
+from slagate.workers.worker import Status
+from support.builders import MODEL, fleet, model_info, rng
+from support.fake_worker import ROLES, FakeWorker, connector
+from support.virtual_loop import run
+
+LOOK_S = INTERVAL_S * (1 + JITTER_RATIO)
+"""Within this time every worker is looked at once more."""
+
+UNAVAILABLE = Status(
+    grpc.StatusCode.UNAVAILABLE, "failed to connect: ipv4:10.1.2.3:50051: Connection refused"
+)
+
+
+@asynccontextmanager
+async def watched(workers: dict[str, FakeWorker] | None = None) -> AsyncIterator[Fleet]:
+    """A fleet of p1, p2, d1, d2 that was looked at once."""
+    of = fleet(ready=False)
+    fakes = healthy() | (workers or {})
+    async with watch_fleet(of, connect=connector(fakes), now_s=anyio.current_time, rng=rng()):
+        await anyio.sleep(0.01)
+        yield of
+
+
+def healthy() -> dict[str, FakeWorker]:
+    stages = {"p1:1": "prefill", "p2:1": "prefill", "d1:1": "decode", "d2:1": "decode"}
+    return {address: FakeWorker(role=ROLES[stage]) for address, stage in stages.items()}
+
+
+def first(of: Fleet) -> Member:
+    return of.pools["prefill"].members["p1:1"]
+
+
+def test_a_healthy_fleet_is_ready_after_one_look() -> None:
+    async def main() -> None:
+        async with watched() as of:
+            assert {member.state for member in of.members()} == {State.READY}
+            assert of.unready_stages() == []
+            assert of.models() == {MODEL}
+            assert first(of).load is not None
+            assert first(of).info is not None
+
+    run(main)
+
+
+def test_a_worker_that_cannot_be_reached_stays_connecting_and_says_why_without_addresses() -> None:
+    async def main() -> None:
+        down = FakeWorker(down=UNAVAILABLE)
+        async with watched({"p1:1": down}) as of:
+            await anyio.sleep(5 * LOOK_S)
+            assert first(of).state is State.CONNECTING
+            assert first(of).reason == "UNAVAILABLE: failed to connect: (address) Connection refused"
+            down.down = None
+            await anyio.sleep(LOOK_S)
+            assert first(of).state is State.READY
+
+    run(main)
+
+
+def test_health_05_a_stage_without_workers_shows_within_three_looks_and_heals_in_two() -> None:
+    async def main() -> None:
+        decodes = {a: FakeWorker(role=ROLES["decode"]) for a in ("d1:1", "d2:1")}
+        async with watched(decodes) as of:
+            for worker in decodes.values():
+                worker.down = UNAVAILABLE
+            await anyio.sleep(3 * LOOK_S)
+            assert of.unready_stages() == [Stage.DECODE]
+            for worker in decodes.values():
+                worker.down = None
+            await anyio.sleep(2 * LOOK_S)
+            assert of.unready_stages() == []
+
+    run(main)
+
+
+def test_a_worker_that_says_it_is_not_ready_leaves_like_one_that_is_silent() -> None:
+    async def main() -> None:
+        worker = FakeWorker()
+        async with watched({"p1:1": worker}) as of:
+            worker.state = oe.HEALTH_STATE_NOT_READY
+            await anyio.sleep(3 * LOOK_S)
+            assert first(of).state is State.NOT_READY
+            assert first(of).reason == "reports HEALTH_STATE_NOT_READY"
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"engine_role": oe.ENGINE_ROLE_DECODE}, "is a decode worker, but listed in prefill pool"),
+        ({"engine_role": oe.ENGINE_ROLE_AGGREGATED}, "is a aggregated worker"),
+        ({"schema_revision": 2}, "speaks OpenEngine revision 2"),
+        ({"minimum_client_revision": 2}, "this gateway revision 1"),
+        ({"schema_release": "another"}, "speaks OpenEngine release 'another'"),
+    ],
+)
+def test_a_worker_that_is_not_what_the_file_says_is_refused(
+    change: dict[str, object], reason: str
+) -> None:
+    async def main() -> None:
+        worker = FakeWorker()
+        right = oe.ServerInfo()
+        right.CopyFrom(worker.info)
+        for name, value in change.items():
+            setattr(worker.info, name, value)
+        async with watched({"p1:1": worker}) as of:
+            assert first(of).state is State.REFUSED
+            assert reason in first(of).reason
+            worker.info = right
+            await anyio.sleep(2 * LOOK_S)
+            assert first(of).state is State.READY
+
+    run(main)
+
+
+def test_a_server_that_cannot_say_its_role_is_believed() -> None:
+    async def main() -> None:
+        worker = FakeWorker()
+        worker.info.engine_role = oe.ENGINE_ROLE_UNSPECIFIED
+        async with watched({"p1:1": worker}) as of:
+            assert first(of).state is State.READY
+
+    run(main)
+
+
+def test_models_are_asked_for_once_an_instance_and_again_after_a_restart() -> None:
+    async def main() -> None:
+        worker = FakeWorker()
+        async with watched({"p1:1": worker}) as of:
+            await anyio.sleep(5 * LOOK_S)
+            assert worker.n_model_infos == 1
+            restarted = oe.ServerInfo()
+            restarted.CopyFrom(worker.info)
+            restarted.instance_id = "i2"
+            del restarted.supported_models[:]
+            restarted.supported_models.append("other")
+            worker.models = {"other": model_info("other")}
+            worker.info = restarted
+            await anyio.sleep(LOOK_S)
+            assert set(first(of).models) == {"other"}
+            assert worker.n_model_infos == 2
+            assert of.models() == {MODEL, "other"}
+
+    run(main)
+
+
+def test_a_change_of_state_is_one_log_line_and_steady_health_is_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        worker = FakeWorker()
+        async with watched({"p1:1": worker}):
+            await anyio.sleep(20 * LOOK_S)
+            assert len(caplog.records) == 4
+            worker.down = UNAVAILABLE
+            await anyio.sleep(20 * LOOK_S)
+        lines = [record for record in caplog.records if vars(record)["worker"] == "p1:1"]
+        assert [vars(record)["state"] for record in lines] == ["ready", "not_ready"]
+        assert {record.getMessage() for record in lines} == {"member.state"}
+
+    caplog.set_level(logging.INFO, logger="slagate.pools.watch")
+    run(main)
+
+
+def test_workers_are_not_looked_at_in_step() -> None:
+    async def main() -> None:
+        async with watched() as of:
+            await anyio.sleep(10 * LOOK_S)
+            assert len({member.load_at_s for member in of.members()}) == 4
+
+    run(main)
+
+
+def test_i9_no_loop_is_left_behind() -> None:
+    async def main() -> None:
+        worker = FakeWorker()
+        async with watched({"p1:1": worker}) as of:
+            looked_at_s = first(of).load_at_s
+        await anyio.sleep(10 * LOOK_S)
+        assert first(of).load_at_s == looked_at_s
+
+    run(main)
