@@ -48,7 +48,7 @@ wheel-smoke: dev
 	$(BIN)/python tests/support/wheel_smoke.py
 
 bench: dev
-	$(BIN)/python -m tests.bench
+	PYTHONPATH=tests $(BIN)/python -m bench
 
 clean:
 	rm -rf $(VENV) .types build dist *.egg-info

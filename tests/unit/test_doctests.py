@@ -1,9 +1,22 @@
 import doctest
 import importlib
+from pathlib import Path
 
 import pytest
 
-MODULES = ("slagate.router.sla", "slagate.router.client_cli", "slagate.workers.listen")
+REPOSITORY = Path(__file__).parents[2]
+MODULES = sorted(
+    f"slagate.{package}.{path.stem}"
+    for package in ("workers", "pools", "router")
+    for path in (REPOSITORY / package).glob("*.py")
+    if ">>>" in path.read_text(encoding="utf-8")
+)
+
+
+def test_the_modules_with_examples_are_found() -> None:
+    assert {"slagate.router.sla", "slagate.router.client_cli", "slagate.workers.listen"} <= set(
+        MODULES
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)

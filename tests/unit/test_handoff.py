@@ -1,0 +1,182 @@
+import anyio
+import grpc
+import pytest
+
+from slagate.pools.member import Stage
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.errors import LegFailed
+from slagate.router.handoff import RELEASE_TIMEOUT_S, Handoff, PrefillSink, Releaser, guard
+from slagate.router.metrics import Metrics
+from slagate.workers.codec import MAX_OPAQUE_STATE_BYTES
+from slagate.workers.worker import OK, Status
+from support.builders import engine_error, finished, member, prefill_ready, session, token
+from support.fake_worker import FakeWorker
+from support.virtual_loop import run
+
+Code = grpc.StatusCode
+
+
+class Leg:
+    """A prefill sink and what the test sends to it."""
+
+    def __init__(self) -> None:
+        self.sessions: list[oe.KvSessionRef] = []
+        self.sink = PrefillSink("leg-1", self.sessions.append)
+
+    def play(self, *steps: oe.GenerateResponse | Status, leg_id: str = "leg-1") -> "Leg":
+        for step in steps:
+            if isinstance(step, Status):
+                self.sink.end(step)
+            else:
+                response = oe.GenerateResponse(request_id=leg_id)
+                response.MergeFrom(step)
+                self.sink.message(response.SerializeToString())
+        return self
+
+
+def test_a_handoff_is_known_in_the_step_in_which_it_arrives() -> None:
+    async def main() -> None:
+        leg = Leg().play(token(1), prefill_ready(session("5"), cached=3))
+        assert leg.sessions == [session("5")]
+        assert not leg.sink.ended.is_set()
+        leg.play(token(1), OK)
+        assert leg.sink.failure() is None
+        assert leg.sink.cached_tokens == 3
+        assert leg.sink.ended.is_set()
+
+    run(main)
+
+
+def test_an_answer_without_a_handoff_is_kept_whole() -> None:
+    async def main() -> None:
+        leg = Leg().play(token(1), finished(), OK)
+        assert leg.sessions == []
+        assert leg.sink.failure() is None
+        events = [oe.GenerateResponse.FromString(data) for data in leg.sink.answer]
+        assert [event.WhichOneof("event") for event in events] == ["token", "finished"]
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("steps", "code", "message"),
+    [
+        ((OK,), Code.UNAVAILABLE, "prefill: ended without a handoff"),
+        ((token(1), OK), Code.UNAVAILABLE, "prefill: ended without a handoff"),
+        ((Status(Code.NOT_FOUND, "model"),), Code.NOT_FOUND, "prefill: model"),
+        ((Status(Code.INTERNAL, "at 10.0.0.1:5"),), Code.INTERNAL, "prefill: at (address)"),
+        (
+            (engine_error(oe.ERROR_CODE_OVERLOADED, "full"), OK),
+            Code.RESOURCE_EXHAUSTED,
+            "prefill: full",
+        ),
+        (
+            (prefill_ready(), engine_error(oe.ERROR_CODE_INTERNAL, "late"), OK),
+            Code.INTERNAL,
+            "prefill: late",
+        ),
+    ],
+)
+def test_disagg_04_a_prefill_that_failed_says_how(
+    steps: tuple[oe.GenerateResponse | Status, ...], code: grpc.StatusCode, message: str
+) -> None:
+    async def main() -> None:
+        failure = Leg().play(*steps).sink.failure()
+        assert isinstance(failure, LegFailed)
+        assert (failure.code, str(failure)) == (code, message)
+        assert not failure.retryable or isinstance(steps[0], Status)
+
+    run(main)
+
+
+def test_a_status_behind_the_handoff_changes_nothing() -> None:
+    async def main() -> None:
+        leg = Leg().play(prefill_ready(), Status(Code.UNAVAILABLE, "gone"))
+        assert leg.sink.failure() is None
+
+    run(main)
+
+
+def test_another_requests_handoff_is_not_taken() -> None:
+    async def main() -> None:
+        leg = Leg().play(prefill_ready(), leg_id="leg-2").play(OK)
+        failure = leg.sink.failure()
+        assert isinstance(failure, LegFailed)
+        assert not failure.retryable
+        assert leg.sessions == []
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (session(""), "it has no id"),
+        (session(state=""), "neither an endpoint nor transfer state"),
+        (session(state="A" * (2 * MAX_OPAQUE_STATE_BYTES)), "bytes"),
+        (session(backend="ucx"), "it is for ucx, the decode worker uses nixl"),
+        (oe.KvSessionRef(), "it has no id"),
+    ],
+)
+def test_the_guard_refuses_and_blames_prefill(bad: oe.KvSessionRef, reason: str) -> None:
+    with pytest.raises(LegFailed, match=r"^prefill: gave an unusable handoff") as caught:
+        guard(bad, member(stage=Stage.DECODE))
+    assert reason in str(caught.value)
+    assert not caught.value.retryable
+
+
+def test_the_guard_lets_every_known_layout_pass() -> None:
+    by_endpoint = oe.KvSessionRef(session_id="7", endpoints=[oe.KvEndpoint()])
+    by_attribute = session("")
+    by_attribute.attributes_struct.update({"disagg_request_id": "9"})
+    for good in (session(), session(backend=""), by_endpoint, by_attribute):
+        guard(good, member(stage=Stage.DECODE))
+    guard(session(backend="ucx"), member(stage=Stage.DECODE, backend=""))
+
+
+@pytest.mark.parametrize(
+    ("fails", "result"),
+    [
+        (None, "released"),
+        (Status(Code.NOT_FOUND, "no"), "gone"),
+        (Status(Code.UNAVAILABLE, "no"), "failed"),
+    ],
+)
+def test_i5_a_handoff_is_used_or_released_exactly_once(fails: Status | None, result: str) -> None:
+    async def main() -> None:
+        metrics, worker, holder = Metrics(), FakeWorker(abort_fails=fails), member()
+        holder.worker = worker
+        async with anyio.create_task_group() as tasks:
+            releaser = Releaser(tasks, metrics)
+            used, left = (Handoff(session(i), holder, releaser) for i in ("1", "2"))
+            assert releaser.n_open == 2
+            used.used()
+            used.used()
+            used.release()
+            left.release()
+            left.release()
+            left.used()
+        assert releaser.n_open == 0
+        assert [abort.kv_session.session_id for abort in worker.aborts] == ["2"]
+        name, labels = "slagate_handoffs_released_total", {"result": result}
+        assert metrics.registry.get_sample_value(name, labels) == 1
+
+    run(main)
+
+
+def test_a_holder_that_does_not_answer_is_given_up_in_time() -> None:
+    class Silent(FakeWorker):
+        async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
+            await anyio.sleep_forever()
+            raise AssertionError
+
+    async def main() -> None:
+        metrics, holder = Metrics(), member()
+        holder.worker = Silent()
+        async with anyio.create_task_group() as tasks:
+            Handoff(session(), holder, Releaser(tasks, metrics)).release()
+        assert anyio.current_time() == RELEASE_TIMEOUT_S
+        labels = {"result": "failed"}
+        assert metrics.registry.get_sample_value("slagate_handoffs_released_total", labels) == 1
+
+    run(main)
