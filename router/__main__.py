@@ -20,7 +20,6 @@ from slagate.workers import run
 from slagate.workers.channel import MAX_MESSAGE_BYTES
 from slagate.workers.listen import Address, parse_address
 from slagate.workers.logs import log_to_stderr
-from slagate.workers.profile import ProfileError
 
 EXIT_USAGE = 2
 
@@ -58,8 +57,14 @@ def _run(main_coroutine: Callable[[], Coroutine[Any, Any, int]]) -> None:
     use_uvloop = sys.platform != "win32"
     try:
         status = anyio.run(main_coroutine, backend_options={"use_uvloop": use_uvloop})
-    except (ConfigError, ProfileError, ValueError, OSError) as error:
-        _fail(error)
+    except Exception as error:
+        cause: BaseException = error
+        # Task groups wrap what went wrong inside; Python 3.10 has no name for the wrapper.
+        while inner := getattr(cause, "exceptions", None):
+            cause = inner[0]
+        if isinstance(cause, ValueError | OSError):
+            _fail(cause)
+        raise
     raise typer.Exit(status)
 
 

@@ -108,9 +108,8 @@ async def serve(
             await front.start()
             await operators.start()
             async with stopped() as signals:
-                ready_line(
-                    listen=str(listen_at), admin=str(admin_at), http=f"{http.host}:{http_port}"
-                )
+                http_at = http._replace(port=http_port)
+                ready_line(listen=str(listen_at), admin=str(admin_at), http=str(http_at))
                 await signals.wait()
                 draining = True
                 await front.stop(settings.drain_s)

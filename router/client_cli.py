@@ -73,11 +73,12 @@ def read_prompt(tokens: str | None, isl: int | None) -> list[int]:
     if tokens.startswith("@"):
         try:
             tokens = Path(tokens[1:]).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--tokens {tokens}: {error.strerror}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "is not text"
+            raise ValueError(f"--tokens {tokens}: {reason}") from error
     words = tokens.replace(",", " ").split()
     for word in words:
-        if not (word.isascii() and word.isdigit() and int(word) < 2**32):
+        if not (word.isascii() and word.isdigit() and len(word) <= 10 and int(word) < 2**32):
             raise ValueError(f"--tokens: {word[:40]!r} is not a token id")
     return [int(word) for word in words]
 

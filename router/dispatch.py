@@ -88,7 +88,7 @@ class Dispatcher:
         if not models:
             raise NoWorker("no worker has been reached yet")
         if ask.model not in models:
-            raise UnknownModel(f"model: {ask.model!r} is not served here")
+            raise UnknownModel(f"model: {ask.model[:100]!r} is not served here")
 
 
 def _refusal(choice: StageChoice) -> NoWorker | Overloaded:

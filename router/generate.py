@@ -171,6 +171,8 @@ class _Turn:
             splice = self._splice(Stage.PREFILL, leg_id, on_token=lease.prefill_done)
             for message in sink.answer:
                 splice.message(message)
+            if failure := splice.failure():
+                raise failure
         return self.handoff
 
     async def decode(self, handoff: Handoff) -> None:

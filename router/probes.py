@@ -4,6 +4,7 @@ Rendering thousands of series takes milliseconds that the event loop does not ha
 numbers from their owners, and readiness through one callable.
 """
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,11 +46,14 @@ def serve_probes(
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing: a scrape every few seconds is not news."""
 
-    with ThreadingHTTPServer((host, port), Handler) as server:
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    with Server((host, port), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, name="probes", daemon=True)
         thread.start()
         try:
-            yield server.server_address[1]
+            yield int(server.server_address[1])
         finally:
             server.shutdown()
             thread.join()

@@ -87,8 +87,7 @@ class Splice:
         event = response.WhichOneof("event")
         if event == "error":
             self._error(response, data)
-        elif event in ("token", "finished", "prompt"):
-            self._relay(data)
+        elif event in ("token", "finished", "prompt") and self._relay(data):
             if event == "token":
                 self._tally.tokens(len(response.token.tokens), self._now_s())
                 self._on_token()
@@ -114,23 +113,27 @@ class Splice:
     def _error(self, response: oe.GenerateResponse, data: bytes) -> None:
         self._terminal = True
         if self._tally.n_messages:
-            self._relay(data)
-            if self._failure is None:
-                self._failure = ErrorRelayed(f"{self._stage.value}: {response.error.message}")
+            message = scrub(response.error.message)
+            # The appended message replaces the worker's: the last value of a field wins.
+            scrubbed = oe.GenerateResponse(error=oe.EngineError(message=message))
+            if self._relay(data + scrubbed.SerializeToString()):
+                self._failure = ErrorRelayed(f"{self._stage.value}: {message}")
             self.relayed_error = response.error
         else:
             status = status_of_engine_error(response.error)
             self._fail(Status(status.code, scrub(status.message)))
 
-    def _relay(self, data: bytes) -> None:
+    def _relay(self, data: bytes) -> bool:
+        """False: the client's buffer is full, and its stream is over."""
         if self._client.n_bytes + len(data) > self._max_buffer_bytes:
             waiting = self._client.n_bytes
             self._failure = SlowClient(f"the client reads too slowly: {waiting} bytes wait for it")
             self._client.discard()
             self.ended.set()
-            return
+            return False
         self._tally.n_messages += 1
         self._client.message(data + self._suffix)
+        return True
 
     def _fail(self, status: Status) -> None:
         self._failure = LegFailed(self._stage, status, accepted=self._accepted)

@@ -10,7 +10,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--rewrite-golden", action="store_true", help="write tests/golden/* anew instead of comparing"
+        "--rewrite-golden",
+        action="store_true",
+        help="write tests/golden/* anew instead of comparing",
     )
 
 

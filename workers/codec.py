@@ -6,7 +6,6 @@ a double, exact to 2**53 only), `ctx_dp_rank` is present when it is known, 0 inc
 """
 
 import base64
-import binascii
 from typing import Any
 
 import grpc
@@ -77,7 +76,7 @@ def _decimal(text: str, field: str) -> int | None:
     if not text:
         return None
     # str.isdigit() takes other scripts' digits, and int() takes signs and underscores.
-    if not (text.isascii() and text.isdigit() and len(text) <= 20):
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 2**64):
         raise _bad(field, "must be a decimal 64-bit id")
     return int(text)
 
@@ -103,7 +102,7 @@ def _state(text: str | None) -> bytes:
         raise _bad(field, f"is over the limit of {MAX_OPAQUE_STATE_BYTES} bytes")
     try:
         return base64.b64decode(text, validate=True)
-    except binascii.Error:
+    except ValueError:  # also what a character outside ASCII gives
         raise _bad(field, "is not base64") from None
 
 
@@ -116,7 +115,8 @@ def _token_list(fields: Any, name: str) -> list[int] | None:
     tokens: list[int] = []
     for value in fields[name].list_value.values:
         number = value.number_value
-        if value.WhichOneof("kind") != "number_value" or not 0 <= number <= 0xFFFFFFFF:
+        whole = value.WhichOneof("kind") == "number_value" and number.is_integer()
+        if not (whole and 0 <= number <= 0xFFFFFFFF):
             raise _bad(field, "must be a list of token ids")
         tokens.append(int(number))
     return tokens

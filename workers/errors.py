@@ -47,11 +47,17 @@ def status_of_engine_error(error: oe.EngineError) -> Status:
 
 _ADDRESS = re.compile(
     r"(?:ipv4:|ipv6:|unix:|dns:///?)\S+"  # gRPC peer and target names
-    r"|\[[0-9a-fA-F:%.]+\](?::\d+)?"  # [v6]:port
+    r"|\[[0-9a-fA-F]*:[0-9a-fA-F:%.]*\](?::\d+)?"  # [v6]:port
     r"|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"  # v4 with or without port
 )
 _PATH = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]+")
-_PYTHON = re.compile(r"<class '[^']*'>|Traceback \(most recent call last\):.*", re.DOTALL)
+_PYTHON = re.compile(
+    r"<class '[^']*'>"
+    r"|<\w*(?:Rpc|Rendezvous)\w*\b.*>"  # repr of a grpc error: status, details and peer of some call
+    r"|\b(?:[A-Za-z_]\w*\.)+[A-Z]\w*\b"  # module.path.ClassName
+    r"|Traceback \(most recent call last\):.*",
+    re.DOTALL,
+)
 
 
 def scrub(message: str) -> str:

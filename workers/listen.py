@@ -18,7 +18,8 @@ class Address(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
 
 
 def parse_address(text: str) -> Address:
@@ -28,11 +29,14 @@ def parse_address(text: str) -> Address:
     Address(host='127.0.0.1', port=0)
     """
     host, colon, port = text.rpartition(":")
-    if not colon or not host:
-        raise ValueError(f"{text!r} is not host:port")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ValueError(f"{text!r} has no port from 0 to 65535")
-    return Address(host, int(port))
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not host.strip("[]"):
+        raise ValueError(f"{text[:100]!r} is not host:port")
+    if ":" in host and not bracketed:
+        raise ValueError(f"{text[:100]!r} has an IPv6 host without brackets")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
+        raise ValueError(f"{text[:100]!r} has no port from 0 to 65535")
+    return Address(host.strip("[]"), int(port))
 
 
 def bind(server: grpc.aio.Server, address: Address) -> Address:

@@ -11,7 +11,7 @@ import pytest
 
 from support.foreign_client import Client, read, request
 from support.foreign_worker import MAX_CONTEXT_TOKENS, TOKENS, ForeignWorker, foreign_worker
-from support.processes import Gateway, eventually, fleet_config, gateway
+from support.processes import Gateway, eventually, fleet_config, gateway, run_cli
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 TOO_LARGE = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -213,3 +213,11 @@ def test_a_worker_gets_an_id_of_the_gateways_own(served: Served) -> None:
     ids = [call.request.request_id for call in served.worker.calls[-2:]]
     assert len(set(ids)) == 2
     assert "mine" not in ids
+
+
+def test_explain_reaches_no_worker(served: Served) -> None:
+    calls = len(served.worker.calls)
+    explained = run_cli("explain", "--target", served.gateway.admin_address, "--isl", "9", "--json")
+    assert explained.returncode == 0, explained.stderr
+    assert served.worker.address in explained.stdout
+    assert len(served.worker.calls) == calls

@@ -42,48 +42,48 @@ def free_address() -> str:
 
 def test_health_05_the_only_decode_worker_dies_mid_stream_and_returns(tmp_path: Path) -> None:
     """HEALTH-05: one UNAVAILABLE for the client, /readyz follows the worker, /healthz does not."""
-    with running("p", worker_arguments("prefill"), tmp_path) as p:
-        with (
-            running("d", worker_arguments("decode"), tmp_path) as d,
-            gateway(
-                tmp_path,
-                fleet_config({"p": ("prefill", [p.address]), "d": ("decode", [d.address])}),
-            ) as served,
-            Client(served.address) as client,
-        ):
-            eventually(served.is_ready, "the gateway is ready")
-            call = client.start(request(prompt(50), 5000))
-            assert read_tokens(call, 3)[:3] == expected(prompt(50), 3)
-            d.kill()
-            answer = read(call)
-            assert answer.code is grpc.StatusCode.UNAVAILABLE
-            assert "finished" not in answer.events
-            assert "error" not in answer.events
-            assert_fit_for_a_client(answer.details)
+    with (
+        running("p", worker_arguments("prefill"), tmp_path) as p,
+        running("d", worker_arguments("decode"), tmp_path) as d,
+        gateway(
+            tmp_path,
+            fleet_config({"p": ("prefill", [p.address]), "d": ("decode", [d.address])}),
+        ) as served,
+        Client(served.address) as client,
+    ):
+        eventually(served.is_ready, "the gateway is ready")
+        call = client.start(request(prompt(50), 5000))
+        assert read_tokens(call, 3)[:3] == expected(prompt(50), 3)
+        d.kill()
+        answer = read(call)
+        assert answer.code is grpc.StatusCode.UNAVAILABLE
+        assert "finished" not in answer.events
+        assert "error" not in answer.events
+        assert_fit_for_a_client(answer.details)
 
-            # Before the probes have noticed, a new request meets the same fate, in words and quickly.
+        # Before the probes have noticed, a new request meets the same fate, in words and quickly.
+        answer = client.generate(request(prompt(50), 5))
+        assert answer.code is grpc.StatusCode.UNAVAILABLE
+        assert answer.tokens == []
+        assert_fit_for_a_client(answer.details)
+
+        eventually(lambda: not served.is_ready(), "/readyz notices", limit_s=LEAVE_LIMIT_S)
+        assert served.http("/readyz") == (503, "no decode worker is ready\n")
+        assert served.http("/healthz")[0] == 200
+        answer = client.generate(request(prompt(50), 5))
+        assert answer.code is grpc.StatusCode.UNAVAILABLE
+        assert answer.details == "decode: no worker of pool d is ready"
+        assert int(answer.trailers["grpc-retry-pushback-ms"]) > 0
+        eventually(served.is_idle, "nothing is leased")
+        with Client(p.address) as prefill:
+            none_parked = "no session is parked"
+            eventually(lambda: prefill.load().active_kv_sessions == 0, none_parked)
+
+        again = worker_arguments("decode", listen=d.address)
+        with running("d-again", again, tmp_path):
+            eventually(served.is_ready, "/readyz recovers", limit_s=RETURN_LIMIT_S)
             answer = client.generate(request(prompt(50), 5))
-            assert answer.code is grpc.StatusCode.UNAVAILABLE
-            assert answer.tokens == []
-            assert_fit_for_a_client(answer.details)
-
-            eventually(lambda: not served.is_ready(), "/readyz notices", limit_s=LEAVE_LIMIT_S)
-            assert served.http("/readyz") == (503, "no decode worker is ready\n")
-            assert served.http("/healthz")[0] == 200
-            answer = client.generate(request(prompt(50), 5))
-            assert answer.code is grpc.StatusCode.UNAVAILABLE
-            assert answer.details == "decode: no worker of pool d is ready"
-            assert int(answer.trailers["grpc-retry-pushback-ms"]) > 0
-            eventually(served.is_idle, "nothing is leased")
-            with Client(p.address) as prefill:
-                none_parked = "no session is parked"
-                eventually(lambda: prefill.load().active_kv_sessions == 0, none_parked)
-
-            again = worker_arguments("decode", listen=d.address)
-            with running("d-again", again, tmp_path):
-                eventually(served.is_ready, "/readyz recovers", limit_s=RETURN_LIMIT_S)
-                answer = client.generate(request(prompt(50), 5))
-                assert answer.tokens == expected(prompt(50), 5)
+            assert answer.tokens == expected(prompt(50), 5)
 
 
 def test_health_06_a_gateway_is_not_ready_before_its_workers(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
 def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.RpcError) as raised:
         call()
-    return raised.value.code(), raised.value.details()
+    return raised.value.code(), raised.value.details() or ""
 
 
 def name_of(message: Any, field: str) -> str:

@@ -82,8 +82,8 @@ class Leases(RuleBasedStateMachine):
             assert member.view().inflight == member.inflight
 
 
-class TestLeases(Leases.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLeases = Leases.TestCase
+TestLeases.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def test_disagg_06_a_release_that_comes_twice_or_late_is_harmless() -> None:

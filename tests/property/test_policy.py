@@ -139,9 +139,7 @@ def test_one_more_request_never_makes_a_worker_look_less_loaded(
         inflight=inflight + 1, context_tokens=member.context_tokens + added_tokens
     )
     if queued:
-        more = more._replace(
-            queued_tokens=added_tokens, queued_s=speed.prefill_s(added_tokens, 0)
-        )
+        more = more._replace(queued_tokens=added_tokens, queued_s=speed.prefill_s(added_tokens, 0))
     before, after = (score(stage, each, speed, isl_tokens) for each in (member, more))
     mean = (member.context_tokens + isl_tokens) / (inflight + 1)
     slack = 0.01 if inflight >= 64 and mean < 32 else 1e-12

@@ -71,7 +71,7 @@ class Client:
     def start_bytes(self, data: bytes) -> Any:
         """Begin a Generate call with whatever bytes."""
         method = METHODS["Generate"]
-        call = self._channel.unary_stream(
+        call: Any = self._channel.unary_stream(
             method.path, response_deserializer=tables()[method.response].FromString
         )
         return call(data, timeout=CALL_LIMIT_S)
@@ -145,7 +145,7 @@ def request(
     **fields: Any,
 ) -> Any:
     """A GenerateRequest; `fields` are further fields of it, nested ones as dicts."""
-    message = tables()["GenerateRequest"](request_id=request_id, model=model, **fields)
+    message: Any = tables()["GenerateRequest"](request_id=request_id, model=model, **fields)
     message.token_ids.ids.extend(tokens)
     if max_tokens is not None:
         message.stopping.max_tokens = max_tokens
@@ -170,5 +170,5 @@ def decode_leg(message: Any, session: Any) -> Any:
 
 
 def _reason(number: int) -> str:
-    enum = tables()["GenerationFinished"].DESCRIPTOR.fields_by_name["reason"].enum_type
+    enum: Any = tables()["GenerationFinished"].DESCRIPTOR.fields_by_name["reason"].enum_type
     return str(enum.values_by_number[number].name)

@@ -1,6 +1,6 @@
 """The real gateway graph over scripted workers: one call in, everything it left behind out."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,19 +122,22 @@ async def bench(
     *,
     n_workers: int = 1,
     settings: Settings | None = None,
-    **scripts: Sequence[Script],
+    prefill: Sequence[Script] = (PREFILL_OK,),
+    decode: Sequence[Script] = (DECODE_OK,),
+    agg: Sequence[Script] = (DECODE_OK,),
+    scripts: Mapping[str, Sequence[Script]] | None = None,
 ) -> AsyncIterator[Bench]:
-    """A gateway with `n_workers` for each stage; `prefill`, `decode`, `agg` are their scripts.
+    """A gateway with `n_workers` for each stage, which play the stage's scripts.
 
-    Without a script a stage does what a healthy worker does.
+    `scripts` is another way to give those of a stage whose name is a value in the test.
     """
-    healthy = {"prefill": PREFILL_OK, "decode": DECODE_OK, "agg": DECODE_OK}
+    played = {"prefill": prefill, "decode": decode, "agg": agg} | dict(scripts or {})
     failure: AssertionError | None = None
     workers: dict[str, FakeWorker] = {}
     stages: dict[str, Scripts] = {}
     pools: dict[str, Any] = {}
     for stage in STAGE_NAMES[mode]:
-        stages[stage] = Scripts(list(scripts.get(stage, [healthy[stage]])))
+        stages[stage] = Scripts(list(played[stage]))
         addresses = [f"{stage[0]}{n}:1" for n in range(1, n_workers + 1)]
         pools[stage] = {"workers": addresses}
         for address in addresses:

@@ -2,10 +2,12 @@ import grpc
 import pytest
 
 from slagate.pools.fleet import Fleet
+from slagate.pools.grid_config import parse_config
 from slagate.pools.member import Stage, State
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import RETRY_PUSHBACK, NoWorker, Overloaded, UnknownModel
-from support.builders import ask, fleet, rng
+from support.builders import MODEL, ask, fleet, model_info, rng
+from support.fleet_files import disagg_file
 
 DOWN = (State.CONNECTING, State.NOT_READY, State.REFUSED)
 
@@ -125,6 +127,24 @@ def test_another_worker_for_one_stage_moves_one_lease() -> None:
     assert inflight(d.fleet) == {prefill.address: 1, other.address: 1}
     assignment.release()
     assert inflight(d.fleet) == {}
+
+
+def test_cfg_11_enable_priority_retry_alone_sends_a_failed_request_to_the_faster_pool() -> None:
+    for retry, wanted in ((True, "pf:1"), (False, None)):
+        content = disagg_file() | {"enable_priority_retry": retry}
+        workers = {"p-fast": "pf:1", "p-bulk": "pb:1", "d-fast": "df:1", "d-bulk": "db:1"}
+        content["pools"] = {name: {"workers": [address]} for name, address in workers.items()}
+        of = Fleet(parse_config(content, source="f"))
+        for member in of.members():
+            member.models = {MODEL: model_info()}
+            member.probe_ok()
+        d = dispatcher(of)
+        assignment = d.assign(ask())
+        failed = assignment.lease(Stage.PREFILL).member
+        assert failed.address == "pb:1"
+        choice = d.reassign(assignment, ask(excluded=frozenset({"pb:1"})), Stage.PREFILL)
+        assert (choice and choice.winner and choice.winner.view.address) == wanted
+        assert of.pools["p-bulk"].retries_total == (1 if retry else 0)
 
 
 def test_only_ready_workers_hold_leases() -> None:

@@ -138,7 +138,10 @@ def test_worker_errors_carry_their_status() -> None:
             ' "no"\n\tdebug_error_string = "UNKNOWN:Error received from peer ipv4:1.2.3.4:5">',
             ["AioRpcError", "debug_error_string", "1.2.3.4"],
         ),
-        ("tensorrt_llm.executor.utils.RequestError: out of blocks", ["tensorrt_llm", "RequestError"]),
+        (
+            "tensorrt_llm.executor.utils.RequestError: out of blocks",
+            ["tensorrt_llm", "RequestError"],
+        ),
     ],
 )
 def test_stream_06_a_message_for_clients_has_no_addresses_paths_or_python(

@@ -161,8 +161,11 @@ def test_disagg_11_both_legs_carry_the_same_token_ids() -> None:
 
 def test_secmm_01_only_trace_context_reaches_a_worker() -> None:
     async def main() -> None:
-        trace = [("traceparent", "00-ab-cd-01"), ("tracestate", "v=1")]
-        hostile = [
+        trace: list[tuple[str, str | bytes]] = [
+            ("traceparent", "00-ab-cd-01"),
+            ("tracestate", "v=1"),
+        ]
+        hostile: list[tuple[str, str | bytes]] = [
             ("x-gateway-destination-endpoint", "169.254.169.254:80"),
             ("x-prefiller-host-port", "169.254.169.254:80"),
             ("x-slagate-dp-rank", "3"),

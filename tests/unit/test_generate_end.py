@@ -48,7 +48,7 @@ def check_legs(b: Bench, point: str) -> None:
 def test_stream_02_a_client_that_goes_away_frees_everything(point: str) -> None:
     async def main() -> None:
         mode, scripts = POINTS[point]
-        async with bench(mode, **scripts) as b:
+        async with bench(mode, scripts=scripts) as b:
             answer = Answer()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(lambda: b.call(answer=answer))
@@ -65,7 +65,7 @@ def test_stream_02_a_client_that_goes_away_frees_everything(point: str) -> None:
 def test_a_deadline_frees_everything_in_time(point: str) -> None:
     async def main() -> None:
         mode, scripts = POINTS[point]
-        async with bench(mode, **scripts) as b:
+        async with bench(mode, scripts=scripts) as b:
             started_s = b.app.gateway.now_s()
             answer = await b.call(timeout_s=0.5)
             assert b.app.gateway.now_s() - started_s == pytest.approx(0.5)
@@ -80,7 +80,7 @@ def test_a_deadline_frees_everything_in_time(point: str) -> None:
 def test_a_clients_own_abort_ends_its_request(point: str) -> None:
     async def main() -> None:
         mode, scripts = POINTS[point]
-        async with bench(mode, **scripts) as b:
+        async with bench(mode, scripts=scripts) as b:
             answer = Answer()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(lambda: b.call(request("mine"), answer=answer))
@@ -166,7 +166,7 @@ def test_stream_05_a_client_that_does_not_read_is_ended_and_its_leg_cancelled(
     async def main() -> None:
         flood = (*(token(*range(100)), Wait(0.001)) * 100, finished(), OK)
         settings = Settings(max_buffer_bytes=4096)
-        async with bench(mode, settings=settings, **{stage: [flood]}) as b:
+        async with bench(mode, settings=settings, scripts={stage: [flood]}) as b:
             answer = await b.call(reads=False)
             assert answer.status.code is Code.RESOURCE_EXHAUSTED
             assert answer.out.discarded

@@ -34,7 +34,7 @@ def test_health_02_only_what_another_worker_may_do_better_is_tried_there(
     mode: str, stage: str, code: grpc.StatusCode
 ) -> None:
     async def main() -> None:
-        async with bench(mode, n_workers=2, **{stage: [refusal(code, "no room")]}) as b:
+        async with bench(mode, n_workers=2, scripts={stage: [refusal(code, "no room")]}) as b:
             answer = await b.call()
             called = [address for address, worker in b.workers.items() if worker.calls]
             n_of_stage = sum(address.startswith(stage[0]) for address in called)
@@ -54,7 +54,7 @@ def test_health_02_only_what_another_worker_may_do_better_is_tried_there(
 def test_a_second_worker_saves_the_request(mode: str, stage: str, code: grpc.StatusCode) -> None:
     async def main() -> None:
         good = PREFILL_OK if stage == "prefill" else DECODE_OK
-        async with bench(mode, n_workers=2, **{stage: [refusal(code), good]}) as b:
+        async with bench(mode, n_workers=2, scripts={stage: [refusal(code), good]}) as b:
             answer = await b.call(metadata=[("slagate-receipt", "1")])
             assert answer.tokens == [11, 12, 13]
             attempts = [a for a in answer.receipt.attempts if a.worker.startswith(stage[0])]
@@ -104,7 +104,7 @@ def test_health_01_stream_06_a_failure_after_tokens_is_passed_on_with_its_code(
     async def main() -> None:
         for code in FAILURES:
             script = (token(1), token(2), Status(code, LEAKY))
-            async with bench(mode, n_workers=2, **{stage: [script]}) as b:
+            async with bench(mode, n_workers=2, scripts={stage: [script]}) as b:
                 answer = await b.call()
                 assert answer.tokens == [1, 2]
                 assert answer.status.code is code
@@ -121,7 +121,7 @@ def test_stream_06_a_refusal_before_the_first_message_keeps_code_and_loses_inter
 ) -> None:
     async def main() -> None:
         for code in FAILURES:
-            async with bench(mode, **{stage: [refusal(code, LEAKY)]}) as b:
+            async with bench(mode, scripts={stage: [refusal(code, LEAKY)]}) as b:
                 answer = await b.call()
                 assert answer.status.code is code
                 assert clean(answer.status.message), answer.status
@@ -176,7 +176,7 @@ def test_an_engine_error_before_any_token_becomes_the_status_and_is_not_tried_ag
 ) -> None:
     async def main() -> None:
         script: Script = (engine_error(code, LEAKY), OK)
-        async with bench(mode, n_workers=2, **{stage: [script]}) as b:
+        async with bench(mode, n_workers=2, scripts={stage: [script]}) as b:
             answer = await b.call()
             assert answer.status.code is STATUS_OF_ENGINE_ERROR[code]
             assert clean(answer.status.message), answer.status
@@ -193,7 +193,7 @@ def test_an_engine_error_behind_tokens_is_relayed_and_the_call_ends_ok(
 ) -> None:
     async def main() -> None:
         script = (token(1), engine_error(oe.ERROR_CODE_INTERNAL, "lost the KV"), OK)
-        async with bench(mode, n_workers=2, **{stage: [script]}) as b:
+        async with bench(mode, n_workers=2, scripts={stage: [script]}) as b:
             answer = await b.call()
             assert answer.status == OK
             assert answer.tokens == [1]
@@ -218,7 +218,7 @@ def test_stream_06_a_relayed_error_event_shows_no_internals() -> None:
 @pytest.mark.parametrize(("mode", "stage"), STAGES[1:])
 def test_a_worker_that_ends_without_a_terminal_event_has_failed(mode: str, stage: str) -> None:
     async def main() -> None:
-        async with bench(mode, **{stage: [(token(1), OK)]}) as b:
+        async with bench(mode, scripts={stage: [(token(1), OK)]}) as b:
             answer = await b.call()
             assert answer.tokens == [1]
             assert answer.status.code is Code.UNAVAILABLE
@@ -232,7 +232,7 @@ def test_a_worker_that_ends_without_a_terminal_event_has_failed(mode: str, stage
 def test_a_status_behind_the_terminal_event_changes_nothing(mode: str, stage: str) -> None:
     async def main() -> None:
         script = (token(1), finished(), Status(Code.UNAVAILABLE, "gone"))
-        async with bench(mode, n_workers=2, **{stage: [script]}) as b:
+        async with bench(mode, n_workers=2, scripts={stage: [script]}) as b:
             answer = await b.call()
             assert answer.status == OK
             assert answer.tokens == [1]
@@ -250,7 +250,7 @@ def test_a_response_that_is_garbage_or_of_another_request_fails_the_leg(
         foreign = oe.GenerateResponse(request_id="not-this-leg")
         foreign.token.tokens.add(token_id=666)
         for bad in (b"\xff\xff", foreign.SerializeToString()):
-            async with bench(mode, n_workers=2, **{stage: [(bad, finished(), OK)]}) as b:
+            async with bench(mode, n_workers=2, scripts={stage: [(bad, finished(), OK)]}) as b:
                 answer = await b.call()
                 assert answer.status.code is Code.UNAVAILABLE
                 assert answer.responses == []

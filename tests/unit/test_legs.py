@@ -39,14 +39,26 @@ def test_a_prefill_leg_changes_id_budget_and_type_and_nothing_else() -> None:
     assert Request.FromString(leg) == wanted
 
 
+def test_one_of_the_clients_minimum_falls_to_the_prefill_leg() -> None:
+    data = original().SerializeToString()
+    for min_tokens, wanted in ((0, 0), (1, 1), (50, 1)):
+        leg = Request.FromString(prefill_leg(data, "leg-1", min_tokens=min_tokens))
+        assert (leg.stopping.max_tokens, leg.stopping.min_tokens) == (1, wanted)
+
+
 def test_a_decode_leg_adds_the_session_and_a_budget_only_when_told() -> None:
     data = original().SerializeToString()
     wanted = original()
     wanted.request_id = "leg-2"
     wanted.kv.session.CopyFrom(session("9"))
-    assert Request.FromString(decode_leg(data, "leg-2", session=session("9"), max_tokens=None)) == wanted
+    assert (
+        Request.FromString(decode_leg(data, "leg-2", session=session("9"), max_tokens=None))
+        == wanted
+    )
     wanted.stopping.max_tokens = 50
-    assert Request.FromString(decode_leg(data, "leg-2", session=session("9"), max_tokens=50)) == wanted
+    assert (
+        Request.FromString(decode_leg(data, "leg-2", session=session("9"), max_tokens=50)) == wanted
+    )
 
 
 def test_an_aggregated_leg_changes_the_id_and_a_budget_only_when_told() -> None:
@@ -58,7 +70,9 @@ def test_an_aggregated_leg_changes_the_id_and_a_budget_only_when_told() -> None:
     assert Request.FromString(agg_leg(data, "leg-3", max_tokens=50)) == wanted
 
 
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50), st.text(min_size=1, max_size=9))
+@given(
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50), st.text(min_size=1, max_size=9)
+)
 def test_the_prompt_is_never_doubled_or_changed(tokens: list[int], leg_id: str) -> None:
     data = request(tokens=tokens).SerializeToString()
     for leg in (

@@ -41,11 +41,8 @@ def test_an_abort_reaches_every_request_with_that_id_of_that_peer_and_no_other()
 def test_a_request_that_fails_is_no_longer_listed() -> None:
     async def main() -> None:
         live = LiveRequests()
-        with (
-            pytest.raises(ValueError, match="boom"),
-            anyio.CancelScope() as scope,
-            live.listed("p", "r", scope),
-        ):
+        scope = anyio.CancelScope()
+        with pytest.raises(ValueError, match="boom"), live.listed("p", "r", scope):
             raise ValueError("boom")
         assert len(live) == 0
         assert not live.abort("p", "r")

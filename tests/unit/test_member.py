@@ -35,7 +35,7 @@ def test_health_08_out_after_the_third_failure_in_a_row_and_in_after_the_second_
         ("xxxx", [C, C, C, C]),
         ("xo", [C, R]),
         ("oxxoxxo", [R] * 7),
-        ("oxxx" "oxo" "o", [R, R, R, N, N, N, N, R]),
+        ("oxxxoxoo", [R, R, R, N, N, N, N, R]),
         ("oxxxxxx", [R, R, R, N, N, N, N]),
         ("r", [F]),
         ("or", [R, F]),
@@ -53,7 +53,7 @@ def test_the_table_of_the_module_holds(results: str, states: list[State]) -> Non
 
 def test_a_worker_that_came_back_has_all_its_failures_ahead_of_it_again() -> None:
     of = member()
-    probed("xxx" "oo", of)
+    probed("xxxoo", of)
     assert probed("x" * FAILURES_TO_LEAVE, of)[-2:] == [R, N]
 
 
@@ -77,7 +77,12 @@ def test_a_view_is_a_copy_of_that_moment() -> None:
     Lease(of, Work(10, 0.5, 20))
     assert (view.inflight, view.queued_tokens, view.queued_s, view.context_tokens) == (0, 0, 0.0, 0)
     view = of.view()
-    assert (view.inflight, view.queued_tokens, view.queued_s, view.context_tokens) == (1, 10, 0.5, 20)
+    assert (view.inflight, view.queued_tokens, view.queued_s, view.context_tokens) == (
+        1,
+        10,
+        0.5,
+        20,
+    )
     assert (view.state, view.max_inflight, view.models) == (R, 2, frozenset({"llama"}))
 
 

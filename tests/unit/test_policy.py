@@ -3,8 +3,8 @@ import random
 import pytest
 
 from slagate.pools.grid_config import parse_config
-from slagate.pools.member import Stage, State, Work
-from slagate.router.policy import AT_LIMIT, Ask, StageChoice, choose, choose_stage
+from slagate.pools.member import MemberView, Stage, State, Work
+from slagate.router.policy import AT_LIMIT, Ask, Decision, StageChoice, choose, choose_stage
 from slagate.router.sla import Sla
 from support.builders import ask, one_cell, pool_view, profiled, rng, view
 from support.fleet_files import disagg_file
@@ -12,8 +12,8 @@ from support.fleet_files import disagg_file
 STAGES = list(Stage)
 
 
-def chosen(stage: Stage, *views: object, asked: Ask | None = None) -> StageChoice:
-    pools = {"only": pool_view("only", views)}  # type: ignore[arg-type]
+def chosen(stage: Stage, *views: MemberView, asked: Ask | None = None) -> StageChoice:
+    pools = {"only": pool_view("only", views)}
     return choose_stage(stage, asked or ask(), one_cell(stage, "only"), pools, rng=rng())
 
 
@@ -35,7 +35,7 @@ def winner(choice: StageChoice) -> str:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_worker_that_may_not_serve_is_never_chosen_and_says_why(
-    stage: Stage, bad: object, reason: str
+    stage: Stage, bad: MemberView, reason: str
 ) -> None:
     asked = ask(excluded=frozenset({"failed:1"}))
     busy = view("good:1", inflight=50, queued_s=99.0, queued_tokens=9999, context_tokens=99999)
@@ -115,13 +115,7 @@ def test_a_worker_at_its_limit_spills_to_the_faster_pool() -> None:
 
 
 def choose_text(choice: StageChoice) -> str:
-    grid = one_cell(choice.stage, *choice.pool_order)
-    decision = choose(ask(), {choice.stage: grid}, _empty(choice), rng=rng())
-    return decision.replace(choice).explain()
-
-
-def _empty(choice: StageChoice) -> dict[str, object]:
-    return {name: pool_view(name, []) for name in choice.pool_order}  # type: ignore[return-value]
+    return Decision(ask(), (choice,)).explain()
 
 
 def test_the_cell_comes_from_prompt_and_targets_and_a_priority_overrides_it() -> None:
@@ -158,7 +152,13 @@ def test_a_decision_explains_itself_in_words() -> None:
     pools = {"only": pool_view("only", [busy, idle], speed=profiled())}
     stages = {Stage.PREFILL: one_cell(Stage.PREFILL, "only")}
     text = choose(ask(sla=Sla(ttft_ms=40)), stages, pools, rng=rng()).explain()
-    for part in ("prefill: 100 prompt tokens", "TTFT target 40 ms", "pool only", "idle:1", "2 open"):
+    for part in (
+        "prefill: 100 prompt tokens",
+        "TTFT target 40 ms",
+        "pool only",
+        "idle:1",
+        "2 open",
+    ):
         assert part in text
     down = {"only": pool_view("only", [view("w:1", state=State.REFUSED)])}
     text = choose(ask(), stages, down, rng=rng()).explain()

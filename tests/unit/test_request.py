@@ -30,9 +30,11 @@ def refused(message: oe.GenerateRequest, *, max_bytes: int = LIMIT) -> InvalidRe
 def test_a_valid_request_keeps_its_bytes() -> None:
     message = request("id", tokens=[5, 6])
     message.stopping.max_tokens = 9
+    message.stopping.min_tokens = 4
     parsed = parse(message)
-    assert parsed == Request(message.SerializeToString(), "id", "llama", 2, 9)
-    assert parse(request()).max_tokens is None
+    assert parsed == Request(message.SerializeToString(), "id", "llama", 2, 9, 4)
+    parsed = parse(request())
+    assert (parsed.max_tokens, parsed.min_tokens) == (None, 0)
 
 
 @pytest.mark.parametrize(

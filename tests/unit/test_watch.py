@@ -62,7 +62,9 @@ def test_a_worker_that_cannot_be_reached_stays_connecting_and_says_why_without_a
         async with watched({"p1:1": down}) as of:
             await anyio.sleep(5 * LOOK_S)
             assert first(of).state is State.CONNECTING
-            assert first(of).reason == "UNAVAILABLE: failed to connect: (address) Connection refused"
+            assert (
+                first(of).reason == "UNAVAILABLE: failed to connect: (address) Connection refused"
+            )
             down.down = None
             await anyio.sleep(LOOK_S)
             assert first(of).state is State.READY

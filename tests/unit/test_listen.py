@@ -1,0 +1,65 @@
+import json
+import os
+import signal
+
+import anyio
+import pytest
+
+from slagate.workers.listen import Address, parse_address, ready_line, stopped
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:0", Address("127.0.0.1", 0)),
+        ("0.0.0.0:65535", Address("0.0.0.0", 65535)),
+        ("localhost:8080", Address("localhost", 8080)),
+        ("[::1]:50051", Address("::1", 50051)),
+    ],
+)
+def test_an_address_is_read_and_shown_the_same(text: str, address: Address) -> None:
+    assert parse_address(text) == address
+    assert str(parse_address(text)) == text
+
+
+BAD_ADDRESSES = (
+    *("", ":", "8080", ":8080", "host", "host:", "host:http", "host:-1", "host:65536", "host: 1"),
+    *("h:1_0", "host:\u0661", "host:+1", "host:1.0", "host:" + "9" * 5000),
+)
+
+
+@pytest.mark.parametrize("text", BAD_ADDRESSES)
+def test_what_is_no_address_is_refused_with_the_text(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not host:port|has no port from 0 to 65535"):
+        parse_address(text)
+
+
+@pytest.mark.parametrize("text", ["::1:50051", "fe80::1:80"])
+def test_an_ipv6_host_needs_its_brackets(text: str) -> None:
+    with pytest.raises(ValueError, match="bracket"):
+        parse_address(text)
+
+
+def test_the_ready_line_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    ready_line(listen="127.0.0.1:5", pid=7)
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert json.loads(out) == {"event": "ready", "listen": "127.0.0.1:5", "pid": 7}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_sets_the_event_and_is_let_go_of_afterwards(number: signal.Signals) -> None:
+    async def main() -> None:
+        before = signal.getsignal(number)
+        async with stopped() as event:
+            # The receiver starts in a task of its own; a signal before that would end this process.
+            await anyio.wait_all_tasks_blocked()
+            assert signal.getsignal(number) != before
+            assert not event.is_set()
+            os.kill(os.getpid(), number)
+            with anyio.fail_after(10):
+                await event.wait()
+            during = signal.getsignal(number)
+        assert signal.getsignal(number) != during
+
+    anyio.run(main)

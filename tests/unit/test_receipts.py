@@ -1,0 +1,192 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slagate.pools.grid import StageGrid
+from slagate.pools.member import Stage, State
+from slagate.proto import gateway_pb2 as gw
+from slagate.router.errors import Outcome
+from slagate.router.policy import Decision, choose
+from slagate.router.receipts import MAX_RECEIPT_BYTES, TOP_CANDIDATES, Record, decision_message
+from slagate.router.sla import MAX_TEXT, Sla
+from slagate.workers.worker import OK, Status
+from support.builders import ask, one_cell, pool_view, profiled, rng, view
+
+STAGES = (Stage.PREFILL, Stage.DECODE)
+
+
+def decision(
+    *, sla: Sla | None = None, n_workers: int = 6, name: str = "pool", worker: str = "w"
+) -> Decision:
+    """Two stages, one pool each, of `n_workers` with growing load."""
+    stages: dict[Stage, StageGrid] = {s: one_cell(s, f"{name}-{s.value}") for s in STAGES}
+    pools = {
+        f"{name}-{s.value}": pool_view(
+            f"{name}-{s.value}",
+            [view(f"{worker}{i}:1", inflight=i, queued_s=float(i)) for i in range(n_workers)],
+            speed=profiled(),
+        )
+        for s in STAGES
+    }
+    return choose(ask(isl_tokens=4242, sla=sla), stages, pools, rng=rng())
+
+
+def record(of: Decision | None = None, *, sla: Sla | None = None) -> Record:
+    made = Record(10.0)
+    made.request_id = "client-1"
+    made.sla = sla or Sla()
+    made.decision = of
+    return made
+
+
+def receipt(of: Record, outcome: Outcome = Outcome.COMPLETED) -> gw.Receipt:
+    made = of.receipt(outcome, 12.0)
+    assert made.ByteSize() <= MAX_RECEIPT_BYTES
+    assert gw.Receipt.FromString(made.SerializeToString()) == made
+    return made
+
+
+def test_a_receipt_says_what_was_decided_and_what_happened() -> None:
+    sla = Sla(100.0, 50.0, 3, "chat", "acme", "s-1", receipt=True)
+    of = record(decision(sla=sla), sla=sla)
+    of.max_tokens = 64
+    of.cached_tokens = 0
+    of.attempt(Stage.PREFILL, pool="p", worker="w0:1", status=OK)
+    of.tally.tokens(1, 10.25)
+    of.tally.tokens(4, 10.45)
+    got = receipt(of)
+    assert got.decision.sla == gw.Sla(
+        ttft_ms=100, itl_ms=50, priority=3, objective="chat", fairness_id="acme", session_id="s-1"
+    )
+    assert (got.decision.request_id, got.decision.isl_tokens) == ("client-1", 4242)
+    assert got.decision.max_tokens == 64
+    assert [choice.worker for choice in got.decision.stages] == ["w0:1", "w0:1"]
+    for choice in got.decision.stages:
+        assert len(choice.candidates) == TOP_CANDIDATES
+        assert choice.candidates_total == 6
+        assert choice.candidates[0].worker == choice.worker
+        assert list(choice.cell) == [0, 0]
+        assert choice.pool_order == [choice.pool]
+    prefill, decode = got.decision.stages
+    assert prefill.candidates[1].predicted_ttft_ms > 1000
+    assert not prefill.candidates[0].HasField("predicted_itl_ms")
+    assert decode.candidates[0].HasField("predicted_itl_ms")
+    assert got.attempts == [
+        gw.Attempt(stage=gw.STAGE_PREFILL, pool="p", worker="w0:1", status="OK")
+    ]
+    actual = got.actual
+    assert (actual.outcome, actual.output_tokens, actual.total_ms) == ("completed", 5, 2000.0)
+    assert actual.ttft_ms == pytest.approx(250.0)
+    assert actual.itl_ms == pytest.approx(50.0)
+    assert actual.HasField("cached_tokens")
+    assert (actual.ttft_met, actual.itl_met) == (False, True)
+
+
+def test_what_is_not_known_is_absent_and_not_zero() -> None:
+    got = receipt(record(), Outcome.INVALID)
+    assert got.decision == gw.Decision(request_id="client-1", sla=gw.Sla())
+    assert got.actual == gw.Actual(outcome="invalid", total_ms=2000.0)
+
+
+def test_a_mean_needs_two_tokens_and_a_verdict_needs_a_target() -> None:
+    of = record(decision(), sla=Sla(ttft_ms=1000.0, itl_ms=1000.0))
+    of.tally.tokens(1, 10.5)
+    assert (of.ttft_met(), of.itl_s, of.itl_met()) == (True, None, None)
+    of.sla = Sla()
+    of.tally.tokens(1, 10.6)
+    assert (of.ttft_met(), of.itl_met()) == (None, None)
+    assert of.itl_s == pytest.approx(0.1)
+
+
+def test_a_target_that_is_hit_exactly_is_met_and_the_tightest_never_is() -> None:
+    of = record(decision(), sla=Sla(ttft_ms=500.0))
+    of.tally.tokens(1, 10.5)
+    assert of.ttft_met() is True
+    of.sla = Sla(ttft_ms=0.0)
+    assert of.ttft_met() is False
+
+
+def test_attempts_are_counted_by_stage_and_their_words_cut() -> None:
+    of = record()
+    for stage in (Stage.PREFILL, Stage.DECODE, Stage.DECODE):
+        of.attempt(stage, pool="p", worker="w:1", status=Status(OK.code, "x" * 5000))
+    assert [of.n_attempts(stage) for stage in Stage] == [1, 2, 0]
+    assert max(len(attempt.message) for attempt in of.attempts) == 200
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
+
+
+@settings(max_examples=60)
+@given(
+    request_id=NAMES.map(lambda text: (text * 1024)[:1024]),
+    text=NAMES.map(lambda text: (text * MAX_TEXT)[:MAX_TEXT]),
+    name=NAMES,
+    n_repeats=st.sampled_from([1, 5, 100]),
+    worker=NAMES,
+    message=NAMES,
+    n_attempts=st.integers(0, 6),
+    decided=st.booleans(),
+)
+def test_a_receipt_fits_its_trailer_whatever_the_names(
+    request_id: str,
+    text: str,
+    name: str,
+    n_repeats: int,
+    worker: str,
+    message: str,
+    n_attempts: int,
+    *,
+    decided: bool,
+) -> None:
+    sla = Sla(1.0, 1.0, -1, text, text, text, receipt=True)
+    of = record(sla=sla)
+    of.request_id = request_id
+    if decided:
+        of.decision = decision(
+            sla=sla, n_workers=20, name=name * n_repeats, worker=worker * n_repeats
+        )
+    status = Status(OK.code, message * 100)
+    for _ in range(n_attempts if decided else 0):
+        of.attempt(Stage.DECODE, pool=name * n_repeats, worker=worker * n_repeats, status=status)
+    got = receipt(of)
+    assert got.actual.outcome == "completed"
+
+
+def test_ordinary_long_names_cost_candidates_before_they_cost_the_winner() -> None:
+    host = "worker-" + "x" * 150 + ".prod.example.internal"
+    got = receipt(record(decision(name="pool-" + "y" * 60, worker=host)))
+    assert [choice.worker for choice in got.decision.stages] == [f"{host}0:1"] * 2
+    assert got.decision.request_id == "client-1"
+
+
+def test_the_wire_decision_keeps_every_candidate_when_told_to() -> None:
+    of = decision(n_workers=9)
+    message = decision_message(of, request_id="r", max_tokens=1, top=None)
+    assert [len(choice.candidates) for choice in message.stages] == [9, 9]
+    assert message.text == of.explain()
+
+
+def test_a_decision_without_a_winner_has_no_worker() -> None:
+    pools = {"only": pool_view("only", [view("w:1", state=State.NOT_READY)])}
+    of = choose(ask(), {Stage.AGG: one_cell(Stage.AGG, "only")}, pools, rng=rng())
+    (choice,) = decision_message(of, request_id="r", max_tokens=1, top=None).stages
+    assert (choice.worker, choice.pool) == ("", "only")
+    assert choice.candidates[0].excluded == "not_ready"
+
+
+def test_no_message_of_a_receipt_can_hold_token_ids() -> None:
+    """No repeated number but the grid cell: a prompt has nowhere to hide."""
+
+    def repeated_numbers(descriptor: object, seen: set[str]) -> set[str]:
+        found: set[str] = set()
+        for field in descriptor.fields:  # type: ignore[attr-defined]
+            if field.message_type is not None and field.message_type.full_name not in seen:
+                seen.add(field.message_type.full_name)
+                found |= repeated_numbers(field.message_type, seen)
+            elif field.message_type is None and field.type != field.TYPE_STRING:
+                repeated = field.default_value == [] or field.type == field.TYPE_BYTES
+                found |= {field.full_name} if repeated else set()
+        return found
+
+    assert repeated_numbers(gw.Receipt.DESCRIPTOR, set()) == {"slagate.v1.StageChoice.cell"}
