@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from slagate.workers.listen import Address
+
 
 @contextmanager
 def serve_probes(
@@ -49,7 +51,11 @@ def serve_probes(
     class Server(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
-    with Server((host, port), Handler) as server:
+    try:
+        server = Server((host, port), Handler)
+    except OSError as error:
+        raise OSError(f"cannot listen on {Address(host, port)}: {error.strerror}") from error
+    with server:
         thread = threading.Thread(target=server.serve_forever, name="probes", daemon=True)
         thread.start()
         try:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import anyio
 import grpc.aio
+from anyio.abc import TaskStatus
 
 
 class Address(NamedTuple):
@@ -60,11 +61,13 @@ async def stopped() -> AsyncIterator[anyio.Event]:
     event = anyio.Event()
     async with anyio.create_task_group() as tasks:
 
-        async def watch() -> None:
+        async def watch(*, task_status: TaskStatus[None]) -> None:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                task_status.started()
                 async for _ in signals:
                     event.set()
 
-        tasks.start_soon(watch)
+        # Not before the handlers are in place: who reads the ready line may send a signal at once.
+        await tasks.start(watch)
         yield event
         tasks.cancel_scope.cancel()

@@ -129,7 +129,7 @@ def test_one_more_request_never_makes_a_worker_look_less_loaded(
     *,
     queued: bool,
 ) -> None:
-    """In one corner only almost: more than 64 requests with a mean context below 32 tokens.
+    """In one corner only almost: 64 requests or more with a mean context below 32 tokens.
 
     The measurements behind the profile fall there with the batch size, by half a percent at most.
     """
@@ -142,5 +142,5 @@ def test_one_more_request_never_makes_a_worker_look_less_loaded(
         more = more._replace(queued_tokens=added_tokens, queued_s=speed.prefill_s(added_tokens, 0))
     before, after = (score(stage, each, speed, isl_tokens) for each in (member, more))
     mean = (member.context_tokens + isl_tokens) / (inflight + 1)
-    slack = 0.01 if inflight >= 64 and mean < 32 else 1e-12
+    slack = 0.01 if inflight + 1 >= 64 and mean < 32 else 1e-12
     assert after >= before * (1 - slack)

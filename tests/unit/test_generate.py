@@ -1,5 +1,7 @@
 """One request through the real graph, over scripted workers on the virtual loop: the good path."""
 
+import anyio
+
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import Outcome
 from slagate.router.generate import RECEIPT_TRAILER
@@ -234,5 +236,44 @@ def test_stream_01_a_leg_gets_what_is_left_of_the_deadline_or_of_the_default_lim
             limits = [call.timeout_s for s in ("prefill", "decode") for call in b.calls(s)]
             assert [round(limit or 0.0, 6) for limit in limits] == [600.0, 5.0, 598.0, 3.0]
             await b.check_idle(Outcome.COMPLETED, Outcome.COMPLETED)
+
+    run(main)
+
+
+def test_a_prefill_worker_is_free_for_others_as_soon_as_it_has_answered() -> None:
+    async def main() -> None:
+        async with bench(decode=[(Wait(1.0), *DECODE_OK)]) as b, anyio.create_task_group() as tasks:
+            tasks.start_soon(b.call)
+            await b.settle()
+            prefill, decode = b.app.fleet.members()
+            assert (prefill.inflight, prefill.queued_tokens) == (0, 0)
+            assert (decode.inflight, decode.context_tokens) == (1, 3)
+        await b.check_idle(Outcome.COMPLETED)
+
+    run(main)
+
+
+def test_an_aggregated_workers_queue_is_shorter_from_the_first_token_on() -> None:
+    async def main() -> None:
+        script = (Wait(1.0), token(1), Wait(1.0), finished(), OK)
+        async with bench("agg", agg=[script]) as b, anyio.create_task_group() as tasks:
+            tasks.start_soon(b.call)
+            (member,) = b.app.fleet.members()
+            await b.settle()
+            assert (member.inflight, member.queued_tokens) == (1, 3)
+            await anyio.sleep(1.0)
+            assert (member.inflight, member.queued_tokens, member.queued_s) == (1, 0, 0.0)
+        await b.check_idle(Outcome.COMPLETED)
+
+    run(main)
+
+
+def test_a_decode_answer_without_tokens_has_used_its_handoff_all_the_same() -> None:
+    async def main() -> None:
+        async with bench(decode=[(finished(), OK)]) as b:
+            answer = await b.call()
+            assert answer.tokens == []
+            await b.check_idle(Outcome.COMPLETED)
+            assert b.aborts == []
 
     run(main)

@@ -42,10 +42,13 @@ def check_legs(b: Bench, point: str) -> None:
         assert b.workers["p1:1"].aborts == sessions
     else:
         assert sessions == []
+    # A prefill that may be answering at this moment is told twice: its stream ends, and by its id.
+    by_id = [abort.request_id for abort in b.aborts if abort.WhichOneof("target") == "request_id"]
+    assert by_id == ([legs[0].request.request_id] if point == "prefill unanswered" else [])
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_stream_02_a_client_that_goes_away_frees_everything(point: str) -> None:
+def test_stream_02_disagg_10_a_client_that_goes_away_frees_everything(point: str) -> None:
     async def main() -> None:
         mode, scripts = POINTS[point]
         async with bench(mode, scripts=scripts) as b:
