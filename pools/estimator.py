@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from slagate.workers.profile import TpProfile, load_profile
+from slagate.workers.profile import TpProfile
 
 
 class Estimator(Protocol):
@@ -54,10 +54,3 @@ class NominalEstimator:
     def itl_s(self, batch_size: int, context_tokens: float) -> float:
         """A constant step plus a share for each token of context that it reads."""
         return 0.01 + batch_size * context_tokens * 1e-8
-
-
-def estimator(profile: str | None, tp: int | None) -> Estimator:
-    """The estimator for a pool's `profile` and `tp`. Raises `ProfileError` naming what is wrong."""
-    if profile is None or tp is None:
-        return NominalEstimator()
-    return ProfileEstimator(load_profile(profile).tp(tp), source=f"profile {profile} tp {tp}")

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Mapping
 
 from slagate.pools.errors import ConfigError, Problem
-from slagate.pools.estimator import Estimator, estimator
+from slagate.pools.estimator import Estimator, NominalEstimator, ProfileEstimator
 from slagate.pools.grid import StageGrid
 from slagate.pools.grid_config import FleetConfig, require_workers
 from slagate.pools.grid_file import PoolSpec
 from slagate.pools.json_text import json_path
 from slagate.pools.member import Member, Stage, State
 from slagate.pools.pool import Pool, PoolView
-from slagate.workers.profile import ProfileError
+from slagate.workers.profile import ProfileError, load_profile
 
 
 class Fleet:
@@ -74,10 +74,18 @@ def _estimators(config: FleetConfig) -> dict[str, Estimator]:
     found: dict[str, Estimator] = {}
     problems: list[Problem] = []
     for name, spec in config.pools.items():
+        key = "profile"
         try:
-            found[name] = estimator(spec.profile, spec.tp)
+            if spec.profile is None:
+                found[name] = NominalEstimator()
+                continue
+            profile = load_profile(spec.profile)
+            assert spec.tp is not None, "the file's rules ask for tp beside profile"
+            key = "tp"
+            source = f"profile {spec.profile} tp {spec.tp}"
+            found[name] = ProfileEstimator(profile.tp(spec.tp), source=source)
         except ProfileError as error:
-            problems.append(Problem(json_path(("pools", name, "profile")), str(error)))
+            problems.append(Problem(json_path(("pools", name, key)), str(error)))
     if problems:
         raise ConfigError(config.source, problems)
     return found

@@ -390,6 +390,7 @@ class PoolStatus(google.protobuf.message.Message):
     ESTIMATOR_FIELD_NUMBER: builtins.int
     REQUESTS_TOTAL_FIELD_NUMBER: builtins.int
     RETRIES_TOTAL_FIELD_NUMBER: builtins.int
+    POOL_ORDER_FIELD_NUMBER: builtins.int
     name: builtins.str
     stage: Global___Stage.ValueType
     index: builtins.int
@@ -404,6 +405,10 @@ class PoolStatus(google.protobuf.message.Message):
     """decisions that chose this pool"""
     retries_total: builtins.int
     """attempts that failed here and were retried elsewhere"""
+    @property
+    def pool_order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """pools a request of this one may try, in order"""
+
     def __init__(
         self,
         *,
@@ -417,8 +422,9 @@ class PoolStatus(google.protobuf.message.Message):
         estimator: builtins.str = ...,
         requests_total: builtins.int = ...,
         retries_total: builtins.int = ...,
+        pool_order: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["estimator", b"estimator", "index", b"index", "inflight", b"inflight", "name", b"name", "queued_tokens", b"queued_tokens", "requests_total", b"requests_total", "retries_total", b"retries_total", "stage", b"stage", "workers", b"workers", "workers_ready", b"workers_ready"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["estimator", b"estimator", "index", b"index", "inflight", b"inflight", "name", b"name", "pool_order", b"pool_order", "queued_tokens", b"queued_tokens", "requests_total", b"requests_total", "retries_total", b"retries_total", "stage", b"stage", "workers", b"workers", "workers_ready", b"workers_ready"]) -> None: ...
 
 Global___PoolStatus: typing_extensions.TypeAlias = PoolStatus
 
@@ -428,6 +434,9 @@ class ListPoolsResponse(google.protobuf.message.Message):
 
     POOLS_FIELD_NUMBER: builtins.int
     WARNINGS_FIELD_NUMBER: builtins.int
+    MAX_ATTEMPTS_FIELD_NUMBER: builtins.int
+    max_attempts: builtins.int
+    """workers that one stage of a request may try"""
     @property
     def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
     @property
@@ -439,8 +448,9 @@ class ListPoolsResponse(google.protobuf.message.Message):
         *,
         pools: collections.abc.Iterable[Global___PoolStatus] | None = ...,
         warnings: collections.abc.Iterable[builtins.str] | None = ...,
+        max_attempts: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["pools", b"pools", "warnings", b"warnings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_attempts", b"max_attempts", "pools", b"pools", "warnings", b"warnings"]) -> None: ...
 
 Global___ListPoolsResponse: typing_extensions.TypeAlias = ListPoolsResponse
 

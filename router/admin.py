@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slagate.pools.fleet import Fleet
+from slagate.pools.grid import StageGrid
 from slagate.pools.member import Member, State
 from slagate.pools.pool import Pool
 from slagate.proto import gateway_pb2 as gw
@@ -54,8 +55,12 @@ class AdminService(gw_grpc.GatewayServicer):
     async def ListPools(self, request: Any, context: Any) -> gw.ListPoolsResponse:
         """Every pool with its live numbers."""
         return gw.ListPoolsResponse(
-            pools=[_pool_status(pool) for pool in self._fleet.pools.values()],
+            pools=[
+                _pool_status(pool, self._fleet.grids[pool.stage])
+                for pool in self._fleet.pools.values()
+            ],
             warnings=self._fleet.warnings,
+            max_attempts=self._settings.max_attempts,
         )
 
     async def ListWorkers(self, request: Any, context: Any) -> gw.ListWorkersResponse:
@@ -66,7 +71,7 @@ class AdminService(gw_grpc.GatewayServicer):
         )
 
 
-def _pool_status(pool: Pool) -> gw.PoolStatus:
+def _pool_status(pool: Pool, grid: StageGrid) -> gw.PoolStatus:
     members = list(pool.members.values())
     return gw.PoolStatus(
         name=pool.name,
@@ -79,6 +84,7 @@ def _pool_status(pool: Pool) -> gw.PoolStatus:
         estimator=pool.estimator.source,
         requests_total=pool.requests_total,
         retries_total=pool.retries_total,
+        pool_order=[grid.pool_names[index] for index in grid.retry_order(pool.index)],
     )
 
 

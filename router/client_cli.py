@@ -254,15 +254,17 @@ def _figure(candidate: gw.Candidate, field: str) -> str:
 
 def _print_pools(pools: gw.ListPoolsResponse, workers: gw.ListWorkersResponse) -> None:
     console = Console()
-    table = Table(title="Pools", title_justify="left")
-    for name in ("pool", "stage", "estimator"):
-        table.add_column(name, no_wrap=name != "estimator")
+    title = f"Pools (a stage may try {pools.max_attempts} workers)"
+    table = Table(title=title, title_justify="left")
+    for name in ("pool", "stage", "then tries", "estimator"):
+        table.add_column(name, no_wrap=name in ("pool", "stage"))
     for name in ("ready", "in flight", "queued tokens", "requests", "retries"):
         table.add_column(name, justify="right")
     for pool in pools.pools:
         table.add_row(
             pool.name,
             _stage(pool.stage),
+            ", ".join(pool.pool_order[1:]) or "-",
             pool.estimator,
             f"{pool.workers_ready}/{pool.workers}",
             str(pool.inflight),

@@ -113,20 +113,15 @@ class DeadlineExceeded(RequestError):
     outcome = Outcome.DEADLINE
 
 
-RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
-"""A worker's answer after which another worker may do better; all others would say the same."""
-
-
 class LegFailed(RequestError):
     """A worker refused or failed its leg: its own code is kept, its message names the stage."""
 
     outcome = Outcome.WORKER_FAILED
 
-    def __init__(self, stage: Stage, status: Status, *, accepted: bool) -> None:
+    def __init__(self, stage: Stage, status: Status, *, retryable: bool) -> None:
         super().__init__(f"{stage.value}: {status.message or status.code.name}")
         self.code = status.code
-        # After acceptance the worker may have begun to use up a handoff: not provably safe to repeat.
-        self.retryable = status.code in RETRYABLE and not accepted
+        self.retryable = retryable  # another worker may do better, and nothing would happen twice
         if status.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             self.outcome = Outcome.DEADLINE
 

@@ -10,7 +10,7 @@ handoff is freed by a task that outlives it.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import anyio
 
@@ -27,6 +27,7 @@ from slagate.router.errors import (
     RequestError,
 )
 from slagate.router.handoff import Handoff, PrefillSink, Releaser, guard
+from slagate.router.leg import LegSink
 from slagate.router.live import LiveRequests
 from slagate.router.metrics import Metrics
 from slagate.router.policy import Ask
@@ -37,7 +38,7 @@ from slagate.router.sla import PRIORITY, parse_sla
 from slagate.router.splice import Splice
 from slagate.workers.legs import agg_leg, decode_leg, prefill_leg
 from slagate.workers.stream import BufferedSink
-from slagate.workers.worker import OK, Metadata, Sink, Status
+from slagate.workers.worker import OK, Metadata, Status
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ FORWARDED_KEYS = ("traceparent", "tracestate")
 """Client metadata that a worker gets; everything else is the gateway's business, or nobody's."""
 
 DEADLINE_SLACK_S = 0.25
-"""A cancellation this close to the deadline is the deadline."""
+DEADLINE_SLACK_RATIO = 0.01
+"""A cancellation this close to the deadline is the deadline: gRPC rounds a deadline up on the wire, by as
+much as one in a hundred."""
 
 
 @dataclass(slots=True)
@@ -91,7 +94,8 @@ async def generate(call: ClientCall, gateway: Gateway) -> None:
         outcome, status = error.outcome, error.status()
     except anyio.get_cancelled_exc_class():
         # A client whose deadline has passed cancels, and its clock ran ahead of ours by the transit.
-        is_late = gateway.now_s() >= deadline_s - DEADLINE_SLACK_S
+        slack_s = max(DEADLINE_SLACK_S, DEADLINE_SLACK_RATIO * limit_s)
+        is_late = gateway.now_s() >= deadline_s - slack_s
         outcome, status = Outcome.DEADLINE if is_late else Outcome.CANCELLED, CANCELLED
         raise
     except Exception:
@@ -122,13 +126,7 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
         turn.let_go()
 
 
-class _LegSink(Sink, Protocol):
-    ended: anyio.Event
-
-    def failure(self) -> RequestError | None: ...
-
-
-_SinkT = TypeVar("_SinkT", bound=_LegSink)
+_SinkT = TypeVar("_SinkT", bound=LegSink)
 
 
 @dataclass(slots=True)
@@ -220,7 +218,7 @@ class _Turn:
                 return sink
             self._try_elsewhere(stage, failure)
 
-    async def _run(self, stage: Stage, leg: bytes, sink: _LegSink) -> None:
+    async def _run(self, stage: Stage, leg: bytes, sink: LegSink) -> None:
         """One call to the stage's worker, waited for; cancelled when this coroutine is."""
         member = self.assignment.lease(stage).member
         assert member.worker is not None, member

@@ -6,14 +6,14 @@ from collections.abc import Callable
 import anyio
 import grpc
 from anyio.abc import TaskGroup
-from google.protobuf.message import DecodeError
 
 from slagate.pools.member import Member, Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import LegFailed
+from slagate.router.leg import LegSink
 from slagate.router.metrics import Metrics
 from slagate.workers.codec import MAX_OPAQUE_STATE_BYTES
-from slagate.workers.errors import WorkerError, scrub, status_of_engine_error
+from slagate.workers.errors import WorkerError
 from slagate.workers.worker import Status
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
 
 
-class PrefillSink:
+class PrefillSink(LegSink):
     """The sink of a prefill leg: waits for `prefill_ready`.
 
     A session goes to `on_session` in the very step in which it arrives, so that a request cancelled in
@@ -31,55 +31,25 @@ class PrefillSink:
     """
 
     def __init__(self, leg_id: str, on_session: Callable[[oe.KvSessionRef], None]) -> None:
-        self.ended = anyio.Event()
-        self._leg_id = leg_id
+        super().__init__(Stage.PREFILL, leg_id)
         self.answer: list[bytes] = []
         self.cached_tokens: int | None = None
         self._on_session = on_session
-        self._done = False
-        self._failure: LegFailed | None = None
-        self._accepted = False
 
-    def message(self, data: bytes, /) -> None:
+    def take(self, response: oe.GenerateResponse, data: bytes) -> None:
         """Take one response of the leg."""
-        try:
-            response = oe.GenerateResponse.FromString(data)
-        except DecodeError:
-            self._fail(Status(grpc.StatusCode.UNAVAILABLE, "sent a response that cannot be read"))
-            return
-        self._accepted = True
         event = response.WhichOneof("event")
-        if response.request_id != self._leg_id:
-            self._fail(Status(grpc.StatusCode.UNAVAILABLE, "answered with another request's id"))
-        elif event == "error":
-            status = status_of_engine_error(response.error)
-            self._fail(Status(status.code, scrub(status.message)))
+        if event == "error":
+            self._fail_by(response.error)
         elif event == "prefill_ready":
-            self._done = True
+            self._terminal = True
             self.answer.clear()
             self._on_session(response.prefill_ready.kv_session)
         elif event in ("token", "finished"):
             self.answer.append(data)
-            self._done = self._done or event == "finished"
+            self._terminal = self._terminal or event == "finished"
         if response.HasField("usage") and response.usage.HasField("cached_prompt_tokens"):
             self.cached_tokens = response.usage.cached_prompt_tokens
-
-    def end(self, status: Status, /) -> None:
-        """Take the end of the leg."""
-        if self._failure is None and not self._done:
-            if status.code is grpc.StatusCode.OK:
-                self._fail(Status(grpc.StatusCode.UNAVAILABLE, "ended without a handoff"))
-            else:
-                self._fail(Status(status.code, scrub(status.message)))
-        self.ended.set()
-
-    def failure(self) -> LegFailed | None:
-        """Why there is no handoff; None when there is one, or a whole answer."""
-        return self._failure
-
-    def _fail(self, status: Status) -> None:
-        if self._failure is None:
-            self._failure = LegFailed(Stage.PREFILL, status, accepted=self._accepted)
 
 
 def guard(session: oe.KvSessionRef, decode: Member) -> None:
@@ -90,7 +60,7 @@ def guard(session: oe.KvSessionRef, decode: Member) -> None:
     """
     if reason := _unusable(session, decode):
         status = Status(grpc.StatusCode.UNAVAILABLE, f"gave an unusable handoff: {reason}")
-        raise LegFailed(Stage.PREFILL, status, accepted=True)
+        raise LegFailed(Stage.PREFILL, status, retryable=False)
 
 
 def _unusable(session: oe.KvSessionRef, decode: Member) -> str:

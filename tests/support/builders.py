@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from slagate.pools.estimator import Estimator, NominalEstimator, estimator
+from slagate.pools.estimator import Estimator, NominalEstimator, ProfileEstimator
 from slagate.pools.fleet import Fleet
 from slagate.pools.grid import Axis, StageGrid
 from slagate.pools.grid_config import FleetConfig, parse_config
@@ -13,6 +13,7 @@ from slagate.pools.pool import Pool, PoolView
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.policy import Ask
 from slagate.router.sla import Sla
+from slagate.workers.profile import load_profile
 
 MODEL = "llama"
 PROFILE = "llama-3.1-8b-h100"
@@ -81,7 +82,7 @@ def pool_view(
 
 def profiled() -> Estimator:
     """The estimator over real measurements that is packaged with slagate."""
-    return estimator(PROFILE, 1)
+    return ProfileEstimator(load_profile(PROFILE).tp(1), source=PROFILE)
 
 
 def one_cell(stage: Stage, *names: str, retry: bool = False) -> StageGrid:

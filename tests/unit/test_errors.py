@@ -41,7 +41,7 @@ def example(kind: type[RequestError]) -> RequestError:
     if issubclass(kind, InvalidRequest):
         return kind("field", "is wrong")
     if issubclass(kind, LegFailed):
-        return kind(Stage.DECODE, Status(Code.UNAVAILABLE, "gone"), accepted=False)
+        return kind(Stage.DECODE, Status(Code.UNAVAILABLE, "gone"), retryable=False)
     return kind("says why")
 
 
@@ -78,15 +78,10 @@ def test_what_will_not_pass_gives_no_hint() -> None:
 
 
 @pytest.mark.parametrize("code", list(Code), ids=lambda code: code.name)
-@pytest.mark.parametrize("accepted", [False, True])
-def test_health_02_a_failed_leg_keeps_its_code_and_says_whether_another_may_help(
-    code: grpc.StatusCode, *, accepted: bool
-) -> None:
-    error = LegFailed(Stage.PREFILL, Status(code, ""), accepted=accepted)
+def test_health_02_a_failed_leg_keeps_its_code(code: grpc.StatusCode) -> None:
+    error = LegFailed(Stage.PREFILL, Status(code, ""), retryable=False)
     assert error.status().code is code
     assert str(error) == f"prefill: {code.name}"
-    can_help = code in (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED)
-    assert error.retryable == (can_help and not accepted)
 
 
 def test_an_invalid_request_names_its_field() -> None:

@@ -1,0 +1,78 @@
+"""What every leg has in common: one call to a worker, read until it has ended or failed."""
+
+from abc import ABC, abstractmethod
+
+import anyio
+import grpc
+from google.protobuf.message import DecodeError
+
+from slagate.pools.member import Stage
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.errors import LegFailed, RequestError
+from slagate.workers.errors import scrub, status_of_engine_error
+from slagate.workers.worker import Status
+
+RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+"""A status after which another worker may do better; after any other it would say the same."""
+
+
+class LegSink(ABC):
+    """The sink of a leg. `await ended.wait()`, then `failure()` says how it went.
+
+    A worker that breaks the protocol (cannot be read, another request's id, no terminal event) counts as
+    unavailable: the request may be fine with another one.
+    """
+
+    def __init__(self, stage: Stage, leg_id: str) -> None:
+        self.ended = anyio.Event()
+        self.stage = stage
+        self._leg_id = leg_id
+        # From here on a repetition might do something twice: tokens for the client, a pull of the handoff.
+        self._committed = False
+        self._terminal = False
+        self._failure: RequestError | None = None
+
+    @abstractmethod
+    def take(self, response: oe.GenerateResponse, data: bytes) -> None:
+        """Take one response of this leg, in both forms; sets `_terminal` on the one that completes it."""
+
+    def failure(self) -> RequestError | None:
+        """Why the leg did not do what it was for; None when it did."""
+        return self._failure
+
+    def message(self, data: bytes, /) -> None:
+        """As `Sink.message`."""
+        if self._failure is not None:
+            return
+        try:
+            response = oe.GenerateResponse.FromString(data)
+        except DecodeError:
+            self._fail(Status(grpc.StatusCode.UNAVAILABLE, "sent a response that cannot be read"))
+            return
+        # Once a decode worker has accepted a handoff nobody else can be sure of it.
+        self._committed = self._committed or self.stage is Stage.DECODE
+        if response.request_id != self._leg_id:
+            self._fail(Status(grpc.StatusCode.UNAVAILABLE, "answered with another request's id"))
+            return
+        self.take(response, data)
+
+    def end(self, status: Status, /) -> None:
+        """As `Sink.end`. After the terminal event a status changes nothing."""
+        if not self._terminal and self._failure is None:
+            if status.code is grpc.StatusCode.OK:
+                self._fail(Status(grpc.StatusCode.UNAVAILABLE, "ended without a terminal event"))
+            else:
+                self._fail(status)
+        self.ended.set()
+
+    def _fail(self, status: Status) -> None:
+        self._give_up(status, helps=status.code in RETRYABLE)
+
+    def _fail_by(self, error: oe.EngineError) -> None:
+        self._give_up(status_of_engine_error(error), helps=error.retryable)
+
+    def _give_up(self, status: Status, *, helps: bool) -> None:
+        scrubbed = Status(status.code, scrub(status.message))
+        retryable = helps and not self._committed
+        self._failure = LegFailed(self.stage, scrubbed, retryable=retryable)
+        self.ended.set()
