@@ -41,15 +41,19 @@ class Fleet:
         for pool in self.pools.values():
             yield from pool.members.values()
 
-    def views(self) -> dict[str, PoolView]:
-        """Every pool as it stands now, by name."""
-        return {name: pool.view() for name, pool in self.pools.items()}
+    def views(self) -> Mapping[str, PoolView]:
+        """Pools by name, each as it stands when it is first looked at: for use within one step."""
+        return _Views(self.pools)
 
     def models(self) -> set[str]:
         """Models that some worker serves or has served: a fleet that is down still knows its names."""
         for member in self.members():
             self._models.update(member.models)
         return self._models
+
+    def serves(self, model: str) -> bool:
+        """Whether `models` has this one; does not look at the workers once it has been seen."""
+        return model in self._models or model in self.models()
 
     def unready_stages(self) -> list[Stage]:
         """Stages without a single ready worker; empty means that a request can be served."""
@@ -60,6 +64,18 @@ class Fleet:
                 member.state is State.READY for member in self.members() if member.stage is stage
             )
         ]
+
+
+class _Views(dict[str, PoolView]):
+    """Most decisions look at one pool a stage, so the others are not copied."""
+
+    def __init__(self, pools: Mapping[str, Pool]) -> None:
+        super().__init__()
+        self._pools = pools
+
+    def __missing__(self, name: str) -> PoolView:
+        view = self[name] = self._pools[name].view()
+        return view
 
 
 def _pool(stage: Stage, index: int, name: str, spec: PoolSpec, estimator: Estimator) -> Pool:

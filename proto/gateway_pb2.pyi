@@ -158,6 +158,31 @@ class Candidate(google.protobuf.message.Message):
 Global___Candidate: typing_extensions.TypeAlias = Candidate
 
 @typing.final
+class Target(google.protobuf.message.Message):
+    """A latency that was looked up in the grid."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: builtins.int
+    MS_FIELD_NUMBER: builtins.int
+    IS_DEFAULT_FIELD_NUMBER: builtins.int
+    field: builtins.str
+    """ttft_ms or itl_ms"""
+    ms: builtins.float
+    is_default: builtins.bool
+    """none was given: the middle of the grid's range"""
+    def __init__(
+        self,
+        *,
+        field: builtins.str = ...,
+        ms: builtins.float = ...,
+        is_default: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["field", b"field", "is_default", b"is_default", "ms", b"ms"]) -> None: ...
+
+Global___Target: typing_extensions.TypeAlias = Target
+
+@typing.final
 class StageChoice(google.protobuf.message.Message):
     """The choice for one stage."""
 
@@ -168,8 +193,7 @@ class StageChoice(google.protobuf.message.Message):
     BASE_POOL_FIELD_NUMBER: builtins.int
     POOL_FIELD_NUMBER: builtins.int
     OVERRIDDEN_FIELD_NUMBER: builtins.int
-    TARGET_MS_FIELD_NUMBER: builtins.int
-    TARGET_IS_DEFAULT_FIELD_NUMBER: builtins.int
+    TARGETS_FIELD_NUMBER: builtins.int
     WORKER_FIELD_NUMBER: builtins.int
     CANDIDATES_FIELD_NUMBER: builtins.int
     CANDIDATES_TOTAL_FIELD_NUMBER: builtins.int
@@ -181,16 +205,16 @@ class StageChoice(google.protobuf.message.Message):
     """after priority overrides and the retry order"""
     overridden: builtins.bool
     """a priority override replaced the grid's pool"""
-    target_ms: builtins.float
-    """the latency that was looked up in the grid"""
-    target_is_default: builtins.bool
-    """no target was given: middle of the grid's range"""
     worker: builtins.str
-    """address of the winner"""
+    """address of the winner; empty: nobody can take the request"""
     candidates_total: builtins.int
     @property
     def cell(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """grid index: row, column (or layer, row, column)"""
+
+    @property
+    def targets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Target]:
+        """one for each latency axis of the grid"""
 
     @property
     def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Candidate]:
@@ -208,14 +232,13 @@ class StageChoice(google.protobuf.message.Message):
         base_pool: builtins.str = ...,
         pool: builtins.str = ...,
         overridden: builtins.bool = ...,
-        target_ms: builtins.float = ...,
-        target_is_default: builtins.bool = ...,
+        targets: collections.abc.Iterable[Global___Target] | None = ...,
         worker: builtins.str = ...,
         candidates: collections.abc.Iterable[Global___Candidate] | None = ...,
         candidates_total: builtins.int = ...,
         pool_order: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "overridden", b"overridden", "pool", b"pool", "pool_order", b"pool_order", "stage", b"stage", "target_is_default", b"target_is_default", "target_ms", b"target_ms", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "overridden", b"overridden", "pool", b"pool", "pool_order", b"pool_order", "stage", b"stage", "targets", b"targets", "worker", b"worker"]) -> None: ...
 
 Global___StageChoice: typing_extensions.TypeAlias = StageChoice
 

@@ -84,10 +84,9 @@ class Dispatcher:
         return self.fleet.pools[choice.pool].lease(choice.winner.view.address, choice.work)
 
     def _check_model(self, ask: Ask) -> None:
-        models = self.fleet.models()
-        if not models:
-            raise NoWorker("no worker has been reached yet")
-        if ask.model not in models:
+        if not self.fleet.serves(ask.model):
+            if not self.fleet.models():
+                raise NoWorker("no worker has been reached yet")
             raise UnknownModel(f"model: {ask.model[:100]!r} is not served here")
 
 

@@ -49,6 +49,14 @@ class Candidate(NamedTuple):
     excluded: str  # why it may not be chosen; empty: it may
 
 
+class Target(NamedTuple):
+    """A latency that was looked up in the grid."""
+
+    field: str
+    ms: float
+    is_default: bool
+
+
 class StageChoice(NamedTuple):
     """The choice for one stage; `winner` is None when nobody may take the request."""
 
@@ -57,8 +65,7 @@ class StageChoice(NamedTuple):
     base_pool: str
     pool: str  # where the winner is; without one, the pool to blame
     pool_order: tuple[str, ...]
-    target_ms: float
-    target_is_default: bool
+    targets: tuple[Target, ...]  # one for each latency axis of the grid
     winner: Candidate | None
     candidates: tuple[Candidate, ...]  # best first, of every pool that was looked at
     work: Work
@@ -125,16 +132,19 @@ def choose_stage(
         if winner is not None:
             work = _work(stage, ask, pools[name].estimator)
             break
-    axis = grid.axes[-1]
-    target = values[axis.field]
+    targets = tuple(
+        Target(axis.field, axis.midpoint if given is None else given, given is None)
+        for axis in grid.axes
+        if not axis.required
+        for given in [values[axis.field]]
+    )
     return StageChoice(
         stage=stage,
         cell=cell,
         base_pool=grid.pool_names[cell.base_pool],
         pool=order[0] if winner is None else winner.pool,
         pool_order=order,
-        target_ms=axis.midpoint if target is None else target,
-        target_is_default=target is None,
+        targets=targets,
         winner=winner,
         candidates=tuple(sorted(candidates, key=_rank)),
         work=work,
@@ -192,14 +202,18 @@ def _pick(candidates: Iterable[Candidate], rng: random.Random) -> Candidate | No
     return ties[int(rng.random() * len(ties))]
 
 
+def _in_words(target: Target) -> str:
+    name = target.field.removesuffix("_ms").upper()
+    if target.is_default:
+        return f"no {name} target (so the middle of the grid, {target.ms:g} ms)"
+    return f"{name} target {target.ms:g} ms"
+
+
 def _explain(ask: Ask, choice: StageChoice) -> str:
-    axis = "ITL" if choice.stage is not Stage.PREFILL else "TTFT"
-    target = f"{axis} target {choice.target_ms:g} ms"
-    if choice.target_is_default:
-        target = f"no {axis} target, so the middle of the grid ({choice.target_ms:g} ms)"
+    inputs = [f"{ask.isl_tokens} prompt tokens", *map(_in_words, choice.targets)]
     cell = "".join(f"[{index}]" for index in choice.cell.index)
     lines = [
-        f"{choice.stage.value}: {ask.isl_tokens} prompt tokens and {target} fall in cell {cell},"
+        f"{choice.stage.value}: {' and '.join(inputs)} fall in cell {cell},"
         f" which is pool {choice.base_pool}."
     ]
     if choice.overridden:
@@ -212,11 +226,13 @@ def _explain(ask: Ask, choice: StageChoice) -> str:
         return " ".join(lines)
     if choice.pool != choice.pool_order[0]:
         lines.append(f"No worker there can take it; pool {choice.pool} is next in the retry order.")
-    open_ = [candidate for candidate in choice.candidates if not candidate.excluded]
+    n_open = sum(not candidate.excluded for candidate in choice.candidates)
     best = choice.winner
+    who = f"{best.view.address} is the only worker that can take it"
+    if n_open > 1:
+        who = f"Of {n_open} workers that can take it {best.view.address} has the least load"
     lines.append(
-        f"Of {len(open_)} open workers {best.view.address} has the least predicted load:"
-        f" {best.score_s:.4f} s with {best.view.inflight} in flight and"
+        f"{who}: predicted load {best.score_s:.4f} s, with {best.view.inflight} in flight and"
         f" {best.view.queued_tokens} prompt tokens queued."
     )
     for label, seconds in (("TTFT", best.predicted_ttft_s), ("ITL", best.predicted_itl_s)):

@@ -141,10 +141,10 @@ def test_cfg_01_a_missing_target_is_the_middle_of_the_grid_and_said_to_be_a_defa
     grids = {Stage(k): g for k, g in parse_config(content, source="f").stages.items()}
     pools = {n: pool_view(n, [view(f"{n}:1")]) for g in grids.values() for n in g.pool_names}
     prefill, decode = choose(ask(), grids, pools, rng=rng()).stages
-    assert (prefill.target_ms, prefill.target_is_default, prefill.pool) == (500, True, "p-bulk")
-    assert (decode.target_ms, decode.target_is_default, decode.pool) == (25, True, "d-bulk")
+    assert (prefill.targets, prefill.pool) == ((("ttft_ms", 500, True),), "p-bulk")
+    assert (decode.targets, decode.pool) == ((("itl_ms", 25, True),), "d-bulk")
     prefill = choose(ask(sla=Sla(ttft_ms=500)), grids, pools, rng=rng()).stages[0]
-    assert (prefill.target_ms, prefill.target_is_default, prefill.pool) == (500, False, "p-bulk")
+    assert (prefill.targets, prefill.pool) == ((("ttft_ms", 500, False),), "p-bulk")
 
 
 def test_a_decision_explains_itself_in_words() -> None:
@@ -157,7 +157,7 @@ def test_a_decision_explains_itself_in_words() -> None:
         "TTFT target 40 ms",
         "pool only",
         "idle:1",
-        "2 open",
+        "Of 2 workers that can take it idle:1",
     ):
         assert part in text
     down = {"only": pool_view("only", [view("w:1", state=State.REFUSED)])}
