@@ -1,25 +1,26 @@
-"""The simulated engine's loop: admission, continuous batching with chunked prefill, handoff.
+"""The simulated engine's loop: continuous batching with chunked prefill, tokens, handoff.
 
 Driven by callbacks on the running loop and by nothing else: no task, no thread, no clock but
 `loop.time()`, so the same engine runs in real and in virtual time. An idle engine has no timer pending,
 unless handoffs are parked.
 
-    submit -> waiting -> prefilling -> decoding -> done
-                 |            `-> done, blocks parked        (context_only)
-                 `-> transferring -> decoding -> done        (generation_only)
+    submit -> prefill -> first token -> decode -> done
+         |                    `-> done, blocks parked        (context_only)
+         `-> pull ---> first token -> decode -> done         (generation_only)
+
+Who waits, who runs and on which blocks is kept by `sim_schedule`.
 """
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import replace
 
 from slagate.workers.kv_transfer import KvTransferError, KvTransport
 from slagate.workers.sim_handoff import DisaggIds, KvMismatchError, export_prompt, pull_prompt
-from slagate.workers.sim_kv_cache import Allocation, SimKvCache, next_token
+from slagate.workers.sim_kv_cache import SimKvCache, next_token
 from slagate.workers.sim_parking import ParkedSessions
 from slagate.workers.sim_request import DisaggregatedParams, RequestError
-from slagate.workers.sim_sequence import Chunk, EngineLimits, Iteration, SimSequence
+from slagate.workers.sim_schedule import SimSchedule
+from slagate.workers.sim_sequence import EngineLimits, Iteration, SimSequence
 from slagate.workers.sim_stats import StatsQueue, iteration_record
 from slagate.workers.sim_timing import EngineTiming, PrefillChunk
 
@@ -58,11 +59,7 @@ class SimEngine:
         self._transport = transport
         self._disagg_ids = disagg_ids
         self._stats = stats
-        # Ordered for cheap removal at the front, which a plain dict has not.
-        self._waiting: OrderedDict[SimSequence, None] = OrderedDict()
-        self._prefilling: dict[SimSequence, None] = {}
-        self._transferring: dict[SimSequence, None] = {}
-        self._decoding: dict[SimSequence, None] = {}
+        self._schedule = SimSchedule(cache, limits)
         self._iteration: Iteration | None = None
         self._wake: asyncio.Handle | None = None
         self._n_iterations = 0
@@ -71,16 +68,16 @@ class SimEngine:
     @property
     def n_running(self) -> int:
         """Requests admitted and not finished."""
-        return len(self._prefilling) + len(self._transferring) + len(self._decoding)
+        return self._schedule.n_running
 
     @property
     def n_queued(self) -> int:
         """Requests waiting for admission."""
-        return len(self._waiting)
+        return len(self._schedule.waiting)
 
     def submit(self, sequence: SimSequence) -> None:
         """Queue a sequence; it starts with the next iteration that has room."""
-        self._waiting[sequence] = None
+        self._schedule.add(sequence)
         self._kick()
 
     def abort(self, sequence: SimSequence) -> None:
@@ -91,8 +88,7 @@ class SimEngine:
 
     def fail_all(self, error: BaseException) -> None:
         """End every sequence with `error` and withdraw parked handoffs; nothing is left to run."""
-        held = (self._waiting, self._prefilling, self._transferring, self._decoding)
-        for sequence in [one for group in held for one in group]:
+        for sequence in self._schedule.sequences():
             self._end(sequence)
             sequence.result.fail(error)
         if self.parked is not None:
@@ -100,8 +96,7 @@ class SimEngine:
         self._cancel_wake()
 
     def _kick(self) -> None:
-        ready = self._waiting or self._prefilling or self._decoding
-        if self._wake is None and self._iteration is None and ready:
+        if self._wake is None and self._iteration is None and self._schedule.is_ready():
             self._wake = asyncio.get_running_loop().call_soon(self._begin)
 
     def _cancel_wake(self) -> None:
@@ -116,9 +111,9 @@ class SimEngine:
     def _start_iteration(self, now_s: float) -> None:
         """Admit, plan one iteration and set the timer for its end; nothing to run = stay idle."""
         n_new = self._admit(now_s)
-        decoding = list(self._decoding)
+        decoding = list(self._schedule.decoding)
         # A decoding request takes one token of the budget each.
-        chunks = self._plan_chunks(self._limits.max_num_tokens - len(decoding))
+        chunks = self._schedule.plan_chunks(self._limits.max_num_tokens - len(decoding))
         # Requests refused at admission asked for a wake-up, which this iteration makes needless.
         self._cancel_wake()
         if not decoding and not chunks:
@@ -131,17 +126,6 @@ class SimEngine:
         )
         timer = asyncio.get_running_loop().call_at(ends_s, self._finish_iteration)
         self._iteration = Iteration(now_s, ends_s, decoding, chunks, n_new, timer)
-
-    def _plan_chunks(self, budget_tokens: int) -> list[Chunk]:
-        """Prefill work of one iteration, in order of admission."""
-        chunks = []
-        for sequence in self._prefilling:
-            if budget_tokens <= 0:
-                break
-            n = min(budget_tokens, sequence.n_prompt - sequence.prefilled_tokens)
-            chunks.append(Chunk(sequence, n))
-            budget_tokens -= n
-        return chunks
 
     def _finish_iteration(self) -> None:
         iteration = self._iteration
@@ -161,7 +145,7 @@ class SimEngine:
                 iteration,
                 number=self._n_iterations,
                 n_active=self.n_running,
-                queued=list(self._waiting),
+                queued=list(self._schedule.waiting),
                 n_completed=self._n_completed,
                 cache=self.cache,
             )
@@ -171,43 +155,22 @@ class SimEngine:
         self._start_iteration(now_s if late else iteration.ends_s)
 
     def _admit(self, now_s: float) -> int:
-        """Move waiting sequences in while the head of the queue fits; returns how many."""
+        """Let in what fits, in order of arrival, and start its pulls; returns how many came in."""
         n_admitted = 0
-        block_tokens = self._limits.block_tokens
-        while self._waiting and self.n_running < self._limits.max_batch_size:
-            sequence = next(iter(self._waiting))
-            pulls = sequence.request_type == "generation_only"
-            n_blocks = len(sequence.states)
-            # The newest token is never in the cache, hence - 1; rounded up to whole blocks.
-            n_blocks_at_end = -(-(sequence.n_prompt + sequence.max_tokens - 1) // block_tokens)
-            # The last prompt token is always computed: its logits are the first output.
-            reusable = [] if pulls else sequence.states[: (sequence.n_prompt - 1) // block_tokens]
-            allocation = self.cache.allocate(
-                reusable, n_blocks=n_blocks, reserve_blocks=n_blocks_at_end - n_blocks
-            )
-            if allocation is None:
-                break
-            del self._waiting[sequence]
+        # A refused pull gives its room back at once, so each admission is decided after the last pull.
+        while (sequence := self._schedule.admit()) is not None:
             n_admitted += 1
-            sequence.allocation = allocation
-            if pulls:
-                self._transferring[sequence] = None
+            if sequence.request_type == "generation_only":
                 self._pull(sequence, now_s)
-            else:
-                sequence.prefilled_tokens = len(allocation.shared) * block_tokens
-                sequence.result.cached_tokens = sequence.prefilled_tokens
-                self._prefilling[sequence] = None
         return n_admitted
 
     def _finish_prefill(self, sequence: SimSequence) -> None:
         """The whole prompt is in the cache: first token, and the handoff of a context_only request."""
-        del self._prefilling[sequence]
-        self._decoding[sequence] = None
         block_tokens = self._limits.block_tokens
         n_full = sequence.n_prompt // block_tokens
         parent = sequence.states[n_full - 1] if n_full else sequence.seed
         sequence.start_chain(parent, block_tokens)
-        self._commit_prompt(sequence)
+        self._schedule.start_decoding(sequence)
         token = next_token(sequence.states[-1], self._limits.vocab_size)
         if sequence.request_type == "context_only" and not sequence.stops_at(token):
             self._hand_off(sequence, token)
@@ -216,11 +179,10 @@ class SimEngine:
 
     def _decode(self, sequence: SimSequence) -> None:
         """One decode step: the last token enters the cache, the next one comes out."""
-        chain, allocation = sequence.chain, sequence.allocation
+        chain = sequence.chain
         assert chain is not None
-        assert allocation is not None
         if sequence.kv_tokens % self._limits.block_tokens == 0:
-            self.cache.grow(allocation)
+            self._schedule.grow(sequence)
         sequence.kv_tokens += 1
         chain.append(sequence.last_token)
         self._emit(sequence, next_token(chain.state, self._limits.vocab_size))
@@ -265,7 +227,7 @@ class SimEngine:
         except KvTransferError as error:
             self._refuse(sequence, error)
             return
-        allocation, sequence.allocation = self._commit_all(sequence), None
+        allocation = self._schedule.take_blocks(sequence)
         self._end(sequence)
         self.parked.park(sequence.result.request_id, allocation)
         sequence.result.push(token)
@@ -287,9 +249,7 @@ class SimEngine:
 
     def _finish_transfer(self, sequence: SimSequence) -> None:
         sequence.transfer_timer = None
-        del self._transferring[sequence]
-        self._decoding[sequence] = None
-        self._commit_prompt(sequence)
+        self._schedule.start_decoding(sequence)
         self._emit(sequence, sequence.last_token)
         self._kick()
 
@@ -298,33 +258,10 @@ class SimEngine:
         self._end(sequence)
         sequence.result.fail(RequestError(f"KV transfer failed: {error}"))
 
-    def _commit_prompt(self, sequence: SimSequence) -> None:
-        # TensorRT-LLM stores a prompt of L tokens as L - 1 reusable ones.
-        n_full = (sequence.n_prompt - 1) // self._limits.block_tokens
-        self._commit(sequence, sequence.states[:n_full])
-
-    def _commit_all(self, sequence: SimSequence) -> Allocation:
-        """Make every full block of a decoding sequence reusable, generated ones too."""
-        assert sequence.chain is not None
-        n_full = sequence.n_prompt // self._limits.block_tokens
-        return self._commit(sequence, sequence.states[:n_full] + sequence.chain.filled)
-
-    def _commit(self, sequence: SimSequence, states: Sequence[bytes]) -> Allocation:
-        allocation = sequence.allocation
-        assert allocation is not None
-        self.cache.commit(allocation, states[len(allocation.shared) :])
-        return allocation
-
     def _end(self, sequence: SimSequence) -> None:
-        """Take a sequence out of every place and free what it holds; no timer of it is left behind."""
-        if sequence.allocation is not None:
-            if sequence in self._decoding:
-                self._commit_all(sequence)
-            self.cache.release(sequence.allocation)
-            sequence.allocation = None
+        """Take a sequence out and free what it holds; no timer of it is left behind."""
+        self._schedule.remove(sequence)
         sequence.done = True
-        for group in (self._waiting, self._prefilling, self._transferring, self._decoding):
-            group.pop(sequence, None)
         if sequence.transfer_timer is not None:
             sequence.transfer_timer.cancel()
             sequence.transfer_timer = None

@@ -238,8 +238,7 @@ METHODS = {name: _method(name, rest) for name, rest in _entries(_METHODS).items(
 def _set_type(proto: descriptor_pb2.FieldDescriptorProto, kind: str) -> None:
     """Fills type and type_name from the spelling used in the tables."""
     if kind == "Struct":
-        proto.type = proto.TYPE_MESSAGE
-        proto.type_name = ".google.protobuf.Struct"
+        proto.type, proto.type_name = proto.TYPE_MESSAGE, ".google.protobuf.Struct"
     elif kind in MESSAGES or kind in ENUMS:
         proto.type = proto.TYPE_MESSAGE if kind in MESSAGES else proto.TYPE_ENUM
         proto.type_name = f".{PACKAGE}.{kind}"
@@ -253,8 +252,7 @@ def _add_message(file: descriptor_pb2.FileDescriptorProto, name: str, fields: li
     oneofs = list(dict.fromkeys(f.label[6:] for f in fields if f.label.startswith("oneof:")))
     for field in fields:
         proto = message.field.add(name=field.name, number=field.number)
-        repeated = field.label == "rep"
-        proto.label = proto.LABEL_REPEATED if repeated else proto.LABEL_OPTIONAL
+        proto.label = proto.LABEL_REPEATED if field.label == "rep" else proto.LABEL_OPTIONAL
         _set_type(proto, field.type)
         if field.label.startswith("oneof:"):
             proto.oneof_index = oneofs.index(field.label[6:])
@@ -279,16 +277,15 @@ def file_descriptor() -> FileDescriptor:
         enum = file.enum_type.add(name=name)
         for number, value in enumerate(values):
             enum.value.add(name=value, number=number)
-    for service in dict.fromkeys(method.service for method in METHODS.values()):
-        declared = file.service.add(name=service)
-        for method in METHODS.values():
-            if method.service == service:
-                declared.method.add(
-                    name=method.name,
-                    input_type=f".{PACKAGE}.{method.request}",
-                    output_type=f".{PACKAGE}.{method.response}",
-                    server_streaming=method.streams_response,
-                )
+    names = dict.fromkeys(method.service for method in METHODS.values())
+    services = {name: file.service.add(name=name) for name in names}
+    for method in METHODS.values():
+        services[method.service].method.add(
+            name=method.name,
+            input_type=f".{PACKAGE}.{method.request}",
+            output_type=f".{PACKAGE}.{method.response}",
+            server_streaming=method.streams_response,
+        )
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(struct_pb2.DESCRIPTOR.serialized_pb)
     pool.AddSerializedFile(file.SerializeToString())

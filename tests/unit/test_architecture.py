@@ -26,6 +26,9 @@ BELOW = {
 # second relay, with its own bugs.
 SPEAKS_GENERATE = {"workers/channel", "workers/server", "router/front"}
 
+# Absolute paths that mean the same on every machine: shared memory, and gRPC's method paths.
+SAME_EVERYWHERE = r"/dev/shm(/|$)|/openengine\.v1\.\w+/"
+
 MODULES = {
     f"{package}/{path.stem}": path
     for package in BELOW
@@ -115,9 +118,17 @@ def generate_on_the_wire(module: str, source: str) -> list[str]:
 
 
 def outside_the_repository(module: str, source: str) -> list[str]:
-    """Paths of the machine that the code was written on."""
+    """Literals with an absolute path of two parts or more, which only one machine has.
+
+    One part, as in an HTTP path, says nothing about a machine. A trailing slash counts as a second
+    part: an f-string goes on there.
+    """
     del module
-    return re.findall(r"\.\./shared|/work/", source)
+    # After a letter, a dot or another slash it is a relative path, a URL or a media type.
+    absolute = r"(?<![\w./-])/[\w.-]+/[\w./-]*"
+    found = [path for text in constants(ast.parse(source)) for path in re.findall(absolute, text)]
+    foreign = [path for path in found if not re.match(SAME_EVERYWHERE, path)]
+    return foreign + re.findall(r"\.\./shared", source)
 
 
 def unsafe_decoding(module: str, source: str) -> list[str]:
@@ -175,7 +186,13 @@ BROKEN = [
     (generate_on_the_wire, "router/splice", "PATH = b'/openengine.v1.Inference/Generate'"),
     (generate_on_the_wire, "router/splice", "path = f'/openengine.v1.Inference/{name}'"),
     (outside_the_repository, "router/app", "open('../shared/traces.jsonl')  # read"),
-    (outside_the_repository, "router/app", "# see /work/notes"),
+    (outside_the_repository, "router/app", "# see ../shared/notes"),
+    (outside_the_repository, "router/app", "Path('/home/me/traces.jsonl')"),
+    (outside_the_repository, "router/app", "path = f'/srv/{name}'"),
+    (outside_the_repository, "router/app", "open('~/models/x')"),
+    (outside_the_repository, "router/app", "ROOT = b'/srv/models'"),
+    (outside_the_repository, "router/app", "help = 'traces, as in /srv/traces/a.jsonl'"),
+    (outside_the_repository, "workers/load", "Path('/dev/shmem/kv')"),
     (unsafe_decoding, "workers/load", "import pickle"),
     (unsafe_decoding, "workers/load", "from marshal import loads"),
     (unsafe_decoding, "workers/load", "from multiprocessing.connection import Client"),
@@ -199,6 +216,11 @@ KEPT = [
     (code_besides_docstring, "pools/__init__", "'''What it owns.'''\n"),
     (generate_on_the_wire, "router/generate", "'''/openengine.v1.Inference/Generate.'''"),
     (generate_on_the_wire, "workers/channel", "PATH = '/openengine.v1.Inference/Generate'"),
+    (outside_the_repository, "workers/load", "Path('/dev/shm')\nPath('/dev/shm/kv')"),
+    (outside_the_repository, "workers/load", "PATH = b'/openengine.v1.Inference/Generate'"),
+    (outside_the_repository, "router/app", "'try /metrics, /healthz, /readyz'"),
+    (outside_the_repository, "router/app", "'configs/grids/a.json', 'http://h/a/b', 'text/plain'"),
+    (outside_the_repository, "router/app", "'''As in /srv/traces.'''"),
     (unsafe_decoding, "pools/grid", "yaml.safe_load(text)\nre.compile('x')\njson.loads(text)"),
 ]
 

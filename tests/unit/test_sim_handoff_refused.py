@@ -1,0 +1,112 @@
+"""The TensorRT-LLM double: handoffs that do not fit the request, the worker or their own bytes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slagate.workers.sim_request import RequestError
+from support.sim_llm import VOCAB, Pair, expected, llm, prompt_of, tokens_of
+from support.virtual_loop import run
+
+
+def test_a_replayed_handoff_is_refused(pair: Pair) -> None:
+    async def scenario() -> None:
+        prompt = prompt_of(50)
+        params = await pair.hand_off(prompt)
+        await pair.resume(prompt, params)
+        assert "already consumed or released" in await pair.refused(prompt, params)
+        assert (pair.decode.kv_transfer_failures, pair.decode.kv_verify_failures) == (1, 0)
+        await pair.blocks_come_back()
+
+    run(scenario)
+
+
+def test_a_handoff_of_another_prompt_is_refused_by_its_bytes(pair: Pair) -> None:
+    async def scenario() -> None:
+        params = await pair.hand_off(prompt_of(100))
+        other = prompt_of(100)
+        other[70] += 1
+        message = await pair.refused(other, params)
+        assert "2 of 4 blocks do not hold this prompt, first block 2" in message
+        assert (pair.decode.kv_transfer_failures, pair.decode.kv_verify_failures) == (1, 1)
+        await pair.blocks_come_back()
+
+    run(scenario)
+
+
+def test_bytes_changed_on_the_way_are_refused(pair: Pair) -> None:
+    async def scenario() -> None:
+        prompt = prompt_of(50)
+        params = await pair.hand_off(prompt)
+        (path,) = pair.root.rglob("*.kv")
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        assert "corrupted" in await pair.refused(prompt, params)
+        assert (pair.decode.kv_transfer_failures, pair.decode.kv_verify_failures) == (1, 0)
+        await pair.blocks_come_back()
+
+    run(scenario)
+
+
+def test_parts_of_two_handoffs_do_not_mix_and_the_right_one_still_works(pair: Pair) -> None:
+    async def scenario() -> None:
+        prompts = prompt_of(50), prompt_of(50, 2)
+        a, b = [await pair.hand_off(prompt) for prompt in prompts]
+        assert a.opaque_state is not None
+        mixed = [
+            (prompts[0], replace(a, opaque_state=b.opaque_state), "of session"),
+            (prompts[0], replace(a, first_gen_tokens=b.first_gen_tokens), "first_gen_tokens"),
+            (prompts[0], replace(a, first_gen_tokens=None), "first_gen_tokens"),
+            (prompts[0], replace(a, opaque_state=a.opaque_state[:-1]), "truncated"),
+            (prompts[0], replace(a, opaque_state=a.opaque_state[:9]), "truncated"),
+            (prompts[0][:-1], a, "50 prompt tokens, not 49"),
+        ]
+        for prompt, params, message in mixed:
+            assert message in await pair.refused(prompt, params)
+        assert pair.decode.kv_transfer_failures == len(mixed)
+        assert pair.decode.kv_verify_failures == 0
+        for prompt, params in zip(prompts, (a, b), strict=True):
+            assert await tokens_of(pair.resume(prompt, params)) == expected(prompt, 32)
+        await pair.blocks_come_back()
+
+    run(scenario)
+
+
+def test_every_flipped_bit_of_the_opaque_state_is_refused(pair: Pair) -> None:
+    async def scenario() -> None:
+        prompt = prompt_of(50)
+        params = await pair.hand_off(prompt)
+        assert params.opaque_state is not None
+        for i in range(len(params.opaque_state)):
+            altered = bytearray(params.opaque_state)
+            altered[i] ^= 1
+            await pair.refused(prompt, replace(params, opaque_state=bytes(altered)))
+        assert await tokens_of(pair.resume(prompt, params)) == expected(prompt, 32)
+        await pair.blocks_come_back()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tokens_per_block": 64}, "32 tokens per block, here 64"),
+        ({"vocab_size": VOCAB - 1, "end_id": 1}, "does not follow from the blocks"),
+    ],
+)
+def test_workers_of_unequal_block_size_or_vocabulary_do_not_pair(
+    pair: Pair, changed: dict[str, Any], message: str
+) -> None:
+    """With another vocabulary, the same blocks give another first token."""
+
+    async def scenario() -> None:
+        prompt = prompt_of(50)
+        params = await pair.hand_off(prompt)
+        other = llm(transport=pair.transports[1], **changed)
+        with pytest.raises(RequestError, match=message):
+            await other.generate_async(prompt, disaggregated_params=params)
+        pair.prefill.shutdown()
+
+    run(scenario)
