@@ -65,6 +65,21 @@ class Fleet:
             )
         ]
 
+    def not_ready(self) -> str:
+        """Why no request at all can be served; empty when one can."""
+        if unready := self.unready_stages():
+            return ", ".join(f"no {stage.value} worker is ready" for stage in unready)
+        served = [
+            {
+                name
+                for m in self.members()
+                if m.stage is stage and m.state is State.READY
+                for name in m.models
+            }
+            for stage in self.stages
+        ]
+        return "" if set.intersection(*served) else "no model is served by every stage"
+
 
 class _Views(dict[str, PoolView]):
     """Most decisions look at one pool a stage, so the others are not copied."""

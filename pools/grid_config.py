@@ -43,7 +43,6 @@ class FleetConfig:
     mode: str
     stages: Mapping[str, StageGrid]
     pools: Mapping[str, PoolSpec]
-    enable_priority_retry: bool
     warnings: tuple[str, ...]
 
 
@@ -113,7 +112,6 @@ def _parsed(content: object, source: str, read_problems: tuple[Problem, ...]) ->
         mode=file.mode,
         stages=MappingProxyType(stages),
         pools=MappingProxyType(file.pools),
-        enable_priority_retry=file.enable_priority_retry,
         warnings=tuple(draft.warnings),
     )
 

@@ -6,14 +6,20 @@
     not_ready    2nd in a row -> ready (stays)                 -> refused
     refused      -> not_ready          (stays)                 (stays)
 
-Three failures and two successes, because one slow answer of a busy worker is no reason to lose it.
+Three failures and two successes, because one slow answer of a busy worker is no reason to lose it. A
+request that the worker did not even take (UNAVAILABLE before any answer) counts as a failed probe: a dead
+worker gives its leases back at once, looks idle, and would draw all traffic until the next looks.
 """
 
+import logging
+from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.worker import Worker
+
+log = logging.getLogger(__name__)
 
 FAILURES_TO_LEAVE = 3
 SUCCESSES_TO_RETURN = 2
@@ -57,6 +63,8 @@ class MemberView(NamedTuple):
     queued_s: float
     context_tokens: int
     models: frozenset[str]
+    suspect: bool = False  # ready, but its last probe or leg failed
+    last_chosen: int = 0  # number of its pool's last lease on it; 0: none yet
 
 
 class Member:
@@ -71,14 +79,16 @@ class Member:
         self.state = State.CONNECTING
         self.reason = "not reached yet"
         self.info: oe.ServerInfo | None = None
-        self.models: dict[str, oe.ModelInfo] = {}
+        self.on_leave: set[Callable[[str], None]] = set()  # told once when it stops being ready
         self.load: oe.LoadInfo | None = None
         self.load_at_s = 0.0
         self.inflight = 0
         self.queued_tokens = 0
         self.queued_s = 0.0
         self.context_tokens = 0
+        self.last_chosen = 0
         self._in_a_row = 0
+        self.models = {}
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
@@ -97,8 +107,20 @@ class Member:
             self.queued_tokens,
             self.queued_s,
             self.context_tokens,
-            frozenset(self.models),
+            self._model_names,
+            self._in_a_row < 0,
+            self.last_chosen,
         )
+
+    @property
+    def models(self) -> dict[str, oe.ModelInfo]:
+        """What it serves, by name."""
+        return self._models
+
+    @models.setter
+    def models(self, models: dict[str, oe.ModelInfo]) -> None:
+        self._models = models
+        self._model_names = frozenset(models)
 
     def probe_ok(self) -> bool:
         """One good probe. True when the state changed."""
@@ -131,7 +153,13 @@ class Member:
         return self._become(State.REFUSED, reason)
 
     def _become(self, state: State, reason: str, *, in_a_row: int = 0) -> bool:
+        left = self.state is State.READY
         self.state, self.reason, self._in_a_row = state, reason, in_a_row
+        about = {"worker": self.address, "pool": self.pool, "state": state.value, "reason": reason}
+        log.info("member.state", extra=about)
+        if left:
+            for tell in list(self.on_leave):
+                tell(reason)
         return True
 
 

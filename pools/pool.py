@@ -27,6 +27,7 @@ class Pool:
         self.members = {member.address: member for member in members}
         self.requests_total = 0
         self.retries_total = 0
+        self.spills_total = 0
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
@@ -42,4 +43,5 @@ class Pool:
         assert member.state is State.READY, member
         assert member.inflight < member.max_inflight, member
         self.requests_total += 1
+        member.last_chosen = self.requests_total
         return Lease(member, work)

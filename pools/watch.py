@@ -4,6 +4,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 import anyio
 
@@ -20,6 +21,9 @@ INTERVAL_S = 1.0
 """Between two looks at a worker. Load in between is known from leases, so faster buys nothing."""
 
 JITTER_RATIO = 0.2
+
+LOOK_LIMIT_S = 2.0
+"""Workers answer these from memory; one that takes longer hangs."""
 
 Connect = Callable[[str], AbstractAsyncContextManager[Worker]]
 
@@ -49,52 +53,79 @@ async def _watch(
     async with connect(member.address) as worker:
         member.worker = worker
         while True:
-            if await _look(member, worker, now_s):
-                log.info(
-                    "member.state",
-                    extra={
-                        "worker": member.address,
-                        "pool": member.pool,
-                        "state": member.state.value,
-                        "reason": member.reason,
-                    },
-                )
+            await _look(member, worker, now_s)
             await anyio.sleep(INTERVAL_S * (1 + JITTER_RATIO * rng.uniform(-1, 1)))
 
 
 async def _look(member: Member, worker: Worker, now_s: Callable[[], float]) -> bool:
     """One look at the worker. True when its state changed."""
     try:
-        health = await worker.health(oe.HealthRequest())
-        # A restarted process answers under the same address with another instance id, and asking is
-        # cheap: so who it is comes with every look, and never from memory.
-        info = await worker.server_info()
-        if misfit := _misfit(member, info):
-            return member.refuse(misfit)
-        if member.info is None or member.info.instance_id != info.instance_id:
-            member.models = {name: await worker.model_info(name) for name in info.supported_models}
-        member.info = info
-        await _load(member, worker, now_s)
+        with anyio.fail_after(LOOK_LIMIT_S):
+            health = await worker.health(oe.HealthRequest())
+            await _load(member, worker, now_s)
+            if misfit := await _identify(member, worker):
+                return member.refuse(misfit)
     except WorkerError as error:
         return member.probe_failed(f"{error.status.code.name}: {scrub(error.status.message)}")
+    except TimeoutError:
+        return member.probe_failed(f"does not answer within {LOOK_LIMIT_S} s")
+    except Exception as error:
+        # Whatever one worker answers, the others and the gateway go on.
+        log.exception("member.look", extra={"worker": member.address})
+        return member.probe_failed(f"answers what cannot be read: {type(error).__name__}")
     if health.state != oe.HEALTH_STATE_READY:
-        return member.probe_failed(f"reports {oe.HealthState.Name(health.state)}")
+        return member.probe_failed(f"reports {_name(oe.HealthState, health.state)}")
     return member.probe_ok()
 
 
 async def _load(member: Member, worker: Worker, now_s: Callable[[], float]) -> None:
-    member.load = await worker.load(oe.GetLoadRequest())
-    member.load_at_s = now_s()
+    try:
+        member.load = await worker.load(oe.GetLoadRequest())
+        member.load_at_s = now_s()
+    except WorkerError:
+        # TensorRT-LLM's own server has no figures when it is idle, and old ones have no such method:
+        # an answer about what it can tell, not about its health.
+        member.load = None
+
+
+async def _identify(member: Member, worker: Worker) -> str:
+    """Who answers under this address; why it cannot be the configured member, or "".
+
+    A restarted process has another instance id. Load reports carry it too, so a worker that gives them
+    is asked for the whole answer only when it has changed.
+    """
+    known = member.info
+    if known and known.instance_id and _reported_instance(member) == known.instance_id:
+        return _misfit(member, known)
+    info = await worker.server_info()
+    if misfit := _misfit(member, info):
+        member.info = info
+        return misfit
+    if known is None or known.instance_id != info.instance_id or not member.models:
+        models = {name: await worker.model_info(name) for name in info.supported_models}
+        member.models = models
+    member.info = info
+    return ""
+
+
+def _reported_instance(member: Member) -> str:
+    return "" if member.load is None else member.load.instance_id
 
 
 def _misfit(member: Member, info: oe.ServerInfo) -> str:
-    """Why this server cannot be the member the configuration says it is; empty when it can."""
     if info.schema_revision != 1 or info.minimum_client_revision > 1:
         return f"speaks OpenEngine revision {info.schema_revision}, this gateway revision 1"
     if info.schema_release != SCHEMA_RELEASE:
-        return f"speaks OpenEngine release {info.schema_release!r}, not {SCHEMA_RELEASE!r}"
-    # TensorRT-LLM's own server cannot say its role: the configuration is then all there is.
-    if info.engine_role not in (oe.ENGINE_ROLE_UNSPECIFIED, ROLE_OF_STAGE[member.stage]):
-        role = oe.EngineRole.Name(info.engine_role).removeprefix("ENGINE_ROLE_").lower()
+        return f"speaks OpenEngine release {info.schema_release[:80]!r}, not {SCHEMA_RELEASE!r}"
+    wanted = ROLE_OF_STAGE[member.stage]
+    # TensorRT-LLM's own server cannot say its role, and a role of a later revision reads as unsaid: the
+    # configuration is then all there is.
+    if info.engine_role in ROLE_OF_STAGE.values() and info.engine_role != wanted:
+        role = _name(oe.EngineRole, info.engine_role).removeprefix("ENGINE_ROLE_").lower()
         return f"is a {role} worker, but listed in {member.stage.value} pool {member.pool!r}"
     return ""
+
+
+def _name(enum: Any, value: int) -> str:
+    """The name of an enum value; one of a later revision has only its number."""
+    return str(enum.Name(value)) if value in enum.values() else f"unknown state {value}"

@@ -25,45 +25,45 @@ _sym_db = _symbol_database.Default()
 from slagate.proto import openengine_pb2 as slagate_dot_proto_dot_openengine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslagate/proto/gateway.proto\x12\nslagate.v1\x1a\x1eslagate/proto/openengine.proto\"A\n\x0e\x45xplainRequest\x12/\n\x07request\x18\x01 \x01(\x0b\x32\x1e.openengine.v1.GenerateRequest\"\xa7\x01\n\x03Sla\x12\x14\n\x07ttft_ms\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06itl_ms\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x11\n\tobjective\x18\x04 \x01(\t\x12\x13\n\x0b\x66\x61irness_id\x18\x05 \x01(\t\x12\x12\n\nsession_id\x18\x06 \x01(\tB\n\n\x08_ttft_msB\t\n\x07_itl_msB\x0b\n\t_priority\"\xdf\x01\n\tCandidate\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x10\n\x08inflight\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\x12\x0f\n\x07score_s\x18\x05 \x01(\x01\x12\x1e\n\x11predicted_ttft_ms\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x1d\n\x10predicted_itl_ms\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08\x65xcluded\x18\x08 \x01(\tB\x14\n\x12_predicted_ttft_msB\x13\n\x11_predicted_itl_ms\"7\n\x06Target\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\n\n\x02ms\x18\x02 \x01(\x01\x12\x12\n\nis_default\x18\x03 \x01(\x08\"\x80\x02\n\x0bStageChoice\x12 \n\x05stage\x18\x01 \x01(\x0e\x32\x11.slagate.v1.Stage\x12\x0c\n\x04\x63\x65ll\x18\x02 \x03(\r\x12\x11\n\tbase_pool\x18\x03 \x01(\t\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\x12\n\noverridden\x18\x05 \x01(\x08\x12#\n\x07targets\x18\x06 \x03(\x0b\x32\x12.slagate.v1.Target\x12\x0e\n\x06worker\x18\x07 \x01(\t\x12)\n\ncandidates\x18\x08 \x03(\x0b\x32\x15.slagate.v1.Candidate\x12\x18\n\x10\x63\x61ndidates_total\x18\t \x01(\r\x12\x12\n\npool_order\x18\n \x03(\t\"\x9b\x01\n\x08\x44\x65\x63ision\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x03sla\x18\x02 \x01(\x0b\x32\x0f.slagate.v1.Sla\x12\x12\n\nisl_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\'\n\x06stages\x18\x05 \x03(\x0b\x32\x17.slagate.v1.StageChoice\x12\x0c\n\x04text\x18\x06 \x01(\t\"j\n\x07\x41ttempt\x12 \n\x05stage\x18\x01 \x01(\x0e\x32\x11.slagate.v1.Stage\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x0e\n\x06status\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\"\xf8\x01\n\x06\x41\x63tual\x12\x0f\n\x07outcome\x18\x01 \x01(\t\x12\x14\n\x07ttft_ms\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06itl_ms\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\x1a\n\rcached_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x15\n\x08ttft_met\x18\x06 \x01(\x08H\x03\x88\x01\x01\x12\x14\n\x07itl_met\x18\x07 \x01(\x08H\x04\x88\x01\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01\x42\n\n\x08_ttft_msB\t\n\x07_itl_msB\x10\n\x0e_cached_tokensB\x0b\n\t_ttft_metB\n\n\x08_itl_met\"|\n\x07Receipt\x12&\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x14.slagate.v1.Decision\x12%\n\x08\x61ttempts\x18\x02 \x03(\x0b\x32\x13.slagate.v1.Attempt\x12\"\n\x06\x61\x63tual\x18\x03 \x01(\x0b\x32\x12.slagate.v1.Actual\"\x12\n\x10ListPoolsRequest\"\xf2\x01\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05stage\x18\x02 \x01(\x0e\x32\x11.slagate.v1.Stage\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0f\n\x07workers\x18\x04 \x01(\r\x12\x15\n\rworkers_ready\x18\x05 \x01(\r\x12\x10\n\x08inflight\x18\x06 \x01(\r\x12\x15\n\rqueued_tokens\x18\x07 \x01(\x04\x12\x11\n\testimator\x18\x08 \x01(\t\x12\x16\n\x0erequests_total\x18\t \x01(\x04\x12\x15\n\rretries_total\x18\n \x01(\x04\x12\x12\n\npool_order\x18\x0b \x03(\t\"b\n\x11ListPoolsResponse\x12%\n\x05pools\x18\x01 \x03(\x0b\x32\x16.slagate.v1.PoolStatus\x12\x10\n\x08warnings\x18\x02 \x03(\t\x12\x14\n\x0cmax_attempts\x18\x03 \x01(\r\"\x14\n\x12ListWorkersRequest\"\xb9\x02\n\x0cWorkerStatus\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12 \n\x05stage\x18\x03 \x01(\x0e\x32\x11.slagate.v1.Stage\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x0e\n\x06models\x18\x08 \x03(\t\x12\x10\n\x08inflight\x18\t \x01(\r\x12\x15\n\rqueued_tokens\x18\n \x01(\x04\x12%\n\x04load\x18\x0b \x01(\x0b\x32\x17.openengine.v1.LoadInfo\x12\x18\n\x0bload_age_ms\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x1b\n\x13kv_transfer_backend\x18\r \x01(\tB\x0e\n\x0c_load_age_ms\"@\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.slagate.v1.WorkerStatus*R\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x11\n\rSTAGE_PREFILL\x10\x01\x12\x10\n\x0cSTAGE_DECODE\x10\x02\x12\r\n\tSTAGE_AGG\x10\x03\x32\xe0\x01\n\x07Gateway\x12;\n\x07\x45xplain\x12\x1a.slagate.v1.ExplainRequest\x1a\x14.slagate.v1.Decision\x12H\n\tListPools\x12\x1c.slagate.v1.ListPoolsRequest\x1a\x1d.slagate.v1.ListPoolsResponse\x12N\n\x0bListWorkers\x12\x1e.slagate.v1.ListWorkersRequest\x1a\x1f.slagate.v1.ListWorkersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslagate/proto/gateway.proto\x12\nslagate.v1\x1a\x1eslagate/proto/openengine.proto\"A\n\x0e\x45xplainRequest\x12/\n\x07request\x18\x01 \x01(\x0b\x32\x1e.openengine.v1.GenerateRequest\"\xa7\x01\n\x03Sla\x12\x14\n\x07ttft_ms\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06itl_ms\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x11\n\tobjective\x18\x04 \x01(\t\x12\x13\n\x0b\x66\x61irness_id\x18\x05 \x01(\t\x12\x12\n\nsession_id\x18\x06 \x01(\tB\n\n\x08_ttft_msB\t\n\x07_itl_msB\x0b\n\t_priority\"\xaf\x02\n\tCandidate\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x10\n\x08inflight\x18\x03 \x01(\r\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\x12\x0f\n\x07score_s\x18\x05 \x01(\x01\x12\x1e\n\x11predicted_ttft_ms\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x1d\n\x10predicted_itl_ms\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08\x65xcluded\x18\x08 \x01(\t\x12\x10\n\x08queued_s\x18\t \x01(\x01\x12\x16\n\x0e\x63ontext_tokens\x18\n \x01(\x04\x12\x0f\n\x07suspect\x18\x0b \x01(\x08\x12\x13\n\x0blast_chosen\x18\x0c \x01(\x04\x42\x14\n\x12_predicted_ttft_msB\x13\n\x11_predicted_itl_ms\"7\n\x06Target\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\n\n\x02ms\x18\x02 \x01(\x01\x12\x12\n\nis_default\x18\x03 \x01(\x08\"\x8e\x02\n\x0bStageChoice\x12 \n\x05stage\x18\x01 \x01(\x0e\x32\x11.slagate.v1.Stage\x12\x0c\n\x04\x63\x65ll\x18\x02 \x03(\r\x12\x11\n\tbase_pool\x18\x03 \x01(\t\x12\x0c\n\x04pool\x18\x04 \x01(\t\x12\x12\n\noverridden\x18\x05 \x01(\x08\x12#\n\x07targets\x18\x06 \x03(\x0b\x32\x12.slagate.v1.Target\x12\x0e\n\x06worker\x18\x07 \x01(\t\x12)\n\ncandidates\x18\x08 \x03(\x0b\x32\x15.slagate.v1.Candidate\x12\x18\n\x10\x63\x61ndidates_total\x18\t \x01(\r\x12\x12\n\npool_order\x18\n \x03(\t\x12\x0c\n\x04\x64raw\x18\x0b \x01(\x01\"\x9b\x01\n\x08\x44\x65\x63ision\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x03sla\x18\x02 \x01(\x0b\x32\x0f.slagate.v1.Sla\x12\x12\n\nisl_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\'\n\x06stages\x18\x05 \x03(\x0b\x32\x17.slagate.v1.StageChoice\x12\x0c\n\x04text\x18\x06 \x01(\t\"\x91\x01\n\x07\x41ttempt\x12 \n\x05stage\x18\x01 \x01(\x0e\x32\x11.slagate.v1.Stage\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x0e\n\x06status\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12%\n\x06\x63hosen\x18\x06 \x01(\x0b\x32\x15.slagate.v1.Candidate\"\xf8\x01\n\x06\x41\x63tual\x12\x0f\n\x07outcome\x18\x01 \x01(\t\x12\x14\n\x07ttft_ms\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06itl_ms\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\x1a\n\rcached_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x15\n\x08ttft_met\x18\x06 \x01(\x08H\x03\x88\x01\x01\x12\x14\n\x07itl_met\x18\x07 \x01(\x08H\x04\x88\x01\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01\x42\n\n\x08_ttft_msB\t\n\x07_itl_msB\x10\n\x0e_cached_tokensB\x0b\n\t_ttft_metB\n\n\x08_itl_met\"|\n\x07Receipt\x12&\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x14.slagate.v1.Decision\x12%\n\x08\x61ttempts\x18\x02 \x03(\x0b\x32\x13.slagate.v1.Attempt\x12\"\n\x06\x61\x63tual\x18\x03 \x01(\x0b\x32\x12.slagate.v1.Actual\"\x12\n\x10ListPoolsRequest\"\x88\x02\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x05stage\x18\x02 \x01(\x0e\x32\x11.slagate.v1.Stage\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0f\n\x07workers\x18\x04 \x01(\r\x12\x15\n\rworkers_ready\x18\x05 \x01(\r\x12\x10\n\x08inflight\x18\x06 \x01(\r\x12\x15\n\rqueued_tokens\x18\x07 \x01(\x04\x12\x11\n\testimator\x18\x08 \x01(\t\x12\x16\n\x0erequests_total\x18\t \x01(\x04\x12\x15\n\rretries_total\x18\n \x01(\x04\x12\x12\n\npool_order\x18\x0b \x03(\t\x12\x14\n\x0cspills_total\x18\x0c \x01(\x04\"b\n\x11ListPoolsResponse\x12%\n\x05pools\x18\x01 \x03(\x0b\x32\x16.slagate.v1.PoolStatus\x12\x10\n\x08warnings\x18\x02 \x03(\t\x12\x14\n\x0cmax_attempts\x18\x03 \x01(\r\"\x14\n\x12ListWorkersRequest\"\xb9\x02\n\x0cWorkerStatus\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12 \n\x05stage\x18\x03 \x01(\x0e\x32\x11.slagate.v1.Stage\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x0e\n\x06models\x18\x08 \x03(\t\x12\x10\n\x08inflight\x18\t \x01(\r\x12\x15\n\rqueued_tokens\x18\n \x01(\x04\x12%\n\x04load\x18\x0b \x01(\x0b\x32\x17.openengine.v1.LoadInfo\x12\x18\n\x0bload_age_ms\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x1b\n\x13kv_transfer_backend\x18\r \x01(\tB\x0e\n\x0c_load_age_ms\"@\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.slagate.v1.WorkerStatus*R\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x11\n\rSTAGE_PREFILL\x10\x01\x12\x10\n\x0cSTAGE_DECODE\x10\x02\x12\r\n\tSTAGE_AGG\x10\x03\x32\xe0\x01\n\x07Gateway\x12;\n\x07\x45xplain\x12\x1a.slagate.v1.ExplainRequest\x1a\x14.slagate.v1.Decision\x12H\n\tListPools\x12\x1c.slagate.v1.ListPoolsRequest\x1a\x1d.slagate.v1.ListPoolsResponse\x12N\n\x0bListWorkers\x12\x1e.slagate.v1.ListWorkersRequest\x1a\x1f.slagate.v1.ListWorkersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slagate.proto.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STAGE']._serialized_start=2266
-  _globals['_STAGE']._serialized_end=2348
+  _globals['_STAGE']._serialized_start=2422
+  _globals['_STAGE']._serialized_end=2504
   _globals['_EXPLAINREQUEST']._serialized_start=75
   _globals['_EXPLAINREQUEST']._serialized_end=140
   _globals['_SLA']._serialized_start=143
   _globals['_SLA']._serialized_end=310
   _globals['_CANDIDATE']._serialized_start=313
-  _globals['_CANDIDATE']._serialized_end=536
-  _globals['_TARGET']._serialized_start=538
-  _globals['_TARGET']._serialized_end=593
-  _globals['_STAGECHOICE']._serialized_start=596
-  _globals['_STAGECHOICE']._serialized_end=852
-  _globals['_DECISION']._serialized_start=855
-  _globals['_DECISION']._serialized_end=1010
-  _globals['_ATTEMPT']._serialized_start=1012
-  _globals['_ATTEMPT']._serialized_end=1118
-  _globals['_ACTUAL']._serialized_start=1121
-  _globals['_ACTUAL']._serialized_end=1369
-  _globals['_RECEIPT']._serialized_start=1371
-  _globals['_RECEIPT']._serialized_end=1495
-  _globals['_LISTPOOLSREQUEST']._serialized_start=1497
-  _globals['_LISTPOOLSREQUEST']._serialized_end=1515
-  _globals['_POOLSTATUS']._serialized_start=1518
-  _globals['_POOLSTATUS']._serialized_end=1760
-  _globals['_LISTPOOLSRESPONSE']._serialized_start=1762
-  _globals['_LISTPOOLSRESPONSE']._serialized_end=1860
-  _globals['_LISTWORKERSREQUEST']._serialized_start=1862
-  _globals['_LISTWORKERSREQUEST']._serialized_end=1882
-  _globals['_WORKERSTATUS']._serialized_start=1885
-  _globals['_WORKERSTATUS']._serialized_end=2198
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=2200
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=2264
-  _globals['_GATEWAY']._serialized_start=2351
-  _globals['_GATEWAY']._serialized_end=2575
+  _globals['_CANDIDATE']._serialized_end=616
+  _globals['_TARGET']._serialized_start=618
+  _globals['_TARGET']._serialized_end=673
+  _globals['_STAGECHOICE']._serialized_start=676
+  _globals['_STAGECHOICE']._serialized_end=946
+  _globals['_DECISION']._serialized_start=949
+  _globals['_DECISION']._serialized_end=1104
+  _globals['_ATTEMPT']._serialized_start=1107
+  _globals['_ATTEMPT']._serialized_end=1252
+  _globals['_ACTUAL']._serialized_start=1255
+  _globals['_ACTUAL']._serialized_end=1503
+  _globals['_RECEIPT']._serialized_start=1505
+  _globals['_RECEIPT']._serialized_end=1629
+  _globals['_LISTPOOLSREQUEST']._serialized_start=1631
+  _globals['_LISTPOOLSREQUEST']._serialized_end=1649
+  _globals['_POOLSTATUS']._serialized_start=1652
+  _globals['_POOLSTATUS']._serialized_end=1916
+  _globals['_LISTPOOLSRESPONSE']._serialized_start=1918
+  _globals['_LISTPOOLSRESPONSE']._serialized_end=2016
+  _globals['_LISTWORKERSREQUEST']._serialized_start=2018
+  _globals['_LISTWORKERSREQUEST']._serialized_end=2038
+  _globals['_WORKERSTATUS']._serialized_start=2041
+  _globals['_WORKERSTATUS']._serialized_end=2354
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=2356
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=2420
+  _globals['_GATEWAY']._serialized_start=2507
+  _globals['_GATEWAY']._serialized_end=2731
 # @@protoc_insertion_point(module_scope)

@@ -121,6 +121,10 @@ class Candidate(google.protobuf.message.Message):
     PREDICTED_TTFT_MS_FIELD_NUMBER: builtins.int
     PREDICTED_ITL_MS_FIELD_NUMBER: builtins.int
     EXCLUDED_FIELD_NUMBER: builtins.int
+    QUEUED_S_FIELD_NUMBER: builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: builtins.int
+    SUSPECT_FIELD_NUMBER: builtins.int
+    LAST_CHOSEN_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """address"""
     pool: builtins.str
@@ -136,6 +140,14 @@ class Candidate(google.protobuf.message.Message):
     """absent: the pool has no timing profile, or not a decode"""
     excluded: builtins.str
     """why it could not be chosen; empty: it could"""
+    queued_s: builtins.float
+    """queued_tokens as predicted seconds"""
+    context_tokens: builtins.int
+    """prompt tokens of the requests it decodes"""
+    suspect: builtins.bool
+    """its last probe failed: it is chosen only where no other can be"""
+    last_chosen: builtins.int
+    """number of the pool's last leg on it: the lower wins between equals"""
     def __init__(
         self,
         *,
@@ -147,9 +159,13 @@ class Candidate(google.protobuf.message.Message):
         predicted_ttft_ms: builtins.float | None = ...,
         predicted_itl_ms: builtins.float | None = ...,
         excluded: builtins.str = ...,
+        queued_s: builtins.float = ...,
+        context_tokens: builtins.int = ...,
+        suspect: builtins.bool = ...,
+        last_chosen: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "excluded", b"excluded", "inflight", b"inflight", "pool", b"pool", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "queued_tokens", b"queued_tokens", "score_s", b"score_s", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "context_tokens", b"context_tokens", "excluded", b"excluded", "inflight", b"inflight", "last_chosen", b"last_chosen", "pool", b"pool", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "queued_s", b"queued_s", "queued_tokens", b"queued_tokens", "score_s", b"score_s", "suspect", b"suspect", "worker", b"worker"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_predicted_itl_ms", b"_predicted_itl_ms"]) -> typing.Literal["predicted_itl_ms"] | None: ...
     @typing.overload
@@ -198,6 +214,7 @@ class StageChoice(google.protobuf.message.Message):
     CANDIDATES_FIELD_NUMBER: builtins.int
     CANDIDATES_TOTAL_FIELD_NUMBER: builtins.int
     POOL_ORDER_FIELD_NUMBER: builtins.int
+    DRAW_FIELD_NUMBER: builtins.int
     stage: Global___Stage.ValueType
     base_pool: builtins.str
     """what the grid cell says"""
@@ -208,6 +225,8 @@ class StageChoice(google.protobuf.message.Message):
     worker: builtins.str
     """address of the winner; empty: nobody can take the request"""
     candidates_total: builtins.int
+    draw: builtins.float
+    """in [0, 1), the chance that told equals apart"""
     @property
     def cell(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """grid index: row, column (or layer, row, column)"""
@@ -218,7 +237,7 @@ class StageChoice(google.protobuf.message.Message):
 
     @property
     def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Candidate]:
-        """best first; a receipt carries the top 4 only"""
+        """the winner, then by score; a receipt carries 4 only"""
 
     @property
     def pool_order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -237,8 +256,9 @@ class StageChoice(google.protobuf.message.Message):
         candidates: collections.abc.Iterable[Global___Candidate] | None = ...,
         candidates_total: builtins.int = ...,
         pool_order: collections.abc.Iterable[builtins.str] | None = ...,
+        draw: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "overridden", b"overridden", "pool", b"pool", "pool_order", b"pool_order", "stage", b"stage", "targets", b"targets", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "draw", b"draw", "overridden", b"overridden", "pool", b"pool", "pool_order", b"pool_order", "stage", b"stage", "targets", b"targets", "worker", b"worker"]) -> None: ...
 
 Global___StageChoice: typing_extensions.TypeAlias = StageChoice
 
@@ -289,6 +309,7 @@ class Attempt(google.protobuf.message.Message):
     WORKER_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
+    CHOSEN_FIELD_NUMBER: builtins.int
     stage: Global___Stage.ValueType
     pool: builtins.str
     worker: builtins.str
@@ -296,6 +317,10 @@ class Attempt(google.protobuf.message.Message):
     """gRPC status name"""
     message: builtins.str
     """empty when it went well"""
+    @property
+    def chosen(self) -> Global___Candidate:
+        """the worker as it was seen when it was chosen"""
+
     def __init__(
         self,
         *,
@@ -304,8 +329,10 @@ class Attempt(google.protobuf.message.Message):
         worker: builtins.str = ...,
         status: builtins.str = ...,
         message: builtins.str = ...,
+        chosen: Global___Candidate | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["message", b"message", "pool", b"pool", "stage", b"stage", "status", b"status", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["chosen", b"chosen"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chosen", b"chosen", "message", b"message", "pool", b"pool", "stage", b"stage", "status", b"status", "worker", b"worker"]) -> None: ...
 
 Global___Attempt: typing_extensions.TypeAlias = Attempt
 
@@ -414,6 +441,7 @@ class PoolStatus(google.protobuf.message.Message):
     REQUESTS_TOTAL_FIELD_NUMBER: builtins.int
     RETRIES_TOTAL_FIELD_NUMBER: builtins.int
     POOL_ORDER_FIELD_NUMBER: builtins.int
+    SPILLS_TOTAL_FIELD_NUMBER: builtins.int
     name: builtins.str
     stage: Global___Stage.ValueType
     index: builtins.int
@@ -425,9 +453,11 @@ class PoolStatus(google.protobuf.message.Message):
     estimator: builtins.str
     """where predictions come from; "none" without a timing profile"""
     requests_total: builtins.int
-    """decisions that chose this pool"""
+    """legs given to this pool, second attempts included"""
     retries_total: builtins.int
     """attempts that failed here and were retried elsewhere"""
+    spills_total: builtins.int
+    """legs that came here because a pool before it had nobody"""
     @property
     def pool_order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """pools a request of this one may try, in order"""
@@ -446,8 +476,9 @@ class PoolStatus(google.protobuf.message.Message):
         requests_total: builtins.int = ...,
         retries_total: builtins.int = ...,
         pool_order: collections.abc.Iterable[builtins.str] | None = ...,
+        spills_total: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["estimator", b"estimator", "index", b"index", "inflight", b"inflight", "name", b"name", "pool_order", b"pool_order", "queued_tokens", b"queued_tokens", "requests_total", b"requests_total", "retries_total", b"retries_total", "stage", b"stage", "workers", b"workers", "workers_ready", b"workers_ready"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["estimator", b"estimator", "index", b"index", "inflight", b"inflight", "name", b"name", "pool_order", b"pool_order", "queued_tokens", b"queued_tokens", "requests_total", b"requests_total", "retries_total", b"retries_total", "spills_total", b"spills_total", "stage", b"stage", "workers", b"workers", "workers_ready", b"workers_ready"]) -> None: ...
 
 Global___PoolStatus: typing_extensions.TypeAlias = PoolStatus
 

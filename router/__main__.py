@@ -1,5 +1,6 @@
 """The `slagate` command."""
 
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -18,8 +19,10 @@ from slagate.router.grid_select import select_lines
 from slagate.router.settings import Settings
 from slagate.workers import run
 from slagate.workers.channel import MAX_MESSAGE_BYTES
+from slagate.workers.errors import UsageError
 from slagate.workers.listen import Address, parse_address
 from slagate.workers.logs import log_to_stderr
+from slagate.workers.profile import ProfileError
 
 EXIT_USAGE = 2
 
@@ -37,6 +40,12 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 def main() -> None:
     """Entry point of the console script and of `python -m slagate.router`."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # Closed by whoever started us: the next file opened would take its number, and its output.
+            os.open(os.devnull, os.O_RDWR)
     cli()
 
 
@@ -62,7 +71,7 @@ def _run(main_coroutine: Callable[[], Coroutine[Any, Any, int]]) -> None:
         # Task groups wrap what went wrong inside; Python 3.10 has no name for the wrapper.
         while inner := getattr(cause, "exceptions", None):
             cause = inner[0]
-        if isinstance(cause, ValueError | OSError):
+        if isinstance(cause, ConfigError | ProfileError | UsageError | OSError):
             _fail(cause)
         raise
     raise typer.Exit(status)
@@ -161,13 +170,27 @@ def serve(
     drain: Annotated[
         float, typer.Option(min=0.0, help="Seconds for running requests after SIGTERM.")
     ] = Settings.drain_s,
+    max_attempts: Annotated[
+        int, typer.Option(min=1, help="Workers that one stage of a request may try.")
+    ] = Settings.max_attempts,
+    client_receipts: Annotated[
+        bool,
+        typer.Option(
+            "--receipts/--no-receipts",
+            help="Whether clients may see pools and workers in receipts.",
+        ),
+    ] = Settings.client_receipts,
     log_level: LogLevel = "info",
 ) -> None:
     """Run the gateway until SIGTERM."""
     fleet = _config(config)
     _log(log_level)
     settings = Settings(
-        max_request_bytes=max_request_bytes, default_timeout_s=default_timeout, drain_s=drain
+        max_request_bytes=max_request_bytes,
+        default_timeout_s=default_timeout,
+        drain_s=drain,
+        max_attempts=max_attempts,
+        client_receipts=client_receipts,
     )
 
     async def main_coroutine() -> int:
@@ -253,7 +276,7 @@ def demo(
 def _prompt(tokens: str | None, isl: int | None) -> list[int]:
     try:
         return client_cli.read_prompt(tokens, isl)
-    except ValueError as error:
+    except UsageError as error:
         _fail(error)
 
 

@@ -84,6 +84,7 @@ def _pool_status(pool: Pool, grid: StageGrid) -> gw.PoolStatus:
         estimator=pool.estimator.source,
         requests_total=pool.requests_total,
         retries_total=pool.retries_total,
+        spills_total=pool.spills_total,
         pool_order=[grid.pool_names[index] for index in grid.retry_order(pool.index)],
     )
 

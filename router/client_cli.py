@@ -20,7 +20,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router.generate import RECEIPT_TRAILER
 from slagate.router.sla import ITL, PRIORITY, RECEIPT, TTFT
 from slagate.workers.client import CHANNEL_OPTIONS, GrpcWorker, connect_worker
-from slagate.workers.errors import WorkerError
+from slagate.workers.errors import UsageError, WorkerError
 from slagate.workers.stream import BufferedSink
 from slagate.workers.worker import Status
 
@@ -49,7 +49,7 @@ class RequestOptions(NamedTuple):
         )
         if self.max_tokens is not None:
             if not 0 <= self.max_tokens < 2**32:
-                raise ValueError(
+                raise UsageError(
                     f"--max-tokens must be an unsigned 32-bit number (got {self.max_tokens})"
                 )
             request.stopping.max_tokens = self.max_tokens
@@ -59,13 +59,13 @@ class RequestOptions(NamedTuple):
 def read_prompt(tokens: str | None, isl: int | None) -> list[int]:
     """The prompt of `--tokens 1,2,3`, `--tokens @FILE` or `--isl N`.
 
-    Raises `ValueError` naming the flag.
+    Raises `UsageError` naming the flag.
 
     >>> read_prompt("5, 6", None)
     [5, 6]
     """
     if (tokens is None) == (isl is None):
-        raise ValueError("give either --tokens or --isl")
+        raise UsageError("give either --tokens or --isl")
     if isl is not None:
         # Any fixed sequence does; a long period keeps two lengths from looking like repeats.
         return [(i * 48271 + 11) % 100_003 for i in range(isl)]
@@ -75,11 +75,11 @@ def read_prompt(tokens: str | None, isl: int | None) -> list[int]:
             tokens = Path(tokens[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "is not text"
-            raise ValueError(f"--tokens {tokens}: {reason}") from error
+            raise UsageError(f"--tokens {tokens}: {reason}") from error
     words = tokens.replace(",", " ").split()
     for word in words:
         if not (word.isascii() and word.isdigit() and len(word) <= 10 and int(word) < 2**32):
-            raise ValueError(f"--tokens: {word[:40]!r} is not a token id")
+            raise UsageError(f"--tokens: {word[:40]!r} is not a token id")
     return [int(word) for word in words]
 
 
@@ -132,7 +132,7 @@ async def _only_model(gateway: GrpcWorker) -> str:
     models = list((await gateway.server_info()).supported_models)
     if len(models) != 1:
         known = ", ".join(models) or "none yet"
-        raise ValueError(f"--model is needed: the gateway serves {known}")
+        raise UsageError(f"--model is needed: the gateway serves {known}")
     return models[0]
 
 
@@ -157,7 +157,7 @@ async def _admin_model(stub: Any) -> str:
     workers = (await stub.ListWorkers(gw.ListWorkersRequest(), timeout=10)).workers
     models = sorted({model for worker in workers for model in worker.models})
     if len(models) != 1:
-        raise ValueError(f"--model is needed: the gateway serves {', '.join(models) or 'none yet'}")
+        raise UsageError(f"--model is needed: the gateway serves {', '.join(models) or 'none yet'}")
     return str(models[0])
 
 

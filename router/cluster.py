@@ -21,6 +21,10 @@ MAX_READY_LINE_BYTES = 64 << 10
 _T = TypeVar("_T")
 
 
+# Isolated: a module that lies where the user stands must not take the place of one of ours.
+SLAGATE = (sys.executable, "-I", "-m", "slagate.router")
+
+
 class ClusterError(Exception):
     """A child process that ended, or was not ready in time; the text is for the person at the console."""
 
@@ -80,9 +84,7 @@ class Cluster:
         """Start `slagate` with `arguments`; its standard error goes to a log file named after it."""
         log_path = self._log_folder / f"{name}.log"
         with log_path.open("wb") as log:
-            process = await anyio.open_process(
-                [sys.executable, "-m", "slagate.router", *arguments], stdin=None, stderr=log
-            )
+            process = await anyio.open_process([*SLAGATE, *arguments], stdin=None, stderr=log)
         child = Child(name, process, log_path)
         self._children.append(child)
         return child

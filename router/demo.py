@@ -5,7 +5,9 @@ compared with what the model would have said (`sim_kv_cache.continuation`).
 """
 
 import json
+import os
 import random
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from itertools import islice
@@ -24,6 +26,7 @@ from slagate.router.loadgen import LoadRequest, Progress, Served, mismatch, run_
 from slagate.router.replay import Arrival, arrivals, load_trace, prompt_tokens
 from slagate.router.sla import ITL, OBJECTIVE, RECEIPT, SESSION_ID, TTFT
 from slagate.workers.client import connect_worker
+from slagate.workers.errors import UsageError
 from slagate.workers.listen import stopped
 from slagate.workers.sim_kv_cache import continuation
 from slagate.workers.sim_llm import VOCAB_SIZE
@@ -46,7 +49,7 @@ async def run_demo(requests: int | None, out: Path, console: Console) -> int:
 
     `requests` None replays the whole sample. 0 means that every request was answered, with the right
     tokens and a receipt, and every handoff was intact. SIGINT and SIGTERM end the demo and every process
-    that it started. Raises `ValueError` for more requests than there are, `OSError` when `out` cannot be
+    that it started. Raises `UsageError` for more requests than there are, `OSError` when `out` cannot be
     written.
     """
     replay = _plan(requests)
@@ -70,7 +73,7 @@ def _plan(requests: int | None) -> list[Arrival]:
     trace = load_trace()
     wanted = len(trace) if requests is None else requests
     if not 1 <= wanted <= len(trace):
-        raise ValueError(
+        raise UsageError(
             f"requests: the sample has 1 to {len(trace)} of them to replay (got {wanted})"
         )
     return list(islice(arrivals(trace, compression=COMPRESSION, rng=random.Random(SEED)), wanted))
@@ -78,6 +81,8 @@ def _plan(requests: int | None) -> list[Arrival]:
 
 def _make_room(out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(out) and not stat.S_ISREG(out.lstat().st_mode):
+        raise UsageError(f"--out {out}: is there, and is not a regular file")
     # What an earlier run left must not pass for the report of this one.
     out.unlink(missing_ok=True)
 

@@ -1,5 +1,6 @@
 """From a decision to leases, in one synchronous step: load counts from the moment of the choice."""
 
+import logging
 import random
 from collections.abc import Mapping
 
@@ -7,6 +8,8 @@ from slagate.pools.fleet import Fleet
 from slagate.pools.member import Lease, Member, Stage
 from slagate.router.errors import NoWorker, Overloaded, UnknownModel
 from slagate.router.policy import AT_LIMIT, Ask, Decision, StageChoice, choose, choose_stage
+
+log = logging.getLogger(__name__)
 
 
 class Assignment:
@@ -49,19 +52,20 @@ class Dispatcher:
         self._rng = rng
 
     def explain(self, ask: Ask) -> Decision:
-        """The decision `assign` would take now, with nothing taken and no chance used up."""
-        self._check_model(ask)
+        """The decision `decide` would take now, with no chance used up. Raises as it does."""
         rng = random.Random()
         rng.setstate(self._rng.getstate())
-        return choose(ask, self.fleet.grids, self.fleet.views(), rng=rng)
+        return self._choose(ask, rng)
 
-    def assign(self, ask: Ask) -> Assignment:
-        """Choose a worker for every stage and take the leases. No await inside.
+    def decide(self, ask: Ask) -> Decision:
+        """Choose a worker for every stage. Raises `UnknownModel` or `NoWorker`."""
+        return self._choose(ask, self._rng)
 
-        Raises `UnknownModel`, `NoWorker` or `Overloaded`, with no lease taken.
+    def take(self, decision: Decision) -> Assignment:
+        """The leases of a decision, taken in the step in which it was made: no await in between.
+
+        Raises `NoWorker` or `Overloaded`, with no lease taken, where it has no winner.
         """
-        self._check_model(ask)
-        decision = choose(ask, self.fleet.grids, self.fleet.views(), rng=self._rng)
         for choice in decision.stages:
             if choice.winner is None:
                 raise _refusal(choice)
@@ -79,9 +83,20 @@ class Dispatcher:
         assignment.replace(choice, self._lease(choice))
         return choice
 
+    def _choose(self, ask: Ask, rng: random.Random) -> Decision:
+        self._check_model(ask)
+        return choose(ask, self.fleet.grids, self.fleet.views(), rng=rng)
+
     def _lease(self, choice: StageChoice) -> Lease:
         assert choice.winner is not None
-        return self.fleet.pools[choice.pool].lease(choice.winner.view.address, choice.work)
+        pool = self.fleet.pools[choice.pool]
+        if choice.pool != choice.pool_order[0]:
+            pool.spills_total += 1
+            log.warning(
+                "request.spilled",
+                extra={"stage": choice.stage.value, "from": choice.pool_order[0], "to": pool.name},
+            )
+        return pool.lease(choice.winner.view.address, choice.work)
 
     def _check_model(self, ask: Ask) -> None:
         if not self.fleet.serves(ask.model):

@@ -1,6 +1,7 @@
 """Every way a request can end, in one table: error -> (gRPC status, outcome).
 
-INTERNAL means a bug of ours and nothing else; a refusal never reads INTERNAL. Outcomes are labels of
+The outcome `internal` means a bug of ours and nothing else; no refusal of ours reads INTERNAL. A worker's
+own code is kept, INTERNAL included, under another outcome. Outcomes are labels of
 `slagate_requests_total`, so the set is closed.
 """
 
@@ -113,17 +114,36 @@ class DeadlineExceeded(RequestError):
     outcome = Outcome.DEADLINE
 
 
+class Draining(RequestError):
+    """The gateway is shutting down, and the time for running requests is over."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    outcome = Outcome.UNAVAILABLE
+    retry_after_ms = 1000
+
+
+OUTCOME_OF_WORKER_CODE = {
+    grpc.StatusCode.INVALID_ARGUMENT: Outcome.INVALID,
+    grpc.StatusCode.OUT_OF_RANGE: Outcome.INVALID,
+    grpc.StatusCode.NOT_FOUND: Outcome.INVALID,
+    grpc.StatusCode.UNIMPLEMENTED: Outcome.INVALID,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Outcome.OVERLOADED,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Outcome.DEADLINE,
+}
+"""What a worker's answer says of the request; any other code is the worker's failure."""
+
+
 class LegFailed(RequestError):
     """A worker refused or failed its leg: its own code is kept, its message names the stage."""
 
-    outcome = Outcome.WORKER_FAILED
-
     def __init__(self, stage: Stage, status: Status, *, retryable: bool) -> None:
         super().__init__(f"{stage.value}: {status.message or status.code.name}")
+        self.stage = stage
         self.code = status.code
+        self.outcome = OUTCOME_OF_WORKER_CODE.get(status.code, Outcome.WORKER_FAILED)
+        if status.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
+            self.retry_after_ms = 1000
         self.retryable = retryable  # another worker may do better, and nothing would happen twice
-        if status.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            self.outcome = Outcome.DEADLINE
 
 
 class ErrorRelayed(RequestError):

@@ -3,6 +3,7 @@
 A first cut over `grpc.aio`; what replaces it hands the same `ClientCall` to the same request path.
 """
 
+import math
 from typing import Any
 
 import anyio
@@ -12,6 +13,9 @@ import grpc.aio
 from slagate.router.generate import ClientCall, Gateway, generate
 from slagate.workers.channel import GENERATE
 from slagate.workers.stream import BufferedSink
+from slagate.workers.worker import Status
+
+LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the client did not take its answer in time")
 
 
 class Front(grpc.GenericRpcHandler):
@@ -32,28 +36,41 @@ class Front(grpc.GenericRpcHandler):
     async def _generate(
         self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> None:
+        timeout_s = context.time_remaining()
+        limit_s = self._gateway.settings.default_timeout_s if timeout_s is None else timeout_s
+        ends_at_s = anyio.current_time() + limit_s
         out = BufferedSink()
         call = ClientCall(
             data=request,
             metadata=tuple(context.invocation_metadata() or ()),
             peer=context.peer(),
-            timeout_s=context.time_remaining(),
+            timeout_s=timeout_s,
             out=out,
         )
+        gone = False
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_write, out, context)
+
+            async def write() -> None:
+                nonlocal gone
+                try:
+                    while (data := await out.next()) is not None:
+                        await context.write(data)
+                except grpc.aio.InternalError:
+                    # The client has left; the news of it may still be on its way to this task.
+                    gone = True
+                    tasks.cancel_scope.cancel()
+
+            tasks.start_soon(write)
             await generate(call, self._gateway)
-            if out.discarded:
-                # The writer hangs in a write that this client does not take.
-                tasks.cancel_scope.cancel()
+            # What the client does not take by the end of its time it never gets; nor does one that lets
+            # its buffer run full, whose writer hangs in a write.
+            tasks.cancel_scope.deadline = -math.inf if out.discarded else ends_at_s
+        if gone:
+            return
         assert out.status is not None
-        code, message, trailers = out.status
+        late = tasks.cancel_scope.cancelled_caught and not out.discarded
+        code, message, trailers = LATE if late else out.status
         if code is grpc.StatusCode.OK:
             context.set_trailing_metadata(trailers)
         else:
             await context.abort(code, message, trailers)
-
-
-async def _write(out: BufferedSink, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-    while (data := await out.next()) is not None:
-        await context.write(data)

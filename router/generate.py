@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import anyio
+import grpc
 
 from slagate.pools.member import Member, Stage
 from slagate.proto import openengine_pb2 as oe
@@ -20,7 +21,6 @@ from slagate.router.dispatch import Assignment, Dispatcher
 from slagate.router.errors import (
     CANCELLED,
     INTERNAL,
-    Aborted,
     DeadlineExceeded,
     LegFailed,
     Outcome,
@@ -47,10 +47,8 @@ RECEIPT_TRAILER = "slagate-receipt-bin"
 FORWARDED_KEYS = ("traceparent", "tracestate")
 """Client metadata that a worker gets; everything else is the gateway's business, or nobody's."""
 
-DEADLINE_SLACK_S = 0.25
-DEADLINE_SLACK_RATIO = 0.01
-"""A cancellation this close to the deadline is the deadline: gRPC rounds a deadline up on the wire, by as
-much as one in a hundred."""
+TRAILER_LIMIT_S = 1.0
+"""How long a worker may take to close a call behind its terminal event."""
 
 
 @dataclass(slots=True)
@@ -93,9 +91,7 @@ async def generate(call: ClientCall, gateway: Gateway) -> None:
     except RequestError as error:
         outcome, status = error.outcome, error.status()
     except anyio.get_cancelled_exc_class():
-        # A client whose deadline has passed cancels, and its clock ran ahead of ours by the transit.
-        slack_s = max(DEADLINE_SLACK_S, DEADLINE_SLACK_RATIO * limit_s)
-        is_late = gateway.now_s() >= deadline_s - slack_s
+        is_late = call.timeout_s is not None and gateway.now_s() >= deadline_s - _slack_s(limit_s)
         outcome, status = Outcome.DEADLINE if is_late else Outcome.CANCELLED, CANCELLED
         raise
     except Exception:
@@ -104,24 +100,31 @@ async def generate(call: ClientCall, gateway: Gateway) -> None:
         _finish(call, gateway, record, outcome, status)
 
 
+def _slack_s(limit_s: float) -> float:
+    """How long before a client's deadline its cancellation is that deadline.
+
+    Its clock ran ahead of ours by the transit, and gRPC rounds a deadline up on the wire by as much as
+    one in a hundred.
+    """
+    return max(min(0.25, 0.1 * limit_s), 0.01 * limit_s)
+
+
 async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s: float) -> None:
+    record.sla = sla = parse_sla(call.metadata, receipts=gateway.settings.client_receipts)
     request = parse_request(call.data, max_bytes=gateway.settings.max_request_bytes)
     record.request_id = request.id
-    record.sla = sla = parse_sla(call.metadata)
     ask = Ask(request.model, request.isl_tokens, sla)
-    assignment = gateway.dispatcher.assign(ask)
+    record.decision = gateway.dispatcher.decide(ask)
+    assignment = gateway.dispatcher.take(record.decision)
     turn = _Turn(call, gateway, record, request, ask, assignment, deadline_s)
     try:
-        record.decision = assignment.decision
         infos = [member.models.get(request.model) for member in assignment.members]
         record.max_tokens = output_budget(request, infos)
-        with anyio.CancelScope() as scope, gateway.live.listed(call.peer, request.id, scope):
+        with gateway.live.listed(call.peer, request.id):
             if Stage.AGG in assignment.stages:
                 await turn.aggregate()
-            elif (handoff := await turn.prefill()) is not None:
-                await turn.decode(handoff)
-        if scope.cancelled_caught:
-            raise Aborted("aborted by the client")
+            else:
+                await turn.disaggregate()
     finally:
         turn.let_go()
 
@@ -141,6 +144,7 @@ class _Turn:
     assignment: Assignment
     deadline_s: float
     handoff: Handoff | None = None
+    started_over: bool = False
 
     def let_go(self) -> None:
         """Give back whatever is still held. Idempotent, never waits."""
@@ -148,28 +152,30 @@ class _Turn:
             self.handoff.release()
         self.assignment.release()
 
+    async def disaggregate(self) -> None:
+        """Prefill, then decode; once more from the start where the handoff was lost before a token."""
+        while (handoff := await self.prefill()) is not None:
+            try:
+                await self.decode(handoff)
+            except LegFailed as failure:
+                self._start_over(failure)
+            else:
+                return
+
     async def prefill(self) -> Handoff | None:
         """The context-only leg. None: its first token ended the request, and the client has it."""
-        leg_id = ""
 
-        def leg(new_id: str) -> tuple[bytes, PrefillSink]:
-            nonlocal leg_id
-            leg_id = new_id
+        def leg(leg_id: str) -> tuple[bytes, PrefillSink]:
             data = prefill_leg(self.request.data, leg_id, min_tokens=self.request.min_tokens)
-            return data, PrefillSink(leg_id, self._park)
+            only_token = self.request.max_tokens == 1
+            return data, PrefillSink(leg_id, self._park, only_token=only_token)
 
-        try:
-            sink = await self._leg(Stage.PREFILL, leg)
-        except anyio.get_cancelled_exc_class():
-            if self.handoff is None:
-                holder = self.assignment.lease(Stage.PREFILL).member
-                self.gateway.releaser.abort(leg_id, holder)
-            raise
+        sink = await self._leg(Stage.PREFILL, leg)
         self.record.cached_tokens = sink.cached_tokens
         lease = self.assignment.lease(Stage.PREFILL)
         lease.release()
         if self.handoff is None:
-            splice = self._splice(Stage.PREFILL, leg_id, on_token=lease.prefill_done)
+            splice = self._splice(Stage.PREFILL, sink.leg_id, on_token=lease.prefill_done)
             for message in sink.answer:
                 splice.message(message)
             if failure := splice.failure():
@@ -209,26 +215,36 @@ class _Turn:
         """Call the stage's worker, and others while that can help; the sink of the call that went well."""
         while True:
             data, sink = make(self.gateway.leg_id())
-            await self._run(stage, data, sink)
-            failure = sink.failure()
             member = self.assignment.lease(stage).member
-            status = OK if failure is None else failure.status()
-            self.record.attempt(stage, pool=member.pool, worker=member.address, status=status)
+            try:
+                await self._run(member, data, sink)
+            finally:
+                if sink.may_have_parked:
+                    self.gateway.releaser.abort(sink.leg_id, member)
+            failure = sink.failure()
+            self.record.attempt(stage, OK if failure is None else failure.status())
             if failure is None:
                 return sink
+            if sink.untaken:
+                member.probe_failed(f"refused a request: {failure}")
             self._try_elsewhere(stage, failure)
 
-    async def _run(self, stage: Stage, leg: bytes, sink: LegSink) -> None:
-        """One call to the stage's worker, waited for; cancelled when this coroutine is."""
-        member = self.assignment.lease(stage).member
+    async def _run(self, member: Member, leg: bytes, sink: LegSink) -> None:
+        """One call to a worker, waited for; cancelled when this coroutine is."""
         assert member.worker is not None, member
         remaining_s = max(self.deadline_s - self.gateway.now_s(), 0.0)
         leg_call = member.worker.generate(
             leg, self._leg_metadata(member), sink, timeout_s=remaining_s
         )
+        member.on_leave.add(sink.worker_lost)
         try:
-            await sink.ended.wait()
+            await sink.complete.wait()
+            if sink.failure() is None:
+                # The status behind the terminal event changes nothing, so it is not waited for long.
+                with anyio.move_on_after(TRAILER_LIMIT_S):
+                    await sink.ended.wait()
         finally:
+            member.on_leave.discard(sink.worker_lost)
             leg_call.cancel()
 
     def _splice(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Splice:
@@ -273,7 +289,37 @@ class _Turn:
             raise failure
         assert self.record.decision is not None
         self.record.decision = self.record.decision.replace(choice)
+        self._note_retry(stage, failure)
+
+    def _start_over(self, failure: LegFailed) -> None:
+        """Assign prefill and decode anew. Raises `failure` when that cannot help, or was done before.
+
+        A decode worker that accepted the handoff and then lost it (its prefill worker is gone, say) has
+        sent nothing, so the client cannot tell; only the KV has to be made again.
+        """
+        lost = (
+            failure.stage is Stage.DECODE
+            and failure.code is grpc.StatusCode.UNAVAILABLE
+            and not self.record.tally.n_messages
+        )
+        attempts = self.record.n_attempts(Stage.DECODE)
+        if not lost or self.started_over or attempts >= self.gateway.settings.max_attempts:
+            raise failure
+        self.started_over = True
+        self.let_go()
+        try:
+            decision = self.gateway.dispatcher.decide(self.ask)
+            self.assignment = self.gateway.dispatcher.take(decision)
+        except RequestError:
+            raise failure from None
+        self.handoff = None
+        self.record.decision = decision
+        self._note_retry(Stage.PREFILL, failure)
+
+    def _note_retry(self, stage: Stage, failure: LegFailed | RequestError) -> None:
         self.gateway.metrics.retries.labels(stage=stage.value, code=failure.code.name).inc()
+        about = {"request_id": self.record.request_id, "stage": stage.value}
+        log.warning("request.retried", extra=about | {"reason": str(failure)})
 
 
 def _finish(

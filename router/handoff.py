@@ -20,21 +20,44 @@ log = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 5.0
 
+UNCERTAIN = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    }
+)
+"""Ends of a call that say nothing of how far the worker had come."""
+
 
 class PrefillSink(LegSink):
     """The sink of a prefill leg: waits for `prefill_ready`.
 
     A session goes to `on_session` in the very step in which it arrives, so that a request cancelled in
     the next one knows of it. Without failure and without session, `answer` has the whole response: the
-    very first token ended the request, and there is nothing to hand off. Token events ahead of
-    `prefill_ready` are TensorRT-LLM's and mean nothing: decode sends them again.
+    very first token ended the request, and there is nothing to hand off. Only a stop can do that, or a
+    budget of one token (`only_token`); an engine that ends otherwise has lost its handoff. Token events
+    ahead of `prefill_ready` are TensorRT-LLM's and mean nothing: decode sends them again.
     """
 
-    def __init__(self, leg_id: str, on_session: Callable[[oe.KvSessionRef], None]) -> None:
+    def __init__(
+        self, leg_id: str, on_session: Callable[[oe.KvSessionRef], None], *, only_token: bool
+    ) -> None:
         super().__init__(Stage.PREFILL, leg_id)
+        self._whole = {oe.FINISH_REASON_STOP}
+        if only_token:
+            self._whole.add(oe.FINISH_REASON_LENGTH)
         self.answer: list[bytes] = []
         self.cached_tokens: int | None = None
         self._on_session = on_session
+
+    @property
+    def may_have_parked(self) -> bool:
+        """As `LegSink.may_have_parked`: the answer may be lost where the leg did not end by itself."""
+        failure = self._failure
+        return not self._terminal and (failure is None or failure.code in UNCERTAIN)
 
     def take(self, response: oe.GenerateResponse, data: bytes) -> None:
         """Take one response of the leg."""
@@ -42,12 +65,16 @@ class PrefillSink(LegSink):
         if event == "error":
             self._fail_by(response.error)
         elif event == "prefill_ready":
-            self._terminal = True
             self.answer.clear()
             self._on_session(response.prefill_ready.kv_session)
-        elif event in ("token", "finished"):
+            self._finish()
+        elif event == "token":
             self.answer.append(data)
-            self._terminal = self._terminal or event == "finished"
+        elif event == "finished" and response.finished.reason in self._whole:
+            self.answer.append(data)
+            self._finish()
+        elif event == "finished":
+            self._fail(Status(grpc.StatusCode.UNAVAILABLE, "ended without a handoff"))
         if response.HasField("usage") and response.usage.HasField("cached_prompt_tokens"):
             self.cached_tokens = response.usage.cached_prompt_tokens
 
@@ -137,5 +164,9 @@ class Releaser:
             # NOT_FOUND: a decode worker had begun to pull it after all, or it had expired.
             return "gone" if error.status.code is grpc.StatusCode.NOT_FOUND else "failed"
         except TimeoutError:
+            return "failed"
+        except Exception:
+            # A task of its own: what it raised would take the gateway down.
+            log.exception("handoff.abort", extra={"worker": member.address})
             return "failed"
         return "released"

@@ -12,29 +12,37 @@ from slagate.router.errors import LegFailed, RequestError
 from slagate.workers.errors import scrub, status_of_engine_error
 from slagate.workers.worker import Status
 
-RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+RETRYABLE = frozenset({UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 """A status after which another worker may do better; after any other it would say the same."""
 
 
 class LegSink(ABC):
-    """The sink of a leg. `await ended.wait()`, then `failure()` says how it went.
+    """The sink of a leg. `await complete.wait()`, then `failure()` says how it went.
+
+    `complete` is set by the terminal event, by a failure, or by the end of the call, whichever is first;
+    `ended` by the end of the call only. What a worker sends behind its terminal event goes nowhere.
 
     A worker that breaks the protocol (cannot be read, another request's id, no terminal event) counts as
     unavailable: the request may be fine with another one.
     """
 
     def __init__(self, stage: Stage, leg_id: str) -> None:
+        self.complete = anyio.Event()
         self.ended = anyio.Event()
         self.stage = stage
-        self._leg_id = leg_id
+        self.leg_id = leg_id
         # From here on a repetition might do something twice: tokens for the client, a pull of the handoff.
         self._committed = False
+        self._heard = False
+        self._lost = False
         self._terminal = False
         self._failure: RequestError | None = None
 
     @abstractmethod
     def take(self, response: oe.GenerateResponse, data: bytes) -> None:
-        """Take one response of this leg, in both forms; sets `_terminal` on the one that completes it."""
+        """Take one response of this leg, in both forms; calls `_finish` on the one that completes it."""
 
     def failure(self) -> RequestError | None:
         """Why the leg did not do what it was for; None when it did."""
@@ -42,17 +50,18 @@ class LegSink(ABC):
 
     def message(self, data: bytes, /) -> None:
         """As `Sink.message`."""
-        if self._failure is not None:
+        if self._terminal or self._failure is not None:
             return
         try:
             response = oe.GenerateResponse.FromString(data)
         except DecodeError:
-            self._fail(Status(grpc.StatusCode.UNAVAILABLE, "sent a response that cannot be read"))
+            self._fail(Status(UNAVAILABLE, "sent a response that cannot be read"))
             return
+        self._heard = True
         # Once a decode worker has accepted a handoff nobody else can be sure of it.
         self._committed = self._committed or self.stage is Stage.DECODE
-        if response.request_id != self._leg_id:
-            self._fail(Status(grpc.StatusCode.UNAVAILABLE, "answered with another request's id"))
+        if response.request_id != self.leg_id:
+            self._fail(Status(UNAVAILABLE, "answered with another request's id"))
             return
         self.take(response, data)
 
@@ -60,10 +69,33 @@ class LegSink(ABC):
         """As `Sink.end`. After the terminal event a status changes nothing."""
         if not self._terminal and self._failure is None:
             if status.code is grpc.StatusCode.OK:
-                self._fail(Status(grpc.StatusCode.UNAVAILABLE, "ended without a terminal event"))
+                self._fail(Status(UNAVAILABLE, "ended without a terminal event"))
             else:
                 self._fail(status)
+        self.complete.set()
         self.ended.set()
+
+    def worker_lost(self, reason: str) -> None:
+        """The worker is out of service. A leg that has heard nothing of it will not: it fails."""
+        if not self._heard and self._failure is None:
+            self._lost = True
+            self._fail(Status(UNAVAILABLE, f"is out of service: {reason}"))
+
+    @property
+    def may_have_parked(self) -> bool:
+        """Whether the worker may hold a handoff of this leg that nobody knows of."""
+        return False
+
+    @property
+    def untaken(self) -> bool:
+        """Whether the leg failed with UNAVAILABLE before the worker had said anything."""
+        failure = self._failure
+        unheard = not self._heard and not self._lost
+        return failure is not None and failure.code is UNAVAILABLE and unheard
+
+    def _finish(self) -> None:
+        self._terminal = True
+        self.complete.set()
 
     def _fail(self, status: Status) -> None:
         self._give_up(status, helps=status.code in RETRYABLE)
@@ -75,4 +107,4 @@ class LegSink(ABC):
         scrubbed = Status(status.code, scrub(status.message))
         retryable = helps and not self._committed
         self._failure = LegFailed(self.stage, scrubbed, retryable=retryable)
-        self.ended.set()
+        self.complete.set()

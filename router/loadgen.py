@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.generate import RECEIPT_TRAILER
+from slagate.workers.clock import monotonic_s
 from slagate.workers.errors import status_of_engine_error
 from slagate.workers.worker import OK, Call, Metadata, Sink, Status
 
@@ -184,18 +185,20 @@ async def run_load(
     *,
     timeout_s: float,
     on_change: Callable[[Progress], None],
+    now_s: Callable[[], float] = monotonic_s,
 ) -> list[Served]:
     """Send every request at its time, spread over `targets`, and wait for all; in order of sending.
 
     `requests` is consumed one ahead of its time, so that prompts need not all be in memory.
     `timeout_s` is each request's deadline. `on_change` hears of every request that starts or ends.
+    `now_s` is the clock that latencies are measured with.
     """
     results: dict[int, Served] = {}
     progress = Progress()
     started_s = anyio.current_time()
 
     async def serve(number: int, target: Target, request: LoadRequest) -> None:
-        probe = StreamProbe(request.request_id, now_s=anyio.current_time, progress=progress)
+        probe = StreamProbe(request.request_id, now_s=now_s, progress=progress)
         late_s = anyio.current_time() - started_s - request.at_s
         call = target.generate(request.data, request.metadata, probe, timeout_s=timeout_s)
         progress.n_sent += 1

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from slagate.pools.fleet import Fleet
@@ -115,3 +115,11 @@ class _FleetCollector(Collector):
             context.add_metric(values, member.context_tokens)
             ready.add_metric(values, float(member.state is State.READY))
         yield from (inflight, queued, context, ready)
+        spills = CounterMetricFamily(
+            "slagate_spills",
+            "Legs that a pool got because those before it in the order had nobody",
+            labels=labels[:2],
+        )
+        for pool in self._fleet.pools.values():
+            spills.add_metric([pool.stage.value, pool.name], pool.spills_total)
+        yield spills

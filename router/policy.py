@@ -13,7 +13,9 @@ Worker: the lowest predicted load in seconds,
               even monotone, at small batches.
     agg       the sum of the two
 
-and among equals by chance, so that several gateways do not march in step.
+and among equals the one that was chosen longest ago, then by chance. Short prompts are done before the next
+one comes, so idle workers tie often, and chance alone spreads a hundred of them worse than 60 to 40 every
+few bursts. A worker whose last probe failed is chosen only where no other can be.
 """
 
 import random
@@ -67,8 +69,9 @@ class StageChoice(NamedTuple):
     pool_order: tuple[str, ...]
     targets: tuple[Target, ...]  # one for each latency axis of the grid
     winner: Candidate | None
-    candidates: tuple[Candidate, ...]  # best first, of every pool that was looked at
+    candidates: tuple[Candidate, ...]  # the winner first, then by score; of every pool looked at
     work: Work
+    draw: float  # in [0, 1), the one chance that was taken: it told equals apart
 
     @property
     def overridden(self) -> bool:
@@ -81,6 +84,10 @@ class Decision(NamedTuple):
 
     ask: Ask
     stages: tuple[StageChoice, ...]
+
+    def stage(self, stage: Stage) -> StageChoice:
+        """The choice for one stage."""
+        return next(choice for choice in self.stages if choice.stage is stage)
 
     def replace(self, choice: StageChoice) -> "Decision":
         """The decision with another choice for one stage."""
@@ -122,15 +129,17 @@ def choose_stage(
     }
     cell = grid.select(values, ask.sla.priority)
     order = tuple(grid.pool_names[index] for index in grid.retry_order(cell.pool))
-    work = _work(stage, ask, pools[order[0]].estimator)
+    # Drawn once whatever the number of ties, so that a receipt is enough to decide again.
+    draw = rng.random()
     candidates: list[Candidate] = []
     winner = None
     for name in order:
-        scored = [_score(stage, ask, view, pools[name]) for view in pools[name].members]
+        pool = pools[name]
+        work = _work(stage, ask, pool.estimator)
+        scored = [_score(stage, ask, work, view, pool) for view in pool.members]
         candidates += scored
-        winner = _pick(scored, rng)
+        winner = _pick(scored, draw)
         if winner is not None:
-            work = _work(stage, ask, pools[name].estimator)
             break
     targets = tuple(
         Target(axis.field, axis.midpoint if given is None else given, given is None)
@@ -146,8 +155,9 @@ def choose_stage(
         pool_order=order,
         targets=targets,
         winner=winner,
-        candidates=tuple(sorted(candidates, key=_rank)),
+        candidates=tuple(sorted(candidates, key=lambda c: (c is not winner, *_rank(c)))),
         work=work,
+        draw=draw,
     )
 
 
@@ -159,12 +169,12 @@ def _work(stage: Stage, ask: Ask, estimator: Estimator) -> Work:
     return Work(ask.isl_tokens, prefill_s, context_tokens)
 
 
-def _score(stage: Stage, ask: Ask, view: MemberView, pool: PoolView) -> Candidate:
+def _score(stage: Stage, ask: Ask, work: Work, view: MemberView, pool: PoolView) -> Candidate:
     estimator = pool.estimator
     ttft_s = itl_s = None
     score_s = 0.0
     if stage is not Stage.DECODE:
-        ttft_s = view.queued_s + estimator.prefill_s(ask.isl_tokens, 0)
+        ttft_s = view.queued_s + work.prefill_s
         score_s += ttft_s
     if stage is not Stage.PREFILL:
         batch = view.inflight + 1
@@ -187,19 +197,22 @@ def _excluded(ask: Ask, view: MemberView) -> str:
     return ""
 
 
-def _rank(candidate: Candidate) -> tuple[bool, float]:
-    return bool(candidate.excluded), candidate.score_s
+def _rank(candidate: Candidate) -> tuple[bool, bool, float, int]:
+    return bool(candidate.excluded), *preference(candidate)
 
 
-def _pick(candidates: Iterable[Candidate], rng: random.Random) -> Candidate | None:
+def _pick(candidates: Iterable[Candidate], draw: float) -> Candidate | None:
     open_ = [candidate for candidate in candidates if not candidate.excluded]
     if not open_:
         return None
-    best_s = min(candidate.score_s for candidate in open_)
-    # The generator is drawn from once whatever the number of ties, so that a receipt's draw is enough
-    # to make the decision again.
-    ties = [candidate for candidate in open_ if candidate.score_s == best_s]
-    return ties[int(rng.random() * len(ties))]
+    best = min(map(preference, open_))
+    ties = [candidate for candidate in open_ if preference(candidate) == best]
+    return ties[int(draw * len(ties))]
+
+
+def preference(candidate: Candidate) -> tuple[bool, float, int]:
+    """What is compared between workers that can take the request; the least wins."""
+    return candidate.view.suspect, candidate.score_s, candidate.view.last_chosen
 
 
 def _in_words(target: Target) -> str:

@@ -5,6 +5,7 @@ numbers from their owners, and readiness through one callable.
 """
 
 import socket
+import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +28,15 @@ def serve_probes(
     """
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0  # a peer that says nothing gives its thread back
+
         def do_GET(self) -> None:
-            if self.path == "/metrics":
+            path = self.path.partition("?")[0]
+            if path == "/metrics":
                 self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
-            elif self.path == "/healthz":
+            elif path == "/healthz":
                 self._answer(200, b"ok\n")
-            elif self.path == "/readyz":
+            elif path == "/readyz":
                 reason = not_ready()
                 self._answer(503 if reason else 200, f"{reason or 'ready'}\n".encode())
             else:
@@ -51,12 +55,18 @@ def serve_probes(
     class Server(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
+        def server_bind(self) -> None:
+            # The base class also asks DNS for a name that nobody uses, and waits for it.
+            socketserver.TCPServer.server_bind(self)
+
     try:
         server = Server((host, port), Handler)
     except OSError as error:
         raise OSError(f"cannot listen on {Address(host, port)}: {error.strerror}") from error
     with server:
-        thread = threading.Thread(target=server.serve_forever, name="probes", daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, args=(0.05,), name="probes", daemon=True
+        )
         thread.start()
         try:
             yield int(server.server_address[1])

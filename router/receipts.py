@@ -61,6 +61,7 @@ def _choice_message(choice: StageChoice, top: int | None) -> gw.StageChoice:
         candidates=[_candidate_message(c) for c in choice.candidates[:top]],
         candidates_total=len(choice.candidates),
         pool_order=choice.pool_order,
+        draw=choice.draw,
     )
 
 
@@ -74,6 +75,10 @@ def _candidate_message(candidate: Candidate) -> gw.Candidate:
         predicted_ttft_ms=_ms(candidate.predicted_ttft_s),
         predicted_itl_ms=_ms(candidate.predicted_itl_s),
         excluded=candidate.excluded,
+        queued_s=candidate.view.queued_s,
+        context_tokens=candidate.view.context_tokens,
+        suspect=candidate.view.suspect,
+        last_chosen=candidate.view.last_chosen,
     )
 
 
@@ -94,15 +99,19 @@ class Record:
         self.tally = Tally()
         self.cached_tokens: int | None = None
 
-    def attempt(self, stage: Stage, *, pool: str, worker: str, status: Status) -> None:
-        """Note one call to a worker."""
+    def attempt(self, stage: Stage, status: Status) -> None:
+        """Note how the call to the stage's chosen worker went."""
+        assert self.decision is not None
+        winner = self.decision.stage(stage).winner
+        assert winner is not None
         self.attempts.append(
             gw.Attempt(
                 stage=WIRE_STAGE[stage],
-                pool=pool,
-                worker=worker,
+                pool=winner.pool,
+                worker=winner.view.address,
                 status=status.code.name,
                 message=status.message[:MAX_MESSAGE],
+                chosen=_candidate_message(winner),
             )
         )
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from slagate.workers.errors import UsageError
+
 PACKAGED = "conversation-sample.jsonl"
 BLOCK_TOKENS = 512
 """Prompt tokens that one id of `hash_ids` stands for, in every Mooncake trace."""
@@ -27,7 +29,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-class TraceError(ValueError):
+class TraceError(UsageError):
     """A trace that cannot be used; the text names the file, the line and the field."""
 
 

@@ -7,17 +7,20 @@ from google.protobuf.message import DecodeError
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import InvalidRequest, TooLarge, Unsupported
+from slagate.router.sla import ITL, TTFT, looks_like_ours
 from slagate.workers.legs import REQUEST_TYPE
 
 MAX_ID_BYTES = 1024
 """Of a request id; TensorRT-LLM's own server has the same limit."""
 
+MAX_FIELDS_TO_BLAME = 10_000
+"""Fields looked at to name the one that makes a request too large; an honest request has a dozen."""
+
 DEFAULT_MAX_TOKENS = 4096
 """Output budget where neither the client nor the worker's context window says one."""
 
-# Where clients of other gateways put their targets. The engine ignores unknown keys of `extra`, so a
-# target left here would be dropped without a word.
-_HINTS_OF_OTHERS = ("nvext", "router", "ttft_target", "itl_target", "ttft_ms", "itl_ms", "tpot_ms")
+# Where clients of other gateways put their targets.
+_CARRIERS_OF_OTHERS = frozenset({"nvext", "router", "slo"})
 
 
 class Request(NamedTuple):
@@ -93,14 +96,13 @@ def _check_private(message: oe.GenerateRequest) -> None:
     """Refuse what belongs to the gateway: merged into a leg, a client's value would survive there."""
     if message.kv.HasField("session"):
         raise InvalidRequest("kv.session", "is set by the gateway only")
-    for key in (REQUEST_TYPE, *_HINTS_OF_OTHERS):
-        if key in message.extra.fields:
-            reason = (
-                "is set by the gateway only"
-                if key == REQUEST_TYPE
-                else "is not read; targets travel in metadata, x-slo-ttft-ms and x-slo-tpot-ms"
-            )
-            raise InvalidRequest(f"extra.{key}", reason)
+    for key in message.extra.fields:
+        if key == REQUEST_TYPE:
+            raise InvalidRequest(f"extra.{key}", "is set by the gateway only")
+        # The engine ignores what it does not know, so a target left here would be dropped without a word.
+        if key in _CARRIERS_OF_OTHERS or looks_like_ours(key):
+            reason = f"is not read; targets travel in metadata, {TTFT} and {ITL}"
+            raise InvalidRequest(f"extra.{key[:80]}", reason)
 
 
 def _max_tokens(message: oe.GenerateRequest) -> int | None:
@@ -115,17 +117,46 @@ def _max_tokens(message: oe.GenerateRequest) -> int | None:
 
 
 def _largest_field(data: bytes) -> str:
-    """The field to blame for a request that is too large: the larger of its two possible inputs."""
+    """The field to blame for a request that is too large.
+
+    Reads tags and lengths only: a parse of tens of megabytes would hold up everybody else.
+    """
+    sizes: dict[int, int] = {}
     try:
-        message = oe.GenerateRequest.FromString(data)
-    except DecodeError:
+        at = 0
+        for _ in range(MAX_FIELDS_TO_BLAME):
+            if at >= len(data):
+                break
+            start = at
+            tag, at = _varint(data, at)
+            wire_type = tag & 7
+            if wire_type == 0:
+                _, at = _varint(data, at)
+            elif wire_type == 2:
+                length, at = _varint(data, at)
+                at += length
+            elif wire_type in (1, 5):
+                at += 8 if wire_type == 1 else 4
+            else:
+                return "request"
+            sizes[tag >> 3] = sizes.get(tag >> 3, 0) + at - start
+    except IndexError:
         return "request"
-    sizes = {
-        field.name: value.ByteSize() if hasattr(value, "ByteSize") else len(value)
-        for field, value in message.ListFields()
-        if field.name in ("prompt", "token_ids", "guided", "extra")
-    }
-    return max(sizes, key=lambda name: sizes[name], default="request")
+    largest = max(sizes, key=lambda number: sizes[number], default=0)
+    field = oe.GenerateRequest.DESCRIPTOR.fields_by_number.get(largest)
+    return "request" if field is None else field.name
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A base-128 number and where it ends. Raises `IndexError` behind the end of the data."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80 or shift > 63:
+            return value, at
+        shift += 7
 
 
 def _over(n_bytes: int, max_bytes: int) -> str:

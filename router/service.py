@@ -3,6 +3,7 @@
 What would show other tenants' tokens or touch their requests is not offered.
 """
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -10,6 +11,7 @@ import grpc
 from slagate.pools.fleet import Fleet
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
+from slagate.router.errors import Aborted
 from slagate.router.live import LiveRequests
 from slagate.workers.trtllm_info import SCHEMA_RELEASE
 
@@ -17,11 +19,20 @@ from slagate.workers.trtllm_info import SCHEMA_RELEASE
 class ControlService(oe_grpc.ControlServicer):
     """`openengine.v1.Control` for clients."""
 
-    def __init__(self, fleet: Fleet, live: LiveRequests, *, instance_id: str, version: str) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        live: LiveRequests,
+        *,
+        instance_id: str,
+        version: str,
+        not_ready: Callable[[], str],
+    ) -> None:
         self._fleet = fleet
         self._live = live
         self._instance_id = instance_id
         self._version = version
+        self._not_ready = not_ready
 
     async def GetServerInfo(self, request: Any, context: Any) -> oe.ServerInfo:
         """The fleet as one engine."""
@@ -37,24 +48,35 @@ class ControlService(oe_grpc.ControlServicer):
         )
 
     async def GetModelInfo(self, request: Any, context: Any) -> oe.ModelInfo:
-        """What every worker of the model can do: the least of each."""
+        """What every worker of the model can do: the smallest window, the features that all have."""
         infos = [
             member.models[request.model]
             for member in self._fleet.members()
             if request.model in member.models
         ]
         if not infos:
-            await _abort(
-                context, grpc.StatusCode.NOT_FOUND, f"model: {request.model!r} is not served here"
-            )
-        info = oe.ModelInfo()
-        info.CopyFrom(infos[0])
+            reason = f"model: {request.model[:100]!r} is not served here"
+            await _abort(context, grpc.StatusCode.NOT_FOUND, reason)
+        info = oe.ModelInfo(
+            model_id=infos[0].model_id,
+            served_model_name=request.model,
+            supports_text_input=False,
+            supports_token_ids_input=True,
+            supports_lora=all(i.supports_lora for i in infos),
+            supports_multimodal=False,
+            generation=oe.GenerationCapabilities(
+                max_num_sequences=1,
+                supports_priority=True,
+                supports_stop_in_output=all(i.generation.supports_stop_in_output for i in infos),
+                supports_cache_salt=all(i.generation.supports_cache_salt for i in infos),
+                supports_prefix_cache_bypass=all(
+                    i.generation.supports_prefix_cache_bypass for i in infos
+                ),
+            ),
+        )
         windows = [i.max_context_length for i in infos if i.HasField("max_context_length")]
         if windows:
             info.max_context_length = min(windows)
-        info.supports_text_input = False
-        info.generation.supports_priority = True
-        info.generation.max_num_sequences = 1
         return info
 
     async def GetLoad(self, request: Any, context: Any) -> oe.LoadInfo:
@@ -62,7 +84,7 @@ class ControlService(oe_grpc.ControlServicer):
         return oe.LoadInfo(instance_id=self._instance_id, running_requests=len(self._live))
 
     async def Health(self, request: Any, context: Any) -> oe.HealthResponse:
-        """READY while every stage has a ready worker."""
+        """READY while every stage has a ready worker and the gateway is not draining."""
         down = self._fleet.unready_stages()
         checks = [
             oe.HealthCheck(
@@ -71,7 +93,9 @@ class ControlService(oe_grpc.ControlServicer):
             )
             for stage in self._fleet.stages
         ]
-        state = oe.HEALTH_STATE_NOT_READY if down else oe.HEALTH_STATE_READY
+        reason = self._not_ready()
+        state = oe.HEALTH_STATE_NOT_READY if reason else oe.HEALTH_STATE_READY
+        checks.insert(0, oe.HealthCheck(name="grpc", state=state, message=reason))
         return oe.HealthResponse(state=state, checks=checks)
 
     async def Abort(self, request: Any, context: Any) -> oe.AbortResponse:
@@ -85,7 +109,8 @@ class ControlService(oe_grpc.ControlServicer):
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"{target}: a client may abort its own requests only, by request_id",
             )
-        if not self._live.abort(context.peer(), request.request_id):
+        aborted = Aborted("aborted by the client")
+        if not self._live.abort(context.peer(), request.request_id, aborted):
             await _abort(
                 context,
                 grpc.StatusCode.NOT_FOUND,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """Set once at start, from the command line."""
+    """Set once at start; what the command line has no flag for is not meant to be turned."""
 
     max_request_bytes: int = 8 << 20
     """A serialised request: about 2.7 million tokens, above any context window of today."""
@@ -17,3 +17,5 @@ class Settings:
     """How long running requests get to finish after SIGTERM."""
     max_attempts: int = 3
     """Workers that one stage of a request may try."""
+    client_receipts: bool = True
+    """Whether clients may ask for receipts, which name pools and workers and show their load."""

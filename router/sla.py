@@ -35,9 +35,17 @@ MAX_TEXT = 256
 
 _DECIMAL = re.compile(r"(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _INTEGER = re.compile(r"[+-]?\d{1,10}", re.ASCII)
-# Keys that are about a latency target, or of the protocol's own prefix: one of them that is not read
-# here is a misspelling, and would be dropped without a word.
-_HINT = re.compile(r"^x-slo-|^openengine-|ttft|tpot|(^|-|_)itl($|-|_)")
+# Keys that look like one of ours, after `_` and `.` were read as `-`. Any of them that is not read here is
+# a misspelling, and would be dropped without a word. `priority` alone is HTTP's own header.
+_HINT = re.compile(
+    r"^x-?sl[oa](-|$)|^(x-)?slagate|^x-gateway-inference|^x-dynamo-se|openengine|.priority|priority."
+    r"|ttft|tpot|(^|-)itl(-|$)|first-token|token-latency"
+)
+
+
+def looks_like_ours(key: str) -> bool:
+    """Whether whoever wrote this key meant it for a gateway such as this one."""
+    return bool(_HINT.search(key.lower().replace("_", "-").replace(".", "-")))
 
 
 class Sla(NamedTuple):
@@ -52,8 +60,8 @@ class Sla(NamedTuple):
     receipt: bool = False
 
 
-def parse_sla(metadata: Metadata) -> Sla:
-    """Read the SLA. Raises `InvalidRequest` naming the key.
+def parse_sla(metadata: Metadata, *, receipts: bool = True) -> Sla:
+    """Read the SLA. Raises `InvalidRequest` naming the key; also for a receipt where there are none.
 
     >>> parse_sla([("x-slo-ttft-ms", "500"), ("openengine-priority", "-3")])[:3]
     (500.0, None, -3)
@@ -63,7 +71,7 @@ def parse_sla(metadata: Metadata) -> Sla:
     """
     values: dict[str, str] = {}
     for key, value in metadata:
-        if key not in KNOWN and not _HINT.search(key):
+        if key not in KNOWN and not looks_like_ours(key):
             continue
         if key in values:
             raise InvalidRequest(key, "is given more than once")
@@ -76,6 +84,9 @@ def parse_sla(metadata: Metadata) -> Sla:
         if key not in KNOWN:
             raise InvalidRequest(key, f"is not a key of this gateway{_did_you_mean(key)}")
     _text(values, ROUTING_KEY)
+    wants_receipt = _flag(values, RECEIPT)
+    if wants_receipt and not receipts:
+        raise InvalidRequest(RECEIPT, "receipts are switched off on this gateway")
     return Sla(
         _milliseconds(values, TTFT),
         _milliseconds(values, ITL),
@@ -83,11 +94,13 @@ def parse_sla(metadata: Metadata) -> Sla:
         _text(values, OBJECTIVE),
         _text(values, FAIRNESS_ID),
         _text(values, SESSION_ID),
-        _flag(values, RECEIPT),
+        wants_receipt,
     )
 
 
 def _did_you_mean(key: str) -> str:
+    if re.search("itl|tpot|token-latency", key):
+        return f"; did you mean {ITL}?"
     near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.4)
     return f"; did you mean {near[0]}?" if near else ""
 

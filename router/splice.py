@@ -71,7 +71,7 @@ class Splice(LegSink):
                 self._tally.tokens(len(response.token.tokens), self._now_s())
                 self._on_token()
             elif event == "finished":
-                self._terminal = True
+                self._finish()
             if response.HasField("usage"):
                 self._tally.usage = response.usage
 
@@ -79,20 +79,21 @@ class Splice(LegSink):
         if not self._tally.n_messages:
             self._fail_by(error)
             return
-        self._terminal = True
         message = scrub(error.message)
         # The appended message replaces the worker's: the last value of a field wins.
         scrubbed = oe.GenerateResponse(error=oe.EngineError(message=message))
         if self._relay(data + scrubbed.SerializeToString()):
             self._failure = ErrorRelayed(f"{self.stage.value}: {message}")
+            self._finish()
 
     def _relay(self, data: bytes) -> bool:
         """False: the client's buffer is full, and its stream is over."""
-        if self._client.n_bytes + len(data) > self._max_buffer_bytes:
+        # One message may be larger than the buffer: a client that has taken all before it is not slow.
+        if self._client.n_bytes and self._client.n_bytes + len(data) > self._max_buffer_bytes:
             waiting = self._client.n_bytes
             self._failure = SlowClient(f"the client reads too slowly: {waiting} bytes wait for it")
             self._client.discard()
-            self.ended.set()
+            self.complete.set()
             return False
         self._committed = True
         self._tally.n_messages += 1

@@ -4,6 +4,7 @@ A first cut over `grpc.aio`; what replaces it keeps the port (`slagate.workers.w
 """
 
 import asyncio
+import logging
 from typing import cast
 
 import anyio
@@ -12,6 +13,8 @@ import grpc.aio
 from anyio.abc import TaskGroup
 
 from slagate.workers.worker import Call, Metadata, Sink, Status
+
+log = logging.getLogger(__name__)
 
 GENERATE = "/openengine.v1.Inference/Generate"
 
@@ -66,13 +69,21 @@ class _RpcCall:
     def _end(self, status: Status) -> None:
         if not self._ended:
             self._ended = True
-            self._sink.end(status)
+            try:
+                self._sink.end(status)
+            except Exception:
+                # As for a message: one call's sink must not end the task group of them all.
+                log.exception("channel.end")
 
     async def run(self) -> None:
         """Read to the end. Leaves no RPC behind, however it is left."""
         status = Status(grpc.StatusCode.CANCELLED, "the channel is closing")
         try:
             status = await self._read()
+        except Exception:
+            # One call's sink or one peer's answer must not end the task group of them all.
+            log.exception("channel.call")
+            status = Status(grpc.StatusCode.INTERNAL, "the answer could not be taken")
         except asyncio.CancelledError:
             # grpc.aio also raises this where the RPC was cancelled and this task was not.
             if not self._cancelled:

@@ -24,6 +24,10 @@ STATUS_OF_ENGINE_ERROR: dict[int, grpc.StatusCode] = {
 """OpenEngine names no complete table; this is ours, and both sides of our wire use it."""
 
 
+class UsageError(ValueError):
+    """An option of a command is wrong, or does not fit what the command meets; the message says which."""
+
+
 class WorkerError(Exception):
     """A worker refused or failed a call; `status` is what it said (or what the transport made of it)."""
 
@@ -45,22 +49,33 @@ def status_of_engine_error(error: oe.EngineError) -> Status:
     return Status(code, error.message)
 
 
+MAX_MESSAGE_BYTES = 600
+"""Of a status message, in UTF-8. It travels percent-encoded, three bytes for one, in headers that grpcio
+takes 8 KiB of, and a receipt of 4 KiB, in base64, may travel with it."""
+
 _ADDRESS = re.compile(
     r"(?:ipv4:|ipv6:|unix:|dns:///?)\S+"  # gRPC peer and target names
     r"|\[[0-9a-fA-F]*:[0-9a-fA-F:%.]*\](?::\d+)?"  # [v6]:port
+    r"|\b(?:localhost|(?:[\w-]+\.)+[A-Za-z][\w-]*):\d{1,5}\b"  # name:port
     r"|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"  # v4 with or without port
 )
 _PATH = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]+")
 _PYTHON = re.compile(
     r"<class '[^']*'>"
     r"|<\w*(?:Rpc|Rendezvous)\w*\b.*>"  # repr of a grpc error: status, details and peer of some call
-    r"|\b(?:[A-Za-z_]\w*\.)+[A-Z]\w*\b"  # module.path.ClassName
+    r"|(?<![\w.])(?:[A-Za-z_]\w*\.)+[A-Z]\w*\b"  # module.path.ClassName
     r"|Traceback \(most recent call last\):.*",
     re.DOTALL,
 )
 
 
 def scrub(message: str) -> str:
-    """A worker's message without addresses, file paths and Python dumps: fit for a client."""
-    message = _PYTHON.sub("(internal)", message)
-    return _PATH.sub("(path)", _ADDRESS.sub("(address)", message))
+    """A worker's message without addresses, file paths and Python dumps, cut: fit for a client."""
+    # Cut first: an engine's error may quote what a client sent, and these patterns look far ahead.
+    message = _PYTHON.sub("(internal)", cut(message))
+    return cut(_PATH.sub("(path)", _ADDRESS.sub("(address)", message)))
+
+
+def cut(message: str) -> str:
+    """The message as far as it fits a status."""
+    return message.encode(errors="replace")[:MAX_MESSAGE_BYTES].decode(errors="ignore")

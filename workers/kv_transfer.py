@@ -5,6 +5,7 @@ that merely attaches, unlinks the segment when that process exits. Plain files i
 memory without the tracker, and a rename makes "consumed exactly once" atomic.
 """
 
+import contextlib
 import fcntl
 import os
 import re
@@ -173,7 +174,9 @@ class SharedMemoryTransport:
         if session_id in self._offered:
             self._offered.discard(session_id)
             for suffix in ("kv", "pull"):
-                (self._folder / f"{session_id}.{suffix}").unlink(missing_ok=True)
+                # Whatever stands there instead of a file of ours, the blocks behind it are to be freed.
+                with contextlib.suppress(OSError):
+                    (self._folder / f"{session_id}.{suffix}").unlink()
 
     def close(self) -> None:
         """Remove this owner's directory and give up its lock."""

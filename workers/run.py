@@ -12,9 +12,10 @@ import anyio
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers import sim_llm
+from slagate.workers.errors import UsageError
 from slagate.workers.kv_transfer import KvTransport, SharedMemoryTransport
 from slagate.workers.listen import Address, ready_line, stopped
-from slagate.workers.profile import load_profile
+from slagate.workers.profile import TpProfile, load_profile
 from slagate.workers.server import serve_worker
 from slagate.workers.trtllm import TrtllmWorker
 from slagate.workers.trtllm_info import WorkerIdentity
@@ -46,21 +47,11 @@ class SimOptions:
     max_seq_len: int = 131_072
 
 
-@asynccontextmanager
-async def sim_worker(
-    options: SimOptions, *, instance_id: str, transport: KvTransport | None = None
-) -> AsyncIterator[TrtllmWorker]:
-    """A `TrtllmWorker` over a `SimLLM`, for the time of the block.
-
-    `transport` None lets the worker open its own where the role needs one. Raises `ProfileError` or
-    `ValueError` naming a wrong option.
-    """
-    profile = load_profile(options.profile).tp(options.tp)
-    role = ROLES[options.role]
-    if transport is None and role != oe.ENGINE_ROLE_AGGREGATED:
-        transport = SharedMemoryTransport()
+def _sim_llm(
+    options: SimOptions, profile: TpProfile, transport: KvTransport | None
+) -> sim_llm.SimLLM:
     try:
-        llm = sim_llm.SimLLM(
+        return sim_llm.SimLLM(
             options.model or profile.model,
             profile=profile,
             transport=transport,
@@ -70,6 +61,30 @@ async def sim_worker(
             kv_block_bytes=options.kv_block_bytes,
             time_scale=options.time_scale,
         )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+@asynccontextmanager
+async def sim_worker(
+    options: SimOptions,
+    *,
+    instance_id: str,
+    transport: KvTransport | None = None,
+    drain_s: float = 0.0,
+) -> AsyncIterator[TrtllmWorker]:
+    """A `TrtllmWorker` over a `SimLLM`, for the time of the block.
+
+    After the block, decode workers get `drain_s` to collect the handoffs that are parked here.
+    `transport` None lets the worker open its own where the role needs one. Raises `ProfileError` or
+    `UsageError` naming a wrong option.
+    """
+    profile = load_profile(options.profile).tp(options.tp)
+    role = ROLES[options.role]
+    if transport is None and role != oe.ENGINE_ROLE_AGGREGATED:
+        transport = SharedMemoryTransport()
+    try:
+        llm = _sim_llm(options, profile, transport)
         identity = WorkerIdentity(
             role=role,
             model=options.model or profile.model,
@@ -80,7 +95,15 @@ async def sim_worker(
             end_id=SIM_END_ID,
         )
         async with anyio.create_task_group() as tasks:
-            yield TrtllmWorker(llm, api=sim_llm, identity=identity, tasks=tasks)
+            yield TrtllmWorker(
+                llm,
+                api=sim_llm,
+                identity=identity,
+                tasks=tasks,
+                release_session=None if transport is None else llm.release_session,
+            )
+            with anyio.move_on_after(drain_s):
+                await llm.handoffs_collected()
             tasks.cancel_scope.cancel()
         llm.shutdown()
     finally:
@@ -95,7 +118,7 @@ async def run_sim_worker(options: SimOptions, listen: Address, *, drain_s: float
     """
     instance_id = uuid.uuid4().hex
     async with (
-        sim_worker(options, instance_id=instance_id) as worker,
+        sim_worker(options, instance_id=instance_id, drain_s=drain_s) as worker,
         serve_worker(worker, listen, grace_s=drain_s) as address,
         stopped() as signals,
         anyio.create_task_group() as tasks,

@@ -10,14 +10,18 @@ import grpc.aio
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.workers.channel import GENERATE, MAX_MESSAGE_BYTES
-from slagate.workers.errors import WorkerError
+from slagate.workers.errors import WorkerError, cut
 from slagate.workers.listen import Address, bind
 from slagate.workers.stream import BufferedSink
-from slagate.workers.worker import Worker
+from slagate.workers.worker import Call, Status, Worker
 
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer that vanished without a word is noticed, and a client that asks as often is not sent away.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     # Two servers on one port would silently share its connections.
     ("grpc.so_reuseport", 0),
 )
@@ -67,7 +71,13 @@ class _Inference(grpc.GenericRpcHandler):
     async def _generate(
         self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> None:
-        sink = BufferedSink()
+        call: Call | None = None
+
+        def pause_above(sink: BufferedSink) -> None:
+            if sink.n_bytes > HIGH_WATER_BYTES and call is not None:
+                call.pause()
+
+        sink = BufferedSink(pause_above)
         call = self._worker.generate(
             request,
             tuple(context.invocation_metadata() or ()),
@@ -76,8 +86,6 @@ class _Inference(grpc.GenericRpcHandler):
         )
         try:
             while (data := await sink.next()) is not None:
-                if sink.n_bytes > HIGH_WATER_BYTES:
-                    call.pause()
                 await context.write(data)
                 if sink.n_bytes <= HIGH_WATER_BYTES:
                     call.resume()
@@ -86,7 +94,7 @@ class _Inference(grpc.GenericRpcHandler):
             call.cancel()
         assert sink.status is not None
         if sink.status.code is not grpc.StatusCode.OK:
-            await context.abort(*sink.status)
+            await context.abort(*_short(sink.status))
 
 
 class _Control(oe_grpc.ControlServicer):
@@ -121,5 +129,10 @@ async def _answer(answer: Awaitable[_Response], context: Any) -> _Response:
     try:
         return await answer
     except WorkerError as error:
-        await context.abort(*error.status)
+        await context.abort(*_short(error.status))
         raise AssertionError("context.abort raises") from error
+
+
+def _short(status: Status) -> Status:
+    """A status that fits the headers it travels in: longer ones make the call fail with another code."""
+    return status._replace(message=cut(status.message))

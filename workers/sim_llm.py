@@ -244,6 +244,11 @@ class SimLLM:
         """Drop a parked session and free its blocks; False when there is none of that id."""
         return self._engine.parked is not None and self._engine.parked.release(ctx_request_id)
 
+    async def handoffs_collected(self) -> None:
+        """Wait until no session is parked any more."""
+        if self._engine.parked is not None:
+            await self._engine.parked.none_left()
+
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
         """Iterations not read yet, as dicts; ends when none comes for `timeout` seconds."""
         # TensorRT-LLM has no stats queue before the first request, so nothing is waited for.

@@ -38,6 +38,8 @@ class ParkedSessions:
         self._freed = freed
         self._sessions: dict[int, _Session] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
         self.n_expired = 0
 
     def __len__(self) -> int:
@@ -47,6 +49,7 @@ class ParkedSessions:
         """Hold a session's blocks."""
         loop = asyncio.get_running_loop()
         self._sessions[session_id] = _Session(allocation, loop.time() + self._timeout_s)
+        self._empty.clear()
         self._arm(loop)
 
     def release(self, session_id: int) -> bool:
@@ -56,11 +59,17 @@ class ParkedSessions:
             return False
         self._transport.release(session_id)
         self._cache.release(session.allocation)
-        if not self._sessions and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if not self._sessions:
+            self._empty.set()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
         self._freed()
         return True
+
+    async def none_left(self) -> None:
+        """Wait until no session is parked."""
+        await self._empty.wait()
 
     def clear(self) -> None:
         """Withdraw every session."""

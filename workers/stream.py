@@ -1,6 +1,7 @@
 """A sink that an async writer drains: the joint between callbacks and a coroutine that must wait."""
 
 from collections import deque
+from collections.abc import Callable
 
 import anyio
 
@@ -14,7 +15,9 @@ class BufferedSink:
     engine's stream, the gateway ends a client's stream. One reader only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_message: Callable[["BufferedSink"], None] | None = None) -> None:
+        """`on_message` is told after each message that was queued, whatever the reader does."""
+        self._on_message = on_message
         self.n_bytes = 0
         self.discarded = False
         self.status: Status | None = None
@@ -31,6 +34,8 @@ class BufferedSink:
         self._messages.append(data)
         self.n_bytes += len(data)
         self._wake.set()
+        if self._on_message is not None:
+            self._on_message(self)
 
     def end(self, status: Status = OK, /) -> None:
         """Mark the end; what is queued is still written first."""

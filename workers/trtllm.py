@@ -8,6 +8,7 @@ KV transfer behind it cannot be interrupted.
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -41,11 +42,15 @@ class TrtllmWorker:
         api: EngineApi,
         identity: WorkerIdentity,
         tasks: TaskGroup,
+        release_session: Callable[[int], bool] | None,
     ) -> None:
+        """`release_session` frees a parked handoff by context request id; None where none can be."""
         self._llm = llm
         self._api = api
         self._identity = identity
         self._tasks = tasks
+        self._release_session = release_session or _cannot_release
+        self._frees_handoffs = release_session is not None
         self._live: dict[str, EngineStream] = {}
         self._finished: OrderedDict[str, int | None] = OrderedDict()  # id -> handoff it parked
         self._stats_row: dict[str, Any] | None = None
@@ -67,11 +72,11 @@ class TrtllmWorker:
         stream = EngineStream(
             sink,
             backend=self._identity.transfer_backend,
-            abandon=self._llm.release_session,
+            abandon=self._release_session,
         )
         try:
             leg = self._parse(request, metadata)
-            stream.start(self._submit(leg), leg, timeout_s=timeout_s)
+            stream.start(self._submit(leg, metadata), leg, timeout_s=timeout_s)
         except Refused as refused:
             stream.finish(refused.status)
             return stream
@@ -96,12 +101,15 @@ class TrtllmWorker:
             api=self._api,
             role=self._identity.role,
             model=self._identity.model,
-            max_seq_len=self._llm.args.max_seq_len,
+            window_tokens=trtllm_info.window_tokens(self._llm),
             end_id=self._identity.end_id,
         )
 
-    def _submit(self, leg: EngineRequest) -> Any:
+    def _submit(self, leg: EngineRequest, metadata: Metadata) -> Any:
         kwargs: dict[str, Any] = {"streaming": leg.kind != "context_only"}
+        trace = {key: value for key, value in metadata if key in ("traceparent", "tracestate")}
+        if trace:
+            kwargs["trace_headers"] = trace
         if leg.disaggregated is not None:
             kwargs["disaggregated_params"] = leg.disaggregated
         if leg.cache_salt is not None:
@@ -135,10 +143,12 @@ class TrtllmWorker:
         target = request.WhichOneof("target")
         if target == "request_id":
             return self._abort_request(request.request_id)
+        if target == "kv_session" and not self._frees_handoffs:
+            raise Refused(grpc.StatusCode.UNIMPLEMENTED, "kv_session: this worker parks no handoff")
         if target == "kv_session":
             session_id = request.kv_session.session_id
             is_id = session_id.isascii() and session_id.isdigit()
-            if is_id and self._llm.release_session(int(session_id)):
+            if is_id and self._release_session(int(session_id)):
                 return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
             raise Refused(grpc.StatusCode.NOT_FOUND, f"kv_session: no session {session_id!r}")
         if target == "all_requests":
@@ -154,14 +164,15 @@ class TrtllmWorker:
         if request_id in self._finished:
             # The answer may not have reached a caller that gave up meanwhile: its handoff goes too.
             parked_id = self._finished[request_id]
-            if parked_id is not None and self._llm.release_session(parked_id):
+            if parked_id is not None and self._release_session(parked_id):
                 return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
             return oe.AbortResponse(status=oe.ABORT_STATUS_ALREADY_FINISHED)
         raise Refused(grpc.StatusCode.NOT_FOUND, f"request_id: no request {request_id!r}")
 
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
         """As `Worker.load`."""
-        # Reading empties the engine's queue, and an idle engine adds nothing: the last row still holds.
+        # Reading empties the engine's queue, and an idle engine adds nothing to it: the last row is all
+        # there is, although blocks that were freed since do not show in it.
         async for row in self._llm.get_stats_async(timeout=0):
             self._stats_row = row
         return trtllm_info.load(
@@ -186,7 +197,9 @@ class TrtllmWorker:
 
     async def server_info(self) -> oe.ServerInfo:
         """As `Worker.server_info`."""
-        return trtllm_info.server_info(self._llm, self._identity)
+        return trtllm_info.server_info(
+            self._llm, self._identity, frees_handoffs=self._frees_handoffs
+        )
 
     async def model_info(self, model: str) -> oe.ModelInfo:
         """As `Worker.model_info`."""
@@ -195,3 +208,7 @@ class TrtllmWorker:
                 Status(grpc.StatusCode.NOT_FOUND, f"model: {model!r} is not served here")
             )
         return trtllm_info.model_info(self._llm, self._identity)
+
+
+def _cannot_release(_session_id: int) -> bool:
+    return False

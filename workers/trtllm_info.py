@@ -28,7 +28,7 @@ class WorkerIdentity:
         return oe.EngineRole.Name(self.role).removeprefix("ENGINE_ROLE_").lower()
 
 
-def server_info(llm: Any, identity: WorkerIdentity) -> oe.ServerInfo:
+def server_info(llm: Any, identity: WorkerIdentity, *, frees_handoffs: bool) -> oe.ServerInfo:
     """`ServerInfo` with what the engine was configured to."""
     info = oe.ServerInfo(
         engine_name="tensorrt_llm",
@@ -57,11 +57,18 @@ def server_info(llm: Any, identity: WorkerIdentity) -> oe.ServerInfo:
                 transfer_backend=identity.transfer_backend,
                 supports_remote_prefill=True,
                 supports_decode_pull=True,
-                supports_abort_cleanup=True,
+                supports_abort_cleanup=frees_handoffs,
                 schema_version=1,
             )
         )
     return info
+
+
+def window_tokens(llm: Any) -> int:
+    """Prompt and output together: the engine's sequence length, or its KV cache where that is smaller."""
+    capacity = getattr(llm, "get_kv_cache_capacity", None)
+    limit = llm.args.max_seq_len
+    return int(limit if capacity is None else min(limit, capacity()["maxNumTokens"]))
 
 
 def model_info(llm: Any, identity: WorkerIdentity) -> oe.ModelInfo:
@@ -69,7 +76,7 @@ def model_info(llm: Any, identity: WorkerIdentity) -> oe.ModelInfo:
     return oe.ModelInfo(
         model_id=identity.model,
         served_model_name=identity.model,
-        max_context_length=llm.args.max_seq_len,
+        max_context_length=window_tokens(llm),
         supports_text_input=False,
         supports_token_ids_input=True,
         supports_lora=False,
@@ -96,6 +103,10 @@ def load(
         info.queued_requests = row["numQueuedRequests"]
         cache = row["kvCacheStats"]
         info.used_kv_blocks, info.total_kv_blocks = cache["usedNumBlocks"], cache["maxNumBlocks"]
+    # Where the engine can say what it holds now, that beats the last iteration.
+    used = getattr(llm, "used_blocks", None)
+    if used is not None:
+        info.used_kv_blocks = used
     parked = getattr(llm, "n_parked", None)
     if parked is not None:
         info.active_kv_sessions = parked
@@ -116,7 +127,7 @@ async def health(
     """The first part that is not READY decides the state; `probe` is run when it is given."""
     checks = [
         oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY),
-        oe.HealthCheck(name="model", state=_ready_if(llm._check_health())),
+        oe.HealthCheck(name="model", state=_engine_state(llm)),
     ]
     if request.role not in (oe.ENGINE_ROLE_UNSPECIFIED, identity.role):
         message = f"this is a {identity.role_name} worker"
@@ -127,8 +138,11 @@ async def health(
     return oe.HealthResponse(state=states[0] if states else oe.HEALTH_STATE_READY, checks=checks)
 
 
-def _ready_if(ok: bool) -> oe.HealthState.ValueType:  # noqa: FBT001
-    return oe.HEALTH_STATE_READY if ok else oe.HEALTH_STATE_NOT_READY
+def _engine_state(llm: Any) -> oe.HealthState.ValueType:
+    # Old engines have no such method; what is known of them is that they were built.
+    check = getattr(llm, "_check_health", None)
+    alive = check is None or check()
+    return oe.HEALTH_STATE_READY if alive else oe.HEALTH_STATE_NOT_READY
 
 
 async def _probed(probe: Callable[[], Awaitable[None]]) -> oe.HealthCheck:

@@ -50,7 +50,7 @@ def parse_leg(
     api: EngineApi,
     role: oe.EngineRole.ValueType,
     model: str,
-    max_seq_len: int,
+    window_tokens: int,
     end_id: int,
 ) -> EngineRequest:
     """Validate one leg and build the engine's arguments. Raises `Refused` naming the field."""
@@ -72,15 +72,15 @@ def parse_leg(
     tokens = list(request.token_ids.ids)
     if not tokens:
         raise _invalid("token_ids", "must not be empty")
-    if len(tokens) >= max_seq_len:
+    if len(tokens) >= window_tokens:
         raise _invalid(
-            "token_ids", f"{len(tokens)} tokens do not fit the context window of {max_seq_len}"
+            "token_ids", f"{len(tokens)} tokens do not fit the context window of {window_tokens}"
         )
     return EngineRequest(
         request_id=request.request_id,
         kind=kind,
         tokens=tokens,
-        sampling=_sampling(request, api, end_id, max_seq_len - len(tokens)),
+        sampling=_sampling(request, api, end_id, window_tokens - len(tokens)),
         disaggregated=_disaggregated(request, api, kind),
         cache_salt=request.kv.cache_salt if request.kv.HasField("cache_salt") else None,
     )
@@ -147,7 +147,8 @@ def _kind(request: oe.GenerateRequest) -> str:
 
 def _sampling(request: oe.GenerateRequest, api: EngineApi, end_id: int, room: int) -> Any:
     stopping, sampling = request.stopping, request.sampling
-    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else room
+    # A budget above the room is cut, as the engine itself would: the answer then ends by length.
+    max_tokens = min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else room
     if max_tokens == 0:
         raise _invalid("stopping.max_tokens", "must be at least 1")
     if len(stopping.conditions) > MAX_STOP_CONDITIONS:

@@ -1,6 +1,7 @@
 """One leg on a worker: from the engine's cumulative, mutable result to OpenEngine deltas."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.codec import session_of_params
 from slagate.workers.trtllm_request import EngineRequest
 from slagate.workers.worker import OK, Sink, Status
+
+log = logging.getLogger(__name__)
 
 
 class EngineStream:
@@ -86,11 +89,21 @@ class EngineStream:
             self._abort_engine()
             await self._open.wait()
             if not self._ended:
-                self._emit()
+                self._emit_or_give_up()
             elif _has_handoff(self._result.outputs[0].disaggregated_params):
                 # Parked in the step in which the leg was given up: nobody will ever ask for it.
                 self._abandon(self._result.outputs[0].disaggregated_params.ctx_request_id)
         self.finish(OK)
+
+    def _emit_or_give_up(self) -> None:
+        try:
+            self._emit()
+        except Exception as error:
+            # Ours, not the engine's: it ends this leg, where an engine's own error ends the worker.
+            log.exception("leg.emit")
+            self.fail(error)
+            self._abort_wanted = True
+            self._abort_engine()
 
     def _emit(self) -> None:
         output = self._result.outputs[0]
@@ -114,7 +127,8 @@ class EngineStream:
                 )
             )
         if output.finish_reason is not None:
-            self._send(usage=self._usage(), finished=_finished(output))
+            end_id = self._leg.sampling.end_id
+            self._send(usage=self._usage(), finished=_finished(output, end_id))
 
     def fail(self, error: Exception) -> None:
         """The engine gave the request up: one terminal error event, then a clean end."""
@@ -145,7 +159,7 @@ def _has_handoff(params: Any) -> bool:
     return params is not None and params.ctx_request_id is not None
 
 
-def _finished(output: Any) -> oe.GenerationFinished:
+def _finished(output: Any, end_id: int) -> oe.GenerationFinished:
     finished = oe.GenerationFinished(output_index=0)
     if output.finish_reason == "stop":
         finished.reason = oe.FINISH_REASON_STOP
@@ -153,6 +167,8 @@ def _finished(output: Any) -> oe.GenerationFinished:
             finished.stop_match.stop_token_id = output.stop_reason
         elif isinstance(output.stop_reason, str):
             finished.stop_match.stop_text = output.stop_reason
+        else:
+            finished.stop_match.eos_token_id = end_id
     elif output.finish_reason in ("length", "not_finished"):
         finished.reason = oe.FINISH_REASON_LENGTH
     else:

@@ -182,13 +182,24 @@ def test_a_private_field_hidden_in_a_second_copy_reaches_no_worker(served: Serve
 
 @pytest.mark.parametrize(
     "key",
-    ["x-gateway-destination-endpoint", "x-prefiller-host-port", "x-slagate-dp-rank", "traceparent"],
+    ["x-gateway-destination-endpoint", "x-prefiller-host-port", "traceparent"],
 )
 def test_secmm_01_no_routing_header_of_a_client_reaches_a_worker(served: Served, key: str) -> None:
     """SECMM-01: only what traces a request is passed on; the worker is the gateway's choice."""
     answer = served.client.generate(good(), [(key, "169.254.169.254:80")])
     assert answer.tokens == TOKENS
     assert (key in served.worker.calls[-1].metadata) is (key == "traceparent")
+
+
+@pytest.mark.parametrize("key", ["x-slagate-dp-rank", "openengine-target-dp-rank"])
+def test_secmm_01_a_rank_is_not_the_clients_to_choose(served: Served, key: str) -> None:
+    assert_refused(
+        served,
+        lambda: served.client.start(good(), [(key, "1")]),
+        code=INVALID,
+        field=key,
+        outcome="invalid",
+    )
 
 
 def test_stream_01_a_worker_sees_the_clients_deadline_or_the_gateways_limit(

@@ -121,9 +121,11 @@ class FakeWorker:
     models: dict[str, oe.ModelInfo] = field(default_factory=lambda: {MODEL: model_info()})
     state: oe.HealthState.ValueType = oe.HEALTH_STATE_READY
     down: Status | None = None  # what every control call fails with
+    load_fails: Status | None = None
     abort_fails: Status | None = None
     calls: list[FakeCall] = field(default_factory=list)
     aborts: list[oe.AbortRequest] = field(default_factory=list)
+    n_server_infos: int = 0
     n_model_infos: int = 0
 
     def __post_init__(self) -> None:
@@ -154,7 +156,9 @@ class FakeWorker:
 
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
         self._check_up()
-        return oe.LoadInfo(running_requests=len(self.calls))
+        if self.load_fails is not None:
+            raise WorkerError(self.load_fails)
+        return oe.LoadInfo(instance_id=self.info.instance_id, running_requests=len(self.calls))
 
     async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
         self._check_up()
@@ -162,6 +166,7 @@ class FakeWorker:
 
     async def server_info(self) -> oe.ServerInfo:
         self._check_up()
+        self.n_server_infos += 1
         return self.info
 
     async def model_info(self, model: str) -> oe.ModelInfo:

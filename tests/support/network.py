@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import grpc
@@ -12,14 +12,21 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.worker import Call, Metadata, Sink, Status, Worker
 
 
+class Fault(NamedTuple):
+    """What goes wrong with a call: after so many messages it ends with a status, or (None) goes silent."""
+
+    after: int
+    status: Status | None
+
+
 class FarWorker:
     """A worker `latency_s` away. A cancelled call ends here at once, and there when the news arrives.
 
-    `fault` is asked for each call: a status means that the far end refuses it with that.
+    `fault` is asked for each call what will go wrong with it.
     """
 
     def __init__(
-        self, worker: Worker, *, latency_s: float, fault: Callable[[], Status | None]
+        self, worker: Worker, *, latency_s: float, fault: Callable[[], Fault | None]
     ) -> None:
         self._worker = worker
         self._latency_s = latency_s
@@ -28,15 +35,15 @@ class FarWorker:
     def generate(
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
     ) -> Call:
-        refusal = self._fault()
+        fault = self._fault()
 
         def start(far: Sink) -> Call | None:
-            if refusal is not None:
-                far.end(refusal)
+            if fault is not None and fault.after == 0 and fault.status is not None:
+                far.end(fault.status)
                 return None
             return self._worker.generate(request, metadata, far, timeout_s=timeout_s)
 
-        return _FarCall(self._latency_s, sink, start)
+        return _FarCall(self._latency_s, sink, start, fault)
 
     async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
         await anyio.sleep(self._latency_s)
@@ -58,7 +65,9 @@ class FarWorker:
 
 
 class _FarCall:
-    def __init__(self, latency_s: float, sink: Sink, start: Any) -> None:
+    def __init__(self, latency_s: float, sink: Sink, start: Any, fault: Fault | None) -> None:
+        self._fault = fault
+        self._n_messages = 0
         self._latency_s = latency_s
         self._sink = sink
         self._ended = False
@@ -79,10 +88,16 @@ class _FarCall:
         self._call = start(self)
 
     def message(self, data: bytes, /) -> None:
-        self._later(self._deliver, data)
+        self._n_messages += 1
+        if self._fault is None or self._n_messages <= self._fault.after:
+            self._later(self._deliver, data)
+        elif self._fault.status is not None and self._n_messages == self._fault.after + 1:
+            self._later(self._finish, self._fault.status)
+            self._later(self._cancel)
 
     def end(self, status: Status, /) -> None:
-        self._later(self._finish, status)
+        if self._fault is None or self._n_messages <= self._fault.after:
+            self._later(self._finish, status)
 
     def _deliver(self, data: bytes) -> None:
         if not self._ended:

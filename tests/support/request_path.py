@@ -63,8 +63,19 @@ class Bench:
         return self.scripts[stage].calls
 
     @property
-    def aborts(self) -> list[oe.AbortRequest]:
-        return [each for worker in self.workers.values() for each in worker.aborts]
+    def released(self) -> list[oe.KvSessionRef]:
+        """Handoffs that workers were told to free."""
+        return [each.kv_session for each in self._aborts("kv_session")]
+
+    @property
+    def aborted_legs(self) -> list[str]:
+        """Legs that workers were told to abort, by their ids."""
+        return [each.request_id for each in self._aborts("request_id")]
+
+    def _aborts(self, target: str) -> list[oe.AbortRequest]:
+        every = [each for worker in self.workers.values() for each in worker.aborts]
+        assert {each.WhichOneof("target") for each in every} <= {"kv_session", "request_id"}
+        return [each for each in every if each.WhichOneof("target") == target]
 
     async def call(
         self,

@@ -4,6 +4,7 @@
 returns what every client saw, with the invariants of ARCHITECTURE.md checked on the way.
 """
 
+import itertools
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,19 +17,22 @@ from slagate.pools.grid_config import parse_config
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.app import App, build
+from slagate.router.errors import Aborted
 from slagate.router.generate import RECEIPT_TRAILER, ClientCall, generate
 from slagate.router.settings import Settings
 from slagate.workers.stream import BufferedSink
 from slagate.workers.trtllm import TrtllmWorker
 from slagate.workers.worker import Status, Worker
 from support.engines import expected, request, sim
-from support.network import FarWorker
+from support.network import FarWorker, Fault
 
 REFUSALS = (
     Status(grpc.StatusCode.UNAVAILABLE, "connection refused"),
     Status(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"),
     Status(grpc.StatusCode.INTERNAL, "broken"),
 )
+
+LOST = Status(grpc.StatusCode.UNAVAILABLE, "connection lost")
 
 
 @dataclass(frozen=True)
@@ -88,18 +92,26 @@ class Fleet:
 
 @asynccontextmanager
 async def running(
-    stages: dict[str, int], *, seed: int, latency_s: float = 0.004, refusals: float = 0.0
+    stages: dict[str, int],
+    *,
+    seed: int,
+    latency_s: float = 0.004,
+    refusals: float = 0.0,
+    losses: float = 0.0,
 ) -> AsyncIterator[Fleet]:
     """A gateway over this many workers a stage, `latency_s` away, all ready.
 
-    Workers refuse the share `refusals` of their calls as a dying or a full one would.
+    Workers refuse the share `refusals` of their calls, as a dying or a full one would; of the rest they
+    lose the share `losses` midway, and fall silent in half of those.
     """
     luck = random.Random(seed)
 
-    def fault() -> Status | None:
-        if luck.random() >= refusals:
-            return None
-        return luck.choice(REFUSALS)
+    def fault() -> Fault | None:
+        if luck.random() < refusals:
+            return Fault(0, luck.choice(REFUSALS))
+        if luck.random() < losses:
+            return Fault(luck.choice([0, 1, 2, 10]), luck.choice([LOST, None]))
+        return None
 
     async with AsyncExitStack() as stack:
         workers: dict[str, TrtllmWorker] = {}
@@ -132,10 +144,20 @@ async def running(
 async def simulate(fleet: Fleet, plans: Sequence[Plan]) -> list[Seen]:
     """Play every plan to its end; all clients use the id `same`, each from a peer of its own."""
     seen = [Seen(plan) for plan in plans]
-    async with anyio.create_task_group() as tasks:
-        for number, one in enumerate(seen):
-            tasks.start_soon(_client, fleet, f"peer-{number}", one)
+    async with anyio.create_task_group() as sampling:
+        sampling.start_soon(_sample, fleet)
+        async with anyio.create_task_group() as tasks:
+            for number, one in enumerate(seen):
+                tasks.start_soon(_client, fleet, f"peer-{number}", one)
+        sampling.cancel_scope.cancel()
     return seen
+
+
+async def _sample(fleet: Fleet) -> None:
+    for step in itertools.count():
+        check_always(fleet)
+        # Closely while things happen, then rarely: a silent worker holds its request for minutes.
+        await anyio.sleep(0.001 if step < 4000 else 1.0)
 
 
 async def _client(fleet: Fleet, peer: str, seen: Seen) -> None:
@@ -154,12 +176,11 @@ async def _client(fleet: Fleet, peer: str, seen: Seen) -> None:
         tasks.start_soon(_read, call.out, seen, tasks.cancel_scope)
         with anyio.move_on_after(plan.cancel_after_s):
             await generate(call, fleet.app.gateway)
-    check_always(fleet)
 
 
 async def _abort(fleet: Fleet, peer: str, after_s: float) -> None:
     await anyio.sleep(after_s)
-    fleet.app.gateway.live.abort(peer, "same")
+    fleet.app.gateway.live.abort(peer, "same", Aborted("aborted by the client"))
 
 
 async def _read(out: BufferedSink, seen: Seen, scope: anyio.CancelScope) -> None:
@@ -179,7 +200,7 @@ async def _read(out: BufferedSink, seen: Seen, scope: anyio.CancelScope) -> None
 
 
 def check_always(fleet: Fleet) -> None:
-    """I2, I3: at any moment."""
+    """I2 at any moment; I3 is asserted where leases are taken."""
     for member in fleet.app.fleet.members():
         assert 0 <= member.inflight <= member.max_inflight, member
         assert member.queued_tokens >= 0, member

@@ -1,50 +1,22 @@
-"""The admin service and the control face to clients, without a network."""
-
-from typing import Any
+"""The admin service, without a network."""
 
 import grpc
 import pytest
 
 from slagate.pools.fleet import Fleet
 from slagate.pools.grid_config import parse_config
-from slagate.pools.member import Stage, Work
+from slagate.pools.member import Work
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.admin import AdminService
 from slagate.router.dispatch import Dispatcher
-from slagate.router.live import LiveRequests
-from slagate.router.service import ControlService
 from slagate.router.settings import Settings
-from support.builders import MODEL, fleet, model_info, request, rng
+from support.builders import MODEL, fleet, request, rng
+from support.context import Aborted, Context
 from support.fleet_files import disagg_file
 from support.virtual_loop import run
 
 Code = grpc.StatusCode
-
-
-class Aborted(Exception):
-    """What a real context raises too."""
-
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        super().__init__(code, details)
-        self.code, self.details = code, details
-
-
-class Context:
-    """A server's context, as far as the services look."""
-
-    def __init__(self, *metadata: tuple[str, str], peer: str = "me") -> None:
-        self._metadata = metadata
-        self._peer = peer
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return self._metadata
-
-    def peer(self) -> str:
-        return self._peer
-
-    async def abort(self, code: grpc.StatusCode, details: str, _trailers: Any = ()) -> None:
-        raise Aborted(code, details)
 
 
 def admin(of: Fleet) -> AdminService:
@@ -135,64 +107,8 @@ def test_list_workers_shows_leases_and_the_age_of_the_last_report() -> None:
     )
 
 
-def control(of: Fleet) -> ControlService:
-    return ControlService(of, LiveRequests(), instance_id="i", version="1")
-
-
-def test_to_clients_the_fleet_is_one_aggregated_engine() -> None:
-    of = fleet()
-    info = run(control(of).GetServerInfo, oe.GetServerInfoRequest(), Context())
-    assert info.engine_role == oe.ENGINE_ROLE_AGGREGATED
-    assert list(info.supported_models) == [MODEL]
-    assert not info.HasField("kv_connector")
-
-
-def test_a_model_can_do_what_its_least_worker_can() -> None:
-    of = fleet()
-    windows = iter([9000, 4000, 8000, 7000])
-    for member in of.members():
-        member.models = {MODEL: model_info()}
-        member.models[MODEL].max_context_length = next(windows)
-    model = run(control(of).GetModelInfo, oe.GetModelInfoRequest(model=MODEL), Context())
-    assert model.max_context_length == 4000
-    assert model.generation.supports_priority
-    with pytest.raises(Aborted) as caught:
-        run(control(of).GetModelInfo, oe.GetModelInfoRequest(model="x"), Context())
-    assert caught.value.code is Code.NOT_FOUND
-
-
-def test_health_names_the_stage_that_is_down() -> None:
-    of = fleet()
-    ready = run(control(of).Health, oe.HealthRequest(), Context())
-    assert ready.state == oe.HEALTH_STATE_READY
-    for member in of.pools["decode"].members.values():
-        member.refuse("gone")
-    down = run(control(of).Health, oe.HealthRequest(), Context())
-    assert down.state == oe.HEALTH_STATE_NOT_READY
-    states = {check.name: check.state for check in down.checks}
-    assert states[Stage.DECODE.value] == oe.HEALTH_STATE_NOT_READY
-    assert states[Stage.PREFILL.value] == oe.HEALTH_STATE_READY
-
-
-@pytest.mark.parametrize(
-    ("target", "code"),
-    [
-        (oe.AbortRequest(), Code.INVALID_ARGUMENT),
-        (oe.AbortRequest(all_requests=oe.AllRequests()), Code.PERMISSION_DENIED),
-        (oe.AbortRequest(kv_session=oe.KvSessionRef(session_id="1")), Code.PERMISSION_DENIED),
-        (oe.AbortRequest(request_id="somebody's"), Code.NOT_FOUND),
-    ],
-)
-def test_a_client_can_abort_only_its_own(target: oe.AbortRequest, code: grpc.StatusCode) -> None:
-    with pytest.raises(Aborted) as caught:
-        run(control(fleet()).Abort, target, Context())
-    assert caught.value.code is code
-
-
-@pytest.mark.parametrize(
-    "method", ["LoadLora", "UnloadLora", "ListLoras", "GetKvEventSources", "SubscribeKvEvents"]
-)
-def test_what_would_show_other_tenants_is_not_offered(method: str) -> None:
-    with pytest.raises(Aborted) as caught:
-        run(getattr(control(fleet()), method), None, Context())
-    assert caught.value.code is Code.UNIMPLEMENTED
+def test_list_pools_says_how_often_a_pool_stood_in_for_another() -> None:
+    of = fleet("agg")
+    of.pools["agg"].spills_total = 2
+    (pool,) = run(admin(of).ListPools, gw.ListPoolsRequest(), Context()).pools
+    assert pool.spills_total == 2

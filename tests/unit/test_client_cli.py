@@ -9,6 +9,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router import client_cli
 from slagate.router.client_cli import RequestOptions, read_prompt
+from slagate.workers.errors import UsageError
 
 
 def options(**changes: Any) -> RequestOptions:
@@ -38,17 +39,17 @@ def test_tokens_are_read_from_the_flag_and_from_a_file(
     "text", ["a", "1,b", "-1", "+1", "1_0", "1.0", "0x1", "4294967296", "\u0661", "9" * 5000]
 )
 def test_what_is_no_token_id_is_refused_by_flag(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^--tokens: .* is not a token id") as caught:
+    with pytest.raises(UsageError, match=r"^--tokens: .* is not a token id") as caught:
         read_prompt(text, None)
     assert len(str(caught.value)) < 200
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--tokens @.*nowhere: No such file"):
+    with pytest.raises(UsageError, match=r"--tokens @.*nowhere: No such file"):
         read_prompt(f"@{tmp_path / 'nowhere'}", None)
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="--tokens"):
+    with pytest.raises(UsageError, match="--tokens"):
         read_prompt(f"@{binary}", None)
 
 
@@ -61,7 +62,7 @@ def test_a_made_up_prompt_has_its_length_and_does_not_repeat() -> None:
 
 def test_one_of_the_two_flags_is_needed() -> None:
     for flags in ((None, None), ("1", 1)):
-        with pytest.raises(ValueError, match="either --tokens or --isl"):
+        with pytest.raises(UsageError, match="either --tokens or --isl"):
             read_prompt(*flags)
 
 
@@ -81,7 +82,7 @@ def test_a_request_has_an_id_of_its_own_and_a_budget_only_when_given() -> None:
     assert second.stopping.HasField("max_tokens")
     assert first.token_ids == oe.TokenIds(ids=[1, 2])
     for wrong in (-1, 2**32):
-        with pytest.raises(ValueError, match="--max-tokens"):
+        with pytest.raises(UsageError, match="--max-tokens"):
             options(max_tokens=wrong).message("m")
 
 
@@ -111,6 +112,7 @@ def test_json_has_proto_names_zeros_and_plain_numbers(capsys: pytest.CaptureFixt
         "requests_total": 0,
         "retries_total": 0,
         "pool_order": [],
+        "spills_total": 0,
     }
     assert (parsed["warnings"], parsed["max_attempts"]) == ([], 0)
 

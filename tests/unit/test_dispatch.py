@@ -1,10 +1,12 @@
+import logging
+
 import grpc
 import pytest
 
 from slagate.pools.fleet import Fleet
 from slagate.pools.grid_config import parse_config
 from slagate.pools.member import Stage, State
-from slagate.router.dispatch import Dispatcher
+from slagate.router.dispatch import Assignment, Dispatcher
 from slagate.router.errors import RETRY_PUSHBACK, NoWorker, Overloaded, UnknownModel
 from support.builders import MODEL, ask, fleet, model_info, rng
 from support.fleet_files import disagg_file
@@ -16,13 +18,17 @@ def dispatcher(of: Fleet | None = None) -> Dispatcher:
     return Dispatcher(of or fleet(), rng=rng())
 
 
+def assign(d: Dispatcher, *, model: str = MODEL) -> Assignment:
+    return d.take(d.decide(ask(model=model)))
+
+
 def inflight(of: Fleet) -> dict[str, int]:
     return {member.address: member.inflight for member in of.members() if member.inflight}
 
 
 def test_load_counts_from_the_choice_and_is_gone_after_release() -> None:
     d = dispatcher()
-    assignment = d.assign(ask())
+    assignment = assign(d)
     assert assignment.stages == (Stage.PREFILL, Stage.DECODE)
     assert sorted(inflight(d.fleet).values()) == [1, 1]
     assert [m.stage for m in assignment.members] == [Stage.PREFILL, Stage.DECODE]
@@ -33,18 +39,18 @@ def test_load_counts_from_the_choice_and_is_gone_after_release() -> None:
 
 def test_the_second_of_two_requests_goes_to_the_other_worker() -> None:
     d = dispatcher()
-    held = [d.assign(ask()), d.assign(ask())]
+    held = [assign(d), assign(d)]
     assert inflight(d.fleet) == {"p1:1": 1, "p2:1": 1, "d1:1": 1, "d2:1": 1}
     assert len(held) == 2
 
 
-def test_explain_is_what_assign_does_next_and_takes_nothing() -> None:
+def test_explain_is_what_decide_does_next_and_takes_nothing() -> None:
     d = dispatcher()
     for _ in range(20):
         explained = d.explain(ask())
         assert inflight(d.fleet) == {}
         assert d.explain(ask()) == explained
-        assignment = d.assign(ask())
+        assignment = assign(d)
         assert assignment.decision == explained
         assignment.release()
 
@@ -52,37 +58,37 @@ def test_explain_is_what_assign_does_next_and_takes_nothing() -> None:
 def test_health_03_an_unknown_model_is_not_found_and_no_worker_is_unavailable() -> None:
     d = dispatcher()
     with pytest.raises(UnknownModel) as unknown:
-        d.assign(ask(model="gpt-9"))
+        assign(d, model="gpt-9")
     assert unknown.value.code is grpc.StatusCode.NOT_FOUND
     for state in DOWN:
         for member in d.fleet.members():
             member.state = state
         with pytest.raises(NoWorker) as down:
-            d.assign(ask())
+            assign(d)
         assert down.value.code is grpc.StatusCode.UNAVAILABLE
         assert dict(down.value.status().trailers)[RETRY_PUSHBACK] == "1000"
         with pytest.raises(UnknownModel):
-            d.assign(ask(model="gpt-9"))
+            assign(d, model="gpt-9")
 
 
 def test_health_03_a_model_whose_workers_are_gone_is_still_known() -> None:
     d = dispatcher()
-    d.assign(ask()).release()
+    assign(d).release()
     for member in d.fleet.members():
         member.models = {}
         member.state = State.NOT_READY
     with pytest.raises(NoWorker):
-        d.assign(ask())
+        assign(d)
 
 
 def test_health_06_a_fleet_that_was_never_reached_is_unavailable_not_ignorant() -> None:
     with pytest.raises(NoWorker, match="no worker has been reached yet") as caught:
-        dispatcher(fleet(ready=False)).assign(ask())
+        dispatcher(fleet(ready=False)).decide(ask())
     assert caught.value.status().code is grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_message_with_the_clients_model_name_stays_short() -> None:
-    for act in (dispatcher().assign, dispatcher().explain):
+    for act in (dispatcher().decide, dispatcher().explain):
         with pytest.raises(UnknownModel) as caught:
             act(ask(model="x" * 1_000_000))
         n_characters = len(str(caught.value))
@@ -91,15 +97,15 @@ def test_a_message_with_the_clients_model_name_stays_short() -> None:
 
 def test_score_04_full_workers_are_passed_over_and_a_full_pool_is_overloaded() -> None:
     d = dispatcher(fleet("agg", pools={"agg": {"max_inflight": 2}}))
-    held = [d.assign(ask()) for _ in range(4)]
+    held = [assign(d) for _ in range(4)]
     assert inflight(d.fleet) == {"a1:1": 2, "a2:1": 2}
     with pytest.raises(Overloaded, match="every worker of pool agg is at its limit") as caught:
-        d.assign(ask())
+        assign(d)
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert dict(caught.value.status().trailers)[RETRY_PUSHBACK] == "1000"
     freed = held.pop()
     freed.release()
-    assert d.assign(ask()).members == freed.members
+    assert assign(d).members == freed.members
 
 
 def test_disagg_03_a_missing_decode_worker_leaves_no_prefill_lease() -> None:
@@ -108,13 +114,13 @@ def test_disagg_03_a_missing_decode_worker_leaves_no_prefill_lease() -> None:
         member.probe_failed("gone")
         member.refuse("gone")
     with pytest.raises(NoWorker, match="decode"):
-        d.assign(ask())
+        assign(d)
     assert inflight(d.fleet) == {}
 
 
 def test_another_worker_for_one_stage_moves_one_lease() -> None:
     d = dispatcher()
-    assignment = d.assign(ask())
+    assignment = assign(d)
     prefill, decode = assignment.members
     choice = d.reassign(assignment, ask(excluded=frozenset({decode.address})), Stage.DECODE)
     assert choice is not None
@@ -139,7 +145,7 @@ def test_cfg_11_enable_priority_retry_alone_sends_a_failed_request_to_the_faster
             member.models = {MODEL: model_info()}
             member.probe_ok()
         d = dispatcher(of)
-        assignment = d.assign(ask())
+        assignment = assign(d)
         failed = assignment.lease(Stage.PREFILL).member
         assert failed.address == "pb:1"
         choice = d.reassign(assignment, ask(excluded=frozenset({"pb:1"})), Stage.PREFILL)
@@ -147,10 +153,69 @@ def test_cfg_11_enable_priority_retry_alone_sends_a_failed_request_to_the_faster
         assert of.pools["p-bulk"].retries_total == (1 if retry else 0)
 
 
+def spilling() -> Dispatcher:
+    """Two prefill pools; a request of p-bulk may go to p-fast too."""
+    content = disagg_file() | {"enable_priority_retry": True}
+    workers = {"p-fast": "pf:1", "p-bulk": "pb:1", "d-fast": "df:1", "d-bulk": "db:1"}
+    content["pools"] = {name: {"workers": [address]} for name, address in workers.items()}
+    of = Fleet(parse_config(content, source="f"))
+    for member in of.members():
+        member.models = {MODEL: model_info()}
+        member.probe_ok()
+    return dispatcher(of)
+
+
+def test_i8_a_leg_that_goes_to_another_pool_is_counted_there_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, logger="slagate.router.dispatch")
+    d = spilling()
+    assign(d).release()
+    assert {pool.spills_total for pool in d.fleet.pools.values()} == {0}
+    assert caplog.records == []
+    d.fleet.pools["p-bulk"].members["pb:1"].state = State.NOT_READY
+    d.explain(ask())
+    assert {pool.spills_total for pool in d.fleet.pools.values()} == {0}
+    assign(d)
+    assert {p.name: p.spills_total for p in d.fleet.pools.values() if p.spills_total} == {
+        "p-fast": 1
+    }
+    (line,) = caplog.records
+    assert line.getMessage() == "request.spilled"
+    about = vars(line)
+    assert (about["stage"], about["from"], about["to"]) == ("prefill", "p-bulk", "p-fast")
+
+
+def test_i8_a_second_attempt_in_another_pool_is_a_spill_too() -> None:
+    d = spilling()
+    assignment = assign(d)
+    assert d.reassign(assignment, ask(excluded=frozenset({"pb:1"})), Stage.PREFILL) is not None
+    assert d.fleet.pools["p-fast"].spills_total == 1
+
+
+def test_a_decision_without_a_winner_is_refused_when_it_is_taken() -> None:
+    d = dispatcher()
+    for member in d.fleet.pools["decode"].members.values():
+        member.state = State.NOT_READY
+    decision = d.decide(ask())
+    assert [choice.winner is None for choice in decision.stages] == [False, True]
+    with pytest.raises(NoWorker, match="decode: no worker of pool decode is ready"):
+        d.take(decision)
+    assert inflight(d.fleet) == {}
+
+
+def test_explain_raises_as_decide_does() -> None:
+    for act in ("decide", "explain"):
+        with pytest.raises(UnknownModel):
+            getattr(dispatcher(), act)(ask(model="gpt-9"))
+        with pytest.raises(NoWorker):
+            getattr(dispatcher(fleet(ready=False)), act)(ask())
+
+
 def test_only_ready_workers_hold_leases() -> None:
     d = dispatcher()
     member = next(d.fleet.members())
     member.refuse("wrong role")
     for _ in range(20):
-        d.assign(ask())
+        assign(d)
     assert member.inflight == 0

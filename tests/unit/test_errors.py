@@ -8,6 +8,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router import errors
 from slagate.router.errors import (
     RETRY_PUSHBACK,
+    Draining,
     ErrorRelayed,
     InvalidRequest,
     LegFailed,
@@ -17,6 +18,7 @@ from slagate.router.errors import (
     RequestError,
 )
 from slagate.workers.errors import (
+    MAX_MESSAGE_BYTES,
     STATUS_OF_ENGINE_ERROR,
     Refused,
     WorkerError,
@@ -67,13 +69,13 @@ def test_every_outcome_can_happen_and_only_a_bug_is_internal() -> None:
     assert errors.CANCELLED.code is Code.CANCELLED
 
 
-@pytest.mark.parametrize("kind", [Overloaded, NoWorker])
+@pytest.mark.parametrize("kind", [Overloaded, NoWorker, Draining])
 def test_what_may_pass_says_when_to_try_again(kind: type[RequestError]) -> None:
     assert dict(kind("x").status().trailers) == {RETRY_PUSHBACK: "1000"}
 
 
 def test_what_will_not_pass_gives_no_hint() -> None:
-    for kind in set(KINDS) - {Overloaded, NoWorker}:
+    for kind in set(KINDS) - {Overloaded, NoWorker, Draining, LegFailed}:
         assert example(kind).status().trailers == ()
 
 
@@ -82,6 +84,29 @@ def test_health_02_a_failed_leg_keeps_its_code(code: grpc.StatusCode) -> None:
     error = LegFailed(Stage.PREFILL, Status(code, ""), retryable=False)
     assert error.status().code is code
     assert str(error) == f"prefill: {code.name}"
+
+
+WORDS_OF_A_WORKER = {
+    Code.INVALID_ARGUMENT: Outcome.INVALID,
+    Code.OUT_OF_RANGE: Outcome.INVALID,
+    Code.NOT_FOUND: Outcome.INVALID,
+    Code.UNIMPLEMENTED: Outcome.INVALID,
+    Code.RESOURCE_EXHAUSTED: Outcome.OVERLOADED,
+    Code.DEADLINE_EXCEEDED: Outcome.DEADLINE,
+}
+
+
+@pytest.mark.parametrize("code", [c for c in Code if c is not Code.OK], ids=lambda code: code.name)
+def test_a_failed_leg_is_counted_as_what_the_workers_code_says(code: grpc.StatusCode) -> None:
+    error = LegFailed(Stage.AGG, Status(code, "why"), retryable=False)
+    assert error.outcome is WORDS_OF_A_WORKER.get(code, Outcome.WORKER_FAILED)
+    may_pass = code in (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED)
+    assert dict(error.status().trailers) == ({RETRY_PUSHBACK: "1000"} if may_pass else {})
+
+
+def test_a_gateway_that_shuts_down_is_unavailable() -> None:
+    error = Draining("the gateway is shutting down")
+    assert (error.code, error.outcome) == (Code.UNAVAILABLE, Outcome.UNAVAILABLE)
 
 
 def test_an_invalid_request_names_its_field() -> None:
@@ -161,3 +186,20 @@ def test_stream_06_a_message_for_clients_has_no_addresses_paths_or_python(
 )
 def test_stream_06_what_a_client_should_read_is_left_alone(message: str) -> None:
     assert scrub(message) == message
+
+
+@pytest.mark.parametrize(
+    "piece", ["a.", "/a", "a.B ", "1.", "[:", "<Rpc ", "a.a.A.", "ipv4:", "\n"]
+)
+def test_stream_06_a_hostile_message_of_a_megabyte_is_cut_before_it_is_looked_at(
+    piece: str,
+) -> None:
+    clean = scrub(piece * (1_000_000 // len(piece)))
+    # What is cut out leaves a word that is at most three times as long as the shortest find.
+    assert len(clean) <= 3 * MAX_MESSAGE_BYTES
+    assert clean == scrub((piece * MAX_MESSAGE_BYTES)[:MAX_MESSAGE_BYTES])
+
+
+def test_stream_06_what_is_cut_off_is_the_end() -> None:
+    assert scrub("x" * 5000) == "x" * MAX_MESSAGE_BYTES
+    assert scrub("y" * MAX_MESSAGE_BYTES) == "y" * MAX_MESSAGE_BYTES

@@ -43,7 +43,7 @@ def test_each_leg_is_the_clients_bytes_plus_what_the_gateway_sets() -> None:
             assert {response.request_id for response in answer.responses} == {"mine"}
             assert not prefill.cancelled
             assert not decode.cancelled
-            assert b.aborts == []
+            assert b.released == b.aborted_legs == []
             await b.check_idle(Outcome.COMPLETED)
 
     run(main)
@@ -170,7 +170,6 @@ def test_secmm_01_only_trace_context_reaches_a_worker() -> None:
         hostile: list[tuple[str, str | bytes]] = [
             ("x-gateway-destination-endpoint", "169.254.169.254:80"),
             ("x-prefiller-host-port", "169.254.169.254:80"),
-            ("x-slagate-dp-rank", "3"),
             ("authorization", "Bearer secret"),
             ("x-gateway-inference-fairness-id", "acme"),
             ("openengine-routing-key", "k"),
@@ -186,6 +185,11 @@ def test_secmm_01_only_trace_context_reaches_a_worker() -> None:
         async with bench("agg") as b:
             await b.call(metadata=[*trace, *hostile])
             assert list(b.calls("agg")[0].metadata) == trace
+            # One that means this gateway, and is none of its keys, is not dropped but refused.
+            answer = await b.call(metadata=[("x-slagate-dp-rank", "3")])
+            assert answer.status.code.name == "INVALID_ARGUMENT"
+            assert answer.status.message.startswith("x-slagate-dp-rank: ")
+            assert len(b.calls("agg")) == 1
 
     run(main)
 
@@ -274,6 +278,6 @@ def test_a_decode_answer_without_tokens_has_used_its_handoff_all_the_same() -> N
             answer = await b.call()
             assert answer.tokens == []
             await b.check_idle(Outcome.COMPLETED)
-            assert b.aborts == []
+            assert b.released == b.aborted_legs == []
 
     run(main)

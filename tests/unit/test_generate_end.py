@@ -5,8 +5,9 @@ import grpc
 import pytest
 
 from slagate.pools.member import State
+from slagate.pools.watch import INTERVAL_S, JITTER_RATIO
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.errors import RETRY_PUSHBACK, Outcome
+from slagate.router.errors import RETRY_PUSHBACK, Aborted, Outcome
 from slagate.router.settings import Settings
 from slagate.workers.codec import MAX_OPAQUE_STATE_BYTES
 from slagate.workers.worker import OK, Metadata, Status
@@ -16,6 +17,7 @@ from support.request_path import PEER, Answer, Bench, bench
 from support.virtual_loop import run
 
 Code = grpc.StatusCode
+ABORTED = Aborted("aborted by the client")
 HUNG: Script = (HANG,)
 PARKED: Script = (prefill_ready(), HANG)
 MID_STREAM: Script = (token(11), HANG)
@@ -36,15 +38,11 @@ def check_legs(b: Bench, point: str) -> None:
     legs = [call for scripts in b.scripts.values() for call in scripts.calls]
     assert [leg.cancelled for leg in legs].count(True) == 1
     assert legs[-1].cancelled
-    sessions = [abort for abort in b.aborts if abort.WhichOneof("target") == "kv_session"]
-    if point in PARKED_POINTS:
-        assert [abort.kv_session for abort in sessions] == [session()]
-        assert b.workers["p1:1"].aborts == sessions
-    else:
-        assert sessions == []
+    assert b.released == ([session()] if point in PARKED_POINTS else [])
     # A prefill that may be answering at this moment is told twice: its stream ends, and by its id.
-    by_id = [abort.request_id for abort in b.aborts if abort.WhichOneof("target") == "request_id"]
-    assert by_id == ([legs[0].request.request_id] if point == "prefill unanswered" else [])
+    by_id = [legs[0].request.request_id] if point == "prefill unanswered" else []
+    assert b.aborted_legs == by_id
+    assert all(a == "p1:1" for a, worker in b.workers.items() if worker.aborts)
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -88,13 +86,13 @@ def test_a_clients_own_abort_ends_its_request(point: str) -> None:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(lambda: b.call(request("mine"), answer=answer))
                 await b.settle()
-                assert not b.app.gateway.live.abort("ipv4:10.6.6.6:1", "mine")
-                assert b.app.gateway.live.abort(PEER, "mine")
+                assert not b.app.gateway.live.abort("ipv4:10.6.6.6:1", "mine", ABORTED)
+                assert b.app.gateway.live.abort(PEER, "mine", ABORTED)
             assert answer.status.code is Code.CANCELLED
-            assert "aborted" in answer.status.message
+            assert answer.status.message == "aborted by the client"
             await b.check_idle(Outcome.CANCELLED)
             check_legs(b, point)
-            assert not b.app.gateway.live.abort(PEER, "mine")
+            assert not b.app.gateway.live.abort(PEER, "mine", ABORTED)
 
     run(main)
 
@@ -110,12 +108,18 @@ def test_a_request_without_a_deadline_ends_at_the_default_limit() -> None:
 
 def test_disagg_09_a_handoff_that_no_decode_worker_takes_is_released_once() -> None:
     async def main() -> None:
-        for script in (refusal(Code.UNAVAILABLE), refusal(Code.NOT_FOUND)):
-            async with bench(n_workers=2, decode=[script]) as b:
+        for code, outcome in (
+            (Code.UNAVAILABLE, Outcome.WORKER_FAILED),
+            (Code.NOT_FOUND, Outcome.INVALID),
+        ):
+            async with bench(n_workers=2, decode=[refusal(code)]) as b:
                 for _ in range(5):
                     await b.call()
-                await b.check_idle(*[Outcome.WORKER_FAILED] * 5)
-                assert [abort.kv_session for abort in b.aborts] == [session()] * 5
+                    # Two good looks in between, so that the refusals do not add up.
+                    await anyio.sleep(2 * INTERVAL_S * (1 + JITTER_RATIO))
+                await b.check_idle(*[outcome] * 5)
+                assert b.released == [session()] * 5
+                assert b.aborted_legs == []
                 assert all(a.startswith("p") for a, worker in b.workers.items() if worker.aborts)
                 registry = b.app.gateway.metrics.registry
                 name, labels = "slagate_handoffs_released_total", {"result": "released"}
@@ -156,8 +160,9 @@ def test_a_bad_handoff_never_reaches_a_decode_worker(bad: oe.KvSessionRef, reaso
             assert answer.status.message.startswith("prefill: gave an unusable handoff: ")
             assert reason in answer.status.message
             assert b.calls("decode") == []
-            assert len(b.aborts) <= 1
+            assert len(b.calls("prefill")) == 1  # the next one would be no better
             await b.check_idle(Outcome.WORKER_FAILED)
+            assert b.released == [bad]
 
     run(main)
 
@@ -182,7 +187,7 @@ def test_stream_05_a_client_that_does_not_read_is_ended_and_its_leg_cancelled(
 
 def test_an_answer_of_the_context_leg_that_does_not_fit_the_buffer_is_no_success() -> None:
     async def main() -> None:
-        script = (token(*range(100)), finished(), OK)
+        script = (token(*range(100)), finished(oe.FINISH_REASON_STOP), OK)
         async with bench(prefill=[script], settings=Settings(max_buffer_bytes=64)) as b:
             answer = await b.call()
             assert answer.status.code is Code.RESOURCE_EXHAUSTED

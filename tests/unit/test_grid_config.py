@@ -26,7 +26,7 @@ def test_both_stages_come_out_with_their_orientation() -> None:
     content[PREFILL][MAPPING] = [[0, 1], [1, 0]]
     content[DECODE]["decode_pool_mapping"] = [[0, 0], [1, 1]]
     config = parse_config(content, source="f")
-    assert (config.mode, config.enable_priority_retry, config.warnings) == ("disagg", True, ())
+    assert (config.mode, config.stages["prefill"].retry, config.warnings) == ("disagg", True, ())
     assert config.stages.keys() == {"prefill", "decode"}
     assert config.stages["prefill"].pool_names == ("p-fast", "p-bulk")
     cell = config.stages["prefill"].select({"isl": 100, "ttft_ms": 800})

@@ -19,9 +19,9 @@ Code = grpc.StatusCode
 class Leg:
     """A prefill sink and what the test sends to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_token: bool = False) -> None:
         self.sessions: list[oe.KvSessionRef] = []
-        self.sink = PrefillSink("leg-1", self.sessions.append)
+        self.sink = PrefillSink("leg-1", self.sessions.append, only_token=only_token)
 
     def play(self, *steps: oe.GenerateResponse | Status, leg_id: str = "leg-1") -> "Leg":
         for step in steps:
@@ -49,11 +49,13 @@ def test_a_handoff_is_known_in_the_step_in_which_it_arrives() -> None:
 
 def test_an_answer_without_a_handoff_is_kept_whole() -> None:
     async def main() -> None:
-        leg = Leg().play(token(1), finished(), OK)
-        assert leg.sessions == []
-        assert leg.sink.failure() is None
-        events = [oe.GenerateResponse.FromString(data) for data in leg.sink.answer]
-        assert [event.WhichOneof("event") for event in events] == ["token", "finished"]
+        stop, length = oe.FINISH_REASON_STOP, oe.FINISH_REASON_LENGTH
+        for only_token, reason in ((False, stop), (True, stop), (True, length)):
+            leg = Leg(only_token=only_token).play(token(1), finished(reason), OK)
+            assert leg.sessions == []
+            assert leg.sink.failure() is None
+            events = [oe.GenerateResponse.FromString(data) for data in leg.sink.answer]
+            assert [event.WhichOneof("event") for event in events] == ["token", "finished"]
 
     run(main)
 
@@ -70,11 +72,7 @@ def test_an_answer_without_a_handoff_is_kept_whole() -> None:
             Code.RESOURCE_EXHAUSTED,
             "prefill: full",
         ),
-        (
-            (prefill_ready(), engine_error(oe.ERROR_CODE_INTERNAL, "late"), OK),
-            Code.INTERNAL,
-            "prefill: late",
-        ),
+        ((token(1), finished(), OK), Code.UNAVAILABLE, "prefill: ended without a handoff"),
     ],
 )
 def test_disagg_04_a_prefill_that_failed_says_how(
@@ -88,10 +86,22 @@ def test_disagg_04_a_prefill_that_failed_says_how(
     run(main)
 
 
-def test_a_status_behind_the_handoff_changes_nothing() -> None:
+@pytest.mark.parametrize(
+    "late",
+    [
+        Status(Code.UNAVAILABLE, "gone"),
+        engine_error(oe.ERROR_CODE_INTERNAL, "late"),
+        prefill_ready(session("other")),
+        finished(),
+    ],
+    ids=["status", "error", "another handoff", "finished"],
+)
+def test_what_comes_behind_the_handoff_changes_nothing(late: oe.GenerateResponse | Status) -> None:
     async def main() -> None:
-        leg = Leg().play(prefill_ready(), Status(Code.UNAVAILABLE, "gone"))
+        leg = Leg().play(prefill_ready(), late)
+        assert leg.sink.complete.is_set()
         assert leg.sink.failure() is None
+        assert leg.sessions == [session()]
 
     run(main)
 
@@ -177,5 +187,40 @@ def test_a_holder_that_does_not_answer_is_given_up_in_time() -> None:
         assert anyio.current_time() == RELEASE_TIMEOUT_S
         labels = {"result": "failed"}
         assert metrics.registry.get_sample_value("slagate_handoffs_released_total", labels) == 1
+
+    run(main)
+
+
+@pytest.mark.parametrize("result", ["released", "failed"])
+def test_a_worker_that_breaks_in_an_abort_hurts_nobody_else(result: str) -> None:
+    class Broken(FakeWorker):
+        async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
+            raise ZeroDivisionError("not a WorkerError")
+
+    async def main() -> None:
+        metrics, broken, sound = Metrics(), member("b:1"), member("s:1")
+        broken.worker, sound.worker = Broken(), FakeWorker()
+        async with anyio.create_task_group() as tasks:
+            releaser = Releaser(tasks, metrics)
+            Handoff(session("1"), broken, releaser).release()
+            releaser.abort("leg-1", broken)
+            await anyio.wait_all_tasks_blocked()
+            Handoff(session("2"), sound, releaser).release()
+        assert releaser.n_open == 0
+        name = "slagate_handoffs_released_total"
+        assert metrics.registry.get_sample_value(name, {"result": result}) == 1
+
+    run(main)
+
+
+def test_an_abort_by_leg_id_goes_to_its_worker_and_counts_as_no_handoff() -> None:
+    async def main() -> None:
+        metrics, worker, holder = Metrics(), FakeWorker(), member()
+        holder.worker = worker
+        async with anyio.create_task_group() as tasks:
+            Releaser(tasks, metrics).abort("leg-1", holder)
+        assert worker.aborts == [oe.AbortRequest(request_id="leg-1")]
+        name, labels = "slagate_handoffs_released_total", {"result": "released"}
+        assert metrics.registry.get_sample_value(name, labels) is None
 
     run(main)

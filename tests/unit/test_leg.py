@@ -13,7 +13,7 @@ from slagate.router.leg import LegSink
 from slagate.router.splice import Splice, Tally
 from slagate.workers.stream import BufferedSink
 from slagate.workers.worker import OK, Status
-from support.builders import engine_error, token
+from support.builders import engine_error, finished, prefill_ready, token
 from support.virtual_loop import run
 
 Code = grpc.StatusCode
@@ -33,7 +33,7 @@ def splice(stage: Stage) -> Splice:
 
 
 SINKS: dict[Stage, Callable[[], LegSink]] = {
-    Stage.PREFILL: lambda: PrefillSink("leg", lambda _session: None),
+    Stage.PREFILL: lambda: PrefillSink("leg", lambda _session: None, only_token=False),
     Stage.DECODE: lambda: splice(Stage.DECODE),
     Stage.AGG: lambda: splice(Stage.AGG),
 }
@@ -41,21 +41,28 @@ SINKS: dict[Stage, Callable[[], LegSink]] = {
 
 def failure(stage: Stage, *steps: oe.GenerateResponse | Status) -> LegFailed:
     async def main() -> LegFailed:
-        sink = SINKS[stage]()
-        for step in steps:
-            if isinstance(step, Status):
-                sink.end(step)
-            else:
-                sink.message(oe.GenerateResponse(request_id="leg").SerializeToString() + wire(step))
-        failed = sink.failure()
+        failed = playing(stage, *steps).failure()
         assert isinstance(failed, LegFailed)
         return failed
 
     return run(main)
 
 
-def wire(response: oe.GenerateResponse) -> bytes:
-    return response.SerializeToString()
+def playing(stage: Stage, *steps: oe.GenerateResponse | Status) -> LegSink:
+    """A sink after these steps; to be called on a loop."""
+    sink = SINKS[stage]()
+    for step in steps:
+        play(sink, step)
+    return sink
+
+
+def play(sink: LegSink, step: oe.GenerateResponse | Status) -> None:
+    if isinstance(step, Status):
+        sink.end(step)
+    else:
+        response = oe.GenerateResponse(request_id="leg")
+        response.MergeFrom(step)
+        sink.message(response.SerializeToString())
 
 
 @pytest.mark.parametrize("stage", list(Stage))
@@ -93,3 +100,98 @@ def test_a_worker_that_breaks_the_protocol_counts_as_unavailable(stage: Stage) -
         failed = failure(stage, *steps)
         assert failed.code is Code.UNAVAILABLE
         assert failed.retryable or stage is Stage.DECODE
+
+
+# An event that is passed on by no kind of leg: it only shows that the worker is there.
+NOTHING = oe.GenerateResponse()
+GONE = Status(Code.UNAVAILABLE, "gone")
+TERMINAL = {
+    Stage.PREFILL: prefill_ready(),
+    Stage.DECODE: finished(),
+    Stage.AGG: finished(),
+}
+
+
+@pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED])
+@pytest.mark.parametrize(
+    ("stage", "heard", "retryable"),
+    [
+        (Stage.PREFILL, NOTHING, True),
+        (Stage.PREFILL, token(1), True),
+        (Stage.DECODE, NOTHING, False),
+        (Stage.DECODE, token(1), False),
+        (Stage.AGG, NOTHING, True),
+        (Stage.AGG, token(1), False),
+    ],
+)
+def test_a_leg_is_repeated_until_something_could_happen_twice(
+    stage: Stage, heard: oe.GenerateResponse, code: grpc.StatusCode, *, retryable: bool
+) -> None:
+    assert failure(stage, heard, Status(code, "no")).retryable == retryable
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+@pytest.mark.parametrize(
+    "last", [GONE, OK, engine_error(oe.ERROR_CODE_INTERNAL, "no"), None], ids=str
+)
+def test_a_leg_is_complete_at_its_terminal_event_and_ended_with_the_call(
+    stage: Stage, last: oe.GenerateResponse | Status | None
+) -> None:
+    async def main() -> None:
+        sink = playing(stage, token(1))
+        assert not sink.complete.is_set()
+        step = TERMINAL[stage] if last is None else last
+        play(sink, step)
+        assert sink.complete.is_set()
+        assert sink.ended.is_set() == isinstance(step, Status)
+        sink.end(GONE)
+        assert sink.ended.is_set()
+        assert (sink.failure() is None) == (last is None)
+
+    run(main)
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+def test_a_worker_that_is_out_of_service_fails_only_a_leg_that_heard_nothing_of_it(
+    stage: Stage,
+) -> None:
+    async def main() -> None:
+        silent = playing(stage)
+        silent.worker_lost("reports nothing, at 10.0.0.1:5")
+        failed = silent.failure()
+        assert isinstance(failed, LegFailed)
+        assert (failed.code, failed.retryable) == (Code.UNAVAILABLE, True)
+        assert str(failed) == f"{stage.value}: is out of service: reports nothing, at (address)"
+        assert silent.complete.is_set()
+        for heard in (token(1), NOTHING):
+            sink = playing(stage, heard)
+            sink.worker_lost("slow")
+            assert sink.failure() is None
+            assert not sink.complete.is_set()
+        refused = playing(stage, Status(Code.INVALID_ARGUMENT, "bad"))
+        refused.worker_lost("slow")
+        assert str(refused.failure()) == f"{stage.value}: bad"
+
+    run(main)
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+def test_a_leg_is_untaken_when_it_failed_unavailable_before_a_word(stage: Stage) -> None:
+    async def main() -> None:
+        assert playing(stage, GONE).untaken
+        assert playing(stage, OK).untaken
+        assert not playing(stage).untaken
+        assert not playing(stage, Status(Code.RESOURCE_EXHAUSTED, "full")).untaken
+        assert not playing(stage, NOTHING, GONE).untaken
+        assert not playing(stage, TERMINAL[stage], GONE).untaken
+
+    run(main)
+
+
+def test_only_a_prefill_leg_may_have_parked() -> None:
+    async def main() -> None:
+        for stage in (Stage.DECODE, Stage.AGG):
+            assert not playing(stage).may_have_parked
+            assert not playing(stage, GONE).may_have_parked
+
+    run(main)

@@ -1,8 +1,12 @@
 import anyio
 import pytest
 
+from slagate.router.errors import Aborted, Draining
 from slagate.router.live import LiveRequests
 from support.virtual_loop import run
+
+ABORTED = Aborted("aborted by the client")
+DRAINING = Draining("shutting down")
 
 
 def test_an_abort_reaches_every_request_with_that_id_of_that_peer_and_no_other() -> None:
@@ -11,8 +15,9 @@ def test_an_abort_reaches_every_request_with_that_id_of_that_peer_and_no_other()
         ended: list[str] = []
 
         async def serve(peer: str, request_id: str, name: str) -> None:
-            with anyio.CancelScope() as scope, live.listed(peer, request_id, scope):
+            with pytest.raises(Aborted) as caught, live.listed(peer, request_id):
                 await anyio.sleep_forever()
+            assert caught.value is ABORTED
             ended.append(name)
 
         async with anyio.create_task_group() as tasks:
@@ -25,13 +30,13 @@ def test_an_abort_reaches_every_request_with_that_id_of_that_peer_and_no_other()
                 tasks.start_soon(serve, peer, request_id, name)
             await anyio.wait_all_tasks_blocked()
             assert len(live) == 4
-            assert not live.abort("p3", "same")
-            assert not live.abort("p2", "else")
-            assert live.abort("p1", "same")
+            assert not live.abort("p3", "same", ABORTED)
+            assert not live.abort("p2", "else", ABORTED)
+            assert live.abort("p1", "same", ABORTED)
             await anyio.wait_all_tasks_blocked()
             assert sorted(ended) == ["first", "second"]
             assert len(live) == 2
-            assert not live.abort("p1", "same")
+            assert not live.abort("p1", "same", ABORTED)
             tasks.cancel_scope.cancel()
         assert len(live) == 0
 
@@ -41,10 +46,76 @@ def test_an_abort_reaches_every_request_with_that_id_of_that_peer_and_no_other()
 def test_a_request_that_fails_is_no_longer_listed() -> None:
     async def main() -> None:
         live = LiveRequests()
-        scope = anyio.CancelScope()
-        with pytest.raises(ValueError, match="boom"), live.listed("p", "r", scope):
+        with pytest.raises(ValueError, match="boom"), live.listed("p", "r"):
             raise ValueError("boom")
         assert len(live) == 0
-        assert not live.abort("p", "r")
+        assert not live.abort("p", "r", ABORTED)
+
+    run(main)
+
+
+def test_a_drain_ends_every_request_by_its_error_and_the_first_error_counts() -> None:
+    async def main() -> None:
+        live = LiveRequests()
+        ended: dict[str, Exception] = {}
+
+        async def serve(peer: str) -> None:
+            try:
+                with live.listed(peer, "r"):
+                    await anyio.sleep_forever()
+            except (Aborted, Draining) as error:
+                ended[peer] = error
+
+        async with anyio.create_task_group() as tasks:
+            for peer in ("p1", "p2", "p3"):
+                tasks.start_soon(serve, peer)
+            await anyio.wait_all_tasks_blocked()
+            live.abort("p2", "r", ABORTED)
+            live.end_all(DRAINING)
+            await live.none_left()
+            assert len(live) == 0
+        assert ended == {"p1": DRAINING, "p2": ABORTED, "p3": DRAINING}
+
+    run(main)
+
+
+def test_none_left_waits_for_the_last_one() -> None:
+    async def main() -> None:
+        live = LiveRequests()
+        await live.none_left()
+
+        async def serve(seconds: float) -> None:
+            with live.listed("p", "r"):
+                await anyio.sleep(seconds)
+
+        async with anyio.create_task_group() as tasks:
+            for seconds in (1.0, 3.0, 2.0):
+                tasks.start_soon(serve, seconds)
+            await anyio.wait_all_tasks_blocked()
+            await live.none_left()
+            assert anyio.current_time() == 3.0
+
+    run(main)
+
+
+def test_a_request_that_is_done_in_the_step_in_which_it_is_ended_keeps_its_answer() -> None:
+    """The scope was cancelled, but nothing in it waited any more."""
+
+    async def main() -> None:
+        live = LiveRequests()
+        with live.listed("p", "r"):
+            assert live.abort("p", "r", ABORTED)
+        assert len(live) == 0
+
+    run(main)
+
+
+def test_a_cancellation_from_outside_is_not_taken_for_an_abort() -> None:
+    async def main() -> None:
+        live = LiveRequests()
+        with anyio.move_on_after(1.0) as outer, live.listed("p", "r"):
+            await anyio.sleep_forever()
+        assert outer.cancelled_caught
+        assert len(live) == 0
 
     run(main)

@@ -214,6 +214,7 @@ def test_requests_leave_at_their_time_whatever_became_of_those_before() -> None:
             [load_request(at_s, f"r{n}") for n, at_s in enumerate(times_s)],
             timeout_s=9.0,
             on_change=lambda p: changes.append((p.n_sent, p.n_done, p.n_failed, p.n_tokens)),
+            now_s=anyio.current_time,
         )
 
     served = run(main)

@@ -1,6 +1,9 @@
+import logging
+
 import pytest
 
 from slagate.pools.member import FAILURES_TO_LEAVE, Lease, Member, Stage, State, Work
+from slagate.proto import openengine_pb2 as oe
 from support.builders import member, pool
 
 
@@ -120,3 +123,54 @@ def test_reprs_say_the_state_in_one_line() -> None:
     of = pool("w:1")
     of.lease("w:1", Work(3, 0.1, 4))
     assert repr(of) == "Pool(pool, [Member(w:1, ready, inflight 1, queued 3, context 4)])"
+
+
+def test_who_holds_a_leg_is_told_once_when_the_worker_leaves_service() -> None:
+    of = member()
+    told: list[str] = []
+    of.on_leave.add(told.append)
+    probed("xxo", of)
+    assert told == []
+    probed("xxx", of)
+    assert told == ["slow"]
+    probed("xxxroo", of)
+    assert told == ["slow"]
+    of.refuse("wrong role")
+    of.on_leave.discard(told.append)
+    probed("ooxxx", of)
+    assert told == ["slow", "wrong role"]
+
+
+def test_one_that_is_told_may_stop_listening_at_once() -> None:
+    of = member()
+    told: list[str] = []
+
+    def tell_once(reason: str) -> None:
+        told.append(reason)
+        of.on_leave.discard(tell_once)
+
+    of.on_leave.add(tell_once)
+    of.refuse("wrong role")
+    assert (told, of.on_leave) == (["wrong role"], set())
+
+
+def test_every_change_of_state_is_logged_by_the_member_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="slagate.pools.member")
+    probed("xooxxxxoo")
+    lines = [vars(record) for record in caplog.records]
+    assert {line["message"] for line in lines} == {"member.state"}
+    assert [(line["worker"], line["pool"], line["state"], line["reason"]) for line in lines] == [
+        ("w:1", "p", "ready", ""),
+        ("w:1", "p", "not_ready", "slow"),
+        ("w:1", "p", "ready", ""),
+    ]
+
+
+def test_a_view_follows_the_models_that_are_set() -> None:
+    of = member()
+    assert of.view().models == {"llama"}
+    of.models = {name: oe.ModelInfo() for name in ("a", "b")}
+    assert of.view().models == {"a", "b"}
+    assert set(of.models) == {"a", "b"}

@@ -133,3 +133,17 @@ def test_metrics_01_made_up_model_names_create_no_series() -> None:
             await b.check_idle(*[Outcome.INVALID] * 200)
 
     run(main)
+
+
+def test_i8_spills_are_a_series_of_every_pool_from_the_start() -> None:
+    of = fleet()
+    metrics = Metrics()
+    metrics.watch(of)
+
+    def spills(pool: str) -> float | None:
+        labels = {"stage": pool, "pool": pool}
+        return metrics.registry.get_sample_value("slagate_spills_total", labels)
+
+    assert (spills("prefill"), spills("decode")) == (0, 0)
+    of.pools["decode"].spills_total = 3
+    assert (spills("prefill"), spills("decode")) == (0, 3)

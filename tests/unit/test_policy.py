@@ -4,9 +4,10 @@ import pytest
 
 from slagate.pools.grid_config import parse_config
 from slagate.pools.member import MemberView, Stage, State, Work
+from slagate.router.dispatch import Dispatcher
 from slagate.router.policy import AT_LIMIT, Ask, Decision, StageChoice, choose, choose_stage
 from slagate.router.sla import Sla
-from support.builders import ask, one_cell, pool_view, profiled, rng, view
+from support.builders import ask, fleet, one_cell, pool_view, profiled, rng, view
 from support.fleet_files import disagg_file
 
 STAGES = list(Stage)
@@ -172,3 +173,26 @@ def test_the_best_candidate_comes_first_and_excluded_ones_last() -> None:
     assert [c.view.address for c in choice.candidates] == [
         "w4:1", "w3:1", "w2:1", "w1:1", "w0:1", "x:1",
     ]  # fmt: skip
+
+
+def test_score_01_idle_workers_take_turns() -> None:
+    """Short prompts are done before the next one comes, so every choice is between equals."""
+    of = fleet("agg")
+    dispatcher = Dispatcher(of, rng=rng(1))
+    served: list[str] = []
+    for _ in range(100):
+        assignment = dispatcher.take(dispatcher.decide(ask(isl_tokens=5)))
+        served.append(assignment.lease(Stage.AGG).member.address)
+        assignment.release()
+    assert abs(served.count("a1:1") - served.count("a2:1")) <= 1
+
+
+def test_a_worker_whose_last_probe_failed_is_chosen_only_where_no_other_can_be() -> None:
+    of = fleet("agg")
+    suspect, other = of.pools["agg"].members.values()
+    suspect.probe_failed("slow")
+    dispatcher = Dispatcher(of, rng=rng(1))
+    taken = [dispatcher.take(dispatcher.decide(ask())) for _ in range(20)]
+    assert {one.lease(Stage.AGG).member for one in taken} == {other}
+    other.refuse("gone")
+    assert dispatcher.take(dispatcher.decide(ask())).lease(Stage.AGG).member is suspect

@@ -1,3 +1,4 @@
+import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from slagate.router.sla import MAX_TEXT, Sla
 from slagate.workers.worker import OK, Status
 from support.builders import ask, one_cell, pool_view, profiled, rng, view
 
+Code = grpc.StatusCode
 STAGES = (Stage.PREFILL, Stage.DECODE)
 
 
@@ -51,7 +53,7 @@ def test_a_receipt_says_what_was_decided_and_what_happened() -> None:
     of = record(decision(sla=sla), sla=sla)
     of.max_tokens = 64
     of.cached_tokens = 0
-    of.attempt(Stage.PREFILL, pool="p", worker="w0:1", status=OK)
+    of.attempt(Stage.PREFILL, OK)
     of.tally.tokens(1, 10.25)
     of.tally.tokens(4, 10.45)
     got = receipt(of)
@@ -71,9 +73,14 @@ def test_a_receipt_says_what_was_decided_and_what_happened() -> None:
     assert prefill.candidates[1].predicted_ttft_ms > 1000
     assert not prefill.candidates[0].HasField("predicted_itl_ms")
     assert decode.candidates[0].HasField("predicted_itl_ms")
-    assert got.attempts == [
-        gw.Attempt(stage=gw.STAGE_PREFILL, pool="p", worker="w0:1", status="OK")
-    ]
+    (attempt,) = got.attempts
+    assert attempt == gw.Attempt(
+        stage=gw.STAGE_PREFILL,
+        pool="pool-prefill",
+        worker="w0:1",
+        status="OK",
+        chosen=prefill.candidates[0],
+    )
     actual = got.actual
     assert (actual.outcome, actual.output_tokens, actual.total_ms) == ("completed", 5, 2000.0)
     assert actual.ttft_ms == pytest.approx(250.0)
@@ -107,9 +114,9 @@ def test_a_target_that_is_hit_exactly_is_met_and_the_tightest_never_is() -> None
 
 
 def test_attempts_are_counted_by_stage_and_their_words_cut() -> None:
-    of = record()
+    of = record(decision())
     for stage in (Stage.PREFILL, Stage.DECODE, Stage.DECODE):
-        of.attempt(stage, pool="p", worker="w:1", status=Status(OK.code, "x" * 5000))
+        of.attempt(stage, Status(OK.code, "x" * 5000))
     assert [of.n_attempts(stage) for stage in Stage] == [1, 2, 0]
     assert max(len(attempt.message) for attempt in of.attempts) == 200
 
@@ -148,7 +155,7 @@ def test_a_receipt_fits_its_trailer_whatever_the_names(
         )
     status = Status(OK.code, message * 100)
     for _ in range(n_attempts if decided else 0):
-        of.attempt(Stage.DECODE, pool=name * n_repeats, worker=worker * n_repeats, status=status)
+        of.attempt(Stage.DECODE, status)
     got = receipt(of)
     assert got.actual.outcome == "completed"
 
@@ -165,6 +172,71 @@ def test_the_wire_decision_keeps_every_candidate_when_told_to() -> None:
     message = decision_message(of, request_id="r", max_tokens=1, top=None)
     assert [len(choice.candidates) for choice in message.stages] == [9, 9]
     assert message.text == of.explain()
+
+
+def among_equals(seed: int, n_workers: int = 10) -> Decision:
+    """One stage, with a busy worker ahead of idle equals."""
+    busy = view("busy:1", inflight=9, queued_s=9.0, queued_tokens=900, context_tokens=77)
+    views = [busy, *(view(f"w{i}:1") for i in range(n_workers))]
+    pools = {"only": pool_view("only", views)}
+    return choose(ask(), {Stage.AGG: one_cell(Stage.AGG, "only")}, pools, rng=rng(seed))
+
+
+def test_the_winner_among_many_equals_is_always_in_the_receipt() -> None:
+    winners = set()
+    for seed in range(50):
+        (choice,) = receipt(record(among_equals(seed))).decision.stages
+        assert len(choice.candidates) == TOP_CANDIDATES
+        assert choice.candidates[0].worker == choice.worker
+        winners.add(choice.worker)
+    assert len(winners) > TOP_CANDIDATES
+
+
+def test_a_decision_is_enough_to_decide_again() -> None:
+    for seed in range(50):
+        of = among_equals(seed)
+        (choice,) = decision_message(of, request_id="r", max_tokens=1, top=None).stages
+        assert 0 <= choice.draw < 1
+        open_ = [c for c in choice.candidates if not c.excluded]
+        best_s = min(c.score_s for c in open_)
+        # The configuration's order, in which the draw counts.
+        order = [f"w{i}:1" for i in range(10)]
+        ties = sorted((c.worker for c in open_ if c.score_s == best_s), key=order.index)
+        assert ties[int(choice.draw * len(ties))] == choice.worker
+
+
+def test_a_candidate_shows_all_that_its_score_was_made_of() -> None:
+    (choice,) = decision_message(among_equals(1), request_id="r", max_tokens=1, top=None).stages
+    (busy,) = [c for c in choice.candidates if c.worker == "busy:1"]
+    assert (busy.inflight, busy.queued_tokens, busy.queued_s, busy.context_tokens) == (
+        9,
+        900,
+        9,
+        77,
+    )
+
+
+def test_targets_say_what_was_looked_up_and_what_was_only_assumed() -> None:
+    prefill, decode = receipt(record(decision(sla=Sla(ttft_ms=70.0)))).decision.stages
+    assert list(prefill.targets) == [gw.Target(field="ttft_ms", ms=70, is_default=False)]
+    assert list(decode.targets) == [gw.Target(field="itl_ms", ms=50, is_default=True)]
+
+
+def test_an_attempt_keeps_its_worker_when_the_stage_is_given_to_another() -> None:
+    of = record(among_equals(1))
+    of.attempt(Stage.AGG, Status(Code.UNAVAILABLE, "gone"))
+    assert of.decision is not None
+    first = of.decision.stages[0]
+    of.decision = of.decision.replace(among_equals(2).stages[0])
+    assert first.winner != of.decision.stages[0].winner
+    of.attempt(Stage.AGG, OK)
+    attempts = receipt(of).attempts
+    assert [a.worker for a in attempts] == [
+        first.candidates[0].view.address,
+        of.decision.stages[0].candidates[0].view.address,
+    ]
+    assert [a.chosen.worker for a in attempts] == [a.worker for a in attempts]
+    assert [a.status for a in attempts] == ["UNAVAILABLE", "OK"]
 
 
 def test_a_decision_without_a_winner_has_no_worker() -> None:

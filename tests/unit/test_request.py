@@ -120,12 +120,58 @@ def test_a_request_of_exactly_the_limit_is_taken() -> None:
     assert isinstance(refused(request(), max_bytes=n_bytes - 1), TooLarge)
 
 
-@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05ab", b"\x0a\x01\xff", b"<html>"])
-def test_bytes_that_are_no_message_are_refused_whatever_their_size(data: bytes) -> None:
-    for limit in (LIMIT, 1, 0):
-        with pytest.raises(InvalidRequest) as caught:
-            parse_request(data, max_bytes=limit)
-        assert caught.value.field == "request"
+@pytest.mark.parametrize(
+    ("data", "largest"),
+    [
+        (b"\xff", "request"),
+        (b"\x0a\x05ab", "request_id"),
+        (b"\x0a\x01\xff", "request_id"),
+        (b"<html>", "request"),
+    ],
+)
+def test_bytes_that_are_no_message_are_refused_whatever_their_size(
+    data: bytes, largest: str
+) -> None:
+    """Over the limit only tags are read, so there the field to blame is all that is known."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse_request(data, max_bytes=LIMIT)
+    assert caught.value.field == "request"
+    with pytest.raises(TooLarge) as large:
+        parse_request(data, max_bytes=0)
+    assert large.value.field == largest
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A length-delimited field of up to 2 MiB, whatever its content means."""
+    n_bytes = len(content)
+    length = bytes([n_bytes & 0x7F | 0x80, n_bytes >> 7 & 0x7F | 0x80, n_bytes >> 14])
+    return bytes([number << 3 | 2]) + length + content
+
+
+NUMBERS = oe.GenerateRequest.DESCRIPTOR.fields_by_name
+
+
+@pytest.mark.parametrize(
+    ("data", "blamed"),
+    [
+        # No parser would take these: inside a large field nothing is looked at.
+        (field(NUMBERS["token_ids"].number, b"\xff" * 2000), "token_ids"),
+        (field(NUMBERS["prompt"].number, b"\xff" * 2000), "prompt"),
+        (field(NUMBERS["token_ids"].number, b"\x0a" * 600) * 2, "token_ids"),
+        (field(15, b"x" * 2000) + field(NUMBERS["model"].number, b"m" * 200), "request"),
+        (b"\x80" * 2000, "request"),
+        (b"\x0b" * 2000, "request"),
+        (b"\x0d\x00\x00\x00\x00" * 500, "request_id"),
+        (b"\x09" + b"\x00" * 8 + field(NUMBERS["model"].number, b"m" * 1500), "model"),
+        (b"\x08\x05" * 600 + field(NUMBERS["model"].number, b"m" * 100), "request_id"),
+    ],
+)
+def test_a_request_over_the_limit_is_blamed_by_tags_and_never_parsed(
+    data: bytes, blamed: str
+) -> None:
+    with pytest.raises(TooLarge) as caught:
+        parse_request(data, max_bytes=1000)
+    assert caught.value.field == blamed
 
 
 def test_the_budget_is_the_clients_or_what_the_smallest_window_leaves() -> None:

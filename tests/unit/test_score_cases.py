@@ -5,11 +5,15 @@ from collections import Counter
 import pytest
 
 from slagate.pools.member import Stage, State
-from slagate.router.dispatch import Dispatcher
+from slagate.router.dispatch import Assignment, Dispatcher
 from slagate.router.policy import choose_stage
 from support.builders import PROFILE, ask, fleet, one_cell, pool_view, profiled, rng, view
 
 PROFILED = {"profile": PROFILE, "tp": 1}
+
+
+def assign(dispatcher: Dispatcher, *, isl_tokens: int = 100) -> Assignment:
+    return dispatcher.take(dispatcher.decide(ask(isl_tokens=isl_tokens)))
 
 
 def spread(dispatcher: Dispatcher, stage: str) -> Counter[str]:
@@ -26,7 +30,7 @@ def test_score_01_a_hundred_unrelated_requests_over_two_equal_workers(
     sizes = rng(3)
     for seed in range(5):
         dispatcher = Dispatcher(fleet(mode, pools=dict.fromkeys(stages, extra)), rng=rng(seed))
-        held = [dispatcher.assign(ask(isl_tokens=sizes.randint(900, 1100))) for _ in range(100)]
+        held = [assign(dispatcher, isl_tokens=sizes.randint(900, 1100)) for _ in range(100)]
         for stage in stages:
             counts = spread(dispatcher, stage)
             assert sum(counts.values()) == 100
@@ -44,7 +48,7 @@ def test_score_02_forty_over_four_and_every_stage_counts(mode: str) -> None:
     stages = ("prefill", "decode") if mode == "disagg" else ("agg",)
     workers = {s: {"workers": [f"{s[0]}{i}:1" for i in range(4)], **PROFILED} for s in stages}
     dispatcher = Dispatcher(fleet(mode, pools=workers), rng=rng())
-    held = [dispatcher.assign(ask(isl_tokens=1000)) for _ in range(40)]
+    held = [assign(dispatcher, isl_tokens=1000) for _ in range(40)]
     for stage in stages:
         assert max(spread(dispatcher, stage).values()) <= 15
         assert sum(spread(dispatcher, stage).values()) == 40
@@ -74,7 +78,7 @@ def test_score_04_fifty_requests_go_to_the_one_worker_below_its_limit() -> None:
     for address in workers[:3]:
         of.pools["agg"].members[address].inflight = 60
     dispatcher = Dispatcher(of, rng=rng())
-    chosen = {dispatcher.assign(ask()).members[0].address for _ in range(50)}
+    chosen = {assign(dispatcher).members[0].address for _ in range(50)}
     assert chosen == {"a3:1"}
 
 
@@ -84,7 +88,7 @@ def test_a_worker_that_comes_back_is_used_again() -> None:
     for _ in range(3):
         member.probe_failed("slow")
     assert member.state is State.NOT_READY
-    assert {dispatcher.assign(ask()).members[0].address for _ in range(6)} == {"a2:1"}
+    assert {assign(dispatcher).members[0].address for _ in range(6)} == {"a2:1"}
     member.probe_ok()
     member.probe_ok()
-    assert dispatcher.assign(ask()).members[0] is member
+    assert assign(dispatcher).members[0] is member

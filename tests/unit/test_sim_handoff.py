@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import anyio
 import pytest
 
 from slagate.workers.sim_request import DisaggregatedParams, RequestError, SamplingParams
@@ -120,5 +121,29 @@ def test_an_engine_without_transceiver_fails_disaggregated_requests_while_iterat
         local = DisaggregatedParams(request_type="context_and_generation")
         result = llm().generate_async(prompt_of(8), disaggregated_params=local)
         assert await tokens_of(result) == expected(prompt_of(8), 32)
+
+    run(scenario)
+
+
+def test_an_engine_knows_when_the_last_of_its_handoffs_was_collected(pair: Pair) -> None:
+    async def scenario() -> None:
+        await pair.prefill.handoffs_collected()
+        prompts = [prompt_of(40, first) for first in (1, 2)]
+        first, second = [await pair.hand_off(prompt) for prompt in prompts]
+        collected = anyio.Event()
+
+        async def wait() -> None:
+            await pair.prefill.handoffs_collected()
+            collected.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await tokens_of(pair.resume(prompts[0], first, max_tokens=2))
+            await until(asyncio.get_running_loop().time() + 1.0)
+            assert (pair.prefill.n_parked, collected.is_set()) == (1, False)
+            assert second.ctx_request_id is not None
+            assert pair.prefill.release_session(second.ctx_request_id)
+            await collected.wait()
+        assert pair.prefill.n_parked == 0
 
     run(scenario)

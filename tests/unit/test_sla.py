@@ -184,3 +184,36 @@ def test_the_receipt_flag_is_zero_or_one(text: str) -> None:
 
 def test_a_client_does_not_choose_the_data_parallel_rank() -> None:
     assert refused(("openengine-target-dp-rank", "0")).field == "openengine-target-dp-rank"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("slagate-reciept", RECEIPT),
+        ("slagate-receipts", RECEIPT),
+        ("x-gateway-inference-fairness", FAIRNESS_ID),
+        ("x-gateway-inference-objectives", OBJECTIVE),
+        ("x-dynamo-session", SESSION_ID),
+        ("x-dynamo-session_id", SESSION_ID),
+    ],
+)
+def test_a_misspelt_key_of_any_prefix_that_is_read_is_refused_with_the_right_one(
+    wrong: str, right: str
+) -> None:
+    error = refused((wrong, "1"))
+    assert error.field == wrong
+    assert f"did you mean {right}?" in str(error)
+
+
+def test_other_keys_of_the_platforms_whose_prefixes_these_are_pass() -> None:
+    assert parse_sla([("x-gateway-model-name", "a"), ("x-dynamo-worker", "b")]) == Sla()
+
+
+def test_where_there_are_no_receipts_asking_for_one_is_refused_and_declining_is_not() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_sla([(RECEIPT, "1")], receipts=False)
+    assert caught.value.field == RECEIPT
+    assert not parse_sla([(RECEIPT, "0")], receipts=False).receipt
+    assert parse_sla([], receipts=False) == Sla()
+    with pytest.raises(InvalidRequest, match="must be 0 or 1"):
+        parse_sla([(RECEIPT, "yes")], receipts=False)

@@ -141,7 +141,8 @@ def test_nothing_passes_behind_a_failure() -> None:
     async def main() -> None:
         leg = Leg()
         leg.splice.message(b"\xff")
-        assert leg.splice.ended.is_set()
+        assert leg.splice.complete.is_set()
+        assert not leg.splice.ended.is_set()
         leg.play(token(1), finished(), OK)
         assert isinstance(leg.splice.failure(), LegFailed)
         assert leg.tally.n_tokens == 0
@@ -168,7 +169,7 @@ def test_the_buffer_is_bounded_and_a_client_that_reads_may_have_far_more() -> No
             leg.play(token(*range(10)))
             assert leg.client.n_bytes <= 200 + len("mine") + 2
         assert isinstance(leg.splice.failure(), SlowClient)
-        assert leg.splice.ended.is_set()
+        assert leg.splice.complete.is_set()
         assert (leg.client.discarded, leg.client.n_bytes) == (True, 0)
 
         reading = Leg(max_buffer_bytes=200)
@@ -186,5 +187,42 @@ def test_tokens_that_did_not_fit_are_not_counted_as_sent() -> None:
         leg = Leg(max_buffer_bytes=60).play(token(1), token(*range(100)))
         assert isinstance(leg.splice.failure(), SlowClient)
         assert leg.tally.n_tokens == 1
+
+    run(main)
+
+
+def test_stream_07_one_message_over_the_limit_passes_to_a_client_that_has_taken_all() -> None:
+    async def main() -> None:
+        leg = Leg(max_buffer_bytes=60).play(token(*range(100)))
+        assert leg.splice.failure() is None
+        assert leg.client.n_bytes > 60
+        assert leg.tally.n_tokens == 100
+        await leg.client.next()
+        assert leg.play(token(*range(100))).splice.failure() is None
+        leg.play(token(1))
+        assert isinstance(leg.splice.failure(), SlowClient)
+        assert leg.tally.n_tokens == 200
+
+    run(main)
+
+
+@pytest.mark.parametrize("late", [token(9), finished(), engine_error(oe.ERROR_CODE_INTERNAL, "x")])
+def test_i7_nothing_passes_behind_the_terminal_event(late: oe.GenerateResponse) -> None:
+    async def main() -> None:
+        leg = Leg().play(token(1), finished())
+        assert leg.splice.complete.is_set()
+        leg.play(late, OK)
+        assert leg.splice.failure() is None
+        assert [r.WhichOneof("event") for r in await leg.taken()] == ["token", "finished"]
+        assert (leg.tally.n_tokens, leg.tally.n_messages) == (1, 2)
+
+    run(main)
+
+
+def test_nothing_passes_behind_a_relayed_error() -> None:
+    async def main() -> None:
+        leg = Leg().play(token(1), engine_error(oe.ERROR_CODE_INTERNAL, "x"), token(2), OK)
+        assert isinstance(leg.splice.failure(), ErrorRelayed)
+        assert [r.WhichOneof("event") for r in await leg.taken()] == ["token", "error"]
 
     run(main)

@@ -94,3 +94,17 @@ def test_the_repr_says_the_state() -> None:
         assert repr(sink) == "BufferedSink(1 messages, 3 bytes, UNAVAILABLE)"
 
     run(main)
+
+
+def test_an_owner_is_told_of_each_message_although_nobody_reads() -> None:
+    async def main() -> None:
+        seen: list[int] = []
+        sink = BufferedSink(lambda told: seen.append(told.n_bytes))
+        for data in (b"abc", b"", b"de"):
+            sink.message(data)
+        assert seen == [3, 3, 5]
+        await sink.next()
+        sink.end()
+        assert seen == [3, 3, 5]
+
+    run(main)

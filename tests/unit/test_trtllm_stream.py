@@ -1,45 +1,22 @@
 """One leg on a worker, where the simulated engine cannot be brought to the moment in question."""
 
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import grpc
+import pytest
 
+from slagate.proto import openengine_pb2 as oe
 from slagate.workers.trtllm_request import EngineRequest
 from slagate.workers.trtllm_stream import EngineStream
 from support import virtual_loop
+from support.engine_result import Result
 from support.sinks import KeepingSink
 
-
-class Result:
-    """An engine's result that is there at once."""
-
-    def __init__(self, *, ctx_request_id: int | None, tokens: list[int]) -> None:
-        params = SimpleNamespace(
-            ctx_request_id=ctx_request_id,
-            opaque_state=b"state",
-            first_gen_tokens=tokens,
-            draft_tokens=None,
-            disagg_request_id=None,
-            ctx_dp_rank=None,
-            ctx_info_endpoint=None,
-        )
-        output = SimpleNamespace(
-            token_ids=tokens, finish_reason="length", stop_reason=None, disaggregated_params=params
-        )
-        self.outputs = [output]
-        self.cached_tokens = 0
-        self.n_aborts = 0
-
-    def abort(self) -> None:
-        self.n_aborts += 1
-
-    async def __aiter__(self) -> AsyncIterator["Result"]:
-        yield self
+END_ID = 128_001
 
 
 def leg(kind: str) -> EngineRequest:
-    return EngineRequest("r", kind, [1, 2], None, None, None)
+    return EngineRequest("r", kind, [1, 2], SimpleNamespace(end_id=END_ID), None, None)
 
 
 def play(kind: str, result: Result, *, cancel: bool) -> tuple[KeepingSink, EngineStream, list[int]]:
@@ -97,3 +74,26 @@ def test_a_decode_leg_is_not_aborted_before_its_first_result() -> None:
     virtual_loop.run(main)
     assert aborts_at_cancel == [0]
     assert result.n_aborts == 1
+
+
+@pytest.mark.parametrize(
+    ("stop_reason", "match"),
+    [
+        (None, oe.StopMatch(eos_token_id=END_ID)),
+        (7, oe.StopMatch(stop_token_id=7)),
+        ("bye", oe.StopMatch(stop_text="bye")),
+    ],
+)
+def test_a_stop_says_what_it_was_also_at_the_end_of_text(
+    stop_reason: int | str | None, match: oe.StopMatch
+) -> None:
+    result = Result(tokens=[3], finish_reason="stop", stop_reason=stop_reason)
+    sink, _, _ = play("context_and_generation", result, cancel=False)
+    last = sink.messages[-1].finished
+    assert last.reason == oe.FINISH_REASON_STOP
+    assert last.stop_match == match
+
+
+def test_an_end_by_length_matched_nothing() -> None:
+    sink, _, _ = play("context_and_generation", Result(tokens=[3]), cancel=False)
+    assert not sink.messages[-1].finished.HasField("stop_match")

@@ -1,47 +1,22 @@
 """The watch loops over fake workers, on the virtual loop."""
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import anyio
 import grpc
 import pytest
 
-from slagate.pools.fleet import Fleet
-from slagate.pools.member import Member, Stage, State
-from slagate.pools.watch import INTERVAL_S, JITTER_RATIO, watch_fleet
+from slagate.pools.member import Stage, State
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.worker import Status
-from support.builders import MODEL, fleet, model_info, rng
-from support.fake_worker import ROLES, FakeWorker, connector
+from support.builders import MODEL, model_info
+from support.fake_worker import ROLES, FakeWorker
 from support.virtual_loop import run
-
-LOOK_S = INTERVAL_S * (1 + JITTER_RATIO)
-"""Within this time every worker is looked at once more."""
+from support.watched import LOOK_S, first, watched
 
 UNAVAILABLE = Status(
     grpc.StatusCode.UNAVAILABLE, "failed to connect: ipv4:10.1.2.3:50051: Connection refused"
 )
-
-
-@asynccontextmanager
-async def watched(workers: dict[str, FakeWorker] | None = None) -> AsyncIterator[Fleet]:
-    """A fleet of p1, p2, d1, d2 that was looked at once."""
-    of = fleet(ready=False)
-    fakes = healthy() | (workers or {})
-    async with watch_fleet(of, connect=connector(fakes), now_s=anyio.current_time, rng=rng()):
-        await anyio.sleep(0.01)
-        yield of
-
-
-def healthy() -> dict[str, FakeWorker]:
-    stages = {"p1:1": "prefill", "p2:1": "prefill", "d1:1": "decode", "d2:1": "decode"}
-    return {address: FakeWorker(role=ROLES[stage]) for address, stage in stages.items()}
-
-
-def first(of: Fleet) -> Member:
-    return of.pools["prefill"].members["p1:1"]
 
 
 def test_a_healthy_fleet_is_ready_after_one_look() -> None:
@@ -117,6 +92,7 @@ def test_a_worker_that_is_not_what_the_file_says_is_refused(
         worker = FakeWorker()
         right = oe.ServerInfo()
         right.CopyFrom(worker.info)
+        right.instance_id = "i2"  # another process, at the same address
         for name, value in change.items():
             setattr(worker.info, name, value)
         async with watched({"p1:1": worker}) as of:
@@ -174,7 +150,7 @@ def test_a_change_of_state_is_one_log_line_and_steady_health_is_none(
         assert [vars(record)["state"] for record in lines] == ["ready", "not_ready"]
         assert {record.getMessage() for record in lines} == {"member.state"}
 
-    caplog.set_level(logging.INFO, logger="slagate.pools.watch")
+    caplog.set_level(logging.INFO, logger="slagate.pools.member")
     run(main)
 
 

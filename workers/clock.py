@@ -1,0 +1,8 @@
+"""The clock of a process, for its edges: everything behind them takes `now_s` as an argument.
+
+An event loop's own time may be as coarse as a millisecond, which is most of a fast token.
+"""
+
+from time import monotonic as monotonic_s  # noqa: TID251
+
+__all__ = ["monotonic_s"]
