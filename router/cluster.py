@@ -133,21 +133,3 @@ def _exit(process: Process) -> str:
     if code is not None and code < 0:
         return f"by signal {-code}"
     return f"exit code {code}"
-
-
-async def http_status(address: str, path: str, *, limit_s: float) -> int:
-    """The status code of `GET path` at host:port. Raises `OSError`, `TimeoutError` for no answer."""
-    host, _, port = address.rpartition(":")
-    with anyio.fail_after(limit_s):
-        async with await anyio.connect_tcp(host.strip("[]"), int(port)) as stream:
-            request = f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n"
-            await stream.send(request.encode())
-            reader = BufferedByteReceiveStream(stream)
-            try:
-                line = await reader.receive_until(b"\r\n", 1024)
-            except (anyio.IncompleteRead, anyio.DelimiterNotFound) as error:
-                raise OSError(f"{address} does not speak HTTP") from error
-    fields = line.split()
-    if len(fields) < 2 or not fields[1].isdigit():
-        raise OSError(f"{address} does not speak HTTP: {line[:80]!r}")
-    return int(fields[1])

@@ -14,8 +14,8 @@ from slagate.pools.member import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.cluster import Cluster, ClusterError, http_status
-from slagate.workers.client import CHANNEL_OPTIONS, GrpcWorker, connect_worker
+from slagate.router.cluster import Cluster, ClusterError
+from slagate.workers.client import CHANNEL_OPTIONS, GrpcWorker, connect_worker, unary
 from slagate.workers.errors import WorkerError
 
 WORKERS_PER_POOL = {"prefill-tp1": 2, "prefill-tp2": 1, "decode-tp1": 2, "decode-tp2": 1}
@@ -70,11 +70,11 @@ async def start_fleet(cluster: Cluster, fleet_path: Path) -> DemoFleet:
     ready = await gateway.wait_ready(limit_s=READY_LIMIT_S)
     try:
         with anyio.fail_after(READY_LIMIT_S):
-            await _every_worker_ready(ready["http"], ready["admin"])
+            await _every_worker_ready(ready["admin"])
     except TimeoutError:
         raise gateway.error(f"did not see all workers ready after {READY_LIMIT_S:.0f} s") from None
-    except grpc.aio.AioRpcError as error:
-        raise gateway.error(f"did not list its pools: {error.details()}") from error
+    except WorkerError as error:
+        raise gateway.error(f"did not list its pools: {error}") from error
     workers = tuple(address for name in addresses for address in addresses[name])
     info = await _ask(workers[0], GrpcWorker.server_info)
     return DemoFleet(
@@ -129,25 +129,15 @@ async def _start_workers(
     return addresses, transports
 
 
-async def _every_worker_ready(http: str, admin: str) -> None:
-    """Wait for /readyz, which asks for one worker a stage, and then for all the others."""
-    # Polled: what another process is about to do sets no event here.
-    while await _http_status(http, "/readyz") != 200:  # noqa: ASYNC110
-        await anyio.sleep(POLL_S)
+async def _every_worker_ready(admin: str) -> None:
     async with grpc.aio.insecure_channel(admin, options=CHANNEL_OPTIONS) as channel:
         stub = gw_grpc.GatewayStub(channel)
         while True:
-            listed: gw.ListPoolsResponse = await stub.ListPools(gw.ListPoolsRequest())
+            listed: gw.ListPoolsResponse = await unary(stub.ListPools, gw.ListPoolsRequest())
             if all(pool.workers_ready == pool.workers for pool in listed.pools):
                 return
+            # Polled: what another process is about to do sets no event here.
             await anyio.sleep(POLL_S)
-
-
-async def _http_status(address: str, path: str) -> int:
-    try:
-        return await http_status(address, path, limit_s=5.0)
-    except (OSError, TimeoutError):
-        return 0
 
 
 async def _ask(address: str, call: Callable[[GrpcWorker], Awaitable[_T]]) -> _T:

@@ -1,10 +1,12 @@
 """`GrpcWorker`: the `Worker` port over one gRPC channel, as the gateway holds it."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import anyio
+import anyio.lowlevel
 import grpc
 import grpc.aio
 from anyio.abc import TaskGroup
@@ -49,28 +51,34 @@ class GrpcWorker:
 
     async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
         """As `Worker.abort`."""
-        return await _unary(self._control.Abort, request)
+        return await unary(self._control.Abort, request)
 
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
         """As `Worker.load`."""
-        return await _unary(self._control.GetLoad, request)
+        return await unary(self._control.GetLoad, request)
 
     async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
         """As `Worker.health`."""
-        return await _unary(self._control.Health, request)
+        return await unary(self._control.Health, request)
 
     async def server_info(self) -> oe.ServerInfo:
         """As `Worker.server_info`."""
-        return await _unary(self._control.GetServerInfo, oe.GetServerInfoRequest())
+        return await unary(self._control.GetServerInfo, oe.GetServerInfoRequest())
 
     async def model_info(self, model: str) -> oe.ModelInfo:
         """As `Worker.model_info`."""
-        return await _unary(self._control.GetModelInfo, oe.GetModelInfoRequest(model=model))
+        return await unary(self._control.GetModelInfo, oe.GetModelInfoRequest(model=model))
 
 
-async def _unary(method: Callable[..., Awaitable[_Response]], request: _Request) -> _Response:
+async def unary(method: Callable[..., Awaitable[_Response]], request: _Request) -> _Response:
+    """One control call. Raises `WorkerError`; safe inside a cancel scope, which grpc.aio's own is not."""
     try:
         return await method(request, timeout=CONTROL_TIMEOUT_S)
+    except asyncio.CancelledError:
+        # grpc.aio raises one of its own making, which no cancel scope takes for its: it would pass
+        # through the scope that asked for it and end the whole task. This raises the scope's.
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        raise
     except grpc.aio.AioRpcError as error:
         raise WorkerError(Status(error.code(), error.details() or "")) from error
 

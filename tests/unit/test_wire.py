@@ -152,3 +152,29 @@ def test_a_status_too_long_for_its_header_is_cut_and_keeps_its_code() -> None:
             assert sink.status == Status(grpc.StatusCode.NOT_FOUND, "x" * MAX_MESSAGE_BYTES)
 
     on_the_wire(main)
+
+
+class MuteWorker(FakeWorker):
+    """Accepts every question and answers none."""
+
+    async def health(self, _request: oe.HealthRequest) -> oe.HealthResponse:
+        await anyio.sleep_forever()
+        raise AssertionError("never")
+
+
+def test_a_cancel_scope_around_a_control_call_ends_that_call_and_nothing_else() -> None:
+    """grpc.aio raises a cancellation of its own making, which would end the task that set the limit."""
+
+    async def main() -> None:
+        mute = MuteWorker(role=oe.ENGINE_ROLE_AGGREGATED, scripts=Scripts([(OK,)]))
+        listen = Address("127.0.0.1", 0)
+        async with (
+            serve_worker(mute, listen, grace_s=0) as at,
+            connect_worker(str(at)) as worker,
+        ):
+            with anyio.move_on_after(0.2) as scope:
+                await worker.health(oe.HealthRequest())
+            assert scope.cancelled_caught
+            assert (await worker.server_info()).engine_role == oe.ENGINE_ROLE_AGGREGATED
+
+    anyio.run(main)

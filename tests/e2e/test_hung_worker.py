@@ -1,0 +1,50 @@
+"""A worker that is there and says nothing: stopped, not dead."""
+
+import signal
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+
+from support.foreign_client import Answer, Client, request
+from support.processes import Pool, cluster, eventually
+from support.sim_tokens import expected, prompt
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_health_04_a_hung_worker_leaves_and_its_unanswered_requests_go_elsewhere(
+    tmp_path: Path, stage: str
+) -> None:
+    pools = {"prefill": Pool("prefill", 2), "decode": Pool("decode", 2)}
+    with cluster(tmp_path, pools) as fleet, Client(fleet.gateway.address) as client:
+        hung = fleet.workers[stage][0]
+        hung.popen.send_signal(signal.SIGSTOP)
+        try:
+            answers: list[Answer] = []
+            clients = [
+                threading.Thread(
+                    target=lambda i=i: answers.append(
+                        client.generate(request(prompt(50, seed=i), 3, request_id=f"r{i}"))
+                    )
+                )
+                for i in range(12)
+            ]
+            for each in clients:
+                each.start()
+            for each in clients:
+                each.join()
+            assert {answer.code for answer in answers} == {grpc.StatusCode.OK}
+            assert sorted(answer.tokens for answer in answers) == sorted(
+                expected(prompt(50, seed=i), 3) for i in range(12)
+            )
+            states = {worker.worker: worker.state for worker in fleet.gateway.workers()}
+            assert states[hung.address] == "not_ready"
+            assert fleet.gateway.is_ready()
+        finally:
+            hung.popen.send_signal(signal.SIGCONT)
+        eventually(
+            lambda: all(worker.state == "ready" for worker in fleet.gateway.workers()),
+            "the worker is back",
+        )
+        eventually(fleet.gateway.is_idle, "nothing is held")
