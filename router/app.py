@@ -21,13 +21,13 @@ from slagate.router.admin import AdminService
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Draining
 from slagate.router.front import Front
-from slagate.router.generate import Gateway
 from slagate.router.handoff import Releaser
 from slagate.router.live import LiveRequests
 from slagate.router.metrics import Metrics
 from slagate.router.probes import serve_probes
 from slagate.router.service import ControlService
 from slagate.router.settings import Settings
+from slagate.router.turn import Gateway
 from slagate.workers.client import connect_worker
 from slagate.workers.clock import monotonic_s
 from slagate.workers.listen import Address, bind, ready_line, stopped

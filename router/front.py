@@ -10,7 +10,8 @@ import anyio
 import grpc
 import grpc.aio
 
-from slagate.router.generate import ClientCall, Gateway, generate
+from slagate.router.generate import generate
+from slagate.router.turn import ClientCall, Gateway
 from slagate.workers.channel import GENERATE
 from slagate.workers.stream import BufferedSink
 from slagate.workers.worker import Status

@@ -1,23 +1,18 @@
 """One request, top to bottom.
 
-    parse, SLA ──▶ assign (leases taken) ──▶ prefill leg ──▶ handoff guard ──▶ decode leg, relayed
+    parse, SLA ──▶ decide, take leases ──▶ prefill leg ──▶ handoff guard ──▶ decode leg, relayed
     ──▶ outcome, receipt, metrics; leases and handoff let go, however the request ends
 
 Clean-up never waits: a cancelled request gives its leases back and cancels its leg at once, and a parked
-handoff is freed by a task that outlives it.
+handoff is freed by a task that outlives it. How a leg is called, tried elsewhere and started over is in
+`turn`.
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
 
 import anyio
-import grpc
 
-from slagate.pools.member import Member, Stage
-from slagate.proto import openengine_pb2 as oe
-from slagate.router.dispatch import Assignment, Dispatcher
+from slagate.pools.member import Stage
 from slagate.router.errors import (
     CANCELLED,
     INTERNAL,
@@ -26,53 +21,19 @@ from slagate.router.errors import (
     Outcome,
     RequestError,
 )
-from slagate.router.handoff import Handoff, PrefillSink, Releaser, guard
-from slagate.router.leg import LegSink
-from slagate.router.live import LiveRequests
-from slagate.router.metrics import Metrics
+from slagate.router.handoff import Handoff, PrefillSink, guard
 from slagate.router.policy import Ask
 from slagate.router.receipts import Record
-from slagate.router.request import Request, output_budget, parse_request
-from slagate.router.settings import Settings
-from slagate.router.sla import PRIORITY, parse_sla
+from slagate.router.request import output_budget, parse_request
+from slagate.router.sla import parse_sla
 from slagate.router.splice import Splice
+from slagate.router.turn import ClientCall, Gateway, Turn
 from slagate.workers.legs import agg_leg, decode_leg, prefill_leg
-from slagate.workers.stream import BufferedSink
-from slagate.workers.worker import OK, Metadata, Status
+from slagate.workers.worker import OK, Status
 
 log = logging.getLogger(__name__)
 
 RECEIPT_TRAILER = "slagate-receipt-bin"
-
-FORWARDED_KEYS = ("traceparent", "tracestate")
-"""Client metadata that a worker gets; everything else is the gateway's business, or nobody's."""
-
-TRAILER_LIMIT_S = 1.0
-"""How long a worker may take to close a call behind its terminal event."""
-
-
-@dataclass(slots=True)
-class ClientCall:
-    """One Generate call as the front hands it over."""
-
-    data: bytes
-    metadata: Metadata
-    peer: str  # who may abort it
-    timeout_s: float | None  # what is left of the client's deadline
-    out: BufferedSink  # what the front writes to the client
-
-
-@dataclass(slots=True)
-class Gateway:
-    """What every request needs."""
-
-    dispatcher: Dispatcher
-    settings: Settings
-    metrics: Metrics
-    releaser: Releaser
-    live: LiveRequests
-    leg_id: Callable[[], str]
-    now_s: Callable[[], float]
 
 
 async def generate(call: ClientCall, gateway: Gateway) -> None:
@@ -116,210 +77,77 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
     ask = Ask(request.model, request.isl_tokens, sla)
     record.decision = gateway.dispatcher.decide(ask)
     assignment = gateway.dispatcher.take(record.decision)
-    turn = _Turn(call, gateway, record, request, ask, assignment, deadline_s)
+    turn = Turn(call, gateway, record, request, ask, assignment, deadline_s)
     try:
         infos = [member.models.get(request.model) for member in assignment.members]
         record.max_tokens = output_budget(request, infos)
         with gateway.live.listed(call.peer, request.id):
             if Stage.AGG in assignment.stages:
-                await turn.aggregate()
+                await _aggregate(turn)
             else:
-                await turn.disaggregate()
+                await _disaggregate(turn)
     finally:
         turn.let_go()
 
 
-_SinkT = TypeVar("_SinkT", bound=LegSink)
-
-
-@dataclass(slots=True)
-class _Turn:
-    """The legs of one request, and what it holds: leases, and a handoff once there is one."""
-
-    call: ClientCall
-    gateway: Gateway
-    record: Record
-    request: Request
-    ask: Ask
-    assignment: Assignment
-    deadline_s: float
-    handoff: Handoff | None = None
-    started_over: bool = False
-
-    def let_go(self) -> None:
-        """Give back whatever is still held. Idempotent, never waits."""
-        if self.handoff is not None:
-            self.handoff.release()
-        self.assignment.release()
-
-    async def disaggregate(self) -> None:
-        """Prefill, then decode; once more from the start where the handoff was lost before a token."""
-        while (handoff := await self.prefill()) is not None:
-            try:
-                await self.decode(handoff)
-            except LegFailed as failure:
-                self._start_over(failure)
-            else:
-                return
-
-    async def prefill(self) -> Handoff | None:
-        """The context-only leg. None: its first token ended the request, and the client has it."""
-
-        def leg(leg_id: str) -> tuple[bytes, PrefillSink]:
-            data = prefill_leg(self.request.data, leg_id, min_tokens=self.request.min_tokens)
-            only_token = self.request.max_tokens == 1
-            return data, PrefillSink(leg_id, self._park, only_token=only_token)
-
-        sink = await self._leg(Stage.PREFILL, leg)
-        self.record.cached_tokens = sink.cached_tokens
-        lease = self.assignment.lease(Stage.PREFILL)
-        lease.release()
-        if self.handoff is None:
-            splice = self._splice(Stage.PREFILL, sink.leg_id, on_token=lease.prefill_done)
-            for message in sink.answer:
-                splice.message(message)
-            if failure := splice.failure():
-                raise failure
-        return self.handoff
-
-    async def decode(self, handoff: Handoff) -> None:
-        """The generation-only leg, relayed to the client."""
-
-        def leg(leg_id: str) -> tuple[bytes, Splice]:
-            guard(handoff.session, self.assignment.lease(Stage.DECODE).member)
-            data = decode_leg(
-                self.request.data,
-                leg_id,
-                session=handoff.session,
-                max_tokens=self._added_budget(),
-            )
-            return data, self._splice(Stage.DECODE, leg_id, on_token=handoff.used)
-
-        await self._leg(Stage.DECODE, leg)
-        handoff.used()
-
-    async def aggregate(self) -> None:
-        """The one leg of an aggregated pool, relayed to the client."""
-
-        def leg(leg_id: str) -> tuple[bytes, Splice]:
-            done = self.assignment.lease(Stage.AGG).prefill_done
-            data = agg_leg(self.request.data, leg_id, max_tokens=self._added_budget())
-            return data, self._splice(Stage.AGG, leg_id, on_token=done)
-
-        await self._leg(Stage.AGG, leg)
-        usage = self.record.tally.usage
-        if usage is not None and usage.HasField("cached_prompt_tokens"):
-            self.record.cached_tokens = usage.cached_prompt_tokens
-
-    async def _leg(self, stage: Stage, make: Callable[[str], tuple[bytes, _SinkT]]) -> _SinkT:
-        """Call the stage's worker, and others while that can help; the sink of the call that went well."""
-        while True:
-            data, sink = make(self.gateway.leg_id())
-            member = self.assignment.lease(stage).member
-            try:
-                await self._run(member, data, sink)
-            finally:
-                if sink.may_have_parked:
-                    self.gateway.releaser.abort(sink.leg_id, member)
-            failure = sink.failure()
-            self.record.attempt(stage, OK if failure is None else failure.status())
-            if failure is None:
-                return sink
-            if sink.untaken:
-                member.probe_failed(f"refused a request: {failure}")
-            self._try_elsewhere(stage, failure)
-
-    async def _run(self, member: Member, leg: bytes, sink: LegSink) -> None:
-        """One call to a worker, waited for; cancelled when this coroutine is."""
-        assert member.worker is not None, member
-        remaining_s = max(self.deadline_s - self.gateway.now_s(), 0.0)
-        leg_call = member.worker.generate(
-            leg, self._leg_metadata(member), sink, timeout_s=remaining_s
-        )
-        member.on_leave.add(sink.worker_lost)
+async def _disaggregate(turn: Turn) -> None:
+    """Prefill, then decode; once more from the start where the handoff was lost before a token."""
+    while (handoff := await _prefill(turn)) is not None:
         try:
-            await sink.complete.wait()
-            if sink.failure() is None:
-                # The status behind the terminal event changes nothing, so it is not waited for long.
-                with anyio.move_on_after(TRAILER_LIMIT_S):
-                    await sink.ended.wait()
-        finally:
-            member.on_leave.discard(sink.worker_lost)
-            leg_call.cancel()
+            await _decode(turn, handoff)
+        except LegFailed as failure:
+            turn.start_over(failure)
+        else:
+            return
 
-    def _splice(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Splice:
-        return Splice(
-            stage,
-            self.call.out,
-            leg_id=leg_id,
-            client_id=self.request.id,
-            tally=self.record.tally,
-            max_buffer_bytes=self.gateway.settings.max_buffer_bytes,
-            now_s=self.gateway.now_s,
-            on_token=on_token,
+
+async def _prefill(turn: Turn) -> Handoff | None:
+    """The context-only leg. None: its first token ended the request, and the client has it."""
+    request = turn.request
+
+    def leg(leg_id: str) -> tuple[bytes, PrefillSink]:
+        data = prefill_leg(request.data, leg_id, min_tokens=request.min_tokens)
+        return data, PrefillSink(leg_id, turn.park, only_token=request.max_tokens == 1)
+
+    sink = await turn.leg(Stage.PREFILL, leg)
+    turn.record.cached_tokens = sink.cached_tokens
+    lease = turn.assignment.lease(Stage.PREFILL)
+    lease.release()
+    if turn.handoff is None:
+        splice = turn.splice(Stage.PREFILL, sink.leg_id, on_token=lease.prefill_done)
+        for message in sink.answer:
+            splice.message(message)
+        if failure := splice.failure():
+            raise failure
+    return turn.handoff
+
+
+async def _decode(turn: Turn, handoff: Handoff) -> None:
+    """The generation-only leg, relayed to the client."""
+
+    def leg(leg_id: str) -> tuple[bytes, Splice]:
+        guard(handoff.session, turn.assignment.lease(Stage.DECODE).member)
+        data = decode_leg(
+            turn.request.data, leg_id, session=handoff.session, max_tokens=turn.added_budget()
         )
+        return data, turn.splice(Stage.DECODE, leg_id, on_token=handoff.used)
 
-    def _added_budget(self) -> int | None:
-        return self.record.max_tokens if self.request.max_tokens is None else None
+    await turn.leg(Stage.DECODE, leg)
+    handoff.used()
 
-    def _leg_metadata(self, member: Member) -> Metadata:
-        metadata = [item for item in self.call.metadata if item[0] in FORWARDED_KEYS]
-        model = member.models.get(self.request.model)
-        # TensorRT-LLM fails the whole request over a priority that it does not support.
-        if self.ask.sla.priority is not None and model and model.generation.supports_priority:
-            metadata.append((PRIORITY, str(self.ask.sla.priority)))
-        return metadata
 
-    def _park(self, session: oe.KvSessionRef) -> None:
-        """The prefill worker holds KV for this request, from this moment on and until told otherwise."""
-        if self.handoff is not None:
-            self.handoff.release()
-        holder = self.assignment.lease(Stage.PREFILL).member
-        self.handoff = Handoff(session, holder, self.gateway.releaser)
+async def _aggregate(turn: Turn) -> None:
+    """The one leg of an aggregated pool, relayed to the client."""
 
-    def _try_elsewhere(self, stage: Stage, failure: RequestError) -> None:
-        """Give the stage to another worker. Raises `failure` when that cannot help, or nobody is left."""
-        may_retry = isinstance(failure, LegFailed) and failure.retryable
-        if not may_retry or self.record.n_attempts(stage) >= self.gateway.settings.max_attempts:
-            raise failure
-        failed = self.assignment.lease(stage).member.address
-        self.ask = self.ask._replace(excluded=self.ask.excluded | {failed})
-        choice = self.gateway.dispatcher.reassign(self.assignment, self.ask, stage)
-        if choice is None:
-            raise failure
-        assert self.record.decision is not None
-        self.record.decision = self.record.decision.replace(choice)
-        self._note_retry(stage, failure)
+    def leg(leg_id: str) -> tuple[bytes, Splice]:
+        done = turn.assignment.lease(Stage.AGG).prefill_done
+        data = agg_leg(turn.request.data, leg_id, max_tokens=turn.added_budget())
+        return data, turn.splice(Stage.AGG, leg_id, on_token=done)
 
-    def _start_over(self, failure: LegFailed) -> None:
-        """Assign prefill and decode anew. Raises `failure` when that cannot help, or was done before.
-
-        A decode worker that accepted the handoff and then lost it (its prefill worker is gone, say) has
-        sent nothing, so the client cannot tell; only the KV has to be made again.
-        """
-        lost = (
-            failure.stage is Stage.DECODE
-            and failure.code is grpc.StatusCode.UNAVAILABLE
-            and not self.record.tally.n_messages
-        )
-        attempts = self.record.n_attempts(Stage.DECODE)
-        if not lost or self.started_over or attempts >= self.gateway.settings.max_attempts:
-            raise failure
-        self.started_over = True
-        self.let_go()
-        try:
-            decision = self.gateway.dispatcher.decide(self.ask)
-            self.assignment = self.gateway.dispatcher.take(decision)
-        except RequestError:
-            raise failure from None
-        self.handoff = None
-        self.record.decision = decision
-        self._note_retry(Stage.PREFILL, failure)
-
-    def _note_retry(self, stage: Stage, failure: LegFailed | RequestError) -> None:
-        self.gateway.metrics.retries.labels(stage=stage.value, code=failure.code.name).inc()
-        about = {"request_id": self.record.request_id, "stage": stage.value}
-        log.warning("request.retried", extra=about | {"reason": str(failure)})
+    await turn.leg(Stage.AGG, leg)
+    usage = turn.record.tally.usage
+    if usage is not None and usage.HasField("cached_prompt_tokens"):
+        turn.record.cached_tokens = usage.cached_prompt_tokens
 
 
 def _finish(

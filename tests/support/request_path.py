@@ -11,8 +11,9 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.app import App, build
 from slagate.router.errors import Outcome
-from slagate.router.generate import RECEIPT_TRAILER, ClientCall, generate
+from slagate.router.generate import RECEIPT_TRAILER, generate
 from slagate.router.settings import Settings
+from slagate.router.turn import ClientCall
 from slagate.workers.stream import BufferedSink
 from slagate.workers.worker import OK, Metadata, Status
 from support.builders import STAGE_NAMES, config, finished, prefill_ready, request, rng, token

@@ -18,8 +18,9 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.app import App, build
 from slagate.router.errors import Aborted
-from slagate.router.generate import RECEIPT_TRAILER, ClientCall, generate
+from slagate.router.generate import RECEIPT_TRAILER, generate
 from slagate.router.settings import Settings
+from slagate.router.turn import ClientCall
 from slagate.workers.stream import BufferedSink
 from slagate.workers.trtllm import TrtllmWorker
 from slagate.workers.worker import Status, Worker

@@ -10,7 +10,7 @@ from slagate.pools.member import FAILURES_TO_LEAVE, State
 from slagate.pools.watch import INTERVAL_S, JITTER_RATIO
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import Outcome
-from slagate.router.generate import TRAILER_LIMIT_S
+from slagate.router.turn import TRAILER_LIMIT_S
 from slagate.workers.worker import OK, Status
 from support.builders import engine_error, finished, prefill_ready, session, token
 from support.fake_worker import HANG, Script, Wait, refusal

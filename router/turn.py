@@ -1,0 +1,194 @@
+"""One request's hold on the fleet: its leases, its handoff, and the calls to its workers."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import anyio
+import grpc
+
+from slagate.pools.member import Member, Stage
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.dispatch import Assignment, Dispatcher
+from slagate.router.errors import LegFailed, RequestError
+from slagate.router.handoff import Handoff, Releaser
+from slagate.router.leg import LegSink
+from slagate.router.live import LiveRequests
+from slagate.router.metrics import Metrics
+from slagate.router.policy import Ask
+from slagate.router.receipts import Record
+from slagate.router.request import Request
+from slagate.router.settings import Settings
+from slagate.router.sla import PRIORITY
+from slagate.router.splice import Splice
+from slagate.workers.stream import BufferedSink
+from slagate.workers.worker import OK, Metadata
+
+log = logging.getLogger(__name__)
+
+FORWARDED_KEYS = ("traceparent", "tracestate")
+"""Client metadata that a worker gets; everything else is the gateway's business, or nobody's."""
+
+TRAILER_LIMIT_S = 1.0
+"""How long a worker may take to close a call behind its terminal event."""
+
+
+@dataclass(slots=True)
+class ClientCall:
+    """One Generate call as the front hands it over."""
+
+    data: bytes
+    metadata: Metadata
+    peer: str  # who may abort it
+    timeout_s: float | None  # what is left of the client's deadline
+    out: BufferedSink  # what the front writes to the client
+
+
+@dataclass(slots=True)
+class Gateway:
+    """What every request needs."""
+
+    dispatcher: Dispatcher
+    settings: Settings
+    metrics: Metrics
+    releaser: Releaser
+    live: LiveRequests
+    leg_id: Callable[[], str]
+    now_s: Callable[[], float]
+
+
+_SinkT = TypeVar("_SinkT", bound=LegSink)
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a request holds, and how it calls the workers that it holds."""
+
+    call: ClientCall
+    gateway: Gateway
+    record: Record
+    request: Request
+    ask: Ask
+    assignment: Assignment
+    deadline_s: float
+    handoff: Handoff | None = None
+    started_over: bool = False
+
+    def let_go(self) -> None:
+        """Give back whatever is still held. Idempotent, never waits."""
+        if self.handoff is not None:
+            self.handoff.release()
+        self.assignment.release()
+
+    async def leg(self, stage: Stage, make: Callable[[str], tuple[bytes, _SinkT]]) -> _SinkT:
+        """Call the stage's worker, and others while that can help; the sink of the call that went well."""
+        while True:
+            data, sink = make(self.gateway.leg_id())
+            member = self.assignment.lease(stage).member
+            try:
+                await self._run(member, data, sink)
+            finally:
+                if sink.may_have_parked:
+                    self.gateway.releaser.abort(sink.leg_id, member)
+            failure = sink.failure()
+            self.record.attempt(stage, OK if failure is None else failure.status())
+            if failure is None:
+                return sink
+            if sink.untaken:
+                member.probe_failed(f"refused a request: {failure}")
+            self._try_elsewhere(stage, failure)
+
+    async def _run(self, member: Member, leg: bytes, sink: LegSink) -> None:
+        """One call to a worker, waited for; cancelled when this coroutine is."""
+        assert member.worker is not None, member
+        remaining_s = max(self.deadline_s - self.gateway.now_s(), 0.0)
+        leg_call = member.worker.generate(
+            leg, self._leg_metadata(member), sink, timeout_s=remaining_s
+        )
+        member.on_leave.add(sink.worker_lost)
+        try:
+            await sink.complete.wait()
+            if sink.failure() is None:
+                # The status behind the terminal event changes nothing, so it is not waited for long.
+                with anyio.move_on_after(TRAILER_LIMIT_S):
+                    await sink.ended.wait()
+        finally:
+            member.on_leave.discard(sink.worker_lost)
+            leg_call.cancel()
+
+    def splice(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Splice:
+        """The sink of a leg whose output the client gets."""
+        return Splice(
+            stage,
+            self.call.out,
+            leg_id=leg_id,
+            client_id=self.request.id,
+            tally=self.record.tally,
+            max_buffer_bytes=self.gateway.settings.max_buffer_bytes,
+            now_s=self.gateway.now_s,
+            on_token=on_token,
+        )
+
+    def added_budget(self) -> int | None:
+        """The output budget to append to a leg: None where the client gave its own."""
+        return self.record.max_tokens if self.request.max_tokens is None else None
+
+    def _leg_metadata(self, member: Member) -> Metadata:
+        metadata = [item for item in self.call.metadata if item[0] in FORWARDED_KEYS]
+        model = member.models.get(self.request.model)
+        # TensorRT-LLM fails the whole request over a priority that it does not support.
+        if self.ask.sla.priority is not None and model and model.generation.supports_priority:
+            metadata.append((PRIORITY, str(self.ask.sla.priority)))
+        return metadata
+
+    def park(self, session: oe.KvSessionRef) -> None:
+        """The prefill worker holds KV for this request, from this moment on and until told otherwise."""
+        if self.handoff is not None:
+            self.handoff.release()
+        holder = self.assignment.lease(Stage.PREFILL).member
+        self.handoff = Handoff(session, holder, self.gateway.releaser)
+
+    def _try_elsewhere(self, stage: Stage, failure: RequestError) -> None:
+        """Give the stage to another worker. Raises `failure` when that cannot help, or nobody is left."""
+        may_retry = isinstance(failure, LegFailed) and failure.retryable
+        if not may_retry or self.record.n_attempts(stage) >= self.gateway.settings.max_attempts:
+            raise failure
+        failed = self.assignment.lease(stage).member.address
+        self.ask = self.ask._replace(excluded=self.ask.excluded | {failed})
+        choice = self.gateway.dispatcher.reassign(self.assignment, self.ask, stage)
+        if choice is None:
+            raise failure
+        assert self.record.decision is not None
+        self.record.decision = self.record.decision.replace(choice)
+        self._note_retry(stage, failure)
+
+    def start_over(self, failure: LegFailed) -> None:
+        """Assign prefill and decode anew. Raises `failure` when that cannot help, or was done before.
+
+        A decode worker that accepted the handoff and then lost it (its prefill worker is gone, say) has
+        sent nothing, so the client cannot tell; only the KV has to be made again.
+        """
+        lost = (
+            failure.stage is Stage.DECODE
+            and failure.code is grpc.StatusCode.UNAVAILABLE
+            and not self.record.tally.n_messages
+        )
+        attempts = self.record.n_attempts(Stage.DECODE)
+        if not lost or self.started_over or attempts >= self.gateway.settings.max_attempts:
+            raise failure
+        self.started_over = True
+        self.let_go()
+        try:
+            decision = self.gateway.dispatcher.decide(self.ask)
+            self.assignment = self.gateway.dispatcher.take(decision)
+        except RequestError:
+            raise failure from None
+        self.handoff = None
+        self.record.decision = decision
+        self._note_retry(Stage.PREFILL, failure)
+
+    def _note_retry(self, stage: Stage, failure: LegFailed | RequestError) -> None:
+        self.gateway.metrics.retries.labels(stage=stage.value, code=failure.code.name).inc()
+        about = {"request_id": self.record.request_id, "stage": stage.value}
+        log.warning("request.retried", extra=about | {"reason": str(failure)})
