@@ -225,9 +225,11 @@ def _print_decision(decision: gw.Decision) -> None:
     for choice in decision.stages:
         cell = "".join(f"[{index}]" for index in choice.cell)
         title = f"{_stage(choice.stage)}: cell {cell}, pool {choice.pool}"
+        several = len({candidate.pool for candidate in choice.candidates}) > 1
         table = Table(title=title, title_justify="left")
         table.add_column("worker", no_wrap=True)
-        table.add_column("pool", no_wrap=True)
+        if several:
+            table.add_column("pool", no_wrap=True)
         for name in ("in flight", "queued tokens", "TTFT ms", "ITL ms", "load s"):
             table.add_column(name, justify="right")
         table.add_column("")
@@ -235,7 +237,7 @@ def _print_decision(decision: gw.Decision) -> None:
             won = candidate.worker == choice.worker
             table.add_row(
                 candidate.worker,
-                candidate.pool,
+                *([candidate.pool] if several else []),
                 str(candidate.inflight),
                 f"{candidate.queued_tokens:,}",
                 _figure(candidate, "predicted_ttft_ms"),
