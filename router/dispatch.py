@@ -106,7 +106,7 @@ class Dispatcher:
 
 
 def _refusal(choice: StageChoice) -> NoWorker | Overloaded:
-    reasons = [candidate.excluded for candidate in choice.candidates]
+    reasons = [candidate.excluded for candidate in choice.scored]
     pools = ", ".join(choice.pool_order)
     if AT_LIMIT in reasons:
         return Overloaded(f"{choice.stage.value}: every worker of pool {pools} is at its limit")

@@ -69,9 +69,16 @@ class StageChoice(NamedTuple):
     pool_order: tuple[str, ...]
     targets: tuple[Target, ...]  # one for each latency axis of the grid
     winner: Candidate | None
-    candidates: tuple[Candidate, ...]  # the winner first, then by score; of every pool looked at
+    scored: tuple[Candidate, ...]  # of every pool that was looked at, as its members stand
     work: Work
     draw: float  # in [0, 1), the one chance that was taken: it told equals apart
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """The winner, then the others as they are preferred; sorted when asked, since few are."""
+        return sorted(
+            self.scored, key=lambda c: (c is not self.winner, bool(c.excluded), preference(c))
+        )
 
     @property
     def overridden(self) -> bool:
@@ -155,7 +162,7 @@ def choose_stage(
         pool_order=order,
         targets=targets,
         winner=winner,
-        candidates=tuple(sorted(candidates, key=lambda c: (c is not winner, *_rank(c)))),
+        scored=tuple(candidates),
         work=work,
         draw=draw,
     )
@@ -197,16 +204,13 @@ def _excluded(ask: Ask, view: MemberView) -> str:
     return ""
 
 
-def _rank(candidate: Candidate) -> tuple[bool, bool, float, int]:
-    return bool(candidate.excluded), *preference(candidate)
-
-
 def _pick(candidates: Iterable[Candidate], draw: float) -> Candidate | None:
     open_ = [candidate for candidate in candidates if not candidate.excluded]
     if not open_:
         return None
-    best = min(map(preference, open_))
-    ties = [candidate for candidate in open_ if preference(candidate) == best]
+    ranks = [preference(candidate) for candidate in open_]
+    best = min(ranks)
+    ties = [candidate for candidate, rank in zip(open_, ranks, strict=True) if rank == best]
     return ties[int(draw * len(ties))]
 
 
@@ -234,12 +238,12 @@ def _explain(ask: Ask, choice: StageChoice) -> str:
             f"Priority {ask.sla.priority} overrides that with pool {choice.pool_order[0]}."
         )
     if choice.winner is None:
-        reasons = sorted({candidate.excluded for candidate in choice.candidates})
+        reasons = sorted({candidate.excluded for candidate in choice.scored})
         lines.append(f"No worker can take it: {', '.join(reasons) or 'the pool is empty'}.")
         return " ".join(lines)
     if choice.pool != choice.pool_order[0]:
         lines.append(f"No worker there can take it; pool {choice.pool} is next in the retry order.")
-    n_open = sum(not candidate.excluded for candidate in choice.candidates)
+    n_open = sum(not candidate.excluded for candidate in choice.scored)
     best = choice.winner
     who = f"{best.view.address} is the only worker that can take it"
     if n_open > 1:

@@ -59,7 +59,7 @@ def _choice_message(choice: StageChoice, top: int | None) -> gw.StageChoice:
         targets=[gw.Target(**target._asdict()) for target in choice.targets],
         worker="" if choice.winner is None else choice.winner.view.address,
         candidates=[_candidate_message(c) for c in choice.candidates[:top]],
-        candidates_total=len(choice.candidates),
+        candidates_total=len(choice.scored),
         pool_order=choice.pool_order,
         draw=choice.draw,
     )
