@@ -154,6 +154,8 @@ def test_a_worker_says_its_role_and_its_transfer_backend(disagg: Cluster) -> Non
 
 def test_a_parked_session_is_seen_in_the_load_and_can_be_released(disagg: Cluster) -> None:
     with Client(disagg.addresses("p")[0]) as worker:
+        # The worker hears of a handoff that was pulled when it next asks, so the test before may show.
+        eventually(lambda: worker.load().active_kv_sessions == 0, "no session is parked")
         session = worker.generate(prefill_leg(request(prompt(40), 5))).session
         assert worker.load().active_kv_sessions == 1
         released = worker.control("Abort", kv_session=session)
