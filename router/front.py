@@ -3,6 +3,7 @@
 A first cut over `grpc.aio`; what replaces it hands the same `ClientCall` to the same request path.
 """
 
+import contextlib
 import math
 from typing import Any
 
@@ -15,6 +16,9 @@ from slagate.router.turn import ClientCall, Gateway
 from slagate.workers.channel import GENERATE
 from slagate.workers.stream import BufferedSink
 from slagate.workers.worker import Status
+
+FLUSH_S = 2.0
+"""For a client to take the last of its answer, when the request itself took all its time."""
 
 LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the client did not take its answer in time")
 
@@ -65,13 +69,18 @@ class Front(grpc.GenericRpcHandler):
             await generate(call, self._gateway)
             # What the client does not take by the end of its time it never gets; nor does one that lets
             # its buffer run full, whose writer hangs in a write.
-            tasks.cancel_scope.deadline = -math.inf if out.discarded else ends_at_s
+            flushed_s = max(ends_at_s, anyio.current_time() + FLUSH_S)
+            tasks.cancel_scope.deadline = -math.inf if out.discarded else flushed_s
         if gone:
             return
         assert out.status is not None
-        late = tasks.cancel_scope.cancelled_caught and not out.discarded
-        code, message, trailers = LATE if late else out.status
+        code, message, trailers = out.status
+        if tasks.cancel_scope.cancelled_caught and code is grpc.StatusCode.OK:
+            out.discard()
+            code, message, trailers = LATE
         if code is grpc.StatusCode.OK:
             context.set_trailing_metadata(trailers)
-        else:
+            return
+        # An RPC that ended meanwhile takes no status any more, and nobody waits for one.
+        with contextlib.suppress(grpc.aio.InternalError):
             await context.abort(code, message, trailers)

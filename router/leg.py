@@ -28,6 +28,9 @@ class LegSink(ABC):
     unavailable: the request may be fine with another one.
     """
 
+    answers_client = False
+    """Whether the terminal event of such a leg completes the client's answer."""
+
     def __init__(self, stage: Stage, leg_id: str) -> None:
         self.complete = anyio.Event()
         self.ended = anyio.Event()
@@ -76,8 +79,8 @@ class LegSink(ABC):
         self.ended.set()
 
     def worker_lost(self, reason: str) -> None:
-        """The worker is out of service. A leg that has heard nothing of it will not: it fails."""
-        if not self._heard and self._failure is None:
+        """The worker is out of service: a leg that can be repeated elsewhere does not wait for it."""
+        if not self._committed and not self._terminal and self._failure is None:
             self._lost = True
             self._fail(Status(UNAVAILABLE, f"is out of service: {reason}"))
 
@@ -101,7 +104,11 @@ class LegSink(ABC):
         self._give_up(status, helps=status.code in RETRYABLE)
 
     def _fail_by(self, error: oe.EngineError) -> None:
-        self._give_up(status_of_engine_error(error), helps=error.retryable)
+        status = status_of_engine_error(error)
+        if self.stage is Stage.DECODE and error.code == oe.ERROR_CODE_KV_SESSION_NOT_FOUND:
+            # Between our workers only: a client has no session that could be wrong.
+            status = status._replace(code=UNAVAILABLE)
+        self._give_up(status, helps=error.retryable)
 
     def _give_up(self, status: Status, *, helps: bool) -> None:
         scrubbed = Status(status.code, scrub(status.message))

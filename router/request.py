@@ -89,7 +89,7 @@ def output_budget(request: Request, infos: Iterable[oe.ModelInfo | None]) -> int
     if room <= 0:
         reason = f"{request.isl_tokens} tokens do not fit the context window of {min(windows)}"
         raise InvalidRequest("token_ids", reason)
-    return room if request.max_tokens is None else request.max_tokens
+    return room if request.max_tokens is None else min(request.max_tokens, room)
 
 
 def _check_private(message: oe.GenerateRequest) -> None:

@@ -41,6 +41,8 @@ class Splice(LegSink):
     status, or the leg tried elsewhere; after it the error event itself is relayed.
     """
 
+    answers_client = True
+
     def __init__(
         self,
         stage: Stage,

@@ -8,7 +8,7 @@ from typing import TypeVar
 import anyio
 import grpc
 
-from slagate.pools.member import Member, Stage
+from slagate.pools.member import Member, Stage, State
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.dispatch import Assignment, Dispatcher
 from slagate.router.errors import LegFailed, RequestError
@@ -23,12 +23,14 @@ from slagate.router.settings import Settings
 from slagate.router.sla import PRIORITY
 from slagate.router.splice import Splice
 from slagate.workers.stream import BufferedSink
-from slagate.workers.worker import OK, Metadata
+from slagate.workers.worker import OK, Metadata, Status
 
 log = logging.getLogger(__name__)
 
 FORWARDED_KEYS = ("traceparent", "tracestate")
 """Client metadata that a worker gets; everything else is the gateway's business, or nobody's."""
+
+GIVEN_UP = Status(grpc.StatusCode.CANCELLED, "given up by the gateway")
 
 TRAILER_LIMIT_S = 1.0
 """How long a worker may take to close a call behind its terminal event."""
@@ -89,6 +91,8 @@ class Turn:
             try:
                 await self._run(member, data, sink)
             finally:
+                if not sink.complete.is_set():
+                    self.record.attempt(stage, GIVEN_UP)
                 if sink.may_have_parked:
                     self.gateway.releaser.abort(sink.leg_id, member)
             failure = sink.failure()
@@ -102,6 +106,10 @@ class Turn:
     async def _run(self, member: Member, leg: bytes, sink: LegSink) -> None:
         """One call to a worker, waited for; cancelled when this coroutine is."""
         assert member.worker is not None, member
+        if member.state is not State.READY:
+            # Leased when it was; a leg to it now would be waited for until the deadline.
+            sink.worker_lost(member.reason)
+            return
         remaining_s = max(self.deadline_s - self.gateway.now_s(), 0.0)
         leg_call = member.worker.generate(
             leg, self._leg_metadata(member), sink, timeout_s=remaining_s
@@ -110,8 +118,9 @@ class Turn:
         try:
             await sink.complete.wait()
             if sink.failure() is None:
-                # The status behind the terminal event changes nothing, so it is not waited for long.
-                with anyio.move_on_after(TRAILER_LIMIT_S):
+                # The status behind the terminal event changes nothing, so it is not waited for long. Nor do
+                # a deadline and an abort, where the client has its whole answer.
+                with anyio.move_on_after(TRAILER_LIMIT_S, shield=sink.answers_client):
                     await sink.ended.wait()
         finally:
             member.on_leave.discard(sink.worker_lost)
@@ -178,6 +187,8 @@ class Turn:
         if not lost or self.started_over or attempts >= self.gateway.settings.max_attempts:
             raise failure
         self.started_over = True
+        lost_by = self.assignment.lease(Stage.DECODE).member
+        self.gateway.dispatcher.fleet.pools[lost_by.pool].retries_total += 1
         self.let_go()
         try:
             decision = self.gateway.dispatcher.decide(self.ask)

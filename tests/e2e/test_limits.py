@@ -140,3 +140,18 @@ def test_secmm_03_pickles_are_only_bytes(disagg: Cluster, tmp_path: Path) -> Non
     for process in (served.process, *disagg.workers["p"], *disagg.workers["d"]):
         assert process.popen.poll() is None
         assert "Traceback" not in process.stderr()
+
+
+def test_the_gateways_own_limit_says_so_and_leaves_its_receipt(tmp_path: Path) -> None:
+    """STREAM-01: a client without a deadline, and a worker that takes longer than is allowed."""
+    slow = Pool("agg", 1, ("--time-scale", "200"))
+    with (
+        cluster(tmp_path, {"a": slow}, "--default-timeout", "0.5") as fleet,
+        Client(fleet.gateway.address) as client,
+    ):
+        call = client.start(request(prompt(50)), [("slagate-receipt", "1")], timeout_s=None)
+        answer = read(call)
+        assert answer.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert answer.details == "the limit of 0.500 s has passed"
+        assert "slagate-receipt-bin" in answer.trailers
+        eventually(fleet.gateway.is_idle, "nothing is held")
