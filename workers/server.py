@@ -1,5 +1,6 @@
 """`WorkerServer`: any `Worker` behind the OpenEngine services, over gRPC."""
 
+import contextlib
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
@@ -94,7 +95,9 @@ class _Inference(grpc.GenericRpcHandler):
             call.cancel()
         assert sink.status is not None
         if sink.status.code is not grpc.StatusCode.OK:
-            await context.abort(*_short(sink.status))
+            # A call that its caller gave up meanwhile takes no status any more, and nobody waits for one.
+            with contextlib.suppress(grpc.aio.InternalError):
+                await context.abort(*_short(sink.status))
 
 
 class _Control(oe_grpc.ControlServicer):
