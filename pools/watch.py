@@ -57,25 +57,28 @@ async def _watch(
             await anyio.sleep(INTERVAL_S * (1 + JITTER_RATIO * rng.uniform(-1, 1)))
 
 
-async def _look(member: Member, worker: Worker, now_s: Callable[[], float]) -> bool:
-    """One look at the worker. True when its state changed."""
+async def _look(member: Member, worker: Worker, now_s: Callable[[], float]) -> None:
+    """One look at the worker, and what it says of its health."""
     try:
         with anyio.fail_after(LOOK_LIMIT_S):
             health = await worker.health(oe.HealthRequest())
             await _load(member, worker, now_s)
             if misfit := await _identify(member, worker):
-                return member.refuse(misfit)
+                member.refuse(misfit)
+                return
     except WorkerError as error:
-        return member.probe_failed(f"{error.status.code.name}: {scrub(error.status.message)}")
+        member.probe_failed(f"{error.status.code.name}: {scrub(error.status.message)}")
     except TimeoutError:
-        return member.probe_failed(f"does not answer within {LOOK_LIMIT_S} s")
+        member.probe_failed(f"does not answer within {LOOK_LIMIT_S} s")
     except Exception as error:
         # Whatever one worker answers, the others and the gateway go on.
         log.exception("member.look", extra={"worker": member.address})
-        return member.probe_failed(f"answers what cannot be read: {type(error).__name__}")
-    if health.state != oe.HEALTH_STATE_READY:
-        return member.probe_failed(f"reports {_name(oe.HealthState, health.state)}")
-    return member.probe_ok()
+        member.probe_failed(f"answers what cannot be read: {type(error).__name__}")
+    else:
+        if health.state == oe.HEALTH_STATE_READY:
+            member.probe_ok()
+        else:
+            member.probe_failed(f"reports {_name(oe.HealthState, health.state)}")
 
 
 async def _load(member: Member, worker: Worker, now_s: Callable[[], float]) -> None:

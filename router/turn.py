@@ -90,9 +90,10 @@ class Turn:
             member = self.assignment.lease(stage).member
             try:
                 await self._run(member, data, sink)
+            except anyio.get_cancelled_exc_class():
+                self.record.attempt(stage, GIVEN_UP)
+                raise
             finally:
-                if not sink.complete.is_set():
-                    self.record.attempt(stage, GIVEN_UP)
                 if sink.may_have_parked:
                     self.gateway.releaser.abort(sink.leg_id, member)
             failure = sink.failure()

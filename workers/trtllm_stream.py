@@ -90,7 +90,9 @@ class EngineStream:
             await self._open.wait()
             if not self._ended:
                 self._emit_or_give_up()
-            elif _has_handoff(self._result.outputs[0].disaggregated_params):
+            elif self._leg.kind == "context_only" and _has_handoff(
+                self._result.outputs[0].disaggregated_params
+            ):
                 # Parked in the step in which the leg was given up: nobody will ever ask for it.
                 self._abandon(self._result.outputs[0].disaggregated_params.ctx_request_id)
         self.finish(OK)

@@ -12,6 +12,7 @@ import pytest
 
 from support.foreign_client import Client, decode_leg, prefill_leg, read, read_tokens, request
 from support.processes import Cluster, Pool, cluster, eventually
+from support.receipts import ASK, receipt_of
 from support.sim_tokens import expected, prompt
 
 # Each relayed message carries the client's id, so that a thousand of them are more than the buffer.
@@ -149,9 +150,11 @@ def test_the_gateways_own_limit_says_so_and_leaves_its_receipt(tmp_path: Path) -
         cluster(tmp_path, {"a": slow}, "--default-timeout", "0.5") as fleet,
         Client(fleet.gateway.address) as client,
     ):
-        call = client.start(request(prompt(50)), [("slagate-receipt", "1")], timeout_s=None)
+        call = client.start(request(prompt(50)), ASK, timeout_s=None)
         answer = read(call)
         assert answer.code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert answer.details == "the limit of 0.500 s has passed"
-        assert "slagate-receipt-bin" in answer.trailers
+        # The worker that took too long is named.
+        (attempt,) = receipt_of(answer).attempts
+        assert (attempt.worker, attempt.status) == (fleet.addresses("a")[0], "CANCELLED")
         eventually(fleet.gateway.is_idle, "nothing is held")
