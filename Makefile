@@ -3,15 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+# Its metadata asks for PyTorch, and with that for CUDA; moving host memory needs neither, hence --no-deps.
+NIXL := nixl-cu13==1.5.1
 
 .PHONY: dev demo test check fmt lint types proto proto-check wheel-smoke bench clean
 
 dev: $(STAMP) .types/slagate
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 10) else f"slagate needs Python 3.10 or newer, {sys.executable} is {v[0]}.{v[1]} (use make PYTHON=...)")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(if $(filter Linux,$(shell uname -s)),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL))
 	@touch $(STAMP)
 
 # Type checkers do not run import hooks, so they see the namespace through this link.

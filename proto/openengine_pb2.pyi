@@ -1276,7 +1276,7 @@ class SubscribeKvEventsRequest(google.protobuf.message.Message):
     include_snapshot: builtins.bool
     """Send what the cache holds first; unset: no."""
     start_sequence_number: builtins.int
-    """Replay from this batch number; unset: from now."""
+    """Replay from this batch number of the rank; 0 or unset without a snapshot: from the first batch."""
     @property
     def data_parallel_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ranks wanted; empty: all."""

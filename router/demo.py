@@ -1,7 +1,8 @@
 """`slagate demo`: a fleet of simulated workers and a gateway on this machine, under a real trace.
 
-Every process is its own, every call goes over gRPC, every handoff over shared memory. Each stream is
-compared with what the model would have said (`sim_kv_cache.continuation`).
+Every process is its own, every call goes over gRPC, every handoff over NIXL, or over shared memory where
+there is no NIXL or the user says so. Each stream is
+compared with what the model would have said (`sim_blocks.continuation`).
 """
 
 import json
@@ -28,8 +29,8 @@ from slagate.router.sla import ITL, OBJECTIVE, RECEIPT, SESSION_ID, TTFT
 from slagate.workers.client import connect_worker
 from slagate.workers.errors import UsageError
 from slagate.workers.listen import stopped
-from slagate.workers.sim_kv_cache import continuation
-from slagate.workers.sim_llm import VOCAB_SIZE
+from slagate.workers.sim_blocks import continuation
+from slagate.workers.sim_settings import VOCAB_SIZE
 
 SEED = 2025
 
@@ -44,13 +45,15 @@ REQUEST_LIMIT_S = 120.0
 INTERRUPTED = 130
 
 
-async def run_demo(requests: int | None, out: Path, console: Console) -> int:
+async def run_demo(
+    requests: int | None, out: Path, console: Console, *, transport: str = "auto"
+) -> int:
     """Run the demo, write the report to `out`, and return the exit status.
 
-    `requests` None replays the whole sample. 0 means that every request was answered, with the right
-    tokens and a receipt, and every handoff was intact. SIGINT and SIGTERM end the demo and every process
-    that it started. Raises `UsageError` for more requests than there are, `OSError` when `out` cannot be
-    written.
+    `requests` None replays the whole sample; `transport` is auto, nixl or shm. 0 means that every request
+    was answered, with the right tokens and a receipt, and every handoff was intact. SIGINT and SIGTERM end
+    the demo and every process that it started. Raises `UsageError` for more requests than there are,
+    `OSError` when `out` cannot be written.
     """
     replay = _plan(requests)
     _make_room(out)
@@ -62,7 +65,7 @@ async def run_demo(requests: int | None, out: Path, console: Console) -> int:
             tasks.cancel_scope.cancel()
 
         tasks.start_soon(watch)
-        status = await _demo(replay, out, console)
+        status = await _demo(replay, out, console, transport)
         tasks.cancel_scope.cancel()
     if status == INTERRUPTED:
         console.print("Interrupted; every process that was started has ended.")
@@ -87,10 +90,10 @@ def _make_room(out: Path) -> None:
     out.unlink(missing_ok=True)
 
 
-async def _demo(replay: Sequence[Arrival], out: Path, console: Console) -> int:
+async def _demo(replay: Sequence[Arrival], out: Path, console: Console, transport: str) -> int:
     cluster = Cluster(out.parent / "demo-logs")
     try:
-        return await _run(cluster, replay, out, console)
+        return await _run(cluster, replay, out, console, transport)
     except ClusterError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1
@@ -101,9 +104,11 @@ async def _demo(replay: Sequence[Arrival], out: Path, console: Console) -> int:
             console.print(f"Killed, because SIGTERM did not end them: {', '.join(killed)}")
 
 
-async def _run(cluster: Cluster, replay: Sequence[Arrival], out: Path, console: Console) -> int:
+async def _run(
+    cluster: Cluster, replay: Sequence[Arrival], out: Path, console: Console, transport: str
+) -> int:
     with console.status("Starting 3 prefill workers, 3 decode workers and the gateway"):
-        fleet = await start_fleet(cluster, out.with_name("demo-fleet.json"))
+        fleet = await start_fleet(cluster, out.with_name("demo-fleet.json"), transport=transport)
     started_s = anyio.current_time()
     served = await cluster.during(lambda: _replay(fleet, replay, console))
     wall_s = anyio.current_time() - started_s

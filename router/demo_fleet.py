@@ -1,7 +1,9 @@
 """The demo's processes: six simulated workers in four pools, and a gateway that knows them."""
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -46,10 +48,11 @@ class DemoFleet(NamedTuple):
     block_tokens: int
 
 
-async def start_fleet(cluster: Cluster, fleet_path: Path) -> DemoFleet:
+async def start_fleet(cluster: Cluster, fleet_path: Path, *, transport: str) -> DemoFleet:
     """Start everything and wait until every worker takes work.
 
-    Leaves the fleet file at `fleet_path`. Raises `ClusterError`.
+    `transport` is the workers' own option. Leaves the fleet file at `fleet_path`, and beside it the key
+    with which the workers sign handoffs for each other. Raises `ClusterError`.
     """
     packaged = resources.files("slagate.configs") / "grids" / "demo.json"
     fleet = json.loads(packaged.read_text())
@@ -59,7 +62,10 @@ async def start_fleet(cluster: Cluster, fleet_path: Path) -> DemoFleet:
         for stage, grid in config.stages.items()
         for name in grid.pool_names
     )
-    addresses, transports = await _start_workers(cluster, pools, fleet["pools"])
+    key_path = fleet_path.with_name("demo-handoff.key")
+    _write_key(key_path)
+    common = ["--transport", transport, "--handoff-key-file", str(key_path)]
+    addresses, transports = await _start_workers(cluster, pools, fleet["pools"], common)
     for name, listen in addresses.items():
         fleet["pools"][name]["workers"] = listen
     await anyio.Path(fleet_path).write_text(json.dumps(fleet, indent=2) + "\n")
@@ -102,7 +108,10 @@ async def kv_verify_failures(workers: tuple[str, ...]) -> int:
 
 
 async def _start_workers(
-    cluster: Cluster, pools: tuple[PoolName, ...], specs: Mapping[str, Mapping[str, object]]
+    cluster: Cluster,
+    pools: tuple[PoolName, ...],
+    specs: Mapping[str, Mapping[str, object]],
+    common: Sequence[str],
 ) -> tuple[dict[str, list[str]], set[str]]:
     # All are started before the first is waited for: they spend their start on imports.
     children = [
@@ -114,6 +123,7 @@ async def _start_workers(
                     *("worker", "--engine", "sim", "--role", pool.stage.value),
                     *("--profile", str(specs[pool.name]["profile"])),
                     *("--tp", str(specs[pool.name]["tp"]), "--listen", "127.0.0.1:0"),
+                    *common,
                 ],
             ),
         )
@@ -125,8 +135,16 @@ async def _start_workers(
     for name, child in children:
         ready = await child.wait_ready(limit_s=READY_LIMIT_S)
         addresses[name].append(ready["listen"])
-        transports.add(ready["kv_transport"])
+        transports.add(ready["kv_transport"].lower())
     return addresses, transports
+
+
+def _write_key(path: Path) -> None:
+    """A fresh secret that only this user can read."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
 
 
 async def _every_worker_ready(admin: str) -> None:

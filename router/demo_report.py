@@ -1,6 +1,7 @@
 """What a demo run leaves behind: figures for each pool and class, as a document and as tables."""
 
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +86,8 @@ def build_report(rows: Sequence[Row], pools: Sequence[tuple[Stage, str]]) -> dic
         "token_mismatches": sum(bool(row.mismatch) for row in rows),
         "receipts_missing": len(rows) - len(receipts),
         "output_tokens": sum(len(row.served.tokens) for row in rows),
+        # Two runs of one seed must give the same tokens, whatever carried the KV cache.
+        "tokens_sha256": _digest(rows),
         "pools": {
             name: {"stage": stage.value}
             | figures([row for row in rows if pool_of(row.served.receipt, stage) == name])
@@ -103,6 +106,16 @@ def build_report(rows: Sequence[Row], pools: Sequence[tuple[Stage, str]]) -> dic
         "send_late_ms": percentiles_ms(row.served.late_s for row in rows),
         "errors": list(dict.fromkeys(problems))[:MAX_ERRORS],
     }
+
+
+def _digest(rows: Sequence[Row]) -> str:
+    """Over every request's tokens as little-endian uint32, in order of sending, each after their count."""
+    digest = sha256()
+    for row in rows:
+        tokens = row.served.tokens
+        digest.update(len(tokens).to_bytes(4, "little"))
+        digest.update(np.array(tokens, dtype="<u4").tobytes())
+    return digest.hexdigest()
 
 
 def example(rows: Sequence[Row]) -> Row | None:

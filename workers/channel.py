@@ -1,4 +1,4 @@
-"""Generate to a worker over gRPC: the only module on the gateway's worker side that carries tokens.
+"""A worker's streams over gRPC: the only module on the gateway's worker side that carries tokens.
 
 A first cut over `grpc.aio`; what replaces it keeps the port (`slagate.workers.worker`) as it is.
 """
@@ -17,17 +17,21 @@ from slagate.workers.worker import Call, Metadata, Sink, Status
 log = logging.getLogger(__name__)
 
 GENERATE = "/openengine.v1.Inference/Generate"
+SUBSCRIBE_KV_EVENTS = "/openengine.v1.Control/SubscribeKvEvents"
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Of one message on any hop of ours, well above the gateway's own limit of a request."""
 
 
-class GenerateChannel:
-    """Starts Generate calls on one channel. The task group that owns the reading tasks is the caller's."""
+class StreamChannel:
+    """Starts streams on one channel. The task group that owns the reading tasks is the caller's."""
 
     def __init__(self, channel: grpc.aio.Channel, tasks: TaskGroup) -> None:
-        self._method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
+        self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
             GENERATE
+        )
+        self._kv_events: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
+            SUBSCRIBE_KV_EVENTS
         )
         self._tasks = tasks
 
@@ -35,7 +39,15 @@ class GenerateChannel:
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
     ) -> Call:
         """As `Worker.generate`."""
-        rpc = self._method(request, metadata=tuple(metadata), timeout=timeout_s)
+        return self._read(
+            self._generate(request, metadata=tuple(metadata), timeout=timeout_s), sink
+        )
+
+    def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
+        """As `Worker.kv_events`."""
+        return self._read(self._kv_events(request, metadata=tuple(metadata)), sink)
+
+    def _read(self, rpc: grpc.aio.UnaryStreamCall[bytes, bytes], sink: Sink) -> Call:
         call = _RpcCall(rpc, sink)
         self._tasks.start_soon(call.run)
         return call

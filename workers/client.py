@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
-from slagate.workers.channel import MAX_MESSAGE_BYTES, GenerateChannel
+from slagate.workers.channel import MAX_MESSAGE_BYTES, StreamChannel
 from slagate.workers.errors import WorkerError
 from slagate.workers.worker import Call, Metadata, Sink, Status
 
@@ -41,13 +41,23 @@ class GrpcWorker:
     def __init__(self, address: str, channel: grpc.aio.Channel, tasks: TaskGroup) -> None:
         self.address = address
         self._control = oe_grpc.ControlStub(channel)
-        self._generate = GenerateChannel(channel, tasks)
+        self._streams = StreamChannel(channel, tasks)
 
     def generate(
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
     ) -> Call:
         """As `Worker.generate`."""
-        return self._generate.generate(request, metadata, sink, timeout_s=timeout_s)
+        return self._streams.generate(request, metadata, sink, timeout_s=timeout_s)
+
+    def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
+        """As `Worker.kv_events`."""
+        return self._streams.kv_events(request, metadata, sink)
+
+    async def kv_event_sources(
+        self, request: oe.GetKvEventSourcesRequest
+    ) -> oe.GetKvEventSourcesResponse:
+        """As `Worker.kv_event_sources`."""
+        return await unary(self._control.GetKvEventSources, request)
 
     async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
         """As `Worker.abort`."""

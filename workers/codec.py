@@ -6,7 +6,8 @@ a double, exact to 2**53 only), `ctx_dp_rank` is present when it is known, 0 inc
 """
 
 import base64
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -16,13 +17,33 @@ from slagate.workers.errors import Refused
 MAX_OPAQUE_STATE_BYTES = 1 << 20
 """More than any transceiver state seen; a bound so that a handoff cannot carry the KV itself."""
 
+LOGPROB_FLOOR = -9999.0
+"""Stands for a log probability that is not finite, as in TensorRT-LLM's own server."""
 
-def session_of_params(params: Any, *, transfer_backend: str) -> oe.KvSessionRef:
-    """The reference a prefill leg returns. `params` is the engine's, with a handoff in it."""
+_LOG_PROBS = "kv.session.attributes_struct.first_gen_log_probs"
+
+
+class FirstLogprob(NamedTuple):
+    """A log probability as decode gets it; TensorRT-LLM reads its own `Logprob` by these names too."""
+
+    logprob: float
+    rank: int | None
+
+
+def session_of_params(
+    params: Any, *, transfer_backend: str, rank: int | None = None
+) -> oe.KvSessionRef:
+    """The reference a prefill leg returns. `params` is the engine's, with a handoff in it.
+
+    `rank` is the attention-DP rank the leg was sent to, for engines that do not say which one they took.
+    """
+    # Early versions of the class have neither rank nor endpoint, later ones a default of None.
+    ctx_rank = getattr(params, "ctx_dp_rank", None)
+    ctx_rank = rank if ctx_rank is None else ctx_rank
     session = oe.KvSessionRef(
         session_id=str(params.ctx_request_id),
         transfer_backend=transfer_backend,
-        dp_rank=params.ctx_dp_rank or 0,
+        dp_rank=ctx_rank or 0,
     )
     attributes: dict[str, Any] = {}
     if params.opaque_state is not None:
@@ -31,12 +52,20 @@ def session_of_params(params: Any, *, transfer_backend: str) -> oe.KvSessionRef:
         attributes["first_gen_tokens"] = list(params.first_gen_tokens)
     if params.draft_tokens is not None:
         attributes["draft_tokens"] = list(params.draft_tokens)
-    if params.disagg_request_id is not None:
-        attributes["disagg_request_id"] = str(params.disagg_request_id)
-    if params.ctx_dp_rank is not None:
-        attributes["ctx_dp_rank"] = params.ctx_dp_rank
-    if params.ctx_info_endpoint is not None:
-        attributes["ctx_info_endpoint"] = params.ctx_info_endpoint
+    disagg_id = getattr(params, "disagg_request_id", None)
+    if disagg_id is not None:
+        attributes["disagg_request_id"] = str(disagg_id)
+    if ctx_rank is not None:
+        attributes["ctx_dp_rank"] = ctx_rank
+    endpoint = getattr(params, "ctx_info_endpoint", None)
+    if endpoint is not None:
+        attributes["ctx_info_endpoint"] = endpoint
+    style = getattr(params, "schedule_style", None)
+    if style is not None:
+        attributes["schedule_style"] = int(style)
+    log_probs = getattr(params, "first_gen_log_probs", None)
+    if log_probs is not None:
+        attributes["first_gen_log_probs"] = [_log_prob_out(one) for one in log_probs]
     session.attributes_struct.update(attributes)
     return session
 
@@ -64,7 +93,15 @@ def params_of_session(session: oe.KvSessionRef) -> dict[str, Any]:
         "ctx_info_endpoint": endpoint,
     }
     if "ctx_dp_rank" in fields:
+        if fields["ctx_dp_rank"].number_value != session.dp_rank:
+            raise _bad("kv.session.attributes_struct.ctx_dp_rank", "is not kv.session.dp_rank")
         params["ctx_dp_rank"] = session.dp_rank
+    if "schedule_style" in fields:
+        params["schedule_style"] = _whole(
+            fields["schedule_style"], "kv.session.attributes_struct.schedule_style"
+        )
+    if "first_gen_log_probs" in fields:
+        params["first_gen_log_probs"] = _log_probs(fields["first_gen_log_probs"])
     return params
 
 
@@ -112,11 +149,55 @@ def _token_list(fields: Any, name: str) -> list[int] | None:
     field = f"kv.session.attributes_struct.{name}"
     if fields[name].WhichOneof("kind") != "list_value":
         raise _bad(field, "must be a list of token ids")
-    tokens: list[int] = []
-    for value in fields[name].list_value.values:
-        number = value.number_value
-        whole = value.WhichOneof("kind") == "number_value" and number.is_integer()
-        if not (whole and 0 <= number <= 0xFFFFFFFF):
-            raise _bad(field, "must be a list of token ids")
-        tokens.append(int(number))
-    return tokens
+    return [_whole(value, field) for value in fields[name].list_value.values]
+
+
+def _whole(value: Any, field: str) -> int:
+    """A token id, a rank: a whole number of 32 bits."""
+    number = value.number_value
+    whole = value.WhichOneof("kind") == "number_value" and number.is_integer()
+    if not (whole and 0 <= number <= 0xFFFFFFFF):
+        raise _bad(field, "must be a whole number of 32 bits, or a list of them")
+    return int(number)
+
+
+def _log_prob_out(entry: Any) -> float | list[list[float | None]]:
+    """One position: a number, or [token id, log probability, rank] of each candidate."""
+    if not isinstance(entry, dict):
+        return floored(float(entry))
+    return [[token, logprob_of(one), getattr(one, "rank", None)] for token, one in entry.items()]
+
+
+def logprob_of(entry: Any) -> float:
+    """The number of a `Logprob`, or a bare one, as JSON and a Struct can carry it."""
+    return floored(float(entry.logprob if hasattr(entry, "logprob") else entry))
+
+
+def floored(number: float) -> float:
+    """A log probability that can be compared and carried."""
+    return number if math.isfinite(number) else LOGPROB_FLOOR
+
+
+def _log_probs(value: Any) -> list[float | dict[int, FirstLogprob]]:
+    return [_log_prob(one) for one in _list(value)]
+
+
+def _log_prob(value: Any) -> float | dict[int, FirstLogprob]:
+    if value.WhichOneof("kind") == "number_value":
+        return floored(value.number_value)
+    entry: dict[int, FirstLogprob] = {}
+    for candidate in _list(value):
+        parts = _list(candidate)
+        kinds = [part.WhichOneof("kind") for part in parts]
+        if kinds not in (["number_value"] * 3, ["number_value", "number_value", "null_value"]):
+            raise _bad(_LOG_PROBS, "must be numbers, or lists of [token id, number, rank]")
+        rank = None if kinds[2] == "null_value" else _whole(parts[2], _LOG_PROBS)
+        token = _whole(parts[0], _LOG_PROBS)
+        entry[token] = FirstLogprob(floored(parts[1].number_value), rank)
+    return entry
+
+
+def _list(value: Any) -> list[Any]:
+    if value.WhichOneof("kind") != "list_value":
+        raise _bad(_LOG_PROBS, "must be numbers, or lists of [token id, number, rank]")
+    return list(value.list_value.values)

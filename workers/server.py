@@ -1,20 +1,21 @@
 """`WorkerServer`: any `Worker` behind the OpenEngine services, over gRPC."""
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn, TypeVar
+from ipaddress import ip_address
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
-from slagate.workers.channel import GENERATE, MAX_MESSAGE_BYTES
+from slagate.workers.channel import GENERATE, MAX_MESSAGE_BYTES, SUBSCRIBE_KV_EVENTS
 from slagate.workers.errors import WorkerError, cut
 from slagate.workers.listen import Address, bind
 from slagate.workers.stream import BufferedSink
-from slagate.workers.worker import Call, Status, Worker
+from slagate.workers.worker import Call, Sink, Status, Worker
 
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -28,9 +29,10 @@ SERVER_OPTIONS = (
 )
 
 HIGH_WATER_BYTES = 64 << 10
-"""Where a reader is slow enough that the engine's stream is paused rather than buffered."""
+"""Where a reader is slow enough that its stream is paused rather than buffered."""
 
 _Response = TypeVar("_Response")
+_Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 
 @asynccontextmanager
@@ -43,9 +45,16 @@ async def serve_worker(
     `OSError` when the address cannot be bound.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    server.add_generic_rpc_handlers((_Inference(worker),))
-    oe_grpc.add_ControlServicer_to_server(_Control(worker), server)
-    address = bind(server, listen)
+    control = _Control(worker)
+    streams = _Streams(worker)
+    # Instead of the generated handlers, whose SubscribeKvEvents would parse and serialise every message:
+    # the first generic handler that knows a method wins, and the last registered one before them all.
+    server.add_generic_rpc_handlers((streams,))
+    oe_grpc.add_ControlServicer_to_server(control, server)
+    for path, handler in streams.handlers.items():
+        _, service, method = path.split("/")
+        server.add_registered_method_handlers(service, {method: handler})
+    address = control.address = bind(server, listen)
     await server.start()
     try:
         yield address
@@ -53,56 +62,65 @@ async def serve_worker(
         await server.stop(grace_s)
 
 
-class _Inference(grpc.GenericRpcHandler):
-    """Generate on raw bytes: the worker parses, the server does not."""
+class _Streams(grpc.GenericRpcHandler):
+    """Generate and SubscribeKvEvents on raw bytes: the worker parses, the server does not."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
-            self._generate
-        )
+        self.handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            GENERATE: grpc.unary_stream_rpc_method_handler(self._generate),
+            SUBSCRIBE_KV_EVENTS: grpc.unary_stream_rpc_method_handler(self._kv_events),
+        }
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        if handler_call_details.method == GENERATE:
-            return self._handler
-        return None
+        return self.handlers.get(handler_call_details.method)
 
-    async def _generate(
-        self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
-    ) -> None:
-        call: Call | None = None
-
-        def pause_above(sink: BufferedSink) -> None:
-            if sink.n_bytes > HIGH_WATER_BYTES and call is not None:
-                call.pause()
-
-        sink = BufferedSink(pause_above)
-        call = self._worker.generate(
-            request,
-            tuple(context.invocation_metadata() or ()),
-            sink,
-            timeout_s=context.time_remaining(),
+    async def _generate(self, request: bytes, context: _Context) -> None:
+        metadata = tuple(context.invocation_metadata() or ())
+        timeout_s = context.time_remaining()
+        await _write(
+            context,
+            lambda sink: self._worker.generate(request, metadata, sink, timeout_s=timeout_s),
         )
-        try:
-            while (data := await sink.next()) is not None:
-                await context.write(data)
-                if sink.n_bytes <= HIGH_WATER_BYTES:
-                    call.resume()
-        finally:
-            # Client cancel, deadline and disconnect all arrive here as a cancelled task.
-            call.cancel()
-        assert sink.status is not None
-        if sink.status.code is not grpc.StatusCode.OK:
-            # A call that its caller gave up meanwhile takes no status any more, and nobody waits for one.
-            with contextlib.suppress(grpc.aio.InternalError):
-                await context.abort(*_short(sink.status))
+
+    async def _kv_events(self, request: bytes, context: _Context) -> None:
+        metadata = tuple(context.invocation_metadata() or ())
+        await _write(context, lambda sink: self._worker.kv_events(request, metadata, sink))
+
+
+async def _write(context: _Context, start: Callable[[Sink], Call]) -> None:
+    """Write one stream out, pausing it while its reader is slow."""
+    call: Call | None = None
+
+    def pause_above(sink: BufferedSink) -> None:
+        if sink.n_bytes > HIGH_WATER_BYTES and call is not None:
+            call.pause()
+
+    sink = BufferedSink(pause_above)
+    call = start(sink)
+    # What came before there was a call to pause.
+    pause_above(sink)
+    try:
+        while (data := await sink.next()) is not None:
+            await context.write(data)
+            if sink.n_bytes <= HIGH_WATER_BYTES:
+                call.resume()
+    finally:
+        # Client cancel, deadline and disconnect all arrive here as a cancelled task.
+        call.cancel()
+    assert sink.status is not None
+    if sink.status.code is not grpc.StatusCode.OK:
+        # A call that its caller gave up meanwhile takes no status any more, and nobody waits for one.
+        with contextlib.suppress(grpc.aio.InternalError):
+            await context.abort(*_short(sink.status))
 
 
 class _Control(oe_grpc.ControlServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self.address: Address | None = None  # as served on
 
     async def GetServerInfo(self, request: Any, context: Any) -> oe.ServerInfo:
         return await _answer(self._worker.server_info(), context)
@@ -119,13 +137,28 @@ class _Control(oe_grpc.ControlServicer):
     async def Abort(self, request: Any, context: Any) -> oe.AbortResponse:
         return await _answer(self._worker.abort(request), context)
 
+    async def GetKvEventSources(self, request: Any, context: Any) -> oe.GetKvEventSourcesResponse:
+        response = await _answer(self._worker.kv_event_sources(request), context)
+        # Behind a wildcard only the caller knows an address: grpc.aio does not tell where a call came in.
+        if self.address is not None and not _is_wildcard(self.address.host):
+            for source in response.sources:
+                source.endpoint_addr.host, source.endpoint_addr.port = self.address
+                source.endpoint_addr.protocol = "grpc"
+        return response
+
     async def _unimplemented(self, request: Any, context: Any) -> NoReturn:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker does not serve this method")
         raise AssertionError("context.abort raises")
 
     LoadLora = UnloadLora = ListLoras = _unimplemented
-    GetKvEventSources = _unimplemented
-    SubscribeKvEvents = _unimplemented  # type: ignore[assignment]  # refuses before any event
+    SubscribeKvEvents = _unimplemented  # type: ignore[assignment]  # `_Streams` comes first
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
 
 
 async def _answer(answer: Awaitable[_Response], context: Any) -> _Response:

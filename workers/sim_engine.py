@@ -8,21 +8,23 @@ unless handoffs are parked.
          |                    `-> done, blocks parked        (context_only)
          `-> pull ---> first token -> decode -> done         (generation_only)
 
-Who waits, who runs and on which blocks is kept by `sim_schedule`.
+Who waits for which rank is kept by `sim_rank`, who runs there and on which blocks by `sim_schedule`.
 """
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
 
 from slagate.workers.kv_transfer import KvTransferError, KvTransport
-from slagate.workers.sim_handoff import DisaggIds, KvMismatchError, export_prompt, pull_prompt
-from slagate.workers.sim_kv_cache import SimKvCache, next_token
+from slagate.workers.sim_blocks import next_token
+from slagate.workers.sim_handoff import DisaggIds
 from slagate.workers.sim_parking import ParkedSessions
-from slagate.workers.sim_request import DisaggregatedParams, RequestError
-from slagate.workers.sim_schedule import SimSchedule
-from slagate.workers.sim_sequence import EngineLimits, Iteration, SimSequence
+from slagate.workers.sim_rank import Iteration, RankGroup, SimRank
+from slagate.workers.sim_request import RequestError
+from slagate.workers.sim_sequence import EngineLimits, SimSequence
 from slagate.workers.sim_stats import StatsQueue, iteration_record
-from slagate.workers.sim_timing import EngineTiming, PrefillChunk
+from slagate.workers.sim_timing import EngineTiming
+from slagate.workers.sim_transfer import Pulls
 
 # A loop that wakes late starts the next iteration where the last one should have ended, so that timer
 # resolution (uvloop: 1 ms) does not add up; one that was stuck for longer does not catch up in a burst.
@@ -30,7 +32,7 @@ CATCH_UP_S = 0.05
 
 
 class SimEngine:
-    """Runs sequences over one KV cache; `transport` and `parked` are None where no handoff is possible.
+    """Runs sequences on its ranks; `transport` and `parked` are None where no handoff is possible.
 
     A critical section is a whole method: nothing here awaits.
     """
@@ -40,64 +42,105 @@ class SimEngine:
         limits: EngineLimits,
         *,
         timing: EngineTiming,
-        cache: SimKvCache,
+        ranks: Sequence[SimRank],
         transport: KvTransport | None,
         handoff_timeout_s: float,
         disagg_ids: DisaggIds,
         stats: StatsQueue,
     ) -> None:
-        self.cache = cache
-        self.kv_verify_failures = 0
+        self.ranks = ranks
         self.kv_transfer_failures = 0
+        self.n_unsafe_aborts = 0
         self.parked: ParkedSessions | None = None
+        self._pulls: Pulls | None = None
         if transport is not None:
             self.parked = ParkedSessions(
-                cache, transport=transport, timeout_s=handoff_timeout_s, freed=self._kick
+                transport,
+                limits=limits,
+                disagg_ids=disagg_ids,
+                timeout_s=handoff_timeout_s,
+                freed=self._go_on,
+            )
+            self._pulls = Pulls(
+                transport,
+                timing=timing,
+                limits=limits,
+                ready=self._finish_pull,
+                refused=self._refuse,
             )
         self._limits = limits
         self._timing = timing
-        self._transport = transport
-        self._disagg_ids = disagg_ids
         self._stats = stats
-        self._schedule = SimSchedule(cache, limits)
+        self._group = RankGroup(ranks, limits)
         self._iteration: Iteration | None = None
         self._wake: asyncio.Handle | None = None
         self._n_iterations = 0
-        self._n_completed = 0
 
     @property
     def n_running(self) -> int:
-        """Requests admitted and not finished."""
-        return self._schedule.n_running
+        """Sequences admitted and not finished."""
+        return self._group.n_running
 
     @property
     def n_queued(self) -> int:
-        """Requests waiting for admission."""
-        return len(self._schedule.waiting)
+        """Sequences waiting for admission."""
+        return len(self._group.waiting)
+
+    @property
+    def used_blocks(self) -> int:
+        """KV blocks that sequences and parked sessions refer to, on all ranks."""
+        return sum([rank.cache.used_blocks for rank in self.ranks])
+
+    @property
+    def kv_verify_failures(self) -> int:
+        """Transfers whose bytes arrived whole and were not of the prompt."""
+        return 0 if self._pulls is None else self._pulls.n_mismatches
 
     def submit(self, sequence: SimSequence) -> None:
         """Queue a sequence; it starts with the next iteration that has room."""
-        self._schedule.add(sequence)
-        self._kick()
+        self._group.add(sequence)
+        self._go_on()
 
     def abort(self, sequence: SimSequence) -> None:
-        """End a sequence with finish_reason "cancelled" and free what it holds. No-op when done."""
-        if not sequence.done:
+        """End a sequence with finish_reason "cancelled" and free what it holds. No-op when done.
+
+        One that still waits for the blocks of another worker is counted in `n_unsafe_aborts` and never
+        gives its own back: in TensorRT-LLM the peer may write into them later.
+        """
+        if sequence.done:
+            return
+        if sequence.is_pull and not sequence.generated:
+            self.n_unsafe_aborts += 1
+            sequence.allocation = None
+        self._end(sequence)
+        sequence.feed.finish("cancelled")
+
+    def inject_request_error(self, request_id: int, text: str) -> bool:
+        """Fail one request as an executor error of that request does; False when it does not run."""
+        found = [one for one in self._group.sequences() if one.request_id == request_id]
+        for sequence in found:
             self._end(sequence)
-            sequence.result.finish("cancelled", disaggregated_params=_copy_params(sequence))
+            sequence.feed.fail(RequestError(text))
+        return bool(found)
 
     def fail_all(self, error: BaseException) -> None:
         """End every sequence with `error` and withdraw parked handoffs; nothing is left to run."""
-        for sequence in self._schedule.sequences():
+        for sequence in self._group.sequences():
             self._end(sequence)
-            sequence.result.fail(error)
+            sequence.feed.fail(error)
         if self.parked is not None:
             self.parked.clear()
         self._cancel_wake()
+        self._group.flush()
 
-    def _kick(self) -> None:
-        if self._wake is None and self._iteration is None and self._schedule.is_ready():
+    def _go_on(self) -> None:
+        """Start an iteration soon if there is anything for it to do, else publish what has changed."""
+        if self._wake is not None or self._iteration is not None:
+            return
+        if self._group.is_ready():
             self._wake = asyncio.get_running_loop().call_soon(self._begin)
+        else:
+            self._group.flush()
 
     def _cancel_wake(self) -> None:
         if self._wake is not None:
@@ -110,169 +153,139 @@ class SimEngine:
 
     def _start_iteration(self, now_s: float) -> None:
         """Admit, plan one iteration and set the timer for its end; nothing to run = stay idle."""
-        n_new = self._admit(now_s)
-        decoding = list(self._schedule.decoding)
-        # A decoding request takes one token of the budget each.
-        chunks = self._schedule.plan_chunks(self._limits.max_num_tokens - len(decoding))
+        # A refused pull gives its room back at once, so each admission is decided after the last pull.
+        for sequence in self._group.admit():
+            self._start(sequence, now_s)
+        steps = [rank.plan() for rank in self.ranks]
         # Requests refused at admission asked for a wake-up, which this iteration makes needless.
         self._cancel_wake()
-        if not decoding and not chunks:
+        if not any(step.decoding or step.chunks for step in steps):
+            self._group.flush()
             return
-        context_tokens = sum([one.kv_tokens for one in decoding]) / max(1, len(decoding))
-        ends_s = now_s + self._timing.iteration_s(
-            [PrefillChunk(n, one.prefilled_tokens) for one, n in chunks],
-            batch_size=len(decoding),
-            context_tokens=context_tokens,
-        )
+        # Ranks meet at the end of each iteration: the slowest one sets the pace.
+        ends_s = now_s + max([step.seconds(self._timing) for step in steps])
         timer = asyncio.get_running_loop().call_at(ends_s, self._finish_iteration)
-        self._iteration = Iteration(now_s, ends_s, decoding, chunks, n_new, timer)
+        self._iteration = Iteration(now_s, ends_s, steps, timer)
+
+    def _start(self, sequence: SimSequence, now_s: float) -> None:
+        """A sequence has just been admitted."""
+        allocation = sequence.allocation
+        assert allocation is not None
+        sequence.feed.started(
+            now_s,
+            cached_tokens=allocation.reused_tokens,
+            new_blocks=allocation.n_blocks - allocation.reused_blocks,
+            reused_blocks=allocation.reused_blocks,
+            missed_blocks=allocation.missed_blocks,
+        )
+        if sequence.is_pull:
+            assert self._pulls is not None
+            self._pulls.start(sequence, now_s)
 
     def _finish_iteration(self) -> None:
         iteration = self._iteration
         assert iteration is not None, "the timer dies with its iteration"
-        for sequence in iteration.decoding:
-            if not sequence.done:
-                self._decode(sequence)
-        for sequence, n in iteration.chunks:
-            if not sequence.done:
-                sequence.prefilled_tokens += n
-                if sequence.prefilled_tokens == sequence.n_prompt:
-                    self._finish_prefill(sequence)
+        for rank, step in zip(self.ranks, iteration.steps, strict=True):
+            for sequence in step.decoding:
+                if not sequence.done:
+                    self._decode(rank, sequence)
+            for sequence, n in step.chunks:
+                if not sequence.done:
+                    sequence.prefilled_tokens += n
+                    if sequence.prefilled_tokens == sequence.n_prompt:
+                        self._finish_prefill(rank, sequence)
+            rank.flush()
         self._iteration = None
         self._n_iterations += 1
-        self._stats.put(
-            iteration_record(
-                iteration,
-                number=self._n_iterations,
-                n_active=self.n_running,
-                queued=list(self._schedule.waiting),
-                n_completed=self._n_completed,
-                cache=self.cache,
+        for rank, step in zip(self.ranks, iteration.steps, strict=True):
+            self._stats.put(
+                iteration_record(
+                    rank,
+                    step,
+                    number=self._n_iterations,
+                    started_s=iteration.started_s,
+                    ended_s=iteration.ends_s,
+                    queued=self._group.waiting,
+                )
             )
-        )
         now_s = asyncio.get_running_loop().time()
         late = now_s - iteration.ends_s > CATCH_UP_S
         self._start_iteration(now_s if late else iteration.ends_s)
 
-    def _admit(self, now_s: float) -> int:
-        """Let in what fits, in order of arrival, and start its pulls; returns how many came in."""
-        n_admitted = 0
-        # A refused pull gives its room back at once, so each admission is decided after the last pull.
-        while (sequence := self._schedule.admit()) is not None:
-            n_admitted += 1
-            if sequence.request_type == "generation_only":
-                self._pull(sequence, now_s)
-        return n_admitted
-
-    def _finish_prefill(self, sequence: SimSequence) -> None:
+    def _finish_prefill(self, rank: SimRank, sequence: SimSequence) -> None:
         """The whole prompt is in the cache: first token, and the handoff of a context_only request."""
-        block_tokens = self._limits.block_tokens
+        prompt, block_tokens = sequence.prompt, self._limits.block_tokens
         n_full = sequence.n_prompt // block_tokens
-        parent = sequence.states[n_full - 1] if n_full else sequence.seed
-        sequence.start_chain(parent, block_tokens)
-        self._schedule.start_decoding(sequence)
-        token = next_token(sequence.states[-1], self._limits.vocab_size)
-        if sequence.request_type == "context_only" and not sequence.stops_at(token):
-            self._hand_off(sequence, token)
+        sequence.start_chain(prompt.states[n_full - 1] if n_full else prompt.seed, block_tokens)
+        rank.schedule.start_decoding(sequence)
+        state = prompt.states[-1]
+        token = next_token(state, self._limits.vocab_size, sequence.branch)
+        if sequence.request_type == "context_only" and sequence.stop.check([token]) is None:
+            self._hand_off(rank, sequence, token)
         else:
-            self._emit(sequence, token)
+            self._emit(sequence, token, state)
 
-    def _decode(self, sequence: SimSequence) -> None:
+    def _decode(self, rank: SimRank, sequence: SimSequence) -> None:
         """One decode step: the last token enters the cache, the next one comes out."""
         chain = sequence.chain
         assert chain is not None
         if sequence.kv_tokens % self._limits.block_tokens == 0:
-            self._schedule.grow(sequence)
+            rank.schedule.grow(sequence)
         sequence.kv_tokens += 1
-        chain.append(sequence.last_token)
-        self._emit(sequence, next_token(chain.state, self._limits.vocab_size))
+        chain.append(sequence.generated[-1])
+        state = chain.state
+        self._emit(sequence, next_token(state, self._limits.vocab_size, sequence.branch), state)
 
-    def _emit(self, sequence: SimSequence, token: int) -> None:
-        """Deliver a token, and end the sequence if it is the last one."""
-        result = sequence.result
-        if token in sequence.stop_ids and sequence.stops_at(token):
-            is_end = token == sequence.end_id
-            if is_end or sequence.keep_stop_token:
-                result.push(token)
+    def _emit(self, sequence: SimSequence, token: int, state: bytes) -> None:
+        """Deliver a token drawn from the context in `state`; end the sequence if it is the last one."""
+        generated, feed = sequence.generated, sequence.feed
+        generated.append(token)
+        feed.push(token, state)
+        stop = sequence.stop.check(generated)
+        if stop is not None:
             self._end(sequence)
-            result.finish(
-                "stop",
-                stop_reason=None if is_end else token,
-                disaggregated_params=_copy_params(sequence),
-            )
-            return
-        sequence.last_token = token
-        sequence.n_generated += 1
-        result.push(token)
-        if sequence.n_generated >= sequence.max_tokens:
+            feed.finish(stop.reason, stop_reason=stop.stop_reason, n_trim=stop.n_trim)
+        elif len(generated) >= sequence.max_tokens:
             self._end(sequence)
-            result.finish("length", disaggregated_params=_copy_params(sequence))
+            feed.finish("length")
 
-    def _hand_off(self, sequence: SimSequence, token: int) -> None:
+    def _hand_off(self, rank: SimRank, sequence: SimSequence, token: int) -> None:
         """Export the prompt's blocks and park them; the sequence ends with the params for decode."""
-        assert sequence.params is not None
-        assert self._transport is not None
         assert self.parked is not None
-        disagg_id = sequence.params.disagg_request_id
-        if disagg_id is None:
-            disagg_id = self._disagg_ids.next(asyncio.get_running_loop().time())
         try:
-            params = export_prompt(
+            params = self.parked.park(
                 sequence,
                 token,
-                transport=self._transport,
-                limits=self._limits,
-                disagg_request_id=disagg_id,
+                ctx_dp_rank=rank.index if len(self.ranks) > 1 else None,
+                free=partial(rank.schedule.free, sequence),
             )
         except KvTransferError as error:
             self._refuse(sequence, error)
             return
-        allocation = self._schedule.take_blocks(sequence)
-        self._end(sequence)
-        self.parked.park(sequence.result.request_id, allocation)
-        sequence.result.push(token)
-        sequence.result.finish("length", disaggregated_params=params)
+        self._end(sequence, keeps_blocks=True)
+        sequence.feed.push(token, sequence.prompt.states[-1])
+        sequence.feed.finish("length", params=params)
 
-    def _pull(self, sequence: SimSequence, now_s: float) -> None:
-        """Fetch a generation_only sequence's blocks; it decodes after the time they need to move."""
-        assert self._transport is not None
-        try:
-            pull_prompt(sequence, transport=self._transport, limits=self._limits)
-        except KvTransferError as error:
-            self.kv_verify_failures += isinstance(error, KvMismatchError)
-            self._refuse(sequence, error)
-            return
-        sequence.result.cached_tokens = sequence.n_prompt
-        sequence.transfer_timer = asyncio.get_running_loop().call_at(
-            now_s + self._timing.transfer_s(sequence.n_prompt), self._finish_transfer, sequence
-        )
-
-    def _finish_transfer(self, sequence: SimSequence) -> None:
-        sequence.transfer_timer = None
-        self._schedule.start_decoding(sequence)
-        self._emit(sequence, sequence.last_token)
-        self._kick()
+    def _finish_pull(self, sequence: SimSequence, first_token: int) -> None:
+        """The whole prompt is in the cache, and its first token comes from the prefill worker."""
+        assert sequence.rank is not None
+        self.ranks[sequence.rank].schedule.start_decoding(sequence)
+        self._emit(sequence, first_token, sequence.prompt.states[-1])
+        self._go_on()
 
     def _refuse(self, sequence: SimSequence, error: KvTransferError) -> None:
         self.kv_transfer_failures += 1
         self._end(sequence)
-        sequence.result.fail(RequestError(f"KV transfer failed: {error}"))
+        sequence.feed.fail(RequestError(f"KV transfer failed: {error}"))
 
-    def _end(self, sequence: SimSequence) -> None:
+    def _end(self, sequence: SimSequence, *, keeps_blocks: bool = False) -> None:
         """Take a sequence out and free what it holds; no timer of it is left behind."""
-        self._schedule.remove(sequence)
         sequence.done = True
-        if sequence.transfer_timer is not None:
-            sequence.transfer_timer.cancel()
-            sequence.transfer_timer = None
-        self._n_completed += 1
+        self._group.remove(sequence, keeps_blocks=keeps_blocks)
+        if self._pulls is not None:
+            self._pulls.cancel(sequence)
         # Also reached from inside the iteration's own end, where its timer is spent already.
         if self._iteration is not None and not self._iteration.has_work():
             self._iteration.timer.cancel()
             self._iteration = None
-        self._kick()
-
-
-def _copy_params(sequence: SimSequence) -> DisaggregatedParams | None:
-    # As TensorRT-LLM does: a result's params start as a copy of the request's.
-    return None if sequence.params is None else replace(sequence.params)
+        self._go_on()

@@ -1,12 +1,17 @@
 """The prefill-to-decode handoff of the simulated engine: ids, opaque state, export and pull."""
 
 import struct
-from dataclasses import replace
 from typing import NamedTuple
 
-from slagate.workers.kv_transfer import KvTransferError, KvTransport
-from slagate.workers.sim_kv_cache import block_contents, next_token, state_of, verify
-from slagate.workers.sim_request import DisaggregatedParams
+from slagate.workers.kv_transfer import (
+    Blocks,
+    KvBadDescriptor,
+    KvIntegrity,
+    KvTransferError,
+    KvTransport,
+)
+from slagate.workers.sim_blocks import block_contents, next_token, state_of, verify
+from slagate.workers.sim_request import DisaggregatedParams12, changed_params
 from slagate.workers.sim_sequence import EngineLimits, SimSequence
 
 # Ids of ordinary requests stay below this, so the two kinds can never be confused (TensorRT-LLM's rule).
@@ -14,7 +19,7 @@ MIN_GLOBAL_ID = 1 << 40
 _ID_SPACE = (1 << 63) - MIN_GLOBAL_ID
 
 
-class KvMismatchError(KvTransferError):
+class KvMismatchError(KvIntegrity):
     """Blocks arrived whole, but they are not the KV cache of this prompt."""
 
 
@@ -38,8 +43,8 @@ class DisaggIds:
         return (ms << 24 | self._place << 10 | count) % _ID_SPACE + MIN_GLOBAL_ID
 
 
-class _OpaqueState(NamedTuple):
-    """What decode needs besides the blocks' descriptor."""
+class OpaqueState(NamedTuple):
+    """What prefill tells decode: which blocks these are, and the descriptor to pull them with."""
 
     transport: str
     ctx_request_id: int
@@ -53,17 +58,17 @@ _OPAQUE = struct.Struct("<4sQIIIB")
 _OPAQUE_MAGIC = b"SOS1"
 
 
-def _pack(state: _OpaqueState) -> bytes:
+def _pack(state: OpaqueState) -> bytes:
     name = state.transport.encode("ascii")
     return _OPAQUE.pack(_OPAQUE_MAGIC, *state[1:5], len(name)) + name + state.descriptor
 
 
-def _unpack(raw: bytes) -> _OpaqueState:
+def _unpack(raw: bytes) -> OpaqueState:
     if len(raw) < _OPAQUE.size or not raw.startswith(_OPAQUE_MAGIC):
-        raise KvTransferError("opaque_state is truncated or not ours")
+        raise KvBadDescriptor("opaque_state is truncated or not ours")
     _, ctx_request_id, prompt_tokens, block_tokens, first_token, n_name = _OPAQUE.unpack_from(raw)
     rest = raw[_OPAQUE.size :]
-    return _OpaqueState(
+    return OpaqueState(
         transport=rest[:n_name].decode("ascii", "replace"),
         ctx_request_id=ctx_request_id,
         prompt_tokens=prompt_tokens,
@@ -80,15 +85,16 @@ def export_prompt(
     transport: KvTransport,
     limits: EngineLimits,
     disagg_request_id: int,
-) -> DisaggregatedParams:
+    ctx_dp_rank: int | None,
+) -> DisaggregatedParams12:
     """Offer a prefilled prompt's blocks as session `request_id`; returns the params decode needs.
 
     Raises `KvTransferError` when the transport cannot take them.
     """
     assert sequence.params is not None, "only a disaggregated request is handed off"
-    session_id = sequence.result.request_id
-    blocks = block_contents(sequence.states, limits.kv_block_bytes)
-    opaque = _OpaqueState(
+    session_id = sequence.request_id
+    blocks = block_contents(sequence.prompt.states, limits.kv_block_bytes)
+    opaque = OpaqueState(
         transport=transport.name,
         ctx_request_id=session_id,
         prompt_tokens=sequence.n_prompt,
@@ -96,42 +102,23 @@ def export_prompt(
         first_token=first_token,
         descriptor=transport.export(session_id, blocks),
     )
-    return replace(
+    return changed_params(
         sequence.params,
         first_gen_tokens=[first_token],
         ctx_request_id=session_id,
         opaque_state=_pack(opaque),
         disagg_request_id=disagg_request_id,
+        ctx_dp_rank=ctx_dp_rank,
     )
 
 
-def pull_prompt(sequence: SimSequence, *, transport: KvTransport, limits: EngineLimits) -> None:
-    """Fetch a generation_only sequence's blocks and make it ready to decode from them.
+def opaque_of(
+    sequence: SimSequence, *, transport: KvTransport, limits: EngineLimits
+) -> OpaqueState:
+    """What a generation_only sequence was handed, checked as far as possible without its blocks.
 
-    Raises `KvMismatchError` when the blocks are not of its prompt, `KvTransferError` otherwise; what
-    can be refused without the blocks is refused before the pull uses them up.
+    Raises `KvBadDescriptor` before a pull could use the blocks up.
     """
-    opaque = _matching_opaque(sequence, transport, limits)
-    blocks = transport.pull(opaque.descriptor)
-    expected = (len(sequence.states), limits.kv_block_bytes)
-    if blocks.shape != expected:
-        raise KvTransferError(f"got blocks of shape {blocks.shape}, expected {expected}")
-    wrong = verify(blocks, sequence.states)
-    if wrong:
-        raise KvMismatchError(
-            f"{len(wrong)} of {len(blocks)} blocks do not hold this prompt, first block {wrong[0]}"
-        )
-    if next_token(state_of(blocks[-1]), limits.vocab_size) != opaque.first_token:
-        raise KvTransferError(f"first token {opaque.first_token} does not follow from the blocks")
-    n_full = sequence.n_prompt // limits.block_tokens
-    parent = state_of(blocks[n_full - 1]) if n_full else sequence.seed
-    sequence.start_chain(parent, limits.block_tokens)
-    sequence.last_token = opaque.first_token
-
-
-def _matching_opaque(
-    sequence: SimSequence, transport: KvTransport, limits: EngineLimits
-) -> _OpaqueState:
     params = sequence.params
     assert params is not None
     assert params.opaque_state is not None, "checked at submit"
@@ -148,4 +135,28 @@ def _matching_opaque(
         problem = "first_gen_tokens is missing or of another request"
     else:
         return opaque
-    raise KvTransferError(f"the handoff does not fit: {problem}")
+    raise KvBadDescriptor(f"the handoff does not fit: {problem}")
+
+
+def accept_blocks(
+    sequence: SimSequence, blocks: Blocks, *, first_token: int, limits: EngineLimits
+) -> None:
+    """Let a generation_only sequence go on from the blocks it pulled, and from nothing else.
+
+    Raises `KvMismatchError` when they are not of its prompt, `KvTransferError` when prefill and decode
+    disagree on their shape or on the first token.
+    """
+    states = sequence.prompt.states
+    expected = (len(states), limits.kv_block_bytes)
+    if blocks.shape != expected:
+        raise KvTransferError(f"got blocks of shape {blocks.shape}, expected {expected}")
+    wrong = verify(blocks, states)
+    if wrong:
+        raise KvMismatchError(
+            f"{len(wrong)} of {len(blocks)} blocks do not hold this prompt, first block {wrong[0]}"
+        )
+    if next_token(state_of(blocks[-1]), limits.vocab_size) != first_token:
+        raise KvTransferError(f"first token {first_token} does not follow from the blocks")
+    n_full = sequence.n_prompt // limits.block_tokens
+    parent = state_of(blocks[n_full - 1]) if n_full else sequence.prompt.seed
+    sequence.start_chain(parent, limits.block_tokens)

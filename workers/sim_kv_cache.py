@@ -1,184 +1,85 @@
-"""The simulated KV cache: what a block contains, and a paged pool that shares blocks by prefix.
+"""The simulated KV cache: a paged pool that shares blocks by prefix, with a second tier on the host.
 
-A block's *state* is a 128-bit hash of every token up to its end, chained block by block:
-
-    state[i] = blake2b-128(state[i - 1] || tokens of block i as little-endian uint32)
-
-with a seed over the model name and the cache salt in place of `state[-1]`; a partial last block hashes
-the tokens it has. Block bytes, block reuse and output tokens are all functions of states, so a run on
-one worker, a run split over two, and a run resumed from its own output give the same tokens, and a
-block with any other content gives different ones.
+Follows TensorRT-LLM's KV cache manager with its defaults (`enable_block_reuse`, `enable_partial_reuse`,
+`copy_on_partial_reuse`, GUARANTEED_NO_EVICT); contents and states of blocks are those of `sim_blocks`.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
 
-import numpy as np
-import numpy.typing as npt
-
-STATE_BYTES = 16
-_TOKEN_BYTES = 4
-_WORD = np.dtype("<u8")
-
-Blocks = npt.NDArray[np.uint8]
-
-
-def seed_state(model: str, cache_salt: str = "") -> bytes:
-    """The state in front of the first block; differs by model and by cache salt."""
-    salt = blake2b(cache_salt.encode(), digest_size=STATE_BYTES).digest()
-    return blake2b(model.encode(), key=salt, digest_size=STATE_BYTES).digest()
-
-
-def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Tokens as little-endian uint32. Raises `ValueError` when one does not fit."""
-    try:
-        packed = np.frombuffer(array("I", tokens), dtype=np.uint32)
-    except (OverflowError, TypeError) as error:
-        raise ValueError(f"token ids must be integers in [0, 2^32): {error}") from error
-    return packed.astype("<u4", copy=False).tobytes()
-
-
-def block_states(packed: bytes, seed: bytes, block_tokens: int) -> list[bytes]:
-    """The state of each block of `packed` tokens (see `token_bytes`), a partial last one included."""
-    states = []
-    state, size = seed, block_tokens * _TOKEN_BYTES
-    for start in range(0, len(packed), size):
-        state = blake2b(state + packed[start : start + size], digest_size=STATE_BYTES).digest()
-        states.append(state)
-    return states
-
-
-def next_token(state: bytes, vocab_size: int) -> int:
-    """The token, in [0, vocab_size), that the model puts after the context ending in `state`."""
-    return int.from_bytes(state[:8], "little") % vocab_size
-
-
-class TokenChain:
-    """A growing context: the state of its last block, and the states of the blocks it has filled.
-
-    Starts after `parent`, the state of the full block in front of `tail` (packed tokens, fewer than a
-    block, maybe none).
-    """
-
-    __slots__ = ("_block_tokens", "_hasher", "_room", "filled", "state")
-
-    def __init__(self, parent: bytes, tail: bytes, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
-        self._room = block_tokens - len(tail) // _TOKEN_BYTES
-        self._hasher = blake2b(parent + tail, digest_size=STATE_BYTES)
-        self.state = self._hasher.digest() if tail else parent
-        self.filled: list[bytes] = []
-
-    def append(self, token: int) -> None:
-        """Extend the context by one token."""
-        self._hasher.update(token.to_bytes(_TOKEN_BYTES, "little"))
-        self.state = state = self._hasher.digest()
-        self._room -= 1
-        if not self._room:
-            self.filled.append(state)
-            self._room = self._block_tokens
-            self._hasher = blake2b(state, digest_size=STATE_BYTES)
-
-
-def continuation(
-    prompt_tokens: Sequence[int],
-    n_tokens: int,
-    *,
-    model: str,
-    block_tokens: int,
-    vocab_size: int,
-    cache_salt: str = "",
-) -> list[int]:
-    """The `n_tokens` the model generates after a prompt: what any correct stream must equal."""
-    packed = token_bytes(prompt_tokens)
-    whole = len(packed) - len(packed) % (block_tokens * _TOKEN_BYTES)
-    seed = seed_state(model, cache_salt)
-    parent = block_states(packed[:whole], seed, block_tokens)[-1] if whole else seed
-    chain = TokenChain(parent, packed[whole:], block_tokens)
-    tokens: list[int] = []
-    for _ in range(n_tokens):
-        token = next_token(chain.state, vocab_size)
-        tokens.append(token)
-        chain.append(token)
-    return tokens
-
-
-@lru_cache(maxsize=8)
-def _multipliers(block_bytes: int) -> npt.NDArray[np.uint64]:
-    """Odd constants, shape u64[block_bytes / 16, 2]; multiplying by one is a bijection on words."""
-    if block_bytes < STATE_BYTES or block_bytes % STATE_BYTES:
-        raise ValueError(f"block_bytes must be a positive multiple of 16, got {block_bytes}")
-    count = np.arange(block_bytes // _WORD.itemsize, dtype=_WORD)
-    # The golden-ratio step gives well-spread words, all different within a block.
-    odd: npt.NDArray[np.uint64] = (
-        count * np.uint64(0x9E3779B97F4A7C15) << np.uint64(1)
-    ) | np.uint64(1)
-    odd[:2] = (0xD1342543DE82EF95, 0xAF251AF3B0F025B5)
-    return odd.reshape(-1, 2)
-
-
-def block_contents(states: Sequence[bytes], block_bytes: int) -> Blocks:
-    """The KV bytes of blocks in these states, shape u8[n_blocks, block_bytes].
-
-    Raises `ValueError` when `block_bytes` is not a positive multiple of 16.
-    """
-    multipliers = _multipliers(block_bytes)
-    words = np.frombuffer(b"".join(states), dtype=_WORD).reshape(-1, 1, 2)
-    return (words * multipliers).reshape(len(states), -1).view(np.uint8)
-
-
-def state_of(block: Blocks) -> bytes:
-    """The state a block's bytes were made from; inverts its first two words."""
-    first = block[:STATE_BYTES].view(_WORD) * _inverses(len(block))
-    return first.astype(_WORD, copy=False).tobytes()
-
-
-@lru_cache(maxsize=8)
-def _inverses(block_bytes: int) -> npt.NDArray[np.uint64]:
-    first = _multipliers(block_bytes)[0]
-    return np.array([pow(int(odd), -1, 1 << 64) for odd in first], dtype=_WORD)
-
-
-def verify(blocks: Blocks, states: Sequence[bytes]) -> list[int]:
-    """Indices of blocks that are not, byte for byte, the content of their state; empty = all are."""
-    wrong = (blocks != block_contents(states, blocks.shape[1])).any(axis=1)
-    return [int(i) for i in np.flatnonzero(wrong)]
+from slagate.workers.sim_blocks import STATE_BYTES, TOKEN_BYTES, Prompt
+from slagate.workers.sim_kv_events import KvEventRecorder
+from slagate.workers.sim_kv_tree import DEVICE, HOST, BlockNode, BlockTree
 
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """One sequence's blocks: shared ones first, in order, then its own, then those it may still take."""
+    """One sequence's blocks: those it refers to in the tree, its own, and those it may still take.
 
-    shared: list[bytes] = field(default_factory=list)
-    private_blocks: int = 0
-    reserved_blocks: int = 0
+    `reused_tokens` leading prompt tokens need no compute; of their `reused_blocks`, all but a last one
+    that was copied in part are shared, and `onboarded_blocks` came back from the host for it.
+    """
+
+    prompt: Prompt
+    path: list[BlockNode]
+    n_blocks: int
+    private_blocks: int
+    reserved_blocks: int
+    reused_tokens: int
+    reused_blocks: int
+    missed_blocks: int
+    onboarded_blocks: int
+    closed: bool = False
 
 
 class SimKvCache:
-    """A pool of `total_blocks` blocks with reference counts and reuse of full blocks by state.
+    """A pool of `total_blocks` blocks on the device and `host_blocks` on the host.
 
-        total = referenced shared + private (used) | unreferenced shared (evictable) | never filled
+        total = referenced stored + private (used) | unreferenced stored (evictable) | never filled
 
-    Eviction takes the least recently released block. `release` lets a sequence's blocks go last one
-    first, and whoever holds a block holds its whole prefix, so a parent is never evicted before its
-    children. Sequences reserve all they may grow to (TensorRT-LLM's GUARANTEED_NO_EVICT), so `grow`
-    cannot fail.
+    Stored blocks form a tree by prefix. Three rules keep it whole:
+
+    * who refers to a block refers to its whole prefix, and lets go last block first. So in the order of
+      release, which is the order of eviction, every child on the device is in front of its parent;
+    * eviction moves a block to the host in that same order, so that there too children come first, and
+      a match brings it back root first: no block on the device has a parent on the host;
+    * a block that two sequences computed is stored once. The later one refers to it, to keep the
+      prefix of what it stores next, and keeps its own copy, as TensorRT-LLM does; but where nobody
+      else refers to the stored one, its own copy takes that place, so that storing never takes room.
+
+    Sequences reserve all they may grow to, so `grow` cannot fail. Without `reuse` nothing is stored and
+    nothing recorded.
     """
 
-    def __init__(self, total_blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        total_blocks: int,
+        block_tokens: int,
+        *,
+        host_blocks: int = 0,
+        reuse: bool = True,
+        partial_reuse: bool = True,
+        recorder: KvEventRecorder | None = None,
+    ) -> None:
         if total_blocks < 1 or block_tokens < 1:
             raise ValueError(
                 f"total_blocks {total_blocks} and block_tokens {block_tokens} must be > 0"
             )
+        if host_blocks < 0:
+            raise ValueError(f"host_blocks must be >= 0, got {host_blocks}")
         self.total_blocks = total_blocks
         self.block_tokens = block_tokens
-        self._references: dict[bytes, int] = {}
-        self._evictable: OrderedDict[bytes, None] = OrderedDict()
+        self.host_blocks = host_blocks
+        self._reuse = reuse
+        self._partial_reuse = partial_reuse
+        self._recorder = recorder if reuse else None
+        self._block_bytes = block_tokens * TOKEN_BYTES
+        self._tree = BlockTree(block_tokens)
+        # Both in order of release, the first to go in front.
+        self._evictable: OrderedDict[BlockNode, None] = OrderedDict()
+        self._on_host: OrderedDict[BlockNode, None] = OrderedDict()
         self._private_blocks = 0
         self._reserved_blocks = 0
         self.n_allocated_blocks = 0
@@ -186,96 +87,199 @@ class SimKvCache:
         self.n_reused_blocks = 0
         self.n_missed_blocks = 0
         self.n_evicted_blocks = 0
+        self.n_offloaded_blocks = 0
+        self.n_onboarded_blocks = 0
+        if self._recorder is not None:
+            self._recorder.created(total_blocks, host_blocks)
 
     @property
     def used_blocks(self) -> int:
-        """Blocks some sequence refers to."""
-        return len(self._references) + self._private_blocks
+        """Device blocks that some sequence refers to."""
+        return self._filled_blocks - len(self._evictable)
 
     @property
     def cached_blocks(self) -> int:
-        """Filled blocks nobody refers to: reusable until evicted."""
+        """Stored device blocks nobody refers to: reusable until evicted."""
         return len(self._evictable)
 
     @property
     def available_blocks(self) -> int:
-        """Blocks a new sequence could take or reserve."""
+        """Device blocks a new sequence could take or reserve."""
         return self.total_blocks - self.used_blocks - self._reserved_blocks
 
-    def match(self, states: Sequence[bytes]) -> int:
-        """How many leading blocks of `states` are in the cache."""
-        for i, state in enumerate(states):
-            if state not in self._references and state not in self._evictable:
-                return i
-        return len(states)
+    @property
+    def host_used_blocks(self) -> int:
+        """Stored blocks in the host tier."""
+        return len(self._on_host)
+
+    @property
+    def _filled_blocks(self) -> int:
+        return len(self._tree) - len(self._on_host) + self._private_blocks
 
     def allocate(
-        self, states: Sequence[bytes], *, n_blocks: int, reserve_blocks: int = 0
+        self, prompt: Prompt, *, n_blocks: int, reserve_blocks: int = 0, reusable_tokens: int
     ) -> Allocation | None:
-        """Take `n_blocks` blocks, the leading ones from the cache where `states` match, or None.
+        """Take `n_blocks` blocks for a prompt, the leading ones from the cache, or None.
 
-        `reserve_blocks` more are kept for `grow`. None when the pool cannot give both now. Pass only
-        the states that may be reused; the blocks after the matched ones are private until committed.
+        `reserve_blocks` more are kept for `grow`. None when the pool cannot give both now. At most
+        `reusable_tokens` leading tokens are reused: the last one is computed in any case, as its logits
+        are the first output. After the last full match, the block that shares most tokens with what
+        follows is copied into a private one; it is neither shared nor referred to.
         """
-        hits = states[: self.match(states)]
-        revived = sum(1 for state in hits if state in self._evictable)
-        n_private = n_blocks - len(hits)
-        if revived + n_private + reserve_blocks > self.available_blocks:
+        if not self._reuse:
+            reusable_tokens = 0
+        path = self._tree.match(prompt.states, reusable_tokens // self.block_tokens)
+        n_idle = sum([not node.references for node in path])
+        n_private = n_blocks - len(path)
+        if n_idle + n_private + reserve_blocks > self.available_blocks:
             return None
-        for state in hits:
-            self._refer(state)
+        # Looked for before anything is evicted: the source itself may have to make room for its copy.
+        copied_tokens = self._copied_tokens(prompt, path, reusable_tokens)
+        n_onboarded = sum([self._refer(node) for node in path])
         self._private_blocks += n_private
         self._reserved_blocks += reserve_blocks
         self._evict_overflow()
+        round_up = self.block_tokens - 1 if self._partial_reuse else 0
+        n_wanted = (reusable_tokens + round_up) // self.block_tokens
+        n_reused = len(path) + (copied_tokens > 0)
         self.n_allocated_blocks += n_blocks
         self.n_new_blocks += n_private
-        self.n_reused_blocks += len(hits)
-        self.n_missed_blocks += len(states) - len(hits)
-        return Allocation(list(hits), n_private, reserve_blocks)
+        self.n_reused_blocks += n_reused
+        self.n_missed_blocks += n_wanted - n_reused
+        self.n_onboarded_blocks += n_onboarded
+        return Allocation(
+            prompt=prompt,
+            path=path,
+            n_blocks=n_blocks,
+            private_blocks=n_private,
+            reserved_blocks=reserve_blocks,
+            reused_tokens=len(path) * self.block_tokens + copied_tokens,
+            reused_blocks=n_reused,
+            missed_blocks=n_wanted - n_reused,
+            onboarded_blocks=n_onboarded,
+        )
 
     def grow(self, allocation: Allocation) -> None:
         """Turn one reserved block into a private one."""
         assert allocation.reserved_blocks > 0, "grew past the reservation"
         allocation.reserved_blocks -= 1
         self._reserved_blocks -= 1
+        allocation.n_blocks += 1
         allocation.private_blocks += 1
         self._private_blocks += 1
         self.n_allocated_blocks += 1
         self.n_new_blocks += 1
         self._evict_overflow()
 
-    def commit(self, allocation: Allocation, states: Sequence[bytes]) -> None:
-        """Make the next private blocks reusable: they are full and in `states`, in order.
+    def store(
+        self, allocation: Allocation, states: Sequence[bytes], packed: bytes, *, partial: bool
+    ) -> None:
+        """Make the blocks of the leading tokens `packed` reusable; `states` are of the full ones.
 
-        Where another sequence committed the same block first, that one is shared and ours is freed.
+        What this allocation has stored before is left as it is. With `partial`, done at the end of a
+        sequence, the last and partly filled block is stored too, and nothing can follow.
         """
-        assert len(states) <= allocation.private_blocks, "committed more blocks than it holds"
-        for state in states:
-            self._refer(state)
-        allocation.shared.extend(states)
-        allocation.private_blocks -= len(states)
-        self._private_blocks -= len(states)
+        if not self._reuse or allocation.closed:
+            return
+        path, size = allocation.path, self._block_bytes
+        assert len(packed) // size == len(states), "states are not of the full blocks of packed"
+        states = list(states[len(path) :])
+        if partial:
+            allocation.closed = True
+            tail = packed[len(packed) - len(packed) % size :]
+            if tail:
+                shared = path[-1].state if path else allocation.prompt.seed
+                parent = states[-1] if states else shared
+                states.append(blake2b(parent + tail, digest_size=STATE_BYTES).digest())
+        n_blocks = len(path) + len(states)
+        assert n_blocks <= allocation.n_blocks, "stored more blocks than it holds"
+        first_new = n_blocks
+        for i, state in enumerate(states, len(path)):
+            node = self._tree.get(state)
+            if node is None:
+                first_new = min(first_new, i)
+                node = self._tree.add(
+                    state,
+                    path[-1] if path else None,
+                    seed=allocation.prompt.seed,
+                    tokens=packed[i * size : (i + 1) * size],
+                )
+                allocation.private_blocks -= 1
+                self._private_blocks -= 1
+            elif node.references:
+                node.references += 1
+            else:
+                self._refer(node)
+                allocation.private_blocks -= 1
+                self._private_blocks -= 1
+            path.append(node)
+        # Below a new block everything is new, so one event tells it.
+        if first_new < n_blocks and self._recorder is not None:
+            self._recorder.stored(
+                path[first_new - 1].state if first_new else None,
+                states[first_new - n_blocks :],
+                packed=packed[first_new * size :],
+                cache_salt=allocation.prompt.cache_salt,
+            )
 
     def release(self, allocation: Allocation) -> None:
-        """Give everything back; committed blocks stay reusable. Again on the same allocation: no-op."""
-        for state in reversed(allocation.shared):
-            count = self._references.pop(state) - 1
-            if count:
-                self._references[state] = count
-            else:
-                self._evictable[state] = None
+        """Give everything back; stored blocks stay reusable. Again on the same allocation: no-op."""
+        evictable = self._evictable
+        for node in reversed(allocation.path):
+            node.references -= 1
+            if not node.references:
+                evictable[node] = None
         self._private_blocks -= allocation.private_blocks
         self._reserved_blocks -= allocation.reserved_blocks
-        allocation.shared = []
+        allocation.path = []
         allocation.private_blocks = allocation.reserved_blocks = 0
+        allocation.closed = True
 
-    def _refer(self, state: bytes) -> None:
-        self._references[state] = self._references.get(state, 0) + 1
-        self._evictable.pop(state, None)
+    def resident(self) -> dict[int, int]:
+        """Engine hash -> tier (0 device, 1 host) of every full block stored: what events must tell."""
+        assert self._recorder is not None, "hashes are the recorder's"
+        engine_hash = self._recorder.engine_hash
+        return {engine_hash(node.state): node.level for node in self._tree.full_blocks()}
+
+    def _copied_tokens(self, prompt: Prompt, path: list[BlockNode], reusable_tokens: int) -> int:
+        """How many reusable tokens after the matched path some stored block begins with."""
+        start = len(path) * self.block_tokens
+        end = min(reusable_tokens, start + self.block_tokens)
+        if not self._partial_reuse or start >= end:
+            return 0
+        wanted = prompt.packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
+        return self._tree.n_shared_tokens(path[-1] if path else None, prompt.seed, wanted)
+
+    def _refer(self, node: BlockNode) -> bool:
+        """Add a reference; True when the block had to come back to the device for it."""
+        node.references += 1
+        if node.references > 1:
+            return False
+        if node.level == DEVICE:
+            del self._evictable[node]
+            return False
+        del self._on_host[node]
+        self._tree.to_device(node)
+        if self._recorder is not None:
+            self._recorder.moved(node.state, HOST, DEVICE)
+        return True
 
     def _evict_overflow(self) -> None:
-        excess = self.used_blocks + len(self._evictable) - self.total_blocks
-        if excess > 0:
-            for state in list(islice(self._evictable, excess)):
-                del self._evictable[state]
-            self.n_evicted_blocks += excess
+        for _ in range(self._filled_blocks - self.total_blocks):
+            node, _ = self._evictable.popitem(last=False)
+            if not self.host_blocks:
+                self._forget(node)
+                continue
+            if len(self._on_host) == self.host_blocks:
+                self._forget(self._on_host.popitem(last=False)[0])
+            self._on_host[node] = None
+            self._tree.to_host(node)
+            self.n_offloaded_blocks += 1
+            if self._recorder is not None:
+                self._recorder.moved(node.state, DEVICE, HOST)
+
+    def _forget(self, node: BlockNode) -> None:
+        self._tree.remove(node)
+        self.n_evicted_blocks += 1
+        if self._recorder is not None:
+            self._recorder.removed(node.state)

@@ -1,270 +1,223 @@
 """`SimLLM`: a double of `tensorrt_llm.LLM` that needs no GPU and gives checkable tokens.
 
-Same calls, result objects, errors and order of events as the PyTorch backend, for token prompts and one
-sequence a request; times come from a measured profile. The token after a context is a function of that
-context (`sim_kv_cache`), so sampling settings other than stopping do not change the output, and
-`min_tokens` lets a stop token pass instead of drawing another one.
+Same calls, result objects, errors and order of events as the PyTorch backend, for text models; times come
+from a measured profile. The token after a context is a function of that context (`sim_blocks`), so
+sampling settings other than stopping do not change the output, and `min_tokens` lets a stop token pass
+instead of drawing another one. `sim_api` has the versions of TensorRT-LLM that can be imitated.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
-from slagate.workers.kv_transfer import KvTransport
-from slagate.workers.profile import TpProfile
-from slagate.workers.sim_engine import SimEngine
-from slagate.workers.sim_handoff import DisaggIds
-from slagate.workers.sim_kv_cache import SimKvCache
-from slagate.workers.sim_request import (
-    DisaggregatedParams,
-    RequestError,
-    RequestOutput,
-    SamplingParams,
-    SchedulingParams,
-)
-from slagate.workers.sim_sequence import EngineLimits
-from slagate.workers.sim_stats import IterationResult, StatsLimits, StatsQueue
-from slagate.workers.sim_submit import check_arguments, checked_sequence, enqueue_problem
-from slagate.workers.sim_timing import EngineTiming
+from slagate.workers.sim_args import parse_args
+from slagate.workers.sim_build import build_engine
+from slagate.workers.sim_levers import SimLevers
+from slagate.workers.sim_outputs import RequestOutput
+from slagate.workers.sim_polls import KvEventResult, all_events
+from slagate.workers.sim_request import RequestError
+from slagate.workers.sim_settings import SimSettings
+from slagate.workers.sim_stats import IterationResult
+from slagate.workers.sim_submit import Desk, Submission
+from slagate.workers.sim_tokenizer import SimTokenizer, SimVocabulary
+from slagate.workers.sim_traits import ApiTraits
 
-__all__ = [
-    "DisaggregatedParams",
-    "RequestError",
-    "RequestOutput",
-    "SamplingParams",
-    "SchedulingParams",
-    "SimLLM",
-    "SimLlmArgs",
-]
+log = logging.getLogger(__name__)
 
 
-VOCAB_SIZE = 128_256
-"""Default vocabulary: Llama 3's."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvCacheArgs:
-    """`args.kv_cache_config`, as far as it is simulated."""
-
-    tokens_per_block: int
-    enable_block_reuse: bool = True
-    event_buffer_max_size: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SimLlmArgs:
-    """`llm.args`: the fields of TensorRT-LLM's `LlmArgs` that a worker reads."""
-
-    model: str
-    tensor_parallel_size: int
-    max_batch_size: int
-    max_num_tokens: int
-    max_seq_len: int
-    kv_cache_config: KvCacheArgs
-    enable_attention_dp: bool = False
-    enable_chunked_prefill: bool = True
-    enable_iter_perf_stats: bool = True
-    skip_tokenizer_init: bool = True
-    stream_interval: int = 1
-    backend: str = "pytorch"
-
-
-class _Executor:
-    """`llm._executor`, as far as a worker looks: what killed the engine, or None."""
+class SimExecutor:
+    """`llm._executor`, as far as a worker looks."""
 
     def __init__(self) -> None:
         self._fatal_error: BaseException | None = None
+        self._results: WeakValueDictionary[int, RequestOutput] = WeakValueDictionary()
+
+    def is_shutdown(self) -> bool:
+        """Whether an error has ended it."""
+        return self._fatal_error is not None
+
+    def check_health(self) -> bool:
+        """Whether it takes requests."""
+        return self._fatal_error is None
+
+    def abort_request(self, client_id: int) -> None:
+        """Cancel a request by its id; an unknown or finished one is only logged."""
+        result = self._results.get(client_id)
+        if result is None or result.finished:
+            log.warning("request.abort_unknown", extra={"client_id": client_id})
+        else:
+            result.abort()
 
 
-class SimLLM:
+class SimLLM(SimLevers):
     """One simulated engine. Owns its KV cache, not the transport, which must serve this engine only.
 
-    `transport` None is an engine without `cache_transceiver_config`: disaggregated requests fail.
-    `end_id` stands in for the tokenizer's EOS; None makes requests name their own.
-    `kv_cache_blocks` None takes the profile's capacity. Raises `ValueError` naming a wrong argument.
+    The arguments are TensorRT-LLM's (`sim_args`); `sim` has what a real engine has no argument for.
+    Raises `ValueError` naming a wrong argument, `RuntimeError` when there are not enough GPUs, and what
+    `sim.fail_init` says. A subclass gives the version's `generate_async` and `traits`.
     """
+
+    traits: ClassVar[ApiTraits]
+    generate_async: Callable[..., RequestOutput]
 
     def __init__(
         self,
-        model: str,
+        model: object,
+        tokenizer: object = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,  # noqa: FBT001, FBT002
+        trust_remote_code: bool = False,  # noqa: FBT001, FBT002
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
         *,
-        profile: TpProfile,
-        transport: KvTransport | None = None,
-        end_id: int | None = None,
-        vocab_size: int = VOCAB_SIZE,
-        max_batch_size: int = 256,
-        max_num_tokens: int = 8192,
-        max_seq_len: int = 131_072,
-        tokens_per_block: int = 32,
-        kv_cache_blocks: int | None = None,
-        kv_block_bytes: int = 4096,
-        time_scale: float = 1.0,
-        transfer_bytes_per_s: float = 50e9,
-        handoff_timeout_s: float = 60.0,
-        node_id: int = 0,
-        process_id: int = 0,
+        sim: SimSettings,
+        **kwargs: Any,
     ) -> None:
-        positive = {
-            "vocab_size": vocab_size,
-            "max_batch_size": max_batch_size,
-            "max_num_tokens": max_num_tokens,
-            "max_seq_len": max_seq_len,
-            "tokens_per_block": tokens_per_block,
-            "handoff_timeout_s": handoff_timeout_s,
-        }
-        for name, value in positive.items():
-            if not value > 0:
-                raise ValueError(f"{name} must be > 0, got {value}")
-        if kv_block_bytes < 16 or kv_block_bytes % 16:
-            raise ValueError(f"kv_block_bytes must be a positive multiple of 16: {kv_block_bytes}")
-        if kv_cache_blocks is None:
-            kv_cache_blocks = profile.kv_capacity_tokens // tokens_per_block
-        self.llm_id = f"sim-{node_id}-{process_id}"
-        self.tokenizer = None
-        self.args = SimLlmArgs(
-            model=model,
-            tensor_parallel_size=profile.tensor_parallel_size,
-            max_batch_size=max_batch_size,
-            max_num_tokens=max_num_tokens,
+        args = parse_args(
+            model,
+            tokenizer=tokenizer,
+            tokenizer_mode=tokenizer_mode,
+            skip_tokenizer_init=skip_tokenizer_init,
+            trust_remote_code=trust_remote_code,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            revision=revision,
+            tokenizer_revision=tokenizer_revision,
+            **kwargs,
+        )
+        if args.world_size > sim.n_gpus:
+            raise RuntimeError(f"{args.world_size} GPUs are needed, this node has {sim.n_gpus}")
+        if sim.pause is not None:
+            sim.pause(sim.init_s)
+        if sim.fail_init is not None:
+            raise sim.fail_init
+        max_seq_len = args.max_seq_len or sim.model_max_seq_len
+        args.max_seq_len = max_seq_len
+        self.llm_id = f"sim-{sim.node_id}-{sim.process_id}"
+        self.args = args
+        self.tokenizer: SimTokenizer | None = None
+        if not skip_tokenizer_init:
+            self.tokenizer = SimTokenizer(
+                SimVocabulary(vocab_size=sim.vocab_size, eos_token_id=sim.tokenizer_end_id)
+            )
+        parts = build_engine(args, sim, traits=self.traits, max_seq_len=max_seq_len)
+        self._engine, self._ranks, self._stats, self._events = parts
+        self._block_tokens = args.kv_cache_config.tokens_per_block
+        self._desk = Desk(
+            args,
+            settings=sim,
+            traits=self.traits,
+            tokenizer=self.tokenizer,
             max_seq_len=max_seq_len,
-            kv_cache_config=KvCacheArgs(tokens_per_block),
+            capacity_tokens=self._ranks[0].cache.total_blocks * self._block_tokens,
         )
-        self._limits = EngineLimits(
-            max_batch_size, max_num_tokens, tokens_per_block, vocab_size, kv_block_bytes
-        )
-        self._end_id = end_id
-        self._has_transceiver = transport is not None
-        self._stats = StatsQueue(
-            StatsLimits(max_batch_size, max_num_tokens, kv_cache_blocks, tokens_per_block)
-        )
-        self._engine = SimEngine(
-            self._limits,
-            timing=EngineTiming(profile, time_scale, transfer_bytes_per_s),
-            cache=SimKvCache(kv_cache_blocks, tokens_per_block),
-            transport=transport,
-            handoff_timeout_s=handoff_timeout_s,
-            disagg_ids=DisaggIds(node_id, process_id),
-            stats=self._stats,
-        )
-        self._executor: _Executor | None = _Executor()
+        self._executor: SimExecutor | None = SimExecutor()
         # TensorRT-LLM's client ids start at 2 too.
         self._last_id = 1
 
-    def generate_async(
-        self,
-        inputs: Any,
-        sampling_params: SamplingParams | None = None,
-        lora_request: object | None = None,
-        *,
-        streaming: bool = False,
-        disaggregated_params: DisaggregatedParams | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        scheduling_params: SchedulingParams | None = None,
-        cache_salt: str | None = None,
-        priority: float = 0.5,
-    ) -> RequestOutput:
-        """Submit a request; needs a running loop. Its iterator raises `RequestError` when it fails.
+    def __enter__(self) -> "SimLLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("an LLM cannot be pickled")
+
+    def _submit(self, submission: Submission) -> RequestOutput:
+        """What every version's `generate_async` does; needs a running loop.
 
         Raises at once: `ValueError` or `TypeError` on bad arguments, `NotImplementedError` on what is
         not simulated, `RuntimeError` when the engine is shut down or dead.
         """
-        del trace_headers  # Accepted as in TensorRT-LLM; there is no tracer to give them to.
         if self._executor is None:
             raise RuntimeError("LLM is shutting down")
         if self._executor._fatal_error is not None:
             raise RuntimeError(f"executor died: {self._executor._fatal_error}")
-        sampling = SamplingParams() if sampling_params is None else sampling_params
-        check_arguments(
-            sampling, lora_request=lora_request, scheduling=scheduling_params, priority=priority
-        )
-        sequence = checked_sequence(
-            self._last_id + 1,
-            inputs,
-            sampling=sampling,
-            params=disaggregated_params,
-            streaming=streaming,
-            cache_salt=cache_salt,
-            model=self.args.model,
-            max_seq_len=self.args.max_seq_len,
-            end_id=self._end_id,
-            limits=self._limits,
-        )
+        sequences = self._desk.checked_request(self._last_id + 1, submission)
         self._last_id += 1
-        result = sequence.result
-        result.on_abort(lambda: self._engine.abort(sequence))
-        problem = enqueue_problem(
-            sequence,
-            max_seq_len=self.args.max_seq_len,
-            capacity_tokens=self._engine.cache.total_blocks * self._limits.block_tokens,
-            has_transceiver=self._has_transceiver,
-        )
-        if problem is None:
-            self._engine.submit(sequence)
-        else:
-            sequence.done = True
+        result = sequences[0].feed.result
+        problem = self._desk.enqueue_problem(sequences[0])
+        if problem is not None:
             result.fail(RequestError(problem))
+            return result
+
+        def abort() -> None:
+            for sequence in sequences:
+                self._engine.abort(sequence)
+
+        result.on_abort(abort)
+        self._executor._results[self._last_id] = result
+        for sequence in sequences:
+            self._engine.submit(sequence)
         return result
 
-    @property
-    def n_running(self) -> int:
-        """Requests admitted and not finished."""
-        return self._engine.n_running
+    def generate(
+        self, inputs: Any, sampling_params: Any = None, *, use_tqdm: bool = True, **arguments: Any
+    ) -> Any:
+        """Run one prompt, or a list of prompts, on a loop of its own and return the finished results.
 
-    @property
-    def n_queued(self) -> int:
-        """Requests waiting for admission."""
-        return self._engine.n_queued
+        Every argument may be a list with one item a prompt. Raises `RuntimeError` on a running loop, which
+        it would block, and otherwise as `generate_async` and its result.
+        """
+        del use_tqdm
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            pass
+        else:
+            raise RuntimeError("generate would block the running loop; use generate_async")
+        one = not (isinstance(inputs, list) and inputs) or isinstance(inputs[0], int)
+        prompts: Sequence[Any] = [inputs] if one else inputs
+        given = {"sampling_params": sampling_params, **arguments}
 
-    @property
-    def n_parked(self) -> int:
-        """Prefilled sessions whose blocks wait for decode."""
-        return 0 if self._engine.parked is None else len(self._engine.parked)
+        async def run() -> list[RequestOutput]:
+            results = [
+                self.generate_async(
+                    prompt,
+                    **{
+                        name: value[i] if isinstance(value, list) else value
+                        for name, value in given.items()
+                    },
+                )
+                for i, prompt in enumerate(prompts)
+            ]
+            return [await result for result in results]
 
-    @property
-    def n_expired(self) -> int:
-        """Parked sessions nobody came for in time."""
-        return 0 if self._engine.parked is None else self._engine.parked.n_expired
-
-    @property
-    def used_blocks(self) -> int:
-        """KV blocks that running requests and parked sessions refer to."""
-        return self._engine.cache.used_blocks
-
-    @property
-    def kv_transfer_failures(self) -> int:
-        """Handoffs that failed, for whatever reason."""
-        return self._engine.kv_transfer_failures
-
-    @property
-    def kv_verify_failures(self) -> int:
-        """Those of them whose bytes arrived whole and were not of the prompt."""
-        return self._engine.kv_verify_failures
-
-    def release_session(self, ctx_request_id: int) -> bool:
-        """Drop a parked session and free its blocks; False when there is none of that id."""
-        return self._engine.parked is not None and self._engine.parked.release(ctx_request_id)
-
-    async def handoffs_collected(self) -> None:
-        """Wait until no session is parked any more."""
-        if self._engine.parked is not None:
-            await self._engine.parked.none_left()
+        results = asyncio.run(run())
+        return results[0] if one else results
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
         """Iterations not read yet, as dicts; ends when none comes for `timeout` seconds."""
-        # TensorRT-LLM has no stats queue before the first request, so nothing is waited for.
+        # There is no stats queue before the first request, so nothing is waited for.
         return IterationResult(self._stats, timeout_s=(timeout or 0) if self._last_id > 1 else 0)
 
-    def get_kv_cache_capacity(self) -> dict[str, int]:
-        """Size of the KV cache."""
-        blocks, block_tokens = self._engine.cache.total_blocks, self._limits.block_tokens
-        return {
-            "maxNumBlocks": blocks,
-            "tokensPerBlock": block_tokens,
-            "maxNumTokens": blocks * block_tokens,
-        }
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """Iterations not read yet; what would have to be waited for does not come without a loop."""
+        del timeout
+        rows = []
+        while (row := self._stats.take()) is not None:
+            rows.append(row)
+        return rows
 
-    def _check_health(self) -> bool:
-        return self._executor is not None and self._executor._fatal_error is None
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> KvEventResult:
+        """KV cache events not read yet; ends when none comes for `timeout` seconds.
+
+        Raises `AssertionError` before the first request, as TensorRT-LLM does.
+        """
+        assert self._last_id > 1, "there are no KV cache events before the first request"
+        timeout_s = (timeout or 0) if self._events.max_events else 0
+        return KvEventResult(self._events, timeout_s=timeout_s, nested=self.traits.nests_events)
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[Any]:
+        """KV cache events not read yet, without waiting. Raises as `get_kv_cache_events_async`."""
+        del timeout
+        assert self._last_id > 1, "there are no KV cache events before the first request"
+        return all_events(self._events, nested=self.traits.nests_events)
 
     def inject_fatal(self, error: BaseException) -> None:
         """Kill the engine as a fatal executor error does: every pending result raises `error`."""

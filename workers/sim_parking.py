@@ -5,14 +5,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slagate.workers.kv_transfer import KvTransport
-from slagate.workers.sim_kv_cache import Allocation, SimKvCache
+from slagate.workers.sim_handoff import DisaggIds, export_prompt
+from slagate.workers.sim_request import DisaggregatedParams12
+from slagate.workers.sim_sequence import EngineLimits, SimSequence
 
 ACK_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    allocation: Allocation
+    free: Callable[[], None]
     expires_s: float
 
 
@@ -26,14 +28,16 @@ class ParkedSessions:
 
     def __init__(
         self,
-        cache: SimKvCache,
-        *,
         transport: KvTransport,
+        *,
+        limits: EngineLimits,
+        disagg_ids: DisaggIds,
         timeout_s: float,
         freed: Callable[[], None],
     ) -> None:
-        self._cache = cache
         self._transport = transport
+        self._limits = limits
+        self._disagg_ids = disagg_ids
         self._timeout_s = timeout_s
         self._freed = freed
         self._sessions: dict[int, _Session] = {}
@@ -45,12 +49,36 @@ class ParkedSessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def park(self, session_id: int, allocation: Allocation) -> None:
-        """Hold a session's blocks."""
+    def park(
+        self,
+        sequence: SimSequence,
+        first_token: int,
+        *,
+        ctx_dp_rank: int | None,
+        free: Callable[[], None],
+    ) -> DisaggregatedParams12:
+        """Offer a prefilled sequence's blocks and hold them; returns the params that decode needs.
+
+        The session has the id of the request; `free` gives the blocks back, and is called once.
+        Raises `KvTransferError`, holding nothing, when the transport cannot take the blocks.
+        """
         loop = asyncio.get_running_loop()
-        self._sessions[session_id] = _Session(allocation, loop.time() + self._timeout_s)
+        # The oldest version has no such field.
+        disagg_request_id = getattr(sequence.params, "disagg_request_id", None)
+        if disagg_request_id is None:
+            disagg_request_id = self._disagg_ids.next(loop.time())
+        params = export_prompt(
+            sequence,
+            first_token,
+            transport=self._transport,
+            limits=self._limits,
+            disagg_request_id=disagg_request_id,
+            ctx_dp_rank=ctx_dp_rank,
+        )
+        self._sessions[sequence.request_id] = _Session(free, loop.time() + self._timeout_s)
         self._empty.clear()
         self._arm(loop)
+        return params
 
     def release(self, session_id: int) -> bool:
         """Withdraw a session and free its blocks; False when it is not parked."""
@@ -58,7 +86,7 @@ class ParkedSessions:
         if session is None:
             return False
         self._transport.release(session_id)
-        self._cache.release(session.allocation)
+        session.free()
         if not self._sessions:
             self._empty.set()
             if self._timer is not None:

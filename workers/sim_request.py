@@ -1,15 +1,17 @@
-"""Requests and results of the simulated engine, in the shape of TensorRT-LLM's LLM API.
+"""Requests to the simulated engine, in the shape of TensorRT-LLM's LLM API of three ages.
 
-Field names, defaults and errors follow `tensorrt_llm.SamplingParams`, `DisaggregatedParams`,
-`SchedulingParams`, `RequestOutput` and `CompletionOutput`, so that code written for those runs here.
+Field names, defaults and errors follow `tensorrt_llm.SamplingParams`, `DisaggregatedParams` and
+`SchedulingParams`, so that code written for those runs here. A class named with a version is that
+version's; one without is the newest. Each age has all fields of the one before it.
 """
 
-import asyncio
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
-from typing import Any
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 REQUEST_TYPES = ("context_only", "generation_only", "context_and_generation")
+
+DEFAULT_REQUEST_PRIORITY = 0.5
 
 
 class RequestError(RuntimeError):
@@ -17,7 +19,7 @@ class RequestError(RuntimeError):
 
 
 @dataclass(slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams12:
     """How to sample and when to stop. Raises `ValueError` on contradicting values."""
 
     end_id: int | None = None
@@ -28,60 +30,85 @@ class SamplingParams:
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
+    embedding_bias: object | None = None
+    logits_processor: object | None = None
+    apply_batched_logits_processor: bool = False
     n: int = 1
     best_of: int | None = None
     use_beam_search: bool = False
     top_k: int | None = None
     top_p: float | None = None
-    min_p: float | None = None
+    top_p_min: float | None = None
+    top_p_reset_ids: int | None = None
+    top_p_decay: float | None = None
     seed: int | None = None
     temperature: float | None = None
     min_tokens: int | None = None
+    beam_search_diversity_rate: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     length_penalty: float | None = None
     early_stopping: int | None = None
     no_repeat_ngram_size: int | None = None
+    min_p: float | None = None
+    beam_width_array: list[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
+    exclude_input_from_output: bool = True
+    return_encoder_output: bool = False
     return_perf_metrics: bool = False
+    additional_model_outputs: list[Any] | None = None
+    lookahead_config: object | None = None
     guided_decoding: object | None = None
     ignore_eos: bool = False
     detokenize: bool = True
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if self.best_of is None:
             self.best_of = self.n
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1: {self.n}")
         if self.best_of < self.n:
             raise ValueError(f"best_of ({self.best_of}) cannot be less than n ({self.n})")
         greedy = self.top_k in (None, 1) and self.top_p in (None, 0.0)
-        if self.best_of > 1 and greedy and not self.use_beam_search:
+        # TensorRT-LLM looks at this variable itself, at the same moment.
+        allowed = self.use_beam_search or os.environ.get("TLLM_ALLOW_N_GREEDY_DECODING")
+        if self.best_of > 1 and greedy and not allowed:
             raise ValueError("greedy decoding needs best_of 1")
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
             raise ValueError(f"truncate_prompt_tokens must be >= 1: {self.truncate_prompt_tokens}")
 
 
 @dataclass(slots=True, kw_only=True)
-class DisaggregatedParams:
+class SamplingParams(SamplingParams12):
+    """How to sample and when to stop. Raises `ValueError` on contradicting values."""
+
+    logprobs_mode: str | None = None
+    logprobs_simple_format: bool = False
+    prompt_logprobs_simple_format: bool = False
+    thinking_token_budget: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class DisaggregatedParams12:
     """Which phase to run and the handoff between phases. Raises `ValueError` on a bad request_type."""
 
     request_type: str | None = None
     first_gen_tokens: list[int] | None = None
-    first_gen_log_probs: list[Any] | None = None
-    first_gen_logits: list[Any] | None = None
     ctx_request_id: int | None = None
     opaque_state: bytes | None = None
     draft_tokens: list[int] | None = None
-    disagg_request_id: int | None = None
-    ctx_dp_rank: int | None = None
-    ctx_info_endpoint: str | None = None
-    schedule_style: int | None = None
-    ctx_usage: dict[str, Any] | None = None
-    conversation_id: str | None = None
+    multimodal_embedding_handles: list[dict[str, Any]] | None = None
+    multimodal_hashes: list[list[int]] | None = None
+    mrope_position_ids_handle: dict[str, Any] | None = None
+    mrope_position_deltas_handle: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.request_type is not None:
@@ -93,173 +120,63 @@ class DisaggregatedParams:
 
 
 @dataclass(slots=True, kw_only=True)
-class SchedulingParams:
+class DisaggregatedParams13(DisaggregatedParams12):
+    """As `DisaggregatedParams12`, with ids of both phases and where the context is."""
+
+    first_gen_log_probs: list[Any] | None = None
+    first_gen_logits: list[Any] | None = None
+    disagg_request_id: int | None = None
+    ctx_dp_rank: int | None = None
+    ctx_info_endpoint: str | None = None
+    schedule_style: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class DisaggregatedParams(DisaggregatedParams13):
+    """As `DisaggregatedParams13`, with what the newest versions pass along."""
+
+    multimodal_item_runs: list[Any] | None = None
+    ctx_usage: dict[str, Any] | None = None
+    conversation_id: str | None = None
+
+
+_Params = TypeVar("_Params", bound=DisaggregatedParams12)
+
+
+def changed_params(params: _Params, **changes: Any) -> _Params:
+    """A copy with these fields set; fields that its version does not have are left out."""
+    known = {field.name for field in fields(params)}
+    return replace(params, **{name: value for name, value in changes.items() if name in known})
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulingParams12:
     """Which attention-DP rank to run on; `attention_dp_relax=False` means that rank or wait."""
 
     attention_dp_rank: int | None = None
     attention_dp_relax: bool | None = True
+    agent_hierarchy: object | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulingParams(SchedulingParams12):
+    """As `SchedulingParams12`, with the newest affinity hint."""
+
+    subagent_affinity_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationParams:
+    """Which conversation a request is a turn of."""
+
+    conversation_id: str
 
 
 @dataclass(slots=True)
-class CompletionOutput:
-    """One generated sequence; `token_ids` is cumulative."""
+class PreprocessedInputs:
+    """A prompt whose processing is done."""
 
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    logprobs: list[Any] = field(default_factory=list)
-    prompt_logprobs: list[Any] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    disaggregated_params: DisaggregatedParams | None = None
-    request_perf_metrics: object | None = None
-    _n_seen: int = 0
-
-    @property
-    def length(self) -> int:
-        """Tokens generated so far."""
-        return len(self.token_ids)
-
-    @property
-    def token_ids_diff(self) -> list[int]:
-        """Tokens that are new since the previous yield."""
-        return self.token_ids[self._n_seen :]
-
-    @property
-    def text_diff(self) -> str:
-        """Always empty: the simulated engine has no tokenizer."""
-        return ""
-
-
-class RequestOutput:
-    """A request's result: an async iterator that yields this same object, changed in place.
-
-    The engine feeds `push`, `finish` and `fail`; what they bring becomes visible at the next yield
-    only. Several tokens may arrive in one yield when the reader is slower than the engine. One reader.
-    """
-
-    __slots__ = (
-        "_abort_request",
-        "_aborted",
-        "_closing",
-        "_error",
-        "_loop",
-        "_pending",
-        "_streaming",
-        "_waiter",
-        "cached_tokens",
-        "disaggregated_params",
-        "finished",
-        "outputs",
-        "prompt",
-        "prompt_token_ids",
-        "request_id",
-        "sampling_params",
-    )
-
-    def __init__(
-        self,
-        request_id: int,
-        prompt_token_ids: list[int],
-        *,
-        sampling_params: SamplingParams,
-        streaming: bool,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt: str | None = None
-        self.prompt_token_ids = prompt_token_ids
-        self.sampling_params = sampling_params
-        self.outputs = [CompletionOutput(0)]
-        self.finished = False
-        self.cached_tokens = 0
-        self.disaggregated_params: DisaggregatedParams | None = None
-        self._loop = asyncio.get_running_loop()
-        self._streaming = streaming
-        self._abort_request: Callable[[], None] | None = None
-        self._aborted = False
-        self._pending: list[int] = []
-        self._closing: tuple[str, int | None, DisaggregatedParams | None] | None = None
-        self._error: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def abort(self) -> None:
-        """Cancel the request; one last yield says "cancelled". No-op once it has ended."""
-        self._aborted = True
-        if self._abort_request is not None:
-            self._abort_request()
-
-    def aborted(self) -> bool:
-        """Whether `abort` was called."""
-        return self._aborted
-
-    def __aiter__(self) -> "RequestOutput":
-        return self
-
-    async def __anext__(self) -> "RequestOutput":
-        """The same object with what is new. Raises `RequestError`, or the engine's fatal error."""
-        while True:
-            unseen = bool(self._pending) and self._streaming
-            if self._error is not None and not unseen:
-                error, self._error = self._error, None
-                self.finished = True
-                raise error
-            if self.finished:
-                raise StopAsyncIteration
-            if self._closing is not None or unseen:
-                self._show()
-                return self
-            self._waiter = self._loop.create_future()
-            await self._waiter
-
-    async def aresult(self) -> "RequestOutput":
-        """Wait for the end. Raises like iteration does."""
-        async for _ in self:
-            pass
-        return self
-
-    def __await__(self) -> Generator[Any, None, "RequestOutput"]:
-        return self.aresult().__await__()
-
-    def on_abort(self, abort_request: Callable[[], None]) -> None:
-        """What `abort` calls; the engine's side of the request."""
-        self._abort_request = abort_request
-
-    def push(self, token: int) -> None:
-        """One more token."""
-        self._pending.append(token)
-        if self._streaming:
-            self._wake()
-
-    def finish(
-        self,
-        finish_reason: str,
-        *,
-        stop_reason: int | None = None,
-        disaggregated_params: DisaggregatedParams | None = None,
-    ) -> None:
-        """The last response."""
-        self._closing = (finish_reason, stop_reason, disaggregated_params)
-        self._wake()
-
-    def fail(self, error: BaseException) -> None:
-        """End with an error instead of a last response."""
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def _show(self) -> None:
-        output = self.outputs[0]
-        output._n_seen = len(output.token_ids)
-        output.token_ids += self._pending
-        self._pending.clear()
-        if self._closing is not None:
-            output.finish_reason, output.stop_reason, params = self._closing
-            output.disaggregated_params = self.disaggregated_params = params
-            self.finished = True
+    prompt_token_ids: Any
+    query_token_ids: list[int] | None = None
+    multimodal_params: object | None = None
+    encoder_input_token_ids: list[int] | None = None

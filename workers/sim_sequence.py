@@ -1,63 +1,102 @@
-"""One request inside the simulated engine, and the limits it runs under."""
+"""One sequence inside the simulated engine, and the limits it runs under."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from slagate.workers.sim_kv_cache import Allocation, TokenChain
-from slagate.workers.sim_request import DisaggregatedParams, RequestOutput
+from slagate.workers.sim_blocks import TOKEN_BYTES, Prompt, TokenChain, token_bytes
+from slagate.workers.sim_kv_cache import Allocation
+from slagate.workers.sim_outputs import OutputFeed
+from slagate.workers.sim_request import DisaggregatedParams12
+from slagate.workers.sim_stop import StopRules
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What bounds an iteration, and the sizes all workers of one model must agree on."""
+    """What bounds an iteration of one rank, and the sizes all workers of one model must agree on.
+
+    `max_tokens_in_buffer` bounds the prompt that a decode worker can receive; None is no bound.
+    """
 
     max_batch_size: int
     max_num_tokens: int
     block_tokens: int
     vocab_size: int
     kv_block_bytes: int
+    chunked_prefill: bool = True
+    max_tokens_in_buffer: int | None = None
+
+
+class CacheContent(NamedTuple):
+    """Tokens in the cache, packed, and the states of the full blocks they make."""
+
+    states: Sequence[bytes]
+    packed: bytes
 
 
 @dataclass(slots=True, eq=False)
 class SimSequence:
-    """A request as submitted (first part), and how far the engine is with it.
+    """One output of a request as submitted (first part), and how far the engine is with it.
 
-    `packed` is the prompt as little-endian uint32, `states` the state of each of its blocks.
-    `kv_tokens` counts tokens in the cache: the newest generated one is not there yet.
+    `branch` is its index among the parallel outputs of the request; `first` is the sequence of branch 0
+    for the others, which run on its rank and reuse its prompt. `rank_wanted` without `rank_strict` is a
+    preference. `kv_tokens` counts tokens in the cache: the newest generated one is not there yet.
     """
 
-    result: RequestOutput
-    packed: bytes
+    feed: OutputFeed
+    prompt: Prompt
     n_prompt: int
-    seed: bytes
-    states: list[bytes]
     max_tokens: int
-    min_tokens: int
-    end_id: int
-    stop_ids: frozenset[int]
-    keep_stop_token: bool
+    stop: StopRules
     request_type: str
-    params: DisaggregatedParams | None
+    params: DisaggregatedParams12 | None
+    branch: int = 0
+    first: "SimSequence | None" = None
+    rank_wanted: int | None = None
+    rank_strict: bool = False
 
+    rank: int | None = None
     allocation: Allocation | None = None
     chain: TokenChain | None = None
     prefilled_tokens: int = 0
     kv_tokens: int = 0
-    n_generated: int = 0
-    last_token: int = -1
+    generated: list[int] = field(default_factory=list)
     done: bool = False
+    has_bytes: bool = False
+    transfer_started_s: float = 0.0
     transfer_timer: asyncio.TimerHandle | None = None
 
-    def stops_at(self, token: int) -> bool:
-        """Whether `token`, generated next, ends the request (a stop inside min_tokens does not)."""
-        return token in self.stop_ids and self.n_generated >= self.min_tokens
+    @property
+    def request_id(self) -> int:
+        """The id of the request that this is an output of."""
+        return self.feed.result.request_id
+
+    @property
+    def is_pull(self) -> bool:
+        """Whether its prompt comes from another worker."""
+        return self.request_type == "generation_only"
 
     def start_chain(self, parent: bytes, block_tokens: int) -> None:
         """The whole prompt is in the cache; `parent` is the state of its last full block."""
         whole = self.n_prompt - self.n_prompt % block_tokens
-        self.chain = TokenChain(parent, self.packed[whole * 4 :], block_tokens)
+        tail = self.prompt.packed[whole * TOKEN_BYTES :]
+        self.chain = TokenChain(parent, tail, block_tokens)
         self.kv_tokens = self.n_prompt
+
+    def leading(self, n_tokens: int, block_tokens: int) -> CacheContent:
+        """The first `n_tokens` of the prompt."""
+        states = self.prompt.states[: n_tokens // block_tokens]
+        return CacheContent(states, self.prompt.packed[: n_tokens * TOKEN_BYTES])
+
+    def cached(self, block_tokens: int) -> CacheContent:
+        """Everything of it that is in the cache: while it prefills, what is computed so far."""
+        if self.chain is None:
+            return self.leading(self.prefilled_tokens, block_tokens)
+        full = self.prompt.states[: self.n_prompt // block_tokens]
+        # The newest token is never in the cache.
+        generated = token_bytes(self.generated[:-1])
+        return CacheContent([*full, *self.chain.filled], self.prompt.packed + generated)
 
 
 class Chunk(NamedTuple):
@@ -65,20 +104,3 @@ class Chunk(NamedTuple):
 
     sequence: SimSequence
     new_tokens: int
-
-
-class Iteration(NamedTuple):
-    """One running engine iteration."""
-
-    started_s: float
-    ends_s: float
-    decoding: list[SimSequence]
-    chunks: list[Chunk]
-    n_new: int
-    timer: asyncio.TimerHandle
-
-    def has_work(self) -> bool:
-        """Whether anything it computes is still wanted."""
-        return any(not one.done for one in self.decoding) or any(
-            not chunk.sequence.done for chunk in self.chunks
-        )

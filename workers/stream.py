@@ -59,3 +59,16 @@ class BufferedSink:
         data = self._messages.popleft()
         self.n_bytes -= len(data)
         return data
+
+
+class EndedCall:
+    """The `Call` of what was refused: there is nothing to ask of it any more."""
+
+    def cancel(self) -> None:
+        """As `Call.cancel`."""
+
+    def pause(self) -> None:
+        """As `Call.pause`."""
+
+    def resume(self) -> None:
+        """As `Call.resume`."""

@@ -1,9 +1,9 @@
 """`TrtllmWorker`: the `Worker` port over TensorRT-LLM's `LLM` object, or over its double.
 
 One engine request per leg, one task per request that turns the engine's cumulative, mutable result into
-OpenEngine deltas. The rules that TensorRT-LLM imposes live here: which exceptions are the request's and
-which are the engine's end, and that a decode leg is never aborted before its first result, because the
-KV transfer behind it cannot be interrupted.
+OpenEngine deltas, and two that poll the engine for KV events and statistics while it works. What an error
+means is TensorRT-LLM's policy: a `RequestError` is its request's, anything else out of a result ends the
+engine, and with it this worker.
 """
 
 import logging
@@ -17,10 +17,20 @@ from anyio.abc import TaskGroup
 from google.protobuf.message import DecodeError
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers import trtllm_info
-from slagate.workers.errors import Refused, WorkerError
-from slagate.workers.trtllm_info import WorkerIdentity
-from slagate.workers.trtllm_request import EngineApi, EngineRequest, parse_leg
+from slagate.workers.clock import unix_nanos as clock_unix_nanos
+from slagate.workers.errors import Refused
+from slagate.workers.kv_feed import HISTORY_BATCHES
+from slagate.workers.legs import CONTEXT_ONLY
+from slagate.workers.load import attribute, load_info, rank_loads
+from slagate.workers.stream import EndedCall
+from slagate.workers.trtllm_engine import Engine, EngineApi, EngineGoneError
+from slagate.workers.trtllm_events import EngineEvents
+from slagate.workers.trtllm_handoffs import Handoffs
+from slagate.workers.trtllm_info import WorkerIdentity, health, server_info
+from slagate.workers.trtllm_model import model_info
+from slagate.workers.trtllm_poll import STATS_PACE, Activity, NewestRows, Poller
+from slagate.workers.trtllm_probe import InferenceProbe
+from slagate.workers.trtllm_request import EngineRequest, parse_leg
 from slagate.workers.trtllm_stream import EngineStream
 from slagate.workers.worker import Call, Metadata, Sink, Status
 
@@ -29,11 +39,11 @@ log = logging.getLogger(__name__)
 REMEMBERED_IDS = 1024
 """Finished request ids kept so that a late Abort is ALREADY_FINISHED rather than NOT_FOUND."""
 
-PROBE_TIMEOUT_S = 30.0
+STATS_TIMEOUT_S = 0.01
 
 
 class TrtllmWorker:
-    """Serves one `LLM`. The task group that owns the request tasks is the caller's."""
+    """Serves one `LLM`. The task group that owns its tasks is the caller's, who cancels it at the end."""
 
     def __init__(
         self,
@@ -43,18 +53,54 @@ class TrtllmWorker:
         identity: WorkerIdentity,
         tasks: TaskGroup,
         release_session: Callable[[int], bool] | None,
+        kv_problem: Callable[[], str] = lambda: "",
+        handoff_key: bytes | None = None,
+        kv_history_batches: int = HISTORY_BATCHES,
+        unix_nanos: Callable[[], int] = clock_unix_nanos,
     ) -> None:
-        """`release_session` frees a parked handoff by context request id; None where none can be."""
-        self._llm = llm
-        self._api = api
+        """`release_session` frees a parked handoff by context request id; None where none can be.
+
+        `kv_problem` says why KV transfers cannot work, "" while they can. `handoff_key` seals handoffs
+        between workers that have the same one. `kv_history_batches` of KV events are kept for each rank.
+        Raises `ValueError` for a key that is too short.
+        """
+        self._engine = Engine(llm, api)
         self._identity = identity
         self._tasks = tasks
-        self._release_session = release_session or _cannot_release
-        self._frees_handoffs = release_session is not None
+        self._kv_problem = kv_problem
+        self._unix_nanos = unix_nanos
+        self._handoffs = Handoffs(
+            backend=identity.transfer_backend,
+            limit_s=self._engine.handoff_limit_s,
+            key=handoff_key,
+            release=release_session,
+        )
         self._live: dict[str, EngineStream] = {}
         self._finished: OrderedDict[str, int | None] = OrderedDict()  # id -> handoff it parked
-        self._stats_row: dict[str, Any] | None = None
+        self._activity = Activity()
+        self._probe = InferenceProbe(
+            self._engine, self._activity, end_id=identity.end_id, tasks=tasks
+        )
+        self._rows = NewestRows(self._engine.n_ranks)
+        self._events = EngineEvents(
+            self._engine,
+            self._activity,
+            instance_id=identity.instance_id,
+            unix_nanos=unix_nanos,
+            history_batches=kv_history_batches,
+        )
+        self._problem = ""  # what ended the engine
         self.fatal = anyio.Event()
+        tasks.start_soon(self._events.run)
+        if hasattr(llm, "get_stats_async"):
+            poller = Poller(
+                "stats",
+                lambda: llm.get_stats_async(timeout=STATS_TIMEOUT_S),
+                self._rows.take,
+                pace=STATS_PACE,
+                activity=self._activity,
+            )
+            tasks.start_soon(poller.run)
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
@@ -69,11 +115,7 @@ class TrtllmWorker:
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
     ) -> Call:
         """As `Worker.generate`."""
-        stream = EngineStream(
-            sink,
-            backend=self._identity.transfer_backend,
-            abandon=self._release_session,
-        )
+        stream = EngineStream(sink, self._handoffs)
         try:
             leg = self._parse(request, metadata)
             stream.start(self._submit(leg, metadata), leg, timeout_s=timeout_s)
@@ -81,10 +123,13 @@ class TrtllmWorker:
             stream.finish(refused.status)
             return stream
         self._live[leg.request_id] = stream
+        self._activity.started()
         self._tasks.start_soon(self._run, leg.request_id, stream)
         return stream
 
     def _parse(self, data: bytes, metadata: Metadata) -> EngineRequest:
+        if self._problem:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, f"engine: {self._problem}")
         try:
             request = oe.GenerateRequest.FromString(data)
         except DecodeError:
@@ -98,57 +143,84 @@ class TrtllmWorker:
         return parse_leg(
             request,
             metadata,
-            api=self._api,
-            role=self._identity.role,
-            model=self._identity.model,
-            window_tokens=trtllm_info.window_tokens(self._llm),
-            end_id=self._identity.end_id,
+            engine=self._engine,
+            identity=self._identity,
+            handoffs=self._handoffs,
         )
 
     def _submit(self, leg: EngineRequest, metadata: Metadata) -> Any:
-        kwargs: dict[str, Any] = {"streaming": leg.kind != "context_only"}
         trace = {key: value for key, value in metadata if key in ("traceparent", "tracestate")}
-        if trace:
-            kwargs["trace_headers"] = trace
-        if leg.disaggregated is not None:
-            kwargs["disaggregated_params"] = leg.disaggregated
-        if leg.cache_salt is not None:
-            kwargs["cache_salt"] = leg.cache_salt
+        scheduling = None
+        if leg.rank is not None and self._engine.n_ranks > 1:
+            scheduling = self._engine.api.SchedulingParams(
+                attention_dp_rank=leg.rank, attention_dp_relax=False
+            )
         try:
-            return self._llm.generate_async(leg.tokens, sampling_params=leg.sampling, **kwargs)
-        except (ValueError, TypeError, NotImplementedError, self._api.RequestError) as error:
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"engine: {error}") from error
-        except RuntimeError as error:
-            raise Refused(grpc.StatusCode.UNAVAILABLE, f"engine: {error}") from error
+            return self._engine.submit(
+                leg.tokens,
+                sampling_params=leg.sampling,
+                streaming=leg.kind != CONTEXT_ONLY,
+                disaggregated_params=leg.disaggregated,
+                cache_salt=leg.cache_salt,
+                scheduling_params=scheduling,
+                trace_headers=trace or None,
+            )
+        except EngineGoneError as gone:
+            self._end(gone)
+            raise
 
     async def _run(self, request_id: str, stream: EngineStream) -> None:
         try:
-            await stream.pump()
-        except self._api.RequestError as error:
+            await stream.pump(on_result=self._activity.answered)
+        except self._engine.api.RequestError as error:
             stream.fail(error)
         except Exception as error:
             # Whatever is not the request's own error means that the engine is gone.
             log.exception("engine.fatal")
             stream.fail(error)
-            self.fatal.set()
+            self._end(error)
         finally:
             stream.finish(Status(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down"))
+            self._activity.ended()
             del self._live[request_id]
             self._finished[request_id] = stream.parked_id
             if len(self._finished) > REMEMBERED_IDS:
                 self._finished.popitem(last=False)
+
+    def _end(self, error: Exception) -> None:
+        """The engine is gone: no stream gets another result, and none must wait for one."""
+        self._problem = self._problem or str(error) or type(error).__name__
+        for stream in list(self._live.values()):
+            stream.kill(error)
+        self.fatal.set()
+
+    def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
+        """As `Worker.kv_events`."""
+        try:
+            return self._events.subscribe(request, metadata, sink)
+        except Refused as refused:
+            sink.end(refused.status)
+            return EndedCall()
+
+    async def kv_event_sources(
+        self, request: oe.GetKvEventSourcesRequest
+    ) -> oe.GetKvEventSourcesResponse:
+        """As `Worker.kv_event_sources`; the address is the server's to fill in."""
+        return oe.GetKvEventSourcesResponse(
+            sources=self._events.sources(list(request.data_parallel_ranks))
+        )
 
     async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
         """As `Worker.abort`."""
         target = request.WhichOneof("target")
         if target == "request_id":
             return self._abort_request(request.request_id)
-        if target == "kv_session" and not self._frees_handoffs:
+        if target == "kv_session" and not self._handoffs.can_release:
             raise Refused(grpc.StatusCode.UNIMPLEMENTED, "kv_session: this worker parks no handoff")
         if target == "kv_session":
             session_id = request.kv_session.session_id
-            is_id = session_id.isascii() and session_id.isdigit()
-            if is_id and self._release_session(int(session_id)):
+            is_id = session_id.isascii() and session_id.isdigit() and len(session_id) <= 20
+            if is_id and self._handoffs.release(int(session_id)):
                 return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
             raise Refused(grpc.StatusCode.NOT_FOUND, f"kv_session: no session {session_id!r}")
         if target == "all_requests":
@@ -164,51 +236,52 @@ class TrtllmWorker:
         if request_id in self._finished:
             # The answer may not have reached a caller that gave up meanwhile: its handoff goes too.
             parked_id = self._finished[request_id]
-            if parked_id is not None and self._release_session(parked_id):
+            if parked_id is not None and self._handoffs.release(parked_id):
                 return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
             return oe.AbortResponse(status=oe.ABORT_STATUS_ALREADY_FINISHED)
         raise Refused(grpc.StatusCode.NOT_FOUND, f"request_id: no request {request_id!r}")
 
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
         """As `Worker.load`."""
-        # Reading empties the engine's queue, and an idle engine adds nothing to it: the last row is all
-        # there is, although blocks that were freed since do not show in it.
-        async for row in self._llm.get_stats_async(timeout=0):
-            self._stats_row = row
-        return trtllm_info.load(
-            self._llm, self._identity, n_live=len(self._live), row=self._stats_row
-        )
+        engine, llm = self._engine, self._engine.llm
+        scope: dict[str, Any] = {
+            "n_ranks": engine.n_ranks,
+            "n_live": len(self._live),
+            "blocks_per_rank": engine.blocks_per_rank,
+        }
+        info = load_info(self._rows.of_rank, used_blocks=getattr(llm, "used_blocks", None), **scope)
+        info.instance_id = self._identity.instance_id
+        info.timestamp_unix_nanos = self._unix_nanos()
+        if request.include_per_rank:
+            info.ranks.extend(rank_loads(self._rows.of_rank, **scope))
+        if self._identity.transfer_backend:
+            n_parked = getattr(llm, "n_parked", None)
+            info.active_kv_sessions = self._handoffs.n_parked if n_parked is None else n_parked
+        counts = dict(self._events.counters())
+        for name in ("kv_verify_failures", "kv_transfer_failures"):
+            count = getattr(llm, name, None)
+            if count is not None:
+                counts[name] = count
+        info.attributes.update({name: attribute(count) for name, count in counts.items()})
+        return info
 
     async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
         """As `Worker.health`."""
-        probe = self._probe if request.include_inference_probe else None
-        return await trtllm_info.health(self._llm, self._identity, request, probe=probe)
-
-    async def _probe(self) -> None:
-        """Raises when one token cannot be had: a full local run, which needs no peer in any role."""
-        sampling = self._api.SamplingParams(
-            end_id=self._identity.end_id, max_tokens=1, detokenize=False
+        return await health(
+            self._engine,
+            self._identity,
+            request,
+            fatal=self._problem,
+            kv_problem=self._kv_problem(),
+            probe=self._probe if request.include_inference_probe else None,
         )
-        params = self._api.DisaggregatedParams(request_type="context_and_generation")
-        with anyio.fail_after(PROBE_TIMEOUT_S):
-            await self._llm.generate_async(
-                [1], sampling_params=sampling, disaggregated_params=params
-            ).aresult()
 
     async def server_info(self) -> oe.ServerInfo:
         """As `Worker.server_info`."""
-        return trtllm_info.server_info(
-            self._llm, self._identity, frees_handoffs=self._frees_handoffs
-        )
+        return server_info(self._engine, self._identity, frees_handoffs=self._handoffs.can_release)
 
     async def model_info(self, model: str) -> oe.ModelInfo:
         """As `Worker.model_info`."""
         if model != self._identity.model:
-            raise WorkerError(
-                Status(grpc.StatusCode.NOT_FOUND, f"model: {model!r} is not served here")
-            )
-        return trtllm_info.model_info(self._llm, self._identity)
-
-
-def _cannot_release(_session_id: int) -> bool:
-    return False
+            raise Refused(grpc.StatusCode.NOT_FOUND, f"model: {model!r} is not served here")
+        return model_info(self._engine, self._identity)

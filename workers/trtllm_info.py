@@ -1,10 +1,10 @@
-"""What a TensorRT-LLM worker says of itself: server, model, load, health."""
+"""What a TensorRT-LLM worker says of itself: server, model, health."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers.trtllm_engine import Engine
 
 SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
 """Immutable release of the OpenEngine v0.1.0 schema: the only field that tells its copies apart."""
@@ -21,6 +21,7 @@ class WorkerIdentity:
     transfer_backend: str  # "" without a KV transceiver
     tensor_parallel_size: int
     end_id: int
+    vocab_size: int | None = None  # None: not known, and token ids are the engine's to check
 
     @property
     def role_name(self) -> str:
@@ -28,28 +29,34 @@ class WorkerIdentity:
         return oe.EngineRole.Name(self.role).removeprefix("ENGINE_ROLE_").lower()
 
 
-def server_info(llm: Any, identity: WorkerIdentity, *, frees_handoffs: bool) -> oe.ServerInfo:
+def server_info(engine: Engine, identity: WorkerIdentity, *, frees_handoffs: bool) -> oe.ServerInfo:
     """`ServerInfo` with what the engine was configured to."""
+    args = engine.llm.args
     info = oe.ServerInfo(
         engine_name="tensorrt_llm",
         engine_version=identity.engine_version,
         engine_role=identity.role,
         instance_id=identity.instance_id,
         supported_models=[identity.model],
-        parallelism=oe.ParallelismInfo(tensor_parallel_size=identity.tensor_parallel_size),
+        parallelism=oe.ParallelismInfo(
+            tensor_parallel_size=identity.tensor_parallel_size, data_parallel_size=engine.n_ranks
+        ),
         schema_revision=1,
         minimum_client_revision=1,
         schema_release=SCHEMA_RELEASE,
         capacity=oe.DeploymentCapacity(
-            kv_block_size=llm.args.kv_cache_config.tokens_per_block,
-            max_running_requests=llm.args.max_batch_size,
-            max_batched_tokens=llm.args.max_num_tokens,
+            kv_block_size=engine.block_tokens,
+            max_running_requests=args.max_batch_size,
+            max_batched_tokens=args.max_num_tokens,
         ),
     )
     # Older engines cannot say how many blocks they have; absent then, not zero.
-    capacity = getattr(llm, "get_kv_cache_capacity", None)
-    if capacity is not None:
-        info.capacity.total_kv_blocks = capacity()["maxNumBlocks"]
+    if engine.blocks_per_rank is not None:
+        info.capacity.total_kv_blocks = engine.blocks_per_rank * engine.n_ranks
+    takes_rank = engine.n_ranks == 1 or engine.takes("scheduling_params")
+    decodes = identity.role == oe.ENGINE_ROLE_DECODE
+    info.extra["trtllm_supports_dp_rank_targeting"] = takes_rank and not decodes
+    info.extra["slagate_supports_decode_dp_rank"] = takes_rank and decodes
     if identity.transfer_backend:
         info.kv_connector.CopyFrom(
             oe.KvConnectorInfo(
@@ -64,92 +71,40 @@ def server_info(llm: Any, identity: WorkerIdentity, *, frees_handoffs: bool) -> 
     return info
 
 
-def window_tokens(llm: Any) -> int:
-    """Prompt and output together: the engine's sequence length, or its KV cache where that is smaller."""
-    capacity = getattr(llm, "get_kv_cache_capacity", None)
-    limit = llm.args.max_seq_len
-    return int(limit if capacity is None else min(limit, capacity()["maxNumTokens"]))
-
-
-def model_info(llm: Any, identity: WorkerIdentity) -> oe.ModelInfo:
-    """`ModelInfo`: only what this worker really does is claimed."""
-    return oe.ModelInfo(
-        model_id=identity.model,
-        served_model_name=identity.model,
-        max_context_length=window_tokens(llm),
-        supports_text_input=False,
-        supports_token_ids_input=True,
-        supports_lora=False,
-        supports_multimodal=False,
-        generation=oe.GenerationCapabilities(
-            prompt_logprobs=oe.LogprobCapabilities(supported=False),
-            output_logprobs=oe.LogprobCapabilities(supported=False),
-            guided_decoding=oe.GuidedDecodingCapabilities(supported=False),
-            max_num_sequences=1,
-            supports_priority=False,
-            supports_stop_in_output=True,
-            supports_cache_salt=True,
-            supports_prefix_cache_bypass=False,
-        ),
-    )
-
-
-def load(
-    llm: Any, identity: WorkerIdentity, *, n_live: int, row: dict[str, Any] | None
-) -> oe.LoadInfo:
-    """`LoadInfo` from the engine's newest iteration stats; before the first there is only `n_live`."""
-    info = oe.LoadInfo(instance_id=identity.instance_id, running_requests=n_live)
-    if row is not None:
-        info.queued_requests = row["numQueuedRequests"]
-        cache = row["kvCacheStats"]
-        info.used_kv_blocks, info.total_kv_blocks = cache["usedNumBlocks"], cache["maxNumBlocks"]
-    # Where the engine can say what it holds now, that beats the last iteration.
-    used = getattr(llm, "used_blocks", None)
-    if used is not None:
-        info.used_kv_blocks = used
-    parked = getattr(llm, "n_parked", None)
-    if parked is not None:
-        info.active_kv_sessions = parked
-    for name in ("kv_verify_failures", "kv_transfer_failures"):
-        count = getattr(llm, name, None)
-        if count is not None:
-            info.attributes[name] = count
-    return info
-
-
 async def health(
-    llm: Any,
+    engine: Engine,
     identity: WorkerIdentity,
     request: oe.HealthRequest,
     *,
-    probe: Callable[[], Awaitable[None]] | None,
+    fatal: str,
+    kv_problem: str,
+    probe: Callable[[], Awaitable[str]] | None,
 ) -> oe.HealthResponse:
-    """The first part that is not READY decides the state; `probe` is run when it is given."""
-    checks = [
-        oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY),
-        oe.HealthCheck(name="model", state=_engine_state(llm)),
-    ]
+    """The first part that is not READY decides the state; `probe` is run when it is given.
+
+    `fatal` is what ended the engine, `kv_problem` why KV transfers cannot work, and `probe` answers why
+    one token could not be had; "" where all is well.
+    """
+    checks = [oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY)]
+    if fatal or not engine.alive:
+        checks.append(_check("model", oe.HEALTH_STATE_NOT_READY, fatal or "the engine has ended"))
+    else:
+        checks.append(_check("model"))
+    if identity.transfer_backend:
+        state = oe.HEALTH_STATE_NOT_READY if kv_problem else oe.HEALTH_STATE_READY
+        checks.append(_check("kv_connector", state, kv_problem))
     if request.role not in (oe.ENGINE_ROLE_UNSPECIFIED, identity.role):
         message = f"this is a {identity.role_name} worker"
-        checks.append(oe.HealthCheck(name="role", state=oe.HEALTH_STATE_NOT_READY, message=message))
+        checks.append(_check("role", oe.HEALTH_STATE_NOT_READY, message))
     if probe is not None:
-        checks.append(await _probed(probe))
+        failure = await probe()
+        state = oe.HEALTH_STATE_DEGRADED if failure else oe.HEALTH_STATE_READY
+        checks.append(_check("inference_probe", state, failure))
     states = [check.state for check in checks if check.state != oe.HEALTH_STATE_READY]
     return oe.HealthResponse(state=states[0] if states else oe.HEALTH_STATE_READY, checks=checks)
 
 
-def _engine_state(llm: Any) -> oe.HealthState.ValueType:
-    # Old engines have no such method; what is known of them is that they were built.
-    check = getattr(llm, "_check_health", None)
-    alive = check is None or check()
-    return oe.HEALTH_STATE_READY if alive else oe.HEALTH_STATE_NOT_READY
-
-
-async def _probed(probe: Callable[[], Awaitable[None]]) -> oe.HealthCheck:
-    try:
-        await probe()
-    except (RuntimeError, TimeoutError) as error:
-        return oe.HealthCheck(
-            name="inference_probe", state=oe.HEALTH_STATE_DEGRADED, message=str(error)
-        )
-    return oe.HealthCheck(name="inference_probe", state=oe.HEALTH_STATE_READY)
+def _check(
+    name: str, state: oe.HealthState.ValueType = oe.HEALTH_STATE_READY, message: str = ""
+) -> oe.HealthCheck:
+    return oe.HealthCheck(name=name, state=state, message=message)

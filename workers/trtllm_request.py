@@ -4,42 +4,57 @@ Everything that can be refused is refused here, before the engine has seen the r
 the field. Codes follow TensorRT-LLM's own OpenEngine server where the contract leaves a choice.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.codec import params_of_session
 from slagate.workers.errors import Refused
 from slagate.workers.legs import CONTEXT_ONLY, REQUEST_TYPE
+from slagate.workers.trtllm_engine import Engine
+from slagate.workers.trtllm_handoffs import Handoffs
+from slagate.workers.trtllm_info import WorkerIdentity
+from slagate.workers.trtllm_output import OutputForm
+from slagate.workers.trtllm_sampling import (
+    UINT32_MAX,
+    check_stops,
+    check_vocabulary,
+    invalid,
+    output_form,
+    sampling_values,
+    unsupported,
+)
 from slagate.workers.worker import Metadata
 
-MAX_STOP_CONDITIONS = 64
+GENERATION_ONLY = "generation_only"
+LOCAL = "context_and_generation"
 
+TARGET_RANK = "openengine-target-dp-rank"
+"""Metadata: the attention-DP rank of a request that has no handoff yet."""
 
-class EngineApi(Protocol):
-    """The names a worker needs from the engine's package: `tensorrt_llm`'s, or the double's."""
+DECODE_RANK = "x-slagate-dp-rank"
+"""Metadata, ours: the rank of a decode leg, where the key above must not be given."""
 
-    SamplingParams: Any
-    DisaggregatedParams: Any
-    RequestError: Any
+RESERVED_PREFIXES = ("openengine-", "x-slagate-")
 
 
 class EngineRequest(NamedTuple):
     """One validated leg."""
 
     request_id: str
-    kind: str  # "context_only", "generation_only" or "context_and_generation"
+    kind: str  # CONTEXT_ONLY, GENERATION_ONLY or LOCAL
     tokens: list[int]
     sampling: Any
-    disaggregated: Any | None  # None on a worker without handoff
-    cache_salt: str | None
+    form: OutputForm
+    disaggregated: Any | None = None  # None on a worker without handoff
+    cache_salt: str | None = None
+    rank: int | None = None  # the attention-DP rank it must run on; None: any
 
 
 ROLE_KINDS = {
     oe.ENGINE_ROLE_PREFILL: CONTEXT_ONLY,
-    oe.ENGINE_ROLE_DECODE: "generation_only",
-    oe.ENGINE_ROLE_AGGREGATED: "context_and_generation",
+    oe.ENGINE_ROLE_DECODE: GENERATION_ONLY,
+    oe.ENGINE_ROLE_AGGREGATED: LOCAL,
 }
 
 
@@ -47,84 +62,121 @@ def parse_leg(
     request: oe.GenerateRequest,
     metadata: Metadata,
     *,
-    api: EngineApi,
-    role: oe.EngineRole.ValueType,
-    model: str,
-    window_tokens: int,
-    end_id: int,
+    engine: Engine,
+    identity: WorkerIdentity,
+    handoffs: Handoffs,
 ) -> EngineRequest:
     """Validate one leg and build the engine's arguments. Raises `Refused` naming the field."""
-    _check_metadata(metadata)
+    reserved = _reserved(metadata)
+    if "openengine-priority" in reserved:
+        raise unsupported("openengine-priority", "this worker does not support it")
     if not request.request_id:
-        raise _invalid("request_id", "must not be empty")
+        raise invalid("request_id", "must not be empty")
     if not request.model:
-        raise _invalid("model", "must not be empty")
-    if request.model != model:
+        raise invalid("model", "must not be empty")
+    if request.model != identity.model:
         raise Refused(grpc.StatusCode.NOT_FOUND, f"model: {request.model!r} is not served here")
-    _check_unsupported(request)
+    _check_unsupported(request, engine)
     kind = _kind(request)
-    if kind != ROLE_KINDS[role]:
-        name = oe.EngineRole.Name(role).removeprefix("ENGINE_ROLE_").lower()
+    if kind != ROLE_KINDS[identity.role]:
         raise Refused(
             grpc.StatusCode.FAILED_PRECONDITION,
-            f"role mismatch: this is a {name} worker, the request is {kind}",
+            f"role mismatch: this is a {identity.role_name} worker, the request is {kind}",
         )
     tokens = list(request.token_ids.ids)
-    if not tokens:
-        raise _invalid("token_ids", "must not be empty")
-    if len(tokens) >= window_tokens:
-        raise _invalid(
-            "token_ids", f"{len(tokens)} tokens do not fit the context window of {window_tokens}"
-        )
+    _check_prompt(tokens, engine, kind=kind, vocab_size=identity.vocab_size)
+    check_stops(request, engine)
+    form = output_form(request, engine, kind=kind)
+    values = sampling_values(
+        request,
+        form,
+        end_id=identity.end_id,
+        room=engine.window_tokens - len(tokens),
+        vocab_size=identity.vocab_size,
+    )
+    disaggregated = None
+    if kind == GENERATION_ONLY:
+        disaggregated = engine.disaggregated(**handoffs.params(request.kv.session))
+    elif kind == CONTEXT_ONLY:
+        disaggregated = engine.disaggregated(request_type=CONTEXT_ONLY)
     return EngineRequest(
         request_id=request.request_id,
         kind=kind,
         tokens=tokens,
-        sampling=_sampling(request, api, end_id, window_tokens - len(tokens)),
-        disaggregated=_disaggregated(request, api, kind),
+        sampling=engine.sampling(**values),
+        form=form,
+        disaggregated=disaggregated,
         cache_salt=request.kv.cache_salt if request.kv.HasField("cache_salt") else None,
+        rank=_rank(reserved, engine, kind=kind, n_outputs=form.n_outputs),
     )
 
 
-def _invalid(field: str, reason: str) -> Refused:
-    return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {reason}")
+def _reserved(metadata: Metadata) -> dict[str, str | bytes]:
+    """The metadata of the protocol and of ours. Raises `Refused` for a key given twice."""
+    found: dict[str, str | bytes] = {}
+    for key, value in metadata:
+        if key.startswith(RESERVED_PREFIXES):
+            if key in found:
+                raise invalid(key, "is given more than once")
+            found[key] = value
+    return found
 
 
-def _unsupported(field: str, reason: str) -> Refused:
-    return Refused(grpc.StatusCode.UNIMPLEMENTED, f"{field}: {reason}")
+def _rank(
+    reserved: dict[str, str | bytes], engine: Engine, *, kind: str, n_outputs: int
+) -> int | None:
+    key, other = TARGET_RANK, DECODE_RANK
+    if kind == GENERATION_ONLY:
+        key, other = other, key
+    if other in reserved:
+        raise invalid(other, f"does not go with a {kind} request")
+    if key not in reserved:
+        return None
+    text = reserved[key]
+    # str.isdigit() takes other scripts' digits, and int() takes signs and underscores.
+    if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= 10):
+        raise invalid(key, "must be a decimal number")
+    rank = int(text)
+    if rank > UINT32_MAX or rank >= engine.n_ranks:
+        raise invalid(key, f"must be below {engine.n_ranks}, the ranks of this worker")
+    if engine.n_ranks > 1 and not engine.takes("scheduling_params"):
+        raise unsupported(key, "this engine takes no rank")
+    if engine.n_ranks > 1 and n_outputs > 1:
+        raise invalid(key, "does not go with sampling.num_sequences over 1")
+    return rank
 
 
-def _check_metadata(metadata: Metadata) -> None:
-    seen: set[str] = set()
-    for key, _ in metadata:
-        if not key.startswith("openengine-"):
-            continue
-        if key in seen:
-            raise _invalid(key, "is given more than once")
-        seen.add(key)
-    for key in ("openengine-priority", "openengine-target-dp-rank"):
-        if key in seen:
-            raise _unsupported(key, "this worker does not support it")
-
-
-def _check_unsupported(request: oe.GenerateRequest) -> None:
+def _check_unsupported(request: oe.GenerateRequest, engine: Engine) -> None:
     if request.WhichOneof("input") == "prompt":
-        raise _invalid("prompt", "this worker takes token_ids only")
+        raise invalid("prompt", "this worker takes token_ids only")
     if request.media:
-        raise _unsupported("media", "this worker serves text models")
+        raise unsupported("media", "this worker serves text models")
     if request.lora_name:
-        raise _unsupported("lora_name", "this worker has no adapters")
+        raise unsupported("lora_name", "this worker has no adapters")
     if request.HasField("guided"):
-        raise _unsupported("guided", "this worker has no guided decoding back-end")
+        raise unsupported("guided", "this worker has no guided decoding back-end")
     if request.kv.bypass_prefix_cache:
-        raise _unsupported("kv.bypass_prefix_cache", "is not supported")
-    if request.sampling.HasField("num_sequences") and request.sampling.num_sequences != 1:
-        if request.sampling.num_sequences == 0:
-            raise _invalid("sampling.num_sequences", "must be at least 1")
-        raise _unsupported("sampling.num_sequences", "this worker gives one sequence a request")
-    for field in ("return_prompt_logprobs", "return_output_logprobs"):
-        if getattr(request.response, field):
-            raise _unsupported(f"response.{field}", "this worker gives no logprobs")
+        raise unsupported("kv.bypass_prefix_cache", "is not supported")
+    if request.kv.HasField("cache_salt") and not engine.takes("cache_salt"):
+        raise unsupported("kv.cache_salt", "this engine cannot keep prefixes apart")
+
+
+def _check_prompt(tokens: list[int], engine: Engine, *, kind: str, vocab_size: int | None) -> None:
+    if not tokens:
+        raise invalid("token_ids", "must not be empty")
+    check_vocabulary("token_ids", tokens, vocab_size=vocab_size)
+    if len(tokens) >= engine.window_tokens:
+        raise invalid(
+            "token_ids",
+            f"{len(tokens)} tokens do not fit the context window of {engine.window_tokens}",
+        )
+    most = engine.max_transfer_tokens
+    if kind != LOCAL and most is not None and len(tokens) > most:
+        # The engine would take it and never answer.
+        raise invalid(
+            "token_ids",
+            f"{len(tokens)} tokens are over cache_transceiver_config.max_tokens_in_buffer ({most})",
+        )
 
 
 def _kind(request: oe.GenerateRequest) -> str:
@@ -132,56 +184,14 @@ def _kind(request: oe.GenerateRequest) -> str:
     if REQUEST_TYPE in request.extra.fields:
         value = request.extra.fields[REQUEST_TYPE]
         if value.WhichOneof("kind") != "string_value":
-            raise _invalid("extra.request_type", "must be a string")
+            raise invalid("extra.request_type", "must be a string")
         request_type = value.string_value
     if request.kv.HasField("session"):
         if request_type:
-            raise _invalid("extra.request_type", "must not come with kv.session")
-        return "generation_only"
-    if request_type in ("", "context_and_generation"):
-        return "context_and_generation"
+            raise invalid("extra.request_type", "must not come with kv.session")
+        return GENERATION_ONLY
+    if request_type in ("", LOCAL):
+        return LOCAL
     if request_type == CONTEXT_ONLY:
         return CONTEXT_ONLY
-    raise _invalid("extra.request_type", f"{request_type!r} is not a request type")
-
-
-def _sampling(request: oe.GenerateRequest, api: EngineApi, end_id: int, room: int) -> Any:
-    stopping, sampling = request.stopping, request.sampling
-    # A budget above the room is cut, as the engine itself would: the answer then ends by length.
-    max_tokens = min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else room
-    if max_tokens == 0:
-        raise _invalid("stopping.max_tokens", "must be at least 1")
-    if len(stopping.conditions) > MAX_STOP_CONDITIONS:
-        raise _invalid("stopping.conditions", f"more than {MAX_STOP_CONDITIONS} are given")
-    stop_token_ids: list[int] = []
-    for condition in stopping.conditions:
-        if condition.WhichOneof("condition") != "stop_token_id":
-            raise _unsupported("stopping.conditions", "stop_text needs a tokenizer on the worker")
-        stop_token_ids.append(condition.stop_token_id)
-    kwargs: dict[str, Any] = {
-        "end_id": end_id,
-        "max_tokens": max_tokens,
-        "min_tokens": stopping.min_tokens if stopping.HasField("min_tokens") else None,
-        "stop_token_ids": stop_token_ids or None,
-        "include_stop_str_in_output": stopping.include_stop_in_output,
-        "ignore_eos": stopping.ignore_eos,
-        "detokenize": False,
-    }
-    for field in (
-        "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
-        "repetition_penalty", "seed",
-    ):  # fmt: skip
-        if sampling.HasField(field):
-            kwargs[field] = getattr(sampling, field)
-    try:
-        return api.SamplingParams(**kwargs)
-    except ValueError as error:
-        raise _invalid("sampling", str(error)) from error
-
-
-def _disaggregated(request: oe.GenerateRequest, api: EngineApi, kind: str) -> Any | None:
-    if kind == "generation_only":
-        return api.DisaggregatedParams(**params_of_session(request.kv.session))
-    if kind == CONTEXT_ONLY:
-        return api.DisaggregatedParams(request_type=CONTEXT_ONLY)
-    return None
+    raise invalid("extra.request_type", f"{request_type!r} is not a request type")

@@ -9,33 +9,45 @@ import anyio
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.codec import session_of_params
-from slagate.workers.trtllm_request import EngineRequest
+from slagate.workers.legs import CONTEXT_ONLY
+from slagate.workers.trtllm_handoffs import Handoffs
+from slagate.workers.trtllm_output import (
+    OutputCursor,
+    finished,
+    n_prompt_entries,
+    prompt_output,
+)
+from slagate.workers.trtllm_request import GENERATION_ONLY, EngineRequest
 from slagate.workers.worker import OK, Sink, Status
 
 log = logging.getLogger(__name__)
+
+MAX_PROMPT_ENTRIES = 1_000_000
+"""Log probabilities of one prompt in one answer; TensorRT-LLM's own server has the same limit."""
 
 
 class EngineStream:
     """The `Call` of one leg; `pump` is its task.
 
     Sent to the sink:  refused            end(non-OK)
-                       accepted           token* finished end(OK), or prefill_ready end(OK)
+                       accepted           [prompt] token* finished* end(OK), or
+                                          [prompt] prefill_ready end(OK)
                        failed             error end(OK)
                        cancelled, expired end(non-OK) at once; the engine's last result is awaited
     """
 
-    def __init__(self, sink: Sink, *, backend: str, abandon: Callable[[int], object]) -> None:
+    def __init__(self, sink: Sink, handoffs: Handoffs) -> None:
         self._sink = sink
-        self._abandon = abandon
-        self._backend = backend
+        self._handoffs = handoffs
         self.parked_id: int | None = None  # the handoff that was answered with
         self._ended = False
         self._open = anyio.Event()
         self._open.set()
+        self._scope = anyio.CancelScope()
         self._result: Any = None
         self._timer: asyncio.TimerHandle | None = None
-        self._n_sent = 0
+        self._cursors: list[OutputCursor] = []
+        self._has_sent = False
         self._abort_wanted = False
         self._may_abort = True
 
@@ -43,10 +55,17 @@ class EngineStream:
         """The engine has taken the leg; `result` is what it will fill."""
         self._result = result
         self._leg = leg
-        self._may_abort = leg.kind != "generation_only"
+        self._cursors = [OutputCursor(index, leg.form) for index in range(leg.form.n_outputs)]
+        # The KV transfer in front of a decode leg's first result cannot be interrupted.
+        self._may_abort = leg.kind != GENERATION_ONLY
         if timeout_s is not None:
             expired = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline exceeded on the worker")
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._stop, expired)
+
+    @property
+    def n_outputs(self) -> int:
+        """Sequences that the engine generates for it."""
+        return len(self._cursors)
 
     def cancel(self) -> None:
         """As `Call.cancel`. The engine's last result is still awaited."""
@@ -61,15 +80,20 @@ class EngineStream:
         """As `Call.resume`."""
         self._open.set()
 
+    def kill(self, error: Exception) -> None:
+        """The engine is gone: end with its error, and wait for no result."""
+        self.fail(error)
+        self._scope.cancel()
+
     def _stop(self, status: Status) -> None:
-        if self._ended:
-            return
-        self.finish(status)
-        self._abort_wanted = True
-        self._abort_engine()
+        if not self._ended:
+            self.finish(status)
+            self._abort_engine()
 
     def _abort_engine(self) -> None:
-        if self._abort_wanted and self._may_abort:
+        """Abort, at once or with the first result."""
+        self._abort_wanted = not self._may_abort
+        if self._may_abort:
             self._result.abort()
 
     def finish(self, status: Status) -> None:
@@ -82,20 +106,26 @@ class EngineStream:
             self._timer.cancel()
         self._sink.end(status)
 
-    async def pump(self) -> None:
-        """Move the engine's output to the sink until the engine's last result."""
-        async for _ in self._result:
-            self._may_abort = True
-            self._abort_engine()
-            await self._open.wait()
-            if not self._ended:
-                self._emit_or_give_up()
-            elif self._leg.kind == "context_only" and _has_handoff(
-                self._result.outputs[0].disaggregated_params
-            ):
-                # Parked in the step in which the leg was given up: nobody will ever ask for it.
-                self._abandon(self._result.outputs[0].disaggregated_params.ctx_request_id)
-        self.finish(OK)
+    async def pump(self, *, on_result: Callable[[], None] = lambda: None) -> None:
+        """Move the engine's output to the sink until the engine's last result; tells of each result."""
+        with self._scope:
+            async for _ in self._result:
+                on_result()
+                self._may_abort = True
+                if self._abort_wanted:
+                    self._abort_engine()
+                await self._open.wait()
+                if not self._ended:
+                    self._emit_or_give_up()
+                elif self._leg.kind == CONTEXT_ONLY and _has_handoff(self._params()):
+                    # Parked in the step in which the leg was given up: nobody will ever ask for it.
+                    self._handoffs.release(self._params().ctx_request_id)
+            if self.parked_id is None and not all(cursor.finished for cursor in self._cursors):
+                self.fail(RuntimeError("the engine's answer has no end"))
+            self.finish(OK)
+
+    def _params(self) -> Any:
+        return self._result.outputs[0].disaggregated_params
 
     def _emit_or_give_up(self) -> None:
         try:
@@ -104,46 +134,55 @@ class EngineStream:
             # Ours, not the engine's: it ends this leg, where an engine's own error ends the worker.
             log.exception("leg.emit")
             self.fail(error)
-            self._abort_wanted = True
             self._abort_engine()
 
     def _emit(self) -> None:
-        output = self._result.outputs[0]
-        if self._leg.kind == "context_only" and _has_handoff(output.disaggregated_params):
-            self.parked_id = output.disaggregated_params.ctx_request_id
-            self._send(
-                usage=self._usage(),
-                prefill_ready=oe.PrefillReady(
-                    kv_session=session_of_params(
-                        output.disaggregated_params, transfer_backend=self._backend
-                    )
-                ),
-            )
+        if not self._has_sent and self._leg.form.prompt_top_n is not None:
+            self._emit_prompt(self._result.outputs[0].prompt_logprobs, self._leg.form.prompt_top_n)
+        if self._ended:
             return
-        new = output.token_ids[self._n_sent :]
-        if new:
-            self._n_sent += len(new)
-            self._send(
-                token=oe.TokenOutput(
-                    output_index=0, tokens=[oe.TokenInfo(token_id=token) for token in new]
+        if self._leg.kind == CONTEXT_ONLY and _has_handoff(self._params()):
+            self.parked_id = self._params().ctx_request_id
+            session = self._handoffs.park(self._params(), rank=self._leg.rank)
+            self._send(usage=self._usage(), prefill_ready=oe.PrefillReady(kv_session=session))
+            return
+        for output, cursor in zip(self._result.outputs, self._cursors, strict=True):
+            if cursor.finished:
+                continue
+            delta = cursor.delta(output)
+            if delta is not None:
+                self._send(token=delta)
+            if output.finish_reason is not None:
+                cursor.finished = True
+                is_last = all(one.finished for one in self._cursors)
+                self._send(
+                    usage=self._usage() if is_last else None,
+                    finished=finished(cursor.index, output, end_id=self._leg.sampling.end_id),
                 )
-            )
-        if output.finish_reason is not None:
-            end_id = self._leg.sampling.end_id
-            self._send(usage=self._usage(), finished=_finished(output, end_id))
 
-    def fail(self, error: Exception) -> None:
+    def _emit_prompt(self, entries: Any, top_n: int) -> None:
+        if not entries:
+            return
+        if n_prompt_entries(entries) > MAX_PROMPT_ENTRIES:
+            error = ValueError(f"prompt logprobs: over the limit of {MAX_PROMPT_ENTRIES} entries")
+            self.fail(error, code=oe.ERROR_CODE_INVALID_ARGUMENT)
+            self._abort_engine()
+        else:
+            self._send(prompt=prompt_output(self._leg.tokens, entries, top_n))
+
+    def fail(self, error: Exception, *, code: oe.ErrorCode.ValueType | None = None) -> None:
         """The engine gave the request up: one terminal error event, then a clean end."""
         if self._ended:
             return
-        # Before the first result of a decode leg there is nothing but the transfer to fail.
-        in_transfer = self._leg.kind == "generation_only" and not self._may_abort
-        code = oe.ERROR_CODE_KV_TRANSFER_FAILED if in_transfer else oe.ERROR_CODE_INTERNAL
+        if code is None:
+            # Before the first result of a decode leg there is nothing but the transfer to fail.
+            code = oe.ERROR_CODE_INTERNAL if self._may_abort else oe.ERROR_CODE_KV_TRANSFER_FAILED
         self._send(usage=self._usage(), error=oe.EngineError(code=code, message=str(error)))
         self.finish(OK)
 
     def _usage(self) -> oe.Usage:
-        n_prompt, n_output = len(self._leg.tokens), len(self._result.outputs[0].token_ids)
+        n_prompt = len(self._leg.tokens)
+        n_output = sum(len(output.token_ids) for output in self._result.outputs)
         return oe.Usage(
             prompt_tokens=n_prompt,
             completion_tokens=n_output,
@@ -152,6 +191,7 @@ class EngineStream:
         )
 
     def _send(self, **event: Any) -> None:
+        self._has_sent = True
         response = oe.GenerateResponse(request_id=self._leg.request_id, **event)
         self._sink.message(response.SerializeToString())
 
@@ -159,21 +199,3 @@ class EngineStream:
 def _has_handoff(params: Any) -> bool:
     # The params start as a copy of the request's, so their presence proves nothing.
     return params is not None and params.ctx_request_id is not None
-
-
-def _finished(output: Any, end_id: int) -> oe.GenerationFinished:
-    finished = oe.GenerationFinished(output_index=0)
-    if output.finish_reason == "stop":
-        finished.reason = oe.FINISH_REASON_STOP
-        if isinstance(output.stop_reason, int):
-            finished.stop_match.stop_token_id = output.stop_reason
-        elif isinstance(output.stop_reason, str):
-            finished.stop_match.stop_text = output.stop_reason
-        else:
-            finished.stop_match.eos_token_id = end_id
-    elif output.finish_reason in ("length", "not_finished"):
-        finished.reason = oe.FINISH_REASON_LENGTH
-    else:
-        finished.reason = oe.FINISH_REASON_CANCELLED
-        finished.message = str(output.finish_reason)
-    return finished

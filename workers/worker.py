@@ -5,7 +5,8 @@ serialised `GenerateResponse` to a sink, so that a relay never has to decode wha
 Two implementations stand on it: `GrpcWorker` (the gateway's side of the wire) and `TrtllmWorker` (the
 engine's side); `WorkerServer` joins the two over gRPC.
 
-The contract of one `generate` call, checked by `tests/contract/test_worker.py`:
+`kv_events` is the other stream, with serialised `SubscribeKvEventsResponse`s and the same contract, which
+`tests/contract/test_worker.py` checks:
 
     generate ──▶ message* ──▶ end          nothing after end; end exactly once, also after cancel
          refusal before acceptance ──▶ end(non-OK) with no message before it
@@ -42,14 +43,14 @@ class Sink(Protocol):
     """Where one call's output goes."""
 
     def message(self, data: bytes, /) -> None:
-        """Take one serialised `GenerateResponse`."""
+        """Take one serialised response of the stream."""
 
     def end(self, status: Status, /) -> None:
         """Take the end of the call; the last thing a sink is told."""
 
 
 class Call(Protocol):
-    """One running `generate`: what its consumer may ask of the producer."""
+    """One running stream: what its consumer may ask of the producer."""
 
     def cancel(self) -> None:
         """Give the call up. Idempotent, harmless after the end; never waits."""
@@ -68,6 +69,17 @@ class Worker(Protocol):
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
     ) -> Call:
         """Start one leg. `timeout_s` bounds the whole call; None means no limit."""
+
+    def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
+        """Subscribe to KV-cache events: a serialised `SubscribeKvEventsRequest`. Runs until cancelled.
+
+        The metadata key `x-slagate-instance-id` names the incarnation that a start number belongs to.
+        """
+
+    async def kv_event_sources(
+        self, request: oe.GetKvEventSourcesRequest
+    ) -> oe.GetKvEventSourcesResponse:
+        """Where the events of each rank can be had; none where they are off. Raises `WorkerError`."""
 
     async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
         """Abort one request or free one parked handoff. Raises `WorkerError`."""

@@ -10,9 +10,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import cancel, relay
+from bench import cancel, double, relay, worker
 
-BENCHMARKS = {"cancel": cancel.measure, "relay": relay.measure}
+BENCHMARKS = {
+    "cancel": cancel.measure,
+    "relay": relay.measure,
+    "double": double.measure,
+    "worker": worker.measure,
+}
 
 
 def main() -> int:

@@ -1,12 +1,10 @@
 """The contract of the `Worker` port, for every implementation that can be had without a GPU.
 
 `direct` is `TrtllmWorker` over the simulated engine in virtual time; `served` is the same behind the real
-server and a real channel. A scenario that passes on one and not on the other is a defect of the wire.
+server and a real channel. A scenario that passes on one and not on the other is a defect of the wire, one
+that passes over one engine version and not over another a defect of the adapter.
 """
 
-from collections.abc import Awaitable, Callable
-
-import anyio
 import grpc
 import pytest
 
@@ -14,40 +12,11 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
 from slagate.workers.legs import agg_leg, decode_leg, prefill_leg
 from slagate.workers.worker import Worker
-from support import virtual_loop
-from support.engines import MODEL, expected, request, sim
+from support.contract import Play, Setup, ask, start
+from support.engines import MODEL, expected, request
 from support.sinks import KeepingSink
 
 PROMPT = list(range(1, 101))
-
-Play = Callable[[Callable[[bool], Awaitable[None]]], None]
-
-
-@pytest.fixture(params=["direct", "served"])
-def play(request: pytest.FixtureRequest) -> Play:
-    """Run a scenario, telling it whether its workers are to be served."""
-
-    def run(scenario: Callable[[bool], Awaitable[None]]) -> None:
-        async def main() -> None:
-            with anyio.fail_after(30):
-                await scenario(request.param == "served")
-
-        if request.param == "direct":
-            virtual_loop.run(main)
-        else:
-            anyio.run(main)
-
-    return run
-
-
-def start(worker: Worker, data: bytes, sink: KeepingSink, timeout_s: float | None = None):  # noqa: ANN201
-    return worker.generate(data, (), sink, timeout_s=timeout_s)
-
-
-async def ask(worker: Worker, data: bytes) -> KeepingSink:
-    sink = KeepingSink()
-    start(worker, data, sink)
-    return await sink.done()
 
 
 async def running(worker: Worker) -> int:
@@ -64,8 +33,8 @@ async def running(worker: Worker) -> int:
 
 
 def test_tokens_come_in_order_and_the_end_comes_once(play: Play) -> None:
-    async def scenario(served: bool) -> None:  # noqa: FBT001
-        async with sim("agg", served=served) as worker:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg") as worker:
             sink = await ask(worker, request("r", PROMPT, 40).SerializeToString())
             assert sink.tokens == expected(PROMPT, 40)
             assert sink.code is grpc.StatusCode.OK
@@ -81,8 +50,8 @@ def test_tokens_come_in_order_and_the_end_comes_once(play: Play) -> None:
 
 
 def test_a_refusal_has_no_message(play: Play) -> None:
-    async def scenario(served: bool) -> None:  # noqa: FBT001
-        async with sim("agg", served=served) as worker:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg") as worker:
             for field, code, change in (
                 ("request_id", grpc.StatusCode.INVALID_ARGUMENT, {"request_id": ""}),
                 ("model", grpc.StatusCode.NOT_FOUND, {"model": "other"}),
@@ -104,8 +73,8 @@ def test_a_refusal_has_no_message(play: Play) -> None:
 
 
 def test_a_request_id_is_taken_while_it_runs(play: Play) -> None:
-    async def scenario(served: bool) -> None:  # noqa: FBT001
-        async with sim("agg", served=served) as worker:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg") as worker:
             data = request("same", PROMPT, 50).SerializeToString()
             first = KeepingSink()
             start(worker, data, first)
@@ -118,8 +87,8 @@ def test_a_request_id_is_taken_while_it_runs(play: Play) -> None:
 
 
 def test_prefill_and_decode_give_the_tokens_of_an_aggregated_worker(play: Play) -> None:
-    async def scenario(served: bool) -> None:  # noqa: FBT001
-        async with sim("prefill", served=served) as prefill, sim("decode", served=served) as decode:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("prefill") as prefill, setup.worker("decode") as decode:
             for n_prompt, n_tokens in ((1, 1), (31, 2), (32, 3), (33, 40), (100, 2)):
                 prompt = list(range(7, 7 + n_prompt))
                 data = request("r", prompt, n_tokens).SerializeToString()
@@ -138,8 +107,8 @@ def test_prefill_and_decode_give_the_tokens_of_an_aggregated_worker(play: Play) 
 def test_cancel_ends_the_call_and_frees_the_engine(play: Play, stage: str) -> None:
     n_messages = {"at once": 0, "first message": 1, "third message": 3}[stage]
 
-    async def scenario(served: bool) -> None:  # noqa: FBT001
-        async with sim("agg", served=served) as worker:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg") as worker:
             sink = KeepingSink()
             call = start(worker, request("r", PROMPT, 5000).SerializeToString(), sink)
             await sink.at_least(n_messages)
@@ -158,8 +127,8 @@ def test_cancel_ends_the_call_and_frees_the_engine(play: Play, stage: str) -> No
 
 
 def test_cancel_of_a_prefill_leg_parks_nothing(play: Play) -> None:
-    async def scenario(served: bool) -> None:  # noqa: FBT001
-        async with sim("prefill", served=served) as worker:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("prefill") as worker:
             sink = KeepingSink()
             data = prefill_leg(request("r", PROMPT).SerializeToString(), "p")
             call = start(worker, data, sink)
@@ -174,8 +143,8 @@ def test_cancel_of_a_prefill_leg_parks_nothing(play: Play) -> None:
 
 
 def test_a_paused_call_is_silent_and_loses_nothing(play: Play) -> None:
-    async def scenario(served: bool) -> None:  # noqa: FBT001
-        async with sim("agg", served=served) as worker:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg") as worker:
             sink = KeepingSink()
             call = start(worker, request("r", PROMPT, 60).SerializeToString(), sink)
             await sink.at_least(2)
@@ -193,8 +162,8 @@ def test_a_paused_call_is_silent_and_loses_nothing(play: Play) -> None:
 
 
 def test_the_time_limit_ends_the_call_and_frees_the_engine(play: Play) -> None:
-    async def scenario(served: bool) -> None:  # noqa: FBT001
-        async with sim("agg", served=served) as worker:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg") as worker:
             sink = KeepingSink()
             data = request("r", PROMPT, 100_000).SerializeToString()
             start(worker, data, sink, timeout_s=0.2)
@@ -206,8 +175,8 @@ def test_the_time_limit_ends_the_call_and_frees_the_engine(play: Play) -> None:
 
 
 def test_abort_by_request_id(play: Play) -> None:
-    async def scenario(served: bool) -> None:  # noqa: FBT001
-        async with sim("agg", served=served) as worker:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg") as worker:
             sink = KeepingSink()
             start(worker, request("r", PROMPT, 5000).SerializeToString(), sink)
             await sink.at_least(1)
@@ -230,8 +199,8 @@ def test_abort_by_request_id(play: Play) -> None:
 
 @pytest.mark.parametrize("target", ["kv_session", "request_id"])
 def test_abort_frees_a_parked_handoff(play: Play, target: str) -> None:
-    async def scenario(served: bool) -> None:  # noqa: FBT001
-        async with sim("prefill", served=served) as prefill, sim("decode", served=served) as decode:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("prefill") as prefill, setup.worker("decode") as decode:
             data = request("r", PROMPT).SerializeToString()
             ready = await ask(prefill, prefill_leg(data, "p"))
             session = ready.messages[0].prefill_ready.kv_session
@@ -254,7 +223,7 @@ def test_abort_frees_a_parked_handoff(play: Play, target: str) -> None:
 
 
 def test_roles_are_enforced(play: Play) -> None:
-    async def scenario(served: bool) -> None:  # noqa: FBT001
+    async def scenario(setup: Setup) -> None:
         data = request("r", PROMPT).SerializeToString()
         session = oe.KvSessionRef(session_id="1")
         session.attributes_struct["opaque_state"] = "AA=="
@@ -264,7 +233,7 @@ def test_roles_are_enforced(play: Play) -> None:
             "agg": agg_leg(data, "x", max_tokens=None),
         }
         for role in legs:
-            async with sim(role, served=served) as worker:
+            async with setup.worker(role) as worker:
                 for other in legs.keys() - {role}:
                     sink = await ask(worker, legs[other])
                     assert sink.code is grpc.StatusCode.FAILED_PRECONDITION, (role, other)
@@ -274,8 +243,8 @@ def test_roles_are_enforced(play: Play) -> None:
 
 
 def test_a_worker_says_what_it_is(play: Play) -> None:
-    async def scenario(served: bool) -> None:  # noqa: FBT001
-        async with sim("prefill", served=served) as worker:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("prefill") as worker:
             info = await worker.server_info()
             assert info.engine_role == oe.ENGINE_ROLE_PREFILL
             assert list(info.supported_models) == [MODEL]
@@ -290,7 +259,12 @@ def test_a_worker_says_what_it_is(play: Play) -> None:
             assert raised.value.status.code is grpc.StatusCode.NOT_FOUND
             health = await worker.health(oe.HealthRequest(include_inference_probe=True))
             assert health.state == oe.HEALTH_STATE_READY
-            assert [check.name for check in health.checks] == ["grpc", "model", "inference_probe"]
+            assert [check.name for check in health.checks] == [
+                "grpc",
+                "model",
+                "kv_connector",
+                "inference_probe",
+            ]
             wrong = await worker.health(oe.HealthRequest(role=oe.ENGINE_ROLE_DECODE))
             assert wrong.state == oe.HEALTH_STATE_NOT_READY
 

@@ -143,7 +143,7 @@ def test_pools_as_json(disagg: Cluster) -> None:
     for worker in workers.values():
         assert worker["state"] == "ready"
         assert worker["models"] == [MODEL]
-        assert worker["kv_transfer_backend"] == "SHM"
+        assert worker["kv_transfer_backend"] == "NIXL"
         assert worker["load"]["running_requests"] == 0
 
 

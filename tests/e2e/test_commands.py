@@ -44,7 +44,7 @@ def test_a_worker_says_where_it_is_and_ends_cleanly(tmp_path: Path, role: str) -
         assert worker.ready["role"] == role
         assert worker.ready["model"] == MODEL
         assert worker.ready["pid"] == worker.popen.pid
-        assert worker.ready["kv_transport"] == ("none" if role == "agg" else "SHM")
+        assert worker.ready["kv_transport"] == ("none" if role == "agg" else "NIXL")
         assert_reachable(worker.address)
         assert worker.terminate() == 0
         assert worker.rest_of_stdout() == b""

@@ -13,10 +13,10 @@ class Result:
         *,
         ctx_request_id: int | None = None,
         tokens: list[Any],
-        finish_reason: str = "length",
+        finish_reason: str | None = "length",
         stop_reason: int | str | None = None,
     ) -> None:
-        params = SimpleNamespace(
+        self.params = SimpleNamespace(
             ctx_request_id=ctx_request_id,
             opaque_state=b"state",
             first_gen_tokens=tokens,
@@ -25,15 +25,27 @@ class Result:
             ctx_dp_rank=None,
             ctx_info_endpoint=None,
         )
-        output = SimpleNamespace(
-            token_ids=tokens,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            disaggregated_params=params,
-        )
-        self.outputs = [output]
+        self.outputs = [self.output(tokens, finish_reason, stop_reason=stop_reason)]
         self.cached_tokens = 0
         self.n_aborts = 0
+
+    def output(
+        self,
+        tokens: list[Any],
+        finish_reason: str | None = None,
+        *,
+        stop_reason: int | str | None = None,
+    ) -> SimpleNamespace:
+        """One `CompletionOutput`."""
+        return SimpleNamespace(
+            token_ids=tokens,
+            text="",
+            logprobs=[],
+            prompt_logprobs=[],
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            disaggregated_params=self.params,
+        )
 
     def abort(self) -> None:
         self.n_aborts += 1

@@ -1,22 +1,20 @@
 """Simulated engines in virtual time, alone or as a prefill and decode pair, and what they must answer."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slagate.workers.kv_transfer import SharedMemoryTransport
+from slagate.workers.kv_shm import SharedMemoryTransport
 from slagate.workers.profile import load_profile
-from slagate.workers.sim_kv_cache import continuation
+from slagate.workers.sim_api import sim_api
+from slagate.workers.sim_blocks import continuation
 from slagate.workers.sim_llm import SimLLM
-from slagate.workers.sim_request import (
-    DisaggregatedParams,
-    RequestError,
-    RequestOutput,
-    SamplingParams,
-)
+from slagate.workers.sim_outputs import RequestOutput
+from slagate.workers.sim_request import DisaggregatedParams, RequestError
+from slagate.workers.sim_settings import SimSettings
 from support.virtual_loop import VirtualLoop
 
 MODEL = "m"
@@ -26,25 +24,63 @@ PROFILE = load_profile("llama-3.1-8b-h100").tp(1)
 CONTEXT_ONLY = DisaggregatedParams(request_type="context_only")
 
 
-def llm(**changed: Any) -> SimLLM:
-    """An engine without transport unless given one; `changed` are arguments of `SimLLM`."""
-    settings = {"profile": PROFILE, "vocab_size": VOCAB, "end_id": END, "kv_block_bytes": 64}
-    return SimLLM(MODEL, **{**settings, **changed})
+_SETTINGS = {field.name for field in fields(SimSettings)}
+
+
+def llm(
+    *,
+    api: str = "main",
+    kv_cache_blocks: int | None = None,
+    handoff_timeout_s: float = 60.0,
+    tokens_per_block: int = 32,
+    **changed: Any,
+) -> SimLLM:
+    """An engine of version `api`, without transport unless given one, with chunked prefill and stats.
+
+    `changed` are fields of `SimSettings` or arguments of `SimLLM`; with a transport there is a transceiver.
+    """
+    settings: dict[str, Any] = {"profile": PROFILE, "vocab_size": VOCAB, "end_id": END}
+    settings |= {"kv_block_bytes": 64}
+    arguments: dict[str, Any] = {
+        "max_batch_size": 256,
+        "enable_chunked_prefill": True,
+        "enable_iter_perf_stats": True,
+        "kv_cache_config": {},
+    }
+    if "transport" in changed:
+        timeout_ms = int(handoff_timeout_s * 1000)
+        arguments["cache_transceiver_config"] = {
+            "backend": "DEFAULT",
+            "kv_transfer_timeout_ms": timeout_ms,
+        }
+    for name, value in changed.items():
+        (settings if name in _SETTINGS else arguments)[name] = value
+    cache = {"tokens_per_block": tokens_per_block, **arguments["kv_cache_config"]}
+    if kv_cache_blocks is not None:
+        cache["max_tokens"] = kv_cache_blocks * cache["tokens_per_block"]
+    arguments["kv_cache_config"] = cache
+    return sim_api(api).LLM(MODEL, sim=SimSettings(**settings), **arguments)
 
 
 class Pair:
-    """A prefill and a decode engine on one shared-memory root."""
+    """A prefill and a decode engine of version `api` on one shared-memory root.
 
-    def __init__(self, root: Path) -> None:
+    `changed` are arguments of `llm` for both.
+    """
+
+    def __init__(self, root: Path, *, api: str = "main", **changed: Any) -> None:
         self.root = root
+        self.api = sim_api(api)
         self.transports = [SharedMemoryTransport(root) for _ in range(2)]
-        self.prefill = llm(transport=self.transports[0])
-        self.decode = llm(transport=self.transports[1])
+        self.prefill = llm(api=api, transport=self.transports[0], **changed)
+        self.decode = llm(api=api, transport=self.transports[1], **changed)
 
     async def hand_off(self, prompt: list[int], **sampling: Any) -> DisaggregatedParams:
         """Run the prompt on the prefill engine; the params that the decode engine needs for it."""
         result = await self.prefill.generate_async(
-            prompt, SamplingParams(**sampling), disaggregated_params=CONTEXT_ONLY
+            prompt,
+            self.api.SamplingParams(**sampling),
+            disaggregated_params=self.api.DisaggregatedParams(request_type="context_only"),
         )
         params = result.outputs[0].disaggregated_params
         assert params is not None
@@ -55,7 +91,10 @@ class Pair:
     ) -> RequestOutput:
         """Submit the prompt to the decode engine with these params."""
         return self.decode.generate_async(
-            prompt, SamplingParams(**sampling), streaming=True, disaggregated_params=params
+            prompt,
+            self.api.SamplingParams(**sampling),
+            streaming=True,
+            disaggregated_params=params,
         )
 
     async def refused(self, prompt: list[int], params: DisaggregatedParams) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from slagate.workers.sim_kv_cache import continuation
+from slagate.workers.sim_blocks import continuation
 from support.processes import MODEL
 
 BLOCK_TOKENS = 32

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.codec import MAX_OPAQUE_STATE_BYTES, params_of_session, session_of_params
+from slagate.workers.codec import (
+    LOGPROB_FLOOR,
+    MAX_OPAQUE_STATE_BYTES,
+    FirstLogprob,
+    params_of_session,
+    session_of_params,
+)
 from slagate.workers.errors import Refused
 
 
@@ -57,12 +63,24 @@ def test_the_layout_is_that_of_tensorrt_llm() -> None:
     draft_tokens=st.none() | st.lists(st.integers(0, 2**32 - 1), max_size=3),
     ctx_dp_rank=st.none() | st.integers(0, 7),
     ctx_info_endpoint=st.none() | st.just("10.0.0.1:9"),
+    schedule_style=st.none() | st.integers(0, 1),
+    first_gen_log_probs=st.none()
+    | st.lists(
+        st.floats(-50, 0)
+        | st.dictionaries(
+            st.integers(0, 2**32 - 1),
+            st.builds(FirstLogprob, st.floats(-50, 0), st.none() | st.integers(1, 9)),
+            max_size=3,
+        ),
+        max_size=2,
+    ),
 )
 def test_what_prefill_gives_is_what_decode_gets_over_the_wire(**values: Any) -> None:
     sent = session_of_params(engine_params(**values), transfer_backend="nixl")
     got = params_of_session(oe.KvSessionRef.FromString(sent.SerializeToString()))
     assert got.pop("request_type") == "generation_only"
-    assert got.pop("ctx_dp_rank", None) == values.pop("ctx_dp_rank")
+    for name in ("ctx_dp_rank", "schedule_style", "first_gen_log_probs"):
+        assert got.pop(name, None) == values.pop(name)
     assert got == values
 
 
@@ -103,3 +121,51 @@ def test_tokens_that_are_no_token_ids_are_refused(name: str, value: Any) -> None
 @pytest.mark.parametrize("value", [7, True, None, ["x"], {"a": "x"}])
 def test_a_text_of_another_type_is_refused(name: str, value: Any) -> None:
     assert f"attributes_struct.{name}: must be a string" in refusal(session_with(**{name: value}))
+
+
+def test_the_rank_of_an_engine_that_cannot_say_is_the_one_it_was_told() -> None:
+    old = SimpleNamespace(
+        ctx_request_id=7, opaque_state=b"s", first_gen_tokens=[1], draft_tokens=None
+    )
+    session = session_of_params(old, transfer_backend="nixl", rank=3)
+    assert (session.dp_rank, session.attributes_struct["ctx_dp_rank"]) == (3, 3)
+    assert "ctx_dp_rank" not in session_of_params(old, transfer_backend="nixl").attributes_struct
+
+
+def test_the_engines_own_word_on_its_rank_wins() -> None:
+    session = session_of_params(engine_params(ctx_dp_rank=1), transfer_backend="nixl", rank=0)
+    assert (session.dp_rank, session.attributes_struct["ctx_dp_rank"]) == (1, 1)
+
+
+@pytest.mark.parametrize("value", [2, "1", None, [1], 1.5])
+def test_disagg_12_two_ranks_in_one_session_are_refused(value: Any) -> None:
+    """DISAGG-12: the rank has two places in a session, and both must say the same."""
+    session = session_with(ctx_dp_rank=value)
+    session.dp_rank = 1
+    assert "attributes_struct.ctx_dp_rank" in refusal(session)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_log_probability_that_is_not_finite_is_clamped(number: float) -> None:
+    params = engine_params(first_gen_log_probs=[number, {5: FirstLogprob(number, None)}])
+    session = session_of_params(params, transfer_backend="nixl")
+    got = params_of_session(session)["first_gen_log_probs"]
+    assert got == [LOGPROB_FLOOR, {5: FirstLogprob(LOGPROB_FLOOR, None)}]
+    forged = session_with(first_gen_log_probs=[number, [[5, number, 1]]])
+    got = params_of_session(forged)["first_gen_log_probs"]
+    assert got == [LOGPROB_FLOOR, {5: FirstLogprob(LOGPROB_FLOOR, 1)}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, "x", {"a": 1}, ["x"], [None], [[1]], [[[1, -1.0]]], [[[1, "x", 1]]], [[[-1, -1.0, 1]]]],
+)
+def test_log_probabilities_of_another_shape_are_refused(value: Any) -> None:
+    assert "attributes_struct.first_gen_log_probs" in refusal(
+        session_with(first_gen_log_probs=value)
+    )
+
+
+@pytest.mark.parametrize("value", ["0", -1, 0.5, None, [0]])
+def test_a_schedule_style_that_is_no_number_is_refused(value: Any) -> None:
+    assert "attributes_struct.schedule_style" in refusal(session_with(schedule_style=value))

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 import anyio
 import pytest
 
-from slagate.workers.sim_request import RequestOutput, SamplingParams
+from slagate.workers.sim_outputs import RequestOutput
+from slagate.workers.sim_request import SamplingParams
 from support.sim_llm import PROFILE, Pair, expected, llm, n_timers, prompt_of, tokens_of, until
 from support.virtual_loop import run
 
@@ -24,14 +25,6 @@ async def mid_prefill(pair: Pair) -> RequestOutput:
     return result
 
 
-async def mid_transfer(pair: Pair) -> RequestOutput:
-    result = pair.resume(prompt_of(5000), await pair.hand_off(prompt_of(5000)))
-    transfer_s = 5000 * PROFILE.kv_bytes_per_token / 50e9
-    await until(asyncio.get_running_loop().time() + transfer_s / 2)
-    assert pair.decode.used_blocks == 157
-    return result
-
-
 async def mid_decode(pair: Pair) -> RequestOutput:
     result = pair.decode.generate_async(prompt_of(50), streaming=True)
     for _ in range(5):
@@ -46,9 +39,7 @@ async def mid_remote_decode(pair: Pair) -> RequestOutput:
     return result
 
 
-@pytest.mark.parametrize(
-    "stage", [queued, mid_prefill, mid_transfer, mid_decode, mid_remote_decode]
-)
+@pytest.mark.parametrize("stage", [queued, mid_prefill, mid_decode, mid_remote_decode])
 def test_abort_at_each_stage_frees_everything(pair: Pair, stage: Stage) -> None:
     async def scenario() -> None:
         result = await stage(pair)
@@ -59,11 +50,55 @@ def test_abort_at_each_stage_frees_everything(pair: Pair, stage: Stage) -> None:
         assert yields == ["cancelled"]
         assert (pair.decode.used_blocks, pair.decode.n_running, pair.decode.n_queued) == (0, 0, 0)
         assert not result.outputs[0].token_ids_diff
+        assert pair.decode.n_unsafe_aborts == 0
         pair.prefill.shutdown()
         assert n_timers() == 0
         assert await tokens_of(pair.decode.generate_async(prompt_of(7))) == expected(
             prompt_of(7), 32
         )
+
+    run(scenario)
+
+
+async def mid_transfer(pair: Pair) -> RequestOutput:
+    """A decode leg whose blocks are on their way: the one place where nobody may abort."""
+    result = pair.resume(prompt_of(5000), await pair.hand_off(prompt_of(5000)))
+    transfer_s = 5000 * PROFILE.kv_bytes_per_token / 50e9
+    await until(asyncio.get_running_loop().time() + transfer_s / 2)
+    assert pair.decode.used_blocks == 157
+    return result
+
+
+def test_an_abort_before_the_first_result_of_a_handoff_loses_its_blocks_for_good(
+    pair: Pair,
+) -> None:
+    """In TensorRT-LLM the prefill worker may still write into them."""
+
+    async def scenario() -> None:
+        result = await mid_transfer(pair)
+        result.abort()
+        result.abort()
+        yields = [one.outputs[0].finish_reason async for one in result]
+        assert yields == ["cancelled"]
+        await until(100.0)
+        engine = pair.decode
+        assert (engine.used_blocks, engine.n_running, engine.n_unsafe_aborts) == (157, 0, 1)
+        assert await tokens_of(engine.generate_async(prompt_of(7))) == expected(prompt_of(7), 32)
+        assert engine.used_blocks == 157
+        pair.prefill.shutdown()
+        assert n_timers() == 0
+
+    run(scenario)
+
+
+def test_an_abort_of_a_handoff_that_is_still_queued_counts_as_unsafe_too(pair: Pair) -> None:
+    """The caller cannot know that its transfer has not begun."""
+
+    async def scenario() -> None:
+        params = await pair.hand_off(prompt_of(50))
+        pair.resume(prompt_of(50), params).abort()
+        assert (pair.decode.used_blocks, pair.decode.n_unsafe_aborts) == (0, 1)
+        pair.prefill.shutdown()
 
     run(scenario)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slagate.workers.kv_transfer import SharedMemoryTransport
+from slagate.workers.kv_shm import SharedMemoryTransport
 from slagate.workers.sim_request import RequestError, SamplingParams
 from support.sim_llm import CONTEXT_ONLY, PROFILE, llm, prompt_of, tokens_of, until
 from support.virtual_loop import run
@@ -62,6 +62,7 @@ def test_capacity_comes_from_the_profile_unless_given() -> None:
         "maxNumBlocks": 7,
         "tokensPerBlock": 32,
         "maxNumTokens": 224,
+        "kvEventsEnabled": False,
     }
     assert llm().get_kv_cache_capacity()["maxNumBlocks"] == PROFILE.kv_capacity_tokens // 32
 
@@ -73,10 +74,10 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
         await engine.generate_async(prompt, SamplingParams(max_tokens=1))
         start_s = asyncio.get_running_loop().time()
         result = await engine.generate_async(prompt, SamplingParams(max_tokens=1))
-        # The last token is always computed, so the last full block is too.
-        assert result.cached_tokens == 992
+        # The last token is always computed; its block is copied in part.
+        assert result.cached_tokens == 1023
         elapsed_s = asyncio.get_running_loop().time() - start_s
-        assert elapsed_s == pytest.approx(PROFILE.prefill_s(32, 992))
+        assert elapsed_s == pytest.approx(PROFILE.prefill_s(1, 1023))
 
     run(scenario)
 
@@ -100,7 +101,8 @@ def test_generated_blocks_are_reused_by_the_next_turn() -> None:
         prompt = prompt_of(60)
         first = await engine.generate_async(prompt, SamplingParams(max_tokens=70))
         turn = prompt + first.outputs[0].token_ids + prompt_of(10, 3)
-        assert (await engine.generate_async(turn)).cached_tokens == 128
+        # The newest token is never in the cache.
+        assert (await engine.generate_async(turn)).cached_tokens == 129
 
     run(scenario)
 

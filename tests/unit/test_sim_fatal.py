@@ -2,7 +2,8 @@
 
 import pytest
 
-from support.sim_llm import Pair, llm, n_timers, prompt_of
+from slagate.workers.sim_request import RequestError, SamplingParams
+from support.sim_llm import Pair, expected, llm, n_timers, prompt_of, tokens_of
 from support.virtual_loop import run
 
 
@@ -38,5 +39,41 @@ def test_shutdown_is_final_and_may_be_repeated() -> None:
         with pytest.raises(RuntimeError, match="shutting down"):
             engine.generate_async([1])
         assert not engine._check_health()
+
+    run(scenario)
+
+
+def test_an_injected_error_fails_one_request_and_no_other(pair: Pair) -> None:
+    async def scenario() -> None:
+        engine = pair.decode
+        handed_off = pair.resume(prompt_of(5000), await pair.hand_off(prompt_of(5000)))
+        results = [engine.generate_async(prompt_of(50, i), streaming=True) for i in range(3)]
+        await anext(results[0])
+        results.append(engine.generate_async(prompt_of(50, 9)))
+        for result in (handed_off, results[1], results[3]):
+            assert engine.inject_request_error(result.request_id, "bad weather")
+            with pytest.raises(RequestError, match="bad weather"):
+                await result
+            assert not engine.inject_request_error(result.request_id, "again")
+        for i in (0, 2):
+            assert await tokens_of(results[i]) == expected(prompt_of(50, i), 32)
+        assert engine._check_health()
+        assert (engine.used_blocks, engine.n_unsafe_aborts) == (0, 0)
+        pair.prefill.shutdown()
+        assert n_timers() == 0
+
+    run(scenario)
+
+
+def test_an_injected_error_fails_every_output_of_a_request() -> None:
+    async def scenario() -> None:
+        engine = llm()
+        sampling = SamplingParams(n=3, top_k=50, max_tokens=500)
+        result = engine.generate_async(prompt_of(50), sampling, streaming=True)
+        await anext(result)
+        assert engine.inject_request_error(result.request_id, "bad weather")
+        with pytest.raises(RequestError, match="bad weather"):
+            await result
+        assert (engine.n_running, engine.n_queued, engine.used_blocks, n_timers()) == (0, 0, 0, 0)
 
     run(scenario)

@@ -6,8 +6,19 @@ from dataclasses import replace
 import anyio
 import pytest
 
+from slagate.workers.kv_transfer import Blocks, Done, KvTransferError, KvTransport
 from slagate.workers.sim_request import DisaggregatedParams, RequestError, SamplingParams
-from support.sim_llm import CONTEXT_ONLY, Pair, expected, llm, n_timers, prompt_of, tokens_of, until
+from support.sim_llm import (
+    CONTEXT_ONLY,
+    PROFILE,
+    Pair,
+    expected,
+    llm,
+    n_timers,
+    prompt_of,
+    tokens_of,
+    until,
+)
 from support.virtual_loop import run
 
 
@@ -145,5 +156,122 @@ def test_an_engine_knows_when_the_last_of_its_handoffs_was_collected(pair: Pair)
             assert pair.prefill.release_session(second.ctx_request_id)
             await collected.wait()
         assert pair.prefill.n_parked == 0
+
+    run(scenario)
+
+
+class SlowTransport:
+    """A transport whose pulls give their outcome `delay_s` seconds later."""
+
+    name = "SHM"
+
+    def __init__(self, inner: KvTransport, delay_s: float) -> None:
+        self._inner = inner
+        self._delay_s = delay_s
+        self.n_done = 0
+
+    def pull(self, descriptor: bytes, done: Done) -> None:
+        def deliver(outcome: Blocks | KvTransferError) -> None:
+            self.n_done += 1
+            done(outcome)
+
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._delay_s, self._inner.pull, descriptor, deliver)
+
+    def export(self, session_id: int, blocks: Blocks) -> bytes:
+        return self._inner.export(session_id, blocks)
+
+    def acks(self) -> list[int]:
+        return self._inner.acks()
+
+    def release(self, session_id: int) -> None:
+        self._inner.release(session_id)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def problem(self) -> str:
+        return self._inner.problem()
+
+
+@pytest.mark.parametrize(("delay_s", "waits_for"), [(0.001, "time"), (0.5, "bytes")])
+def test_decode_starts_when_the_bytes_are_there_and_their_time_is_over(
+    pair: Pair, delay_s: float, waits_for: str
+) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        prompt = prompt_of(5000)
+        params = await pair.hand_off(prompt)
+        transfer_s = 5000 * PROFILE.kv_bytes_per_token / 50e9
+        assert 0.001 < transfer_s < 0.5
+        pair.decode = llm(transport=SlowTransport(pair.transports[1], delay_s))
+        start_s = loop.time()
+        result = pair.resume(prompt, params)
+        await anext(result)
+        due_s = transfer_s if waits_for == "time" else delay_s
+        assert loop.time() - start_s == pytest.approx(due_s)
+        assert await tokens_of(result) == expected(prompt, 32)
+        await pair.blocks_come_back()
+
+    run(scenario)
+
+
+def test_others_decode_while_a_pull_waits_and_its_late_failure_is_its_own(pair: Pair) -> None:
+    async def scenario() -> None:
+        params = await pair.hand_off(prompt_of(50))
+        pair.prefill.shutdown()
+        pair.decode = llm(transport=SlowTransport(pair.transports[1], 5.0))
+        bad = pair.resume(prompt_of(50), params)
+        good = pair.decode.generate_async(prompt_of(64), SamplingParams(max_tokens=9))
+        assert await tokens_of(good) == expected(prompt_of(64), 9)
+        assert (pair.decode.n_running, pair.decode.used_blocks) == (1, 2)
+        with pytest.raises(RequestError, match="released"):
+            await bad
+        assert asyncio.get_running_loop().time() >= 5.0
+        assert (pair.decode.n_running, pair.decode.used_blocks, n_timers()) == (0, 0, 0)
+        assert pair.decode.kv_transfer_failures == 1
+
+    run(scenario)
+
+
+def test_bytes_that_arrive_after_the_end_of_their_request_are_thrown_away(pair: Pair) -> None:
+    async def scenario() -> None:
+        prompt = prompt_of(50)
+        params = await pair.hand_off(prompt)
+        slow = SlowTransport(pair.transports[1], 1.0)
+        pair.decode = llm(transport=slow)
+        result = pair.resume(prompt, params)
+        await until(asyncio.get_running_loop().time() + 0.5)
+        assert pair.decode.inject_request_error(result.request_id, "bad weather")
+        with pytest.raises(RequestError, match="bad weather"):
+            await result
+        assert pair.decode.used_blocks == 0
+        await pair.blocks_come_back()
+        assert slow.n_done == 1
+        assert (pair.decode.kv_transfer_failures, pair.decode.used_blocks) == (0, 0)
+
+    run(scenario)
+
+
+def test_a_prompt_beyond_the_transfer_buffer_never_starts_and_stops_nobody_else(
+    pair: Pair,
+) -> None:
+    """TensorRT-LLM hangs on it without an error when `max_tokens_in_buffer` is too small."""
+
+    async def scenario() -> None:
+        config = {"backend": "DEFAULT", "max_tokens_in_buffer": 64}
+        pair.decode = llm(transport=pair.transports[1], cache_transceiver_config=config)
+        prompts = prompt_of(65), prompt_of(64, 2)
+        long, short = [await pair.hand_off(prompt) for prompt in prompts]
+        stuck = pair.resume(prompts[0], long)
+        assert await tokens_of(pair.resume(prompts[1], short)) == expected(prompts[1], 32)
+        local = pair.decode.generate_async(prompt_of(65))
+        assert await tokens_of(local) == expected(prompt_of(65), 32)
+        with anyio.move_on_after(1000.0) as scope:
+            await anext(stuck)
+        assert scope.cancelled_caught
+        assert (pair.decode.n_queued, pair.decode.used_blocks, n_timers()) == (1, 0, 0)
+        stuck.abort()
+        assert (pair.decode.n_queued, pair.decode.n_unsafe_aborts) == (0, 1)
 
     run(scenario)

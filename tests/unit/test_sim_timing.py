@@ -2,9 +2,11 @@
 
 import asyncio
 
+import anyio
 import pytest
 
 from slagate.workers.sim_request import RequestError, SamplingParams
+from slagate.workers.sim_timing import EngineTiming, PrefillChunk
 from support.sim_llm import (
     PROFILE,
     Pair,
@@ -34,12 +36,81 @@ def test_a_lone_request_takes_the_sum_of_its_profile_times() -> None:
     run(scenario)
 
 
-def test_a_long_prompt_is_prefilled_in_chunks() -> None:
+@pytest.mark.parametrize("max_num_tokens", [33, 1024, 2499, 2500, 8192])
+def test_the_chunks_of_a_lone_prompt_add_up_to_its_whole(max_num_tokens: int) -> None:
     async def scenario() -> None:
-        engine = llm(max_num_tokens=1024)
-        await engine.generate_async(prompt_of(2500), SamplingParams(max_tokens=1))
-        due_s = sum(PROFILE.prefill_s(n, c) for n, c in ((1024, 0), (1024, 1024), (452, 2048)))
+        engine = llm(max_num_tokens=max_num_tokens)
+        for n_prompt, cached in ((2500, 0), (2000, 1600)):
+            start_s = asyncio.get_running_loop().time()
+            prompt = prompt_of(1600, 2)[:cached] + prompt_of(n_prompt - cached, n_prompt)
+            result = await engine.generate_async(prompt, SamplingParams(max_tokens=1))
+            assert result.cached_tokens == cached
+            elapsed_s = asyncio.get_running_loop().time() - start_s
+            assert elapsed_s == pytest.approx(PROFILE.prefill_s(n_prompt - cached, cached))
+            await engine.generate_async(prompt_of(1601, 2), SamplingParams(max_tokens=1))
+
+    run(scenario)
+
+
+def test_chunks_of_several_requests_are_averaged_by_new_tokens() -> None:
+    chunks = [PrefillChunk(300, 0, 2000), PrefillChunk(100, 4000, 0)]
+    seconds = EngineTiming(PROFILE).iteration_s(chunks, batch_size=0, context_tokens=0.0)
+    due_s = PROFILE.prefill_s(1400, 1500) - PROFILE.prefill_s(1000, 1500)
+    assert seconds == pytest.approx(due_s)
+
+
+def test_without_chunked_prefill_a_prompt_runs_whole_and_nobody_overtakes_it() -> None:
+    async def scenario() -> None:
+        engine = llm(max_num_tokens=1000, enable_chunked_prefill=False)
+        ends_s = {}
+
+        async def measure(n_prompt: int) -> None:
+            sampling = SamplingParams(max_tokens=1)
+            await engine.generate_async(prompt_of(n_prompt, n_prompt), sampling)
+            ends_s[n_prompt] = asyncio.get_running_loop().time()
+
+        async with anyio.create_task_group() as tasks:
+            for n_prompt in (600, 601, 300):
+                tasks.start_soon(measure, n_prompt)
+        first_s = PROFILE.prefill_s(600, 0)
+        second_s = first_s + PROFILE.prefill_s(901, 0)
+        assert ends_s == pytest.approx({600: first_s, 601: second_s, 300: second_s})
+
+    run(scenario)
+
+
+def test_a_whole_prompt_waits_until_the_decoding_requests_leave_it_room() -> None:
+    async def scenario() -> None:
+        engine = llm(max_num_tokens=100, enable_chunked_prefill=False)
+        first = engine.generate_async(prompt_of(50), SamplingParams(max_tokens=5), streaming=True)
+        await anext(first)
+        second = engine.generate_async(prompt_of(100, 2), SamplingParams(max_tokens=1))
+        await second
+        assert first.outputs[0].length == 1
+        await anext(first)
+        assert first.finished
+        decode_s = sum(PROFILE.itl_s(1, 50 + i) for i in range(4))
+        due_s = PROFILE.prefill_s(50, 0) + decode_s + PROFILE.prefill_s(100, 0)
         assert asyncio.get_running_loop().time() == pytest.approx(due_s)
+
+    run(scenario)
+
+
+def test_blocks_that_come_back_from_the_host_take_the_time_of_the_link() -> None:
+    async def scenario() -> None:
+        host_bytes = 64 * 32 * PROFILE.kv_bytes_per_token
+        engine = llm(kv_cache_blocks=34, kv_cache_config={"host_cache_size": host_bytes})
+        sampling = SamplingParams(max_tokens=1)
+        await engine.generate_async(prompt_of(1025), sampling)
+        await engine.generate_async(prompt_of(1025, 2), sampling)
+        start_s = asyncio.get_running_loop().time()
+        result = await engine.generate_async([*prompt_of(1024), 1], sampling)
+        assert result.cached_tokens == 1024
+        (rank,) = engine._ranks
+        assert rank.cache.n_onboarded_blocks >= 31
+        moved_tokens = rank.cache.n_onboarded_blocks * 32
+        due_s = PROFILE.prefill_s(1, 1024) + moved_tokens * PROFILE.kv_bytes_per_token / 25e9
+        assert asyncio.get_running_loop().time() - start_s == pytest.approx(due_s)
 
     run(scenario)
 
@@ -55,9 +126,10 @@ def test_a_decoding_request_is_slowed_by_prefill_chunks_that_leave_it_its_token(
         await anext(first)
         due_s = start_s + PROFILE.itl_s(1, 64)
         assert asyncio.get_running_loop().time() == pytest.approx(due_s)
-        for context, new, cached in ((65, 999, 0), (66, 501, 999)):
+        for context, before, after in ((65, 0, 999), (66, 999, 1500)):
             await anext(first)
-            due_s += PROFILE.itl_s(1, context) + PROFILE.prefill_s(new, cached)
+            due_s += PROFILE.itl_s(1, context)
+            due_s += PROFILE.prefill_s(after, 0) - PROFILE.prefill_s(before, 0)
             assert asyncio.get_running_loop().time() == pytest.approx(due_s)
         await second
 

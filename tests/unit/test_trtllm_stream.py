@@ -1,11 +1,15 @@
 """One leg on a worker, where the simulated engine cannot be brought to the moment in question."""
 
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers.trtllm_handoffs import Handoffs
+from slagate.workers.trtllm_output import OutputForm
 from slagate.workers.trtllm_request import EngineRequest
 from slagate.workers.trtllm_stream import EngineStream
 from support import virtual_loop
@@ -15,17 +19,28 @@ from support.sinks import KeepingSink
 END_ID = 128_001
 
 
-def leg(kind: str) -> EngineRequest:
-    return EngineRequest("r", kind, [1, 2], SimpleNamespace(end_id=END_ID), None, None)
+def leg(kind: str, **form: Any) -> EngineRequest:
+    sampling = SimpleNamespace(end_id=END_ID)
+    return EngineRequest("r", kind, [1, 2], sampling, OutputForm(**form))
 
 
-def play(kind: str, result: Result, *, cancel: bool) -> tuple[KeepingSink, EngineStream, list[int]]:
+def handoffs(abandoned: list[int]) -> Handoffs:
+    def release(session_id: int) -> bool:
+        abandoned.append(session_id)
+        return True
+
+    return Handoffs(backend="SHM", limit_s=60.0, release=release)
+
+
+def play(
+    kind: str, result: Any, *, cancel: bool = False, **form: Any
+) -> tuple[KeepingSink, EngineStream, list[int]]:
     abandoned: list[int] = []
 
     async def main() -> tuple[KeepingSink, EngineStream, list[int]]:
         sink = KeepingSink()
-        stream = EngineStream(sink, backend="SHM", abandon=abandoned.append)
-        stream.start(result, leg(kind), timeout_s=None)
+        stream = EngineStream(sink, handoffs(abandoned))
+        stream.start(result, leg(kind, **form), timeout_s=None)
         if cancel:
             stream.cancel()
         await stream.pump()
@@ -54,7 +69,7 @@ def test_a_handoff_that_is_answered_with_is_kept() -> None:
 
 def test_params_without_a_context_id_are_no_handoff() -> None:
     """The params of a result start as a copy of the request's, so their presence proves nothing."""
-    sink, stream, _ = play("context_only", Result(ctx_request_id=None, tokens=[3]), cancel=False)
+    sink, stream, _ = play("context_only", Result(ctx_request_id=None, tokens=[3]))
     assert sink.events == ["token", "finished"]
     assert stream.parked_id is None
 
@@ -65,7 +80,7 @@ def test_a_decode_leg_is_not_aborted_before_its_first_result() -> None:
     aborts_at_cancel = []
 
     async def main() -> None:
-        stream = EngineStream(KeepingSink(), backend="SHM", abandon=aborts_at_cancel.append)
+        stream = EngineStream(KeepingSink(), handoffs([]))
         stream.start(result, leg("generation_only"), timeout_s=None)
         stream.cancel()
         aborts_at_cancel.append(result.n_aborts)
@@ -88,12 +103,71 @@ def test_a_stop_says_what_it_was_also_at_the_end_of_text(
     stop_reason: int | str | None, match: oe.StopMatch
 ) -> None:
     result = Result(tokens=[3], finish_reason="stop", stop_reason=stop_reason)
-    sink, _, _ = play("context_and_generation", result, cancel=False)
+    sink, _, _ = play("context_and_generation", result)
     last = sink.messages[-1].finished
     assert last.reason == oe.FINISH_REASON_STOP
     assert last.stop_match == match
 
 
 def test_an_end_by_length_matched_nothing() -> None:
-    sink, _, _ = play("context_and_generation", Result(tokens=[3]), cancel=False)
+    sink, _, _ = play("context_and_generation", Result(tokens=[3]))
     assert not sink.messages[-1].finished.HasField("stop_match")
+
+
+class Steps(Result):
+    """A result that changes in place: each step is what the outputs are at one yield."""
+
+    def __init__(self, *steps: list[tuple[list[int], str | None]]) -> None:
+        super().__init__(tokens=[], finish_reason=None)
+        self._steps = steps
+
+    async def __aiter__(self) -> AsyncIterator[Result]:
+        for step in self._steps:
+            self.outputs = [self.output(tokens, reason) for tokens, reason in step]
+            yield self
+
+
+def test_an_answer_without_an_end_is_an_error() -> None:
+    sink, _, _ = play("context_and_generation", Steps([([3], None)]))
+    assert sink.events == ["token", "error"]
+    assert sink.messages[-1].error.code == oe.ERROR_CODE_INTERNAL
+    assert sink.messages[-1].usage.completion_tokens == 1
+    assert sink.code is grpc.StatusCode.OK
+
+
+def test_a_yield_without_news_says_nothing() -> None:
+    steps = Steps([([3], None)], [([3], None)], [([3], "length")])
+    sink, _, _ = play("context_and_generation", steps)
+    assert sink.events == ["token", "finished"]
+
+
+def test_usage_is_on_the_last_message_of_several_outputs() -> None:
+    """Also where several end in one yield, and nothing of an output follows its end."""
+    steps = Steps(
+        [([3], None), ([4], "stop")],
+        [([3, 5], None), ([4], "stop")],
+        [([3, 5, 6], "length"), ([4], "stop")],
+    )
+    sink, _, _ = play("context_and_generation", steps, n_outputs=2)
+    of = [
+        (m.WhichOneof("event"), m.token.output_index or m.finished.output_index)
+        for m in sink.messages
+    ]
+    assert of == [
+        ("token", 0), ("token", 1), ("finished", 1), ("token", 0), ("token", 0), ("finished", 0),
+    ]  # fmt: skip
+    assert [m.HasField("usage") for m in sink.messages] == [False] * 5 + [True]
+    assert sink.messages[-1].usage.completion_tokens == 4
+
+
+def test_too_many_prompt_logprobs_are_an_error_of_the_request() -> None:
+    class Huge(Result):
+        async def __aiter__(self) -> AsyncIterator[Result]:
+            # One entry of the size is as good as a thousand of a thousand.
+            self.outputs[0].prompt_logprobs = [dict.fromkeys(range(1_000_001), -1.0)]
+            yield self
+
+    sink, _, _ = play("context_and_generation", (result := Huge(tokens=[3])), prompt_top_n=1)
+    assert sink.events == ["error"]
+    assert sink.messages[0].error.code == oe.ERROR_CODE_INVALID_ARGUMENT
+    assert result.n_aborts == 1

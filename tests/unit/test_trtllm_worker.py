@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers import sim_llm
+from slagate.workers import sim_request
 from slagate.workers.errors import WorkerError
 from slagate.workers.trtllm import TrtllmWorker
 from slagate.workers.trtllm_info import WorkerIdentity
@@ -17,6 +17,7 @@ from slagate.workers.worker import Metadata
 from support import virtual_loop
 from support.builders import MODEL, request
 from support.engine_result import Result
+from support.sim_llm import until
 from support.sinks import KeepingSink
 
 Code = grpc.StatusCode
@@ -27,11 +28,13 @@ class OldEngine:
 
     def __init__(self, *results: Result) -> None:
         self.args = SimpleNamespace(
+            tensor_parallel_size=1,
             max_seq_len=1000,
             max_batch_size=8,
             max_num_tokens=8192,
             kv_cache_config=SimpleNamespace(tokens_per_block=32),
         )
+        self.tokenizer = None
         self.submitted: list[dict[str, Any]] = []
         self._results = list(results)
 
@@ -62,12 +65,13 @@ def play(
             await scenario(
                 TrtllmWorker(
                     engine,
-                    api=sim_llm,
+                    api=sim_request,
                     identity=identity,
                     tasks=tasks,
                     release_session=release_session,
                 )
             )
+            tasks.cancel_scope.cancel()
 
     virtual_loop.run(main)
 
@@ -143,6 +147,22 @@ def test_trace_context_goes_to_the_engine_and_nothing_else_does() -> None:
     play(scenario, engine)
 
 
+def test_a_rank_is_asked_for_strictly_and_only_where_there_are_several() -> None:
+    """A relaxed rank would be a wish, and the session would name the wrong one."""
+
+    async def scenario(worker: TrtllmWorker) -> None:
+        await answer(worker, "r", [("openengine-target-dp-rank", "0")])
+
+    for ranks, asked in (
+        (1, None),
+        (2, sim_request.SchedulingParams(attention_dp_rank=0, attention_dp_relax=False)),
+    ):
+        engine = OldEngine(Result(tokens=[3]))
+        engine.args.tensor_parallel_size, engine.args.enable_attention_dp = ranks, ranks > 1
+        play(scenario, engine)
+        assert engine.submitted[0].get("scheduling_params") == asked
+
+
 def test_a_result_that_cannot_be_passed_on_ends_its_leg_and_not_the_worker() -> None:
     async def scenario(worker: TrtllmWorker) -> None:
         sink = await answer(worker, "bad")
@@ -176,7 +196,7 @@ def test_an_engine_that_cannot_say_how_it_is_counts_as_ready() -> None:
     async def scenario(worker: TrtllmWorker) -> None:
         health = await worker.health(oe.HealthRequest())
         assert health.state == oe.HEALTH_STATE_READY
-        assert [check.name for check in health.checks] == ["grpc", "model"]
+        assert [check.name for check in health.checks] == ["grpc", "model", "kv_connector"]
 
     play(scenario, OldEngine())
 
@@ -192,3 +212,139 @@ def test_an_engine_that_can_say_how_it_is_is_believed(*, alive: bool) -> None:
         assert (await worker.health(oe.HealthRequest())).state == state
 
     play(scenario, Engine())
+
+
+class StrictEngine(OldEngine):
+    """Refuses to be polled before its first result, as TensorRT-LLM does, and then fails its polls."""
+
+    def __init__(self, *results: Result) -> None:
+        super().__init__(*results)
+        self.args.kv_cache_config.event_buffer_max_size = 100
+        self.n_polls = 0
+        self.n_answers = 0
+
+    def generate_async(self, tokens: list[int], sampling_params: Any, **kwargs: Any) -> Result:
+        result = super().generate_async(tokens, sampling_params, **kwargs)
+        self.n_answers += 1
+        return result
+
+    def get_kv_cache_events_async(self, timeout: float) -> Any:
+        assert self.n_answers, "there is nothing to poll yet"
+        self.n_polls += 1
+        raise OSError("the queue is broken")
+
+
+def test_a_broken_event_poll_is_counted_and_the_worker_works_on() -> None:
+    async def scenario(worker: TrtllmWorker) -> None:
+        await until(5.0)
+        assert engine.n_polls == 0
+        assert (await answer(worker, "r1")).tokens == [3]
+        await until(6.0)
+        load = await worker.load(oe.GetLoadRequest())
+        assert load.attributes["kv_event_poll_errors"] == engine.n_polls > 0
+        assert (await answer(worker, "r2")).tokens == [3]
+        assert not worker.fatal.is_set()
+
+    engine = StrictEngine(Result(tokens=[3]), Result(tokens=[3]))
+    play(scenario, engine)
+
+
+def test_an_engine_that_is_gone_at_submit_ends_the_worker() -> None:
+    class Engine(OldEngine):
+        def generate_async(self, tokens: list[int], sampling_params: Any, **kwargs: Any) -> Result:
+            if not self._results:
+                raise RuntimeError("LLM is shutting down")
+            return super().generate_async(tokens, sampling_params, **kwargs)
+
+    class Waiting(Result):
+        async def __aiter__(self) -> AsyncIterator[Result]:
+            yield self
+            await anyio.Event().wait()
+
+    async def scenario(worker: TrtllmWorker) -> None:
+        running = KeepingSink()
+        worker.generate(request("r1").SerializeToString(), (), running, timeout_s=None)
+        await running.at_least(1)
+        refused = await answer(worker, "r2")
+        assert (refused.code, refused.messages) == (Code.UNAVAILABLE, [])
+        assert (await running.done()).events == ["token", "error"]
+        assert worker.fatal.is_set()
+        health = await worker.health(oe.HealthRequest())
+        assert health.state == oe.HEALTH_STATE_NOT_READY
+        assert "shutting down" in health.checks[1].message
+        await anyio.wait_all_tasks_blocked()
+        assert worker.n_live == 0
+
+    play(scenario, Engine(Waiting(tokens=[3], finish_reason=None)))
+
+
+def test_health_probes_share_one_run_whoever_gives_up() -> None:
+    class Slow(Result):
+        async def aresult(self) -> "Slow":
+            await anyio.sleep(2)
+            return self
+
+    async def scenario(worker: TrtllmWorker) -> None:
+        states: list[int] = []
+
+        async def probe() -> None:
+            states.append(
+                (await worker.health(oe.HealthRequest(include_inference_probe=True))).state
+            )
+
+        async with anyio.create_task_group() as callers:
+            for _ in range(3):
+                callers.start_soon(probe)
+            with anyio.move_on_after(1.0):
+                await probe()
+        assert states == [oe.HEALTH_STATE_READY] * 3
+        assert len(engine.submitted) == 1
+        assert engine.submitted[0]["cache_salt"]
+
+    engine = OldEngine(Slow(tokens=[3]))
+    play(scenario, engine)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyError("no"), RuntimeError("no")])
+def test_a_probe_that_fails_degrades(error: Exception) -> None:
+    class Failing(Result):
+        async def aresult(self) -> "Failing":
+            raise error
+
+    async def scenario(worker: TrtllmWorker) -> None:
+        health = await worker.health(oe.HealthRequest(include_inference_probe=True))
+        assert health.state == oe.HEALTH_STATE_DEGRADED
+        assert "no" in health.checks[-1].message
+
+    play(scenario, OldEngine(Failing(tokens=[3])))
+
+
+def test_disagg_09_sessions_nobody_can_count_are_counted_until_their_limit() -> None:
+    """DISAGG-09: an engine that cannot say what it holds, and no word when a session is collected."""
+
+    async def prefill(worker: TrtllmWorker, request_id: str) -> None:
+        leg = request(request_id)
+        leg.extra.update({"request_type": "context_only"})
+        sink = KeepingSink()
+        worker.generate(leg.SerializeToString(), (), sink, timeout_s=None)
+        assert (await sink.done()).events == ["prefill_ready"]
+
+    async def parked(worker: TrtllmWorker) -> int:
+        return (await worker.load(oe.GetLoadRequest())).active_kv_sessions
+
+    async def scenario(worker: TrtllmWorker) -> None:
+        assert await parked(worker) == 0
+        await prefill(worker, "p1")
+        await until(10.0)
+        await prefill(worker, "p2")
+        assert await parked(worker) == 2
+        await worker.abort(oe.AbortRequest(kv_session=oe.KvSessionRef(session_id="8")))
+        assert await parked(worker) == 1
+        await until(29.9)
+        assert await parked(worker) == 1
+        await until(30.1)
+        assert await parked(worker) == 0
+
+    engine = OldEngine(Result(ctx_request_id=7, tokens=[3]), Result(ctx_request_id=8, tokens=[3]))
+    engine.args.cache_transceiver_config = {"kv_transfer_timeout_ms": 30_000}
+    play(scenario, engine, release_session=lambda _: True, role=oe.ENGINE_ROLE_PREFILL)

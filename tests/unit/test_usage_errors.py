@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 
 from slagate.pools.errors import ConfigError
-from slagate.router.__main__ import EXIT_USAGE, _run
+from slagate.router.command import EXIT_USAGE, run_to_exit
 from slagate.router.demo import run_demo
 from slagate.router.replay import TraceError, load_trace
 from slagate.workers.errors import UsageError
 from slagate.workers.profile import ProfileError
-from slagate.workers.run import SimOptions, sim_worker
+from slagate.workers.sim_worker import SimOptions, sim_worker
 from support.engines import PROFILE
 from support.virtual_loop import run
 
@@ -46,7 +46,7 @@ def test_what_the_user_did_is_one_line_and_exit_status_2(
     error: Exception, capsys: pytest.CaptureFixture[str], *, in_group: bool
 ) -> None:
     with pytest.raises(typer.Exit) as caught:
-        _run(lambda: failing(error, in_group=in_group))
+        run_to_exit(lambda: failing(error, in_group=in_group))
     assert caught.value.exit_code == EXIT_USAGE
     assert capsys.readouterr().err == f"slagate: {error}\n"
 
@@ -54,9 +54,9 @@ def test_what_the_user_did_is_one_line_and_exit_status_2(
 def test_a_bug_is_not_taken_for_a_wrong_option() -> None:
     for error in (ValueError("a bug"), KeyError("a bug"), RuntimeError("a bug")):
         with pytest.raises(type(error), match="a bug"):
-            _run(lambda error=error: failing(error, in_group=False))
+            run_to_exit(lambda error=error: failing(error, in_group=False))
         with pytest.raises(Exception, match="unhandled errors") as caught:
-            _run(lambda error=error: failing(error, in_group=True))
+            run_to_exit(lambda error=error: failing(error, in_group=True))
         assert not isinstance(caught.value, typer.Exit)
 
 
@@ -76,7 +76,7 @@ def test_an_option_that_the_simulated_engine_refuses_is_a_wrong_option() -> None
     async def main() -> None:
         options = SimOptions("agg", PROFILE, 1, kv_block_bytes=17)
         with pytest.raises(UsageError, match="kv_block_bytes"):
-            async with sim_worker(options, instance_id="i"):
+            async with sim_worker(options, instance_id="i", transport=None):
                 raise AssertionError("it was served")
 
     run(main)

@@ -11,7 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from slagate.workers.kv_transfer import KvTransferError, KvTransport, SharedMemoryTransport
+from slagate.workers.kv_shm import SharedMemoryTransport
+from slagate.workers.kv_transfer import (
+    KvTransferError,
+    KvTransport,
+)
+from support.kv_processes import pulled
 
 
 @pytest.fixture
@@ -48,7 +53,7 @@ def test_blocks_arrive_and_the_owner_hears_of_it_once(
     descriptor = prefill.export(7, blocks())
     prefill.export(8, blocks())
     assert prefill.acks() == []
-    assert np.array_equal(decode.pull(descriptor), blocks())
+    assert np.array_equal(pulled(decode, descriptor), blocks())
     assert prefill.acks() == [7]
     assert prefill.acks() == []
 
@@ -57,9 +62,9 @@ def test_a_second_pull_is_refused(
     prefill: SharedMemoryTransport, decode: SharedMemoryTransport
 ) -> None:
     descriptor = prefill.export(7, blocks())
-    decode.pull(descriptor)
+    pulled(decode, descriptor)
     with pytest.raises(KvTransferError, match="session 7: already consumed or released"):
-        decode.pull(descriptor)
+        pulled(decode, descriptor)
 
 
 def test_a_released_session_cannot_be_pulled_and_is_not_acknowledged(
@@ -70,7 +75,7 @@ def test_a_released_session_cannot_be_pulled_and_is_not_acknowledged(
     prefill.release(7)
     prefill.release(99)
     with pytest.raises(KvTransferError, match="already consumed or released"):
-        decode.pull(descriptor)
+        pulled(decode, descriptor)
     assert prefill.acks() == []
     assert list(tmp_path.rglob("*.kv")) == []
 
@@ -99,8 +104,8 @@ def test_every_flipped_bit_of_a_descriptor_is_refused(
         altered = bytearray(descriptor)
         altered[i] ^= 1
         with pytest.raises(KvTransferError, match="checksum"):
-            decode.pull(bytes(altered))
-    assert np.array_equal(decode.pull(descriptor), blocks())
+            pulled(decode, bytes(altered))
+    assert np.array_equal(pulled(decode, descriptor), blocks())
 
 
 @pytest.mark.parametrize("keep", [0, 1, 40, -1])
@@ -109,7 +114,7 @@ def test_a_truncated_descriptor_is_refused(
 ) -> None:
     descriptor = prefill.export(7, blocks())
     with pytest.raises(KvTransferError, match="truncated"):
-        decode.pull(descriptor[:keep])
+        pulled(decode, descriptor[:keep])
 
 
 def test_a_well_signed_descriptor_cannot_leave_the_directory(
@@ -118,7 +123,7 @@ def test_a_well_signed_descriptor_cannot_leave_the_directory(
     """The checksum is no secret, so the instance id is checked for itself."""
     body = pack("<4s32sQII", b"SKD1", b"../" * 10 + b"aa", 7, 1, 16)
     with pytest.raises(KvTransferError, match="instance id"):
-        decode.pull(body + blake2b(body, digest_size=16).digest())
+        pulled(decode, body + blake2b(body, digest_size=16).digest())
 
 
 @pytest.mark.parametrize(
@@ -135,7 +140,7 @@ def test_a_truncated_file_is_refused_and_used_up(
     raw = offered(tmp_path).read_bytes()
     offered(tmp_path).write_bytes(raw[:n_bytes])
     with pytest.raises(KvTransferError, match=f"session 7: .*{message}"):
-        decode.pull(descriptor)
+        pulled(decode, descriptor)
     assert prefill.acks() == [7]
 
 
@@ -154,7 +159,7 @@ def test_a_changed_file_is_refused_with_the_check_that_failed(
     raw[position] ^= 1
     offered(tmp_path).write_bytes(raw)
     with pytest.raises(KvTransferError, match=message):
-        decode.pull(descriptor)
+        pulled(decode, descriptor)
 
 
 def test_a_closed_transport_offers_nothing(tmp_path: Path, decode: SharedMemoryTransport) -> None:
@@ -165,14 +170,14 @@ def test_a_closed_transport_offers_nothing(tmp_path: Path, decode: SharedMemoryT
     with pytest.raises(KvTransferError, match="closed"):
         owner.export(8, blocks())
     with pytest.raises(KvTransferError, match="already consumed or released"):
-        decode.pull(descriptor)
+        pulled(decode, descriptor)
 
 
 EXPORT_AND_DIE = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from slagate.workers.kv_transfer import SharedMemoryTransport
+from slagate.workers.kv_shm import SharedMemoryTransport
 transport = SharedMemoryTransport(Path(sys.argv[1]))
 print(transport.export(7, np.zeros((2, 64), np.uint8)).hex(), flush=True)
 os._exit(9)
@@ -181,9 +186,9 @@ os._exit(9)
 PULL = """
 import sys
 from pathlib import Path
-from slagate.workers.kv_transfer import SharedMemoryTransport
+from slagate.workers.kv_shm import SharedMemoryTransport
 transport = SharedMemoryTransport(Path(sys.argv[1]))
-print(transport.pull(bytes.fromhex(sys.argv[2])).sum())
+transport.pull(bytes.fromhex(sys.argv[2]), lambda blocks: print(blocks.sum()))
 transport.close()
 """
 
@@ -213,7 +218,7 @@ def test_what_a_dead_owner_left_is_swept_by_the_next_start(tmp_path: Path) -> No
     transport = SharedMemoryTransport(tmp_path)
     assert list(tmp_path.rglob("*.kv")) == []
     with pytest.raises(KvTransferError, match="already consumed or released"):
-        transport.pull(descriptor)
+        pulled(transport, descriptor)
     transport.close()
 
 

@@ -1,0 +1,76 @@
+"""What the commands of the CLI share: option types, usage errors, and running to an exit status."""
+
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, NoReturn
+
+import anyio
+import typer
+from rich.console import Console
+
+from slagate.pools.errors import ConfigError
+from slagate.workers.errors import UsageError
+from slagate.workers.kv_choice import TRANSPORTS
+from slagate.workers.listen import Address, parse_address
+from slagate.workers.logs import log_to_stderr
+from slagate.workers.profile import ProfileError
+
+EXIT_USAGE = 2
+
+errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+
+
+def fail(message: object) -> NoReturn:
+    """End the command with the status of a usage error."""
+    errors.print(f"slagate: {message}")
+    raise typer.Exit(EXIT_USAGE)
+
+
+def _address(text: str) -> Address:
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def run_to_exit(main_coroutine: Callable[[], Coroutine[Any, Any, int]]) -> None:
+    """Run to the end on the fastest loop there is and leave with its status."""
+    use_uvloop = sys.platform != "win32"
+    try:
+        status = anyio.run(main_coroutine, backend_options={"use_uvloop": use_uvloop})
+    except Exception as error:
+        cause: BaseException = error
+        # Task groups wrap what went wrong inside; Python 3.10 has no name for the wrapper.
+        while inner := getattr(cause, "exceptions", None):
+            cause = inner[0]
+        if isinstance(cause, ConfigError | ProfileError | UsageError | OSError):
+            fail(cause)
+        raise
+    raise typer.Exit(status)
+
+
+Listen = Annotated[
+    Address, typer.Option(parser=_address, metavar="HOST:PORT", help="Port 0: the kernel chooses.")
+]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+Transport = Annotated[
+    str,
+    typer.Option(
+        help="How the KV cache moves between workers: nixl, shm (shared memory), or auto: nixl where it "
+        "works, else shm.",
+    ),
+]
+
+
+def check_transport(transport: str) -> None:
+    """End the command unless `transport` is one there is."""
+    if transport not in TRANSPORTS:
+        fail(f"--transport must be one of {', '.join(TRANSPORTS)} (got {transport!r})")
+
+
+def start_log(level: str) -> None:
+    """Log to stderr from this level on; another word ends the command."""
+    try:
+        log_to_stderr(level)
+    except ValueError:
+        fail(f"--log-level must be debug, info, warning or error (got {level!r})")

@@ -1,0 +1,106 @@
+"""`slagate worker`: one worker process."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slagate.router.command import (
+    Listen,
+    LogLevel,
+    Transport,
+    check_transport,
+    fail,
+    run_to_exit,
+    start_log,
+)
+from slagate.workers import run, sim_worker
+
+
+def worker(
+    *,
+    role: Annotated[str, typer.Option(help="prefill, decode or agg.")],
+    listen: Listen,
+    engine: Annotated[str, typer.Option(help="sim or trtllm.")] = "sim",
+    profile: Annotated[
+        str, typer.Option(help="Timing profile: a packaged name, or a file.")
+    ] = "llama-3.1-8b-h100",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
+    model: Annotated[str | None, typer.Option(help="Served name; default: the profile's.")] = None,
+    time_scale: Annotated[
+        float, typer.Option(min=0.0, help="Engine times are multiplied by this.")
+    ] = 1.0,
+    kv_blocks: Annotated[
+        int | None, typer.Option(min=1, help="KV blocks; default: the profile's capacity.")
+    ] = None,
+    kv_block_bytes: Annotated[
+        int, typer.Option(min=16, help="Real bytes of a simulated KV block.")
+    ] = 4096,
+    max_batch_size: Annotated[int, typer.Option(min=1, help="Requests a step may run.")] = 256,
+    max_seq_len: Annotated[int, typer.Option(min=2, help="Context window, tokens.")] = 131_072,
+    attention_dp: Annotated[
+        bool,
+        typer.Option("--attention-dp", help="One KV cache per rank; as many ranks as --tp."),
+    ] = False,
+    kv_host_blocks: Annotated[
+        int, typer.Option(min=0, help="KV blocks in host memory, for what the device evicts.")
+    ] = 0,
+    kv_events: Annotated[
+        int,
+        typer.Option(
+            min=0, help="KV events the engine keeps until they are read; 0: it makes none."
+        ),
+    ] = sim_worker.KV_EVENTS,
+    stream_interval: Annotated[
+        int, typer.Option(min=1, help="Tokens between two responses of a stream.")
+    ] = 1,
+    transport: Transport = "auto",
+    kv_transfer_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that fetching one handoff may take.")
+    ] = sim_worker.KV_TRANSFER_TIMEOUT_S,
+    handoff_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a handoff is kept for decode.")
+    ] = sim_worker.HANDOFF_TIMEOUT_S,
+    handoff_key_file: Annotated[
+        Path | None,
+        typer.Option(help="Secret shared by all workers; handoffs are signed and checked with it."),
+    ] = None,
+    api: Annotated[
+        str,
+        typer.Option(help="TensorRT-LLM API that the simulated engine has: 1.2, 1.3rc or main."),
+    ] = "main",
+    drain: Annotated[
+        float, typer.Option(min=0.0, help="Seconds for running requests after SIGTERM.")
+    ] = 10.0,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run one worker until SIGTERM."""
+    if role not in sim_worker.ROLES:
+        fail(f"--role must be one of {', '.join(sim_worker.ROLES)} (got {role!r})")
+    if engine not in ("sim", "trtllm"):
+        fail(f"--engine must be sim or trtllm (got {engine!r})")
+    if engine == "trtllm":
+        fail("--engine trtllm is not available in this version; use --engine sim")
+    check_transport(transport)
+    start_log(log_level)
+    options = sim_worker.SimOptions(
+        role=role,
+        profile=profile,
+        tp=tp,
+        model=model,
+        time_scale=time_scale,
+        kv_blocks=kv_blocks,
+        kv_block_bytes=kv_block_bytes,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        attention_dp=attention_dp,
+        kv_host_blocks=kv_host_blocks,
+        kv_events=kv_events,
+        stream_interval=stream_interval,
+        transport=transport,
+        kv_transfer_timeout_s=kv_transfer_timeout,
+        handoff_timeout_s=handoff_timeout,
+        handoff_key_file=handoff_key_file,
+        api=api,
+    )
+    run_to_exit(lambda: run.run_sim_worker(options, listen, drain_s=drain))

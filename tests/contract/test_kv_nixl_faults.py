@@ -1,0 +1,242 @@
+"""NIXL between processes that die, hang and come back.
+
+Pulls have a limit of 0.5 s here, so that what they survive and what ends them fits into seconds.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slagate.workers.clock import monotonic_s
+from support.kv_processes import (
+    Stable,
+    There,
+    blocks_of,
+    call,
+    digest,
+    export,
+    fetch,
+    is_whole,
+    started,
+    wait_for,
+    wait_for_acks,
+)
+
+LIMIT_S = 0.5
+MARGIN_S = 2.0
+"""What a busy machine may add before an end counts as late."""
+
+
+@pytest.fixture(scope="module")
+def stable() -> Iterator[Stable]:
+    processes = Stable(pull_limit_s=LIMIT_S)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def sides(stable: Stable) -> Iterator[list[There]]:
+    """A prefill, a decode and a bystander process."""
+    with stable.borrow(3) as processes:
+        yield processes
+
+
+def begin_pull(side: There, descriptor: str) -> int:
+    return side.begin("pull", descriptor=descriptor)
+
+
+def end_within(side: There, pull: int, limit_s: float) -> dict[str, Any]:
+    started_s = monotonic_s()
+    answer = side.end(pull)
+    assert monotonic_s() - started_s < limit_s
+    return answer
+
+
+def whole(side: There) -> None:
+    """Wait until no slot is missing and no former agent is left."""
+    wait_for(side, "state", is_whole)
+
+
+def wait_for_agents(side: There, n_agents: int) -> None:
+    wait_for(side, "state", lambda state: bool(state["n_agents"] == n_agents))
+
+
+def connect(prefill: There, decode: There, session: int = 1000) -> None:
+    assert fetch(decode, export(prefill, session))["text"] == digest(blocks_of(session, 3))
+    wait_for_acks(prefill, [session])
+
+
+def test_a_peer_killed_while_idle_is_gone_and_its_successor_is_not(sides: list[There]) -> None:
+    prefill, decode, _ = sides
+    connect(prefill, decode)
+    lost = [export(prefill, 1), export(prefill, 2)]
+    prefill.kill()
+    for descriptor in lost:
+        result = end_within(decode, begin_pull(decode, descriptor), LIMIT_S)
+        assert result["error"] == "KvPeerGone", result
+    with started("prefill") as (successor,):
+        connect(successor, decode, session=1)
+        whole(decode)
+
+
+def test_a_peer_killed_before_the_first_contact_is_gone(sides: list[There]) -> None:
+    prefill, decode, _ = sides
+    descriptor = export(prefill, 1)
+    prefill.kill()
+    result = end_within(decode, begin_pull(decode, descriptor), LIMIT_S)
+    assert result["error"] == "KvPeerGone", result
+    whole(decode)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first contact", "known"])
+def test_a_peer_killed_in_mid_transfer_is_gone_at_once(
+    sides: list[There],
+    known: bool,  # noqa: FBT001
+) -> None:
+    prefill, decode, _ = sides
+    if known:
+        connect(prefill, decode)
+    descriptors = [export(prefill, session) for session in (1, 2, 3)]
+    prefill.freeze()
+    pulls = [begin_pull(decode, each) for each in descriptors]
+    wait_for(decode, "state", lambda state: state["n_free"] == state["n_slots"] - 9)
+    prefill.kill()
+    for pull in pulls:
+        result = end_within(decode, pull, LIMIT_S)
+        assert result["error"] == "KvPeerGone", result
+    whole(decode)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first contact", "known"])
+def test_a_short_freeze_only_delays(sides: list[There], known: bool) -> None:  # noqa: FBT001
+    prefill, decode, _ = sides
+    if known:
+        connect(prefill, decode)
+    descriptor = export(prefill, 1)
+    prefill.freeze()
+    pull = begin_pull(decode, descriptor)
+    wait_for(decode, "state", lambda state: state["n_free"] < state["n_slots"])
+    prefill.thaw()
+    assert decode.end(pull)["text"] == digest(blocks_of(1, 3))
+    wait_for_acks(prefill, [1])
+    whole(decode)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first contact", "known"])
+@pytest.mark.parametrize("thaws", [False, True], ids=["killed", "thawed"])
+def test_a_long_freeze_ends_the_pull_and_nobody_elses(
+    sides: list[There],
+    thaws: bool,  # noqa: FBT001
+    known: bool,  # noqa: FBT001
+) -> None:
+    """DISAGG-08: the limit covers the set-up, and no pair waits for another."""
+    prefill, decode, bystander = sides
+    if known:
+        connect(prefill, decode)
+    descriptors = [export(prefill, session) for session in (1, 2)]
+    prefill.freeze()
+    pulls = [begin_pull(decode, each) for each in descriptors]
+    for session in range(5):
+        beside = begin_pull(decode, export(bystander, session))
+        result = end_within(decode, beside, LIMIT_S)
+        assert result["text"] == digest(blocks_of(session, 3))
+    for pull in pulls:
+        result = end_within(decode, pull, LIMIT_S + MARGIN_S)
+        assert (result["error"], "nothing came from" in result["text"]) == ("KvTimeout", True)
+    state = call(decode, "state")
+    assert (state["n_quarantined"], state["n_free"]) == (6, state["n_slots"] - 6)
+    (prefill.thaw if thaws else prefill.kill)()
+    whole(decode)
+    if thaws:
+        # The reads did end, long after anybody wanted them.
+        wait_for_acks(prefill, [1, 2])
+        connect(prefill, decode)
+        assert fetch(decode, descriptors[0])["error"] == "KvTransferError"
+
+
+def test_quarantine_of_most_of_the_pool_replaces_the_agent(sides: list[There]) -> None:
+    prefill, decode, bystander = sides
+    kept = export(decode, 77)
+    descriptors = [export(prefill, session, n_blocks=20) for session in (1, 2)]
+    prefill.freeze()
+    for pull in [begin_pull(decode, each) for each in descriptors]:
+        assert end_within(decode, pull, LIMIT_S + MARGIN_S)["error"] == "KvTimeout"
+    wait_for_agents(decode, 2)
+    state = call(decode, "state")
+    assert (state["n_quarantined"], state["n_free"], state["text"]) == (40, state["n_slots"], "")
+    connect(bystander, decode)
+    # What was offered before names the former agent, which serves it still.
+    assert fetch(bystander, kept)["text"] == digest(blocks_of(77, 3))
+    wait_for_acks(decode, [77])
+    prefill.thaw()
+    whole(decode)
+
+
+def test_a_third_replacement_waits_and_the_transport_says_so(sides: list[There]) -> None:
+    prefill, decode, _ = sides
+    descriptors = [export(prefill, session, n_blocks=20) for session in (1, 2, 3)]
+    with started("other", n_slots=128) as (other,):
+        descriptors += [export(other, session, n_blocks=40) for session in (4, 5)]
+        for side in (prefill, other):
+            side.freeze()
+        # 60 of 64 slots, then twice 40.
+        for n_agents, each in enumerate((descriptors[:3], descriptors[3:4], descriptors[4:]), 2):
+            for pull in [begin_pull(decode, descriptor) for descriptor in each]:
+                assert decode.end(pull)["error"] == "KvTimeout"
+            wait_for_agents(decode, min(n_agents, 3))
+        state = call(decode, "state")
+        assert (state["n_agents"], state["n_quarantined"], state["n_free"]) == (3, 140, 24)
+        refused = fetch(decode, export(decode, 9, n_blocks=24))
+        assert "the pool is full" in refused["text"]
+        assert "peers that hang" in call(decode, "state")["text"]
+        call(decode, "release", session=9)
+        other.kill()
+        prefill.kill()
+        whole(decode)
+
+
+def test_a_puller_killed_in_mid_transfer_acknowledges_nothing(sides: list[There]) -> None:
+    prefill, decode, bystander = sides
+    connect(prefill, decode)
+    descriptor = export(prefill, 1)
+    prefill.freeze()
+    begin_pull(decode, descriptor)
+    wait_for(decode, "state", lambda state: state["n_free"] < state["n_slots"])
+    decode.kill()
+    prefill.thaw()
+    # The owner lives, and the session is still there for another decode worker.
+    assert fetch(bystander, descriptor)["text"] == digest(blocks_of(1, 3))
+    wait_for_acks(prefill, [1])
+    whole(prefill)
+
+
+@pytest.mark.parametrize("unaided", [False, True], ids=["progress thread", "no progress thread"])
+@pytest.mark.parametrize("closes", [False, True], ids=["without closing", "closing"])
+def test_a_process_ends_cleanly_right_after_a_failed_transfer(
+    closes: bool,  # noqa: FBT001
+    unaided: bool,  # noqa: FBT001
+) -> None:
+    """Without progress between the failure and the end, UCX aborts the process."""
+    with started("prefill", "decode", unaided=unaided) as (prefill, decode):
+        connect(prefill, decode)
+        descriptor = export(prefill, 1)
+        prefill.kill()
+        assert fetch(decode, descriptor)["error"] == "KvPeerGone"
+        if closes:
+            call(decode, "close")
+        assert decode.finish() == 0
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["without closing", "closing"])
+def test_a_process_ends_cleanly_while_a_transfer_hangs(sides: list[There], closes: bool) -> None:  # noqa: FBT001
+    prefill, decode, _ = sides
+    connect(prefill, decode)
+    descriptor = export(prefill, 1)
+    prefill.freeze()
+    pull = begin_pull(decode, descriptor)
+    wait_for(decode, "state", lambda state: state["n_free"] < state["n_slots"])
+    if closes:
+        call(decode, "close")
+        assert decode.end(pull)["text"] == "transport is closed"
+    assert decode.finish() == 0

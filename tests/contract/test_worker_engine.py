@@ -1,0 +1,288 @@
+"""The contract of the `Worker` port: ranks, limits, load and the end of the engine."""
+
+import grpc
+import pytest
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.workers.errors import WorkerError
+from slagate.workers.legs import prefill_leg
+from support.contract import Play, Setup, ask, hand_off, resume, start
+from support.engines import SimWorker, expected, request
+from support.sinks import KeepingSink
+
+Code = grpc.StatusCode
+PROMPT = list(range(1, 101))
+TARGET, DECODE_RANK = "openengine-target-dp-rank", "x-slagate-dp-rank"
+
+
+def plain(request_id: str = "r", prompt: list[int] = PROMPT, n: int = 4) -> oe.GenerateRequest:
+    return request(request_id, prompt, n)
+
+
+def used_of_ranks(at: SimWorker) -> list[int]:
+    """KV blocks in use on each rank of the engine."""
+    return [rank.cache.used_blocks for rank in at.llm._ranks]
+
+
+def test_disagg_12_a_rank_is_kept_and_named_in_the_handoff(play: Play) -> None:
+    """DISAGG-12: the leg runs on the rank asked for, and the session says which one holds the KV."""
+
+    async def scenario(setup: Setup) -> None:
+        async with (
+            setup.engine("prefill", ranks=3) as prefill,
+            setup.engine("decode", ranks=2) as decode,
+        ):
+            info = await prefill.worker.server_info()
+            assert info.parallelism.data_parallel_size == 3
+            assert info.extra["trtllm_supports_dp_rank_targeting"] is True
+            assert info.extra["slagate_supports_decode_dp_rank"] is False
+            info = await decode.worker.server_info()
+            assert info.extra["trtllm_supports_dp_rank_targeting"] is False
+            assert info.extra["slagate_supports_decode_dp_rank"] is True
+            # Sessions stay parked, so a request that was free to choose would go elsewhere the second time.
+            for i, rank in enumerate((2, 2, 2)):
+                prompt = [i + 5, *PROMPT]
+                data = plain(prompt=prompt)
+                session = await hand_off(prefill.worker, data, [(TARGET, str(rank))])
+                assert session.dp_rank == rank
+                assert session.attributes_struct["ctx_dp_rank"] == rank
+                used = used_of_ranks(prefill)
+                assert [i for i, blocks in enumerate(used) if blocks] == [rank]
+                to = [(DECODE_RANK, "1")]
+                sink = await resume(decode.worker, data, session, to)
+                assert sink.tokens == expected(prompt, 4)
+            assert [bool(blocks) for blocks in decode.llm.resident()] == [False, True]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("role", "metadata", "field"),
+    [
+        ("agg", [(TARGET, "2")], TARGET),
+        ("agg", [(TARGET, "-1")], TARGET),
+        ("agg", [(TARGET, "")], TARGET),
+        ("agg", [(TARGET, "0x1")], TARGET),
+        ("agg", [(TARGET, "1,0")], TARGET),
+        ("agg", [(TARGET, "99999999999")], TARGET),
+        ("agg", [(TARGET, "1"), (TARGET, "1")], TARGET),
+        ("agg", [(DECODE_RANK, "1")], DECODE_RANK),
+        ("prefill", [(DECODE_RANK, "1")], DECODE_RANK),
+        ("decode", [(TARGET, "1")], TARGET),
+        ("decode", [(DECODE_RANK, "2")], DECODE_RANK),
+        ("decode", [(DECODE_RANK, "1"), (DECODE_RANK, "1")], DECODE_RANK),
+    ],
+)
+def test_secmm_02_a_rank_that_cannot_be_meant_is_refused(
+    play: Play, role: str, metadata: list[tuple[str, str]], field: str
+) -> None:
+    """SECMM-02: empty, joined, repeated and misplaced values are refused, never first-wins."""
+
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("prefill", ranks=2) as prefill, setup.worker(role, ranks=2) as at:
+            if role == "decode":
+                sink = await resume(at, plain(), await hand_off(prefill, plain()), metadata)
+            elif role == "prefill":
+                sink = await ask(at, prefill_leg(plain().SerializeToString(), "p"), metadata)
+            else:
+                sink = await ask(at, plain(), metadata)
+            assert (sink.code, sink.messages) == (Code.INVALID_ARGUMENT, [])
+            assert sink.status is not None
+            assert sink.status.message.startswith(f"{field}: ")
+
+    play(scenario)
+
+
+def test_without_attention_dp_only_rank_0_is_right(play: Play) -> None:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg") as worker:
+            assert (await ask(worker, plain(), [(TARGET, "0")])).tokens == expected(PROMPT, 4)
+            assert (await ask(worker, plain(), [(TARGET, "1")])).code is Code.INVALID_ARGUMENT
+
+    play(scenario)
+
+
+def test_a_prompt_over_the_transfer_buffer_is_refused_by_name(play: Play) -> None:
+    """The engine would take it and never answer."""
+    small = {"cache_transceiver_config": {"max_tokens_in_buffer": 100}}
+
+    async def scenario(setup: Setup) -> None:
+        async with (
+            setup.worker("prefill") as large,
+            setup.worker("prefill", **small) as prefill,
+            setup.worker("decode", **small) as decode,
+        ):
+            longer = plain(prompt=[*PROMPT, 1])
+            session = await hand_off(large, longer)
+            for sink in (
+                await ask(prefill, prefill_leg(longer.SerializeToString(), "p")),
+                await resume(decode, longer, session),
+            ):
+                assert (sink.code, sink.messages) == (Code.INVALID_ARGUMENT, [])
+                assert sink.status is not None
+                assert "max_tokens_in_buffer (100)" in sink.status.message
+            session = await hand_off(prefill, plain())
+            assert (await resume(decode, plain(), session)).tokens == expected(PROMPT, 4)
+
+    play(scenario)
+
+
+def test_an_overlong_prompt_is_the_requests_error_in_every_version(play: Play) -> None:
+    """`ValueError` or `RequestError` out of the submission, by version; the worker lives on."""
+
+    async def scenario(setup: Setup) -> None:
+        async with setup.engine("agg", enable_chunked_prefill=False, max_num_tokens=64) as at:
+            sink = await ask(at.worker, plain())
+            assert (sink.code, sink.messages) == (Code.INVALID_ARGUMENT, [])
+            short = list(range(1, 50))
+            sink = await ask(at.worker, plain(prompt=short))
+            assert sink.tokens == expected(short, 4)
+            assert not at.inner.fatal.is_set()
+
+    play(scenario)
+
+
+def test_the_end_of_the_engine_ends_every_stream_and_the_worker(play: Play) -> None:
+    async def scenario(setup: Setup) -> None:
+        async with setup.engine("agg") as at:
+            sinks = [KeepingSink() for _ in range(3)]
+            for i, sink in enumerate(sinks):
+                start(at.worker, plain(f"r{i}", n=10_000).SerializeToString(), sink)
+                await sink.at_least(1)
+            at.llm.inject_fatal(MemoryError("out of memory"))
+            for sink in sinks:
+                await sink.done()
+                assert (sink.code, sink.events[-1]) == (Code.OK, "error")
+                assert sink.messages[-1].error.code == oe.ERROR_CODE_INTERNAL
+                assert sink.messages[-1].usage.prompt_tokens == 100
+            await at.inner.fatal.wait()
+            health = await at.worker.health(oe.HealthRequest())
+            assert health.state == oe.HEALTH_STATE_NOT_READY
+            assert (await ask(at.worker, plain())).code is Code.UNAVAILABLE
+
+    play(scenario)
+
+
+def test_one_requests_error_is_nobody_elses(play: Play) -> None:
+    async def scenario(setup: Setup) -> None:
+        async with setup.engine("agg") as at:
+            bad, good = KeepingSink(), KeepingSink()
+            start(at.worker, plain("bad", n=10_000).SerializeToString(), bad)
+            await bad.at_least(1)
+            start(at.worker, plain("good", n=40).SerializeToString(), good)
+            assert at.llm.inject_request_error(2, "a fault of its own")
+            assert (await bad.done()).messages[-1].error.message == "a fault of its own"
+            assert (await good.done()).tokens == expected(PROMPT, 40)
+            assert not at.inner.fatal.is_set()
+
+    play(scenario)
+
+
+def test_a_decode_leg_is_not_aborted_while_its_kv_is_on_the_way(play: Play) -> None:
+    """An abort before the first result would free blocks that another worker still writes."""
+
+    async def scenario(setup: Setup) -> None:
+        slow = {"transfer_bytes_per_s": 1e8}
+        async with (
+            setup.engine("prefill") as prefill,
+            setup.engine("decode", sim_settings=slow) as decode,
+        ):
+            for how in ("cancel", "deadline", "abort"):
+                session = await hand_off(prefill.worker, plain())
+                leg = plain(how, n=5000)
+                leg.kv.session.CopyFrom(session)
+                sink = KeepingSink()
+                timeout_s = 0.001 if how == "deadline" else None
+                call = start(decode.worker, leg.SerializeToString(), sink, timeout_s=timeout_s)
+                if how == "cancel":
+                    call.cancel()
+                elif how == "abort":
+                    while not decode.inner.n_live:
+                        await decode.worker.server_info()
+                    await decode.worker.abort(oe.AbortRequest(request_id=how))
+                await sink.done()
+                assert sink.messages == []
+                # A request behind it: once that has gone through, the aborted one has, too.
+                after = await resume(
+                    decode.worker, plain("after"), await hand_off(prefill.worker, plain())
+                )
+                assert after.tokens == expected(PROMPT, 4)
+                assert decode.inner.n_live == 0
+                assert decode.llm.n_unsafe_aborts == 0
+                assert decode.llm.n_running == 0
+
+    play(scenario)
+
+
+def test_load_is_that_of_the_ranks(play: Play) -> None:
+    async def scenario(setup: Setup) -> None:
+        cache = {"max_tokens": 3200}
+        async with setup.worker("agg", ranks=2, kv_cache_config=cache) as worker:
+            idle = await worker.load(oe.GetLoadRequest(include_per_rank=True))
+            assert (idle.running_requests, idle.queued_requests) == (0, 0)
+            assert [rank.data_parallel_rank for rank in idle.ranks] == [0, 1]
+            assert not idle.HasField("prefill_batch_size")
+            sink = KeepingSink()
+            data = plain(n=2000).SerializeToString()
+            start(worker, data, sink, metadata=[(TARGET, "1")])
+            if setup.version == "1.2":
+                # Its rows do not say which rank they are of.
+                await sink.at_least(100)
+                busy = await worker.load(oe.GetLoadRequest(include_per_rank=True))
+                assert not busy.HasField("decode_batch_size")
+                return
+            while True:
+                await sink.at_least(len(sink.messages) + 20)
+                busy = await worker.load(oe.GetLoadRequest(include_per_rank=True))
+                if busy.decode_batch_size:
+                    break
+            assert (busy.running_requests, busy.total_kv_blocks) == (1, 200)
+            assert [rank.decode_batch_size for rank in busy.ranks] == [0, 1]
+            assert [rank.running_requests for rank in busy.ranks] == [0, 1]
+            assert [rank.total_kv_blocks for rank in busy.ranks] == [100, 100]
+            assert busy.ranks[1].used_kv_blocks > busy.ranks[0].used_kv_blocks == 0
+            assert busy.running_tokens > 100
+            assert busy.waiting_tokens == 0
+            assert not (await worker.load(oe.GetLoadRequest())).ranks
+            await worker.abort(oe.AbortRequest(all_requests=oe.AllRequests()))
+            await sink.done()
+            await ask(worker, plain("after"))
+            idle = await worker.load(oe.GetLoadRequest(include_per_rank=True))
+            assert (idle.running_requests, idle.decode_batch_size, idle.running_tokens) == (0, 0, 0)
+            assert [rank.running_requests for rank in idle.ranks] == [0, 0]
+
+    play(scenario)
+
+
+def test_a_worker_says_so_when_its_kv_transport_is_broken(play: Play) -> None:
+    async def scenario(setup: Setup) -> None:
+        problem = {"kv_problem": lambda: "the agent is gone"}
+        async with setup.worker("decode", worker_options=problem) as worker:
+            health = await worker.health(oe.HealthRequest())
+            check = {check.name: check for check in health.checks}["kv_connector"]
+            assert health.state == check.state == oe.HEALTH_STATE_NOT_READY
+            assert check.message == "the agent is gone"
+
+    play(scenario)
+
+
+def test_a_sealed_handoff_is_taken_by_who_has_the_key(play: Play) -> None:
+    async def scenario(setup: Setup) -> None:
+        keys = {role: {"handoff_key": key * 16} for role, key in (("a", b"k"), ("b", b"x"))}
+        async with setup.worker("prefill", worker_options=keys["a"]) as prefill:
+            session = await hand_off(prefill, plain())
+            for options, code in ((keys["b"], Code.INVALID_ARGUMENT), (keys["a"], Code.OK)):
+                async with setup.worker("decode", worker_options=options) as decode:
+                    assert (await resume(decode, plain(), session)).code is code
+
+    play(scenario)
+
+
+def test_an_abort_without_a_target_says_so(play: Play) -> None:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg") as worker:
+            with pytest.raises(WorkerError) as raised:
+                await worker.abort(oe.AbortRequest(kv_session=oe.KvSessionRef(session_id="7")))
+            assert raised.value.status.code is Code.UNIMPLEMENTED
+
+    play(scenario)

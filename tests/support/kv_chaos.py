@@ -1,0 +1,212 @@
+"""A prefill and a decode worker process that die, freeze and come back while handoffs run between them.
+
+Legs are sent straight to the workers, as the gateway sends them. Every leg must end, within its bound, in
+the right tokens or in an error that says what happened to the KV cache or to the worker.
+"""
+
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import grpc
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.workers.client import connect_worker
+from slagate.workers.clock import monotonic_s
+from slagate.workers.errors import WorkerError
+from slagate.workers.legs import decode_leg, prefill_leg
+from slagate.workers.worker import Worker
+from support.processes import MODEL, Process, eventually, running, worker_arguments
+from support.sim_tokens import expected
+from support.sinks import KeepingSink
+
+PULL_LIMIT_S = 1.0
+PARK_LIMIT_S = 3.0
+LEG_LIMIT_S = 6.0
+"""A leg's deadline: what a frozen worker's client waits for. Nothing may take longer."""
+
+MARGIN_S = 4.0
+"""What a busy machine may add before an end counts as late."""
+
+SHORT_FREEZE_S = 0.3
+LONG_FREEZE_S = 2 * PULL_LIMIT_S
+
+N_TOKENS = 6
+GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+@dataclass
+class Tally:
+    """How the transfers of a run ended."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    longest_s: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+
+class Side:
+    """One worker that may be replaced; `process` is the one that runs now."""
+
+    def __init__(self, role: str, folder: Path, options: tuple[str, ...]) -> None:
+        self.role = role
+        self._folder = folder
+        self._options = options
+        self._stack = ExitStack()
+        self._n_starts = 0
+        self.up = threading.Event()
+        self.start()
+
+    def start(self) -> None:
+        """A new process, with a new address."""
+        self._n_starts += 1
+        arguments = worker_arguments(self.role, *self._options)
+        name = f"{self.role}-{self._n_starts}"
+        self.process: Process = self._stack.enter_context(running(name, arguments, self._folder))
+        self.up.set()
+
+    def replace(self) -> None:
+        """SIGKILL, then another process."""
+        self.up.clear()
+        self.process.kill()
+        self.start()
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@contextmanager
+def sides(folder: Path, transport: str) -> Iterator[tuple[Side, Side]]:
+    """A prefill and a decode worker without engine times and with short limits."""
+    options = (
+        *("--transport", transport, "--time-scale", "0", "--kv-blocks", "2000"),
+        *("--kv-transfer-timeout", str(PULL_LIMIT_S), "--handoff-timeout", str(PARK_LIMIT_S)),
+    )
+    with ExitStack() as stack:
+        both = []
+        for role in ("prefill", "decode"):
+            side = Side(role, folder, options)
+            stack.callback(side.close)
+            both.append(side)
+        yield both[0], both[1]
+
+
+async def transfers(
+    pair: tuple[Side, Side],
+    n_transfers: int,
+    *,
+    seed: int,
+    n_clients: int = 8,
+    strike: Callable[[int], Callable[[], None] | None] = lambda number: None,
+) -> Tally:
+    """Run transfers over whatever processes the pair has; `strike(number)` may name a thing to do."""
+    tally = Tally()
+    numbers = iter(range(n_transfers))
+    prompts = random.Random(seed)
+
+    async def client() -> None:
+        for number in numbers:
+            size = prompts.randint(1, 700)
+            prompt = [prompts.randrange(100_000) for _ in range(size)]
+            blow = strike(number)
+            if blow is not None:
+                await anyio.to_thread.run_sync(blow)
+            for side in pair:
+                # Else the refusals of a starting process would use up most of the run.
+                if not side.up.is_set():
+                    await anyio.to_thread.run_sync(side.up.wait)
+            started_s = monotonic_s()
+            end = await _transfer(pair, f"t{seed}-{number}", prompt)
+            tally.longest_s = max(tally.longest_s, monotonic_s() - started_s)
+            tally.ends[end.split(":")[0]] += 1
+            if end.startswith("WRONG"):
+                tally.wrong.append(f"transfer {number}: {end}")
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(n_clients):
+            tasks.start_soon(client)
+    return tally
+
+
+async def _transfer(pair: tuple[Side, Side], request_id: str, prompt: list[int]) -> str:
+    """One prefill and one decode leg; how they ended."""
+    data = oe.GenerateRequest(
+        request_id=request_id,
+        model=MODEL,
+        token_ids=oe.TokenIds(ids=prompt),
+        stopping=oe.StoppingOptions(max_tokens=N_TOKENS, ignore_eos=True),
+    ).SerializeToString()
+    ready = await _leg(pair[0].process, prefill_leg(data, f"{request_id}-p"))
+    if ready.events != ["prefill_ready"]:
+        return _failure("prefill", ready)
+    session = ready.messages[0].prefill_ready.kv_session
+    leg = decode_leg(data, f"{request_id}-d", session=session, max_tokens=None)
+    sink = await _leg(pair[1].process, leg)
+    if sink.tokens != expected(prompt, len(sink.tokens)):
+        return f"WRONG: tokens {sink.tokens}"
+    if sink.code is grpc.StatusCode.OK and sink.events[-1] == "finished":
+        return "ok" if len(sink.tokens) == N_TOKENS else f"WRONG: {len(sink.tokens)} tokens"
+    return _failure("decode", sink)
+
+
+async def _leg(process: Process, data: bytes) -> KeepingSink:
+    sink = KeepingSink()
+    async with connect_worker(process.address) as worker:
+        call = worker.generate(data, (), sink, timeout_s=LEG_LIMIT_S)
+        try:
+            return await sink.done()
+        finally:
+            call.cancel()
+
+
+def _failure(stage: str, sink: KeepingSink) -> str:
+    if sink.code in GONE:
+        return f"{stage} {sink.code.name}"
+    error = sink.messages[-1].error if sink.messages else oe.EngineError()
+    if stage == "decode" and error.code == oe.ERROR_CODE_KV_TRANSFER_FAILED:
+        return f"decode KV_TRANSFER_FAILED: {error.message}"
+    return f"WRONG: {stage} ended with {sink.status} after {sink.events}, {error}"
+
+
+async def load(process: Process) -> oe.LoadInfo | None:
+    """What the worker says of its load, or None while it cannot."""
+    async with connect_worker(process.address) as worker:
+        try:
+            return await _ask(worker)
+        except WorkerError:
+            return None
+
+
+async def _ask(worker: Worker) -> oe.LoadInfo:
+    return await worker.load(oe.GetLoadRequest())
+
+
+def comes_to_rest(side: Side) -> None:
+    """Nothing runs, is parked, or holds a block any more."""
+
+    def rests() -> bool:
+        info = anyio.run(load, side.process)
+        return info is not None and not (
+            info.running_requests or info.active_kv_sessions or info.used_kv_blocks
+        )
+
+    eventually(rests, f"the {side.role} worker comes to rest", limit_s=30)
+
+
+def freeze(side: Side, seconds: float) -> Callable[[], None]:
+    """SIGSTOP for that long; the process goes on afterwards."""
+    process = side.process.popen
+
+    def blow() -> None:
+        process.send_signal(signal.SIGSTOP)
+        try:
+            anyio.run(anyio.sleep, seconds)
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+    return blow

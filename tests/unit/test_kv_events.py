@@ -1,0 +1,525 @@
+"""What is made of one poll of engine events, rule by rule."""
+
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slagate.workers.kv_event_fields import MAX_KEYS_BYTES, MAX_TEXT_BYTES
+from slagate.workers.kv_events import (
+    MAX_PARTIAL,
+    Block,
+    Change,
+    Cleared,
+    KvEventNormaliser,
+    Moved,
+    Removed,
+    Stored,
+)
+from support.kv_dicts import (
+    BLOCK_TOKENS,
+    EngineEvents,
+    block,
+    created,
+    moved,
+    removed,
+    stored,
+    tokens_of,
+)
+
+TOKENS = struct.pack("<4I", 1, 2, 3, 4)
+TOP = (1 << 64) - 1
+
+
+class Poller:
+    """A normaliser behind an engine that numbers its events right."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.event = EngineEvents()
+        self.normaliser = KvEventNormaliser(ranks=ranks, block_tokens=BLOCK_TOKENS)
+
+    def take(self, *data: object, **more: Any) -> list[Change]:
+        return self.normaliser.changes([self.event(one, **more) for one in data])
+
+    def counts(self) -> dict[str, int]:
+        """Those that are not 0."""
+        return {name: n for name, n in self.normaliser.counts.items() if n}
+
+
+def hashes(changes: list[Change]) -> list[int]:
+    return [one.hash for change in changes if isinstance(change, Stored) for one in change.blocks]
+
+
+def test_a_stored_chain_has_its_tokens_parent_level_and_names() -> None:
+    poller = Poller()
+    blocks = [block(8, level=1, cache_salt="s"), block(9, first=5, level=1)]
+    assert poller.take(stored(*blocks, parent=7, lora_name="a")) == [
+        Stored(
+            rank=0,
+            parent=7,
+            blocks=(Block(8, TOKENS, ()), Block(9, struct.pack("<4I", 5, 6, 7, 8), ())),
+            level=1,
+            lora_name="a",
+            cache_salt="s",
+        )
+    ]
+    assert poller.counts() == {}
+
+
+def test_blocks_of_one_event_on_two_levels_are_two_changes_of_one_chain() -> None:
+    changes = Poller().take(stored(1, block(2, level=1), block(3, level=1)))
+    assert [(c.parent, hashes([c]), c.level) for c in changes if isinstance(c, Stored)] == [
+        (None, [1], 0),
+        (1, [2, 3], 1),
+    ]
+
+
+# --- the shape of a poll ---------------------------------------------------------------------------
+
+
+def test_kv_04_flat_nested_single_and_empty_polls() -> None:
+    event = EngineEvents()
+    first, second, third = (event(stored(hash_)) for hash_ in (1, 2, 3))
+    polls: list[list[object]] = [
+        [[first, second, third]],
+        [[[first, second], [third]]],
+        [[[first], second, [], third]],
+        [first, [second], (third,)],
+        [None, [], [[]], first, None, [[second, third]]],
+    ]
+    for answers in polls:
+        poller = Poller()
+        changes = [change for answer in answers for change in poller.normaliser.changes(answer)]
+        assert hashes(changes) == [1, 2, 3]
+        assert poller.counts() == {}
+
+
+def test_kv_04_other_shapes_are_decode_errors_and_the_rest_goes_on() -> None:
+    poller = Poller()
+    for shape in (7, "text", b"bytes", True, {1, 2}, ["x"], [None], [[["nested"]]], object()):
+        assert poller.normaliser.changes(shape) == []
+    assert poller.counts() == {"decode_errors": 9}
+    event = poller.event(stored(1))
+    assert hashes(poller.normaliser.changes([3, event, "x"])) == [1]
+    assert poller.counts() == {"decode_errors": 11}
+
+
+# --- ids and ranks ---------------------------------------------------------------------------------
+
+
+def test_kv_05_a_jump_of_the_ids_clears_the_rank_and_counts_what_is_missing() -> None:
+    poller = Poller()
+    poller.take(*(stored(hash_) for hash_ in range(6)))
+    poller.event.skip(3)
+    changes = poller.take(stored(9), stored(10))
+    assert changes[0] == Cleared(0)
+    assert hashes(changes[1:]) == [9, 10]
+    assert poller.counts() == {"gaps": 1, "missed_events": 3}
+
+
+def test_kv_05_the_first_id_is_0_so_a_late_start_is_a_gap() -> None:
+    poller = Poller()
+    poller.event.skip(412)
+    assert poller.take(stored(1))[0] == Cleared(0)
+    assert poller.counts() == {"gaps": 1, "missed_events": 412}
+
+
+def test_kv_05_ids_count_before_anything_is_filtered() -> None:
+    poller = Poller()
+    poller.take(created(), window=512)
+    poller.take(created(), window=8192)
+    poller.take(stored(1), window=8192)
+    assert poller.take(stored(2), window=512) == []
+    assert poller.take("not an event") == []
+    assert poller.take({"type": "updated", "block_hash": 1}) == []
+    assert hashes(poller.take(stored(3), window=8192)) == [3]
+    assert "gaps" not in poller.counts()
+
+
+def test_kv_12_an_id_that_was_taken_already_is_old_news() -> None:
+    poller = Poller()
+    event = poller.event(stored(1))
+    assert hashes(poller.normaliser.changes([event, event])) == [1]
+    assert poller.normaliser.changes(event) == []
+    assert poller.counts() == {"old_events": 2}
+
+
+def test_a_gap_shows_although_the_event_that_shows_it_is_of_no_use() -> None:
+    poller = Poller()
+    poller.take(stored(1))
+    poller.event.skip(1)
+    assert poller.take({"type": "stored"}) == [Cleared(0)]
+    assert poller.counts() == {"gaps": 1, "missed_events": 1, "decode_errors": 1}
+
+
+def test_each_rank_has_its_own_ids() -> None:
+    poller = Poller(ranks=2)
+    assert hashes(poller.take(stored(1), rank=0)) == [1]
+    assert [change.rank for change in poller.take(stored(2), rank=1)] == [1]
+    poller.event.skip(1, rank=1)
+    assert [change.rank for change in poller.take(stored(3), rank=1)] == [1, 1]
+    assert hashes(poller.take(stored(4), rank=0)) == [4]
+    assert poller.counts() == {"gaps": 1, "missed_events": 1}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {},
+        {"event_id": 0},
+        {"event_id": 0, "data": []},
+        {"event_id": 0, "data": {}},
+        {"event_id": 0, "data": {"type": ["stored"]}},
+        {"event_id": 0, "data": {"type": "defragmented"}},
+        {"event_id": "0", "data": stored(1)},
+        {"event_id": True, "data": stored(1)},
+        {"event_id": -1, "data": stored(1)},
+        {"event_id": 10**30, "data": stored(1)},
+        {"event_id": 0, "data": stored(1), "attention_dp_rank": 1},
+        {"event_id": 0, "data": stored(1), "attention_dp_rank": -1},
+        {"event_id": 0, "data": stored(1), "attention_dp_rank": "0"},
+        {"event_id": 0, "data": stored(1), "window_size": "1000"},
+        {"event_id": 0, "data": stored(1), "window_size": True},
+        {"event_id": 0, "data": stored(1, parent="x")},
+        {"event_id": 0, "data": stored(1, lora_name=7)},
+        {"event_id": 0, "data": {"type": "stored", "blocks": None}},
+        {"event_id": 0, "data": {"type": "stored", "blocks": [1]}},
+        {"event_id": 0, "data": stored({"block_hash": 1})},
+        {"event_id": 0, "data": stored({"block_hash": 1, "tokens": [1, 2, 3, 4]})},
+        {"event_id": 0, "data": stored({"block_hash": 1, "tokens": [{}] * 4})},
+        {"event_id": 0, "data": moved("x", 0, 1)},
+    ],
+)
+def test_an_event_that_cannot_be_read_is_a_decode_error(event: object) -> None:
+    poller = Poller()
+    assert poller.normaliser.changes([event]) == []
+    assert poller.counts() == {"decode_errors": 1}
+
+
+json_like = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**25), 10**25)
+    | st.sampled_from([0, 1, 1.5, float("nan"), "", "stored", "7", "\ud800"])
+    | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "token_id", "hash", "start_offset", "new_value"]), inner
+        )
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(data=st.data())
+def test_nothing_an_engine_says_raises(data: st.DataObject) -> None:
+    """KV-03: a sound event with any one part, at any depth, replaced by anything."""
+    poller = Poller()
+    events: list[Any] = [
+        poller.event(created()),
+        poller.event(
+            stored(block(1, mm_keys=[{"type": "mm_key", "hash": "ab", "start_offset": 0}]), 2)
+        ),
+        poller.event(moved(1, 0, 1)),
+        poller.event(removed(1, 2)),
+    ]
+    place: Any = events
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = data.draw(st.sampled_from(keys))
+        inner = place[key]
+        if not isinstance(inner, dict | list) or not inner or data.draw(st.booleans()):
+            break
+        place = inner
+    place[key] = data.draw(json_like)
+    poller.normaliser.changes(events)
+    # Whatever it was, the next poll is read as ever.
+    assert hashes(poller.normaliser.changes({"event_id": 1 << 62, "data": stored(5)})) == [5]
+
+
+# --- windows ---------------------------------------------------------------------------------------
+
+
+def test_kv_06_only_the_largest_created_window_counts_from_the_first_event_on() -> None:
+    poller = Poller()
+    poller.take(created(), window=8192)
+    poller.take(created(), window=512)
+    assert poller.take(stored(1), window=512) == []
+    assert hashes(poller.take(stored(1), window=8192)) == [1]
+    assert poller.take(removed(1), window=512) == []
+    assert poller.take(removed(1), window=8192) == [Removed(0, (1,))]
+    # No window that was not created is waited for.
+    assert poller.take(stored(2), window=16384) == []
+    assert poller.counts() == {"filtered_windows": 3}
+
+
+def test_kv_06_events_without_a_window_always_pass() -> None:
+    poller = Poller()
+    poller.take(created(), window=8192)
+    assert hashes(poller.take(stored(1), window=None)) == [1]
+
+
+def test_kv_06_without_created_events_the_largest_seen_counts_and_a_larger_starts_over() -> None:
+    poller = Poller()
+    assert hashes(poller.take(stored(1), window=512)) == [1]
+    changes = poller.take(stored(1), window=8192)
+    assert changes[0] == Cleared(0)
+    assert hashes(changes) == [1]
+    assert poller.take(removed(1), window=512) == []
+    assert poller.take(removed(1), window=8192) == [Removed(0, (1,))]
+    assert poller.counts() == {"filtered_windows": 1}
+
+
+def test_a_gap_and_a_larger_window_in_one_event_clear_once() -> None:
+    poller = Poller()
+    poller.take(stored(1), window=512)
+    poller.event.skip(1)
+    changes = poller.take(stored(1), window=8192)
+    assert (changes[0], hashes(changes), len(changes)) == (Cleared(0), [1], 2)
+
+
+def test_created_events_say_nothing_themselves() -> None:
+    poller = Poller()
+    assert poller.take(created(), window=512) + poller.take(created(), window=8192) == []
+    assert poller.counts() == {}
+
+
+# --- hashes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spelling", "value"),
+    [
+        (TOP, TOP),
+        (-1, TOP),
+        (str(TOP), TOP),
+        ("-1", TOP),
+        (-(1 << 63), 1 << 63),
+        (0, 0),
+        ("12", 12),
+    ],
+)
+def test_kv_14_signed_unsigned_and_decimal_spellings_meet(spelling: object, value: int) -> None:
+    poller = Poller()
+    changes = poller.take(stored(spelling), stored(5, parent=spelling), removed(spelling))
+    changes += poller.take(moved(spelling, 0, 1))
+    assert hashes(changes[:1]) == [value]
+    assert isinstance(changes[1], Stored)
+    assert changes[1].parent == value
+    assert changes[2:] == [Removed(0, (value,)), Moved(0, value, 1)]
+    assert poller.counts() == {}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [True, 1.0, "0x1", "", " 1", "1 ", "\u0661", "1" * 21, 1 << 64, -(1 << 63) - 1, b"1", [1]],
+)
+def test_kv_14_other_spellings_are_refused_and_counted(bad: object) -> None:
+    poller = Poller()
+    assert poller.take(stored(bad)) == []
+    assert poller.take(stored(1, parent=bad)) == []
+    # One bad name among others costs only itself.
+    assert poller.take(removed(1, bad, 2)) == [Removed(0, (1, 2))]
+    assert poller.counts() == {"decode_errors": 3}
+
+
+def test_a_removal_of_nobody_knows_what_clears_the_rank() -> None:
+    poller = Poller()
+    assert poller.take({"type": "removed", "block_hashes": 5}) == [Cleared(0)]
+    assert poller.counts() == {"decode_errors": 1}
+
+
+# --- partial blocks --------------------------------------------------------------------------------
+
+
+def test_kv_18_a_partial_block_and_what_follows_it_are_not_published() -> None:
+    poller = Poller()
+    assert hashes(poller.take(stored(1, 2, block(3, 3), 4))) == [1, 2]
+    assert poller.take(stored(block(5, 0), parent=2)) == []
+    assert poller.take(removed(3, 5)) == []
+    assert poller.counts() == {"partial_blocks": 2}
+    # Once swallowed, it is forgotten.
+    assert poller.take(removed(3)) == [Removed(0, (3,))]
+
+
+def test_kv_18_a_partial_block_that_comes_back_full_is_an_ordinary_block() -> None:
+    poller = Poller()
+    poller.take(stored(block(3, 3)))
+    assert hashes(poller.take(stored(3))) == [3]
+    assert poller.take(removed(3)) == [Removed(0, (3,))]
+
+
+def test_a_move_of_a_partial_block_is_swallowed() -> None:
+    poller = Poller()
+    poller.take(stored(block(3, 3)))
+    assert poller.take(moved(3, 0, 1)) == []
+
+
+def test_after_a_gap_partial_blocks_are_unknown_too() -> None:
+    poller = Poller()
+    poller.take(stored(block(3, 3)))
+    poller.event.skip(1)
+    assert poller.take(removed(3)) == [Cleared(0), Removed(0, (3,))]
+
+
+def test_only_so_many_partial_blocks_are_remembered() -> None:
+    poller = Poller()
+    for hash_ in range(MAX_PARTIAL + 1):
+        poller.take(stored(block(hash_, 1)))
+    assert poller.take(removed(0, 1, MAX_PARTIAL)) == [Removed(0, (0,))]
+
+
+def test_too_many_tokens_drop_the_whole_event() -> None:
+    poller = Poller()
+    assert poller.take(stored(1, block(2, BLOCK_TOKENS + 1))) == []
+    assert poller.counts() == {"dropped_events": 1}
+
+
+def test_a_block_without_hash_leaves_no_orphans_behind() -> None:
+    poller = Poller()
+    assert hashes(poller.take(stored(1, block(None), 3))) == [1]
+    assert poller.take(stored(block(None), 3)) == []
+    assert poller.counts() == {"decode_errors": 2}
+
+
+# --- updates ---------------------------------------------------------------------------------------
+
+
+def test_kv_03_an_update_without_a_level_is_ignored_and_the_next_event_is_not() -> None:
+    poller = Poller()
+    null = {"type": "updated", "block_hash": 1, "cache_level": None, "priority": None}
+    priority = {"type": "event_diff", "old_value": 35, "new_value": 80}
+    assert hashes(poller.take(null, {**null, "priority": priority}, stored(1))) == [1]
+    assert poller.counts() == {"ignored_updates": 2}
+
+
+def test_a_move_between_levels() -> None:
+    assert Poller().take(moved(1, 0, 1), moved(1, 1, 0)) == [Moved(0, 1, 1), Moved(0, 1, 0)]
+
+
+@pytest.mark.parametrize("level", [2, -1, None, True, "1"])
+def test_a_block_that_moved_nobody_knows_where_is_gone(level: object) -> None:
+    poller = Poller()
+    assert poller.take(moved(1, 0, level)) == [Removed(0, (1,))]
+    assert poller.take({**moved(1, 0, 1), "cache_level": "host"}) == [Removed(0, (1,))]
+    assert poller.counts() == {"dropped_events": 2}
+
+
+# --- contents --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token_id", ["ab" * 32, "7", 1.0, True, None, -1, 1 << 32])
+def test_tokens_that_are_no_token_ids_drop_the_event(token_id: object) -> None:
+    """The V2 cache manager puts digests where a picture is."""
+    tokens = [*tokens_of(3), {"type": "unique_token", "token_id": token_id, "token_extra_id": 0}]
+    poller = Poller()
+    assert poller.take(stored(1, {**block(2), "tokens": tokens})) == []
+    assert poller.counts() == {"dropped_events": 1}
+    assert hashes(poller.take(stored(3))) == [3]
+
+
+@pytest.mark.parametrize("level", [2, -1, "0", True, 0.0])
+def test_a_stored_block_on_an_unknown_level_drops_the_event(level: object) -> None:
+    poller = Poller()
+    assert poller.take(stored(1, block(2, level=level))) == []
+    assert poller.counts() == {"dropped_events": 1}
+
+
+def keys_of(*mm_keys: Any, **more: Any) -> tuple[str, ...] | None:
+    """Extra keys of a block with these multimodal keys, None when it is refused."""
+    changes = Poller().take(stored(block(1, mm_keys=list(mm_keys), **more)))
+    return changes[0].blocks[0].keys if isinstance(changes[0], Stored) else None
+
+
+def mm(hash_: object, offset: object = 0, **more: Any) -> dict[str, Any]:
+    return {"type": "mm_key", "hash": hash_, "start_offset": offset, **more}
+
+
+def test_secmm_04_a_block_carries_the_pictures_it_is_part_of() -> None:
+    picture, other = "ab" * 32, "cd" * 32
+    assert keys_of(mm(picture, 3), mm(other)) == (f"mm={picture}@3", f"mm={other}@0")
+    assert keys_of(mm(picture)) != keys_of(mm(other))
+    assert keys_of(mm(picture)) != keys_of(mm(picture, 1))
+    assert keys_of() == ()
+    assert keys_of(mm(None, uuid="mine")) == ("mm=mine@0",)
+
+
+def test_secmm_05_every_bit_of_a_picture_hash_counts_and_two_spellings_of_one_are_equal() -> None:
+    low, high = f"{1:064x}", f"{1 << 255:064x}"
+    assert len({keys_of(mm(spelling)) for spelling in (low, high, f"{2:064x}", "0" * 64)}) == 4
+    assert keys_of(mm(low)) == keys_of(mm(f"{1:016x}"))
+    assert keys_of(mm("AB" * 32)) == keys_of(mm("ab" * 32))
+    # What a caller chose as a name is no number.
+    assert keys_of(mm("00ab")) != keys_of(mm("ab"))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        mm(None),
+        mm(""),
+        mm("x" * (MAX_TEXT_BYTES + 1)),
+        mm("\ud800"),
+        mm("a", None),
+        mm("a", "0"),
+        mm("a", 10**5000),
+        "a",
+    ],
+)
+def test_a_picture_that_cannot_be_told_drops_the_event(key: object) -> None:
+    poller = Poller()
+    assert poller.take(stored(1, block(2, mm_keys=[key]))) == []
+    assert poller.counts() == {"dropped_events": 1}
+
+
+def test_extra_keys_that_would_not_fit_a_message_drop_the_event() -> None:
+    poller = Poller()
+    n_keys = MAX_KEYS_BYTES // MAX_TEXT_BYTES
+    assert poller.take(stored(block(2, mm_keys=[mm("x" * MAX_TEXT_BYTES)] * n_keys))) == []
+    assert poller.counts() == {"dropped_events": 1}
+
+
+def test_virtual_tokens_differ_by_their_extra_id() -> None:
+    tokens = tokens_of(4)
+    tokens[2]["token_extra_id"] = 77
+    changes = Poller().take(stored({**block(1), "tokens": tokens}))
+    assert isinstance(changes[0], Stored)
+    assert changes[0].blocks[0].keys == ("token_extra=77@2",)
+    tokens[1]["token_extra_id"] = "x"
+    assert Poller().take(stored({**block(1), "tokens": tokens})) == []
+    del tokens[2]["token_extra_id"], tokens[1]["token_extra_id"]
+    assert hashes(Poller().take(stored({**block(1), "tokens": tokens}))) == [1]
+
+
+def test_secmm_06_the_adapter_is_part_of_what_is_stored() -> None:
+    names = []
+    for name in ("adapter-7", "adapter-8", None):
+        (change,) = Poller().take(stored(1, lora_name=name))
+        assert isinstance(change, Stored)
+        names.append(change.lora_name)
+    assert names == ["adapter-7", "adapter-8", ""]
+
+
+@pytest.mark.parametrize(
+    ("event", "salt"),
+    [
+        (stored(1, 2), ""),
+        (stored(1, 2, cache_salt="s"), "s"),
+        (stored(1, block(2, cache_salt="s")), "s"),
+        (stored(block(1, cache_salt="s"), block(2, cache_salt="s"), cache_salt="s"), "s"),
+        (stored(block(1, cache_salt="s"), block(2, cache_salt="t")), None),
+        (stored(block(1, cache_salt="s"), cache_salt="t"), None),
+        (stored(1, cache_salt="x" * (MAX_TEXT_BYTES + 1)), None),
+    ],
+)
+def test_one_event_has_one_cache_salt_or_is_dropped(event: object, salt: str | None) -> None:
+    poller = Poller()
+    changes = poller.take(event)
+    assert [change.cache_salt for change in changes if isinstance(change, Stored)] == (
+        [] if salt is None else [salt]
+    )
+    assert poller.counts() == ({"dropped_events": 1} if salt is None else {})

@@ -1,0 +1,102 @@
+"""Reading the parts of a TensorRT-LLM KV event, none of which can be relied on to be what it should."""
+
+import re
+import struct
+from operator import itemgetter
+from typing import Any, NoReturn, TypeGuard
+
+MAX_TEXT_BYTES = 4096
+"""Of a cache salt, an adapter's name or a multimodal key: callers choose them, and each block repeats
+them."""
+
+MAX_KEYS_BYTES = 65_536
+"""Of all extra keys of one block, so that a block always fits a message."""
+
+_WORD_BITS = 64
+_DECIMAL = re.compile(r"-?[0-9]{1,20}", re.ASCII)
+_HEX_WORD = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}", re.ASCII | re.IGNORECASE)
+_token_id = itemgetter("token_id")
+
+
+class UnusableError(Exception):
+    """An event, or a part of one, cannot be used; the argument is the counter to raise."""
+
+
+def unusable(counter: str = "decode_errors") -> NoReturn:
+    """Raise `UnusableError`."""
+    raise UnusableError(counter)
+
+
+def list_of(value: object) -> list[Any]:
+    """A list. This and the other readers raise `UnusableError` for anything else."""
+    if not isinstance(value, list):
+        unusable()
+    return value
+
+
+def hash_of(value: object) -> int:
+    """An engine's hash as an unsigned 64-bit number; some versions write it signed, or as text."""
+    if type(value) is str and _DECIMAL.fullmatch(value):
+        value = int(value)
+    if not _is_word(value):
+        unusable()
+    return value & (1 << _WORD_BITS) - 1
+
+
+def _is_word(value: object) -> TypeGuard[int]:
+    """Whether it is an integer, and no bool, of at most 64 bits, signed or unsigned."""
+    return type(value) is int and -(1 << _WORD_BITS - 1) <= value < 1 << _WORD_BITS
+
+
+def text_of(value: object) -> str:
+    """A text that can go over the wire; none reads as the empty one."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        unusable()
+    if len(value.encode(errors="replace")) > MAX_TEXT_BYTES or not _is_unicode(value):
+        unusable("dropped_events")
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    # Half of a surrogate pair, as JSON may carry it, has no UTF-8 form.
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def content_of(tokens: list[Any], mm_keys: object) -> tuple[bytes, tuple[str, ...]]:
+    """The tokens of a full block as little-endian uint32, and its extra keys."""
+    try:
+        ids = list(map(_token_id, tokens))
+        extras = [token.get("token_extra_id") for token in tokens]
+    except (TypeError, KeyError, AttributeError):
+        unusable()
+    if set(map(type, ids)) != {int}:
+        # The V2 cache manager writes digests where a picture's tokens are.
+        unusable("dropped_events")
+    try:
+        packed = struct.pack(f"<{len(ids)}I", *ids)
+    except struct.error:
+        unusable("dropped_events")
+    keys = [] if mm_keys is None else [_mm_key(key) for key in list_of(mm_keys)]
+    if any(extras):
+        # Virtual tokens (prompt tables) share token ids; only this tells them apart.
+        extra_ids = [(extra, at) for at, extra in enumerate(extras) if extra is not None]
+        if not all(_is_word(extra) for extra, _ in extra_ids):
+            unusable("dropped_events")
+        keys += [f"token_extra={extra}@{at}" for extra, at in extra_ids if extra]
+    if sum(map(len, keys)) > MAX_KEYS_BYTES:
+        unusable("dropped_events")
+    return packed, tuple(keys)
+
+
+def _mm_key(key: object) -> str:
+    """`mm=<hash>@<offset>`: a 16- and a 64-digit spelling of one hash come out the same, all else as is."""
+    if not isinstance(key, dict) or not _is_word(key.get("start_offset")):
+        unusable("dropped_events")
+    name = text_of(key.get("hash")) or text_of(key.get("uuid"))
+    if not name:
+        unusable("dropped_events")
+    if _HEX_WORD.fullmatch(name):
+        name = name.lower().zfill(64)
+    return f"mm={name}@{key['start_offset']}"

@@ -1,0 +1,272 @@
+"""From what one poll of TensorRT-LLM's KV cache events gave to a sequence of checked changes.
+
+The engine's events are dicts whose shape differs between versions, in one stream for all attention-DP
+ranks and all attention windows, with ids that jump where its bounded buffer overflowed. What comes out
+is about full blocks of the widest window only, in the engine's order, and errs on one side: a change
+that cannot be understood makes the published cache smaller than the real one, never larger.
+
+An event passes, in this order:
+
+    id       per rank, from 0: lower than expected is old news; higher means lost events, and as no
+             engine can be asked for a snapshot, the rank starts over with `Cleared`
+    window   a block is announced once per window size; the widest is what prefixes can be reused from
+    content  `stored`, `removed` and `updated` (a move between the tiers), see below
+"""
+
+from collections import Counter
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
+
+from slagate.workers.kv_event_fields import (
+    UnusableError,
+    content_of,
+    hash_of,
+    list_of,
+    text_of,
+    unusable,
+)
+from slagate.workers.kv_wire import MEDIUM_OF_LEVEL
+
+MAX_PARTIAL = 65_536
+"""Partial blocks remembered per rank; the removal of a forgotten one counts as one of an unknown block."""
+
+_MAX_EVENT_ID = 1 << 63
+
+
+class Block(NamedTuple):
+    """One full block: its tokens as little-endian uint32, and what else entered its hash."""
+
+    hash: int
+    tokens: bytes
+    keys: tuple[str, ...]
+
+
+class Stored(NamedTuple):
+    """A chain of blocks, each the child of the one before, is cached on a level (0 GPU, 1 host)."""
+
+    rank: int
+    parent: int | None
+    blocks: tuple[Block, ...]
+    level: int
+    lora_name: str
+    cache_salt: str
+
+
+class Removed(NamedTuple):
+    """Blocks are gone from whatever level they were on."""
+
+    rank: int
+    hashes: tuple[int, ...]
+
+
+class Moved(NamedTuple):
+    """A block is on this level now, and on no other."""
+
+    rank: int
+    hash: int
+    level: int
+
+
+class Cleared(NamedTuple):
+    """Nothing is known to be cached any more."""
+
+    rank: int
+
+
+Change: TypeAlias = Stored | Removed | Moved | Cleared
+
+
+class _Rank:
+    """What has to be remembered between the polls about one rank."""
+
+    __slots__ = ("is_empty", "next_id", "partial", "window", "window_is_named")
+
+    def __init__(self) -> None:
+        self.next_id = 0
+        self.window = 0
+        self.window_is_named = False
+        self.is_empty = True  # nothing was announced since the last clearing
+        self.partial: dict[int, None] = {}  # in order of arrival
+
+
+class KvEventNormaliser:
+    """Turns polls into changes. Whatever it is given it never raises; `counts` tells what was lost."""
+
+    def __init__(self, *, ranks: int, block_tokens: int) -> None:
+        self._ranks = [_Rank() for _ in range(ranks)]
+        self._block_tokens = block_tokens
+        self.counts: Counter[str] = Counter(
+            gaps=0,
+            missed_events=0,
+            old_events=0,
+            decode_errors=0,
+            dropped_events=0,
+            filtered_windows=0,
+            ignored_updates=0,
+            partial_blocks=0,
+        )
+
+    def changes(self, polled: object) -> list[Change]:
+        """The changes in one poll's answer: events, lists of events, a single event, or nothing."""
+        changes: list[Change] = []
+        for event in self._events(polled):
+            try:
+                changes += self._of_event(event)
+            except UnusableError as error:
+                self.counts[str(error)] += 1
+        return changes
+
+    def _events(self, polled: object) -> list[dict[str, Any]]:
+        if polled is None:
+            return []
+        if not isinstance(polled, list | tuple):
+            polled = [polled]
+        events: list[dict[str, Any]] = []
+        for entry in polled:
+            for event in entry if isinstance(entry, list | tuple) else (entry,):
+                if isinstance(event, dict):
+                    events.append(event)
+                else:
+                    self.counts["decode_errors"] += 1
+        return events
+
+    def _of_event(self, event: dict[str, Any]) -> list[Change]:
+        number, event_id = event.get("attention_dp_rank"), event.get("event_id")
+        number = 0 if number is None else number
+        if type(number) is not int or not 0 <= number < len(self._ranks):
+            unusable()
+        if type(event_id) is not int or not 0 <= event_id < _MAX_EVENT_ID:
+            unusable()
+        rank = self._ranks[number]
+        if event_id < rank.next_id:
+            unusable("old_events")
+        changes: list[Change] = []
+        if event_id > rank.next_id:
+            self.counts["gaps"] += 1
+            self.counts["missed_events"] += event_id - rank.next_id
+            changes.append(_clear(rank, number))
+        rank.next_id = event_id + 1
+        try:
+            self._filtered(event, rank, number, changes)
+        except UnusableError as error:
+            # Counted here, so that a clearing that came with it is not lost.
+            self.counts[str(error)] += 1
+        return changes
+
+    def _filtered(
+        self, event: dict[str, Any], rank: _Rank, number: int, changes: list[Change]
+    ) -> None:
+        data, window = event.get("data"), event.get("window_size")
+        if not isinstance(data, dict):
+            unusable()
+        kind = data.get("type")
+        is_created = kind == "created"
+        if window is not None:
+            if type(window) is not int:
+                unusable()
+            if window > rank.window and (is_created or not rank.window_is_named):
+                rank.window = window
+                if not rank.is_empty:
+                    changes.append(_clear(rank, number))
+            if window != rank.window and not is_created:
+                unusable("filtered_windows")
+        if is_created:
+            rank.window_is_named |= window is not None
+        elif kind == "stored":
+            stored = self._stored(data, rank, number)
+            rank.is_empty &= not stored
+            changes += stored
+        elif kind == "removed":
+            changes += self._removed(data, rank, number)
+        elif kind == "updated":
+            changes += self._updated(data, rank, number)
+        else:
+            unusable()
+
+    def _stored(self, data: dict[str, Any], rank: _Rank, number: int) -> list[Stored]:
+        """One change per run of blocks on one level; none when no full block leads the event."""
+        parent = data.get("parent_hash")
+        parent = None if parent is None else hash_of(parent)
+        lora_name = text_of(data.get("lora_name"))
+        salts = {text_of(data.get("cache_salt"))}
+        runs: list[tuple[int, list[Block]]] = []
+        for entry in list_of(data.get("blocks")):
+            if not isinstance(entry, dict):
+                unusable()
+            tokens = list_of(entry.get("tokens"))
+            if len(tokens) > self._block_tokens:
+                unusable("dropped_events")
+            hash_ = entry.get("block_hash")
+            # Whatever comes after a block that is left out would have no parent.
+            if hash_ is None:
+                self.counts["decode_errors"] += 1
+                break
+            hash_ = hash_of(hash_)
+            if len(tokens) < self._block_tokens:
+                self._remember_partial(rank, hash_)
+                break
+            level = entry.get("cache_level", 0)
+            if not _is_level(level):
+                unusable("dropped_events")
+            salts.add(text_of(entry.get("cache_salt")))
+            rank.partial.pop(hash_, None)
+            if not runs or runs[-1][0] != level:
+                runs.append((level, []))
+            runs[-1][1].append(Block(hash_, *content_of(tokens, entry.get("mm_keys"))))
+        salts.discard("")
+        if len(salts) > 1:
+            unusable("dropped_events")
+        salt = salts.pop() if salts else ""
+        stored = []
+        for level, blocks in runs:
+            stored.append(Stored(number, parent, tuple(blocks), level, lora_name, salt))
+            parent = blocks[-1].hash
+        return stored
+
+    def _remember_partial(self, rank: _Rank, hash_: int) -> None:
+        self.counts["partial_blocks"] += 1
+        rank.partial[hash_] = None
+        if len(rank.partial) > MAX_PARTIAL:
+            del rank.partial[next(iter(rank.partial))]
+
+    def _removed(self, data: dict[str, Any], rank: _Rank, number: int) -> list[Change]:
+        values = data.get("block_hashes")
+        if not isinstance(values, list):
+            # Something is gone and nobody knows what.
+            self.counts["decode_errors"] += 1
+            return [_clear(rank, number)]
+        hashes = []
+        for value in values:
+            try:
+                hash_ = hash_of(value)
+            except UnusableError as error:
+                self.counts[str(error)] += 1
+                continue
+            if hash_ in rank.partial:
+                del rank.partial[hash_]
+            else:
+                hashes.append(hash_)
+        return [Removed(number, tuple(hashes))] if hashes else []
+
+    def _updated(self, data: dict[str, Any], rank: _Rank, number: int) -> list[Change]:
+        diff = data.get("cache_level")
+        if diff is None:
+            unusable("ignored_updates")
+        hash_ = hash_of(data.get("block_hash"))
+        if hash_ in rank.partial:
+            return []
+        level = diff.get("new_value") if isinstance(diff, dict) else None
+        if not _is_level(level):
+            # It has left the tier it was on.
+            self.counts["dropped_events"] += 1
+            return [Removed(number, (hash_,))]
+        return [Moved(number, hash_, level)]
+
+
+def _is_level(value: object) -> TypeGuard[int]:
+    return type(value) is int and value in range(len(MEDIUM_OF_LEVEL))
+
+
+def _clear(rank: _Rank, number: int) -> Cleared:
+    rank.is_empty = True
+    rank.partial.clear()
+    return Cleared(number)

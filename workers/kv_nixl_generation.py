@@ -1,0 +1,172 @@
+"""One NIXL agent with its pool, the sessions it offers and the pulls it makes; replaced as a whole."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty
+
+from slagate.workers.kv_nixl_agent import NixlAgent, ReadOrder
+from slagate.workers.kv_nixl_descriptor import TAG_BYTES, NixlDescriptor, Slots
+from slagate.workers.kv_nixl_pool import SlotPool, checksum
+from slagate.workers.kv_transfer import Blocks, Done, KvTimeout, KvTransferError
+
+STUCK_AFTER_S = 1.0
+"""What the agent's thread gets after a limit has passed: maybe the whole process was stopped until then."""
+
+
+@dataclass(slots=True)
+class _Offer:
+    slots: Slots
+    tag: bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    done: Done
+    order: ReadOrder
+    timer: asyncio.TimerHandle
+    answered: bool = False
+
+    def answer(self, result: Blocks | KvTransferError) -> None:
+        """Tell whoever pulls, unless it was told before."""
+        if not self.answered:
+            self.answered = True
+            self.timer.cancel()
+            self.done(result)
+
+
+class Generation:
+    """Lives on the event loop's thread, next to the agent's own thread.
+
+    `changed` is called after a pull has ended or run out of time, with its result.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: SlotPool,
+        *,
+        loopback: bool,
+        changed: Callable[["Generation", Blocks | KvTransferError], None],
+    ) -> None:
+        self.pool = pool
+        self.agent = NixlAgent(name, pool, loopback=loopback)
+        self._changed = changed
+        self._offers: dict[int, _Offer] = {}
+        self._pulls: set[_Pull] = set()
+        self.stuck = False
+        """Whether the agent's thread does not even begin with pulls."""
+
+    @property
+    def n_quarantined(self) -> int:
+        """Slots of pulls that were answered, but into which NIXL may still write."""
+        return sum(len(pull.order.slots) for pull in self._pulls if pull.answered)
+
+    @property
+    def needed(self) -> bool:
+        """Whether a peer may still read from its pool, or NIXL write to it."""
+        return bool(self._offers or self._pulls) and self.agent.alive
+
+    def __contains__(self, session_id: int) -> bool:
+        return session_id in self._offers
+
+    def offer(self, session_id: int, blocks: Blocks) -> bytes:
+        """Copy blocks to the pool for a peer to read; the descriptor. Raises `KvTransferError`."""
+        tag = os.urandom(TAG_BYTES)
+        slots = self._take(len(blocks), blocks.shape[1])
+        try:
+            descriptor = NixlDescriptor(
+                session_id=session_id,
+                tag=tag,
+                base=self.pool.base,
+                block_bytes=blocks.shape[1],
+                stride_bytes=self.pool.stride_bytes,
+                crc=checksum(blocks),
+                agent=self.agent.name,
+                metadata=self.agent.metadata,
+                slots=slots,
+            ).pack()
+        except KvTransferError:
+            self.pool.give_back(slots)
+            raise
+        self.pool.write(slots, blocks, tag)
+        self._offers[session_id] = _Offer(slots, tag)
+        self.agent.expect_acks(len(self._offers))
+        return descriptor
+
+    def withdraw(self, session_id: int) -> None:
+        """Make a session unreadable and its slots free; no-op when it is not offered here."""
+        offer = self._offers.pop(session_id, None)
+        if offer is not None:
+            self.pool.give_back(offer.slots)
+            self.agent.expect_acks(len(self._offers))
+
+    def acknowledged(self) -> list[int]:
+        """Sessions read since the last call; they are withdrawn."""
+        sessions = []
+        with contextlib.suppress(Empty):
+            while True:
+                ack = self.agent.acks.get_nowait()
+                offer = self._offers.get(ack.session_id)
+                if offer is not None and offer.tag == ack.tag:
+                    self.withdraw(ack.session_id)
+                    sessions.append(ack.session_id)
+        return sessions
+
+    def pull(self, wanted: NixlDescriptor, done: Done, *, limit_s: float) -> None:
+        """Read blocks into the pool; `done` gets a copy, or what went wrong within `limit_s`.
+
+        Raises `KvTransferError`, and then `done` is not called, when the pool has no room.
+        """
+        loop = asyncio.get_running_loop()
+        slots = self._take(len(wanted.slots), wanted.block_bytes)
+
+        def settled(result: Blocks | KvTransferError) -> None:
+            # A loop that is closed has nobody left who waits for blocks.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._settle, pull, result)
+
+        order = ReadOrder(wanted, slots, settled)
+        timer = loop.call_at(loop.time() + limit_s, lambda: self._time_out(pull, limit_s))
+        pull: _Pull = _Pull(done, order, timer)
+        self._pulls.add(pull)
+        self.agent.read(order)
+
+    def close(self) -> None:
+        """End every pull and offer; the agent must have been told already."""
+        for pull in list(self._pulls):
+            pull.answer(KvTransferError("transport is closed"))
+        self._offers.clear()
+
+    def _take(self, n_slots: int, block_bytes: int) -> Slots:
+        if block_bytes > self.pool.block_bytes:
+            raise KvTransferError(
+                f"blocks of {block_bytes} bytes do not fit into slots of {self.pool.block_bytes}"
+            )
+        return self.pool.take(n_slots)
+
+    def _settle(self, pull: _Pull, result: Blocks | KvTransferError) -> None:
+        self._pulls.remove(pull)
+        self.stuck = False
+        self.pool.give_back(pull.order.slots)
+        self._changed(self, result)
+        pull.answer(result)
+
+    def _time_out(self, pull: _Pull, limit_s: float) -> None:
+        wanted = pull.order.wanted
+        late = KvTimeout(
+            f"session {wanted.session_id}: nothing came from {wanted.agent} in {limit_s:g} s"
+        )
+        pull.order.abandoned = True
+        pull.answer(late)
+        self._changed(self, late)
+        if not pull.order.started:
+            loop = asyncio.get_running_loop()
+            loop.call_at(loop.time() + STUCK_AFTER_S, self._look_after, pull, late)
+
+    def _look_after(self, pull: _Pull, late: KvTimeout) -> None:
+        if not pull.order.started:
+            self.stuck = True
+            self._changed(self, late)

@@ -1,0 +1,218 @@
+"""Bytes of KV event messages, composed from parts that are encoded once.
+
+A snapshot and the live stream carry the same blocks, each as a `KvEvent` of its own or as part of a chain
+in one `BlockStored`. In protobuf the parts of a message may be joined in any order, a repeated field may
+come in several pieces, and an embedded message is its bytes behind their length: so a block's fields are
+encoded when it is stored, and everything later is a join.
+
+    KvEventBatch.events:  tag length KvEvent          `event`, what a writer and a mirror hold
+    KvEvent:              tag length BlockStored
+    BlockStored:          [parent] (hash tokens)* [extra keys]* (block size, adapter, medium)
+                                    `core`         `keys`        `tail`, the medium last
+
+A hash is the 8 bytes, big-endian, of its unsigned value, with the encoding "int64".
+"""
+
+import struct
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from slagate.proto import openengine_pb2 as oe
+
+MEDIUM_OF_LEVEL = (oe.STORAGE_MEDIUM_GPU, oe.STORAGE_MEDIUM_CPU_PINNED)
+"""TensorRT-LLM's cache levels: primary, secondary."""
+
+MAX_BATCH_BYTES = 512 * 1024
+"""Of one batch's events: well under the 1 MiB that peers may take at most."""
+
+_MAX_CHAIN_BYTES = 128 * 1024
+_MAX_REMOVED = 4096
+
+_HASH_BYTES = 8
+_HASH_HEAD, _HASH_TAIL = (
+    oe.KvBlockHash(value=bytes(_HASH_BYTES), encoding="int64")
+    .SerializeToString()
+    .split(bytes(_HASH_BYTES))
+)
+
+
+def _tag(field: int) -> bytes:
+    """The tag of a length-delimited field."""
+    return varint(field << 3 | 2)
+
+
+def varint(value: int) -> bytes:
+    """Base-128 varint of a number >= 0 (protobuf.dev/programming-guides/encoding)."""
+    if value < 0x80:
+        return _ONE_BYTE[value]
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+_ONE_BYTE = [bytes([value]) for value in range(0x80)]
+_EVENTS = _tag(oe.KvEventBatch.EVENTS_FIELD_NUMBER)
+_STORED = _tag(oe.KvEvent.BLOCK_STORED_FIELD_NUMBER)
+_REMOVED = _tag(oe.KvEvent.BLOCK_REMOVED_FIELD_NUMBER)
+_BATCH = _tag(oe.SubscribeKvEventsResponse.BATCH_FIELD_NUMBER)
+_HASHES = _tag(oe.BlockStored.BLOCK_HASHES_FIELD_NUMBER)
+_PARENT = _tag(oe.BlockStored.PARENT_BLOCK_HASH_FIELD_NUMBER)
+_GONE_HASHES = _tag(oe.BlockRemoved.BLOCK_HASHES_FIELD_NUMBER)
+_HASH_FRAME = varint(len(_HASH_HEAD) + _HASH_BYTES + len(_HASH_TAIL)) + _HASH_HEAD
+_MEDIUM = [oe.BlockStored(medium=medium).SerializeToString() for medium in MEDIUM_OF_LEVEL]
+_NO_KEYS = oe.BlockStored(extra_keys=[oe.OpaqueKeyTuple()]).SerializeToString()
+
+
+def _framed(tag: bytes, body: bytes) -> bytes:
+    return tag + varint(len(body)) + body
+
+
+def _event(tag: bytes, body: bytes) -> bytes:
+    return _framed(_EVENTS, _framed(tag, body))
+
+
+CLEARED_EVENT = _event(_tag(oe.KvEvent.ALL_BLOCKS_CLEARED_FIELD_NUMBER), b"")
+
+
+def response(payload: bytes, *, number: int, unix_nanos: int, rank: int) -> bytes:
+    """The `SubscribeKvEventsResponse` around a batch's joined events."""
+    head = oe.KvEventBatch(
+        sequence_number=number, timestamp_unix_nanos=unix_nanos, data_parallel_rank=rank
+    ).SerializeToString()
+    return _BATCH + varint(len(head) + len(payload)) + head + payload
+
+
+@lru_cache(maxsize=1024)
+def tail(block_tokens: int, lora_name: str, level: int) -> bytes:
+    """The fields that all blocks of a chain share."""
+    shared = oe.BlockStored(block_size=block_tokens, lora_name=lora_name)
+    return shared.SerializeToString() + _MEDIUM[level]
+
+
+class WireBlock(NamedTuple):
+    """One block's encoded fields."""
+
+    hash: int
+    parent: int | None
+    core: bytes
+    keys: bytes
+    tail: bytes
+
+    def event(self) -> bytes:
+        """The block as an event of its own."""
+        return _event(_STORED, _parent(self.parent) + self.core + self.keys + self.tail)
+
+
+def wire_block(
+    hash_: int, parent: int | None, tokens: bytes, *, keys: Iterable[str], shared: bytes
+) -> WireBlock:
+    """Encode a full block: packed little-endian uint32 tokens, extra keys, and its `tail`."""
+    ids = struct.unpack(f"<{len(tokens) // 4}I", tokens)
+    core = _HASHES + _hash_field(hash_) + oe.BlockStored(token_ids=ids).SerializeToString()
+    values = tuple(keys)
+    extra = (
+        oe.BlockStored(extra_keys=[oe.OpaqueKeyTuple(values=values)]).SerializeToString()
+        if values
+        else b""
+    )
+    return WireBlock(hash_, parent, core, extra, shared)
+
+
+def level_of(event: bytes) -> int:
+    """The level of a block, from its own event."""
+    return MEDIUM_OF_LEVEL.index(event[-1])
+
+
+def on_level(event: bytes, level: int) -> bytes:
+    """A block's own event with another level."""
+    return event[:-1] + _MEDIUM[level][-1:]
+
+
+def _hash_field(value: int) -> bytes:
+    return _HASH_FRAME + value.to_bytes(_HASH_BYTES, "big") + _HASH_TAIL
+
+
+def _parent(value: int | None) -> bytes:
+    return b"" if value is None else _PARENT + _hash_field(value)
+
+
+class EventWriter:
+    """Collects events, in order, into the payloads of as few batches as their size allows.
+
+    Consecutive blocks of one chain share one `BlockStored`, consecutive removals from one level one
+    `BlockRemoved`.
+    """
+
+    def __init__(self) -> None:
+        self._payloads: list[bytes] = []
+        self._events: list[bytes] = []
+        self._n_bytes = 0
+        self._chain: list[WireBlock] = []
+        self._n_chain_bytes = 0
+        self._gone: list[int] = []
+        self._gone_level = 0
+
+    def stored(self, block: WireBlock) -> None:
+        """A block is cached; after its parent, it goes on with that one's chain."""
+        if self._gone:
+            self._close()
+        chain = self._chain
+        if chain and (
+            block.parent != chain[-1].hash
+            or block.tail != chain[-1].tail
+            or self._n_chain_bytes > _MAX_CHAIN_BYTES
+        ):
+            self._close()
+            chain = self._chain
+        chain.append(block)
+        self._n_chain_bytes += len(block.core) + len(block.keys)
+
+    def removed(self, hash_: int, level: int) -> None:
+        """A block is gone from a level."""
+        if self._chain or level != self._gone_level or len(self._gone) >= _MAX_REMOVED:
+            self._close()
+        self._gone_level = level
+        self._gone.append(hash_)
+
+    def event(self, event: bytes) -> None:
+        """An event that is encoded already."""
+        self._close()
+        self._push(event)
+
+    def payloads(self) -> list[bytes]:
+        """Everything collected, at most `MAX_BATCH_BYTES` each."""
+        self._close()
+        self._end_payload()
+        return self._payloads
+
+    def _close(self) -> None:
+        """End the chain or the list of removals that is open."""
+        if self._chain:
+            chain, self._chain, self._n_chain_bytes = self._chain, [], 0
+            parts = [_parent(chain[0].parent), *(block.core for block in chain)]
+            if any(block.keys for block in chain):
+                # The i-th tuple belongs to the i-th block, so none may be left out.
+                parts += [block.keys or _NO_KEYS for block in chain]
+            parts.append(chain[0].tail)
+            self._push(_event(_STORED, b"".join(parts)))
+        if self._gone:
+            gone, self._gone = self._gone, []
+            parts = [_GONE_HASHES + _hash_field(hash_) for hash_ in gone]
+            medium = oe.BlockRemoved(medium=MEDIUM_OF_LEVEL[self._gone_level])
+            parts.append(medium.SerializeToString())
+            self._push(_event(_REMOVED, b"".join(parts)))
+
+    def _push(self, event: bytes) -> None:
+        if self._n_bytes + len(event) > MAX_BATCH_BYTES:
+            self._end_payload()
+        self._events.append(event)
+        self._n_bytes += len(event)
+
+    def _end_payload(self) -> None:
+        if self._events:
+            self._payloads.append(b"".join(self._events))
+            self._events, self._n_bytes = [], 0

@@ -1,0 +1,116 @@
+"""`LoadInfo` of a TensorRT-LLM worker, from the newest iteration statistics of each attention-DP rank.
+
+A row is as new as the rank's last iteration, so an idle engine's says what was, and counts as 0 for
+everything that only running requests have. Keys that a version does not have stay absent: a client must
+be able to tell "cannot say" from 0.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from slagate.proto import openengine_pb2 as oe
+
+Row = Mapping[str, Any]
+
+RUNNING_TOKENS = ("numCtxTokens", "numCtxKvTokens", "numGenKvTokens")
+WAITING_TOKENS = ("numQueuedCtxTokens", "numQueuedGenKvTokens", "numPausedKvTokens")
+MAX_EXACT = 2**53
+"""Integers that a Struct's doubles hold exactly; larger ones travel as decimal strings."""
+
+
+def load_info(
+    rows: Mapping[int, Row],
+    *,
+    n_ranks: int,
+    n_live: int,
+    blocks_per_rank: int | None,
+    used_blocks: int | None = None,
+) -> oe.LoadInfo:
+    """The load of the whole worker.
+
+    `n_live` counts requests it has accepted and not finished, those that wait in the engine included, as
+    TensorRT-LLM's own server does. `used_blocks` is what the engine holds now, where it can say.
+    """
+    info = oe.LoadInfo(running_requests=n_live)
+    batches = [_nested(row, "inflightBatchingStats") for row in rows.values()]
+    idle = n_live == 0 and bool(rows)
+    _fill(
+        info,
+        queued_requests=0 if n_live == 0 else _sum(rows.values(), "numQueuedRequests"),
+        running_tokens=_total(batches, RUNNING_TOKENS, idle=idle),
+        waiting_tokens=_total(batches, WAITING_TOKENS, idle=idle),
+        prefill_batch_size=_total(batches, ("numContextRequests",), idle=idle),
+        decode_batch_size=_total(batches, ("numGenRequests",), idle=idle),
+    )
+    caches = [_nested(row, "kvCacheStats") for row in rows.values()]
+    total_blocks = None if blocks_per_rank is None else blocks_per_rank * n_ranks
+    # A sum over some of the ranks would look like a smaller worker.
+    if len(rows) == n_ranks:
+        if total_blocks is None:
+            total_blocks = _sum(caches, "maxNumBlocks")
+        if used_blocks is None:
+            used_blocks = _sum(caches, "usedNumBlocks")
+    _fill(info, used_kv_blocks=used_blocks, total_kv_blocks=total_blocks)
+    return info
+
+
+def rank_loads(
+    rows: Mapping[int, Row], *, n_ranks: int, n_live: int, blocks_per_rank: int | None
+) -> list[oe.RankLoadInfo]:
+    """One entry a rank; without a row it has only what the engine's configuration says."""
+    loads = []
+    for rank in range(n_ranks):
+        load = oe.RankLoadInfo(data_parallel_rank=rank)
+        row = rows.get(rank)
+        idle = n_live == 0 and row is not None
+        batch, cache = _nested(row, "inflightBatchingStats"), _nested(row, "kvCacheStats")
+        _fill(
+            load,
+            running_requests=0 if idle else _count(row, "numActiveRequests"),
+            queued_requests=0 if idle else _count(row, "numQueuedRequests"),
+            used_kv_blocks=_count(cache, "usedNumBlocks"),
+            total_kv_blocks=blocks_per_rank
+            if blocks_per_rank is not None
+            else _count(cache, "maxNumBlocks"),
+            prefill_batch_size=_total([batch], ("numContextRequests",), idle=idle),
+            decode_batch_size=_total([batch], ("numGenRequests",), idle=idle),
+        )
+        loads.append(load)
+    return loads
+
+
+def attribute(count: int) -> int | str:
+    """A count as an attribute of a Struct."""
+    return count if abs(count) <= MAX_EXACT else str(count)
+
+
+def _fill(message: Any, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None:
+            setattr(message, name, value)
+
+
+def _nested(row: Row | None, name: str) -> Row | None:
+    nested = None if row is None else row.get(name)
+    return nested if isinstance(nested, Mapping) else None
+
+
+def _count(row: Row | None, name: str) -> int | None:
+    value = None if row is None else row.get(name)
+    usable = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return value if usable else None
+
+
+def _sum(rows: Any, name: str) -> int | None:
+    """Over the rows that have it; None where none has."""
+    counts = [count for row in rows if (count := _count(row, name)) is not None]
+    return sum(counts) if counts else None
+
+
+def _total(rows: list[Row | None], names: tuple[str, ...], *, idle: bool) -> int | None:
+    """The sum of all names over all rows; None where a name is in no row."""
+    sums = [_sum(rows, name) for name in names]
+    known = [count for count in sums if count is not None]
+    if not known or len(known) < len(sums):
+        return None
+    return 0 if idle else sum(known)

@@ -1,0 +1,146 @@
+"""`Engine`: an `LLM` as installed, with what its version can do and which of its errors mean what.
+
+TensorRT-LLM's signatures and parameter classes grow from one version to the next, so they are looked at
+once and only what is there is passed. The error policy at submit is TensorRT-LLM's own: `ValueError`,
+`NotImplementedError`, `RequestError`, and a `TypeError` of a call that fits the signature, are the
+request's; any other `RuntimeError` says that the engine is gone.
+"""
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from slagate.workers.errors import Refused
+
+log = logging.getLogger(__name__)
+
+HANDOFF_LIMIT_S = 60.0
+"""How long an engine keeps a handoff nobody collects, where its configuration names no other limit."""
+
+
+class EngineApi(Protocol):
+    """The names a worker needs from the engine's package: `tensorrt_llm`'s, or the double's."""
+
+    SamplingParams: Any
+    DisaggregatedParams: Any
+    SchedulingParams: Any
+    RequestError: Any
+
+
+class EngineGoneError(Refused):
+    """The engine takes no requests any more; the worker ends."""
+
+
+class Engine:
+    """One `LLM` and the package it comes from."""
+
+    def __init__(self, llm: Any, api: EngineApi) -> None:
+        """`llm` is untyped: tensorrt_llm ships no types, and is not installed everywhere."""
+        self.llm = llm
+        self.api = api
+        self._signature = inspect.signature(llm.generate_async)
+        self._params_fields = {field.name for field in dataclasses.fields(api.DisaggregatedParams)}
+        adp = getattr(llm.args, "enable_attention_dp", False)
+        self.n_ranks: int = llm.args.tensor_parallel_size if adp else 1
+        self.block_tokens: int = llm.args.kv_cache_config.tokens_per_block
+        transceiver = getattr(llm.args, "cache_transceiver_config", None)
+        self.max_transfer_tokens: int | None = setting(transceiver, "max_tokens_in_buffer")
+        timeout_ms = setting(transceiver, "kv_transfer_timeout_ms")
+        self.handoff_limit_s = HANDOFF_LIMIT_S if timeout_ms is None else timeout_ms / 1000
+        # The wrapper's own methods are fewer; None where the tokenizer was not initialised.
+        self.tokenizer: Any | None = getattr(llm.tokenizer, "tokenizer", None)
+
+    def takes(self, keyword: str) -> bool:
+        """Whether this version's `generate_async` has the keyword."""
+        parameters = self._signature.parameters
+        any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return any_keyword or keyword in parameters
+
+    @property
+    def blocks_per_rank(self) -> int | None:
+        """KV blocks of one rank's pool; None where the version cannot say."""
+        capacity = getattr(self.llm, "get_kv_cache_capacity", None)
+        return None if capacity is None else capacity()["maxNumBlocks"]
+
+    @property
+    def window_tokens(self) -> int:
+        """Prompt and output together: the sequence length, or the KV cache where that is smaller."""
+        capacity = getattr(self.llm, "get_kv_cache_capacity", None)
+        limit = self.llm.args.max_seq_len
+        return int(limit if capacity is None else min(limit, capacity()["maxNumTokens"]))
+
+    @property
+    def alive(self) -> bool:
+        """What the engine says of itself; an old one cannot, and counts as alive while nothing fails."""
+        check = getattr(self.llm, "_check_health", None)
+        return check is None or bool(check())
+
+    def stop_tokens(self, text: str) -> tuple[int, ...]:
+        """The tokens that the engine stops at for a stop string; only with a tokenizer."""
+        assert self.tokenizer is not None
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def text_of(self, tokens: list[int]) -> str:
+        """The text of an answer's tokens, as the engine makes it; only with a tokenizer."""
+        assert self.tokenizer is not None
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def events_off(self) -> str:
+        """Why this engine has no KV events to poll, naming the setting; "" where it has."""
+        cache = self.llm.args.kv_cache_config
+        if not setting(cache, "event_buffer_max_size"):
+            return "kv_cache_config.event_buffer_max_size is 0"
+        if setting(cache, "enable_block_reuse") is False:
+            return "kv_cache_config.enable_block_reuse is off"
+        streaming = setting(cache, "kv_events_config")
+        if setting(streaming, "enable_kv_cache_events"):
+            return "kv_cache_config.kv_events_config sends the events elsewhere"
+        return ""
+
+    def sampling(self, **values: Any) -> Any:
+        """`SamplingParams`. Raises `Refused` (INVALID_ARGUMENT) with what the engine says is wrong."""
+        try:
+            return self.api.SamplingParams(**values)
+        except ValueError as error:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"sampling: {error}") from error
+
+    def disaggregated(self, **values: Any) -> Any:
+        """`DisaggregatedParams` of what this version's class has; the rest is dropped."""
+        known = {name: value for name, value in values.items() if name in self._params_fields}
+        return self.api.DisaggregatedParams(**known)
+
+    def submit(self, tokens: Sequence[int], **keywords: Any) -> Any:
+        """`generate_async` without the keywords that are None or that this version does not have.
+
+        Raises `Refused` for this request, or `EngineGoneError`.
+        """
+        given = {k: v for k, v in keywords.items() if v is not None and self.takes(k)}
+        try:
+            return self.llm.generate_async(tokens, **given)
+        except (ValueError, NotImplementedError, self.api.RequestError) as error:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"engine: {error}") from error
+        except TypeError as error:
+            if self._fits(tokens, given):
+                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"engine: {error}") from error
+            log.exception("engine.signature")
+            raise Refused(
+                grpc.StatusCode.INTERNAL, "engine: its call was not understood"
+            ) from error
+        except Exception as error:
+            raise EngineGoneError(grpc.StatusCode.UNAVAILABLE, f"engine: {error}") from error
+
+    def _fits(self, tokens: Sequence[int], keywords: dict[str, Any]) -> bool:
+        try:
+            self._signature.bind(tokens, **keywords)
+        except TypeError:
+            return False
+        return True
+
+
+def setting(config: Any, name: str) -> Any:
+    """A field of a nested configuration, which may be an object, a dict of its YAML, or absent."""
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)

@@ -1,0 +1,177 @@
+"""One output of a request: the engine's cumulative tokens, text and log probabilities as deltas.
+
+What has been sent cannot be taken back, and the engine cuts an excluded stop off only once it is whole.
+So what could still become part of one is held back: at the level of tokens, which is where the engine
+matches, and of text.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.workers.codec import logprob_of
+
+UNFINISHED_CHARACTER = "\ufffd"
+"""What a detokenizer gives for the first bytes of a character whose last ones are still to come."""
+
+
+class HiddenStop(NamedTuple):
+    """A stop string that the answer must not show, and the tokens the engine looks for."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+class OutputForm(NamedTuple):
+    """What the answer to one request contains."""
+
+    n_outputs: int = 1
+    top_n: int | None = None  # candidates a token; None: no log probabilities at all
+    prompt_top_n: int | None = None  # the same for the prompt
+    has_text: bool = False
+    hidden_stops: tuple[HiddenStop, ...] = ()
+    text_of: Callable[[list[int]], str] = lambda _tokens: ""  # of tokens, where `has_text`
+
+
+class OutputCursor:
+    """What of one output has been sent.
+
+    tokens   sent │ new, to be sent now │ held back: may become a stop
+                  n_tokens              visible                      len(token_ids)
+    """
+
+    def __init__(self, index: int, form: OutputForm) -> None:
+        self.index = index
+        self.finished = False
+        self._form = form
+        self._n_tokens = 0
+        self._n_text = 0
+
+    def delta(self, output: Any) -> oe.TokenOutput | None:
+        """What is new and will stay, or None; with the engine's last result, all there is."""
+        tokens: Sequence[int] = output.token_ids
+        text: str = output.text if self._form.has_text else ""
+        n_tokens, n_text = len(tokens), len(text)
+        if output.finish_reason is None:
+            n_tokens -= held_tokens(tokens, self._form.hidden_stops)
+            n_text = self._visible_text(tokens[:n_tokens], text, all_seen=n_tokens == len(tokens))
+        new = range(self._n_tokens, n_tokens)
+        new_text = text[self._n_text : n_text]
+        if not new and not new_text:
+            return None
+        self._n_tokens = max(self._n_tokens, n_tokens)
+        self._n_text = max(self._n_text, n_text)
+        logprobs = output.logprobs if self._form.top_n is not None else ()
+        return oe.TokenOutput(
+            output_index=self.index,
+            tokens=[
+                token_info(tokens[i], logprobs[i] if i < len(logprobs) else None, self._form.top_n)
+                for i in new
+            ],
+            text=new_text,
+        )
+
+    def _visible_text(self, visible: Sequence[int], text: str, *, all_seen: bool) -> int:
+        """Characters at the start of `text` that the engine will not take back."""
+        if not text:
+            return 0
+        n_text = len(text.rstrip(UNFINISHED_CHARACTER))
+        stops = self._form.hidden_stops
+        if not stops:
+            return n_text
+        if not all_seen:
+            # A stop's tokens may decode to more than its text: a leading space, say.
+            n_text = min(n_text, _common_length(text, self._form.text_of(list(visible))))
+        held = (_overlap(text[:n_text], stop.text) for stop in stops)
+        return n_text - max(held, default=0)
+
+
+def held_tokens(tokens: Sequence[int], stops: Sequence[HiddenStop]) -> int:
+    """Tokens at the end that are the beginning of a stop."""
+    return max((_overlap(tokens, stop.tokens) for stop in stops), default=0)
+
+
+def _overlap(sequence: Sequence[Any], stop: Sequence[Any]) -> int:
+    """Length of the longest end of `sequence` that is a beginning of `stop`, and not all of it.
+
+    >>> _overlap("say hel", "hello"), _overlap("hello", "hello"), _overlap("aaa", "aab")
+    (3, 0, 2)
+    """
+    for n in range(min(len(sequence), len(stop) - 1), 0, -1):
+        # One comparison of the ends first: nearly every token is none of these.
+        if sequence[-1] == stop[n - 1] and list(sequence[-n:]) == list(stop[:n]):
+            return n
+    return 0
+
+
+def _common_length(text: str, other: str) -> int:
+    for i, (ours, theirs) in enumerate(zip(text, other, strict=False)):
+        if ours != theirs:
+            return i
+    return min(len(text), len(other))
+
+
+def token_info(token_id: int, entry: Any, top_n: int | None) -> oe.TokenInfo:
+    """A token with its log probability and candidates, as far as the engine's entry has them.
+
+    The entry is {token id: Logprob} that may lack the token itself, a number, or None.
+    """
+    info = oe.TokenInfo(token_id=token_id)
+    if entry is None:
+        return info
+    if not isinstance(entry, dict):
+        info.logprob = logprob_of(entry)
+        return info
+    if token_id in entry:
+        info.logprob = logprob_of(entry[token_id])
+        if (rank := _rank(entry[token_id])) is not None:
+            info.rank = rank
+    if top_n:
+        best = sorted(entry.items(), key=lambda item: (-logprob_of(item[1]), item[0]))[:top_n]
+        info.candidates.extend(_candidate(token, value) for token, value in best)
+    return info
+
+
+def _candidate(token_id: int, value: Any) -> oe.LogProb:
+    return oe.LogProb(token_id=token_id, logprob=logprob_of(value), rank=_rank(value))
+
+
+def _rank(value: Any) -> int | None:
+    return getattr(value, "rank", None)
+
+
+def prompt_output(tokens: Sequence[int], entries: Sequence[Any], top_n: int) -> oe.PromptOutput:
+    """The prompt with its log probabilities; the first token is drawn from nothing, and has none.
+
+    An engine gives one entry a token, or leaves the first one out.
+    """
+    n_missing = len(tokens) - len(entries)
+    infos = [oe.TokenInfo(token_id=tokens[0])]
+    for i in range(1, len(tokens)):
+        entry = entries[i - n_missing] if 0 <= i - n_missing < len(entries) else None
+        infos.append(token_info(tokens[i], entry, top_n))
+    return oe.PromptOutput(tokens=infos)
+
+
+def n_prompt_entries(entries: Sequence[Any]) -> int:
+    """Log probabilities in an engine's answer about a prompt."""
+    return sum(len(entry) if isinstance(entry, dict) else 1 for entry in entries)
+
+
+def finished(index: int, output: Any, *, end_id: int) -> oe.GenerationFinished:
+    """The end of one output."""
+    made = oe.GenerationFinished(output_index=index)
+    if output.finish_reason == "stop":
+        made.reason = oe.FINISH_REASON_STOP
+        if isinstance(output.stop_reason, int):
+            made.stop_match.stop_token_id = output.stop_reason
+        elif isinstance(output.stop_reason, str):
+            made.stop_match.stop_text = output.stop_reason
+        else:
+            made.stop_match.eos_token_id = end_id
+    elif output.finish_reason in ("length", "not_finished"):
+        made.reason = oe.FINISH_REASON_LENGTH
+    else:
+        made.reason = oe.FINISH_REASON_CANCELLED
+        made.message = str(output.finish_reason)
+    return made
