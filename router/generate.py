@@ -111,6 +111,7 @@ async def _prefill(turn: Turn) -> Handoff | None:
 
     sink = await turn.leg(Stage.PREFILL, leg)
     turn.record.cached_tokens = sink.cached_tokens
+    turn.preface = sink.preface
     lease = turn.assignment.lease(Stage.PREFILL)
     lease.release()
     if turn.handoff is None:

@@ -39,7 +39,8 @@ class PrefillSink(LegSink):
     the next one knows of it. Without failure and without session, `answer` has the whole response: the
     very first token ended the request, and there is nothing to hand off. Only a stop can do that, or a
     budget of one token (`only_token`); an engine that ends otherwise has lost its handoff. Token events
-    ahead of `prefill_ready` are TensorRT-LLM's and mean nothing: decode sends them again.
+    ahead of `prefill_ready` are TensorRT-LLM's and mean nothing: decode sends them again. It does not
+    repeat the prompt's own event, which only prefill can give: `preface` has it.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class PrefillSink(LegSink):
         if only_token:
             self._whole.add(oe.FINISH_REASON_LENGTH)
         self.answer: list[bytes] = []
+        self.preface = b""
         self.cached_tokens: int | None = None
         self._on_session = on_session
 
@@ -68,6 +70,8 @@ class PrefillSink(LegSink):
             self.answer.clear()
             self._on_session(response.prefill_ready.kv_session)
             self._finish()
+        elif event == "prompt":
+            self.preface = data
         elif event == "token":
             self.answer.append(data)
         elif event == "finished" and response.finished.reason in self._whole:

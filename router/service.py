@@ -3,12 +3,13 @@
 What would show other tenants' tokens or touch their requests is not offered.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import grpc
 
 from slagate.pools.fleet import Fleet
+from slagate.pools.member import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.router.errors import Aborted
@@ -49,11 +50,10 @@ class ControlService(oe_grpc.ControlServicer):
 
     async def GetModelInfo(self, request: Any, context: Any) -> oe.ModelInfo:
         """What every worker of the model can do: the smallest window, the features that all have."""
-        infos = [
-            member.models[request.model]
-            for member in self._fleet.members()
-            if request.model in member.models
-        ]
+        members = [one for one in self._fleet.members() if request.model in one.models]
+        infos = [member.models[request.model] for member in members]
+        # Decode workers see no prompt.
+        prompted = [m.models[request.model] for m in members if m.stage is not Stage.DECODE]
         if not infos:
             reason = f"model: {request.model[:100]!r} is not served here"
             await _abort(context, grpc.StatusCode.NOT_FOUND, reason)
@@ -65,6 +65,8 @@ class ControlService(oe_grpc.ControlServicer):
             supports_lora=all(i.supports_lora for i in infos),
             supports_multimodal=False,
             generation=oe.GenerationCapabilities(
+                prompt_logprobs=_logprobs([i.generation.prompt_logprobs for i in prompted]),
+                output_logprobs=_logprobs([i.generation.output_logprobs for i in infos]),
                 max_num_sequences=1,
                 supports_priority=True,
                 supports_stop_in_output=all(i.generation.supports_stop_in_output for i in infos),
@@ -129,3 +131,17 @@ class ControlService(oe_grpc.ControlServicer):
 async def _abort(context: Any, code: grpc.StatusCode, message: str) -> NoReturn:
     await context.abort(code, message)
     raise AssertionError("context.abort raises")
+
+
+def _logprobs(offers: Sequence[oe.LogprobCapabilities]) -> oe.LogprobCapabilities:
+    """What every worker offers; the smallest of their limits."""
+    common = oe.LogprobCapabilities(
+        supported=bool(offers) and all(offer.supported for offer in offers)
+    )
+    if common.supported:
+        modes = [set(offer.candidate_selection_modes) for offer in offers]
+        common.candidate_selection_modes.extend(sorted(modes[0].intersection(*modes[1:])))
+        limits = [offer.max_top_n for offer in offers if offer.HasField("max_top_n")]
+        if limits:
+            common.max_top_n = min(limits)
+    return common

@@ -38,7 +38,8 @@ class Splice(LegSink):
     """The sink of a leg whose output the client gets.
 
     Before the first relayed message a worker's error is held back, so that it can be answered with a gRPC
-    status, or the leg tried elsewhere; after it the error event itself is relayed.
+    status, or the leg tried elsewhere; after it the error event itself is relayed. `preface`, a message of
+    an earlier leg, goes in front of that first one.
     """
 
     answers_client = True
@@ -54,6 +55,7 @@ class Splice(LegSink):
         max_buffer_bytes: int,
         now_s: Callable[[], float],
         on_token: Callable[[], None],
+        preface: bytes = b"",
     ) -> None:
         super().__init__(stage, leg_id)
         self._client = client
@@ -62,6 +64,7 @@ class Splice(LegSink):
         self._max_buffer_bytes = max_buffer_bytes
         self._now_s = now_s
         self._on_token = on_token
+        self._preface = preface
 
     def take(self, response: oe.GenerateResponse, data: bytes) -> None:
         """Pass one response on."""
@@ -98,6 +101,12 @@ class Splice(LegSink):
             self.complete.set()
             return False
         self._committed = True
+        if self._preface:
+            self._pass_on(self._preface)
+            self._preface = b""
+        self._pass_on(data)
+        return True
+
+    def _pass_on(self, data: bytes) -> None:
         self._tally.n_messages += 1
         self._client.message(data + self._suffix)
-        return True

@@ -75,6 +75,7 @@ class Turn:
     assignment: Assignment
     deadline_s: float
     handoff: Handoff | None = None
+    preface: bytes = b""  # what the client is to get in front of the first token
     started_over: bool = False
 
     def let_go(self) -> None:
@@ -138,6 +139,7 @@ class Turn:
             max_buffer_bytes=self.gateway.settings.max_buffer_bytes,
             now_s=self.gateway.now_s,
             on_token=on_token,
+            preface=self.preface,
         )
 
     def added_budget(self) -> int | None:

@@ -99,6 +99,10 @@ class MemoryTransport:
         """Whether it is closed."""
         return "transport is closed" if self._closed else ""
 
+    def counters(self) -> dict[str, int]:
+        """Sessions that are offered here."""
+        return {"kv_sessions_offered": len(self._exported)}
+
 
 def _pack(key: _Key) -> bytes:
     body = _DESCRIPTOR.pack(_MAGIC, *key)

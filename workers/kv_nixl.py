@@ -162,6 +162,15 @@ class NixlTransport:
             return f"the pool is full: {current.n_quarantined} blocks wait for peers that hang"
         return ""
 
+    def counters(self) -> dict[str, int]:
+        """Slots in use and in quarantine, of every pool, and the agents they belong to."""
+        pools = [each.pool for each in self._generations()]
+        return {
+            "kv_slots_taken": sum(pool.n_slots - pool.n_free for pool in pools),
+            "kv_slots_quarantined": self.n_quarantined,
+            "kv_agents": self.n_agents,
+        }
+
     def _generations(self) -> list[Generation]:
         return [*self._retired, self._current]
 

@@ -179,6 +179,10 @@ class SharedMemoryTransport:
             return "transport is closed"
         return "" if self._folder.is_dir() else f"{self._folder} is gone"
 
+    def counters(self) -> dict[str, int]:
+        """Sessions that are offered here."""
+        return {"kv_sessions_offered": len(self._offered)}
+
     def _open_base(self) -> None:
         # /dev/shm is world-writable: never trust a directory somebody else made under our name.
         try:

@@ -36,7 +36,17 @@ class KvIntegrity(KvTransferError):
 Done = Callable[[Blocks | KvTransferError], None]
 
 
-class KvTransport(Protocol):
+class KvConnector(Protocol):
+    """What a worker reports of how KV blocks reach it and leave it."""
+
+    def problem(self) -> str:
+        """Why new transfers cannot work at this moment, or ""."""
+
+    def counters(self) -> dict[str, int]:
+        """Figures for operators, by name; each transport has its own."""
+
+
+class KvTransport(KvConnector, Protocol):
     """One worker's way to hand KV blocks to another worker and to fetch blocks from one.
 
     Session ids are the exporting worker's own, never used twice. The owner makes every call from its
@@ -68,9 +78,6 @@ class KvTransport(Protocol):
 
     def close(self) -> None:
         """Withdraw everything and end every pull; no-op the second time."""
-
-    def problem(self) -> str:
-        """Why new transfers cannot work at this moment, or ""."""
 
 
 def block_shape(blocks: Blocks) -> tuple[int, int]:

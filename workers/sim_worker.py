@@ -105,7 +105,7 @@ async def sim_worker(
                 identity=identity,
                 tasks=tasks,
                 release_session=None if transport is None else llm.release_session,
-                kv_problem=(lambda: "") if transport is None else transport.problem,
+                connector=transport,
                 handoff_key=_handoff_key(options.handoff_key_file),
             )
             with anyio.move_on_after(drain_s):

@@ -20,6 +20,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.clock import unix_nanos as clock_unix_nanos
 from slagate.workers.errors import Refused
 from slagate.workers.kv_feed import HISTORY_BATCHES
+from slagate.workers.kv_transfer import KvConnector
 from slagate.workers.legs import CONTEXT_ONLY
 from slagate.workers.load import attribute, load_info, rank_loads
 from slagate.workers.stream import EndedCall
@@ -53,21 +54,21 @@ class TrtllmWorker:
         identity: WorkerIdentity,
         tasks: TaskGroup,
         release_session: Callable[[int], bool] | None,
-        kv_problem: Callable[[], str] = lambda: "",
+        connector: KvConnector | None = None,
         handoff_key: bytes | None = None,
         kv_history_batches: int = HISTORY_BATCHES,
         unix_nanos: Callable[[], int] = clock_unix_nanos,
     ) -> None:
         """`release_session` frees a parked handoff by context request id; None where none can be.
 
-        `kv_problem` says why KV transfers cannot work, "" while they can. `handoff_key` seals handoffs
+        `connector` reports on KV transfers, where that is to be had. `handoff_key` seals handoffs
         between workers that have the same one. `kv_history_batches` of KV events are kept for each rank.
         Raises `ValueError` for a key that is too short.
         """
         self._engine = Engine(llm, api)
         self._identity = identity
         self._tasks = tasks
-        self._kv_problem = kv_problem
+        self._connector = connector
         self._unix_nanos = unix_nanos
         self._handoffs = Handoffs(
             backend=identity.transfer_backend,
@@ -258,6 +259,8 @@ class TrtllmWorker:
             n_parked = getattr(llm, "n_parked", None)
             info.active_kv_sessions = self._handoffs.n_parked if n_parked is None else n_parked
         counts = dict(self._events.counters())
+        if self._connector is not None:
+            counts |= self._connector.counters()
         for name in ("kv_verify_failures", "kv_transfer_failures"):
             count = getattr(llm, name, None)
             if count is not None:
@@ -272,7 +275,7 @@ class TrtllmWorker:
             self._identity,
             request,
             fatal=self._problem,
-            kv_problem=self._kv_problem(),
+            kv_problem="" if self._connector is None else self._connector.problem(),
             probe=self._probe if request.include_inference_probe else None,
         )
 

@@ -254,14 +254,24 @@ def test_load_is_that_of_the_ranks(play: Play) -> None:
     play(scenario)
 
 
+class BrokenConnector:
+    def problem(self) -> str:
+        return "the agent is gone"
+
+    def counters(self) -> dict[str, int]:
+        return {"kv_slots_quarantined": 7}
+
+
 def test_a_worker_says_so_when_its_kv_transport_is_broken(play: Play) -> None:
     async def scenario(setup: Setup) -> None:
-        problem = {"kv_problem": lambda: "the agent is gone"}
-        async with setup.worker("decode", worker_options=problem) as worker:
+        options = {"connector": BrokenConnector()}
+        async with setup.worker("decode", worker_options=options) as worker:
             health = await worker.health(oe.HealthRequest())
             check = {check.name: check for check in health.checks}["kv_connector"]
             assert health.state == check.state == oe.HEALTH_STATE_NOT_READY
             assert check.message == "the agent is gone"
+            load = await worker.load(oe.GetLoadRequest())
+            assert load.attributes["kv_slots_quarantined"] == 7
 
     play(scenario)
 

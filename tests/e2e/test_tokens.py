@@ -108,3 +108,35 @@ def test_two_clients_with_the_same_request_id_do_not_meet(either: Cluster) -> No
     for answer, tokens in zip(answers, prompts * 2, strict=True):
         assert answer.tokens == expected(tokens, 60)
         assert answer.request_ids == {"same"}
+
+
+def test_logprobs_are_the_same_whether_one_worker_or_two_gave_them(
+    agg: Cluster, disagg: Cluster
+) -> None:
+    """The prompt's come from prefill, the first token's travel with the handoff, the rest from decode."""
+    seen = []
+    for served in (agg, disagg):
+        message = request(prompt(70, seed=61), 5)
+        message.response.return_prompt_logprobs = True
+        message.response.prompt_candidates.top_n = 2
+        message.response.return_output_logprobs = True
+        message.response.output_candidates.top_n = 2
+        with Client(served.gateway.address) as client:
+            responses = list(client.start(message))
+        assert {response.request_id for response in responses} == {message.request_id}
+        events = [response.WhichOneof("event") for response in responses]
+        assert (events[0], events[-1]) == ("prompt", "finished")
+        assert set(events[1:-1]) == {"token"}
+        of_prompt = list(responses[0].prompt.tokens)
+        of_output = [token for response in responses for token in response.token.tokens]
+        assert len(of_prompt) == 70
+        assert len(of_output) == 5
+        assert all(token.HasField("logprob") for token in of_prompt[1:] + of_output)
+        assert not of_prompt[0].HasField("logprob")
+        seen.append(
+            [
+                (t.token_id, t.logprob, [(c.token_id, c.logprob) for c in t.candidates])
+                for t in of_prompt + of_output
+            ]
+        )
+    assert seen[0] == seen[1]

@@ -38,6 +38,9 @@ SHORT_FREEZE_S = 0.3
 LONG_FREEZE_S = 2 * PULL_LIMIT_S
 
 N_TOKENS = 6
+
+_TAKEN = ("kv_slots_taken", "kv_slots_quarantined", "kv_sessions_offered")
+"""Of these a transport reports those it has."""
 GONE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
@@ -187,12 +190,15 @@ async def _ask(worker: Worker) -> oe.LoadInfo:
 
 
 def comes_to_rest(side: Side) -> None:
-    """Nothing runs, is parked, or holds a block any more."""
+    """Nothing runs, is parked, holds a block or a slot of the transport any more."""
 
     def rests() -> bool:
         info = anyio.run(load, side.process)
         return info is not None and not (
-            info.running_requests or info.active_kv_sessions or info.used_kv_blocks
+            info.running_requests
+            or info.active_kv_sessions
+            or info.used_kv_blocks
+            or any(info.attributes.fields[name].number_value for name in _TAKEN)
         )
 
     eventually(rests, f"the {side.role} worker comes to rest", limit_s=30)

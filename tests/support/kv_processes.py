@@ -352,7 +352,7 @@ class _Unadapted(kv_ucx._Bindings):
     """Bindings of a version that makes its agents in another way than the one this was written for."""
 
     @property
-    def nixlAgent(self) -> Any:  # type: ignore[override]
+    def nixlAgent(self) -> Any:
         return self._real.nixlAgent
 
 

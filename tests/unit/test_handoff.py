@@ -47,6 +47,15 @@ def test_a_handoff_is_known_in_the_step_in_which_it_arrives() -> None:
     run(main)
 
 
+def test_what_is_said_of_the_prompt_outlives_the_handoff() -> None:
+    async def main() -> None:
+        prompt = oe.GenerateResponse(prompt=oe.PromptOutput(tokens=[oe.TokenInfo(token_id=5)]))
+        leg = Leg().play(prompt, token(1), prefill_ready(session("5")), OK)
+        assert oe.GenerateResponse.FromString(leg.sink.preface).prompt == prompt.prompt
+
+    run(main)
+
+
 def test_an_answer_without_a_handoff_is_kept_whole() -> None:
     async def main() -> None:
         stop, length = oe.FINISH_REASON_STOP, oe.FINISH_REASON_LENGTH

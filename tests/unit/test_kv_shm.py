@@ -13,8 +13,11 @@ import pytest
 
 from slagate.workers.kv_shm import SharedMemoryTransport
 from slagate.workers.kv_transfer import (
+    KvBadDescriptor,
+    KvIntegrity,
     KvTransferError,
     KvTransport,
+    KvUnavailable,
 )
 from support.kv_processes import pulled
 
@@ -103,7 +106,7 @@ def test_every_flipped_bit_of_a_descriptor_is_refused(
     for i in range(len(descriptor)):
         altered = bytearray(descriptor)
         altered[i] ^= 1
-        with pytest.raises(KvTransferError, match="checksum"):
+        with pytest.raises(KvBadDescriptor, match="checksum"):
             pulled(decode, bytes(altered))
     assert np.array_equal(pulled(decode, descriptor), blocks())
 
@@ -113,7 +116,7 @@ def test_a_truncated_descriptor_is_refused(
     prefill: SharedMemoryTransport, decode: SharedMemoryTransport, keep: int
 ) -> None:
     descriptor = prefill.export(7, blocks())
-    with pytest.raises(KvTransferError, match="truncated"):
+    with pytest.raises(KvBadDescriptor, match="truncated"):
         pulled(decode, descriptor[:keep])
 
 
@@ -122,7 +125,7 @@ def test_a_well_signed_descriptor_cannot_leave_the_directory(
 ) -> None:
     """The checksum is no secret, so the instance id is checked for itself."""
     body = pack("<4s32sQII", b"SKD1", b"../" * 10 + b"aa", 7, 1, 16)
-    with pytest.raises(KvTransferError, match="instance id"):
+    with pytest.raises(KvBadDescriptor, match="instance id"):
         pulled(decode, body + blake2b(body, digest_size=16).digest())
 
 
@@ -139,7 +142,7 @@ def test_a_truncated_file_is_refused_and_used_up(
     descriptor = prefill.export(7, blocks())
     raw = offered(tmp_path).read_bytes()
     offered(tmp_path).write_bytes(raw[:n_bytes])
-    with pytest.raises(KvTransferError, match=f"session 7: .*{message}"):
+    with pytest.raises(KvIntegrity, match=f"session 7: .*{message}"):
         pulled(decode, descriptor)
     assert prefill.acks() == [7]
 
@@ -158,7 +161,7 @@ def test_a_changed_file_is_refused_with_the_check_that_failed(
     raw = bytearray(offered(tmp_path).read_bytes())
     raw[position] ^= 1
     offered(tmp_path).write_bytes(raw)
-    with pytest.raises(KvTransferError, match=message):
+    with pytest.raises(KvIntegrity, match=message):
         pulled(decode, descriptor)
 
 
@@ -232,7 +235,7 @@ def base_of(root: Path) -> Path:
 
 def test_a_planted_base_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     base_of(tmp_path).write_text("")
-    with pytest.raises(KvTransferError, match="cannot use"):
+    with pytest.raises(KvUnavailable, match="cannot use"):
         SharedMemoryTransport(tmp_path)
 
 
@@ -240,6 +243,6 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     base_of(tmp_path).symlink_to(elsewhere)
-    with pytest.raises(KvTransferError, match="is not a directory of this user"):
+    with pytest.raises(KvUnavailable, match="is not a directory of this user"):
         SharedMemoryTransport(tmp_path)
     assert list(elsewhere.iterdir()) == []

@@ -134,6 +134,35 @@ def test_a_feature_is_offered_only_where_every_worker_of_the_model_has_it() -> N
         assert model.generation.max_num_sequences == 1
 
 
+def test_logprobs_are_offered_as_far_as_every_worker_that_gives_them_goes() -> None:
+    of = fleet()
+    for number, member in enumerate(of.members()):
+        info = model_info()
+        offer = oe.LogprobCapabilities(
+            supported=True,
+            candidate_selection_modes=[oe.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N],
+            max_top_n=20 - number,
+        )
+        info.generation.output_logprobs.CopyFrom(offer)
+        info.generation.prompt_logprobs.CopyFrom(offer)
+        # Decode sees no prompt, so what it says of prompts does not count.
+        info.generation.prompt_logprobs.supported = member.stage is not Stage.DECODE
+        member.models = {MODEL: info}
+    ask = oe.GetModelInfoRequest(model=MODEL)
+    offered = run(control(of).GetModelInfo, ask, Context()).generation
+    n_members = len(list(of.members()))
+    assert offered.prompt_logprobs.supported
+    assert offered.output_logprobs.supported
+    assert offered.output_logprobs.max_top_n == 21 - n_members
+    assert list(offered.output_logprobs.candidate_selection_modes) == [
+        oe.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N
+    ]
+    next(iter(of.members())).models[MODEL].generation.output_logprobs.supported = False
+    offered = run(control(of).GetModelInfo, ask, Context()).generation
+    assert not offered.output_logprobs.supported
+    assert not offered.output_logprobs.candidate_selection_modes
+
+
 def test_a_clients_abort_ends_its_request_by_an_error_that_says_so() -> None:
     async def main() -> None:
         live = LiveRequests()

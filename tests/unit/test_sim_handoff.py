@@ -193,6 +193,9 @@ class SlowTransport:
     def problem(self) -> str:
         return self._inner.problem()
 
+    def counters(self) -> dict[str, int]:
+        return self._inner.counters()
+
 
 @pytest.mark.parametrize(("delay_s", "waits_for"), [(0.001, "time"), (0.5, "bytes")])
 def test_decode_starts_when_the_bytes_are_there_and_their_time_is_over(

@@ -16,7 +16,9 @@ Code = grpc.StatusCode
 class Leg:
     """A splice between a leg that the test plays and a client's buffer."""
 
-    def __init__(self, *, max_buffer_bytes: int = 1 << 20, tally: Tally | None = None) -> None:
+    def __init__(
+        self, *, max_buffer_bytes: int = 1 << 20, tally: Tally | None = None, preface: bytes = b""
+    ) -> None:
         self.client = BufferedSink()
         self.tally = tally or Tally()
         self.now_s = 100.0
@@ -30,6 +32,7 @@ class Leg:
             max_buffer_bytes=max_buffer_bytes,
             now_s=lambda: self.now_s,
             on_token=self._on_token,
+            preface=preface,
         )
 
     def _on_token(self) -> None:
@@ -51,6 +54,22 @@ class Leg:
         while (data := await self.client.next()) is not None:
             responses.append(oe.GenerateResponse.FromString(data))
         return responses
+
+
+def test_what_prefill_said_of_the_prompt_goes_in_front_once() -> None:
+    async def main() -> None:
+        prompt = oe.PromptOutput(tokens=[oe.TokenInfo(token_id=5)])
+        said = oe.GenerateResponse(request_id="prefill-leg", prompt=prompt)
+        leg = Leg(preface=said.SerializeToString()).play(token(1), token(2), finished(), OK)
+        taken = await leg.taken()
+        events = [response.WhichOneof("event") for response in taken]
+        assert events == ["prompt", "token", "token", "finished"]
+        assert taken[0].prompt == prompt
+        assert {response.request_id for response in taken} == {"mine"}
+        failed = Leg(preface=said.SerializeToString()).play(engine_error(2, "no"), OK)
+        assert await failed.taken() == []
+
+    run(main)
 
 
 def test_what_passes_is_unchanged_but_for_the_id() -> None:
