@@ -7,11 +7,11 @@ import asyncio
 import logging
 from typing import cast
 
-import anyio
 import grpc
 import grpc.aio
 from anyio.abc import TaskGroup
 
+from slagate.workers.stream import Gate
 from slagate.workers.worker import Call, Metadata, Sink, Status
 
 log = logging.getLogger(__name__)
@@ -59,24 +59,23 @@ class _RpcCall:
     def __init__(self, rpc: grpc.aio.UnaryStreamCall[bytes, bytes], sink: Sink) -> None:
         self._rpc = rpc
         self._sink = sink
-        self._open = anyio.Event()
-        self._open.set()
+        self._gate = Gate()
         self._cancelled = False
         self._ended = False
 
     def cancel(self) -> None:
         if not self._cancelled and not self._ended:
             self._cancelled = True
-            self._open.set()
+            self._gate.resume()
             self._rpc.cancel()
             self._end(Status(grpc.StatusCode.CANCELLED, "cancelled by the gateway"))
 
     def pause(self) -> None:
-        if self._open.is_set() and not self._cancelled:
-            self._open = anyio.Event()
+        if not self._cancelled:
+            self._gate.pause()
 
     def resume(self) -> None:
-        self._open.set()
+        self._gate.resume()
 
     def _end(self, status: Status) -> None:
         if not self._ended:
@@ -107,7 +106,7 @@ class _RpcCall:
     async def _read(self) -> Status:
         try:
             while (data := await self._rpc.read()) is not grpc.aio.EOF:
-                await self._open.wait()
+                await self._gate.wait()
                 if self._cancelled:
                     break
                 self._sink.message(cast("bytes", data))

@@ -20,6 +20,9 @@ from slagate.workers.worker import Call, Metadata, Sink, Status
 CONTROL_TIMEOUT_S = 5.0
 """Limit of a control call: they answer from memory, so this only bounds a hung peer."""
 
+PROBE_TIMEOUT_S = 35.0
+"""Limit of a health check with an inference probe: the worker's own limit of it, and the way there."""
+
 CHANNEL_OPTIONS = (
     # Each hop has its own receive limit, and the default of 4 MiB would cut long prompts and outputs.
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -27,6 +30,15 @@ CHANNEL_OPTIONS = (
     # A worker that restarts must be found again in seconds, not after grpc's two minutes.
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.use_local_subchannel_pool", 1),
+    # Else a stream that only listens would never learn that its host has vanished. Workers permit pings
+    # every 10 s while a call is in flight. grpc waits a minute for an unanswered ping, whatever the
+    # keepalive timeout, unless it is told otherwise; and it would stop pinging a peer that it sends no
+    # data to, which a listener does not.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
     # The loopback or fleet network is never behind the proxy of the environment.
     ("grpc.enable_http_proxy", 0),
 )
@@ -69,7 +81,8 @@ class GrpcWorker:
 
     async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
         """As `Worker.health`."""
-        return await unary(self._control.Health, request)
+        limit_s = PROBE_TIMEOUT_S if request.include_inference_probe else CONTROL_TIMEOUT_S
+        return await unary(self._control.Health, request, timeout_s=limit_s)
 
     async def server_info(self) -> oe.ServerInfo:
         """As `Worker.server_info`."""
@@ -80,10 +93,15 @@ class GrpcWorker:
         return await unary(self._control.GetModelInfo, oe.GetModelInfoRequest(model=model))
 
 
-async def unary(method: Callable[..., Awaitable[_Response]], request: _Request) -> _Response:
+async def unary(
+    method: Callable[..., Awaitable[_Response]],
+    request: _Request,
+    *,
+    timeout_s: float = CONTROL_TIMEOUT_S,
+) -> _Response:
     """One control call. Raises `WorkerError`; safe inside a cancel scope, which grpc.aio's own is not."""
     try:
-        return await method(request, timeout=CONTROL_TIMEOUT_S)
+        return await method(request, timeout=timeout_s)
     except asyncio.CancelledError:
         # grpc.aio raises one of its own making, which no cancel scope takes for its: it would pass
         # through the scope that asked for it and end the whole task. This raises the scope's.

@@ -17,9 +17,16 @@ from slagate.workers.errors import Refused
 MAX_OPAQUE_STATE_BYTES = 1 << 20
 """More than any transceiver state seen; a bound so that a handoff cannot carry the KV itself."""
 
+MAX_OTHER_BYTES = 64 << 10
+"""Of a session without its `opaque_state`: bounds the work before anything in it is known to be good."""
+
+MAX_LIST_ENTRIES = 64
+"""Of each list in a session; a prefill leg leaves one token, and a few drafts."""
+
 LOGPROB_FLOOR = -9999.0
 """Stands for a log probability that is not finite, as in TensorRT-LLM's own server."""
 
+_STATE = "kv.session.attributes_struct.opaque_state"
 _LOG_PROBS = "kv.session.attributes_struct.first_gen_log_probs"
 
 
@@ -75,6 +82,7 @@ def params_of_session(session: oe.KvSessionRef) -> dict[str, Any]:
 
     Raises `Refused` (INVALID_ARGUMENT) that names the field, for whatever cannot be a handoff.
     """
+    check_size(session)
     fields = session.attributes_struct.fields
     has_state = "opaque_state" in fields
     endpoint = _text(fields, "ctx_info_endpoint")
@@ -93,8 +101,9 @@ def params_of_session(session: oe.KvSessionRef) -> dict[str, Any]:
         "ctx_info_endpoint": endpoint,
     }
     if "ctx_dp_rank" in fields:
-        if fields["ctx_dp_rank"].number_value != session.dp_rank:
-            raise _bad("kv.session.attributes_struct.ctx_dp_rank", "is not kv.session.dp_rank")
+        field = "kv.session.attributes_struct.ctx_dp_rank"
+        if _whole(fields["ctx_dp_rank"], field) != session.dp_rank:
+            raise _bad(field, "is not kv.session.dp_rank")
         params["ctx_dp_rank"] = session.dp_rank
     if "schedule_style" in fields:
         params["schedule_style"] = _whole(
@@ -103,6 +112,17 @@ def params_of_session(session: oe.KvSessionRef) -> dict[str, Any]:
     if "first_gen_log_probs" in fields:
         params["first_gen_log_probs"] = _log_probs(fields["first_gen_log_probs"])
     return params
+
+
+def check_size(session: oe.KvSessionRef) -> None:
+    """Raises `Refused` (INVALID_ARGUMENT) for a session that is too large to be looked into."""
+    fields = session.attributes_struct.fields
+    # Looking a missing key up in a message map adds it.
+    state = fields["opaque_state"].string_value if "opaque_state" in fields else ""
+    if len(state) > MAX_OPAQUE_STATE_BYTES * 4 // 3 + 4:
+        raise _bad(_STATE, f"is over the limit of {MAX_OPAQUE_STATE_BYTES} bytes")
+    if session.ByteSize() - len(state) > MAX_OTHER_BYTES:
+        raise _bad("kv.session", f"is over {MAX_OTHER_BYTES} bytes without its opaque_state")
 
 
 def _bad(field: str, reason: str) -> Refused:
@@ -132,15 +152,12 @@ def _int64(fields: Any, name: str) -> int | None:
 
 
 def _state(text: str | None) -> bytes:
-    field = "kv.session.attributes_struct.opaque_state"
     if not text:
-        raise _bad(field, "is empty")
-    if len(text) > MAX_OPAQUE_STATE_BYTES * 4 // 3 + 4:
-        raise _bad(field, f"is over the limit of {MAX_OPAQUE_STATE_BYTES} bytes")
+        raise _bad(_STATE, "is empty")
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:  # also what a character outside ASCII gives
-        raise _bad(field, "is not base64") from None
+        raise _bad(_STATE, "is not base64") from None
 
 
 def _token_list(fields: Any, name: str) -> list[int] | None:
@@ -149,7 +166,14 @@ def _token_list(fields: Any, name: str) -> list[int] | None:
     field = f"kv.session.attributes_struct.{name}"
     if fields[name].WhichOneof("kind") != "list_value":
         raise _bad(field, "must be a list of token ids")
-    return [_whole(value, field) for value in fields[name].list_value.values]
+    return [_whole(value, field) for value in _entries(fields[name], field)]
+
+
+def _entries(value: Any, field: str) -> list[Any]:
+    values = value.list_value.values
+    if len(values) > MAX_LIST_ENTRIES:
+        raise _bad(field, f"has a list of over {MAX_LIST_ENTRIES} entries")
+    return list(values)
 
 
 def _whole(value: Any, field: str) -> int:
@@ -200,4 +224,4 @@ def _log_prob(value: Any) -> float | dict[int, FirstLogprob]:
 def _list(value: Any) -> list[Any]:
     if value.WhichOneof("kind") != "list_value":
         raise _bad(_LOG_PROBS, "must be numbers, or lists of [token id, number, rank]")
-    return list(value.list_value.values)
+    return _entries(value, _LOG_PROBS)

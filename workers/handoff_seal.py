@@ -12,6 +12,7 @@ import grpc
 from google.protobuf import struct_pb2
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers.codec import check_size
 from slagate.workers.errors import Refused
 
 ATTRIBUTE = "slagate_mac"
@@ -33,6 +34,7 @@ def seal(session: oe.KvSessionRef, key: bytes) -> None:
 
 def check_seal(session: oe.KvSessionRef, key: bytes) -> None:
     """Raises `Refused` (INVALID_ARGUMENT) unless the session carries the MAC of what is in it."""
+    check_size(session)
     given = session.attributes_struct.fields[ATTRIBUTE] if _has_mac(session) else None
     text = given.string_value if given is not None else ""
     if not hmac.compare_digest(text.encode(), mac(session, key).encode()):

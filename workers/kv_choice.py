@@ -5,14 +5,17 @@ from typing import NamedTuple
 
 from slagate.workers.kv_nixl import NixlTransport, self_check
 from slagate.workers.kv_shm import SharedMemoryTransport
-from slagate.workers.kv_transfer import KvTransport, KvUnavailable
+from slagate.workers.kv_transfer import KvTransferError, KvTransport, KvUnavailable
 
 log = logging.getLogger(__name__)
 
 TRANSPORTS = ("auto", "nixl", "shm")
 
 N_SLOTS = 16_384
-"""64 MiB of blocks of 4 KiB, a hundred parked prompts of 5,000 tokens; unused ones cost no memory."""
+"""A hundred parked prompts of 5,000 tokens in blocks of 32: 64 MiB where those have 4 KiB each.
+
+Slots that are never used cost no memory.
+"""
 
 
 class OpenedTransport(NamedTuple):
@@ -28,8 +31,8 @@ def open_transport(
     worker_name: str,
     loopback: bool,
     block_bytes: int,
+    pull_limit_s: float,
     n_slots: int = N_SLOTS,
-    pull_limit_s: float = 10.0,
 ) -> OpenedTransport:
     """Open one of `TRANSPORTS`; "auto" is NIXL where it works, else shared memory.
 
@@ -48,9 +51,9 @@ def open_transport(
         )
         try:
             self_check(nixl, loopback=loopback)
-        except KvUnavailable:
+        except KvTransferError as error:
             nixl.close()
-            raise
+            raise KvUnavailable(str(error)) from error
     except KvUnavailable as error:
         if wanted == "nixl":
             raise

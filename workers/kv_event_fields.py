@@ -12,6 +12,10 @@ them."""
 MAX_KEYS_BYTES = 65_536
 """Of all extra keys of one block, so that a block always fits a message."""
 
+_EVENT_WORK = 32
+_BLOCK_WORK = 32
+_HASH_WORK = 8
+
 _WORD_BITS = 64
 _DECIMAL = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 _HEX_WORD = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}", re.ASCII | re.IGNORECASE)
@@ -25,6 +29,20 @@ class UnusableError(Exception):
 def unusable(counter: str = "decode_errors") -> NoReturn:
     """Raise `UnusableError`."""
     raise UnusableError(counter)
+
+
+def work_of(event: object) -> int:
+    """What it takes to read and publish an event, whatever it is, as a number of stored tokens."""
+    data = event.get("data") if isinstance(event, dict) else None
+    if not isinstance(data, dict):
+        return _EVENT_WORK
+    hashes, blocks = data.get("block_hashes"), data.get("blocks")
+    n_hashes = len(hashes) if isinstance(hashes, list) else 0
+    work = _EVENT_WORK + _HASH_WORK * n_hashes
+    for block in blocks if isinstance(blocks, list) else ():
+        tokens = block.get("tokens") if isinstance(block, dict) else None
+        work += _BLOCK_WORK + (len(tokens) if isinstance(tokens, list) else 0)
+    return work
 
 
 def list_of(value: object) -> list[Any]:

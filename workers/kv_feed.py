@@ -30,6 +30,9 @@ HISTORY_BYTES = 32 * 1024 * 1024
 MAX_SUBSCRIBERS = 64
 """Gateways, that is; each may hold a snapshot's worth of memory while it reads it."""
 
+HEARTBEAT_S = 5.0
+"""A rank with nothing to say for that long sends an empty batch."""
+
 _TURN_BYTES = 512 * 1024
 _MESSAGE_BYTES = 2048
 """What one turn of the loop may deliver, and what any message counts for at least: handing one over takes
@@ -48,12 +51,10 @@ class KvFeed:
         unix_nanos: Callable[[], int],
         history_batches: int = HISTORY_BATCHES,
         history_bytes: int = HISTORY_BYTES,
-        heartbeat_s: float = 5.0,
     ) -> None:
-        """`unix_nanos` stamps batches; a rank with nothing to say for `heartbeat_s` sends an empty one."""
+        """`unix_nanos` stamps batches."""
         self._instance_id = instance_id
         self._unix_nanos = unix_nanos
-        self._heartbeat_s = heartbeat_s
         self._normaliser = KvEventNormaliser(ranks=ranks, block_tokens=block_tokens)
         self._logs = [
             RankLog(
@@ -70,7 +71,7 @@ class KvFeed:
         self._turn: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self.n_slow_subscribers = 0
+        self._n_slow_subscribers = 0
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
@@ -117,8 +118,9 @@ class KvFeed:
                 if self._logs[rank].newest > newest:
                     self._published(rank)
         subscription = Subscription(
-            self,
             sink,
+            wake=self._wake,
+            forget=self._forget,
             snapshot=chain.from_iterable(snapshots),
             cursors={
                 rank: self._logs[rank].newest + 1 if wanted.include_snapshot else start
@@ -126,7 +128,7 @@ class KvFeed:
             },
         )
         self._subscriptions[subscription] = None
-        self.wake(subscription)
+        self._wake(subscription)
         return subscription
 
     def counters(self) -> dict[str, int]:
@@ -139,7 +141,7 @@ class KvFeed:
             "hidden_blocks": sum(mirror.n_hidden for mirror in mirrors),
             "published_blocks": sum(len(mirror.visible) for mirror in mirrors),
             "subscribers": len(self._subscriptions),
-            "slow_subscribers": self.n_slow_subscribers,
+            "slow_subscribers": self._n_slow_subscribers,
             **{f"newest_number_{rank}": log.newest for rank, log in enumerate(self._logs)},
         }
 
@@ -151,14 +153,15 @@ class KvFeed:
                 Status(grpc.StatusCode.UNAVAILABLE, "kv events: the worker is shutting down")
             )
 
-    def forget(self, subscription: Subscription) -> None:
+    def _forget(self, subscription: Subscription) -> None:
         """A stream has ended; without any there is no timer."""
         del self._subscriptions[subscription]
+        self._n_slow_subscribers += subscription.was_too_slow
         if not self._subscriptions and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def wake(self, subscription: Subscription) -> None:
+    def _wake(self, subscription: Subscription) -> None:
         """There may be something for it: it gets its turns, after those who wait already."""
         if subscription.is_open and not subscription.is_queued:
             subscription.is_queued = True
@@ -214,19 +217,19 @@ class KvFeed:
                 n_bytes = subscription.step(self._logs)
                 if n_bytes:
                     room -= max(n_bytes, _MESSAGE_BYTES)
-                    self.wake(subscription)
+                    self._wake(subscription)
         finally:
             again = asyncio.get_running_loop().call_soon
             self._turn = again(self._deliver) if self._queue else None
 
     def _set_timer(self) -> None:
-        due_s = min(self._last_s) + self._heartbeat_s
+        due_s = min(self._last_s) + HEARTBEAT_S
         self._timer = asyncio.get_running_loop().call_at(due_s, self._beat)
 
     def _beat(self) -> None:
         now_s = asyncio.get_running_loop().time()
         for rank, log in enumerate(self._logs):
-            if self._last_s[rank] + self._heartbeat_s <= now_s:
+            if self._last_s[rank] + HEARTBEAT_S <= now_s:
                 log.publish(b"", self._unix_nanos())
                 self._published(rank)
         self._set_timer()

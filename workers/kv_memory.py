@@ -1,7 +1,6 @@
 """KV blocks inside one process: for many simulated workers on one loop, in virtual time."""
 
 import struct
-from hashlib import blake2b
 from typing import NamedTuple
 
 from slagate.workers.kv_transfer import (
@@ -10,12 +9,13 @@ from slagate.workers.kv_transfer import (
     KvBadDescriptor,
     KvTransferError,
     block_shape,
+    sealed,
+    unsealed,
     used_up,
 )
 
 _DESCRIPTOR = struct.Struct("<4sQQ")
 _MAGIC = b"SMD1"
-_CHECKSUM_BYTES = 8
 
 
 class _Key(NamedTuple):
@@ -105,17 +105,12 @@ class MemoryTransport:
 
 
 def _pack(key: _Key) -> bytes:
-    body = _DESCRIPTOR.pack(_MAGIC, *key)
-    return body + blake2b(body, digest_size=_CHECKSUM_BYTES).digest()
+    return sealed(_DESCRIPTOR.pack(_MAGIC, *key))
 
 
 def _unpack(raw: bytes) -> _Key:
-    body, checksum = raw[: _DESCRIPTOR.size], raw[_DESCRIPTOR.size :]
-    if len(body) != _DESCRIPTOR.size or len(checksum) != _CHECKSUM_BYTES:
-        raise KvBadDescriptor(f"descriptor has {len(raw)} bytes: truncated or not ours")
-    if blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != checksum:
-        raise KvBadDescriptor("descriptor checksum does not match: altered on the way")
-    magic, owner, session_id = _DESCRIPTOR.unpack(body)
-    if magic != _MAGIC:
-        raise KvBadDescriptor("descriptor magic is not ours")
+    body = unsealed(raw)
+    if len(body) != _DESCRIPTOR.size or not body.startswith(_MAGIC):
+        raise KvBadDescriptor("descriptor magic or length is not ours")
+    _, owner, session_id = _DESCRIPTOR.unpack(body)
     return _Key(owner, session_id)

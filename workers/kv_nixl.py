@@ -22,7 +22,6 @@ from slagate.workers.kv_transfer import (
 
 log = logging.getLogger(__name__)
 
-PULL_LIMIT_S = 10.0
 START_LIMIT_S = 30.0
 CLOSE_LIMIT_S = 2.0
 
@@ -56,7 +55,7 @@ class NixlTransport:
         n_slots: int,
         block_bytes: int,
         loopback: bool,
-        pull_limit_s: float = PULL_LIMIT_S,
+        pull_limit_s: float,
     ) -> None:
         self._pull_limit_s = pull_limit_s
         self._n_slots = n_slots
@@ -222,12 +221,12 @@ class NixlTransport:
                 self._current = ready
             else:
                 log.error("kv_transfer.agent_failed %s", ready.agent.failure)
-                self._agents.remove(ready.agent)
         for each in [each for each in self._retired if not each.needed]:
             each.agent.close()
             each.close()
             self._retired.remove(each)
-            self._agents.remove(each.agent)
+        # In place: `_end_all` has the same list, and joins every thread that may still be inside UCX.
+        self._agents[:] = [agent for agent in self._agents if not agent.join(0.0)]
 
 
 def self_check(transport: NixlTransport, *, loopback: bool, limit_s: float = 5.0) -> None:

@@ -7,13 +7,12 @@ Block i follows the tag, which is at `base + slots[i] * stride_bytes` in the own
 """
 
 import struct
-from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from slagate.workers.kv_transfer import KvBadDescriptor, KvTransferError
+from slagate.workers.kv_transfer import KvBadDescriptor, KvTransferError, sealed, unsealed
 
 Slots = npt.NDArray[np.uint32]
 
@@ -23,7 +22,6 @@ MAX_DESCRIPTOR_BYTES = 256 * 1024
 
 _HEAD = struct.Struct("<4sQ8sQIIIHII")
 _MAGIC = b"SND1"
-_CHECKSUM_BYTES = 16
 _ACK = struct.Struct("<Q8s")
 
 
@@ -48,9 +46,10 @@ class NixlDescriptor(NamedTuple):
             *(self.crc, len(name), len(self.metadata), len(self.slots)),
         )
         body = head + name + self.metadata + self.slots.astype("<u4").tobytes()
-        if len(body) + _CHECKSUM_BYTES > MAX_DESCRIPTOR_BYTES:
+        raw = sealed(body)
+        if len(raw) > MAX_DESCRIPTOR_BYTES:
             raise KvTransferError(f"session {self.session_id}: too many blocks for a descriptor")
-        return body + _checksum(body)
+        return raw
 
     def ack(self) -> bytes:
         """What a reader notifies the owner with."""
@@ -59,11 +58,11 @@ class NixlDescriptor(NamedTuple):
 
 def unpack_descriptor(raw: bytes) -> NixlDescriptor:
     """Read a descriptor back. Raises `KvBadDescriptor` on anything that `pack` did not make."""
-    if not _HEAD.size + _CHECKSUM_BYTES < len(raw) <= MAX_DESCRIPTOR_BYTES:
-        raise KvBadDescriptor(f"descriptor has {len(raw)} bytes: truncated, too long or not ours")
-    body, checksum = raw[:-_CHECKSUM_BYTES], raw[-_CHECKSUM_BYTES:]
-    if _checksum(body) != checksum:
-        raise KvBadDescriptor("descriptor checksum does not match: altered on the way")
+    if len(raw) > MAX_DESCRIPTOR_BYTES:
+        raise KvBadDescriptor(f"descriptor has {len(raw)} bytes: too long or not ours")
+    body = unsealed(raw)
+    if len(body) < _HEAD.size:
+        raise KvBadDescriptor("descriptor magic or lengths are not ours")
     magic, *numbers, n_name, n_metadata, n_slots = _HEAD.unpack_from(body)
     if magic != _MAGIC or len(body) != _HEAD.size + n_name + n_metadata + 4 * n_slots:
         raise KvBadDescriptor("descriptor magic or lengths are not ours")
@@ -95,7 +94,3 @@ class Ack(NamedTuple):
 def unpack_ack(raw: bytes) -> Ack | None:
     """Read an acknowledgement; None when it is something else."""
     return Ack(*_ACK.unpack(raw)) if len(raw) == _ACK.size else None
-
-
-def _checksum(body: bytes) -> bytes:
-    return blake2b(body, digest_size=_CHECKSUM_BYTES).digest()

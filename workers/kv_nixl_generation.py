@@ -137,6 +137,7 @@ class Generation:
     def close(self) -> None:
         """End every pull and offer; the agent must have been told already."""
         for pull in list(self._pulls):
+            pull.timer.cancel()
             pull.answer(KvTransferError("transport is closed"))
         self._offers.clear()
 
@@ -149,6 +150,7 @@ class Generation:
 
     def _settle(self, pull: _Pull, result: Blocks | KvTransferError) -> None:
         self._pulls.remove(pull)
+        pull.timer.cancel()
         self.stuck = False
         self.pool.give_back(pull.order.slots)
         self._changed(self, result)
@@ -164,7 +166,7 @@ class Generation:
         self._changed(self, late)
         if not pull.order.started:
             loop = asyncio.get_running_loop()
-            loop.call_at(loop.time() + STUCK_AFTER_S, self._look_after, pull, late)
+            pull.timer = loop.call_at(loop.time() + STUCK_AFTER_S, self._look_after, pull, late)
 
     def _look_after(self, pull: _Pull, late: KvTimeout) -> None:
         if not pull.order.started:

@@ -14,12 +14,13 @@ import stat
 import struct
 import tempfile
 import zlib
-from hashlib import blake2b
+from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from slagate.workers.kv_slices import SLICE_BYTES, Slices, Work
 from slagate.workers.kv_transfer import (
     Blocks,
     Done,
@@ -28,6 +29,8 @@ from slagate.workers.kv_transfer import (
     KvTransferError,
     KvUnavailable,
     block_shape,
+    sealed,
+    unsealed,
     used_up,
 )
 
@@ -41,7 +44,6 @@ class _Descriptor(NamedTuple):
 
 _DESCRIPTOR = struct.Struct("<4s32sQII")
 _DESCRIPTOR_MAGIC = b"SKD1"
-_CHECKSUM_BYTES = 16
 # The id becomes a path component, so nothing but hex may pass.
 _INSTANCE_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -51,16 +53,13 @@ _HEADER_MAGIC = b"SKB1"
 
 def _pack_descriptor(descriptor: _Descriptor) -> bytes:
     instance = descriptor.instance_id.encode("ascii")
-    body = _DESCRIPTOR.pack(_DESCRIPTOR_MAGIC, instance, *descriptor[1:])
-    return body + blake2b(body, digest_size=_CHECKSUM_BYTES).digest()
+    return sealed(_DESCRIPTOR.pack(_DESCRIPTOR_MAGIC, instance, *descriptor[1:]))
 
 
 def _unpack_descriptor(raw: bytes) -> _Descriptor:
-    if len(raw) != _DESCRIPTOR.size + _CHECKSUM_BYTES:
-        raise KvBadDescriptor(f"descriptor has {len(raw)} bytes: truncated or not ours")
-    body, checksum = raw[: _DESCRIPTOR.size], raw[_DESCRIPTOR.size :]
-    if blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != checksum:
-        raise KvBadDescriptor("descriptor checksum does not match: altered on the way")
+    body = unsealed(raw)
+    if len(body) != _DESCRIPTOR.size:
+        raise KvBadDescriptor(f"descriptor has {len(raw)} bytes: not ours")
     magic, instance, session_id, n_blocks, block_bytes = _DESCRIPTOR.unpack(body)
     instance_id = instance.decode("ascii", errors="replace")
     if magic != _DESCRIPTOR_MAGIC or not _INSTANCE_ID.fullmatch(instance_id):
@@ -76,7 +75,8 @@ class SharedMemoryTransport:
                                              /<session>.pull  taken: renamed by the one consumer
 
     A session is acknowledged when both of its files are gone. Directories of owners that died are
-    swept when the next transport starts. Raises `KvUnavailable` when the directory is unusable.
+    swept when the next transport starts. Blocks are read in slices, as a read may stop no other stream.
+    Raises `KvUnavailable` when the directory is unusable.
     """
 
     name = "SHM"
@@ -87,10 +87,10 @@ class SharedMemoryTransport:
             root = shm if shm.is_dir() else Path(tempfile.gettempdir())
         self._base = root / f"slagate-kv-{os.geteuid()}"
         self._open_base()
-        self._sweep()
         self._instance_id = os.urandom(16).hex()
         self._folder = self._base / self._instance_id
-        self._lock_fd = self._create_folder()
+        self._lock_fd = self._start()
+        self._slices = Slices()
         self._offered: set[int] = set()
         self._closed = False
 
@@ -110,21 +110,25 @@ class SharedMemoryTransport:
                 file.write(payload)
             partial.rename(self._folder / f"{session_id}.kv")
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink()
             raise KvTransferError(f"session {session_id}: cannot write blocks: {error}") from error
         self._offered.add(session_id)
         return _pack_descriptor(_Descriptor(self._instance_id, session_id, n_blocks, block_bytes))
 
     def pull(self, descriptor: bytes, done: Done) -> None:
         """Take the blocks of a descriptor, from any process; they are gone afterwards, good or bad."""
+        self._slices.start(self._pull(descriptor, done))
+
+    def _pull(self, descriptor: bytes, done: Done) -> Work:
         try:
-            blocks = self._take(descriptor)
+            blocks = yield from self._take(descriptor)
         except KvTransferError as error:
             done(error)
         else:
             done(blocks)
 
-    def _take(self, descriptor: bytes) -> Blocks:
+    def _take(self, descriptor: bytes) -> Generator[None, None, Blocks]:
         if self._closed:
             raise KvTransferError("transport is closed")
         wanted = _unpack_descriptor(descriptor)
@@ -132,25 +136,32 @@ class SharedMemoryTransport:
         taken = offered.with_suffix(".pull")
         try:
             offered.rename(taken)
-            raw = taken.read_bytes()
         except FileNotFoundError:
             raise used_up(wanted.session_id) from None
         except OSError as error:
-            raise KvTransferError(f"session {wanted.session_id}: cannot read: {error}") from error
+            raise KvTransferError(f"session {wanted.session_id}: cannot take: {error}") from error
         try:
-            return _unpack_blocks(raw, wanted)
+            return (yield from _read_blocks(taken, wanted))
+        except OSError as error:
+            raise KvTransferError(f"session {wanted.session_id}: cannot read: {error}") from error
         finally:
             # On a full or read-only file system the bytes are here all the same.
             with contextlib.suppress(OSError):
                 taken.unlink()
 
     def acks(self) -> list[int]:
-        """Sessions pulled since the last call, ascending; two file look-ups for each one open."""
-        # In this order: the consumer moves .kv to .pull, so a session seen in neither is finished.
+        """Sessions pulled since the last call, ascending; one listing of the directory."""
+        names: set[str] = set()
+        if self._offered:
+            with contextlib.suppress(OSError):
+                names.update(os.listdir(self._folder))
+        # A file that is renamed during the listing may be missing in it, so what is missing is looked up,
+        # in this order: the consumer moves .kv to .pull, so a session seen in neither is finished.
         done = sorted(
             session_id
             for session_id in self._offered
-            if not (self._folder / f"{session_id}.kv").exists()
+            if names.isdisjoint((f"{session_id}.kv", f"{session_id}.pull"))
+            and not (self._folder / f"{session_id}.kv").exists()
             and not (self._folder / f"{session_id}.pull").exists()
         )
         self._offered.difference_update(done)
@@ -166,9 +177,10 @@ class SharedMemoryTransport:
                     (self._folder / f"{session_id}.{suffix}").unlink()
 
     def close(self) -> None:
-        """Remove this owner's directory and give up its lock."""
+        """Remove this owner's directory and give up its lock; open pulls end with an error."""
         if not self._closed:
             self._closed = True
+            self._slices.fail_all(KvTransferError("transport is closed"))
             self._offered.clear()
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock_fd)
@@ -193,46 +205,69 @@ class SharedMemoryTransport:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise KvUnavailable(f"{self._base} is not a directory of this user")
 
-    def _create_folder(self) -> int:
-        """Create and lock the directory; it gets its final name locked, so no sweep can take it."""
-        unlocked = self._base / f"new-{self._instance_id}"
-        unlocked.mkdir(mode=0o700)
-        lock_fd = os.open(unlocked / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unlocked.rename(self._folder)
-        return lock_fd
-
-    def _sweep(self) -> None:
-        for folder in self._base.iterdir():
-            if not _INSTANCE_ID.fullmatch(folder.name):
-                continue
+    def _start(self) -> int:
+        """Sweep, then create the directory and lock it, while no other transport does; the lock."""
+        try:
+            base_fd = os.open(self._base, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
-            except OSError:
-                continue  # Its owner is removing it this moment.
-            try:
-                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            except BlockingIOError:
-                pass  # Its owner lives.
+                fcntl.flock(base_fd, fcntl.LOCK_EX)
+                for folder in self._base.iterdir():
+                    if _INSTANCE_ID.fullmatch(folder.name):
+                        _remove_if_dead(folder)
+                self._folder.mkdir(mode=0o700)
+                return _lock(self._folder)
             finally:
-                os.close(lock_fd)
+                os.close(base_fd)
+        except OSError as error:
+            raise KvUnavailable(f"cannot use {self._base}: {error}") from error
 
 
-def _unpack_blocks(raw: bytes, wanted: _Descriptor) -> Blocks:
+def _lock(folder: Path) -> int:
+    """Raises `BlockingIOError` when its owner lives, `OSError` when it is gone or no directory."""
+    lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock_fd)
+        raise
+    return lock_fd
+
+
+def _remove_if_dead(folder: Path) -> None:
+    # Its owner lives, is removing it this moment, or it is nothing of ours.
+    with contextlib.suppress(OSError):
+        lock_fd = _lock(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock_fd)
+
+
+def _read_blocks(path: Path, wanted: _Descriptor) -> Generator[None, None, Blocks]:
+    """Yields between slices, before the first one too when there are several. Raises `OSError`."""
     where = f"session {wanted.session_id}"
-    if len(raw) < _HEADER.size:
-        raise KvIntegrity(f"{where}: truncated inside the header")
-    magic, session_id, n_blocks, block_bytes, checksum = _HEADER.unpack_from(raw)
-    if magic != _HEADER_MAGIC:
-        raise KvIntegrity(f"{where}: wrong magic, not a KV file")
-    if (session_id, n_blocks, block_bytes) != wanted[1:]:
-        raise KvIntegrity(f"{where}: header and descriptor disagree on session or sizes")
-    payload = memoryview(raw)[_HEADER.size :]
-    if len(payload) != n_blocks * block_bytes:
-        raise KvIntegrity(
-            f"{where}: truncated, {len(payload)} of {n_blocks * block_bytes} bytes are there"
-        )
-    if zlib.crc32(payload) != checksum:
+    with path.open("rb", buffering=0) as file:
+        header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            raise KvIntegrity(f"{where}: truncated inside the header")
+        magic, session_id, n_blocks, block_bytes, checksum = _HEADER.unpack(header)
+        if magic != _HEADER_MAGIC:
+            raise KvIntegrity(f"{where}: wrong magic, not a KV file")
+        if (session_id, n_blocks, block_bytes) != wanted[1:]:
+            raise KvIntegrity(f"{where}: header and descriptor disagree on session or sizes")
+        n_bytes = os.fstat(file.fileno()).st_size - _HEADER.size
+        if n_bytes != n_blocks * block_bytes:
+            raise KvIntegrity(
+                f"{where}: truncated, {n_bytes} of {n_blocks * block_bytes} bytes are there"
+            )
+        blocks = np.empty((n_blocks, block_bytes), np.uint8)
+        payload = blocks.reshape(-1)
+        found = 0
+        for start in range(0, n_bytes, SLICE_BYTES):
+            if n_bytes > SLICE_BYTES:
+                yield
+            part = payload[start : start + SLICE_BYTES].data
+            if file.readinto(part) != len(part):
+                raise KvIntegrity(f"{where}: truncated while it was read")
+            found = zlib.crc32(part, found)
+    if found != checksum:
         raise KvIntegrity(f"{where}: corrupted, checksum does not match")
-    return np.frombuffer(payload, dtype=np.uint8).reshape(n_blocks, block_bytes)
+    return blocks

@@ -1,7 +1,6 @@
 """One subscriber of a worker's KV events: its snapshot, then its place in the history of each rank."""
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 import grpc
 
@@ -18,37 +17,31 @@ _TOO_SLOW = oe.SubscribeKvEventsResponse(
 ).SerializeToString()
 
 
-class Owner(Protocol):
-    """What a subscription asks of the feed it belongs to."""
-
-    n_slow_subscribers: int
-
-    def wake(self, subscription: "Subscription", /) -> None:
-        """There may be something to deliver."""
-
-    def forget(self, subscription: "Subscription", /) -> None:
-        """It has ended."""
-
-
 class Subscription:
     """The `Call` of one subscriber."""
 
     def __init__(
         self,
-        owner: Owner,
         sink: Sink,
         *,
+        wake: Callable[["Subscription"], None],
+        forget: Callable[["Subscription"], None],
         snapshot: Iterator[bytes] | None,
         cursors: dict[int, int],
     ) -> None:
-        """`cursors` are the numbers of the live batches that come next, by rank."""
-        self._owner = owner
+        """`cursors` are the numbers of the live batches that come next, by rank.
+
+        `wake` is called when there may be something to deliver, `forget` when it has ended.
+        """
+        self._wake = wake
+        self._forget = forget
         self._sink = sink
         self._snapshot = snapshot
         self._cursors = cursors  # the rank served longest ago first
         self._is_paused = False
         self._has_ended = False
-        self.is_queued = False  # the owner's note
+        self.is_queued = False  # the feed's note
+        self.was_too_slow = False
 
     @property
     def is_open(self) -> bool:
@@ -66,14 +59,14 @@ class Subscription:
     def resume(self) -> None:
         """As `Call.resume`."""
         self._is_paused = False
-        self._owner.wake(self)
+        self._wake(self)
 
     def end(self, status: Status) -> None:
         """End the sink unless it has ended."""
         if not self._has_ended:
             self._has_ended = True
             self._snapshot = None
-            self._owner.forget(self)
+            self._forget(self)
             self._sink.end(status)
 
     def published(self, rank: int, log: RankLog) -> None:
@@ -84,14 +77,14 @@ class Subscription:
         if number < log.oldest:
             # The stream can only end now, and until it is resumed it must not hold a snapshot.
             self._snapshot = None
-        self._owner.wake(self)
+        self._wake(self)
 
     def step(self, logs: list[RankLog]) -> int:
         """Deliver at most one message; its size in bytes, or 0 when there is nothing to do now."""
         if not self.is_open:
             return 0
         if any(number < logs[rank].oldest for rank, number in self._cursors.items()):
-            self._owner.n_slow_subscribers += 1
+            self.was_too_slow = True
             self._sink.message(_TOO_SLOW)
             self.end(OK)
             return 0

@@ -1,6 +1,7 @@
 """The port through which KV blocks move between worker processes, and how it fails."""
 
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
@@ -88,6 +89,24 @@ def block_shape(blocks: Blocks) -> tuple[int, int]:
         )
     n_blocks, block_bytes = blocks.shape
     return n_blocks, block_bytes
+
+
+_SEAL_BYTES = 16
+
+
+def sealed(body: bytes) -> bytes:
+    """A descriptor's bytes with their checksum behind them, against damage and not against forgery."""
+    return body + blake2b(body, digest_size=_SEAL_BYTES).digest()
+
+
+def unsealed(raw: bytes) -> bytes:
+    """What was given to `sealed`. Raises `KvBadDescriptor` when it was altered, cut or never sealed."""
+    body, seal = raw[:-_SEAL_BYTES], raw[-_SEAL_BYTES:]
+    if not body or blake2b(body, digest_size=_SEAL_BYTES).digest() != seal:
+        raise KvBadDescriptor(
+            f"descriptor checksum does not match: {len(raw)} bytes, altered, truncated or not ours"
+        )
+    return body
 
 
 def used_up(session_id: int) -> KvTransferError:

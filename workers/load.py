@@ -1,7 +1,8 @@
 """`LoadInfo` of a TensorRT-LLM worker, from the newest iteration statistics of each attention-DP rank.
 
-A row is as new as the rank's last iteration, so an idle engine's says what was, and counts as 0 for
-everything that only running requests have. Keys that a version does not have stay absent: a client must
+A row is as new as the rank's last iteration, so an idle engine's says what was. It counts as 0 for
+everything that only running requests have, and not at all for the blocks in use: its requests' are free
+by now, those of parked handoffs may not be. Keys that a version does not have stay absent: a client must
 be able to tell "cannot say" from 0.
 """
 
@@ -49,26 +50,37 @@ def load_info(
         if total_blocks is None:
             total_blocks = _sum(caches, "maxNumBlocks")
         if used_blocks is None:
-            used_blocks = _sum(caches, "usedNumBlocks")
+            used_blocks = None if idle else _sum(caches, "usedNumBlocks")
     _fill(info, used_kv_blocks=used_blocks, total_kv_blocks=total_blocks)
     return info
 
 
 def rank_loads(
-    rows: Mapping[int, Row], *, n_ranks: int, n_live: int, blocks_per_rank: int | None
+    rows: Mapping[int, Row],
+    *,
+    n_ranks: int,
+    n_live: int,
+    blocks_per_rank: int | None,
+    used_blocks: int | None = None,
 ) -> list[oe.RankLoadInfo]:
-    """One entry a rank; without a row it has only what the engine's configuration says."""
+    """One entry a rank; without a row it has only what the engine's configuration says.
+
+    `used_blocks` of the whole engine, as in `load_info`, are those of its only rank.
+    """
     loads = []
     for rank in range(n_ranks):
         load = oe.RankLoadInfo(data_parallel_rank=rank)
         row = rows.get(rank)
         idle = n_live == 0 and row is not None
+        known_blocks = used_blocks if n_ranks == 1 else None
         batch, cache = _nested(row, "inflightBatchingStats"), _nested(row, "kvCacheStats")
         _fill(
             load,
             running_requests=0 if idle else _count(row, "numActiveRequests"),
             queued_requests=0 if idle else _count(row, "numQueuedRequests"),
-            used_kv_blocks=_count(cache, "usedNumBlocks"),
+            used_kv_blocks=known_blocks
+            if known_blocks is not None or idle
+            else _count(cache, "usedNumBlocks"),
             total_kv_blocks=blocks_per_rank
             if blocks_per_rank is not None
             else _count(cache, "maxNumBlocks"),

@@ -8,28 +8,30 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import UsageError
 from slagate.workers.kv_choice import N_SLOTS, OpenedTransport, open_transport
 from slagate.workers.kv_transfer import KvUnavailable
 from slagate.workers.listen import Address, ready_line, stopped
 from slagate.workers.profile import load_profile
 from slagate.workers.server import serve_worker
-from slagate.workers.sim_worker import BLOCK_TOKENS, SimOptions, needs_transport, sim_worker
+from slagate.workers.sim_worker import BLOCK_TOKENS, ROLES, SimOptions, check_options, sim_worker
+
+FLUSH_S = 2.0
+"""For what a stream has produced to be written out, once everything has ended."""
 
 
 async def run_sim_worker(options: SimOptions, listen: Address, *, drain_s: float) -> int:
     """Serve a simulated worker until SIGTERM, SIGINT or the engine's end; the exit status.
 
-    Raises `ProfileError` or `UsageError` naming a wrong option, and `OSError` when the address cannot be
-    bound.
+    After the signal, running requests and parked handoffs together get `drain_s`. Raises `ProfileError`
+    or `UsageError` naming a wrong option, and `OSError` when the address cannot be bound.
     """
     instance_id = uuid.uuid4().hex
     async with (
         _transport(options, listen, instance_id) as opened,
-        sim_worker(
-            options, instance_id=instance_id, transport=opened.transport, drain_s=drain_s
-        ) as worker,
-        serve_worker(worker, listen, grace_s=drain_s) as address,
+        sim_worker(options, instance_id=instance_id, transport=opened.transport) as worker,
+        serve_worker(worker, listen, grace_s=FLUSH_S) as address,
         stopped() as signals,
         anyio.create_task_group() as tasks,
     ):
@@ -50,6 +52,7 @@ async def run_sim_worker(options: SimOptions, listen: Address, *, drain_s: float
 
         tasks.start_soon(watch_engine)
         await signals.wait()
+        await worker.drain(0.0 if worker.fatal.is_set() else drain_s)
         tasks.cancel_scope.cancel()
     return 1 if worker.fatal.is_set() else 0
 
@@ -59,11 +62,13 @@ async def _transport(
     options: SimOptions, listen: Address, instance_id: str
 ) -> AsyncIterator[OpenedTransport]:
     """The transport that the role needs, for the time of the block; an aggregated worker has none."""
-    if not needs_transport(options):
+    check_options(options)
+    if ROLES[options.role] == oe.ENGINE_ROLE_AGGREGATED:
         yield OpenedTransport(None, "")
         return
-    tp = load_profile(options.profile).tp(options.tp)
-    n_blocks = options.kv_blocks or tp.kv_capacity_tokens // BLOCK_TOKENS
+    profile = load_profile(options.profile).tp(options.tp)
+    n_blocks = options.kv_blocks or profile.kv_capacity_tokens // BLOCK_TOKENS
+    n_ranks = options.tp if options.attention_dp else 1
     try:
         opened = open_transport(
             options.transport,
@@ -71,7 +76,7 @@ async def _transport(
             loopback=_is_loopback(listen.host),
             block_bytes=options.kv_block_bytes,
             # Twice: parked prompts may share blocks in the cache, but each has slots of its own.
-            n_slots=max(N_SLOTS, 2 * n_blocks),
+            n_slots=max(N_SLOTS, 2 * n_blocks * n_ranks),
             pull_limit_s=options.kv_transfer_timeout_s,
         )
     except KvUnavailable as error:

@@ -1,8 +1,7 @@
 """The simulated engine's loop: continuous batching with chunked prefill, tokens, handoff.
 
-Driven by callbacks on the running loop and by nothing else: no task, no thread, no clock but
-`loop.time()`, so the same engine runs in real and in virtual time. An idle engine has no timer pending,
-unless handoffs are parked.
+Driven by callbacks on the running loop and by nothing else: no task, no thread, no clock but its
+`time()`, so it runs in real and in virtual time. Idle, it has no timer unless handoffs are parked.
 
     submit -> prefill -> first token -> decode -> done
          |                    `-> done, blocks parked        (context_only)
@@ -12,7 +11,7 @@ Who waits for which rank is kept by `sim_rank`, who runs there and on which bloc
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from slagate.workers.kv_transfer import KvTransferError, KvTransport
@@ -34,7 +33,8 @@ CATCH_UP_S = 0.05
 class SimEngine:
     """Runs sequences on its ranks; `transport` and `parked` are None where no handoff is possible.
 
-    A critical section is a whole method: nothing here awaits.
+    A critical section is a whole method: nothing here awaits. An exception that leaves one is fatal, and
+    given to `on_fatal`, which is `fail_all` unless the owner has set another.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class SimEngine:
         stats: StatsQueue,
     ) -> None:
         self.ranks = ranks
-        self.kv_transfer_failures = 0
-        self.n_unsafe_aborts = 0
+        self.kv_transfer_failures = self.n_unsafe_aborts = 0
+        self.on_fatal: Callable[[BaseException], None] = self.fail_all
         self.parked: ParkedSessions | None = None
         self._pulls: Pulls | None = None
         if transport is not None:
@@ -65,7 +65,7 @@ class SimEngine:
                 transport,
                 timing=timing,
                 limits=limits,
-                ready=self._finish_pull,
+                ready=partial(self._guarded, self._finish_pull),
                 refused=self._refuse,
             )
         self._limits = limits
@@ -138,7 +138,7 @@ class SimEngine:
         if self._wake is not None or self._iteration is not None:
             return
         if self._group.is_ready():
-            self._wake = asyncio.get_running_loop().call_soon(self._begin)
+            self._wake = asyncio.get_running_loop().call_soon(self._guarded, self._begin)
         else:
             self._group.flush()
 
@@ -150,6 +150,15 @@ class SimEngine:
     def _begin(self) -> None:
         self._wake = None
         self._start_iteration(asyncio.get_running_loop().time())
+
+    def _guarded(self, step: Callable[..., None], *args: object) -> None:
+        """Do a step. One that fails leaves no timer to go on with, so it must end the engine."""
+        try:
+            step(*args)
+        except Exception as error:
+            self._iteration = None
+            self.on_fatal(error)
+            raise
 
     def _start_iteration(self, now_s: float) -> None:
         """Admit, plan one iteration and set the timer for its end; nothing to run = stay idle."""
@@ -164,7 +173,7 @@ class SimEngine:
             return
         # Ranks meet at the end of each iteration: the slowest one sets the pace.
         ends_s = now_s + max([step.seconds(self._timing) for step in steps])
-        timer = asyncio.get_running_loop().call_at(ends_s, self._finish_iteration)
+        timer = asyncio.get_running_loop().call_at(ends_s, self._guarded, self._finish_iteration)
         self._iteration = Iteration(now_s, ends_s, steps, timer)
 
     def _start(self, sequence: SimSequence, now_s: float) -> None:

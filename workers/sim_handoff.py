@@ -1,8 +1,10 @@
 """The prefill-to-decode handoff of the simulated engine: ids, opaque state, export and pull."""
 
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from slagate.workers.kv_slices import SLICE_BYTES
 from slagate.workers.kv_transfer import (
     Blocks,
     KvBadDescriptor,
@@ -140,17 +142,24 @@ def opaque_of(
 
 def accept_blocks(
     sequence: SimSequence, blocks: Blocks, *, first_token: int, limits: EngineLimits
-) -> None:
+) -> Iterator[None]:
     """Let a generation_only sequence go on from the blocks it pulled, and from nothing else.
 
-    Raises `KvMismatchError` when they are not of its prompt, `KvTransferError` when prefill and decode
-    disagree on their shape or on the first token.
+    Yields between slices of work, before the first one too when there are several. Raises
+    `KvMismatchError` when they are not of its prompt, `KvTransferError` when prefill and decode disagree
+    on their shape or on the first token.
     """
     states = sequence.prompt.states
     expected = (len(states), limits.kv_block_bytes)
     if blocks.shape != expected:
         raise KvTransferError(f"got blocks of shape {blocks.shape}, expected {expected}")
-    wrong = verify(blocks, states)
+    n_slice = max(1, SLICE_BYTES // limits.kv_block_bytes)
+    wrong: list[int] = []
+    for start in range(0, len(blocks), n_slice):
+        if len(blocks) > n_slice:
+            yield
+        ends = start + n_slice
+        wrong += [start + i for i in verify(blocks[start:ends], states[start:ends])]
     if wrong:
         raise KvMismatchError(
             f"{len(wrong)} of {len(blocks)} blocks do not hold this prompt, first block {wrong[0]}"

@@ -106,6 +106,7 @@ class SimLLM(SimLevers):
             )
         parts = build_engine(args, sim, traits=self.traits, max_seq_len=max_seq_len)
         self._engine, self._ranks, self._stats, self._events = parts
+        self._engine.on_fatal = self.inject_fatal
         self._block_tokens = args.kv_cache_config.tokens_per_block
         self._desk = Desk(
             args,

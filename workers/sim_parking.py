@@ -106,7 +106,6 @@ class ParkedSessions:
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is None and self._sessions:
-            # All get the same time, so the one parked first expires first.
             first_s = next(iter(self._sessions.values())).expires_s
             self._timer = loop.call_at(min(loop.time() + ACK_POLL_S, first_s), self._poll)
 
@@ -116,8 +115,11 @@ class ParkedSessions:
         for session_id in self._transport.acks():
             self.release(session_id)
         now_s = loop.time()
-        overdue = [i for i, session in self._sessions.items() if session.expires_s <= now_s]
-        for session_id in overdue:
+        while self._sessions:
+            # All get the same time, so the one parked first expires first.
+            session_id, session = next(iter(self._sessions.items()))
+            if session.expires_s > now_s:
+                break
             self.n_expired += 1
             self.release(session_id)
         self._arm(loop)

@@ -1,6 +1,5 @@
 """One sequence inside the simulated engine, and the limits it runs under."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -63,9 +62,6 @@ class SimSequence:
     kv_tokens: int = 0
     generated: list[int] = field(default_factory=list)
     done: bool = False
-    has_bytes: bool = False
-    transfer_started_s: float = 0.0
-    transfer_timer: asyncio.TimerHandle | None = None
 
     @property
     def request_id(self) -> int:

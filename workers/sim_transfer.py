@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from slagate.workers.kv_slices import Slices, Work
 from slagate.workers.kv_transfer import Blocks, KvTransferError, KvTransport
 from slagate.workers.sim_handoff import KvMismatchError, accept_blocks, opaque_of
 from slagate.workers.sim_sequence import EngineLimits, SimSequence
@@ -16,6 +17,7 @@ class _Pull:
     started_s: float
     first_token: int
     timer: asyncio.TimerHandle | None
+    check: Work | None = None
     has_bytes: bool = False
 
 
@@ -23,7 +25,8 @@ class Pulls:
     """The transfers of generation_only sequences; each ends once, by `ready`, `refused` or `cancel`.
 
     A sequence is `ready`, with its first token, when the bytes are there and right and the time that
-    they would need at their true size is over. How long to wait for bytes is the transport's affair.
+    they would need at their true size is over. Bytes are checked in slices, so that a long prompt stops
+    no stream of the same loop. How long to wait for bytes is the transport's affair.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Pulls:
         self._limits = limits
         self._ready = ready
         self._refused = refused
+        self._slices = Slices()
         self._pulls: dict[SimSequence, _Pull] = {}
 
     def start(self, sequence: SimSequence, now_s: float) -> None:
@@ -59,17 +63,26 @@ class Pulls:
     def cancel(self, sequence: SimSequence) -> None:
         """Forget a sequence; bytes that arrive later are thrown away. No-op when it pulls nothing."""
         pull = self._pulls.pop(sequence, None)
-        if pull is not None and pull.timer is not None:
+        if pull is None:
+            return
+        if pull.timer is not None:
             pull.timer.cancel()
+        if pull.check is not None:
+            self._slices.cancel(pull.check)
 
     def _bytes_are_there(self, sequence: SimSequence, outcome: Blocks | KvTransferError) -> None:
         pull = self._pulls.get(sequence)
-        if pull is None:
-            return
+        if pull is not None:
+            pull.check = self._check(sequence, pull, outcome)
+            self._slices.start(pull.check)
+
+    def _check(self, sequence: SimSequence, pull: _Pull, outcome: Blocks | KvTransferError) -> Work:
         try:
             if isinstance(outcome, KvTransferError):
                 raise outcome
-            accept_blocks(sequence, outcome, first_token=pull.first_token, limits=self._limits)
+            yield from accept_blocks(
+                sequence, outcome, first_token=pull.first_token, limits=self._limits
+            )
         except KvTransferError as error:
             self.n_mismatches += isinstance(error, KvMismatchError)
             self.cancel(sequence)

@@ -61,11 +61,13 @@ class SimOptions:
     api: str = "main"
 
 
-def needs_transport(options: SimOptions) -> bool:
-    """Whether a worker of this role hands KV blocks on or fetches them. Raises `UsageError`."""
+def check_options(options: SimOptions) -> None:
+    """What can be wrong without starting anything. Raises `ProfileError` or `UsageError`."""
     if options.role not in ROLES:
         raise UsageError(f"--role must be one of {', '.join(ROLES)} (got {options.role!r})")
-    return ROLES[options.role] != oe.ENGINE_ROLE_AGGREGATED
+    load_profile(options.profile).tp(options.tp)
+    _api(options.api)
+    _handoff_key(options.handoff_key_file)
 
 
 @asynccontextmanager
@@ -74,12 +76,10 @@ async def sim_worker(
     *,
     instance_id: str,
     transport: KvTransport | None,
-    drain_s: float = 0.0,
 ) -> AsyncIterator[TrtllmWorker]:
     """The worker, for the time of the block; `transport` stays the caller's.
 
-    After the block, decode workers get `drain_s` to collect the handoffs that are parked here. Raises
-    `ProfileError` or `UsageError` naming a wrong option.
+    Raises `ProfileError` or `UsageError` naming a wrong option.
     """
     profile = load_profile(options.profile).tp(options.tp)
     if options.kv_blocks is not None:
@@ -108,8 +108,6 @@ async def sim_worker(
                 connector=transport,
                 handoff_key=_handoff_key(options.handoff_key_file),
             )
-            with anyio.move_on_after(drain_s):
-                await llm.handoffs_collected()
             tasks.cancel_scope.cancel()
     finally:
         llm.shutdown()

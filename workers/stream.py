@@ -61,6 +61,30 @@ class BufferedSink:
         return data
 
 
+class Gate:
+    """Where a producer waits while its consumer wants silence: open, until `pause`."""
+
+    def __init__(self) -> None:
+        self._open = anyio.Event()
+        self._open.set()
+
+    def pause(self) -> None:
+        """Close. Idempotent."""
+        if self._open.is_set():
+            self._open = anyio.Event()
+
+    def resume(self) -> None:
+        """Open. Idempotent."""
+        self._open.set()
+
+    async def wait(self) -> None:
+        """Give others a turn, and return when the gate is open then."""
+        await self._open.wait()
+        # A waiter wakes in a later turn than the `resume`, and may find the gate closed again.
+        while not self._open.is_set():
+            await self._open.wait()
+
+
 class EndedCall:
     """The `Call` of what was refused: there is nothing to ask of it any more."""
 

@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from google.protobuf.message import DecodeError
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.clock import unix_nanos as clock_unix_nanos
+from slagate.workers.clock import unix_nanos
 from slagate.workers.errors import Refused
 from slagate.workers.kv_feed import HISTORY_BATCHES
 from slagate.workers.kv_transfer import KvConnector
@@ -27,13 +27,12 @@ from slagate.workers.stream import EndedCall
 from slagate.workers.trtllm_engine import Engine, EngineApi, EngineGoneError
 from slagate.workers.trtllm_events import EngineEvents
 from slagate.workers.trtllm_handoffs import Handoffs
-from slagate.workers.trtllm_info import WorkerIdentity, health, server_info
-from slagate.workers.trtllm_model import model_info
+from slagate.workers.trtllm_info import WorkerIdentity, health, model_info, server_info
 from slagate.workers.trtllm_poll import STATS_PACE, Activity, NewestRows, Poller
 from slagate.workers.trtllm_probe import InferenceProbe
 from slagate.workers.trtllm_request import EngineRequest, parse_leg
 from slagate.workers.trtllm_stream import EngineStream
-from slagate.workers.worker import Call, Metadata, Sink, Status
+from slagate.workers.worker import Call, Metadata, Sink
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +40,8 @@ REMEMBERED_IDS = 1024
 """Finished request ids kept so that a late Abort is ALREADY_FINISHED rather than NOT_FOUND."""
 
 STATS_TIMEOUT_S = 0.01
+
+SHUTTING_DOWN = "the worker is shutting down"
 
 
 class TrtllmWorker:
@@ -57,7 +58,6 @@ class TrtllmWorker:
         connector: KvConnector | None = None,
         handoff_key: bytes | None = None,
         kv_history_batches: int = HISTORY_BATCHES,
-        unix_nanos: Callable[[], int] = clock_unix_nanos,
     ) -> None:
         """`release_session` frees a parked handoff by context request id; None where none can be.
 
@@ -69,7 +69,6 @@ class TrtllmWorker:
         self._identity = identity
         self._tasks = tasks
         self._connector = connector
-        self._unix_nanos = unix_nanos
         self._handoffs = Handoffs(
             backend=identity.transfer_backend,
             limit_s=self._engine.handoff_limit_s,
@@ -87,10 +86,10 @@ class TrtllmWorker:
             self._engine,
             self._activity,
             instance_id=identity.instance_id,
-            unix_nanos=unix_nanos,
             history_batches=kv_history_batches,
         )
-        self._problem = ""  # what ended the engine
+        self._problem = ""  # why no request is taken any more
+        self._all_ended = anyio.Event()
         self.fatal = anyio.Event()
         tasks.start_soon(self._events.run)
         if hasattr(llm, "get_stats_async"):
@@ -117,6 +116,7 @@ class TrtllmWorker:
     ) -> Call:
         """As `Worker.generate`."""
         stream = EngineStream(sink, self._handoffs)
+        self._engine.learn_blocks(self._rows.of_rank)
         try:
             leg = self._parse(request, metadata)
             stream.start(self._submit(leg, metadata), leg, timeout_s=timeout_s)
@@ -130,7 +130,7 @@ class TrtllmWorker:
 
     def _parse(self, data: bytes, metadata: Metadata) -> EngineRequest:
         if self._problem:
-            raise Refused(grpc.StatusCode.UNAVAILABLE, f"engine: {self._problem}")
+            raise Refused(grpc.StatusCode.UNAVAILABLE, self._problem)
         try:
             request = oe.GenerateRequest.FromString(data)
         except DecodeError:
@@ -178,22 +178,43 @@ class TrtllmWorker:
         except Exception as error:
             # Whatever is not the request's own error means that the engine is gone.
             log.exception("engine.fatal")
-            stream.fail(error)
             self._end(error)
         finally:
-            stream.finish(Status(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down"))
+            stream.kill(RuntimeError(SHUTTING_DOWN))
             self._activity.ended()
             del self._live[request_id]
+            if not self._live:
+                self._all_ended.set()
             self._finished[request_id] = stream.parked_id
+            self._finished.move_to_end(request_id)
             if len(self._finished) > REMEMBERED_IDS:
                 self._finished.popitem(last=False)
 
     def _end(self, error: Exception) -> None:
         """The engine is gone: no stream gets another result, and none must wait for one."""
-        self._problem = self._problem or str(error) or type(error).__name__
+        self._problem = f"engine: {str(error) or type(error).__name__}"
         for stream in list(self._live.values()):
             stream.kill(error)
         self.fatal.set()
+
+    async def drain(self, limit_s: float) -> None:
+        """Take no new request; return when nothing runs here and no handoff is parked here.
+
+        What runs then still, after `limit_s`, ends with an error. KV-event streams end at once: they
+        have no end of their own. Control calls go on being answered, so parked handoffs can be freed.
+        """
+        self._problem = self._problem or SHUTTING_DOWN
+        self._events.close()
+        with anyio.move_on_after(limit_s):
+            while self._live:
+                self._all_ended = anyio.Event()
+                await self._all_ended.wait()
+            # The simulated engine's; TensorRT-LLM does not say when its handoffs have been fetched.
+            collected = getattr(self._engine.llm, "handoffs_collected", None)
+            if collected is not None:
+                await collected()
+        for stream in list(self._live.values()):
+            stream.kill(RuntimeError(SHUTTING_DOWN))
 
     def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         """As `Worker.kv_events`."""
@@ -249,10 +270,11 @@ class TrtllmWorker:
             "n_ranks": engine.n_ranks,
             "n_live": len(self._live),
             "blocks_per_rank": engine.blocks_per_rank,
+            "used_blocks": getattr(llm, "used_blocks", None),
         }
-        info = load_info(self._rows.of_rank, used_blocks=getattr(llm, "used_blocks", None), **scope)
+        info = load_info(self._rows.of_rank, **scope)
         info.instance_id = self._identity.instance_id
-        info.timestamp_unix_nanos = self._unix_nanos()
+        info.timestamp_unix_nanos = unix_nanos()
         if request.include_per_rank:
             info.ranks.extend(rank_loads(self._rows.of_rank, **scope))
         if self._identity.transfer_backend:

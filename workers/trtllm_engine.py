@@ -9,17 +9,23 @@ request's; any other `RuntimeError` says that the engine is gone.
 import dataclasses
 import inspect
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
 
+from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import Refused
 
 log = logging.getLogger(__name__)
 
 HANDOFF_LIMIT_S = 60.0
 """How long an engine keeps a handoff nobody collects, where its configuration names no other limit."""
+
+
+_OF_TRANSFER = re.compile(r"\bkv (?:cache )?transfer|transceiver", re.IGNORECASE)
+_NEVER_FITS = re.compile(r"\b(?:never|not) fit\b|\bnot exceed\b|\bmax_seq_len\b", re.IGNORECASE)
 
 
 class EngineApi(Protocol):
@@ -51,8 +57,19 @@ class Engine:
         self.max_transfer_tokens: int | None = setting(transceiver, "max_tokens_in_buffer")
         timeout_ms = setting(transceiver, "kv_transfer_timeout_ms")
         self.handoff_limit_s = HANDOFF_LIMIT_S if timeout_ms is None else timeout_ms / 1000
+        self._learned_blocks: int | None = None
         # The wrapper's own methods are fewer; None where the tokenizer was not initialised.
         self.tokenizer: Any | None = getattr(llm.tokenizer, "tokenizer", None)
+
+    def learn_blocks(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take the size of a rank's KV cache from its newest statistics, for an engine that has no call.
+
+        Ranks are of one size; the smallest that was named counts.
+        """
+        caches = [row.get("kvCacheStats") for row in rows.values()]
+        sizes = [cache.get("maxNumBlocks") for cache in caches if isinstance(cache, dict)]
+        known = [size for size in sizes if isinstance(size, int) and size > 0]
+        self._learned_blocks = min(known, default=self._learned_blocks)
 
     def takes(self, keyword: str) -> bool:
         """Whether this version's `generate_async` has the keyword."""
@@ -70,8 +87,12 @@ class Engine:
     def window_tokens(self) -> int:
         """Prompt and output together: the sequence length, or the KV cache where that is smaller."""
         capacity = getattr(self.llm, "get_kv_cache_capacity", None)
-        limit = self.llm.args.max_seq_len
-        return int(limit if capacity is None else min(limit, capacity()["maxNumTokens"]))
+        limit = int(self.llm.args.max_seq_len)
+        if capacity is not None:
+            return min(limit, int(capacity()["maxNumTokens"]))
+        if self._learned_blocks is not None:
+            return min(limit, self._learned_blocks * self.block_tokens)
+        return limit
 
     @property
     def alive(self) -> bool:
@@ -83,11 +104,6 @@ class Engine:
         """The tokens that the engine stops at for a stop string; only with a tokenizer."""
         assert self.tokenizer is not None
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def text_of(self, tokens: list[int]) -> str:
-        """The text of an answer's tokens, as the engine makes it; only with a tokenizer."""
-        assert self.tokenizer is not None
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def events_off(self) -> str:
         """Why this engine has no KV events to poll, naming the setting; "" where it has."""
@@ -139,6 +155,20 @@ class Engine:
         except TypeError:
             return False
         return True
+
+
+def code_of_failure(error: Exception, *, in_transfer: bool) -> oe.ErrorCode.ValueType:
+    """What an error of one running request means; `in_transfer`: of a decode leg without a result.
+
+    An engine gives all of them one type, so its words decide where they are known. Other words of a leg in
+    transfer are about that: there is little else that could fail.
+    """
+    text = str(error)
+    if _OF_TRANSFER.search(text):
+        return oe.ERROR_CODE_KV_TRANSFER_FAILED
+    if _NEVER_FITS.search(text):
+        return oe.ERROR_CODE_INVALID_ARGUMENT
+    return oe.ERROR_CODE_KV_TRANSFER_FAILED if in_transfer else oe.ERROR_CODE_INTERNAL
 
 
 def setting(config: Any, name: str) -> Any:

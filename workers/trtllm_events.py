@@ -1,11 +1,11 @@
 """The KV events of one engine: polled while it works, and fed to whoever subscribes."""
 
-from collections.abc import Callable
-
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers.clock import unix_nanos
 from slagate.workers.errors import Refused
+from slagate.workers.kv_event_fields import work_of
 from slagate.workers.kv_feed import KvFeed
 from slagate.workers.trtllm_engine import Engine
 from slagate.workers.trtllm_poll import EVENT_PACE, Activity, Poller
@@ -23,7 +23,6 @@ class EngineEvents:
         activity: Activity,
         *,
         instance_id: str,
-        unix_nanos: Callable[[], int],
         history_batches: int,
     ) -> None:
         """`history_batches` of each rank are kept for subscribers that come back."""
@@ -42,6 +41,7 @@ class EngineEvents:
             lambda: engine.llm.get_kv_cache_events_async(timeout=0),
             self._feed.take,
             pace=EVENT_PACE,
+            work=work_of,
             activity=activity,
         )
 
@@ -53,8 +53,12 @@ class EngineEvents:
         finally:
             self._feed.close()
 
+    def close(self) -> None:
+        """End every stream and take no subscriber any more; the events go on being read."""
+        self._feed.close()
+
     def subscribe(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
-        """As `KvFeed.subscribe`. Raises `Refused` (FAILED_PRECONDITION) where there are no events."""
+        """As `KvFeed.subscribe`. Raises `Refused`, FAILED_PRECONDITION where there are no events."""
         if self._why_not:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, f"kv events: {self._why_not}")
         return self._feed.subscribe(request, metadata, sink)

@@ -66,8 +66,12 @@ class Handoffs:
 
     def release(self, session_id: int) -> bool:
         """Free a parked session; False when there is none, or none can be freed."""
+        if self._release is None:
+            return False
+        was_parked = self._release(session_id)
+        # Either way the engine does not hold it any more; where it cannot be asked, it may.
         self._expires_s.pop(session_id, None)
-        return self._release is not None and self._release(session_id)
+        return was_parked
 
     def _forget(self, *, until_s: float) -> None:
         while self._expires_s:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.trtllm_engine import Engine
+from slagate.workers.trtllm_sampling import MAX_TOP_N, max_sequences
 
 SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
 """Immutable release of the OpenEngine v0.1.0 schema: the only field that tells its copies apart."""
@@ -69,6 +70,38 @@ def server_info(engine: Engine, identity: WorkerIdentity, *, frees_handoffs: boo
             )
         )
     return info
+
+
+def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:
+    """The one served model: only what this worker really does is claimed."""
+    hands_off = identity.role != oe.ENGINE_ROLE_AGGREGATED
+    logprobs = oe.LogprobCapabilities(
+        supported=True,
+        candidate_selection_modes=[oe.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N],
+        max_top_n=MAX_TOP_N,
+    )
+    return oe.ModelInfo(
+        model_id=identity.model,
+        served_model_name=identity.model,
+        max_context_length=engine.window_tokens,
+        supports_text_input=False,
+        supports_token_ids_input=True,
+        supports_lora=False,
+        supports_multimodal=False,
+        generation=oe.GenerationCapabilities(
+            # A decode leg's prompt was another engine's.
+            prompt_logprobs=oe.LogprobCapabilities(supported=False)
+            if identity.role == oe.ENGINE_ROLE_DECODE
+            else logprobs,
+            output_logprobs=logprobs,
+            guided_decoding=oe.GuidedDecodingCapabilities(supported=False),
+            max_num_sequences=max_sequences(engine, hands_off=hands_off),
+            supports_priority=False,
+            supports_stop_in_output=True,
+            supports_cache_salt=engine.takes("cache_salt"),
+            supports_prefix_cache_bypass=False,
+        ),
+    )
 
 
 async def health(

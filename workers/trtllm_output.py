@@ -5,11 +5,16 @@ So what could still become part of one is held back: at the level of tokens, whi
 matches, and of text.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.codec import logprob_of
+
+MAX_PROMPT_ENTRIES = 100_000
+"""Log probabilities of one prompt in one answer, which is made in one turn of the event loop: about a fifth
+of a second. TensorRT-LLM's own server takes ten times as many."""
 
 UNFINISHED_CHARACTER = "\ufffd"
 """What a detokenizer gives for the first bytes of a character whose last ones are still to come."""
@@ -30,7 +35,6 @@ class OutputForm(NamedTuple):
     prompt_top_n: int | None = None  # the same for the prompt
     has_text: bool = False
     hidden_stops: tuple[HiddenStop, ...] = ()
-    text_of: Callable[[list[int]], str] = lambda _tokens: ""  # of tokens, where `has_text`
 
 
 class OutputCursor:
@@ -46,6 +50,11 @@ class OutputCursor:
         self._form = form
         self._n_tokens = 0
         self._n_text = 0
+        self._text_overlaps = [Overlap(stop.text) for stop in form.hidden_stops if stop.text]
+        self._token_overlaps = [Overlap(stop.tokens) for stop in form.hidden_stops if stop.tokens]
+        # (tokens, characters that these are sure to be), oldest first: how far the text goes without the
+        # tokens held back. Only results tell, as tokens may decode to other text alone than in a row.
+        self._lengths: deque[tuple[int, int]] = deque([(0, 0)])
 
     def delta(self, output: Any) -> oe.TokenOutput | None:
         """What is new and will stay, or None; with the engine's last result, all there is."""
@@ -53,8 +62,8 @@ class OutputCursor:
         text: str = output.text if self._form.has_text else ""
         n_tokens, n_text = len(tokens), len(text)
         if output.finish_reason is None:
-            n_tokens -= held_tokens(tokens, self._form.hidden_stops)
-            n_text = self._visible_text(tokens[:n_tokens], text, all_seen=n_tokens == len(tokens))
+            n_tokens -= _held(tokens, self._token_overlaps)
+            n_text = self._visible_text(text, n_tokens, len(tokens))
         new = range(self._n_tokens, n_tokens)
         new_text = text[self._n_text : n_text]
         if not new and not new_text:
@@ -71,44 +80,64 @@ class OutputCursor:
             text=new_text,
         )
 
-    def _visible_text(self, visible: Sequence[int], text: str, *, all_seen: bool) -> int:
-        """Characters at the start of `text` that the engine will not take back."""
-        if not text:
-            return 0
+    def _visible_text(self, text: str, n_visible: int, n_tokens: int) -> int:
+        """Characters at the start of `text`, of `n_tokens`, that the engine will not take back."""
         n_text = len(text.rstrip(UNFINISHED_CHARACTER))
-        stops = self._form.hidden_stops
-        if not stops:
+        if not self._form.hidden_stops:
             return n_text
-        if not all_seen:
-            # A stop's tokens may decode to more than its text: a leading space, say.
-            n_text = min(n_text, _common_length(text, self._form.text_of(list(visible))))
-        held = (_overlap(text[:n_text], stop.text) for stop in stops)
-        return n_text - max(held, default=0)
+        self._lengths.append((n_tokens, n_text))
+        while len(self._lengths) > 1 and self._lengths[1][0] <= n_visible:
+            self._lengths.popleft()
+        held = _held(text[:n_text], self._text_overlaps)
+        # A stop's tokens may decode to more than its text: a leading space, say.
+        return min(n_text - held, self._lengths[0][1])
 
 
-def held_tokens(tokens: Sequence[int], stops: Sequence[HiddenStop]) -> int:
-    """Tokens at the end that are the beginning of a stop."""
-    return max((_overlap(tokens, stop.tokens) for stop in stops), default=0)
+def _held(sequence: Sequence[Any], overlaps: Sequence["Overlap"]) -> int:
+    """Items at the end that are the beginning of a stop."""
+    return max((overlap.follow(sequence) for overlap in overlaps), default=0)
 
 
-def _overlap(sequence: Sequence[Any], stop: Sequence[Any]) -> int:
-    """Length of the longest end of `sequence` that is a beginning of `stop`, and not all of it.
+class Overlap:
+    """How much of the end of a growing sequence is the beginning of `stop`, and not all of it.
 
-    >>> _overlap("say hel", "hello"), _overlap("hello", "hello"), _overlap("aaa", "aab")
-    (3, 0, 2)
+    Each item costs the same, however long the stop is and whatever was there before it: the prefix function
+    of Knuth, Morris and Pratt (SIAM J. Comput. 6, 1977), worked out as far as the sequence has got.
     """
-    for n in range(min(len(sequence), len(stop) - 1), 0, -1):
-        # One comparison of the ends first: nearly every token is none of these.
-        if sequence[-1] == stop[n - 1] and list(sequence[-n:]) == list(stop[:n]):
-            return n
-    return 0
 
+    __slots__ = ("_borders", "_n_held", "_n_seen", "_stop")
 
-def _common_length(text: str, other: str) -> int:
-    for i, (ours, theirs) in enumerate(zip(text, other, strict=False)):
-        if ours != theirs:
-            return i
-    return min(len(text), len(other))
+    def __init__(self, stop: Sequence[Any]) -> None:
+        self._stop = stop
+        self._n_seen = 0
+        self._n_held = 0
+        # Of the first n items of the stop: the longest end of theirs that is a beginning of the stop.
+        self._borders = [0, 0]
+
+    def follow(self, sequence: Sequence[Any]) -> int:
+        """The overlap of the sequence, which is the one before and more items behind it.
+
+        >>> [Overlap("hello").follow(text) for text in ("say hel", "hello", "hellhe")]
+        [3, 0, 2]
+        """
+        for i in range(self._n_seen, len(sequence)):
+            self._n_held = self._step(self._n_held, sequence[i])
+        self._n_seen = max(self._n_seen, len(sequence))
+        return self._n_held
+
+    def _step(self, n_held: int, item: Any) -> int:
+        stop, borders = self._stop, self._borders
+        while n_held and stop[n_held] != item:
+            n_held = borders[n_held]
+        if stop[n_held] != item:
+            return 0
+        n_held += 1
+        if n_held == len(borders):
+            n = borders[-1]
+            while n and stop[n] != item:
+                n = borders[n]
+            borders.append(n + (stop[n] == item))
+        return borders[n_held] if n_held == len(stop) else n_held
 
 
 def token_info(token_id: int, entry: Any, top_n: int | None) -> oe.TokenInfo:
@@ -153,8 +182,10 @@ def prompt_output(tokens: Sequence[int], entries: Sequence[Any], top_n: int) -> 
     return oe.PromptOutput(tokens=infos)
 
 
-def n_prompt_entries(entries: Sequence[Any]) -> int:
-    """Log probabilities in an engine's answer about a prompt."""
+def n_prompt_entries(entries: Sequence[Any], top_n: int) -> int:
+    """Log probabilities in an engine's answer about a prompt that have to be looked at."""
+    if not top_n:
+        return len(entries)
     return sum(len(entry) if isinstance(entry, dict) else 1 for entry in entries)
 
 

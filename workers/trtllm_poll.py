@@ -7,16 +7,22 @@ idle engine has nothing new to say, so polling rests with it and costs nothing.
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 
 log = logging.getLogger(__name__)
 
-SLICE = 256
-"""Items read in one go, so that a full buffer does not hold up the tokens."""
+TURN_WORK = 32_768
+"""What is passed on in one turn of the loop, in tokens of KV events, so that a full buffer does not hold up
+other requests' tokens: about 5 ms. A single event beyond that has a turn of its own."""
+
+ROW_WORK = 128
 
 LINGER_S = 1.0
 """How long polling goes on behind the last request: an engine reports a moment after it has answered."""
@@ -92,13 +98,18 @@ class Poller:
         *,
         pace: Pace,
         activity: Activity,
+        work: Callable[[Any], int] = lambda _: ROW_WORK,
     ) -> None:
-        """`poll` gives what one poll answers; `take` gets what was in it."""
+        """`poll` gives what one poll answers, an iterator or nested lists; `take` gets what was in it.
+
+        `work` says how much of `TURN_WORK` each of these takes; neither it nor `take` may raise.
+        """
         self._name = name
         self._poll = poll
         self._take = take
         self._pace = pace
         self._activity = activity
+        self._work = work
         self.n_errors = 0
 
     async def run(self) -> None:
@@ -107,9 +118,8 @@ class Poller:
         may_stop = False
         await self._activity.rest(0, may_stop=True)
         while True:
-            n_items = 0
             try:
-                n_items = await self._once()
+                is_news = await self._once()
             except Exception:
                 self.n_errors += 1
                 # Once a fault, not once a poll.
@@ -118,28 +128,53 @@ class Poller:
                 delay_s, may_stop = ERROR_DELAY_S, True
             else:
                 grown_s = min(delay_s * self._pace.factor, self._pace.most_s)
-                delay_s = self._pace.first_s if n_items else grown_s
-                may_stop = not n_items
-            await self._activity.rest(0 if n_items >= SLICE else delay_s, may_stop=may_stop)
+                delay_s = self._pace.first_s if is_news else grown_s
+                may_stop = not is_news
+            await self._activity.rest(delay_s, may_stop=may_stop)
 
-    async def _once(self) -> int:
-        """Read at most a slice and pass it on, also where reading fails half way."""
+    async def _once(self) -> bool:
+        """Whether a poll brought something; all of it is passed on, in order, a turn's worth at a time."""
         polled = self._poll()
         if inspect.isawaitable(polled) and not hasattr(polled, "__aiter__"):
             polled = await polled
-        if not hasattr(polled, "__aiter__"):
-            self._take(polled)
-            return 0 if polled is None else 1
-        items: list[Any] = []
+        unread: deque[Any] = deque()
+        part: list[Any] = []
+        work = 0
+        is_news = False
         try:
-            async for item in polled:
-                items.append(item)
-                if len(items) >= SLICE:
-                    break
+            async with aclosing(_items(polled)) as items:
+                async for item in items:
+                    unread.extend(_flat(item))
+                    while unread:
+                        work += self._work(unread[0])
+                        if part and work > TURN_WORK:
+                            full, part, work = part, [], 0
+                            self._take(full)
+                            await anyio.lowlevel.checkpoint()
+                        else:
+                            is_news = True
+                            part.append(unread.popleft())
         finally:
-            if items:
-                self._take(items)
-        return len(items)
+            # Whatever ends this: what an engine has handed over it will not hand over again.
+            if part or unread:
+                self._take([*part, *unread])
+        return is_news
+
+
+async def _items(polled: Any) -> AsyncGenerator[Any, None]:
+    if hasattr(polled, "__aiter__"):
+        async for item in polled:
+            yield item
+    else:
+        yield polled
+
+
+def _flat(polled: Any) -> Iterator[Any]:
+    if isinstance(polled, list | tuple):
+        for entry in polled:
+            yield from _flat(entry)
+    elif polled is not None:
+        yield polled
 
 
 class NewestRows:
@@ -149,12 +184,10 @@ class NewestRows:
         self._n_ranks = n_ranks
         self.of_rank: dict[int, dict[str, Any]] = {}
 
-    def take(self, rows: Any) -> None:
+    def take(self, rows: list[Any]) -> None:
         """Keep the newest; whatever is no row, or is of nobody knows which rank, is passed over."""
-        for row in rows if isinstance(rows, list) else [rows]:
-            if isinstance(row, list):
-                self.take(row)
-            elif isinstance(row, dict):
+        for row in rows:
+            if isinstance(row, dict):
                 # Early versions do not name the rank.
                 rank = row.get("attentionDpRank", 0 if self._n_ranks == 1 else None)
                 if isinstance(rank, int) and rank in range(self._n_ranks):

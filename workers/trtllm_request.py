@@ -17,10 +17,10 @@ from slagate.workers.trtllm_info import WorkerIdentity
 from slagate.workers.trtllm_output import OutputForm
 from slagate.workers.trtllm_sampling import (
     UINT32_MAX,
-    check_stops,
     check_vocabulary,
     invalid,
     output_form,
+    parse_stops,
     sampling_values,
     unsupported,
 )
@@ -85,14 +85,14 @@ def parse_leg(
         )
     tokens = list(request.token_ids.ids)
     _check_prompt(tokens, engine, kind=kind, vocab_size=identity.vocab_size)
-    check_stops(request, engine)
-    form = output_form(request, engine, kind=kind)
+    stops = parse_stops(request, engine, vocab_size=identity.vocab_size)
+    form = output_form(request, engine, stops, kind=kind)
     values = sampling_values(
         request,
         form,
+        stops,
         end_id=identity.end_id,
         room=engine.window_tokens - len(tokens),
-        vocab_size=identity.vocab_size,
     )
     disaggregated = None
     if kind == GENERATION_ONLY:

@@ -1,24 +1,37 @@
 """Sampling, stopping and response options of a request, checked and as `SamplingParams` takes them.
 
 An engine may die of a value that it does not check, so whatever is out of range is refused here and the
-engine never sees it. Defaults are those of TensorRT-LLM's own OpenEngine server, not `SamplingParams`'.
+engine never sees it. Two things are cut instead: a token budget over the room that there is, and a minimum
+over the budget, as the answer ends there anyway. Defaults are those of TensorRT-LLM's own OpenEngine
+server, not `SamplingParams`'.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import Refused
 from slagate.workers.trtllm_engine import Engine
-from slagate.workers.trtllm_output import HiddenStop, OutputForm
+from slagate.workers.trtllm_output import MAX_PROMPT_ENTRIES, HiddenStop, OutputForm
 
 MAX_STOP_CONDITIONS = 64
+MAX_STOP_TEXT_BYTES = 1024
+"""Of one, in UTF-8: each is looked for in everything that is generated."""
+
 MAX_TOP_N = 20
 """Candidates a token: what public APIs allow, and a bound on what one token may cost on the wire."""
 
 UINT32_MAX = 0xFFFFFFFF
+
+
+class Stops(NamedTuple):
+    """What ends an answer beside its budget and the end of text."""
+
+    texts: tuple[str, ...]
+    token_ids: tuple[int, ...]
+    hidden: tuple[HiddenStop, ...]  # those texts that the answer must not show
 
 
 def invalid(field: str, reason: str) -> Refused:
@@ -36,8 +49,14 @@ def max_sequences(engine: Engine, *, hands_off: bool) -> int:
     return 1 if hands_off else int(engine.llm.args.max_batch_size)
 
 
-def output_form(request: oe.GenerateRequest, engine: Engine, *, kind: str) -> OutputForm:
-    """What the answer is to contain. Raises `Refused` naming the field."""
+def output_form(
+    request: oe.GenerateRequest, engine: Engine, stops: Stops, *, kind: str
+) -> OutputForm:
+    """What the answer is to contain. Raises `Refused` naming the field.
+
+    Log probabilities of the prompt are limited to `MAX_PROMPT_ENTRIES`: its tokens times those asked for at
+    each, the token's own included.
+    """
     hands_off = kind != "context_and_generation"
     n_outputs = _n_outputs(request, max_sequences(engine, hands_off=hands_off), hands_off=hands_off)
     response = request.response
@@ -48,19 +67,24 @@ def output_form(request: oe.GenerateRequest, engine: Engine, *, kind: str) -> Ou
     if kind == "generation_only":
         # The prompt was another engine's, and its log probabilities came with that answer.
         prompt_logprobs = None
-    stopping = request.stopping
+    if prompt_logprobs is not None:
+        n_entries = len(request.token_ids.ids) * (prompt_logprobs + 1)
+        if n_entries > MAX_PROMPT_ENTRIES:
+            raise invalid(
+                "response.prompt_candidates",
+                f"{n_entries} log probabilities of the prompt are over {MAX_PROMPT_ENTRIES}",
+            )
     return OutputForm(
         n_outputs=n_outputs,
         top_n=logprobs,
         prompt_top_n=prompt_logprobs,
         has_text=_wants_text(request, engine),
-        hidden_stops=() if stopping.include_stop_in_output else _hidden_stops(request, engine),
-        text_of=engine.text_of,
+        hidden_stops=stops.hidden,
     )
 
 
 def sampling_values(
-    request: oe.GenerateRequest, form: OutputForm, *, end_id: int, room: int, vocab_size: int | None
+    request: oe.GenerateRequest, form: OutputForm, stops: Stops, *, end_id: int, room: int
 ) -> dict[str, Any]:
     """Arguments of `SamplingParams`; `room` is what the context window leaves in tokens.
 
@@ -71,19 +95,15 @@ def sampling_values(
     max_tokens = min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else room
     if max_tokens == 0:
         raise invalid("stopping.max_tokens", "must be at least 1")
-    stop_token_ids = [
-        condition.stop_token_id
-        for condition in stopping.conditions
-        if condition.WhichOneof("condition") == "stop_token_id"
-    ]
-    check_vocabulary("stopping.conditions", stop_token_ids, vocab_size=vocab_size)
-    stop_texts = [c.stop_text for c in stopping.conditions if c.stop_text]
     values: dict[str, Any] = {
         "end_id": end_id,
         "max_tokens": max_tokens,
-        "min_tokens": stopping.min_tokens if stopping.HasField("min_tokens") else None,
-        "stop": stop_texts or None,
-        "stop_token_ids": stop_token_ids or None,
+        # Also a bound: the engine's native code takes 32 bits with a sign.
+        "min_tokens": min(stopping.min_tokens, max_tokens)
+        if stopping.HasField("min_tokens")
+        else None,
+        "stop": list(stops.texts) or None,
+        "stop_token_ids": list(stops.token_ids) or None,
         "include_stop_str_in_output": stopping.include_stop_in_output,
         "ignore_eos": stopping.ignore_eos,
         "detokenize": form.has_text,
@@ -167,19 +187,27 @@ def _wants_text(request: oe.GenerateRequest, engine: Engine) -> bool:
     return value.bool_value
 
 
-def _hidden_stops(request: oe.GenerateRequest, engine: Engine) -> tuple[HiddenStop, ...]:
-    texts = [c.stop_text for c in request.stopping.conditions if c.stop_text]
-    return tuple(HiddenStop(text, engine.stop_tokens(text)) for text in texts)
+def parse_stops(request: oe.GenerateRequest, engine: Engine, *, vocab_size: int | None) -> Stops:
+    """The stop conditions. Raises `Refused` naming the field.
 
-
-def check_stops(request: oe.GenerateRequest, engine: Engine) -> None:
-    """Refuse stop conditions that are too many, empty, or of text where there is no tokenizer."""
-    conditions = request.stopping.conditions
-    if len(conditions) > MAX_STOP_CONDITIONS:
-        raise invalid("stopping.conditions", f"more than {MAX_STOP_CONDITIONS} are given")
-    for condition in conditions:
-        kind = condition.WhichOneof("condition")
-        if kind is None or (kind == "stop_text" and not condition.stop_text):
-            raise invalid("stopping.conditions", "one is empty")
-        if kind == "stop_text" and engine.tokenizer is None:
-            raise unsupported("stopping.conditions", "stop_text needs a tokenizer on the worker")
+    They may not be too many, too long or empty, nor of text where there is no tokenizer.
+    """
+    field, stopping = "stopping.conditions", request.stopping
+    if len(stopping.conditions) > MAX_STOP_CONDITIONS:
+        raise invalid(field, f"more than {MAX_STOP_CONDITIONS} are given")
+    texts, token_ids = [], []
+    for condition in stopping.conditions:
+        if condition.WhichOneof("condition") == "stop_token_id":
+            token_ids.append(condition.stop_token_id)
+        elif not condition.stop_text:
+            raise invalid(field, "one is empty")
+        elif engine.tokenizer is None:
+            raise unsupported(field, "stop_text needs a tokenizer on the worker")
+        elif len(condition.stop_text.encode()) > MAX_STOP_TEXT_BYTES:
+            raise invalid(field, f"a stop_text has over {MAX_STOP_TEXT_BYTES} bytes")
+        else:
+            texts.append(condition.stop_text)
+    check_vocabulary(field, token_ids, vocab_size=vocab_size)
+    shown = stopping.include_stop_in_output
+    hidden = () if shown else tuple(HiddenStop(text, engine.stop_tokens(text)) for text in texts)
+    return Stops(tuple(texts), tuple(token_ids), hidden)

@@ -9,9 +9,13 @@ import anyio
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers.errors import cut
 from slagate.workers.legs import CONTEXT_ONLY
+from slagate.workers.stream import Gate
+from slagate.workers.trtllm_engine import code_of_failure
 from slagate.workers.trtllm_handoffs import Handoffs
 from slagate.workers.trtllm_output import (
+    MAX_PROMPT_ENTRIES,
     OutputCursor,
     finished,
     n_prompt_entries,
@@ -21,9 +25,6 @@ from slagate.workers.trtllm_request import GENERATION_ONLY, EngineRequest
 from slagate.workers.worker import OK, Sink, Status
 
 log = logging.getLogger(__name__)
-
-MAX_PROMPT_ENTRIES = 1_000_000
-"""Log probabilities of one prompt in one answer; TensorRT-LLM's own server has the same limit."""
 
 
 class EngineStream:
@@ -41,8 +42,7 @@ class EngineStream:
         self._handoffs = handoffs
         self.parked_id: int | None = None  # the handoff that was answered with
         self._ended = False
-        self._open = anyio.Event()
-        self._open.set()
+        self._gate = Gate()
         self._scope = anyio.CancelScope()
         self._result: Any = None
         self._timer: asyncio.TimerHandle | None = None
@@ -73,16 +73,18 @@ class EngineStream:
 
     def pause(self) -> None:
         """As `Call.pause`."""
-        if self._open.is_set() and not self._ended:
-            self._open = anyio.Event()
+        if not self._ended:
+            self._gate.pause()
 
     def resume(self) -> None:
         """As `Call.resume`."""
-        self._open.set()
+        self._gate.resume()
 
     def kill(self, error: Exception) -> None:
-        """The engine is gone: end with its error, and wait for no result."""
-        self.fail(error)
+        """The engine is gone, or the worker: end with its error, and wait for no result."""
+        code = oe.ERROR_CODE_INTERNAL if self._may_abort else oe.ERROR_CODE_KV_TRANSFER_FAILED
+        # Another worker is not gone.
+        self._end_with(error, code, retryable=True)
         self._scope.cancel()
 
     def _stop(self, status: Status) -> None:
@@ -101,10 +103,14 @@ class EngineStream:
         if self._ended:
             return
         self._ended = True
-        self._open.set()
+        self._gate.resume()
         if self._timer is not None:
             self._timer.cancel()
-        self._sink.end(status)
+        try:
+            self._sink.end(status)
+        except Exception:
+            # One call's sink must not end the task group of them all.
+            log.exception("leg.end")
 
     async def pump(self, *, on_result: Callable[[], None] = lambda: None) -> None:
         """Move the engine's output to the sink until the engine's last result; tells of each result."""
@@ -114,7 +120,7 @@ class EngineStream:
                 self._may_abort = True
                 if self._abort_wanted:
                     self._abort_engine()
-                await self._open.wait()
+                await self._gate.wait()
                 if not self._ended:
                     self._emit_or_give_up()
                 elif self._leg.kind == CONTEXT_ONLY and _has_handoff(self._params()):
@@ -133,7 +139,7 @@ class EngineStream:
         except Exception as error:
             # Ours, not the engine's: it ends this leg, where an engine's own error ends the worker.
             log.exception("leg.emit")
-            self.fail(error)
+            self.fail(error, code=oe.ERROR_CODE_INTERNAL)
             self._abort_engine()
 
     def _emit(self) -> None:
@@ -163,7 +169,7 @@ class EngineStream:
     def _emit_prompt(self, entries: Any, top_n: int) -> None:
         if not entries:
             return
-        if n_prompt_entries(entries) > MAX_PROMPT_ENTRIES:
+        if n_prompt_entries(entries, top_n) > MAX_PROMPT_ENTRIES:
             error = ValueError(f"prompt logprobs: over the limit of {MAX_PROMPT_ENTRIES} entries")
             self.fail(error, code=oe.ERROR_CODE_INVALID_ARGUMENT)
             self._abort_engine()
@@ -171,14 +177,30 @@ class EngineStream:
             self._send(prompt=prompt_output(self._leg.tokens, entries, top_n))
 
     def fail(self, error: Exception, *, code: oe.ErrorCode.ValueType | None = None) -> None:
-        """The engine gave the request up: one terminal error event, then a clean end."""
+        """The engine gave the request up: one terminal error event, then a clean end.
+
+        `code` is what the error means, where that is not for its text to say.
+        """
+        if code is None:
+            code = code_of_failure(error, in_transfer=not self._may_abort)
+        self._end_with(error, code, retryable=code == oe.ERROR_CODE_KV_TRANSFER_FAILED)
+
+    def _end_with(self, error: Exception, code: oe.ErrorCode.ValueType, *, retryable: bool) -> None:
+        """Whatever the error's text and the sink are like, this does not raise: others run beside it."""
         if self._ended:
             return
-        if code is None:
-            # Before the first result of a decode leg there is nothing but the transfer to fail.
-            code = oe.ERROR_CODE_INTERNAL if self._may_abort else oe.ERROR_CODE_KV_TRANSFER_FAILED
-        self._send(usage=self._usage(), error=oe.EngineError(code=code, message=str(error)))
-        self.finish(OK)
+        status = Status(grpc.StatusCode.INTERNAL, "the leg's error could not be sent")
+        try:
+            # What is sent cannot be had from another worker without having it twice.
+            retryable = retryable and not self._has_sent
+            message = cut(str(error) or type(error).__name__)
+            failure = oe.EngineError(code=code, message=message, retryable=retryable)
+            self._send(usage=self._usage(), error=failure)
+            status = OK
+        except Exception:
+            log.exception("leg.fail")
+        finally:
+            self.finish(status)
 
     def _usage(self) -> oe.Usage:
         n_prompt = len(self._leg.tokens)

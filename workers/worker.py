@@ -12,6 +12,7 @@ engine's side); `WorkerServer` joins the two over gRPC.
          refusal before acceptance ──▶ end(non-OK) with no message before it
          failure after acceptance ──▶ message(EngineError) ──▶ end(OK)
          pause() ──▶ no message until resume(); what was produced meanwhile is not lost
+         timeout_s is over ──▶ no further message, end(DEADLINE_EXCEEDED) unless it had ended; paused or not
          cancel() ──▶ no further message, end(CANCELLED) unless it had ended; paused or not
 
 All callbacks run on the event loop's thread. `end` may be called before `generate` returns.

@@ -161,6 +161,26 @@ def test_a_paused_call_is_silent_and_loses_nothing(play: Play) -> None:
     play(scenario)
 
 
+def test_a_pause_in_the_turn_of_a_resume_counts(play: Play) -> None:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg") as worker:
+            sink = KeepingSink()
+            call = start(worker, request("r", PROMPT, 60).SerializeToString(), sink)
+            await sink.at_least(2)
+            call.pause()
+            # Meanwhile the producer comes to where it waits.
+            await ask(worker, request("first", PROMPT, 60).SerializeToString())
+            n_paused = len(sink.messages)
+            call.resume()
+            call.pause()
+            await ask(worker, request("second", PROMPT, 60).SerializeToString())
+            assert len(sink.messages) == n_paused
+            call.resume()
+            assert (await sink.done()).tokens == expected(PROMPT, 60)
+
+    play(scenario)
+
+
 def test_the_time_limit_ends_the_call_and_frees_the_engine(play: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.worker("agg") as worker:

@@ -154,11 +154,59 @@ def test_the_end_of_the_engine_ends_every_stream_and_the_worker(play: Play) -> N
                 await sink.done()
                 assert (sink.code, sink.events[-1]) == (Code.OK, "error")
                 assert sink.messages[-1].error.code == oe.ERROR_CODE_INTERNAL
+                assert not sink.messages[-1].error.retryable
                 assert sink.messages[-1].usage.prompt_tokens == 100
             await at.inner.fatal.wait()
             health = await at.worker.health(oe.HealthRequest())
             assert health.state == oe.HEALTH_STATE_NOT_READY
             assert (await ask(at.worker, plain())).code is Code.UNAVAILABLE
+
+    play(scenario)
+
+
+def test_a_request_that_had_nothing_of_a_dying_engine_may_be_tried_elsewhere(play: Play) -> None:
+    async def scenario(setup: Setup) -> None:
+        async with setup.engine("agg", max_batch_size=1) as at:
+            begun, waiting = KeepingSink(), KeepingSink()
+            start(at.worker, plain("begun", n=10_000).SerializeToString(), begun)
+            await begun.at_least(1)
+            start(at.worker, plain("waiting", n=5).SerializeToString(), waiting)
+            while at.inner.n_live < 2:
+                await at.worker.server_info()
+            at.llm.inject_fatal(MemoryError("out of memory"))
+            for sink, may_be_tried in ((begun, False), (waiting, True)):
+                error = (await sink.done()).messages[-1].error
+                assert (error.code, error.retryable) == (oe.ERROR_CODE_INTERNAL, may_be_tried)
+            assert waiting.events == ["error"]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("role", ["agg", "decode"])
+def test_a_request_that_never_fits_is_wrong_and_then_cut(play: Play, role: str) -> None:
+    """An engine that cannot tell its size says so in its own way, until its statistics have told it."""
+
+    async def scenario(setup: Setup) -> None:
+        cache = {"max_tokens": 64 * 32}
+        async with (
+            setup.engine("prefill") as prefill,
+            setup.engine(role, kv_cache_config=cache) as at,
+        ):
+
+            async def answer(leg: oe.GenerateRequest) -> KeepingSink:
+                if role == "agg":
+                    return await ask(at.worker, leg)
+                return await resume(at.worker, leg, await hand_off(prefill.worker, leg))
+
+            if setup.version == "1.2":
+                error = (await answer(plain(n=5000))).messages[-1].error
+                assert (error.code, error.retryable) == (oe.ERROR_CODE_INVALID_ARGUMENT, False)
+                while not (await at.worker.load(oe.GetLoadRequest())).total_kv_blocks:
+                    await answer(plain(n=100))
+            sink = await answer(plain(n=5000))
+            assert len(sink.tokens) == 2048 - len(PROMPT)
+            long = plain(prompt=list(range(1, 2100)))
+            assert (await answer(long)).code is Code.INVALID_ARGUMENT
 
     play(scenario)
 

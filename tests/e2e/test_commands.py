@@ -1,13 +1,15 @@
 """The long-running commands: one ready line with real addresses, a clean end, clear refusals."""
 
 import json
+import signal
 import socket
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
-from support.foreign_client import Client, read, read_tokens, request
+from support.foreign_client import Client, prefill_leg, read, read_tokens, request
 from support.processes import (
     LOOPBACK,
     MODEL,
@@ -168,3 +170,36 @@ def test_a_wrong_fleet_file_is_refused_by_path(tmp_path: Path, config: Any, nami
 def test_a_missing_fleet_file_is_refused_by_name(tmp_path: Path) -> None:
     ended = run_cli(*serve_arguments(tmp_path / "nowhere.json"))
     assert_refused(ended, naming="nowhere.json")
+
+
+def test_a_kv_event_subscriber_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """Its stream has no end of its own, so a graceful stop must end it, in words."""
+    arguments = worker_arguments("agg", "--drain", "600")
+    with running("worker", arguments, tmp_path) as worker, Client(worker.address) as client:
+        stream = client.subscribe(include_snapshot=True)
+        first = next(stream)
+        assert first.batch.events[0].WhichOneof("event") == "all_blocks_cleared"
+        assert worker.terminate() == 0
+        with pytest.raises(grpc.RpcError):
+            list(stream)
+        assert stream.code() is grpc.StatusCode.UNAVAILABLE
+        assert "shutting down" in stream.details()
+
+
+def test_ops_02_a_parked_handoff_can_be_freed_while_its_worker_drains(tmp_path: Path) -> None:
+    """OPS-02: the worker stays reachable for who holds its handoff, and ends once it is let go."""
+    arguments = worker_arguments("prefill", "--drain", "600")
+    with running("worker", arguments, tmp_path) as worker, Client(worker.address) as client:
+        parked = client.generate(prefill_leg(request(prompt(50), 5)))
+        worker.popen.send_signal(signal.SIGTERM)
+
+        def refuses() -> bool:
+            again = client.generate(prefill_leg(request(prompt(50), 5, request_id="again")))
+            return again.code is grpc.StatusCode.UNAVAILABLE
+
+        eventually(refuses, "new requests are refused")
+        assert worker.popen.poll() is None
+        assert client.load().active_kv_sessions >= 1
+        client.control("Abort", kv_session=parked.session)
+        eventually(lambda: worker.popen.poll() is not None, "the worker ends")
+        assert worker.popen.returncode == 0

@@ -101,7 +101,6 @@ class History:
             unix_nanos=lambda: 1,
             history_batches=rng.choice([1, 3, 10, 1000]),
             history_bytes=rng.choice([300, 2000, 100_000]),
-            heartbeat_s=5.0,
         )
         self.truth: dict[tuple[int, int], dict[int, int]] = {}  # by rank and batch number
         self.flushed: dict[int, list[dict[int, int]]] = {}  # by number of events up to there

@@ -81,9 +81,9 @@ class Client:
         request = tables()[METHODS[method].request](**fields)
         return self._calls[method](request, timeout=CALL_LIMIT_S)
 
-    def subscribe(self) -> Any:
+    def subscribe(self, **fields: Any) -> Any:
         """Begin a SubscribeKvEvents call."""
-        request = tables()["SubscribeKvEventsRequest"]()
+        request = tables()["SubscribeKvEventsRequest"](**fields)
         return self._calls["SubscribeKvEvents"](request, timeout=CALL_LIMIT_S)
 
     def load(self) -> Any:

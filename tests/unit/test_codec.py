@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.codec import (
     LOGPROB_FLOOR,
+    MAX_LIST_ENTRIES,
     MAX_OPAQUE_STATE_BYTES,
+    MAX_OTHER_BYTES,
     FirstLogprob,
     params_of_session,
     session_of_params,
@@ -169,3 +171,23 @@ def test_log_probabilities_of_another_shape_are_refused(value: Any) -> None:
 @pytest.mark.parametrize("value", ["0", -1, 0.5, None, [0]])
 def test_a_schedule_style_that_is_no_number_is_refused(value: Any) -> None:
     assert "attributes_struct.schedule_style" in refusal(session_with(schedule_style=value))
+
+
+@pytest.mark.parametrize("value", ["three", "0", None, True, [0], {"a": 0}])
+def test_disagg_12_a_rank_of_another_kind_is_not_rank_0(value: Any) -> None:
+    """DISAGG-12: what is no number reads as 0 where nobody looks at its kind."""
+    assert "attributes_struct.ctx_dp_rank" in refusal(session_with(ctx_dp_rank=value))
+
+
+@pytest.mark.parametrize("name", ["first_gen_tokens", "draft_tokens", "first_gen_log_probs"])
+def test_a_list_has_a_limit(name: str) -> None:
+    params_of_session(session_with(**{name: [0] * MAX_LIST_ENTRIES}))
+    assert f"attributes_struct.{name}" in refusal(
+        session_with(**{name: [0] * (MAX_LIST_ENTRIES + 1)})
+    )
+
+
+def test_a_session_has_a_limit_beside_its_state() -> None:
+    state = "AAAA" * (MAX_OPAQUE_STATE_BYTES // 4)
+    params_of_session(session_with(opaque_state=state, more="x" * (MAX_OTHER_BYTES - 200)))
+    assert "kv.session: is over" in refusal(session_with(more="x" * MAX_OTHER_BYTES))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers import handoff_seal
 from slagate.workers.errors import Refused
 from slagate.workers.handoff_seal import ATTRIBUTE, canonical, check_key, check_seal, mac, seal
 
@@ -139,3 +140,14 @@ def test_a_check_leaves_the_session_as_it_is() -> None:
 def test_a_key_too_short_to_be_one_is_refused() -> None:
     with pytest.raises(ValueError, match="16 are needed"):
         check_key(b"short")
+
+
+def test_a_session_over_the_limit_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unread(session: oe.KvSessionRef, key: bytes) -> str:
+        raise AssertionError("the MAC of this costs more than it is worth")
+
+    monkeypatch.setattr(handoff_seal, "mac", unread)
+    session = oe.KvSessionRef(session_id="7")
+    session.attributes_struct.update({"draft_tokens": [7.0] * 20_000, ATTRIBUTE: "f" * 64})
+    with pytest.raises(Refused, match=r"kv\.session: is over"):
+        check_seal(session, KEY)

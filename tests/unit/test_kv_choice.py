@@ -29,7 +29,9 @@ def test_nixl_is_installed_where_there_is_a_wheel_of_it() -> None:
 
 
 def opened(wanted: str) -> tuple[KvTransport, str]:
-    transport, why = open_transport(wanted, worker_name="w", loopback=True, block_bytes=64)
+    transport, why = open_transport(
+        wanted, worker_name="w", loopback=True, block_bytes=64, pull_limit_s=5.0
+    )
     assert transport is not None
     return transport, why
 
@@ -56,11 +58,22 @@ def test_without_nixl_auto_is_shared_memory_and_says_why(monkeypatch: pytest.Mon
         opened("nixl")
 
 
+def test_a_self_check_that_finds_no_room_falls_back_too() -> None:
+    """A block of it has 8 bytes."""
+    sizes = {"block_bytes": 4, "pull_limit_s": 5.0}
+    transport, why = open_transport("auto", worker_name="w", loopback=True, **sizes)  # type: ignore[arg-type]
+    assert transport is not None
+    assert (transport.name, "do not fit into slots of 4" in why) == ("SHM", True)
+    transport.close()
+    with pytest.raises(KvUnavailable, match="do not fit"):
+        open_transport("nixl", worker_name="w", loopback=True, **sizes)  # type: ignore[arg-type]
+
+
 OPEN = """
 import logging
 from slagate.workers.kv_choice import open_transport
 logging.basicConfig(format="%(message)s")
-transport, why = open_transport("auto", worker_name="w", loopback=True, block_bytes=64)
+transport, why = open_transport("auto", worker_name="w", loopback=True, block_bytes=64, pull_limit_s=5.0)
 transport.close()
 print(transport.name, "|", why)
 """

@@ -11,13 +11,12 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import Refused
-from slagate.workers.kv_feed import INSTANCE_KEY, MAX_SUBSCRIBERS, KvFeed
+from slagate.workers.kv_feed import HEARTBEAT_S, INSTANCE_KEY, MAX_SUBSCRIBERS, KvFeed
 from slagate.workers.worker import OK, Status
 from support.kv_dicts import BLOCK_TOKENS, EngineEvents, block, moved, removed, stored
 from support.kv_mirror import KvMirror, KvStream
 from support.virtual_loop import VirtualLoop, run
 
-HEARTBEAT_S = 5.0
 LOST = oe.ERROR_CODE_OVERLOADED
 
 
@@ -31,7 +30,6 @@ class Feed(KvFeed):
             block_tokens=BLOCK_TOKENS,
             instance_id="me",
             unix_nanos=lambda: 7,
-            heartbeat_s=HEARTBEAT_S,
             **changed,
         )
 

@@ -281,6 +281,52 @@ def test_a_thread_that_is_stuck_in_a_call_is_replaced_and_its_pulls_end_in_time(
     decode.close()
 
 
+def test_closing_ends_every_pull_once_and_leaves_no_timer(
+    prefill: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pull has run out of time, one has not."""
+    decode = side("decode", pull_limit_s=0.3)
+    (agent,) = vars(decode.transport)["_agents"]
+    returns = threading.Event()
+    monkeypatch.setattr(agent, "_look", returns.wait)
+    first, second, third = (export(prefill, i) for i in (7, 8, 9))
+    pulls = [decode.begin("pull", descriptor=each) for each in (first, second)]
+    assert [decode.end(pull)["error"] for pull in pulls] == ["KvTimeout", "KvTimeout"]
+    open_pull = decode.begin("pull", descriptor=third)
+    returns.set()
+    loop = vars(decode)["_loop"]
+    decode.transport.close()
+    assert [timer for timer in vars(loop)["_scheduled"] if not timer.cancelled()] == []
+    assert decode.end(open_pull)["text"] == "transport is closed"
+    n_answers = decode.n_answers
+    decode.close()  # A second answer would fail here: its future is set.
+    assert decode.n_answers == n_answers
+
+
+def test_a_replaced_agent_is_joined_at_the_end_though_its_thread_still_leaves(
+    prefill: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = side("decode")
+    transport = decode.transport
+    agents = vars(transport)["_agents"]
+    (agent,) = agents
+    leaves = threading.Event()
+    leave = agent._leave
+    monkeypatch.setattr(agent, "_leave", lambda: (leaves.wait(), leave()))
+    descriptor = export(prefill, 7)
+    metadata = unpack_descriptor(bytes.fromhex(descriptor)).metadata
+    assert (
+        fetch(decode, changed(descriptor, metadata=metadata[:-30]))["error"] == "PoisonedMetadata"
+    )
+    wait_for(decode, "state", lambda _: vars(transport)["_current"].agent is not agent)
+    assert agent in agents
+    leaves.set()
+    assert agent.join(5.0)
+    wait_for(decode, "state", is_whole)
+    assert agent not in agents
+    decode.close()
+
+
 def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_nixl, "START_LIMIT_S", 0.0)
     with pytest.raises(KvTransferError, match="did not start in 0 s"):

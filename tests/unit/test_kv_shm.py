@@ -1,5 +1,7 @@
 """Shared-memory transport: consumed once, checked whole, swept after death, across processes."""
 
+import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,14 +14,17 @@ import numpy.typing as npt
 import pytest
 
 from slagate.workers.kv_shm import SharedMemoryTransport
+from slagate.workers.kv_slices import SLICE_BYTES
 from slagate.workers.kv_transfer import (
+    Blocks,
     KvBadDescriptor,
     KvIntegrity,
     KvTransferError,
     KvTransport,
     KvUnavailable,
 )
-from support.kv_processes import pulled
+from support.kv_processes import blocks_of, pulled
+from support.virtual_loop import run
 
 
 @pytest.fixture
@@ -165,6 +170,156 @@ def test_a_changed_file_is_refused_with_the_check_that_failed(
         pulled(decode, descriptor)
 
 
+BIG = blocks_of(1, 3 * SLICE_BYTES // 4096 + 1, 4096)
+
+
+def taken(tmp_path: Path) -> list[Path]:
+    return list(tmp_path.rglob("*.pull"))
+
+
+async def turns(n: int) -> None:
+    """Let the loop turn some times."""
+    for _ in range(n):
+        reached = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(reached.set_result, None)
+        await reached
+
+
+class Turns:
+    """Counts the turns of the loop, as the streams beside a pull would get them."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self._loop = asyncio.get_running_loop()
+        self._next()
+
+    def _next(self) -> None:
+        self.n += 1
+        self._handle = self._loop.call_soon(self._next)
+
+    def stop(self) -> None:
+        self._handle.cancel()
+
+
+async def outcome(
+    transport: SharedMemoryTransport, descriptor: bytes
+) -> tuple[Blocks | KvTransferError, int]:
+    """How a pull ends, and how many turns of the loop went by until then."""
+    done: asyncio.Future[Blocks | KvTransferError] = asyncio.get_running_loop().create_future()
+    counted = Turns()
+    transport.pull(descriptor, done.set_result)
+    result = await done
+    counted.stop()
+    return result, counted.n
+
+
+def test_many_blocks_are_read_in_slices_between_which_others_run(
+    prefill: SharedMemoryTransport, decode: SharedMemoryTransport
+) -> None:
+    async def scenario() -> None:
+        result, n_turns = await outcome(decode, prefill.export(7, BIG))
+        assert isinstance(result, np.ndarray)
+        assert np.array_equal(result, BIG)
+        assert n_turns >= 4
+        assert prefill.acks() == [7]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"), [("change", "corrupted"), ("cut", "truncated while it was read")]
+)
+def test_damage_in_a_later_slice_is_noticed(
+    prefill: SharedMemoryTransport,
+    decode: SharedMemoryTransport,
+    tmp_path: Path,
+    damage: str,
+    message: str,
+) -> None:
+    async def scenario() -> None:
+        results: list[Blocks | KvTransferError] = []
+        decode.pull(prefill.export(7, BIG), results.append)
+        with taken(tmp_path)[0].open("r+b") as file:
+            if damage == "cut":
+                file.truncate(SLICE_BYTES * 2)
+            else:
+                file.seek(SLICE_BYTES * 2)
+                byte = file.read(1)[0]
+                file.seek(SLICE_BYTES * 2)
+                file.write(bytes([byte ^ 1]))
+        await turns(20)
+        (result,) = results
+        assert isinstance(result, KvIntegrity)
+        assert message in str(result)
+        assert prefill.acks() == [7]
+
+    run(scenario)
+
+
+def test_closing_ends_every_pull_once_and_leaves_nothing_of_it(
+    prefill: SharedMemoryTransport, decode: SharedMemoryTransport, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        results: list[Blocks | KvTransferError] = []
+        for session in (7, 8):
+            decode.pull(prefill.export(session, BIG), results.append)
+        assert prefill.acks() == []
+        decode.close()
+        assert [str(result) for result in results] == ["transport is closed"] * 2
+        await turns(20)
+        assert len(results) == 2
+        assert taken(tmp_path) == []
+        assert prefill.acks() == [7, 8]
+
+    run(scenario)
+
+
+def test_a_pull_may_close_its_transport(
+    prefill: SharedMemoryTransport, decode: SharedMemoryTransport
+) -> None:
+    async def scenario() -> None:
+        ended = asyncio.Event()
+
+        def done(_: object) -> None:
+            decode.close()
+            ended.set()
+
+        decode.pull(prefill.export(7, BIG), done)
+        await ended.wait()
+
+    run(scenario)
+
+
+def test_a_file_renamed_during_the_listing_is_not_taken_for_pulled(
+    prefill: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill.export(7, blocks())
+    monkeypatch.setattr(os, "listdir", lambda _: ["lock"])
+    assert prefill.acks() == []
+
+
+def test_acknowledgements_of_many_sessions_take_one_look(
+    prefill: SharedMemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for session in range(50):
+        prefill.export(session, blocks())
+
+    looks: list[Path] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "exists", lambda path: looks.append(path) is None)
+        assert prefill.acks() == []
+    assert looks == []
+
+
+def test_an_export_that_cannot_be_tidied_up_is_refused_all_the_same(
+    prefill: SharedMemoryTransport, tmp_path: Path
+) -> None:
+    (folder,) = (path.parent for path in tmp_path.rglob("lock"))
+    (folder / "7.part").mkdir()
+    with pytest.raises(KvTransferError, match="session 7: cannot write blocks"):
+        prefill.export(7, blocks())
+
+
 def test_a_closed_transport_offers_nothing(tmp_path: Path, decode: SharedMemoryTransport) -> None:
     owner = SharedMemoryTransport(tmp_path)
     descriptor = owner.export(7, blocks())
@@ -246,3 +401,33 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(KvUnavailable, match="is not a directory of this user"):
         SharedMemoryTransport(tmp_path)
     assert list(elsewhere.iterdir()) == []
+
+
+def test_what_a_crashed_start_left_is_swept_by_the_next_start(tmp_path: Path) -> None:
+    """It has died between any two steps of making its directory."""
+    base = base_of(tmp_path)
+    for name, has_lock in (("a" * 32, False), ("b" * 32, True)):
+        (base / name).mkdir(parents=True)
+        if has_lock:
+            (base / name / "lock").touch()
+    transport = SharedMemoryTransport(tmp_path)
+    (path,) = base.iterdir()
+    assert path.name not in {"a" * 32, "b" * 32}
+    transport.close()
+
+
+def test_a_base_that_cannot_be_used_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the directory of a transport cannot be made: the disk is full or read-only."""
+    base = base_of(tmp_path)
+    make = Path.mkdir
+
+    def refuse(path: Path, mode: int = 0o777, **options: bool) -> None:
+        if path.parent == base:
+            raise OSError(28, "No space left on device")
+        make(path, mode, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(KvUnavailable, match="No space left"):
+        SharedMemoryTransport(tmp_path)

@@ -65,7 +65,6 @@ def test_an_idle_engines_last_row_runs_nothing() -> None:
     assert idle == oe.LoadInfo(
         running_requests=0,
         queued_requests=0,
-        used_kv_blocks=7,
         total_kv_blocks=100,
         running_tokens=0,
         waiting_tokens=0,
@@ -85,6 +84,23 @@ def test_ranks_are_added_up_once_all_are_known() -> None:
 
 def test_what_the_engine_holds_now_beats_the_last_row() -> None:
     assert load({0: row()}, used_blocks=3).used_kv_blocks == 3
+    (rank,) = rank_loads({0: row()}, n_ranks=1, n_live=1, blocks_per_rank=None, used_blocks=3)
+    assert rank.used_kv_blocks == 3
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_an_idle_engines_last_row_does_not_say_which_blocks_are_in_use(n_ranks: int) -> None:
+    """Those of the requests it was about are free by now; only the engine can say."""
+    rows = {rank: row() for rank in range(n_ranks)}
+    idle = {"n_ranks": n_ranks, "n_live": 0}
+    assert not load(rows, **idle).HasField("used_kv_blocks")
+    assert load(rows, **idle, used_blocks=0).used_kv_blocks == 0
+    for rank in rank_loads(rows, **idle, blocks_per_rank=None):
+        assert not rank.HasField("used_kv_blocks")
+    said = rank_loads(rows, **idle, blocks_per_rank=None, used_blocks=5)
+    # The count is of all ranks together.
+    assert [rank.HasField("used_kv_blocks") for rank in said] == [n_ranks == 1] * n_ranks
+    assert said[0].used_kv_blocks == (5 if n_ranks == 1 else 0)
 
 
 def test_each_rank_says_what_is_known_of_it() -> None:
@@ -101,7 +117,7 @@ def test_each_rank_says_what_is_known_of_it() -> None:
     )
     (idle,) = rank_loads({0: row()}, n_ranks=1, n_live=0, blocks_per_rank=None)
     assert (idle.running_requests, idle.queued_requests, idle.decode_batch_size) == (0, 0, 0)
-    assert (idle.used_kv_blocks, idle.total_kv_blocks) == (7, 100)
+    assert (idle.HasField("used_kv_blocks"), idle.total_kv_blocks) == (False, 100)
 
 
 @pytest.mark.parametrize("odd", [None, "4", 1.5, -1, True, [1]])

@@ -2,8 +2,18 @@
 
 import pytest
 
+from slagate.workers.sim_llm import SimLLM
 from slagate.workers.sim_request import RequestError, SamplingParams
-from support.sim_llm import Pair, expected, llm, n_timers, prompt_of, tokens_of
+from support.sim_llm import (
+    CONTEXT_ONLY,
+    Pair,
+    expected,
+    llm,
+    n_timers,
+    prompt_of,
+    tokens_of,
+    virtual_loop,
+)
 from support.virtual_loop import run
 
 
@@ -24,6 +34,50 @@ def test_a_fatal_error_ends_every_request_and_the_engine(pair: Pair) -> None:
         with pytest.raises(RuntimeError, match="bus error"):
             engine.generate_async([1])
         assert (engine.used_blocks, engine.n_parked, n_timers()) == (0, 0, 0)
+
+    run(scenario)
+
+
+def fails(*_: object) -> None:
+    raise LookupError("no such thing")
+
+
+def ended(engine: SimLLM) -> bool:
+    """Whether it says that it is dead and holds nothing; forgets that the loop was told of it."""
+    (failure,) = virtual_loop().failures
+    assert isinstance(failure["exception"], LookupError)
+    virtual_loop().failures.clear()
+    return not engine._check_health() and (engine.n_running, n_timers()) == (0, 0)
+
+
+def test_an_unexpected_error_in_a_handoff_ends_the_engine_and_not_in_silence(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        engine = pair.prefill
+        other = engine.generate_async(prompt_of(50), streaming=True)
+        await anext(other)
+        monkeypatch.setattr(pair.transports[0], "export", fails)
+        result = engine.generate_async(prompt_of(50, 2), disaggregated_params=CONTEXT_ONLY)
+        for each in (result, other):
+            with pytest.raises(LookupError, match="no such thing"):
+                await each
+        assert ended(engine)
+
+    run(scenario)
+
+
+def test_an_unexpected_error_at_admission_ends_the_engine_too(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        prompt = prompt_of(50)
+        params = await pair.hand_off(prompt)
+        monkeypatch.setattr(pair.transports[1], "pull", fails)
+        with pytest.raises(LookupError, match="no such thing"):
+            await pair.resume(prompt, params)
+        assert pair.prefill.release_session(params.ctx_request_id or 0)
+        assert ended(pair.decode)
 
     run(scenario)
 

@@ -106,6 +106,19 @@ def test_an_uncollected_handoff_expires(pair: Pair) -> None:
     run(scenario)
 
 
+def test_each_handoff_expires_in_its_own_time(pair: Pair) -> None:
+    async def scenario() -> None:
+        start_s = asyncio.get_running_loop().time()
+        for i in range(4):
+            await until(start_s + 10.0 * i)
+            await pair.hand_off(prompt_of(50, i))
+        for n_expired in range(5):
+            await until(start_s + 55.0 + 10.0 * n_expired)
+            assert (pair.prefill.n_expired, pair.prefill.n_parked) == (n_expired, 4 - n_expired)
+
+    run(scenario)
+
+
 def test_a_parked_session_can_be_released_once(pair: Pair) -> None:
     async def scenario() -> None:
         prompt = prompt_of(50)

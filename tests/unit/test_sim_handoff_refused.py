@@ -1,10 +1,14 @@
 """The TensorRT-LLM double: handoffs that do not fit the request, the worker or their own bytes."""
 
+import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slagate.workers.kv_slices import Slices
+from slagate.workers.sim_llm import SimLLM
 from slagate.workers.sim_request import RequestError
 from support.sim_llm import VOCAB, Pair, expected, llm, prompt_of, tokens_of
 from support.virtual_loop import run
@@ -108,5 +112,63 @@ def test_workers_of_unequal_block_size_or_vocabulary_do_not_pair(
         with pytest.raises(RequestError, match=message):
             await other.generate_async(prompt, disaggregated_params=params)
         pair.prefill.shutdown()
+
+    run(scenario)
+
+
+BIG = {"kv_block_bytes": 65_536}
+"""16 blocks, 512 tokens, make a slice."""
+
+
+def check_of(engine: SimLLM) -> Slices:
+    pulls = engine._engine._pulls
+    assert pulls is not None
+    return pulls._slices
+
+
+async def turn() -> None:
+    reached = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(reached.set_result, None)
+    await reached
+
+
+@pytest.mark.parametrize(("position", "message"), [(-1, "1 of 63"), (1000, "32 of 63")])
+def test_a_wrong_block_is_found_in_a_later_slice_of_the_check(
+    tmp_path: Path, position: int, message: str
+) -> None:
+    async def scenario() -> None:
+        pair = Pair(tmp_path, **BIG)
+        params = await pair.hand_off(prompt_of(2000))
+        other = prompt_of(2000)
+        other[position] += 1
+        first = 62 if position == -1 else 31
+        refused = await pair.refused(other, params)
+        assert f"{message} blocks do not hold this prompt, first block {first}" in refused
+        assert pair.decode.kv_verify_failures == 1
+        await pair.blocks_come_back()
+
+    run(scenario)
+
+
+def test_others_run_between_the_slices_of_a_check_and_its_end_may_come_before(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        pair = Pair(tmp_path, **BIG)
+        prompt = prompt_of(2000)
+        result = pair.resume(prompt, await pair.hand_off(prompt))
+        n_turns = 0
+        while n_turns < 2:
+            await turn()
+            n_turns += bool(check_of(pair.decode)._waiting)
+        assert pair.decode.inject_request_error(result.request_id, "bad weather")
+        with pytest.raises(RequestError, match="bad weather"):
+            await result
+        assert not check_of(pair.decode)._waiting
+        await pair.blocks_come_back()
+        assert (pair.decode.kv_transfer_failures, pair.decode.used_blocks) == (0, 0)
+        again = pair.resume(prompt, await pair.hand_off(prompt))
+        assert await tokens_of(again) == expected(prompt, 32)
+        await pair.blocks_come_back()
 
     run(scenario)

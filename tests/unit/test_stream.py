@@ -1,7 +1,7 @@
 import anyio
 import grpc
 
-from slagate.workers.stream import BufferedSink
+from slagate.workers.stream import BufferedSink, Gate
 from slagate.workers.worker import OK, Status
 from support.virtual_loop import run
 
@@ -106,5 +106,28 @@ def test_an_owner_is_told_of_each_message_although_nobody_reads() -> None:
         await sink.next()
         sink.end()
         assert seen == [3, 3, 5]
+
+    run(main)
+
+
+def test_a_gate_closed_again_in_the_turn_in_which_it_opened_holds() -> None:
+    async def main() -> None:
+        gate = Gate()
+        passed: list[str] = []
+
+        async def producer() -> None:
+            await gate.wait()
+            passed.append("through")
+
+        gate.pause()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(producer)
+            await anyio.wait_all_tasks_blocked()
+            gate.resume()
+            gate.pause()
+            await anyio.wait_all_tasks_blocked()
+            assert passed == []
+            gate.resume()
+        assert passed == ["through"]
 
     run(main)

@@ -13,6 +13,7 @@ from slagate.workers.trtllm_output import (
     HiddenStop,
     OutputCursor,
     OutputForm,
+    Overlap,
     prompt_output,
     token_info,
 )
@@ -56,7 +57,7 @@ def test_nothing_is_shown_that_the_last_result_takes_back(
 ) -> None:
     """As an engine: it ends where the newest tokens are a stop, and cuts that off."""
     hidden = tuple(HiddenStop(text_of(stop).strip(), tuple(stop)) for stop in stops)
-    form = OutputForm(has_text=True, hidden_stops=hidden, text_of=text_of)
+    form = OutputForm(has_text=True, hidden_stops=hidden)
     steps = []
     final = generated
     for n in range(1, len(generated) + 1):
@@ -84,6 +85,41 @@ def test_only_what_may_become_a_stop_is_held_back() -> None:
         [1, 0],
         [0],
     ]
+
+
+@given(st.text("ab", min_size=1, max_size=8), st.lists(st.text("ab", max_size=4), max_size=12))
+def test_an_overlap_is_the_longest_beginning_of_a_stop(stop: str, parts: list[str]) -> None:
+    overlap, text = Overlap(stop), ""
+    for part in parts:
+        text += part
+        lengths = [n for n in range(len(stop)) if text.endswith(stop[:n])]
+        assert overlap.follow(text) == max(lengths)
+
+
+class Counted(str):
+    """A character that counts how often it is compared."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+    n_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.n_compared += 1
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+@pytest.mark.parametrize("stop", ["a" * 1000 + "c", "b" + "a" * 1000, ("a" * 9 + "b") * 100])
+def test_what_a_stop_costs_does_not_grow_with_its_length(stop: str) -> None:
+    """However alike the answer and the stop are: a few comparisons a character."""
+    Counted.n_compared = 0
+    overlap = Overlap([Counted(one) for one in stop])
+    text = ["a"] * 3000
+    for n in range(1, len(text) + 1):
+        overlap.follow(text[:n])
+    assert 0 < Counted.n_compared < 4 * (len(text) + len(stop))
 
 
 def test_half_a_character_is_waited_for() -> None:

@@ -7,7 +7,15 @@ from typing import Any
 import anyio
 import pytest
 
-from slagate.workers.trtllm_poll import EVENT_PACE, LINGER_S, SLICE, Activity, NewestRows, Poller
+from slagate.workers.trtllm_poll import (
+    EVENT_PACE,
+    LINGER_S,
+    ROW_WORK,
+    TURN_WORK,
+    Activity,
+    NewestRows,
+    Poller,
+)
 from support import virtual_loop
 from support.sim_llm import n_timers, until
 
@@ -99,19 +107,20 @@ def test_an_idle_engine_is_left_alone_until_the_next_request() -> None:
 
 
 def test_what_is_left_is_read_although_the_engine_is_idle() -> None:
-    """A slice at a time, with everybody else's turn in between."""
+    """A turn's worth at a time, with everybody else's turn in between."""
+    n_items = 3 * TURN_WORK // ROW_WORK + 1
 
     async def scenario(activity: Activity, source: Source, _: Poller) -> None:
         activity.started()
         activity.answered()
         activity.ended()
-        source.queue += range(3 * SLICE + 1)
+        source.queue += range(n_items)
         others_turns = 0
         while source.queue:
             others_turns += 1
             await anyio.lowlevel.checkpoint()
         await until(2.0)
-        assert source.taken == list(range(3 * SLICE + 1))
+        assert source.taken == list(range(n_items))
         assert others_turns > 3
 
     play(scenario)
@@ -137,7 +146,7 @@ def test_an_error_is_counted_and_what_came_before_it_is_kept(
 
 
 @pytest.mark.parametrize("as_awaitable", [True, False])
-def test_an_answer_that_is_no_iterator_is_passed_on_whole(*, as_awaitable: bool) -> None:
+def test_an_answer_that_is_no_iterator_is_passed_on_too(*, as_awaitable: bool) -> None:
     """KV-04: the annotation and the answers of versions differ."""
 
     async def later() -> object:
@@ -148,7 +157,7 @@ def test_an_answer_that_is_no_iterator_is_passed_on_whole(*, as_awaitable: bool)
         poller = Poller(
             "events",
             lambda: later() if as_awaitable else [["e1"], ["e2"]],
-            taken.append,
+            taken.extend,
             pace=EVENT_PACE,
             activity=activity,
         )
@@ -158,7 +167,108 @@ def test_an_answer_that_is_no_iterator_is_passed_on_whole(*, as_awaitable: bool)
             activity.answered()
             await until(0.001)
             tasks.cancel_scope.cancel()
-        assert taken == [[["e1"], ["e2"]]]
+        # (It polls until it is cancelled.)
+        assert taken[:2] == ["e1", "e2"]
+
+    virtual_loop.run(main)
+
+
+WEIGHTS = {"small": 1000, "large": 50_000}
+
+
+class Turns:
+    """What a poll's answer is passed on as: the parts, and the turn of the loop in which each came."""
+
+    def __init__(self, answer: object) -> None:
+        self.parts: list[list[str]] = []
+        self.turns: list[int] = []
+        self.n_turns = 0
+        self.answer = answer
+
+    @property
+    def taken(self) -> list[str]:
+        return [name for part in self.parts for name in part]
+
+    def take(self, part: list[Any]) -> None:
+        self.parts.append([str(name) for name in part])
+        self.turns.append(self.n_turns)
+
+    async def run(self, *, n_turns: int = 1000) -> None:
+        """One poll, whatever comes of it, and at most as many turns of the loop."""
+        activity = Activity()
+        poller = Poller(
+            "events",
+            lambda: self.answer,
+            self.take,
+            pace=EVENT_PACE,
+            activity=activity,
+            work=lambda name: WEIGHTS[name.split("-")[0]],
+        )
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(poller.run)
+            activity.started()
+            activity.answered()
+            for self.n_turns in range(n_turns):
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+
+
+async def _in_turn(*items: object, error: Exception | None = None) -> AsyncIterator[object]:
+    for item in items:
+        yield item
+    if error is not None:
+        raise error
+
+
+def many(n: int) -> list[str]:
+    return [f"small-{i}" for i in range(n)]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_kv_04_a_turn_of_the_loop_takes_a_bounded_amount_of_work(*, nested: bool) -> None:
+    """KV-04: also of a version whose items are lists of events, each of which may be a long chain."""
+
+    async def main() -> None:
+        events = [*many(100), "large-1", "large-2", *many(50)]
+        turns = Turns(_in_turn(events) if nested else _in_turn(*events))
+        await turns.run()
+        assert turns.taken == events
+        weights = [sum(WEIGHTS[one.split("-")[0]] for one in part) for part in turns.parts]
+        lone = [["large-1"], ["large-2"]]
+        assert [p for p in turns.parts if p in lone] == lone
+        assert all(
+            weight <= TURN_WORK
+            for weight, part in zip(weights, turns.parts, strict=True)
+            if part not in lone
+        )
+        # Few parts, as each is a batch, and never two in one turn.
+        assert len(turns.parts) == 4 + 2 + 2
+        assert len(set(turns.turns)) == len(turns.parts)
+
+    virtual_loop.run(main)
+
+
+def test_whatever_was_read_is_passed_on_when_the_poll_fails_half_way() -> None:
+    async def main() -> None:
+        events = many(100)
+        turns = Turns(_in_turn(events[:90], *events[90:], error=OSError("gone")))
+        await turns.run()
+        assert turns.taken == events
+
+    virtual_loop.run(main)
+
+
+@pytest.mark.parametrize("n_turns", range(1, 8))
+def test_whatever_was_read_is_passed_on_when_the_worker_is_cancelled(n_turns: int) -> None:
+    """Between any two of the parts; an engine says everything once."""
+
+    async def main() -> None:
+        events = many(200)
+        turns = Turns(_in_turn(events))
+        await turns.run(n_turns=n_turns)
+        # (Without a turn of its own the poller has read nothing.)
+        assert turns.taken == (events if turns.parts else [])
+        assert turns.parts or n_turns == 1
 
     virtual_loop.run(main)
 
@@ -166,7 +276,7 @@ def test_an_answer_that_is_no_iterator_is_passed_on_whole(*, as_awaitable: bool)
 def test_rows_are_kept_by_rank_the_newest_wins() -> None:
     rows = NewestRows(2)
     rows.take([{"attentionDpRank": 0, "iter": 1}, {"attentionDpRank": 1, "iter": 1}])
-    rows.take([[{"attentionDpRank": 1, "iter": 2}], None, 7, {"attentionDpRank": 2}, {"iter": 9}])
+    rows.take([{"attentionDpRank": 1, "iter": 2}, None, 7, {"attentionDpRank": 2}, {"iter": 9}])
     assert {rank: row["iter"] for rank, row in rows.of_rank.items()} == {0: 1, 1: 2}
     unnamed = NewestRows(1)
     unnamed.take([{"iter": 3}])

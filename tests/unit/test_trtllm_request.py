@@ -13,7 +13,9 @@ from slagate.workers.errors import Refused
 from slagate.workers.trtllm_engine import Engine
 from slagate.workers.trtllm_handoffs import Handoffs
 from slagate.workers.trtllm_info import WorkerIdentity
+from slagate.workers.trtllm_output import MAX_PROMPT_ENTRIES
 from slagate.workers.trtllm_request import EngineRequest, parse_leg
+from slagate.workers.trtllm_sampling import MAX_STOP_TEXT_BYTES
 from slagate.workers.worker import Metadata
 from support.builders import MODEL, request, session
 
@@ -194,3 +196,47 @@ def test_decode_does_not_ask_for_the_prompts_logprobs_again() -> None:
     leg.kv.session.CopyFrom(session())
     parsed = parse(leg, role=oe.ENGINE_ROLE_DECODE)
     assert (parsed.sampling.prompt_logprobs, parsed.sampling.logprobs) == (None, 1)
+
+
+def with_tokenizer() -> Engine:
+    def generate_async(inputs: Any, sampling_params: Any = None) -> None:
+        raise AssertionError("the engine must not see it")
+
+    made = engine(generate_async)
+    made.tokenizer = SimpleNamespace(encode=lambda text, **_: list(text.encode()))
+    return made
+
+
+def stopping(*texts: str) -> oe.GenerateRequest:
+    conditions = [oe.StopCondition(stop_text=text) for text in texts]
+    return changed(stopping=oe.StoppingOptions(conditions=conditions))
+
+
+def test_a_stop_text_has_a_limit_in_bytes() -> None:
+    at = "\u00e9" * (MAX_STOP_TEXT_BYTES // 2)
+    assert parse(stopping("a", at), on=with_tokenizer()).sampling.stop == ["a", at]
+    code, message = refusal(stopping("a", at + "a"), on=with_tokenizer())
+    assert code is Code.INVALID_ARGUMENT
+    assert message.startswith("stopping.conditions: ")
+
+
+def test_prompt_logprobs_over_the_limit_are_refused_before_they_are_made() -> None:
+    on = engine(max_seq_len=10**6)
+
+    def asking(n_tokens: int, top_n: int) -> oe.GenerateRequest:
+        response = oe.ResponseOptions(return_prompt_logprobs=True)
+        response.prompt_candidates.top_n = top_n
+        return changed(token_ids=oe.TokenIds(ids=[7] * n_tokens), response=response)
+
+    n_own = len(request().token_ids.ids)
+    for top_n in (0, 9):
+        fits = MAX_PROMPT_ENTRIES // (top_n + 1) - n_own
+        assert parse(asking(fits, top_n), on=on).form.prompt_top_n == top_n
+        code, message = refusal(asking(fits + 1, top_n), on=on)
+        assert code is Code.INVALID_ARGUMENT
+        assert message.startswith("response.prompt_candidates: ")
+
+
+def test_a_minimum_over_the_budget_is_the_budget() -> None:
+    leg = changed(stopping=oe.StoppingOptions(max_tokens=5, min_tokens=2**32 - 1))
+    assert parse(leg).sampling.min_tokens == 5

@@ -9,9 +9,10 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.trtllm_handoffs import Handoffs
-from slagate.workers.trtllm_output import OutputForm
+from slagate.workers.trtllm_output import MAX_PROMPT_ENTRIES, OutputForm
 from slagate.workers.trtllm_request import EngineRequest
 from slagate.workers.trtllm_stream import EngineStream
+from slagate.workers.worker import Status
 from support import virtual_loop
 from support.engine_result import Result
 from support.sinks import KeepingSink
@@ -164,10 +165,81 @@ def test_too_many_prompt_logprobs_are_an_error_of_the_request() -> None:
     class Huge(Result):
         async def __aiter__(self) -> AsyncIterator[Result]:
             # One entry of the size is as good as a thousand of a thousand.
-            self.outputs[0].prompt_logprobs = [dict.fromkeys(range(1_000_001), -1.0)]
+            self.outputs[0].prompt_logprobs = [dict.fromkeys(range(MAX_PROMPT_ENTRIES + 1), -1.0)]
             yield self
 
     sink, _, _ = play("context_and_generation", (result := Huge(tokens=[3])), prompt_top_n=1)
     assert sink.events == ["error"]
     assert sink.messages[0].error.code == oe.ERROR_CODE_INVALID_ARGUMENT
     assert result.n_aborts == 1
+
+
+class BrokenSink(KeepingSink):
+    def message(self, data: bytes, /) -> None:
+        raise RuntimeError("nobody takes it")
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_sink_that_takes_nothing_ends_its_own_leg_only(*, ends: bool) -> None:
+    class Sink(BrokenSink):
+        def end(self, status: Status, /) -> None:
+            super().end(status)
+            if not ends:
+                raise RuntimeError("nor the end")
+
+    async def main() -> None:
+        sink, result = Sink(), Result(tokens=[3])
+        stream = EngineStream(sink, handoffs([]))
+        stream.start(result, leg("context_and_generation"), timeout_s=None)
+        await stream.pump()
+        assert sink.code is grpc.StatusCode.INTERNAL
+        assert result.n_aborts == 1
+
+    virtual_loop.run(main)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("cannot open \udcff", "cannot open ?"), ("", "RuntimeError")]
+)
+def test_any_text_of_an_error_is_sent(text: str, shown: str) -> None:
+    async def main() -> None:
+        sink = KeepingSink()
+        stream = EngineStream(sink, handoffs([]))
+        stream.start(Result(tokens=[]), leg("context_and_generation"), timeout_s=None)
+        stream.fail(RuntimeError(text))
+        assert (sink.events, sink.messages[0].error.message) == (["error"], shown)
+        assert sink.code is grpc.StatusCode.OK
+
+    virtual_loop.run(main)
+
+
+TRANSFER, WRONG = oe.ERROR_CODE_KV_TRANSFER_FAILED, oe.ERROR_CODE_INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "code"),
+    [
+        ("context_only", "KV transfer failed: the pool is full", TRANSFER),
+        ("context_only", "Error in kv cache transfer for context requests", TRANSFER),
+        ("context_only", "a fault of its own", oe.ERROR_CODE_INTERNAL),
+        ("generation_only", "KV transfer failed: no such session", TRANSFER),
+        ("generation_only", "a peer is gone", TRANSFER),
+        ("generation_only", "5999 tokens never fit a KV cache of 2048 tokens", WRONG),
+        ("context_and_generation", "5999 tokens never fit a KV cache of 2048 tokens", WRONG),
+        ("context_and_generation", "a fault of its own", oe.ERROR_CODE_INTERNAL),
+    ],
+)
+def test_an_error_of_the_engine_is_what_its_words_say(
+    kind: str, text: str, code: oe.ErrorCode.ValueType
+) -> None:
+    """Only what is about the transfer may go better with another worker."""
+
+    async def main() -> None:
+        sink = KeepingSink()
+        stream = EngineStream(sink, handoffs([]))
+        stream.start(Result(tokens=[]), leg(kind), timeout_s=None)
+        stream.fail(RuntimeError(text))
+        error = sink.messages[0].error
+        assert (error.code, error.retryable) == (code, code == TRANSFER)
+
+    virtual_loop.run(main)

@@ -1,6 +1,7 @@
 """`TrtllmWorker` over engines that the double is not: older ones, and results that cannot be read."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,10 @@ import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers import sim_request
+from slagate.workers import sim_request, trtllm
 from slagate.workers.errors import WorkerError
 from slagate.workers.trtllm import TrtllmWorker
+from slagate.workers.trtllm_handoffs import Handoffs
 from slagate.workers.trtllm_info import WorkerIdentity
 from slagate.workers.worker import Metadata
 from support import virtual_loop
@@ -319,6 +321,77 @@ def test_a_probe_that_fails_degrades(error: Exception) -> None:
     play(scenario, OldEngine(Failing(tokens=[3])))
 
 
+def test_a_probe_that_is_given_up_is_not_left_in_the_engine() -> None:
+    """Else each health check would add a request to the queue of an engine that hangs."""
+
+    class Hung(Result):
+        async def aresult(self) -> "Hung":
+            await anyio.Event().wait()
+            return self
+
+    async def scenario(worker: TrtllmWorker) -> None:
+        for result in results[:2]:
+            health = await worker.health(oe.HealthRequest(include_inference_probe=True))
+            assert health.state == oe.HEALTH_STATE_DEGRADED
+            assert result.n_aborts == 1
+        with anyio.move_on_after(1.0):
+            await worker.health(oe.HealthRequest(include_inference_probe=True))
+
+    results = [Hung(tokens=[3]) for _ in range(3)]
+    play(scenario, OldEngine(*results))
+    # The last one was under way when the worker ended.
+    assert [result.n_aborts for result in results] == [1, 1, 1]
+
+
+def test_a_probe_that_got_its_token_aborts_nothing() -> None:
+    class Quick(Result):
+        async def aresult(self) -> "Quick":
+            return self
+
+    async def scenario(worker: TrtllmWorker) -> None:
+        health = await worker.health(oe.HealthRequest(include_inference_probe=True))
+        assert health.state == oe.HEALTH_STATE_READY
+
+    result = Quick(tokens=[3])
+    play(scenario, OldEngine(result))
+    assert result.n_aborts == 0
+
+
+def test_an_id_that_is_used_again_is_remembered_as_long_as_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trtllm, "REMEMBERED_IDS", 2)
+
+    async def scenario(worker: TrtllmWorker) -> None:
+        for request_id in ("a", "b", "a", "c"):
+            await answer(worker, request_id)
+            await anyio.wait_all_tasks_blocked()
+        aborted = await worker.abort(oe.AbortRequest(request_id="a"))
+        assert aborted.status == oe.ABORT_STATUS_ALREADY_FINISHED
+        with pytest.raises(WorkerError):
+            await worker.abort(oe.AbortRequest(request_id="b"))
+
+    play(scenario, OldEngine(*[Result(tokens=[3]) for _ in range(4)]))
+
+
+def test_a_session_counts_as_parked_until_the_engine_has_let_it_go() -> None:
+    class StuckError(Exception):
+        pass
+
+    def stuck(session_id: int) -> bool:
+        raise StuckError(session_id)
+
+    async def main() -> None:
+        for release, left in ((None, 1), (lambda _: False, 0), (lambda _: True, 0), (stuck, 1)):
+            handoffs = Handoffs(backend="NIXL", limit_s=60.0, release=release)
+            handoffs.park(Result(ctx_request_id=7, tokens=[3]).params, rank=None)
+            with suppress(StuckError):
+                assert handoffs.release(7) == (release is not None and left == 0 and release(7))
+            assert handoffs.n_parked == left
+
+    virtual_loop.run(main)
+
+
 def test_disagg_09_sessions_nobody_can_count_are_counted_until_their_limit() -> None:
     """DISAGG-09: an engine that cannot say what it holds, and no word when a session is collected."""
 
@@ -348,3 +421,44 @@ def test_disagg_09_sessions_nobody_can_count_are_counted_until_their_limit() -> 
     engine = OldEngine(Result(ctx_request_id=7, tokens=[3]), Result(ctx_request_id=8, tokens=[3]))
     engine.args.cache_transceiver_config = {"kv_transfer_timeout_ms": 30_000}
     play(scenario, engine, release_session=lambda _: True, role=oe.ENGINE_ROLE_PREFILL)
+
+
+def test_an_end_of_the_worker_is_an_error_of_its_streams() -> None:
+    """Not a bare status: what was accepted has been answered, and the answer says that it broke off."""
+
+    class Waiting(Result):
+        async def __aiter__(self) -> AsyncIterator[Result]:
+            if self.outputs[0].token_ids:
+                yield self
+            await anyio.Event().wait()
+
+    begun, silent = KeepingSink(), KeepingSink()
+
+    async def scenario(worker: TrtllmWorker) -> None:
+        for name, sink in (("r1", begun), ("r2", silent)):
+            worker.generate(request(name).SerializeToString(), (), sink, timeout_s=None)
+        await begun.at_least(1)
+
+    play(scenario, OldEngine(*(Waiting(tokens=t, finish_reason=None) for t in ([3], []))))
+    for sink, events, may_be_tried in (
+        (begun, ["token", "error"], False),
+        (silent, ["error"], True),
+    ):
+        assert (sink.code, sink.events) == (Code.OK, events)
+        error = sink.messages[-1].error
+        assert (error.code, error.retryable) == (oe.ERROR_CODE_INTERNAL, may_be_tried)
+        assert "shutting down" in error.message
+
+
+def test_one_requests_error_is_nobody_elses_whatever_it_says() -> None:
+    class Failing(Result):
+        async def __aiter__(self) -> AsyncIterator[Result]:
+            raise sim_request.RequestError("cannot open \udcff")
+            yield self
+
+    async def scenario(worker: TrtllmWorker) -> None:
+        assert (await answer(worker, "r1")).messages[-1].error.message == "cannot open ?"
+        assert (await answer(worker, "r2")).tokens == [3]
+        assert not worker.fatal.is_set()
+
+    play(scenario, OldEngine(Failing(tokens=[]), Result(tokens=[3])))
