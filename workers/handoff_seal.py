@@ -77,7 +77,7 @@ def _text(text: str) -> bytes:
     return struct.pack(">I", len(data)) + data
 
 
-def _fields(message: struct_pb2.Struct, *, without: str = "") -> bytes:
+def _fields(message: struct_pb2.Struct, *, without: str | None = None) -> bytes:
     names = sorted(name for name in message.fields if name != without)
     parts = [b"o", struct.pack(">I", len(names))]
     for name in names:

@@ -31,6 +31,9 @@ MAX_PARTIAL = 65_536
 
 _MAX_EVENT_ID = 1 << 63
 
+MAX_OLD = 64
+"""Events in a row that may be old news; one more, and the engine counts anew or an id before was wrong."""
+
 
 class Block(NamedTuple):
     """One full block: its tokens as little-endian uint32, and what else entered its hash."""
@@ -78,10 +81,11 @@ Change: TypeAlias = Stored | Removed | Moved | Cleared
 class _Rank:
     """What has to be remembered between the polls about one rank."""
 
-    __slots__ = ("is_empty", "next_id", "partial", "window", "window_is_named")
+    __slots__ = ("is_empty", "n_old", "next_id", "partial", "window", "window_is_named")
 
     def __init__(self) -> None:
         self.next_id = 0
+        self.n_old = 0  # events in a row with ids of before
         self.window = 0
         self.window_is_named = False
         self.is_empty = True  # nothing was announced since the last clearing
@@ -137,10 +141,15 @@ class KvEventNormaliser:
         if type(event_id) is not int or not 0 <= event_id < _MAX_EVENT_ID:
             unusable()
         rank = self._ranks[number]
-        if event_id < rank.next_id:
+        if event_id < rank.next_id and rank.n_old < MAX_OLD:
+            rank.n_old += 1
             unusable("old_events")
+        rank.n_old = 0
         changes: list[Change] = []
-        if event_id > rank.next_id:
+        if event_id < rank.next_id:
+            self.counts["gaps"] += 1
+            changes.append(_clear(rank, number))
+        elif event_id > rank.next_id:
             self.counts["gaps"] += 1
             self.counts["missed_events"] += event_id - rank.next_id
             changes.append(_clear(rank, number))

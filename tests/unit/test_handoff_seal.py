@@ -108,6 +108,9 @@ def test_fields_cannot_run_into_each_other() -> None:
         session(a=["b", "c"]),
         session(a=[["b"], "c"]),
         session(a={"b": "c"}),
+        # (A name that is nothing is a name.)
+        session(a={}),
+        session(a={"": None}),
         session(a="1"),
         session(a=1),
         session(a=True),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from slagate.workers.kv_event_fields import MAX_KEYS_BYTES, MAX_TEXT_BYTES
 from slagate.workers.kv_events import (
+    MAX_OLD,
     MAX_PARTIAL,
     Block,
     Change,
@@ -237,8 +238,21 @@ def test_nothing_an_engine_says_raises(data: st.DataObject) -> None:
         place = inner
     place[key] = data.draw(json_like)
     poller.normaliser.changes(events)
-    # Whatever it was, the next poll is read as ever.
-    assert hashes(poller.normaliser.changes({"event_id": 1 << 62, "data": stored(5)})) == [5]
+    # Whatever it was, the next poll is read as ever; no engine comes as far as this id.
+    last = {"event_id": (1 << 63) - 1, "data": stored(5)}
+    assert hashes(poller.normaliser.changes(last)) in ([5], [])
+    assert hashes(poller.normaliser.changes([last] * (MAX_OLD + 1))) == [5]
+
+
+def test_an_engine_that_counts_anew_is_followed_from_then_on() -> None:
+    """A few old ids are old news; a long run of them means that what was known is void."""
+    poller = Poller()
+    poller.normaliser.changes({"event_id": 1 << 40, "data": stored(1)})
+    again = [{"event_id": i, "data": stored(100 + i)} for i in range(MAX_OLD + 2)]
+    changes = poller.normaliser.changes(again)
+    assert changes[0] == Cleared(0)
+    assert hashes(changes) == [100 + MAX_OLD, 101 + MAX_OLD]
+    assert poller.normaliser.counts["old_events"] == MAX_OLD
 
 
 # --- windows ---------------------------------------------------------------------------------------
