@@ -1,5 +1,6 @@
 """What the commands of the CLI share: option types, usage errors, and running to an exit status."""
 
+import math
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, NoReturn
@@ -48,6 +49,15 @@ def run_to_exit(main_coroutine: Callable[[], Coroutine[Any, Any, int]]) -> None:
         raise
     raise typer.Exit(status)
 
+
+def finite(value: float) -> float:
+    """Refuse what `float` reads besides numbers: a limit of infinity is none. Raises `BadParameter`."""
+    if not math.isfinite(value):
+        raise typer.BadParameter("must be a finite number")
+    return value
+
+
+MAX_SECONDS = 1e6
 
 Listen = Annotated[
     Address, typer.Option(parser=_address, metavar="HOST:PORT", help="Port 0: the kernel chooses.")

@@ -6,11 +6,13 @@ from typing import Annotated
 import typer
 
 from slagate.router.command import (
+    MAX_SECONDS,
     Listen,
     LogLevel,
     Transport,
     check_transport,
     fail,
+    finite,
     run_to_exit,
     start_log,
 )
@@ -28,27 +30,37 @@ def worker(
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
     model: Annotated[str | None, typer.Option(help="Served name; default: the profile's.")] = None,
     time_scale: Annotated[
-        float, typer.Option(min=0.0, help="Engine times are multiplied by this.")
+        float, typer.Option(min=0.0, callback=finite, help="Engine times are multiplied by this.")
     ] = 1.0,
     kv_blocks: Annotated[
-        int | None, typer.Option(min=1, help="KV blocks; default: the profile's capacity.")
+        int | None,
+        typer.Option(min=1, max=100_000_000, help="KV blocks; default: the profile's capacity."),
     ] = None,
     kv_block_bytes: Annotated[
-        int, typer.Option(min=16, help="Real bytes of a simulated KV block.")
+        int, typer.Option(min=16, max=1 << 28, help="Real bytes of a simulated KV block.")
     ] = 4096,
-    max_batch_size: Annotated[int, typer.Option(min=1, help="Requests a step may run.")] = 256,
-    max_seq_len: Annotated[int, typer.Option(min=2, help="Context window, tokens.")] = 131_072,
+    max_batch_size: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Requests a step may run.")
+    ] = 256,
+    max_seq_len: Annotated[
+        int, typer.Option(min=2, max=1 << 31, help="Context window, tokens.")
+    ] = 131_072,
     attention_dp: Annotated[
         bool,
         typer.Option("--attention-dp", help="One KV cache per rank; as many ranks as --tp."),
     ] = False,
     kv_host_blocks: Annotated[
-        int, typer.Option(min=0, help="KV blocks in host memory, for what the device evicts.")
+        int,
+        typer.Option(
+            min=0, max=100_000_000, help="KV blocks in host memory, for what the device evicts."
+        ),
     ] = 0,
     kv_events: Annotated[
         int,
         typer.Option(
-            min=0, help="KV events the engine keeps until they are read; 0: it makes none."
+            min=0,
+            max=100_000_000,
+            help="KV events the engine keeps until they are read; 0: it makes none.",
         ),
     ] = sim_worker.KV_EVENTS,
     stream_interval: Annotated[
@@ -56,10 +68,22 @@ def worker(
     ] = 1,
     transport: Transport = "auto",
     kv_transfer_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that fetching one handoff may take.")
+        float,
+        typer.Option(
+            min=0.1,
+            max=MAX_SECONDS,
+            callback=finite,
+            help="Seconds that fetching one handoff may take.",
+        ),
     ] = sim_worker.KV_TRANSFER_TIMEOUT_S,
     handoff_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that a handoff is kept for decode.")
+        float,
+        typer.Option(
+            min=0.1,
+            max=MAX_SECONDS,
+            callback=finite,
+            help="Seconds that a handoff is kept for decode.",
+        ),
     ] = sim_worker.HANDOFF_TIMEOUT_S,
     handoff_key_file: Annotated[
         Path | None,
@@ -72,7 +96,10 @@ def worker(
     drain: Annotated[
         float,
         typer.Option(
-            min=0.0, help="Seconds for running requests and parked handoffs after SIGTERM."
+            min=0.0,
+            max=MAX_SECONDS,
+            callback=finite,
+            help="Seconds for running requests and parked handoffs after SIGTERM.",
         ),
     ] = 10.0,
     log_level: LogLevel = "info",

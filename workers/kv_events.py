@@ -14,6 +14,7 @@ An event passes, in this order:
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 from slagate.workers.kv_event_fields import (
@@ -146,12 +147,9 @@ class KvEventNormaliser:
             unusable("old_events")
         rank.n_old = 0
         changes: list[Change] = []
-        if event_id < rank.next_id:
+        if event_id != rank.next_id:
             self.counts["gaps"] += 1
-            changes.append(_clear(rank, number))
-        elif event_id > rank.next_id:
-            self.counts["gaps"] += 1
-            self.counts["missed_events"] += event_id - rank.next_id
+            self.counts["missed_events"] += max(0, event_id - rank.next_id)
             changes.append(_clear(rank, number))
         rank.next_id = event_id + 1
         try:
@@ -166,11 +164,13 @@ class KvEventNormaliser:
     ) -> None:
         data, window = event.get("data"), event.get("window_size")
         if not isinstance(data, dict):
+            changes += _lost(rank, number)
             unusable()
         kind = data.get("type")
         is_created = kind == "created"
         if window is not None:
             if type(window) is not int:
+                changes += [] if kind == "stored" else _lost(rank, number)
                 unusable()
             if window > rank.window and (is_created or not rank.window_is_named):
                 rank.window = window
@@ -192,7 +192,11 @@ class KvEventNormaliser:
             unusable()
 
     def _stored(self, data: dict[str, Any], rank: _Rank, number: int) -> list[Stored]:
-        """One change per run of blocks on one level; none when no full block leads the event."""
+        """One change per run of blocks on one level; none when no full block leads the event.
+
+        A block that cannot be told ends the chain: those in front of it are as good as ever, and the
+        engine will not announce them again.
+        """
         parent = data.get("parent_hash")
         parent = None if parent is None else hash_of(parent)
         lora_name = text_of(data.get("lora_name"))
@@ -204,23 +208,25 @@ class KvEventNormaliser:
             tokens = list_of(entry.get("tokens"))
             if len(tokens) > self._block_tokens:
                 unusable("dropped_events")
-            hash_ = entry.get("block_hash")
-            # Whatever comes after a block that is left out would have no parent.
-            if hash_ is None:
-                self.counts["decode_errors"] += 1
+            try:
+                hash_ = hash_of(entry.get("block_hash"))
+                if len(tokens) < self._block_tokens:
+                    self._remember_partial(rank, hash_)
+                    break
+                level = entry.get("cache_level", 0)
+                if not _is_level(level):
+                    unusable("dropped_events")
+                salt = text_of(entry.get("cache_salt"))
+                block = Block(hash_, *content_of(tokens, entry.get("mm_keys")))
+            except UnusableError as error:
+                # Whatever comes after a block that is left out would have no parent.
+                self.counts[str(error)] += 1
                 break
-            hash_ = hash_of(hash_)
-            if len(tokens) < self._block_tokens:
-                self._remember_partial(rank, hash_)
-                break
-            level = entry.get("cache_level", 0)
-            if not _is_level(level):
-                unusable("dropped_events")
-            salts.add(text_of(entry.get("cache_salt")))
+            salts.add(salt)
             rank.partial.pop(hash_, None)
             if not runs or runs[-1][0] != level:
                 runs.append((level, []))
-            runs[-1][1].append(Block(hash_, *content_of(tokens, entry.get("mm_keys"))))
+            runs[-1][1].append(block)
         salts.discard("")
         if len(salts) > 1:
             unusable("dropped_events")
@@ -249,18 +255,22 @@ class KvEventNormaliser:
                 hash_ = hash_of(value)
             except UnusableError as error:
                 self.counts[str(error)] += 1
-                continue
+                return [_clear(rank, number)]
             if hash_ in rank.partial:
                 del rank.partial[hash_]
             else:
                 hashes.append(hash_)
         return [Removed(number, tuple(hashes))] if hashes else []
 
-    def _updated(self, data: dict[str, Any], rank: _Rank, number: int) -> list[Change]:
+    def _updated(self, data: dict[str, Any], rank: _Rank, number: int) -> Sequence[Change]:
         diff = data.get("cache_level")
         if diff is None:
             unusable("ignored_updates")
-        hash_ = hash_of(data.get("block_hash"))
+        try:
+            hash_ = hash_of(data.get("block_hash"))
+        except UnusableError as error:
+            self.counts[str(error)] += 1
+            return _lost(rank, number)
         if hash_ in rank.partial:
             return []
         level = diff.get("new_value") if isinstance(diff, dict) else None
@@ -273,6 +283,11 @@ class KvEventNormaliser:
 
 def _is_level(value: object) -> TypeGuard[int]:
     return type(value) is int and value in range(len(MEDIUM_OF_LEVEL))
+
+
+def _lost(rank: _Rank, number: int) -> list[Cleared]:
+    """What follows from a change that nobody can tell: anything that was announced may be gone."""
+    return [] if rank.is_empty else [_clear(rank, number)]
 
 
 def _clear(rank: _Rank, number: int) -> Cleared:

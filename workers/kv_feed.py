@@ -102,7 +102,7 @@ class KvFeed:
                 f"kv events: {MAX_SUBSCRIBERS} subscribers are there already",
             )
         wanted = _parse(request)
-        self._check_instance(metadata)
+        self._check_instance(metadata, include_snapshot=wanted.include_snapshot)
         ranks = list(dict.fromkeys(wanted.data_parallel_ranks)) or list(range(len(self._logs)))
         start = wanted.start_sequence_number
         self._check(ranks, start, include_snapshot=wanted.include_snapshot)
@@ -190,11 +190,12 @@ class KvFeed:
                     f" {log.oldest}..{log.newest + 1}, or with a snapshot; not at {start}",
                 )
 
-    def _check_instance(self, metadata: Metadata) -> None:
+    def _check_instance(self, metadata: Metadata, *, include_snapshot: bool) -> None:
         named = [value for key, value in metadata if key == INSTANCE_KEY]
         if len(named) > 1:
             raise _invalid(f"{INSTANCE_KEY}: is given more than once")
-        if named and named[0] != self._instance_id:
+        # A snapshot is what the refusal asks for, and owes nothing to an earlier incarnation.
+        if named and named[0] != self._instance_id and not include_snapshot:
             raise Refused(
                 grpc.StatusCode.OUT_OF_RANGE,
                 f"{INSTANCE_KEY}: this is {self._instance_id!r}; subscribe with a snapshot",

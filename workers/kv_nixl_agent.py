@@ -118,6 +118,11 @@ class NixlAgent:
             self._open()
         except KvUnavailable as error:
             self.failure = error
+        except Exception as error:  # noqa: BLE001
+            # Of a library of another version, or one that is half installed, anything may come; whoever
+            # waits for this agent gets it.
+            self.failure = KvUnavailable(f"NIXL agent cannot start: {error_text(error)}")
+        if self.failure is not None:
             self.ready.set()
             return
         self.ready.set()
@@ -129,14 +134,11 @@ class NixlAgent:
             self._leave()
 
     def _open(self) -> None:
-        try:
-            self._agent, self._progresses = make_agent(self._nixl, self.name)
-            region = (self.pool.base, self.pool.memory.nbytes, 0, "")
-            self._region = self._agent.register_memory([region], "DRAM")
-            # It lists the regions that are registered when it is made, so not before.
-            self.metadata = bytes(self._agent.get_agent_metadata())
-        except self._nixl.errors as error:
-            raise KvUnavailable(f"NIXL agent cannot start: {error_text(error)}") from error
+        self._agent, self._progresses = make_agent(self._nixl, self.name)
+        region = (self.pool.base, self.pool.memory.nbytes, 0, "")
+        self._region = self._agent.register_memory([region], "DRAM")
+        # It lists the regions that are registered when it is made, so not before.
+        self.metadata = bytes(self._agent.get_agent_metadata())
         self._peers = Peers(self._nixl, self._agent, self.name)
 
     def _serve(self) -> None:

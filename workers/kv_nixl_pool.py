@@ -5,7 +5,7 @@ import zlib
 import numpy as np
 
 from slagate.workers.kv_nixl_descriptor import TAG_BYTES, NixlDescriptor, Slots
-from slagate.workers.kv_transfer import Blocks, KvIntegrity, KvTransferError, used_up
+from slagate.workers.kv_transfer import Blocks, KvIntegrity, KvTransferError, KvUnavailable, used_up
 
 _ALIGN_BYTES = 64
 
@@ -15,14 +15,19 @@ class SlotPool:
 
     A tag names one export. It is cleared when a slot is given back, so whoever reads a slot that is no
     longer his sees another tag or none. Taking and giving back happens on one thread; another one may
-    read slots that are taken.
+    read slots that are taken. Raises `KvUnavailable` when there is no memory for it.
     """
 
     def __init__(self, n_slots: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.stride_bytes = -(-(block_bytes + TAG_BYTES) // _ALIGN_BYTES) * _ALIGN_BYTES
-        self.memory = np.zeros((n_slots, self.stride_bytes), dtype=np.uint8)
-        self._free = np.ones(n_slots, dtype=np.bool_)
+        try:
+            self.memory = np.zeros((n_slots, self.stride_bytes), dtype=np.uint8)
+            self._free = np.ones(n_slots, dtype=np.bool_)
+        except (MemoryError, ValueError) as error:
+            raise KvUnavailable(
+                f"no memory for a pool of {n_slots} blocks of {block_bytes} bytes"
+            ) from error
         self.n_free = n_slots
 
     @property

@@ -107,8 +107,11 @@ async def _write(context: _Context, start: Callable[[Sink], Call]) -> None:
             await context.write(data)
             if sink.n_bytes <= HIGH_WATER_BYTES:
                 call.resume()
+    except grpc.aio.InternalError:
+        # What a write ends with that waited for its reader when the call was given up.
+        return
     finally:
-        # Client cancel, deadline and disconnect all arrive here as a cancelled task.
+        # Client cancel, deadline and disconnect else arrive here as a cancelled task.
         call.cancel()
     assert sink.status is not None
     if sink.status.code is not grpc.StatusCode.OK:

@@ -22,7 +22,9 @@ TURN_WORK = 32_768
 """What is passed on in one turn of the loop, in tokens of KV events, so that a full buffer does not hold up
 other requests' tokens: about 5 ms. A single event beyond that has a turn of its own."""
 
-ROW_WORK = 128
+ROW_WORK = TURN_WORK
+"""A row has a turn of its own. The poll of a busy engine does not end, its iterations being shorter than
+what the poll waits for one, and whoever asks for the load needs the newest row, not one of long ago."""
 
 LINGER_S = 1.0
 """How long polling goes on behind the last request: an engine reports a moment after it has answered."""

@@ -62,11 +62,6 @@ class EngineStream:
             expired = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline exceeded on the worker")
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._stop, expired)
 
-    @property
-    def n_outputs(self) -> int:
-        """Sequences that the engine generates for it."""
-        return len(self._cursors)
-
     def cancel(self) -> None:
         """As `Call.cancel`. The engine's last result is still awaited."""
         self._stop(Status(grpc.StatusCode.CANCELLED, "cancelled"))

@@ -243,3 +243,37 @@ async def split(prefill: Worker, decode: Worker, data: oe.GenerateRequest) -> Ke
 
 def infos_of(sink: KeepingSink) -> list[oe.TokenInfo]:
     return [token for message in sink.messages for token in message.token.tokens]
+
+
+def test_a05_without_a_budget_the_answer_fills_the_context(play: Play) -> None:
+    """Older engines answer 32 tokens when they are not told how many."""
+
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg", max_seq_len=200) as worker:
+            unset = plain()
+            unset.stopping.ClearField("max_tokens")
+            too_many = plain(5000, "many")
+            for data in (unset, too_many):
+                sink = await ask(worker, data)
+                assert sink.tokens == expected(PROMPT, 100)
+                assert sink.messages[-1].finished.reason == oe.FINISH_REASON_LENGTH
+
+    play(scenario)
+
+
+def test_engine_08_an_empty_prompt_never_reaches_the_engine(play: Play) -> None:
+    """ENGINE-08: refused by name."""
+
+    async def scenario(setup: Setup) -> None:
+        for role in ("agg", "prefill"):
+            async with setup.engine(role) as made:
+                data = request("r", [], 4)
+                if role == "prefill":
+                    data.extra["request_type"] = "context_only"
+                sink = await ask(made.worker, data)
+                assert sink.code is grpc.StatusCode.INVALID_ARGUMENT
+                assert sink.status is not None
+                assert sink.status.message.startswith("token_ids")
+                assert made.llm.n_running + made.llm.n_queued == 0
+
+    play(scenario)

@@ -126,6 +126,12 @@ def assert_refused(ended: Any, *, naming: str) -> None:
         (("--listen", "127.0.0.1:99999"), "99999"),
         (("--log-level", "loud"), "'loud'"),
         (("--kv-block-bytes", "17"), "kv_block_bytes"),
+        (("--handoff-timeout", "inf"), "--handoff-timeout"),
+        (("--kv-transfer-timeout", "nan"), "--kv-transfer-timeout"),
+        (("--drain", "inf"), "--drain"),
+        (("--time-scale", "inf"), "--time-scale"),
+        (("--kv-blocks", "99999999999"), "--kv-blocks"),
+        (("--max-batch-size", "99999999999999999999"), "--max-batch-size"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
 )

@@ -58,6 +58,29 @@ def test_without_nixl_auto_is_shared_memory_and_says_why(monkeypatch: pytest.Mon
         opened("nixl")
 
 
+def test_a_nixl_of_another_shape_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its start raises: not the limit of the start is the reason, but what was raised."""
+    monkeypatch.setitem(sys.modules, "nixl_cu13._api", SimpleNamespace())
+    transport, why = opened("auto")
+    assert transport.name == "SHM"
+    assert "nixlBind" in why
+    transport.close()
+    with pytest.raises(KvUnavailable, match="nixlBind"):
+        opened("nixl")
+
+
+def test_without_memory_for_the_pool_auto_is_shared_memory() -> None:
+    options: dict[str, Any] = {"worker_name": "w", "loopback": True, "pull_limit_s": 5.0}
+    huge: dict[str, Any] = {"block_bytes": 1 << 40, "n_slots": 1 << 40}
+    transport, why = open_transport("auto", **options, **huge)
+    assert transport is not None
+    assert transport.name == "SHM"
+    assert "no memory for a pool" in why
+    transport.close()
+    with pytest.raises(KvUnavailable, match="no memory"):
+        open_transport("nixl", **options, **huge)
+
+
 def test_a_self_check_that_finds_no_room_falls_back_too() -> None:
     """A block of it has 8 bytes."""
     sizes = {"block_bytes": 4, "pull_limit_s": 5.0}

@@ -133,7 +133,7 @@ def test_kv_05_ids_count_before_anything_is_filtered() -> None:
     poller.take(created(), window=8192)
     poller.take(stored(1), window=8192)
     assert poller.take(stored(2), window=512) == []
-    assert poller.take("not an event") == []
+    assert poller.take("not an event") == [Cleared(0)]
     assert poller.take({"type": "updated", "block_hash": 1}) == []
     assert hashes(poller.take(stored(3), window=8192)) == [3]
     assert "gaps" not in poller.counts()
@@ -336,9 +336,27 @@ def test_kv_14_other_spellings_are_refused_and_counted(bad: object) -> None:
     poller = Poller()
     assert poller.take(stored(bad)) == []
     assert poller.take(stored(1, parent=bad)) == []
-    # One bad name among others costs only itself.
-    assert poller.take(removed(1, bad, 2)) == [Removed(0, (1, 2))]
+    # Something else is gone, and nobody knows what.
+    assert hashes(poller.take(stored(1, 2))) == [1, 2]
+    assert poller.take(removed(1, bad, 2)) == [Cleared(0)]
     assert poller.counts() == {"decode_errors": 3}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"data": None},
+        {"data": removed(1), "window_size": "1000"},
+        {"data": moved("x", 0, 1)},
+        {"data": removed(1, None)},
+    ],
+)
+def test_a_change_that_nobody_can_tell_clears_what_was_announced(event: dict[str, Any]) -> None:
+    poller = Poller()
+    assert hashes(poller.take(stored(1, 2))) == [1, 2]
+    assert poller.normaliser.changes({"event_id": 1, **event}) == [Cleared(0)]
+    assert poller.counts() == {"decode_errors": 1}
+    assert poller.normaliser.changes({"event_id": 2, "data": stored(3)}) != []
 
 
 def test_a_removal_of_nobody_knows_what_clears_the_rank() -> None:
@@ -427,19 +445,19 @@ def test_a_block_that_moved_nobody_knows_where_is_gone(level: object) -> None:
 
 
 @pytest.mark.parametrize("token_id", ["ab" * 32, "7", 1.0, True, None, -1, 1 << 32])
-def test_tokens_that_are_no_token_ids_drop_the_event(token_id: object) -> None:
+def test_tokens_that_are_no_token_ids_end_the_chain(token_id: object) -> None:
     """The V2 cache manager puts digests where a picture is."""
     tokens = [*tokens_of(3), {"type": "unique_token", "token_id": token_id, "token_extra_id": 0}]
     poller = Poller()
-    assert poller.take(stored(1, {**block(2), "tokens": tokens})) == []
+    assert hashes(poller.take(stored(1, {**block(2), "tokens": tokens}, 4))) == [1]
     assert poller.counts() == {"dropped_events": 1}
     assert hashes(poller.take(stored(3))) == [3]
 
 
 @pytest.mark.parametrize("level", [2, -1, "0", True, 0.0])
-def test_a_stored_block_on_an_unknown_level_drops_the_event(level: object) -> None:
+def test_a_stored_block_on_an_unknown_level_ends_the_chain(level: object) -> None:
     poller = Poller()
-    assert poller.take(stored(1, block(2, level=level))) == []
+    assert hashes(poller.take(stored(1, block(2, level=level), 3))) == [1]
     assert poller.counts() == {"dropped_events": 1}
 
 
@@ -484,9 +502,9 @@ def test_secmm_05_every_bit_of_a_picture_hash_counts_and_two_spellings_of_one_ar
         "a",
     ],
 )
-def test_a_picture_that_cannot_be_told_drops_the_event(key: object) -> None:
+def test_a_picture_that_cannot_be_told_ends_the_chain(key: object) -> None:
     poller = Poller()
-    assert poller.take(stored(1, block(2, mm_keys=[key]))) == []
+    assert hashes(poller.take(stored(1, block(2, mm_keys=[key]), 3))) == [1]
     assert poller.counts() == {"dropped_events": 1}
 
 

@@ -126,6 +126,24 @@ def test_what_is_left_is_read_although_the_engine_is_idle() -> None:
     play(scenario)
 
 
+def test_of_a_poll_that_does_not_end_each_row_is_had_when_the_next_one_comes() -> None:
+    """An engine that is busy has a new row before the poll has waited long enough to end."""
+
+    async def scenario(activity: Activity, source: Source, _: Poller) -> None:
+        async def endless() -> AsyncIterator[int]:
+            for row in range(1000):
+                await until((row + 1) * 0.0066)
+                yield row
+
+        source._items = endless  # type: ignore[method-assign]
+        activity.started()
+        activity.answered()
+        await until(0.0066 * 100 + 0.001)
+        assert source.taken == list(range(99))
+
+    play(scenario)
+
+
 def test_an_error_is_counted_and_what_came_before_it_is_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

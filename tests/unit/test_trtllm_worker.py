@@ -133,6 +133,8 @@ def test_a_late_abort_of_a_prefill_frees_its_handoff_or_says_that_it_had_finishe
 
         engine = OldEngine(Result(ctx_request_id=7, tokens=[3]))
         play(scenario, engine, release_session=release_session, role=oe.ENGINE_ROLE_PREFILL)
+        # One result, with the handoff in it, is all that prefill is to give.
+        assert engine.submitted[0]["streaming"] is False
     assert released == [7]
 
 

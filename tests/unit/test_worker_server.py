@@ -7,9 +7,10 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.channel import SUBSCRIBE_KV_EVENTS
-from slagate.workers.client import connect_worker
+from slagate.workers.client import CHANNEL_OPTIONS, connect_worker
 from slagate.workers.listen import Address
 from slagate.workers.server import serve_worker
+from slagate.workers.stream import EndedCall
 from slagate.workers.worker import Metadata, Sink, Status
 from support.fake_worker import FakeWorker
 
@@ -116,6 +117,32 @@ def test_a_stream_whose_reader_is_gone_is_cancelled() -> None:
                     await anyio.lowlevel.checkpoint()
 
     anyio.run(main)
+
+
+class LargeMessages(FakeWorker):
+    """A fake whose events are two messages, each far larger than what a connection holds."""
+
+    def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> EndedCall:
+        for _ in range(2):
+            sink.message(b"x" * (16 << 20))
+        return EndedCall()
+
+
+def test_a_call_that_is_given_up_while_a_write_waits_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        with anyio.fail_after(30):
+            async with serve_worker(LargeMessages(), Address("127.0.0.1", 0), grace_s=0) as at:
+                for _ in range(5):
+                    async with grpc.aio.insecure_channel(str(at), options=CHANNEL_OPTIONS) as to:
+                        call = to.unary_stream(SUBSCRIBE_KV_EVENTS)(b"")
+                        await call.read()
+                        # The second one is under way, and nobody reads it.
+                        call.cancel()
+
+    anyio.run(main)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 @pytest.mark.parametrize(
