@@ -1,56 +1,245 @@
-"""Predicts prefill seconds and inter-token seconds of a pool's workers."""
+"""Predicts prefill seconds and inter-token seconds of a pool's workers, and learns from what they took.
 
-from typing import Protocol
+    work_s      P(new, cached)
+    ttft_s      prefill_offset_s + prefill_scale * (work queued on the worker + the prompt's own)
+    itl_s       itl_scale * D(batch, context)
 
-from slagate.workers.profile import TpProfile
+P and D are of the pool's timing profile; without one, of `Nominal`. Queues are sums of work, in P's own
+seconds as they were before any coefficient. Were they corrected seconds, the coefficients would be learnt
+from numbers that they made, late by the length of a queue: in overload that swings without bound.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from slagate.pools.fit import MAX_OFFSET_S, Fit
+from slagate.workers.profile import HOST_LINK_BYTES_PER_S, TpProfile, tp_profile_from_json
+from slagate.workers.profile_table import Floats
+
+NOMINAL_KV_BYTES_PER_TOKEN = 131_072
+"""Of an 8B model in 16 bits: 32 layers, 8 KV heads of 128, K and V."""
+
+MIN_OBSERVED = 8
+"""Observations before a profile is corrected: a few first requests may all be slow."""
+
+MIN_OBSERVED_NOMINAL = 32
+"""Observations before there are predictions without a profile."""
 
 
-class Estimator(Protocol):
-    """What the policy asks of a pool's speed."""
+class Coefficients(NamedTuple):
+    """What a profile is corrected by. As they are here: not at all."""
+
+    prefill_scale: float = 1.0
+    prefill_offset_s: float = 0.0
+    itl_scale: float = 1.0
+
+
+UNCORRECTED = Coefficients()
+
+_WorkT = TypeVar("_WorkT", float, Floats)
+
+
+class Speed(Protocol):
+    """What is corrected: P(new, cached) and D(batch, context), for one point and for f64[n]."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Size of one token's KV cache."""
+
+    def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
+        """Seconds to prefill `new_tokens` behind `cached_tokens`."""
+
+    def itl_s(self, batch_size: float, context_tokens: float) -> float:
+        """Seconds of one decode step at this batch size and mean context."""
+
+    def prefill_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
+        """As `prefill_s`."""
+
+    def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
+        """As `itl_s`."""
+
+
+class Nominal:
+    """Stands in for a profile: workers of one pool are alike, so of the right order is all it needs."""
+
+    kv_bytes_per_token = NOMINAL_KV_BYTES_PER_TOKEN
+
+    def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
+        """In proportion to the new tokens, at 20,000 tokens/s."""
+        return max(0.0, new_tokens) / 20_000
+
+    def itl_s(self, batch_size: float, context_tokens: float) -> float:
+        """A constant step plus a share for each token of context that it reads."""
+        return 0.01 + max(0.0, batch_size) * max(0.0, context_tokens) * 1e-8
+
+    def prefill_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
+        """As `prefill_s`."""
+        return np.maximum(0.0, new_tokens) / 20_000
+
+    def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
+        """As `itl_s`."""
+        return 0.01 + np.maximum(0.0, batch_size) * np.maximum(0.0, context_tokens) * 1e-8
+
+
+NOMINAL = Nominal()
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenEstimator:
+    """A pool's speed as it is known at one moment: the same point gives the same number for ever."""
+
+    profile: TpProfile | None = None
+    profile_source: str = "none"
+    coefficients: Coefficients = UNCORRECTED
+    _speed: Speed = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` naming a coefficient that is negative or no number."""
+        for name, value in zip(Coefficients._fields, self.coefficients, strict=True):
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and >= 0, got {value}")
+        object.__setattr__(self, "_speed", _speed(self.profile))
 
     @property
     def source(self) -> str:
         """Where the numbers come from, for people; "none" when there is nothing behind them."""
+        if self.profile is None:
+            return "learned" if self.predicts else "none"
+        return self.profile_source
+
+    @property
+    def predicts_prefill(self) -> bool:
+        """False: prefill seconds rank workers of the pool but mean nothing as seconds."""
+        return self.profile is not None or self.coefficients[:2] != UNCORRECTED[:2]
+
+    @property
+    def predicts_itl(self) -> bool:
+        """False: inter-token seconds rank workers of the pool but mean nothing as seconds."""
+        return self.profile is not None or self.coefficients.itl_scale != UNCORRECTED.itl_scale
 
     @property
     def predicts(self) -> bool:
-        """False: the numbers rank workers of the pool but mean nothing as seconds."""
+        """Whether some of the numbers mean something as seconds."""
+        return self.predicts_prefill or self.predicts_itl
 
-    def prefill_s(self, new_tokens: int, cached_tokens: int) -> float:
-        """Seconds to prefill `new_tokens` behind `cached_tokens` on an idle worker."""
+    def work_s(self, new_tokens: float, cached_tokens: float) -> float:
+        """What a prefill adds to its worker's queue: uncorrected seconds."""
+        return self._speed.prefill_s(new_tokens, cached_tokens)
 
-    def itl_s(self, batch_size: int, context_tokens: float) -> float:
+    def work_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
+        """As `work_s`, for f64[n] each."""
+        return self._speed.prefill_many(new_tokens, cached_tokens)
+
+    def ttft_s(self, work_s: _WorkT) -> _WorkT:
+        """Seconds from a leg's start to its first answer, for the work of the queue and its own."""
+        scale, offset_s, _ = self.coefficients
+        return work_s * scale + offset_s
+
+    def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
+        """`ttft_s` on an idle worker."""
+        return self.ttft_s(self.work_s(new_tokens, cached_tokens))
+
+    def itl_s(self, batch_size: float, context_tokens: float) -> float:
         """Seconds of one decode step at this batch size and mean context."""
+        return self.coefficients.itl_scale * self._speed.itl_s(batch_size, context_tokens)
+
+    def prefill_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
+        """As `prefill_s`, for f64[n] each."""
+        return self.ttft_s(self.work_many(new_tokens, cached_tokens))
+
+    def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
+        """As `itl_s`, for f64[n] each."""
+        seconds = self._speed.itl_many(batch_size, context_tokens)
+        seconds *= self.coefficients.itl_scale
+        return seconds
+
+    def host_s(self, tokens: float) -> float:
+        """Seconds to bring KV cache of `tokens` back from the host: nominal, part of a prefill's work."""
+        return max(0.0, tokens) * self._speed.kv_bytes_per_token / HOST_LINK_BYTES_PER_S
+
+    def table_json(self) -> dict[str, object]:
+        """All that it predicts from but the coefficients, as JSON values; the same for all of a pool."""
+        profile = None if self.profile is None else self.profile.to_json()
+        return {"source": self.profile_source, "profile": profile}
+
+    @classmethod
+    def from_json(
+        cls, table: Mapping[str, object], coefficients: Coefficients
+    ) -> "FrozenEstimator":
+        """The estimator that gave `table_json` and `coefficients`: the same numbers to the last bit.
+
+        Raises `ValueError` naming the field that is wrong.
+        """
+        source, profile = table.get("source"), table.get("profile")
+        if not isinstance(source, str):
+            raise ValueError(f"source must be text, got {source!r}")
+        if profile is not None and not isinstance(profile, Mapping):
+            raise ValueError(f"profile must be a table or null, got {profile!r}")
+        read = None if profile is None else tp_profile_from_json(profile)
+        return cls(read, source, Coefficients(*coefficients))
 
 
-class ProfileEstimator:
-    """Reads a timing profile: see `slagate.workers.profile`."""
+class Estimator:
+    """Learns a pool's speed. Observations only change what is frozen after them."""
 
-    predicts = True
+    def __init__(self, profile: TpProfile | None = None, *, source: str = "none") -> None:
+        self._speed = _speed(profile)
+        self._prefill = _fit(profile)
+        self._itl = _fit(profile, max_offset_s=0.0)
+        self._frozen = FrozenEstimator(profile, source)
 
-    def __init__(self, profile: TpProfile, *, source: str) -> None:
-        self.source = source
-        self._profile = profile
+    def frozen(self) -> FrozenEstimator:
+        """The estimator as it stands; the same object until an observation changes the numbers."""
+        return self._frozen
 
-    def prefill_s(self, new_tokens: int, cached_tokens: int) -> float:
-        """As `Estimator.prefill_s`."""
-        return self._profile.prefill_s(new_tokens, cached_tokens)
+    def observe_prefill(
+        self, new_tokens: int, cached_tokens: int, queued_s: float, seconds: float
+    ) -> None:
+        """A leg's first answer came after `seconds`, behind queued work of `queued_s`.
 
-    def itl_s(self, batch_size: int, context_tokens: float) -> float:
-        """As `Estimator.itl_s`."""
-        return self._profile.itl_s(batch_size, context_tokens)
+        Numbers that are no time (negative, not finite) are not learnt from; nor by `observe_itl`.
+        """
+        own_s = self._speed.prefill_s(new_tokens, cached_tokens)
+        work_s = own_s + queued_s
+        # A queue is a guess (how much of it was done, who else sends), a prompt is known.
+        weight = own_s / work_s if work_s > 0 else 1.0
+        if self._prefill.observe(work_s, seconds, weight=weight):
+            self._freeze()
+
+    def observe_itl(self, batch_size: float, context_tokens: float, seconds: float) -> None:
+        """A decode step at this batch size and mean context took `seconds`."""
+        if self._itl.observe(self._speed.itl_s(batch_size, context_tokens), seconds):
+            self._freeze()
+
+    @property
+    def prefill_error(self) -> float | None:
+        """Recent mean |predicted - actual| / actual of TTFT, predicted before it was learnt from."""
+        return self._prefill.error
+
+    @property
+    def itl_error(self) -> float | None:
+        """As `prefill_error`, of ITL."""
+        return self._itl.error
+
+    @property
+    def n_observed(self) -> int:
+        """Observations of both kinds that were learnt from."""
+        return self._prefill.n_observed + self._itl.n_observed
+
+    def _freeze(self) -> None:
+        coefficients = Coefficients(self._prefill.scale, self._prefill.offset_s, self._itl.scale)
+        if coefficients != self._frozen.coefficients:
+            self._frozen = replace(self._frozen, coefficients=coefficients)
 
 
-class NominalEstimator:
-    """Stands in where a pool has no profile: workers of one pool are alike, so order is all it needs."""
+def _fit(profile: TpProfile | None, *, max_offset_s: float = MAX_OFFSET_S) -> Fit:
+    min_observed = MIN_OBSERVED_NOMINAL if profile is None else MIN_OBSERVED
+    return Fit(min_observed=min_observed, max_offset_s=max_offset_s)
 
-    source = "none"
-    predicts = False
 
-    def prefill_s(self, new_tokens: int, cached_tokens: int) -> float:
-        """In proportion to the new tokens; 20,000 tokens/s is of the right order, no more."""
-        return new_tokens / 20_000
-
-    def itl_s(self, batch_size: int, context_tokens: float) -> float:
-        """A constant step plus a share for each token of context that it reads."""
-        return 0.01 + batch_size * context_tokens * 1e-8
+def _speed(profile: TpProfile | None) -> Speed:
+    return NOMINAL if profile is None else profile

@@ -1,22 +1,35 @@
 """The fleet: every pool of a configuration, and the grid of each stage."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from slagate.pools.errors import ConfigError, Problem
-from slagate.pools.estimator import Estimator, NominalEstimator, ProfileEstimator
+from slagate.pools.estimator import Estimator
 from slagate.pools.grid import StageGrid
 from slagate.pools.grid_config import FleetConfig, require_workers
 from slagate.pools.grid_file import PoolSpec
 from slagate.pools.json_text import json_path
-from slagate.pools.member import Member, Stage, State
+from slagate.pools.member import Member, Stage
+from slagate.pools.overlap import Prompt
 from slagate.pools.pool import Pool, PoolView
+from slagate.pools.ranks import Limits
+from slagate.pools.table import State
+from slagate.workers.clock import monotonic_s
 from slagate.workers.profile import ProfileError, load_profile
 
 
 class Fleet:
-    """Grids and pools of one configuration."""
+    """Grids and pools of one configuration.
 
-    def __init__(self, config: FleetConfig) -> None:
+    Without `prefix` nobody asks what is cached where, and workers are chosen by their load alone.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        *,
+        prefix: bool = True,
+        now_s: Callable[[], float] = monotonic_s,
+    ) -> None:
         """Raises `ConfigError` for a pool without workers or with a profile that cannot be read."""
         require_workers(config)
         self.warnings = config.warnings
@@ -25,7 +38,16 @@ class Fleet:
         }
         estimators = _estimators(config)
         self.pools: dict[str, Pool] = {
-            name: _pool(stage, index, name, config.pools[name], estimators[name])
+            name: Pool(
+                name,
+                stage=stage,
+                index=index,
+                addresses=config.pools[name].workers,
+                estimator=estimators[name],
+                limits=_limits(config.pools[name]),
+                prefix=prefix,
+                now_s=now_s,
+            )
             for stage, grid in self.grids.items()
             for index, name in enumerate(grid.pool_names)
         }
@@ -41,9 +63,9 @@ class Fleet:
         for pool in self.pools.values():
             yield from pool.members.values()
 
-    def views(self) -> Mapping[str, PoolView]:
+    def views(self, prompt: Prompt | None = None) -> Mapping[str, PoolView]:
         """Pools by name, each as it stands when it is first looked at: for use within one step."""
-        return _Views(self.pools)
+        return _Views(self.pools, prompt)
 
     def models(self) -> set[str]:
         """Models that some worker serves or has served: a fleet that is down still knows its names."""
@@ -84,21 +106,18 @@ class Fleet:
 class _Views(dict[str, PoolView]):
     """Most decisions look at one pool a stage, so the others are not copied."""
 
-    def __init__(self, pools: Mapping[str, Pool]) -> None:
+    def __init__(self, pools: Mapping[str, Pool], prompt: Prompt | None) -> None:
         super().__init__()
         self._pools = pools
+        self._prompt = prompt
 
     def __missing__(self, name: str) -> PoolView:
-        view = self[name] = self._pools[name].view()
+        view = self[name] = self._pools[name].view(self._prompt)
         return view
 
 
-def _pool(stage: Stage, index: int, name: str, spec: PoolSpec, estimator: Estimator) -> Pool:
-    members = [
-        Member(address, pool=name, stage=stage, max_inflight=spec.max_inflight)
-        for address in spec.workers
-    ]
-    return Pool(name, stage=stage, index=index, members=members, estimator=estimator)
+def _limits(spec: PoolSpec) -> Limits:
+    return Limits(spec.max_inflight, spec.max_queued_tokens)
 
 
 def _estimators(config: FleetConfig) -> dict[str, Estimator]:
@@ -108,13 +127,13 @@ def _estimators(config: FleetConfig) -> dict[str, Estimator]:
         key = "profile"
         try:
             if spec.profile is None:
-                found[name] = NominalEstimator()
+                found[name] = Estimator()
                 continue
             profile = load_profile(spec.profile)
             assert spec.tp is not None, "the file's rules ask for tp beside profile"
             key = "tp"
             source = f"profile {spec.profile} tp {spec.tp}"
-            found[name] = ProfileEstimator(profile.tp(spec.tp), source=source)
+            found[name] = Estimator(profile.tp(spec.tp), source=source)
         except ProfileError as error:
             problems.append(Problem(json_path(("pools", name, key)), str(error)))
     if problems:

@@ -1,5 +1,6 @@
 """Reading a fleet file: every problem is found here, all of them at once, and none at request time."""
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,10 +37,11 @@ class FleetConfig:
     """A fleet file that passed every check.
 
     `stages` has "prefill" and "decode" in mode disagg, "agg" in mode agg. `warnings` are lines to show to
-    the operator, one for each deprecated key.
+    the operator, one for each deprecated key. `text` is the content as JSON, the same for the same content.
     """
 
     source: str
+    text: str
     mode: str
     stages: Mapping[str, StageGrid]
     pools: Mapping[str, PoolSpec]
@@ -109,6 +111,7 @@ def _parsed(content: object, source: str, read_problems: tuple[Problem, ...]) ->
     }
     return FleetConfig(
         source=source,
+        text=json.dumps(content, separators=(",", ":"), sort_keys=True),
         mode=file.mode,
         stages=MappingProxyType(stages),
         pools=MappingProxyType(file.pools),

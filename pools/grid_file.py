@@ -134,13 +134,15 @@ class PoolSpec(_Part):
     """Where the workers of one pool are, and how fast they are before anything was measured.
 
     `profile` is the name of a packaged profile or the path of one, `tp` the tensor parallel size to read
-    from it, `max_inflight` the most requests a worker gets at once (no limit of ours when absent).
+    from it. A worker gets at most `max_inflight` requests at once (absent: decode what its engine runs at
+    once, prefill any number), and no further prompt while it has `max_queued_tokens` or more to process.
     """
 
     workers: Array[Address] = ()
     profile: Maybe[Name] = None
     tp: Maybe[Count] = None
     max_inflight: Maybe[Count] = None
+    max_queued_tokens: Maybe[Count] = None
 
 
 class _File(_Part):

@@ -14,8 +14,10 @@ worker gives its leases back at once, looks idle, and would draw all traffic unt
 import logging
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple
 
+from slagate.pools.event_view import EventView
+from slagate.pools.ranks import Limits, Ranks, Work
+from slagate.pools.table import UNLIMITED, State, Table
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.worker import Worker
 
@@ -23,8 +25,6 @@ log = logging.getLogger(__name__)
 
 FAILURES_TO_LEAVE = 3
 SUCCESSES_TO_RETURN = 2
-
-UNLIMITED = 1 << 30
 
 
 class Stage(Enum):
@@ -35,60 +35,51 @@ class Stage(Enum):
     AGG = "agg"
 
 
-class State(Enum):
-    """Whether a worker may take work; only `READY` may."""
+class Truth:
+    """Prompt tokens that were predicted to be cached, beside those that the engine then found."""
 
-    CONNECTING = "connecting"
-    READY = "ready"
-    NOT_READY = "not_ready"
-    REFUSED = "refused"
+    def __init__(self) -> None:
+        self.n_requests = 0
+        self.predicted_tokens = 0
+        self.engine_cached_tokens = 0
+        self.abs_error_tokens = 0  # summed over the requests, so that errors do not cancel out
 
-
-class Work(NamedTuple):
-    """What one lease puts on a worker."""
-
-    prefill_tokens: int = 0  # prompt tokens to prefill, until `Lease.prefill_done`
-    prefill_s: float = 0.0  # the same as predicted seconds
-    context_tokens: int = 0  # tokens whose KV the request reads at each decode step
-
-
-class MemberView(NamedTuple):
-    """A worker as the policy sees it: frozen, so that a decision can be made again from it."""
-
-    address: str
-    state: State
-    inflight: int
-    max_inflight: int
-    queued_tokens: int
-    queued_s: float
-    context_tokens: int
-    models: frozenset[str]
-    suspect: bool = False  # ready, but its last probe or leg failed
-    last_chosen: int = 0  # number of its pool's last lease on it; 0: none yet
+    def add(self, predicted_tokens: int, cached_tokens: int) -> None:
+        """Count one prompt."""
+        self.n_requests += 1
+        self.predicted_tokens += predicted_tokens
+        self.engine_cached_tokens += cached_tokens
+        self.abs_error_tokens += abs(predicted_tokens - cached_tokens)
 
 
 class Member:
-    """One worker of a pool. Changed by its watch loop and by leases, both on the event loop."""
+    """One worker of a pool. Changed by its watch loop and by leases, both on the event loop.
 
-    def __init__(self, address: str, *, pool: str, stage: Stage, max_inflight: int | None) -> None:
+    Its ranks have rows of the pool's table; one row as long as nobody can choose between its ranks.
+    """
+
+    def __init__(
+        self, address: str, *, pool: str, stage: Stage, table: Table, limits: Limits | None = None
+    ) -> None:
         self.address = address
         self.pool = pool
         self.stage = stage
-        self.max_inflight = UNLIMITED if max_inflight is None else max_inflight
+        self.limits = limits or Limits()
         self.worker: Worker | None = None
-        self.state = State.CONNECTING
+        self._state = State.CONNECTING
         self.reason = "not reached yet"
-        self.info: oe.ServerInfo | None = None
         self.on_leave: set[Callable[[str], None]] = set()  # told once when it stops being ready
+        self.on_change: Callable[[], None] = _nothing  # told when it may take more than before
         self.load: oe.LoadInfo | None = None
         self.load_at_s = 0.0
-        self.inflight = 0
-        self.queued_tokens = 0
-        self.queued_s = 0.0
-        self.context_tokens = 0
-        self.last_chosen = 0
+        self.n_served = 0  # prompts it has processed for this gateway
+        self.truth = Truth()
+        self.events: EventView | None = None  # None: not watched
+        self._info: oe.ServerInfo | None = None
+        self._models: dict[str, oe.ModelInfo] = {}
         self._in_a_row = 0
-        self.models = {}
+        self.ranks = Ranks(address, table)
+        self._set_up()
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
@@ -97,20 +88,35 @@ class Member:
             f" queued {self.queued_tokens}, context {self.context_tokens})"
         )
 
-    def view(self) -> MemberView:
-        """The record as it stands now."""
-        return MemberView(
-            self.address,
-            self.state,
-            self.inflight,
-            self.max_inflight,
-            self.queued_tokens,
-            self.queued_s,
-            self.context_tokens,
-            self._model_names,
-            self._in_a_row < 0,
-            self.last_chosen,
-        )
+    @property
+    def state(self) -> State:
+        """Whether it may take work."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        self._show_state()
+
+    @property
+    def inflight(self) -> int:
+        """Leases on it."""
+        return self.ranks.inflight
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens leased to it and not prefilled yet."""
+        return self.ranks.queued_tokens
+
+    @property
+    def queued_s(self) -> float:
+        """The same as seconds of work."""
+        return self.ranks.queued_s
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens whose KV its requests read at each decode step."""
+        return self.ranks.context_tokens
 
     @property
     def models(self) -> dict[str, oe.ModelInfo]:
@@ -120,12 +126,73 @@ class Member:
     @models.setter
     def models(self, models: dict[str, oe.ModelInfo]) -> None:
         self._models = models
-        self._model_names = frozenset(models)
+        self.ranks.set_models(frozenset(models))
+        self.on_change()
+
+    @property
+    def info(self) -> oe.ServerInfo | None:
+        """Who it says it is; its ranks and limits follow from that."""
+        return self._info
+
+    @info.setter
+    def info(self, info: oe.ServerInfo | None) -> None:
+        self._info = info
+        if info is not None:
+            self._set_up()
+
+    @property
+    def max_inflight(self) -> int:
+        """Requests it gets at once: what the fleet file says, else for decode what its engine runs."""
+        if self.limits.max_inflight is not None:
+            return self.limits.max_inflight
+        capacity = oe.DeploymentCapacity() if self._info is None else self._info.capacity
+        if self.stage is not Stage.PREFILL and capacity.max_running_requests:
+            # What is more would wait in the engine, where nobody can give it to another worker.
+            return capacity.max_running_requests * self.n_ranks
+        return UNLIMITED
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one KV block; 0 while that is not known."""
+        return 0 if self._info is None else self._info.capacity.kv_block_size
+
+    @property
+    def n_ranks(self) -> int:
+        """Attention-DP ranks, each with a KV cache of its own."""
+        return 1 if self._info is None else max(1, self._info.parallelism.data_parallel_size)
+
+    @property
+    def _takes_rank(self) -> bool:
+        if self._info is None:
+            return False
+        decodes = self.stage is Stage.DECODE
+        key = "slagate_supports_decode_dp_rank" if decodes else "trtllm_supports_dp_rank_targeting"
+        return self._info.extra.fields[key].bool_value if key in self._info.extra.fields else False
+
+    def _set_up(self) -> None:
+        """Bring the rows in line with what the worker says of itself."""
+        n_ranks = self.n_ranks if self._takes_rank else 1
+        capacity_tokens = UNLIMITED
+        if self._info is not None and self._info.capacity.total_kv_blocks:
+            per_rank = self._info.capacity.total_kv_blocks // n_ranks
+            capacity_tokens = per_rank * max(1, self.block_tokens)
+        self.ranks.set_up(
+            n_ranks,
+            limits=self.limits._replace(max_inflight=self.max_inflight),
+            capacity_tokens=capacity_tokens,
+            models=frozenset(self._models),
+        )
+        self._show_state()
+
+    def _show_state(self) -> None:
+        self.ranks.set_state(self._state, suspect=self._in_a_row < 0)
 
     def probe_ok(self) -> bool:
         """One good probe. True when the state changed."""
         if self.state is State.READY:
-            self._in_a_row = 0
+            if self._in_a_row:
+                self._in_a_row = 0
+                self._show_state()
             return False
         self._in_a_row = max(self._in_a_row, 0) + 1
         if self.state is State.NOT_READY and self._in_a_row < SUCCESSES_TO_RETURN:
@@ -142,6 +209,7 @@ class Member:
             return False
         self._in_a_row = min(self._in_a_row, 0) - 1
         if self._in_a_row > -FAILURES_TO_LEAVE:
+            self._show_state()
             return False
         return self._become(State.NOT_READY, reason)
 
@@ -154,41 +222,52 @@ class Member:
 
     def _become(self, state: State, reason: str, *, in_a_row: int = 0) -> bool:
         left = self.state is State.READY
-        self.state, self.reason, self._in_a_row = state, reason, in_a_row
+        self.reason, self._in_a_row = reason, in_a_row
+        self.state = state
         about = {"worker": self.address, "pool": self.pool, "state": state.value, "reason": reason}
         log.info("member.state", extra=about)
         if left:
             for tell in list(self.on_leave):
                 tell(reason)
+        # A worker less is news too for whoever waits: there may be nobody left to wait for.
+        self.on_change()
         return True
 
 
 class Lease:
-    """A worker's capacity, held for one leg. Counted when taken, given back exactly once."""
+    """A rank's capacity, held for one leg. Counted when taken, given back exactly once."""
 
-    def __init__(self, member: Member, work: Work) -> None:
+    def __init__(self, member: Member, row: int, work: Work, *, rank: int | None = None) -> None:
         self.member = member
+        self.row = row
+        self.rank = rank  # to be asked for; None: the worker chooses
         self.work = work
+        self.settle: Callable[..., None] = _nothing  # told once whether the prompt was `processed`
         self._prefill_open = True
         self._open = True
-        member.inflight += 1
-        member.queued_tokens += work.prefill_tokens
-        member.queued_s += work.prefill_s
-        member.context_tokens += work.context_tokens
+        member.ranks.took(row, work)
 
     def prefill_done(self) -> None:
         """The prompt is processed: the worker's queue is shorter, the request goes on. Idempotent."""
         if self._prefill_open:
-            self._prefill_open = False
-            self.member.queued_tokens -= self.work.prefill_tokens
-            # Floats do not add up to zero again by themselves.
-            left = self.member.queued_s - self.work.prefill_s
-            self.member.queued_s = left if self.member.queued_tokens else 0.0
+            self.member.n_served += 1
+        self._end_prefill(processed=True)
 
     def release(self) -> None:
         """Give everything back. Idempotent."""
         if self._open:
             self._open = False
-            self.prefill_done()
-            self.member.inflight -= 1
-            self.member.context_tokens -= self.work.context_tokens
+            self._end_prefill(processed=False)
+            self.member.ranks.gave_back(self.row, self.work)
+            self.member.on_change()
+
+    def _end_prefill(self, *, processed: bool) -> None:
+        if self._prefill_open:
+            self._prefill_open = False
+            self.member.ranks.prefilled(self.row, self.work)
+            self.settle(processed=processed)
+            self.member.on_change()
+
+
+def _nothing(**_: object) -> None:
+    """Nobody wants to know."""

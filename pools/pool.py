@@ -1,30 +1,75 @@
 """A pool: workers that are alike, and the leases on them."""
 
+import random
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from slagate.pools.estimator import Estimator
-from slagate.pools.member import Lease, Member, MemberView, Stage, State, Work
+import numpy as np
+
+from slagate.pools.estimator import Estimator, FrozenEstimator
+from slagate.pools.follow import Follower
+from slagate.pools.holdings import Holder
+from slagate.pools.member import Lease, Member, Stage
+from slagate.pools.overlap import Overlaps, Prompt
+from slagate.pools.ranks import Limits, Work
+from slagate.pools.table import Ints, Rows, RowView, State, Table
+from slagate.pools.turns import Turns
+from slagate.workers.clock import monotonic_s
+from slagate.workers.worker import Worker
 
 
 class PoolView(NamedTuple):
-    """A pool as the policy sees it."""
+    """A pool as the policy sees it for one prompt: frozen, so that a decision can be made again from it."""
 
     name: str
-    estimator: Estimator
-    members: tuple[MemberView, ...]
+    estimator: FrozenEstimator
+    rows: Rows
+    device_tokens: Ints
+    host_tokens: Ints
+    n_leases: int  # all that were ever taken
+
+    @property
+    def cached_tokens(self) -> Ints:
+        """Leading prompt tokens that each row has cached."""
+        return self.device_tokens + self.host_tokens
+
+    def view(self, row: int) -> RowView:
+        """One row, as plain values."""
+        return self.rows.view(
+            row,
+            device_tokens=int(self.device_tokens[row]),
+            host_tokens=int(self.host_tokens[row]),
+        )
 
 
 class Pool:
-    """Owns its members: nobody else takes a lease on one."""
+    """Owns its members: nobody else takes a lease on one.
+
+    With `prefix` it knows what its workers have cached; decode pulls its KV, so there it is of no use.
+    """
 
     def __init__(
-        self, name: str, *, stage: Stage, index: int, members: list[Member], estimator: Estimator
+        self,
+        name: str,
+        *,
+        stage: Stage,
+        index: int,
+        addresses: Iterable[str],
+        estimator: Estimator,
+        limits: Limits | None = None,
+        prefix: bool = True,
+        now_s: Callable[[], float] = monotonic_s,
     ) -> None:
         self.name = name
         self.stage = stage
         self.index = index
         self.estimator = estimator
-        self.members = {member.address: member for member in members}
+        self.overlaps = Overlaps(now_s=now_s) if prefix and stage is not Stage.DECODE else None
+        self._table = Table()
+        self.members = {
+            address: Member(address, pool=name, stage=stage, table=self._table, limits=limits)
+            for address in addresses
+        }
         self.requests_total = 0
         self.retries_total = 0
         self.spills_total = 0
@@ -33,15 +78,66 @@ class Pool:
         """State in one line, for people and for tests."""
         return f"Pool({self.name}, {list(self.members.values())})"
 
-    def view(self) -> PoolView:
-        """The pool as it stands now."""
-        return PoolView(self.name, self.estimator, tuple(m.view() for m in self.members.values()))
+    def view(self, prompt: Prompt | None = None) -> PoolView:
+        """The pool as it stands now, for a prompt; None: nothing of it is cached anywhere."""
+        rows = self._table.rows()
+        if self.overlaps is None or prompt is None:
+            device, host = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        else:
+            device, host = self.overlaps.cached_tokens(prompt, len(rows))
+        return PoolView(self.name, self.estimator.frozen(), rows, device, host, self.requests_total)
 
-    def lease(self, address: str, work: Work) -> Lease:
-        """Take capacity on a ready worker with room: the policy's choice, in the same step, no await."""
+    def follower(
+        self, member: Member, worker: Worker, *, turns: Turns, rng: random.Random
+    ) -> Follower | None:
+        """What follows the KV events of a member's worker; None: nobody needs them here."""
+        overlaps = self.overlaps
+        if overlaps is None or member.events is None:
+            return None
+
+        def on_holder(rank: int, holder: Holder | None) -> None:
+            # Where the worker itself chooses between its ranks, none of their caches can be counted on.
+            if holder is not None and member.ranks.n_used != member.n_ranks:
+                return
+            if rank < len(member.ranks.rows):
+                row = member.ranks.rows[rank]
+                overlaps.set_holder(row, holder, block_tokens=member.block_tokens)
+
+        return Follower(
+            worker,
+            member.events,
+            index_of=overlaps.index_of,
+            on_holder=on_holder,
+            n_served=lambda: member.n_served,
+            turns=turns,
+            rng=rng,
+        )
+
+    def restarted(self, member: Member) -> None:
+        """A member's worker is another incarnation: what was sent to the one before is gone."""
+        if self.overlaps is not None:
+            for row in member.ranks.rows:
+                self.overlaps.forget(row)
+
+    def set_foreign(self, member: Member, load: tuple[int, int] | None) -> None:
+        """Requests that others sent to a worker, and prompt tokens of theirs that wait there.
+
+        None: nobody can tell now.
+        """
+        if load is None:
+            member.ranks.set_foreign(None)
+        else:
+            member.ranks.set_foreign((load[0], self.estimator.frozen().work_s(load[1], 0)))
+
+    def lease(self, row: int, work: Work, prompt: Prompt | None = None) -> Lease:
+        """Take capacity on a ready row with room: the policy's choice, in the same step, no await."""
+        address, rank = self._table.name(row)
         member = self.members[address]
         assert member.state is State.READY, member
         assert member.inflight < member.max_inflight, member
         self.requests_total += 1
-        member.last_chosen = self.requests_total
-        return Lease(member, work)
+        self._table.set(row, last_chosen=self.requests_total)
+        lease = Lease(member, row, work, rank=rank)
+        if self.overlaps is not None and prompt is not None:
+            lease.settle = self.overlaps.expect(row, prompt).settle
+        return lease

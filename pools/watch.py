@@ -8,9 +8,14 @@ from typing import Any
 
 import anyio
 
+from slagate.pools.event_view import EventView
 from slagate.pools.fleet import Fleet
 from slagate.pools.member import Member, Stage
+from slagate.pools.pool import Pool
+from slagate.pools.table import State
+from slagate.pools.turns import Turns
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers.clock import unix_s
 from slagate.workers.errors import WorkerError, scrub
 from slagate.workers.trtllm_info import SCHEMA_RELEASE
 from slagate.workers.worker import Worker
@@ -36,34 +41,61 @@ ROLE_OF_STAGE = {
 
 @asynccontextmanager
 async def watch_fleet(
-    fleet: Fleet, *, connect: Connect, now_s: Callable[[], float], rng: random.Random
+    fleet: Fleet,
+    *,
+    connect: Connect,
+    now_s: Callable[[], float],
+    unix_s: Callable[[], float] = unix_s,
+    rng: random.Random,
 ) -> AsyncIterator[None]:
-    """Watch every worker of the fleet for the time of the block."""
+    """Watch every worker of the fleet, and follow its KV events, for the time of the block.
+
+    `now_s` is the gateway's clock, `unix_s` the one that workers stamp their events by.
+    """
+    turns = Turns()
+    for member in fleet.members():
+        member.events = EventView(member.address, unix_s=unix_s)
     async with anyio.create_task_group() as tasks:
         for member in fleet.members():
             seed = random.Random(rng.getrandbits(64))
-            tasks.start_soon(_watch, member, connect, now_s, seed)
+            pool = fleet.pools[member.pool]
+            tasks.start_soon(_watch, pool, member, connect, turns, now_s, seed)
         yield
         tasks.cancel_scope.cancel()
 
 
 async def _watch(
-    member: Member, connect: Connect, now_s: Callable[[], float], rng: random.Random
+    pool: Pool,
+    member: Member,
+    connect: Connect,
+    turns: Turns,
+    now_s: Callable[[], float],
+    rng: random.Random,
 ) -> None:
-    async with connect(member.address) as worker:
+    async with connect(member.address) as worker, anyio.create_task_group() as tasks:
         member.worker = worker
+        follower = pool.follower(member, worker, turns=turns, rng=rng)
+        if follower is not None:
+            tasks.start_soon(follower.run)
         while True:
-            await _look(member, worker, now_s)
+            await _look(pool, member, worker, now_s)
+            if follower is not None and member.info is not None:
+                if member.state is State.REFUSED:
+                    follower.misfit()
+                else:
+                    follower.identified(member.info)
             await anyio.sleep(INTERVAL_S * (1 + JITTER_RATIO * rng.uniform(-1, 1)))
 
 
-async def _look(member: Member, worker: Worker, now_s: Callable[[], float]) -> None:
+async def _look(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], float]) -> None:
     """One look at the worker, and what it says of its health."""
+    # Until it answers; what it said a look ago is no longer news.
+    pool.set_foreign(member, None)
     try:
         with anyio.fail_after(LOOK_LIMIT_S):
             health = await worker.health(oe.HealthRequest())
-            await _load(member, worker, now_s)
-            if misfit := await _identify(member, worker):
+            await _load(pool, member, worker, now_s)
+            if misfit := await _identify(pool, member, worker):
                 member.refuse(misfit)
                 return
     except WorkerError as error:
@@ -81,17 +113,33 @@ async def _look(member: Member, worker: Worker, now_s: Callable[[], float]) -> N
             member.probe_failed(f"reports {_name(oe.HealthState, health.state)}")
 
 
-async def _load(member: Member, worker: Worker, now_s: Callable[[], float]) -> None:
+async def _load(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], float]) -> None:
+    before = member.inflight
     try:
-        member.load = await worker.load(oe.GetLoadRequest())
-        member.load_at_s = now_s()
+        load = await worker.load(oe.GetLoadRequest())
     except WorkerError:
         # TensorRT-LLM's own server has no figures when it is idle, and old ones have no such method:
         # an answer about what it can tell, not about its health.
         member.load = None
+    else:
+        member.load, member.load_at_s = load, now_s()
+        pool.set_foreign(member, _foreign(member, load, most_ours=max(before, member.inflight)))
 
 
-async def _identify(member: Member, worker: Worker) -> str:
+def _foreign(member: Member, load: oe.LoadInfo, *, most_ours: int) -> tuple[int, int] | None:
+    """Requests on a worker, and prompt tokens waiting there, that this gateway did not send.
+
+    Ours is counted as high as it was while the worker was asked: what others sent is rather too little
+    than too much. None where it does not say.
+    """
+    if not load.HasField("running_requests"):
+        return None
+    requests = max(0, load.running_requests - most_ours)
+    tokens = max(0, load.waiting_tokens - member.queued_tokens) if requests else 0
+    return requests, tokens
+
+
+async def _identify(pool: Pool, member: Member, worker: Worker) -> str:
     """Who answers under this address; why it cannot be the configured member, or "".
 
     A restarted process has another instance id. Load reports carry it too, so a worker that gives them
@@ -107,6 +155,7 @@ async def _identify(member: Member, worker: Worker) -> str:
     if known is None or known.instance_id != info.instance_id or not member.models:
         models = {name: await worker.model_info(name) for name in info.supported_models}
         member.models = models
+        pool.restarted(member)
     member.info = info
     return ""
 

@@ -3,8 +3,8 @@
 isort:skip_file
 slagate.v1.Gateway: what operators call, on the admin listener. Clients never reach it.
 
-Units: *_ms are milliseconds, *_tokens token counts. An absent optional field means "not known" or
-"not asked for", never zero.
+Units: *_s are seconds, *_ms milliseconds, *_tokens token counts. An absent optional field means "not
+known" or "not asked for", never zero.
 """
 
 import builtins
@@ -109,7 +109,7 @@ Global___Sla: typing_extensions.TypeAlias = Sla
 
 @typing.final
 class Candidate(google.protobuf.message.Message):
-    """One worker as the policy saw it."""
+    """One worker and attention-DP rank as the policy saw it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -125,11 +125,23 @@ class Candidate(google.protobuf.message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: builtins.int
     SUSPECT_FIELD_NUMBER: builtins.int
     LAST_CHOSEN_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    SERVES_MODEL_FIELD_NUMBER: builtins.int
+    WORKER_INFLIGHT_FIELD_NUMBER: builtins.int
+    MAX_INFLIGHT_FIELD_NUMBER: builtins.int
+    MAX_QUEUED_TOKENS_FIELD_NUMBER: builtins.int
+    CAPACITY_TOKENS_FIELD_NUMBER: builtins.int
+    FOREIGN_REQUESTS_FIELD_NUMBER: builtins.int
+    FOREIGN_S_FIELD_NUMBER: builtins.int
+    DEVICE_TOKENS_FIELD_NUMBER: builtins.int
+    HOST_TOKENS_FIELD_NUMBER: builtins.int
+    ROW_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """address"""
     pool: builtins.str
     inflight: builtins.int
-    """leases held on it when the choice was made"""
+    """leases held on the rank when the choice was made"""
     queued_tokens: builtins.int
     """prompt tokens leased to it whose prefill is not over"""
     score_s: builtins.float
@@ -141,13 +153,37 @@ class Candidate(google.protobuf.message.Message):
     excluded: builtins.str
     """why it could not be chosen; empty: it could"""
     queued_s: builtins.float
-    """queued_tokens as predicted seconds"""
+    """queued_tokens as seconds of prefill, before the pool's coefficients"""
     context_tokens: builtins.int
     """prompt tokens of the requests it decodes"""
     suspect: builtins.bool
     """its last probe failed: it is chosen only where no other can be"""
     last_chosen: builtins.int
     """number of the pool's last leg on it: the lower wins between equals"""
+    rank: builtins.int
+    """absent: the worker itself chooses between its ranks, or has but one"""
+    state: builtins.str
+    """connecting, ready, not_ready, refused"""
+    serves_model: builtins.bool
+    """the model of the request"""
+    worker_inflight: builtins.int
+    """leases on all ranks of the worker"""
+    max_inflight: builtins.int
+    """of the worker; absent: no limit"""
+    max_queued_tokens: builtins.int
+    """no prompt while queued_tokens is no less; absent: no limit"""
+    capacity_tokens: builtins.int
+    """tokens its KV cache holds; absent: not known"""
+    foreign_requests: builtins.int
+    """running there that this gateway did not send"""
+    foreign_s: builtins.float
+    """as queued_s, of prompts waiting there that it did not send"""
+    device_tokens: builtins.int
+    """leading prompt tokens cached on the device"""
+    host_tokens: builtins.int
+    """tokens behind those that are cached, but not all on the device"""
+    row: builtins.int
+    """its number in the pool: what the draw counts by"""
     def __init__(
         self,
         *,
@@ -163,13 +199,33 @@ class Candidate(google.protobuf.message.Message):
         context_tokens: builtins.int = ...,
         suspect: builtins.bool = ...,
         last_chosen: builtins.int = ...,
+        rank: builtins.int | None = ...,
+        state: builtins.str = ...,
+        serves_model: builtins.bool = ...,
+        worker_inflight: builtins.int = ...,
+        max_inflight: builtins.int | None = ...,
+        max_queued_tokens: builtins.int | None = ...,
+        capacity_tokens: builtins.int | None = ...,
+        foreign_requests: builtins.int = ...,
+        foreign_s: builtins.float = ...,
+        device_tokens: builtins.int = ...,
+        host_tokens: builtins.int = ...,
+        row: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "context_tokens", b"context_tokens", "excluded", b"excluded", "inflight", b"inflight", "last_chosen", b"last_chosen", "pool", b"pool", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "queued_s", b"queued_s", "queued_tokens", b"queued_tokens", "score_s", b"score_s", "suspect", b"suspect", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_capacity_tokens", b"_capacity_tokens", "_max_inflight", b"_max_inflight", "_max_queued_tokens", b"_max_queued_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_rank", b"_rank", "capacity_tokens", b"capacity_tokens", "max_inflight", b"max_inflight", "max_queued_tokens", b"max_queued_tokens", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_capacity_tokens", b"_capacity_tokens", "_max_inflight", b"_max_inflight", "_max_queued_tokens", b"_max_queued_tokens", "_predicted_itl_ms", b"_predicted_itl_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "_rank", b"_rank", "capacity_tokens", b"capacity_tokens", "context_tokens", b"context_tokens", "device_tokens", b"device_tokens", "excluded", b"excluded", "foreign_requests", b"foreign_requests", "foreign_s", b"foreign_s", "host_tokens", b"host_tokens", "inflight", b"inflight", "last_chosen", b"last_chosen", "max_inflight", b"max_inflight", "max_queued_tokens", b"max_queued_tokens", "pool", b"pool", "predicted_itl_ms", b"predicted_itl_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "queued_s", b"queued_s", "queued_tokens", b"queued_tokens", "rank", b"rank", "row", b"row", "score_s", b"score_s", "serves_model", b"serves_model", "state", b"state", "suspect", b"suspect", "worker", b"worker", "worker_inflight", b"worker_inflight"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_capacity_tokens", b"_capacity_tokens"]) -> typing.Literal["capacity_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_inflight", b"_max_inflight"]) -> typing.Literal["max_inflight"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_queued_tokens", b"_max_queued_tokens"]) -> typing.Literal["max_queued_tokens"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_predicted_itl_ms", b"_predicted_itl_ms"]) -> typing.Literal["predicted_itl_ms"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms"]) -> typing.Literal["predicted_ttft_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
 
 Global___Candidate: typing_extensions.TypeAlias = Candidate
 
@@ -199,6 +255,55 @@ class Target(google.protobuf.message.Message):
 Global___Target: typing_extensions.TypeAlias = Target
 
 @typing.final
+class Coefficients(google.protobuf.message.Message):
+    """What corrects a pool's timing profile, as it was learnt from earlier requests."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFILL_SCALE_FIELD_NUMBER: builtins.int
+    PREFILL_OFFSET_S_FIELD_NUMBER: builtins.int
+    ITL_SCALE_FIELD_NUMBER: builtins.int
+    prefill_scale: builtins.float
+    prefill_offset_s: builtins.float
+    itl_scale: builtins.float
+    def __init__(
+        self,
+        *,
+        prefill_scale: builtins.float = ...,
+        prefill_offset_s: builtins.float = ...,
+        itl_scale: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["itl_scale", b"itl_scale", "prefill_offset_s", b"prefill_offset_s", "prefill_scale", b"prefill_scale"]) -> None: ...
+
+Global___Coefficients: typing_extensions.TypeAlias = Coefficients
+
+@typing.final
+class PoolLook(google.protobuf.message.Message):
+    """A pool when it was looked at."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    LEASES_FIELD_NUMBER: builtins.int
+    COEFFICIENTS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    leases: builtins.int
+    """all that were ever taken in it"""
+    @property
+    def coefficients(self) -> Global___Coefficients: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        leases: builtins.int = ...,
+        coefficients: Global___Coefficients | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["coefficients", b"coefficients"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["coefficients", b"coefficients", "leases", b"leases", "name", b"name"]) -> None: ...
+
+Global___PoolLook: typing_extensions.TypeAlias = PoolLook
+
+@typing.final
 class StageChoice(google.protobuf.message.Message):
     """The choice for one stage."""
 
@@ -215,6 +320,10 @@ class StageChoice(google.protobuf.message.Message):
     CANDIDATES_TOTAL_FIELD_NUMBER: builtins.int
     POOL_ORDER_FIELD_NUMBER: builtins.int
     DRAW_FIELD_NUMBER: builtins.int
+    STARVED_FIELD_NUMBER: builtins.int
+    EXCLUDED_WORKERS_FIELD_NUMBER: builtins.int
+    POOLS_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
     stage: Global___Stage.ValueType
     base_pool: builtins.str
     """what the grid cell says"""
@@ -227,6 +336,10 @@ class StageChoice(google.protobuf.message.Message):
     candidates_total: builtins.int
     draw: builtins.float
     """in [0, 1), the chance that told equals apart"""
+    starved: builtins.bool
+    """the winner went first because it was idle and had no request for long"""
+    rank: builtins.int
+    """of the winner, as Candidate.rank"""
     @property
     def cell(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """grid index: row, column (or layer, row, column)"""
@@ -237,11 +350,19 @@ class StageChoice(google.protobuf.message.Message):
 
     @property
     def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Candidate]:
-        """the winner, then by score; a receipt carries 4 only"""
+        """the winner, then as they are preferred; a trailer carries 4 only"""
 
     @property
     def pool_order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """pools that may be tried, in order"""
+
+    @property
+    def excluded_workers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """addresses that had failed this request already"""
+
+    @property
+    def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PoolLook]:
+        """every pool that was looked at, in order; none in a trailer"""
 
     def __init__(
         self,
@@ -257,8 +378,14 @@ class StageChoice(google.protobuf.message.Message):
         candidates_total: builtins.int = ...,
         pool_order: collections.abc.Iterable[builtins.str] | None = ...,
         draw: builtins.float = ...,
+        starved: builtins.bool = ...,
+        excluded_workers: collections.abc.Iterable[builtins.str] | None = ...,
+        pools: collections.abc.Iterable[Global___PoolLook] | None = ...,
+        rank: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "draw", b"draw", "overridden", b"overridden", "pool", b"pool", "pool_order", b"pool_order", "stage", b"stage", "targets", b"targets", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_rank", b"_rank", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "draw", b"draw", "excluded_workers", b"excluded_workers", "overridden", b"overridden", "pool", b"pool", "pool_order", b"pool_order", "pools", b"pools", "rank", b"rank", "stage", b"stage", "starved", b"starved", "targets", b"targets", "worker", b"worker"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
 
 Global___StageChoice: typing_extensions.TypeAlias = StageChoice
 
@@ -272,13 +399,15 @@ class Decision(google.protobuf.message.Message):
     MAX_TOKENS_FIELD_NUMBER: builtins.int
     STAGES_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """the client's"""
     isl_tokens: builtins.int
     max_tokens: builtins.int
     """output budget given to the decode leg"""
     text: builtins.str
-    """the decision in words"""
+    """the decision in words; left out where a trailer has no room for it"""
+    model: builtins.str
     @property
     def sla(self) -> Global___Sla: ...
     @property
@@ -292,9 +421,10 @@ class Decision(google.protobuf.message.Message):
         max_tokens: builtins.int = ...,
         stages: collections.abc.Iterable[Global___StageChoice] | None = ...,
         text: builtins.str = ...,
+        model: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sla", b"sla"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["isl_tokens", b"isl_tokens", "max_tokens", b"max_tokens", "request_id", b"request_id", "sla", b"sla", "stages", b"stages", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["isl_tokens", b"isl_tokens", "max_tokens", b"max_tokens", "model", b"model", "request_id", b"request_id", "sla", b"sla", "stages", b"stages", "text", b"text"]) -> None: ...
 
 Global___Decision: typing_extensions.TypeAlias = Decision
 
@@ -350,6 +480,8 @@ class Actual(google.protobuf.message.Message):
     TTFT_MET_FIELD_NUMBER: builtins.int
     ITL_MET_FIELD_NUMBER: builtins.int
     TOTAL_MS_FIELD_NUMBER: builtins.int
+    WAITED_MS_FIELD_NUMBER: builtins.int
+    PREDICTED_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     outcome: builtins.str
     """label of slagate_requests_total"""
     ttft_ms: builtins.float
@@ -364,6 +496,10 @@ class Actual(google.protobuf.message.Message):
     itl_met: builtins.bool
     """absent: no target given or fewer than two tokens"""
     total_ms: builtins.float
+    waited_ms: builtins.float
+    """for a worker below its limits; absent: it never asked for one"""
+    predicted_cached_tokens: builtins.int
+    """to compare with cached_tokens; absent: no worker chosen"""
     def __init__(
         self,
         *,
@@ -375,9 +511,11 @@ class Actual(google.protobuf.message.Message):
         ttft_met: builtins.bool | None = ...,
         itl_met: builtins.bool | None = ...,
         total_ms: builtins.float = ...,
+        waited_ms: builtins.float | None = ...,
+        predicted_cached_tokens: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cached_tokens", b"_cached_tokens", "_itl_met", b"_itl_met", "_itl_ms", b"_itl_ms", "_ttft_met", b"_ttft_met", "_ttft_ms", b"_ttft_ms", "cached_tokens", b"cached_tokens", "itl_met", b"itl_met", "itl_ms", b"itl_ms", "ttft_met", b"ttft_met", "ttft_ms", b"ttft_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cached_tokens", b"_cached_tokens", "_itl_met", b"_itl_met", "_itl_ms", b"_itl_ms", "_ttft_met", b"_ttft_met", "_ttft_ms", b"_ttft_ms", "cached_tokens", b"cached_tokens", "itl_met", b"itl_met", "itl_ms", b"itl_ms", "outcome", b"outcome", "output_tokens", b"output_tokens", "total_ms", b"total_ms", "ttft_met", b"ttft_met", "ttft_ms", b"ttft_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cached_tokens", b"_cached_tokens", "_itl_met", b"_itl_met", "_itl_ms", b"_itl_ms", "_predicted_cached_tokens", b"_predicted_cached_tokens", "_ttft_met", b"_ttft_met", "_ttft_ms", b"_ttft_ms", "_waited_ms", b"_waited_ms", "cached_tokens", b"cached_tokens", "itl_met", b"itl_met", "itl_ms", b"itl_ms", "predicted_cached_tokens", b"predicted_cached_tokens", "ttft_met", b"ttft_met", "ttft_ms", b"ttft_ms", "waited_ms", b"waited_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cached_tokens", b"_cached_tokens", "_itl_met", b"_itl_met", "_itl_ms", b"_itl_ms", "_predicted_cached_tokens", b"_predicted_cached_tokens", "_ttft_met", b"_ttft_met", "_ttft_ms", b"_ttft_ms", "_waited_ms", b"_waited_ms", "cached_tokens", b"cached_tokens", "itl_met", b"itl_met", "itl_ms", b"itl_ms", "outcome", b"outcome", "output_tokens", b"output_tokens", "predicted_cached_tokens", b"predicted_cached_tokens", "total_ms", b"total_ms", "ttft_met", b"ttft_met", "ttft_ms", b"ttft_ms", "waited_ms", b"waited_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cached_tokens", b"_cached_tokens"]) -> typing.Literal["cached_tokens"] | None: ...
     @typing.overload
@@ -385,9 +523,13 @@ class Actual(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_itl_ms", b"_itl_ms"]) -> typing.Literal["itl_ms"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_predicted_cached_tokens", b"_predicted_cached_tokens"]) -> typing.Literal["predicted_cached_tokens"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ttft_met", b"_ttft_met"]) -> typing.Literal["ttft_met"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ttft_ms", b"_ttft_ms"]) -> typing.Literal["ttft_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_waited_ms", b"_waited_ms"]) -> typing.Literal["waited_ms"] | None: ...
 
 Global___Actual: typing_extensions.TypeAlias = Actual
 
@@ -398,23 +540,146 @@ class Receipt(google.protobuf.message.Message):
     DECISION_FIELD_NUMBER: builtins.int
     ATTEMPTS_FIELD_NUMBER: builtins.int
     ACTUAL_FIELD_NUMBER: builtins.int
+    CONFIG_VERSION_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    UNIX_S_FIELD_NUMBER: builtins.int
+    REPLACED_FIELD_NUMBER: builtins.int
+    config_version: builtins.str
+    """GatewayConfig.version that it was decided under"""
+    number: builtins.int
+    """from 1 on, one for each request of this gateway, in order of their ends"""
+    unix_s: builtins.float
+    """when the request ended, seconds since 1970"""
     @property
-    def decision(self) -> Global___Decision: ...
+    def decision(self) -> Global___Decision:
+        """for each stage the last choice"""
+
     @property
     def attempts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Attempt]: ...
     @property
     def actual(self) -> Global___Actual: ...
+    @property
+    def replaced(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageChoice]:
+        """choices that a retry replaced, oldest first; none in a trailer"""
+
     def __init__(
         self,
         *,
         decision: Global___Decision | None = ...,
         attempts: collections.abc.Iterable[Global___Attempt] | None = ...,
         actual: Global___Actual | None = ...,
+        config_version: builtins.str = ...,
+        number: builtins.int = ...,
+        unix_s: builtins.float = ...,
+        replaced: collections.abc.Iterable[Global___StageChoice] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["actual", b"actual", "decision", b"decision"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["actual", b"actual", "attempts", b"attempts", "decision", b"decision"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["actual", b"actual", "attempts", b"attempts", "config_version", b"config_version", "decision", b"decision", "number", b"number", "replaced", b"replaced", "unix_s", b"unix_s"]) -> None: ...
 
 Global___Receipt: typing_extensions.TypeAlias = Receipt
+
+@typing.final
+class WatchReceiptsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FOLLOW_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    follow: builtins.bool
+    """go on with new receipts until the gateway or the caller ends"""
+    limit: builtins.int
+    """newest kept receipts to begin with; absent: all"""
+    def __init__(
+        self,
+        *,
+        follow: builtins.bool = ...,
+        limit: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_limit", b"_limit", "limit", b"limit"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_limit", b"_limit", "follow", b"follow", "limit", b"limit"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_limit", b"_limit"]) -> typing.Literal["limit"] | None: ...
+
+Global___WatchReceiptsRequest: typing_extensions.TypeAlias = WatchReceiptsRequest
+
+@typing.final
+class EstimatorTable(google.protobuf.message.Message):
+    """What predictions start from in one pool."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: builtins.int
+    TABLE_FIELD_NUMBER: builtins.int
+    pool: builtins.str
+    table: builtins.str
+    """JSON"""
+    def __init__(
+        self,
+        *,
+        pool: builtins.str = ...,
+        table: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pool", b"pool", "table", b"table"]) -> None: ...
+
+Global___EstimatorTable: typing_extensions.TypeAlias = EstimatorTable
+
+@typing.final
+class GatewayConfig(google.protobuf.message.Message):
+    """All that decisions depend on besides what their receipts hold."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    FLEET_FIELD_NUMBER: builtins.int
+    ESTIMATORS_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    version: builtins.str
+    """digest of everything below"""
+    fleet: builtins.str
+    """the fleet file's content, JSON"""
+    policy: builtins.str
+    """prefix or least_loaded"""
+    @property
+    def estimators(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EstimatorTable]:
+        """one for each pool"""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.str = ...,
+        fleet: builtins.str = ...,
+        estimators: collections.abc.Iterable[Global___EstimatorTable] | None = ...,
+        policy: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["estimators", b"estimators", "fleet", b"fleet", "policy", b"policy", "version", b"version"]) -> None: ...
+
+Global___GatewayConfig: typing_extensions.TypeAlias = GatewayConfig
+
+@typing.final
+class WatchReceiptsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONFIG_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
+    MISSED_FIELD_NUMBER: builtins.int
+    missed: builtins.int
+    """receipts right before this one that were dropped unsent"""
+    @property
+    def config(self) -> Global___GatewayConfig:
+        """the first message, and no other"""
+
+    @property
+    def receipt(self) -> Global___Receipt: ...
+    def __init__(
+        self,
+        *,
+        config: Global___GatewayConfig | None = ...,
+        receipt: Global___Receipt | None = ...,
+        missed: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["config", b"config", "item", b"item", "receipt", b"receipt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["config", b"config", "item", b"item", "missed", b"missed", "receipt", b"receipt"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["item", b"item"]) -> typing.Literal["config", "receipt"] | None: ...
+
+Global___WatchReceiptsResponse: typing_extensions.TypeAlias = WatchReceiptsResponse
 
 @typing.final
 class ListPoolsRequest(google.protobuf.message.Message):
@@ -442,6 +707,8 @@ class PoolStatus(google.protobuf.message.Message):
     RETRIES_TOTAL_FIELD_NUMBER: builtins.int
     POOL_ORDER_FIELD_NUMBER: builtins.int
     SPILLS_TOTAL_FIELD_NUMBER: builtins.int
+    PREFILL_ERROR_FIELD_NUMBER: builtins.int
+    ITL_ERROR_FIELD_NUMBER: builtins.int
     name: builtins.str
     stage: Global___Stage.ValueType
     index: builtins.int
@@ -458,6 +725,10 @@ class PoolStatus(google.protobuf.message.Message):
     """attempts that failed here and were retried elsewhere"""
     spills_total: builtins.int
     """legs that came here because a pool before it had nobody"""
+    prefill_error: builtins.float
+    """recent mean |predicted - actual| / actual of TTFT; absent: none yet"""
+    itl_error: builtins.float
+    """the same of ITL"""
     @property
     def pool_order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """pools a request of this one may try, in order"""
@@ -477,8 +748,15 @@ class PoolStatus(google.protobuf.message.Message):
         retries_total: builtins.int = ...,
         pool_order: collections.abc.Iterable[builtins.str] | None = ...,
         spills_total: builtins.int = ...,
+        prefill_error: builtins.float | None = ...,
+        itl_error: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["estimator", b"estimator", "index", b"index", "inflight", b"inflight", "name", b"name", "pool_order", b"pool_order", "queued_tokens", b"queued_tokens", "requests_total", b"requests_total", "retries_total", b"retries_total", "spills_total", b"spills_total", "stage", b"stage", "workers", b"workers", "workers_ready", b"workers_ready"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_itl_error", b"_itl_error", "_prefill_error", b"_prefill_error", "itl_error", b"itl_error", "prefill_error", b"prefill_error"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_itl_error", b"_itl_error", "_prefill_error", b"_prefill_error", "estimator", b"estimator", "index", b"index", "inflight", b"inflight", "itl_error", b"itl_error", "name", b"name", "pool_order", b"pool_order", "prefill_error", b"prefill_error", "queued_tokens", b"queued_tokens", "requests_total", b"requests_total", "retries_total", b"retries_total", "spills_total", b"spills_total", "stage", b"stage", "workers", b"workers", "workers_ready", b"workers_ready"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_itl_error", b"_itl_error"]) -> typing.Literal["itl_error"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prefill_error", b"_prefill_error"]) -> typing.Literal["prefill_error"] | None: ...
 
 Global___PoolStatus: typing_extensions.TypeAlias = PoolStatus
 
@@ -489,8 +767,14 @@ class ListPoolsResponse(google.protobuf.message.Message):
     POOLS_FIELD_NUMBER: builtins.int
     WARNINGS_FIELD_NUMBER: builtins.int
     MAX_ATTEMPTS_FIELD_NUMBER: builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
     max_attempts: builtins.int
     """workers that one stage of a request may try"""
+    waiting_requests: builtins.int
+    """for a worker below its limits"""
+    policy: builtins.str
+    """prefix or least_loaded"""
     @property
     def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
     @property
@@ -503,8 +787,10 @@ class ListPoolsResponse(google.protobuf.message.Message):
         pools: collections.abc.Iterable[Global___PoolStatus] | None = ...,
         warnings: collections.abc.Iterable[builtins.str] | None = ...,
         max_attempts: builtins.int = ...,
+        waiting_requests: builtins.int = ...,
+        policy: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_attempts", b"max_attempts", "pools", b"pools", "warnings", b"warnings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_attempts", b"max_attempts", "policy", b"policy", "pools", b"pools", "waiting_requests", b"waiting_requests", "warnings", b"warnings"]) -> None: ...
 
 Global___ListPoolsResponse: typing_extensions.TypeAlias = ListPoolsResponse
 
@@ -517,6 +803,35 @@ class ListWorkersRequest(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___ListWorkersRequest: typing_extensions.TypeAlias = ListWorkersRequest
+
+@typing.final
+class PrefixTruth(google.protobuf.message.Message):
+    """Prompt tokens predicted to be cached on a worker beside those that its engine then found, summed over
+    requests.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREDICTED_TOKENS_FIELD_NUMBER: builtins.int
+    ENGINE_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    ABS_ERROR_TOKENS_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    predicted_tokens: builtins.int
+    engine_cached_tokens: builtins.int
+    abs_error_tokens: builtins.int
+    """sum of |predicted - found|, so errors do not cancel out"""
+    requests: builtins.int
+    def __init__(
+        self,
+        *,
+        predicted_tokens: builtins.int = ...,
+        engine_cached_tokens: builtins.int = ...,
+        abs_error_tokens: builtins.int = ...,
+        requests: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abs_error_tokens", b"abs_error_tokens", "engine_cached_tokens", b"engine_cached_tokens", "predicted_tokens", b"predicted_tokens", "requests", b"requests"]) -> None: ...
+
+Global___PrefixTruth: typing_extensions.TypeAlias = PrefixTruth
 
 @typing.final
 class WorkerStatus(google.protobuf.message.Message):
@@ -535,6 +850,11 @@ class WorkerStatus(google.protobuf.message.Message):
     LOAD_FIELD_NUMBER: builtins.int
     LOAD_AGE_MS_FIELD_NUMBER: builtins.int
     KV_TRANSFER_BACKEND_FIELD_NUMBER: builtins.int
+    EVENTS_MODE_FIELD_NUMBER: builtins.int
+    EVENTS_REASON_FIELD_NUMBER: builtins.int
+    EVENT_LAG_MS_FIELD_NUMBER: builtins.int
+    INDEX_BLOCKS_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
     worker: builtins.str
     """address"""
     pool: builtins.str
@@ -552,11 +872,23 @@ class WorkerStatus(google.protobuf.message.Message):
     load_age_ms: builtins.float
     """age of that report"""
     kv_transfer_backend: builtins.str
+    events_mode: builtins.str
+    """of its KV events: off, starting, live, resync, none"""
+    events_reason: builtins.str
+    """why they are not live; empty when they are"""
+    event_lag_ms: builtins.float
+    """from publishing to being applied; absent: no events"""
+    index_blocks: builtins.int
+    """KV blocks known of it, all ranks; absent: no events"""
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def load(self) -> slagate.proto.openengine_pb2.LoadInfo:
         """the worker's last own report; absent: none yet"""
+
+    @property
+    def prefix(self) -> Global___PrefixTruth:
+        """absent: no request to compare yet"""
 
     def __init__(
         self,
@@ -574,10 +906,22 @@ class WorkerStatus(google.protobuf.message.Message):
         load: slagate.proto.openengine_pb2.LoadInfo | None = ...,
         load_age_ms: builtins.float | None = ...,
         kv_transfer_backend: builtins.str = ...,
+        events_mode: builtins.str = ...,
+        events_reason: builtins.str = ...,
+        event_lag_ms: builtins.float | None = ...,
+        index_blocks: builtins.int | None = ...,
+        prefix: Global___PrefixTruth | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_load_age_ms", b"_load_age_ms", "load", b"load", "load_age_ms", b"load_age_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_load_age_ms", b"_load_age_ms", "engine", b"engine", "inflight", b"inflight", "instance_id", b"instance_id", "kv_transfer_backend", b"kv_transfer_backend", "load", b"load", "load_age_ms", b"load_age_ms", "models", b"models", "pool", b"pool", "queued_tokens", b"queued_tokens", "reason", b"reason", "stage", b"stage", "state", b"state", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_event_lag_ms", b"_event_lag_ms", "_index_blocks", b"_index_blocks", "_load_age_ms", b"_load_age_ms", "_prefix", b"_prefix", "event_lag_ms", b"event_lag_ms", "index_blocks", b"index_blocks", "load", b"load", "load_age_ms", b"load_age_ms", "prefix", b"prefix"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_event_lag_ms", b"_event_lag_ms", "_index_blocks", b"_index_blocks", "_load_age_ms", b"_load_age_ms", "_prefix", b"_prefix", "engine", b"engine", "event_lag_ms", b"event_lag_ms", "events_mode", b"events_mode", "events_reason", b"events_reason", "index_blocks", b"index_blocks", "inflight", b"inflight", "instance_id", b"instance_id", "kv_transfer_backend", b"kv_transfer_backend", "load", b"load", "load_age_ms", b"load_age_ms", "models", b"models", "pool", b"pool", "prefix", b"prefix", "queued_tokens", b"queued_tokens", "reason", b"reason", "stage", b"stage", "state", b"state", "worker", b"worker"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_event_lag_ms", b"_event_lag_ms"]) -> typing.Literal["event_lag_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_index_blocks", b"_index_blocks"]) -> typing.Literal["index_blocks"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_load_age_ms", b"_load_age_ms"]) -> typing.Literal["load_age_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prefix", b"_prefix"]) -> typing.Literal["prefix"] | None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus
 

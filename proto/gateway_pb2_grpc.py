@@ -49,6 +49,11 @@ class GatewayStub(object):
                 request_serializer=slagate_dot_proto_dot_gateway__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=slagate_dot_proto_dot_gateway__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.WatchReceipts = channel.unary_stream(
+                '/slagate.v1.Gateway/WatchReceipts',
+                request_serializer=slagate_dot_proto_dot_gateway__pb2.WatchReceiptsRequest.SerializeToString,
+                response_deserializer=slagate_dot_proto_dot_gateway__pb2.WatchReceiptsResponse.FromString,
+                _registered_method=True)
 
 
 class GatewayServicer(object):
@@ -76,6 +81,14 @@ class GatewayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchReceipts(self, request, context):
+        """The configuration, then the receipts that the gateway has kept, oldest first, then, with `follow`, new
+        ones as they come. A reader that is too slow misses some, and is told how many. Ends, OK, at shutdown.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GatewayServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +106,11 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=slagate_dot_proto_dot_gateway__pb2.ListWorkersRequest.FromString,
                     response_serializer=slagate_dot_proto_dot_gateway__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'WatchReceipts': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchReceipts,
+                    request_deserializer=slagate_dot_proto_dot_gateway__pb2.WatchReceiptsRequest.FromString,
+                    response_serializer=slagate_dot_proto_dot_gateway__pb2.WatchReceiptsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +194,33 @@ class Gateway(object):
             '/slagate.v1.Gateway/ListWorkers',
             slagate_dot_proto_dot_gateway__pb2.ListWorkersRequest.SerializeToString,
             slagate_dot_proto_dot_gateway__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchReceipts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slagate.v1.Gateway/WatchReceipts',
+            slagate_dot_proto_dot_gateway__pb2.WatchReceiptsRequest.SerializeToString,
+            slagate_dot_proto_dot_gateway__pb2.WatchReceiptsResponse.FromString,
             options,
             channel_credentials,
             insecure,

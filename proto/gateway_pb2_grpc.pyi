@@ -3,8 +3,8 @@
 isort:skip_file
 slagate.v1.Gateway: what operators call, on the admin listener. Clients never reach it.
 
-Units: *_ms are milliseconds, *_tokens token counts. An absent optional field means "not known" or
-"not asked for", never zero.
+Units: *_s are seconds, *_ms milliseconds, *_tokens token counts. An absent optional field means "not
+known" or "not asked for", never zero.
 """
 
 import abc
@@ -77,7 +77,23 @@ _GatewayListWorkersType = typing_extensions.TypeVar(
     ],
 )
 
-class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _GatewayListWorkersType]):
+_GatewayWatchReceiptsType = typing_extensions.TypeVar(
+    '_GatewayWatchReceiptsType',
+    grpc.UnaryStreamMultiCallable[
+        slagate.proto.gateway_pb2.WatchReceiptsRequest,
+        slagate.proto.gateway_pb2.WatchReceiptsResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        slagate.proto.gateway_pb2.WatchReceiptsRequest,
+        slagate.proto.gateway_pb2.WatchReceiptsResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        slagate.proto.gateway_pb2.WatchReceiptsRequest,
+        slagate.proto.gateway_pb2.WatchReceiptsResponse,
+    ],
+)
+
+class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _GatewayListWorkersType, _GatewayWatchReceiptsType]):
     @typing.overload
     def __init__(self: GatewayStub[
         grpc.UnaryUnaryMultiCallable[
@@ -91,6 +107,10 @@ class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _Ga
         grpc.UnaryUnaryMultiCallable[
             slagate.proto.gateway_pb2.ListWorkersRequest,
             slagate.proto.gateway_pb2.ListWorkersResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            slagate.proto.gateway_pb2.WatchReceiptsRequest,
+            slagate.proto.gateway_pb2.WatchReceiptsResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -108,6 +128,10 @@ class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _Ga
             slagate.proto.gateway_pb2.ListWorkersRequest,
             slagate.proto.gateway_pb2.ListWorkersResponse,
         ],
+        grpc.aio.UnaryStreamMultiCallable[
+            slagate.proto.gateway_pb2.WatchReceiptsRequest,
+            slagate.proto.gateway_pb2.WatchReceiptsResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Explain: _GatewayExplainType
@@ -121,6 +145,11 @@ class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _Ga
     ListWorkers: _GatewayListWorkersType
     """Every worker with its health, leases and last reported load."""
 
+    WatchReceipts: _GatewayWatchReceiptsType
+    """The configuration, then the receipts that the gateway has kept, oldest first, then, with `follow`, new
+    ones as they come. A reader that is too slow misses some, and is told how many. Ends, OK, at shutdown.
+    """
+
 GatewayAsyncStub: typing_extensions.TypeAlias = GatewayStub[
     grpc.aio.UnaryUnaryMultiCallable[
         slagate.proto.gateway_pb2.ExplainRequest,
@@ -133,6 +162,10 @@ GatewayAsyncStub: typing_extensions.TypeAlias = GatewayStub[
     grpc.aio.UnaryUnaryMultiCallable[
         slagate.proto.gateway_pb2.ListWorkersRequest,
         slagate.proto.gateway_pb2.ListWorkersResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        slagate.proto.gateway_pb2.WatchReceiptsRequest,
+        slagate.proto.gateway_pb2.WatchReceiptsResponse,
     ],
 ]
 
@@ -162,5 +195,15 @@ class GatewayServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[slagate.proto.gateway_pb2.ListWorkersResponse, collections.abc.Awaitable[slagate.proto.gateway_pb2.ListWorkersResponse]]:
         """Every worker with its health, leases and last reported load."""
+
+    @abc.abstractmethod
+    def WatchReceipts(
+        self,
+        request: slagate.proto.gateway_pb2.WatchReceiptsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[slagate.proto.gateway_pb2.WatchReceiptsResponse], collections.abc.AsyncIterator[slagate.proto.gateway_pb2.WatchReceiptsResponse]]:
+        """The configuration, then the receipts that the gateway has kept, oldest first, then, with `follow`, new
+        ones as they come. A reader that is too slow misses some, and is told how many. Ends, OK, at shutdown.
+        """
 
 def add_GatewayServicer_to_server(servicer: GatewayServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -24,7 +24,8 @@ from slagate.router.command import (
 )
 from slagate.router.demo import run_demo
 from slagate.router.grid_select import select_lines
-from slagate.router.settings import Settings
+from slagate.router.receipts_cli import receipts, recompute
+from slagate.router.settings import POLICIES, Settings
 from slagate.router.worker_cli import worker
 from slagate.workers.channel import MAX_MESSAGE_BYTES
 from slagate.workers.errors import UsageError
@@ -38,6 +39,8 @@ cli = typer.Typer(
 grid_cli = typer.Typer(no_args_is_help=True, help="Look at pool grids, offline.")
 cli.add_typer(grid_cli, name="grid")
 cli.command()(worker)
+cli.command()(receipts)
+cli.command()(recompute)
 
 
 def main() -> None:
@@ -72,6 +75,7 @@ MaxTokens = Annotated[int | None, typer.Option(help="Output budget.")]
 TtftMs = Annotated[str | None, typer.Option(help="TTFT target, ms.")]
 ItlMs = Annotated[str | None, typer.Option(help="ITL target, ms.")]
 Priority = Annotated[str | None, typer.Option(help="int32, higher is more important.")]
+Policy = Annotated[str, typer.Option(help=f"How workers are chosen: {' or '.join(POLICIES)}.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
@@ -94,6 +98,11 @@ def serve(
     max_attempts: Annotated[
         int, typer.Option(min=1, help="Workers that one stage of a request may try.")
     ] = Settings.max_attempts,
+    policy: Policy = Settings.policy,
+    max_waiting: Annotated[
+        int,
+        typer.Option(min=0, help="Requests that may wait while all workers are at their limits."),
+    ] = Settings.max_waiting,
     client_receipts: Annotated[
         bool,
         typer.Option(
@@ -104,6 +113,7 @@ def serve(
     log_level: LogLevel = "info",
 ) -> None:
     """Run the gateway until SIGTERM."""
+    _check_policy(policy)
     fleet = _config(config)
     start_log(log_level)
     settings = Settings(
@@ -111,6 +121,8 @@ def serve(
         default_timeout_s=default_timeout,
         drain_s=drain,
         max_attempts=max_attempts,
+        policy=policy,
+        max_waiting=max_waiting,
         client_receipts=client_receipts,
     )
 
@@ -190,10 +202,17 @@ def demo(
     ] = None,
     out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("build/demo.json"),
     transport: Transport = "auto",
+    policy: Policy = Settings.policy,
 ) -> None:
-    """Replay a real trace through a gateway and six simulated workers on this machine."""
+    """Replay a real trace through a gateway and eight simulated workers on this machine."""
     check_transport(transport)
-    run_to_exit(lambda: run_demo(requests, out, Console(), transport=transport))
+    _check_policy(policy)
+    run_to_exit(lambda: run_demo(requests, out, Console(), transport=transport, policy=policy))
+
+
+def _check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        fail(f"--policy must be one of {', '.join(POLICIES)} (got {policy!r})")
 
 
 def _prompt(tokens: str | None, isl: int | None) -> list[int]:

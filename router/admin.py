@@ -1,19 +1,23 @@
 """`slagate.v1.Gateway`: what operators ask, on a listener of its own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+from slagate.pools.event_view import Mode
 from slagate.pools.fleet import Fleet
 from slagate.pools.grid import StageGrid
-from slagate.pools.member import Member, State
+from slagate.pools.member import Member
 from slagate.pools.pool import Pool
+from slagate.pools.table import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
+from slagate.router.decision_message import WIRE_STAGE, decision_steps
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import RequestError
-from slagate.router.policy import Ask, Decision
-from slagate.router.receipts import WIRE_STAGE, decision_message
+from slagate.router.policy import Decision
+from slagate.router.receipt_ring import ReceiptRing, in_turns
 from slagate.router.request import output_budget, parse_request
+from slagate.router.score import Ask
 from slagate.router.settings import Settings
 from slagate.router.sla import parse_sla
 
@@ -22,10 +26,16 @@ class AdminService(gw_grpc.GatewayServicer):
     """Reads the fleet; changes nothing."""
 
     def __init__(
-        self, dispatcher: Dispatcher, settings: Settings, *, now_s: Callable[[], float]
+        self,
+        dispatcher: Dispatcher,
+        settings: Settings,
+        *,
+        receipts: ReceiptRing,
+        now_s: Callable[[], float],
     ) -> None:
         self._dispatcher = dispatcher
         self._settings = settings
+        self._receipts = receipts
         self._now_s = now_s
 
     @property
@@ -39,13 +49,15 @@ class AdminService(gw_grpc.GatewayServicer):
                 request.request.SerializeToString(), max_bytes=self._settings.max_request_bytes
             )
             sla = parse_sla(tuple(context.invocation_metadata() or ()))
-            decision = self._dispatcher.explain(Ask(parsed.model, parsed.isl_tokens, sla))
+            decision = self._dispatcher.explain(
+                Ask(parsed.model, parsed.isl_tokens, sla), parsed.prompt
+            )
             infos = [member.models.get(parsed.model) for member in self._winners(decision)]
             budget = output_budget(parsed, infos)
         except RequestError as error:
             await context.abort(*error.status())
             raise AssertionError("context.abort raises") from error
-        return decision_message(decision, request_id=parsed.id, max_tokens=budget, top=None)
+        return await in_turns(decision_steps(decision, request_id=parsed.id, max_tokens=budget))
 
     def _winners(self, decision: Decision) -> Iterator[Member]:
         for choice in decision.stages:
@@ -61,6 +73,8 @@ class AdminService(gw_grpc.GatewayServicer):
             ],
             warnings=self._fleet.warnings,
             max_attempts=self._settings.max_attempts,
+            waiting_requests=self._dispatcher.n_waiting,
+            policy=self._settings.policy,
         )
 
     async def ListWorkers(self, request: Any, context: Any) -> gw.ListWorkersResponse:
@@ -69,6 +83,16 @@ class AdminService(gw_grpc.GatewayServicer):
         return gw.ListWorkersResponse(
             workers=[_worker_status(member, now_s) for member in self._fleet.members()]
         )
+
+    async def WatchReceipts(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[gw.WatchReceiptsResponse]:
+        """The configuration, then full receipts."""
+        yield gw.WatchReceiptsResponse(config=self._receipts.config)
+        limit = request.limit if request.HasField("limit") else None
+        async for entry, missed in self._receipts.watch(limit=limit, follow=request.follow):
+            receipt = await in_turns(entry.receipt())
+            yield gw.WatchReceiptsResponse(receipt=receipt, missed=missed)
 
 
 def _pool_status(pool: Pool, grid: StageGrid) -> gw.PoolStatus:
@@ -81,11 +105,13 @@ def _pool_status(pool: Pool, grid: StageGrid) -> gw.PoolStatus:
         workers_ready=sum(member.state is State.READY for member in members),
         inflight=sum(member.inflight for member in members),
         queued_tokens=sum(member.queued_tokens for member in members),
-        estimator=pool.estimator.source,
+        estimator=pool.estimator.frozen().source,
         requests_total=pool.requests_total,
         retries_total=pool.retries_total,
         spills_total=pool.spills_total,
         pool_order=[grid.pool_names[index] for index in grid.retry_order(pool.index)],
+        prefill_error=pool.estimator.prefill_error,
+        itl_error=pool.estimator.itl_error,
     )
 
 
@@ -107,4 +133,20 @@ def _worker_status(member: Member, now_s: float) -> gw.WorkerStatus:
     if member.load is not None:
         status.load.CopyFrom(member.load)
         status.load_age_ms = (now_s - member.load_at_s) * 1000
+    events = member.events
+    if events is not None:
+        status.events_mode, status.events_reason = events.mode.value, events.reason
+        if events.mode not in (Mode.OFF, Mode.NONE):
+            status.event_lag_ms = events.lag_s * 1000
+            status.index_blocks = events.n_blocks
+    truth = member.truth
+    if truth.n_requests:
+        status.prefix.CopyFrom(
+            gw.PrefixTruth(
+                predicted_tokens=truth.predicted_tokens,
+                engine_cached_tokens=truth.engine_cached_tokens,
+                abs_error_tokens=truth.abs_error_tokens,
+                requests=truth.n_requests,
+            )
+        )
     return status

@@ -25,16 +25,22 @@ from slagate.router.handoff import Releaser
 from slagate.router.live import LiveRequests
 from slagate.router.metrics import Metrics
 from slagate.router.probes import serve_probes
+from slagate.router.receipt_config import config_message
+from slagate.router.receipt_ring import ReceiptRing
 from slagate.router.service import ControlService
 from slagate.router.settings import Settings
 from slagate.router.turn import Gateway
 from slagate.workers.client import connect_worker
-from slagate.workers.clock import monotonic_s
+from slagate.workers.clock import monotonic_s, unix_s
 from slagate.workers.listen import Address, bind, ready_line, stopped
 from slagate.workers.server import SERVER_OPTIONS
 
 CUT_S = 2.0
 """For requests that outlived the drain to get their last status out."""
+
+
+RECEIPTS_S = 1.0
+"""For whoever follows receipts to get the last ones."""
 
 
 class App(NamedTuple):
@@ -52,26 +58,33 @@ async def build(
     *,
     connect: Connect,
     now_s: Callable[[], float],
+    unix_s: Callable[[], float] = unix_s,
     rng: random.Random,
 ) -> AsyncIterator[App]:
     """The graph of a gateway, watching its workers, for the time of the block.
 
+    `now_s` measures, `unix_s` dates receipts and tells how late KV events are.
     Raises `ConfigError` for a fleet file that cannot be served. At the end of the block, handoffs that
     are being released get their chance first, then the watch loops stop.
     """
-    fleet = Fleet(config)
+    fleet = Fleet(config, prefix=settings.policy == "prefix", now_s=now_s)
     instance_id = f"{rng.getrandbits(64):016x}"
     numbers = itertools.count()
+    dispatcher = Dispatcher(fleet, rng=rng, max_waiting=settings.max_waiting, now_s=now_s)
     metrics = Metrics()
-    metrics.watch(fleet)
+    metrics.watch(dispatcher)
     async with (
-        watch_fleet(fleet, connect=connect, now_s=now_s, rng=rng),
+        watch_fleet(fleet, connect=connect, now_s=now_s, unix_s=unix_s, rng=rng),
         anyio.create_task_group() as releases,
     ):
         gateway = Gateway(
-            dispatcher=Dispatcher(fleet, rng=rng),
+            dispatcher=dispatcher,
             settings=settings,
             metrics=metrics,
+            receipts=ReceiptRing(
+                config_message(config, fleet.pools.values(), policy=settings.policy),
+                unix_s=unix_s,
+            ),
             releaser=Releaser(releases, metrics),
             live=LiveRequests(),
             leg_id=lambda: f"{instance_id}-{next(numbers)}",
@@ -110,7 +123,9 @@ async def serve(
         )
         oe_grpc.add_ControlServicer_to_server(control, front)
         operators = grpc.aio.server(options=SERVER_OPTIONS)
-        service = AdminService(gateway.dispatcher, settings, now_s=monotonic_s)
+        service = AdminService(
+            gateway.dispatcher, settings, receipts=gateway.receipts, now_s=monotonic_s
+        )
         gw_grpc.add_GatewayServicer_to_server(service, operators)
         listen_at, admin_at = bind(front, listen), bind(operators, admin)
         registry = gateway.metrics.registry
@@ -123,7 +138,8 @@ async def serve(
                 await signals.wait()
                 draining = True
                 await _drain(front, gateway, settings.drain_s)
-                await operators.stop(None)
+                gateway.receipts.close()
+                await operators.stop(RECEIPTS_S)
 
 
 async def _drain(front: grpc.aio.Server, gateway: Gateway, drain_s: float) -> None:

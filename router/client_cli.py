@@ -11,12 +11,11 @@ import grpc
 import grpc.aio
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from rich.console import Console
-from rich.table import Table
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
+from slagate.router.client_tables import print_decision, print_pools
 from slagate.router.generate import RECEIPT_TRAILER
 from slagate.router.sla import ITL, PRIORITY, RECEIPT, TTFT
 from slagate.workers.client import CHANNEL_OPTIONS, GrpcWorker, connect_worker
@@ -91,7 +90,7 @@ async def generate(
         try:
             model = options.model or await _only_model(gateway)
         except WorkerError as error:
-            return _failed(error.status)
+            return failed(error.status)
         metadata = options.metadata()
         if receipt:
             metadata.append((RECEIPT, "1"))
@@ -105,7 +104,7 @@ async def generate(
     trailer = dict(status.trailers).get(RECEIPT_TRAILER)
     if isinstance(trailer, bytes):
         _print_json(gw.Receipt.FromString(trailer))
-    return 0 if status.code is grpc.StatusCode.OK else _failed(status)
+    return 0 if status.code is grpc.StatusCode.OK else failed(status)
 
 
 async def _print_tokens(sink: BufferedSink) -> Status:
@@ -138,18 +137,18 @@ async def _only_model(gateway: GrpcWorker) -> str:
 
 async def explain(target: str, options: RequestOptions, *, as_json: bool) -> int:
     """Print a decision; the exit status."""
-    async with _admin(target) as channel:
+    async with admin_channel(target) as channel:
         stub: Any = gw_grpc.GatewayStub(channel)
         try:
             model = options.model or await _admin_model(stub)
             request = gw.ExplainRequest(request=options.message(model))
             decision = await stub.Explain(request, metadata=options.metadata(), timeout=10)
         except grpc.aio.AioRpcError as error:
-            return _failed(Status(error.code(), error.details() or ""))
+            return failed(Status(error.code(), error.details() or ""))
     if as_json:
         _print_json(decision)
     else:
-        _print_decision(decision)
+        print_decision(decision)
     return 0
 
 
@@ -163,30 +162,33 @@ async def _admin_model(stub: Any) -> str:
 
 async def pools(target: str, *, as_json: bool) -> int:
     """Print pools and workers; the exit status."""
-    async with _admin(target) as channel:
+    async with admin_channel(target) as channel:
         stub: Any = gw_grpc.GatewayStub(channel)
         try:
             pool_list = await stub.ListPools(gw.ListPoolsRequest(), timeout=10)
             worker_list = await stub.ListWorkers(gw.ListWorkersRequest(), timeout=10)
         except grpc.aio.AioRpcError as error:
-            return _failed(Status(error.code(), error.details() or ""))
+            return failed(Status(error.code(), error.details() or ""))
     if as_json:
-        _write_json(_to_dict(pool_list) | _to_dict(worker_list))
+        _write_json(to_dict(pool_list) | to_dict(worker_list))
     else:
-        _print_pools(pool_list, worker_list)
+        print_pools(pool_list, worker_list)
     return 0
 
 
-def _admin(target: str) -> AbstractAsyncContextManager[grpc.aio.Channel]:
+def admin_channel(target: str) -> AbstractAsyncContextManager[grpc.aio.Channel]:
+    """A connection to a gateway's admin listener."""
     return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
 
 
-def _failed(status: Status) -> int:
+def failed(status: Status) -> int:
+    """Say how a call ended; the exit status."""
     sys.stderr.write(f"slagate: {status.code.name}: {status.message}\n")
     return EXIT_FAILED
 
 
-def _to_dict(message: Message) -> dict[str, Any]:
+def to_dict(message: Message) -> dict[str, Any]:
+    """Protobuf's JSON under the names of the proto file, 64-bit numbers as numbers."""
     # Zeros are figures here: a worker with nothing in flight says so.
     value = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -213,86 +215,4 @@ def _write_json(value: dict[str, Any]) -> None:
 
 
 def _print_json(message: Message) -> None:
-    _write_json(_to_dict(message))
-
-
-def _stage(stage: int) -> str:
-    return gw.Stage.Name(stage).removeprefix("STAGE_").lower()  # type: ignore[arg-type]
-
-
-def _print_decision(decision: gw.Decision) -> None:
-    console = Console()
-    for choice in decision.stages:
-        cell = "".join(f"[{index}]" for index in choice.cell)
-        title = f"{_stage(choice.stage)}: cell {cell}, pool {choice.pool}"
-        several = len({candidate.pool for candidate in choice.candidates}) > 1
-        table = Table(title=title, title_justify="left")
-        table.add_column("worker", no_wrap=True)
-        if several:
-            table.add_column("pool", no_wrap=True)
-        for name in ("in flight", "queued tokens", "TTFT ms", "ITL ms", "load s"):
-            table.add_column(name, justify="right")
-        table.add_column("")
-        for candidate in choice.candidates:
-            won = candidate.worker == choice.worker
-            table.add_row(
-                candidate.worker,
-                *([candidate.pool] if several else []),
-                str(candidate.inflight),
-                f"{candidate.queued_tokens:,}",
-                _figure(candidate, "predicted_ttft_ms"),
-                _figure(candidate, "predicted_itl_ms"),
-                f"{candidate.score_s:.4f}",
-                "chosen" if won else candidate.excluded,
-                style="bold" if won else None,
-            )
-        console.print(table)
-    console.print(decision.text, soft_wrap=True, highlight=False, markup=False)
-
-
-def _figure(candidate: gw.Candidate, field: str) -> str:
-    return f"{getattr(candidate, field):.1f}" if candidate.HasField(field) else "-"  # type: ignore[arg-type]
-
-
-def _print_pools(pools: gw.ListPoolsResponse, workers: gw.ListWorkersResponse) -> None:
-    console = Console()
-    title = f"Pools (a stage may try {pools.max_attempts} workers)"
-    table = Table(title=title, title_justify="left")
-    for name in ("pool", "stage", "then tries", "estimator"):
-        table.add_column(name, no_wrap=name in ("pool", "stage"))
-    for name in ("ready", "in flight", "queued tokens", "requests", "retries"):
-        table.add_column(name, justify="right")
-    for pool in pools.pools:
-        table.add_row(
-            pool.name,
-            _stage(pool.stage),
-            ", ".join(pool.pool_order[1:]) or "-",
-            pool.estimator,
-            f"{pool.workers_ready}/{pool.workers}",
-            str(pool.inflight),
-            f"{pool.queued_tokens:,}",
-            f"{pool.requests_total:,}",
-            f"{pool.retries_total:,}",
-        )
-    console.print(table)
-    table = Table(title="Workers", title_justify="left")
-    for name in ("worker", "pool", "state", "engine"):
-        table.add_column(name, no_wrap=name in ("worker", "pool"))
-    for name in ("in flight", "engine running", "engine queued", "KV blocks"):
-        table.add_column(name, justify="right")
-    for worker in workers.workers:
-        load = worker.load
-        blocks = f"{load.used_kv_blocks:,}/{load.total_kv_blocks:,}"
-        table.add_row(
-            worker.worker,
-            worker.pool,
-            f"{worker.state} ({worker.reason})" if worker.reason else worker.state,
-            worker.engine,
-            str(worker.inflight),
-            str(load.running_requests) if load.HasField("running_requests") else "-",
-            str(load.queued_requests) if load.HasField("queued_requests") else "-",
-            blocks if load.HasField("total_kv_blocks") else "-",
-        )
-    console.print(table)
-    for warning in pools.warnings:
-        console.print(f"warning: {warning}", soft_wrap=True, markup=False)
+    _write_json(to_dict(message))

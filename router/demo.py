@@ -46,14 +46,19 @@ INTERRUPTED = 130
 
 
 async def run_demo(
-    requests: int | None, out: Path, console: Console, *, transport: str = "auto"
+    requests: int | None,
+    out: Path,
+    console: Console,
+    *,
+    transport: str = "auto",
+    policy: str = "prefix",
 ) -> int:
     """Run the demo, write the report to `out`, and return the exit status.
 
-    `requests` None replays the whole sample; `transport` is auto, nixl or shm. 0 means that every request
-    was answered, with the right tokens and a receipt, and every handoff was intact. SIGINT and SIGTERM end
-    the demo and every process that it started. Raises `UsageError` for more requests than there are,
-    `OSError` when `out` cannot be written.
+    `requests` None replays the whole sample; `transport` is auto, nixl or shm, `policy` one of
+    `settings.POLICIES`. 0 means that every request was answered, with the right tokens and a receipt, and
+    every handoff was intact. SIGINT and SIGTERM end the demo and every process that it started. Raises
+    `UsageError` for more requests than there are, `OSError` when `out` cannot be written.
     """
     replay = _plan(requests)
     _make_room(out)
@@ -65,7 +70,7 @@ async def run_demo(
             tasks.cancel_scope.cancel()
 
         tasks.start_soon(watch)
-        status = await _demo(replay, out, console, transport)
+        status = await _demo(replay, out, console, transport, policy)
         tasks.cancel_scope.cancel()
     if status == INTERRUPTED:
         console.print("Interrupted; every process that was started has ended.")
@@ -90,10 +95,12 @@ def _make_room(out: Path) -> None:
     out.unlink(missing_ok=True)
 
 
-async def _demo(replay: Sequence[Arrival], out: Path, console: Console, transport: str) -> int:
+async def _demo(
+    replay: Sequence[Arrival], out: Path, console: Console, transport: str, policy: str
+) -> int:
     cluster = Cluster(out.parent / "demo-logs")
     try:
-        return await _run(cluster, replay, out, console, transport)
+        return await _run(cluster, replay, out, console, transport, policy)
     except ClusterError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1
@@ -105,10 +112,17 @@ async def _demo(replay: Sequence[Arrival], out: Path, console: Console, transpor
 
 
 async def _run(
-    cluster: Cluster, replay: Sequence[Arrival], out: Path, console: Console, transport: str
+    cluster: Cluster,
+    replay: Sequence[Arrival],
+    out: Path,
+    console: Console,
+    transport: str,
+    policy: str,
 ) -> int:
-    with console.status("Starting 3 prefill workers, 3 decode workers and the gateway"):
-        fleet = await start_fleet(cluster, out.with_name("demo-fleet.json"), transport=transport)
+    with console.status("Starting five prefill workers, three decode workers and the gateway"):
+        fleet = await start_fleet(
+            cluster, out.with_name("demo-fleet.json"), transport=transport, policy=policy
+        )
     started_s = anyio.current_time()
     served = await cluster.during(lambda: _replay(fleet, replay, console))
     wall_s = anyio.current_time() - started_s
@@ -119,6 +133,7 @@ async def _run(
     report = build_report(rows, [(pool.stage, pool.name) for pool in fleet.pools]) | {
         "kv_verify_failures": await kv_verify_failures(fleet.workers),
         "transport": fleet.transport,
+        "policy": policy,
         "wall_s": round(wall_s, 3),
         "seed": SEED,
         "compression": COMPRESSION,

@@ -1,4 +1,4 @@
-"""The demo's processes: six simulated workers in four pools, and a gateway that knows them."""
+"""The demo's processes: eight simulated workers in four pools, and a gateway that knows them."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from slagate.router.cluster import Cluster, ClusterError
 from slagate.workers.client import CHANNEL_OPTIONS, GrpcWorker, connect_worker, unary
 from slagate.workers.errors import WorkerError
 
-WORKERS_PER_POOL = {"prefill-tp1": 2, "prefill-tp2": 1, "decode-tp1": 2, "decode-tp2": 1}
+WORKERS_PER_POOL = {"prefill-tp1": 3, "prefill-tp2": 2, "decode-tp1": 2, "decode-tp2": 1}
 """For the pools of `configs/grids/demo.json`, which is the fleet file less the addresses."""
 
 READY_LIMIT_S = 60.0
@@ -48,11 +48,13 @@ class DemoFleet(NamedTuple):
     block_tokens: int
 
 
-async def start_fleet(cluster: Cluster, fleet_path: Path, *, transport: str) -> DemoFleet:
+async def start_fleet(
+    cluster: Cluster, fleet_path: Path, *, transport: str, policy: str
+) -> DemoFleet:
     """Start everything and wait until every worker takes work.
 
-    `transport` is the workers' own option. Leaves the fleet file at `fleet_path`, and beside it the key
-    with which the workers sign handoffs for each other. Raises `ClusterError`.
+    `transport` is the workers' own option, `policy` the gateway's. Leaves the fleet file at `fleet_path`,
+    and beside it the key with which the workers sign handoffs for each other. Raises `ClusterError`.
     """
     packaged = resources.files("slagate.configs") / "grids" / "demo.json"
     fleet = json.loads(packaged.read_text())
@@ -72,7 +74,9 @@ async def start_fleet(cluster: Cluster, fleet_path: Path, *, transport: str) -> 
     listeners = [
         part for name in ("listen", "admin", "http") for part in (f"--{name}", "127.0.0.1:0")
     ]
-    gateway = await cluster.start("gateway", ["serve", "--config", str(fleet_path), *listeners])
+    gateway = await cluster.start(
+        "gateway", ["serve", "--config", str(fleet_path), "--policy", policy, *listeners]
+    )
     ready = await gateway.wait_ready(limit_s=READY_LIMIT_S)
     try:
         with anyio.fail_after(READY_LIMIT_S):

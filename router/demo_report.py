@@ -9,8 +9,8 @@ from rich.table import Table
 
 from slagate.pools.member import Stage
 from slagate.proto import gateway_pb2 as gw
+from slagate.router.decision_message import WIRE_STAGE
 from slagate.router.loadgen import Served
-from slagate.router.receipts import WIRE_STAGE
 from slagate.router.replay import SLA_CLASSES, Arrival
 
 MAX_ERRORS = 5
@@ -98,13 +98,29 @@ def build_report(rows: Sequence[Row], pools: Sequence[tuple[Stage, str]]) -> dic
             | figures([row for row in rows if row.arrival.sla == sla])
             for sla in SLA_CLASSES
         },
-        "prefix": {
-            "cached_tokens": sum(receipt.actual.cached_tokens for receipt in receipts),
-            "prompt_tokens": sum(row.arrival.trace.isl_tokens for row in rows),
-        },
+        "ttft_ms": percentiles_ms(row.served.ttft_s for row in rows),
+        "prefix": _prefix(receipts)
+        | {"prompt_tokens": sum(row.arrival.trace.isl_tokens for row in rows)},
         # How late the client itself sent: what it adds to no figure above.
         "send_late_ms": percentiles_ms(row.served.late_s for row in rows),
         "errors": list(dict.fromkeys(problems))[:MAX_ERRORS],
+    }
+
+
+def _prefix(receipts: Sequence[gw.Receipt]) -> dict[str, int]:
+    """Prompt tokens that were predicted to be cached where they were sent, beside the engines' word.
+
+    The error is summed over the requests, so that too much here does not make up for too little there.
+    """
+    pairs = [
+        (receipt.actual.predicted_cached_tokens, receipt.actual.cached_tokens)
+        for receipt in receipts
+        if receipt.actual.HasField("cached_tokens")
+    ]
+    return {
+        "predicted_tokens": sum(predicted for predicted, _ in pairs),
+        "engine_cached_tokens": sum(cached for _, cached in pairs),
+        "abs_error_tokens": sum(abs(predicted - cached) for predicted, cached in pairs),
     }
 
 

@@ -78,11 +78,15 @@ class TooLarge(InvalidRequest):
 
 
 class Overloaded(RequestError):
-    """Every worker that may serve the request is at its limit."""
+    """Every worker that may serve the request is at its limit, and no more may wait for one."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     outcome = Outcome.OVERLOADED
-    retry_after_ms = 1000
+    default_retry_ms = 1000
+
+    def __init__(self, message: str, *, retry_after_ms: int = default_retry_ms) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
 
 
 class NoWorker(RequestError):

@@ -13,6 +13,7 @@ import logging
 import anyio
 
 from slagate.pools.member import Stage
+from slagate.router.dispatch import Assignment
 from slagate.router.errors import (
     CANCELLED,
     INTERNAL,
@@ -22,9 +23,9 @@ from slagate.router.errors import (
     RequestError,
 )
 from slagate.router.handoff import Handoff, PrefillSink, guard
-from slagate.router.policy import Ask
 from slagate.router.receipts import Record
-from slagate.router.request import output_budget, parse_request
+from slagate.router.request import Request, output_budget, parse_request
+from slagate.router.score import Ask
 from slagate.router.sla import parse_sla
 from slagate.router.splice import Splice
 from slagate.router.turn import ClientCall, Gateway, Turn
@@ -75,19 +76,28 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
     request = parse_request(call.data, max_bytes=gateway.settings.max_request_bytes)
     record.request_id = request.id
     ask = Ask(request.model, request.isl_tokens, sla)
-    record.decision = gateway.dispatcher.decide(ask)
-    assignment = gateway.dispatcher.take(record.decision)
-    turn = Turn(call, gateway, record, request, ask, assignment, deadline_s)
-    try:
-        infos = [member.models.get(request.model) for member in assignment.members]
-        record.max_tokens = output_budget(request, infos)
-        with gateway.live.listed(call.peer, request.id):
+    with gateway.live.listed(call.peer, request.id):
+        assignment = await _assigned(gateway, record, ask, request)
+        turn = Turn(call, gateway, record, request, ask, assignment, deadline_s)
+        try:
+            infos = [member.models.get(request.model) for member in assignment.members]
+            record.max_tokens = output_budget(request, infos)
             if Stage.AGG in assignment.stages:
                 await _aggregate(turn)
             else:
                 await _disaggregate(turn)
-    finally:
-        turn.let_go()
+        finally:
+            turn.let_go()
+
+
+async def _assigned(gateway: Gateway, record: Record, ask: Ask, request: Request) -> Assignment:
+    """Workers for every stage, waited for where all are at their limits."""
+    with gateway.dispatcher.submit(ask, request.prompt) as ticket:
+        try:
+            return await ticket.assigned()
+        finally:
+            record.decision = ticket.decision
+            record.waited_s = gateway.now_s() - ticket.submitted_s
 
 
 async def _disaggregate(turn: Turn) -> None:
@@ -110,10 +120,11 @@ async def _prefill(turn: Turn) -> Handoff | None:
         return data, PrefillSink(leg_id, turn.park, only_token=request.max_tokens == 1)
 
     sink = await turn.leg(Stage.PREFILL, leg)
-    turn.record.cached_tokens = sink.cached_tokens
     turn.preface = sink.preface
     lease = turn.assignment.lease(Stage.PREFILL)
+    lease.prefill_done()
     lease.release()
+    turn.learn_prefill(Stage.PREFILL, sink.cached_tokens)
     if turn.handoff is None:
         splice = turn.splice(Stage.PREFILL, sink.leg_id, on_token=lease.prefill_done)
         for message in sink.answer:
@@ -135,6 +146,7 @@ async def _decode(turn: Turn, handoff: Handoff) -> None:
 
     await turn.leg(Stage.DECODE, leg)
     handoff.used()
+    turn.learn_itl(Stage.DECODE)
 
 
 async def _aggregate(turn: Turn) -> None:
@@ -147,8 +159,9 @@ async def _aggregate(turn: Turn) -> None:
 
     await turn.leg(Stage.AGG, leg)
     usage = turn.record.tally.usage
-    if usage is not None and usage.HasField("cached_prompt_tokens"):
-        turn.record.cached_tokens = usage.cached_prompt_tokens
+    known = usage is not None and usage.HasField("cached_prompt_tokens")
+    turn.learn_prefill(Stage.AGG, usage.cached_prompt_tokens if usage and known else None)
+    turn.learn_itl(Stage.AGG)
 
 
 def _finish(
@@ -156,8 +169,10 @@ def _finish(
 ) -> None:
     """Everything a request leaves behind. Never waits."""
     now_s = gateway.now_s()
+    stamp = gateway.receipts.add(record, outcome, now_s)
     if record.sla.receipt:
-        trailer = (RECEIPT_TRAILER, record.receipt(outcome, now_s).SerializeToString())
+        receipt = record.trailer(outcome, now_s, stamp)
+        trailer = (RECEIPT_TRAILER, receipt.SerializeToString())
         status = status._replace(trailers=(*status.trailers, trailer))
     call.out.end(status)
     gateway.metrics.measure(record, outcome)

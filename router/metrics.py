@@ -1,13 +1,16 @@
 """Every metric family, in one place. Labels come from closed sets; workers appear on gauges only."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from slagate.pools.event_view import EventView, Mode
 from slagate.pools.fleet import Fleet
-from slagate.pools.member import State
+from slagate.pools.member import Member
+from slagate.pools.table import State
+from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Outcome
 from slagate.router.receipts import Record
 
@@ -58,6 +61,12 @@ class Metrics:
             ["result"],
             registry=self.registry,
         )
+        self.waits = Histogram(
+            "slagate_wait_seconds",
+            "Time that requests waited for a worker below its limit, those that did not wait included",
+            buckets=TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
         for outcome in Outcome:
             self.requests.labels(outcome=outcome.value)
 
@@ -67,6 +76,7 @@ class Metrics:
         self.tokens.inc(record.tally.n_tokens)
         if record.decision is None:
             return
+        self.waits.observe(record.waited_s)
         prefill_pool, decode_pool = record.decision.stages[0].pool, record.decision.stages[-1].pool
         if record.ttft_s is not None:
             self.ttft.labels(pool=prefill_pool).observe(record.ttft_s)
@@ -79,47 +89,120 @@ class Metrics:
             if met is not None:
                 self.targets.labels(target=target, pool=pool, met=str(met).lower()).inc()
 
-    def watch(self, fleet: Fleet) -> None:
-        """Add the gauges that read the fleet at scrape time."""
-        self.registry.register(_FleetCollector(fleet))
+    def watch(self, dispatcher: Dispatcher) -> None:
+        """Add the gauges that read the fleet, and who waits for it, at scrape time."""
+        self.registry.register(_FleetCollector(dispatcher))
+
+
+_OF_WORKER: tuple[tuple[str, str, Callable[[Member], float]], ...] = (
+    ("inflight", "Leases held on a worker", lambda m: m.inflight),
+    (
+        "queued_tokens",
+        "Prompt tokens leased to a worker and not prefilled yet, less what it had cached",
+        lambda m: m.queued_tokens,
+    ),
+    (
+        "context_tokens",
+        "Prompt tokens of the requests a worker decodes",
+        lambda m: m.context_tokens,
+    ),
+    ("ready", "1 while a worker may take requests", lambda m: m.state is State.READY),
+    (
+        "prefix_predicted_tokens",
+        "Prompt tokens of processed requests that were predicted to be cached there",
+        lambda m: m.truth.predicted_tokens,
+    ),
+    (
+        "prefix_cached_tokens",
+        "Prompt tokens of the same requests that the engine says were cached",
+        lambda m: m.truth.engine_cached_tokens,
+    ),
+    (
+        "prefix_error_tokens",
+        "Differences between the two, summed over the requests",
+        lambda m: m.truth.abs_error_tokens,
+    ),
+)
+
+_OF_EVENTS: tuple[tuple[str, str, Callable[[EventView], float]], ...] = (
+    ("events_live", "1 while a worker's KV events are followed", lambda e: e.mode is Mode.LIVE),
+    (
+        "events_silent",
+        "1 for a worker that processes requests and publishes no KV event",
+        lambda e: e.is_silent,
+    ),
+    (
+        "events_partial",
+        "1 while a worker may have more cached than is known, for want of a snapshot",
+        lambda e: e.is_partial,
+    ),
+    (
+        "event_lag_seconds",
+        "Age of the newest KV event applied while others wait",
+        lambda e: e.lag_s,
+    ),
+    ("events_applied", "KV events applied", lambda e: e.n_events),
+    ("event_gaps", "Places where KV events were missing", lambda e: e.n_gaps),
+    ("event_resyncs", "Times that a rank started over with a snapshot", lambda e: e.n_resyncs),
+    ("event_errors", "KV events and batches that made no sense", lambda e: e.n_errors),
+    (
+        "index_rebuild_seconds",
+        "Time from the last subscription to an index that is up to date",
+        lambda e: e.rebuild_s,
+    ),
+    ("index_blocks", "KV blocks known to be cached on a worker", lambda e: e.n_blocks),
+    ("index_pending_blocks", "KV blocks whose parent is not known", lambda e: e.n_pending),
+)
 
 
 class _FleetCollector(Collector):
     """Reads the owner when scraped: a second copy of the state would only be another thing to be wrong."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
 
     def collect(self) -> Iterator[Metric]:
-        labels = ["stage", "pool", "worker"]
-        inflight = GaugeMetricFamily(
-            "slagate_worker_inflight", "Leases held on a worker", labels=labels
+        fleet = self._dispatcher.fleet
+        members = [(m, [m.stage.value, m.pool, m.address]) for m in fleet.members()]
+        for name, text, figure in _OF_WORKER:
+            yield _gauge(name, text, ((labels, figure(m)) for m, labels in members))
+        for name, text, of_events in _OF_EVENTS:
+            followed = ((labels, m.events) for m, labels in members)
+            yield _gauge(
+                name, text, ((labels, of_events(e)) for labels, e in followed if e is not None)
+            )
+        yield from _of_pools(fleet)
+        yield GaugeMetricFamily(
+            "slagate_waiting_requests",
+            "Requests that wait for a worker below its limit",
+            value=self._dispatcher.n_waiting,
         )
-        queued = GaugeMetricFamily(
-            "slagate_worker_queued_tokens",
-            "Prompt tokens leased to a worker and not prefilled yet",
-            labels=labels,
-        )
-        context = GaugeMetricFamily(
-            "slagate_worker_context_tokens",
-            "Prompt tokens of the requests a worker decodes",
-            labels=labels,
-        )
-        ready = GaugeMetricFamily(
-            "slagate_worker_ready", "1 while a worker may take requests", labels=labels
-        )
-        for member in self._fleet.members():
-            values = [member.stage.value, member.pool, member.address]
-            inflight.add_metric(values, member.inflight)
-            queued.add_metric(values, member.queued_tokens)
-            context.add_metric(values, member.context_tokens)
-            ready.add_metric(values, float(member.state is State.READY))
-        yield from (inflight, queued, context, ready)
-        spills = CounterMetricFamily(
-            "slagate_spills",
-            "Legs that a pool got because those before it in the order had nobody",
-            labels=labels[:2],
-        )
-        for pool in self._fleet.pools.values():
-            spills.add_metric([pool.stage.value, pool.name], pool.spills_total)
-        yield spills
+
+
+def _gauge(name: str, text: str, values: Iterable[tuple[list[str], float]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"slagate_worker_{name}", text, labels=["stage", "pool", "worker"])
+    for labels, value in values:
+        family.add_metric(labels, float(value))
+    return family
+
+
+def _of_pools(fleet: Fleet) -> Iterator[Metric]:
+    labels = ["stage", "pool"]
+    spills = CounterMetricFamily(
+        "slagate_spills",
+        "Legs that a pool got because those before it in the order had nobody",
+        labels=labels,
+    )
+    error = GaugeMetricFamily(
+        "slagate_prediction_error_ratio",
+        "Recent mean of |predicted - actual| / actual of a pool's latencies",
+        labels=[*labels, "latency"],
+    )
+    for pool in fleet.pools.values():
+        of_pool = [pool.stage.value, pool.name]
+        spills.add_metric(of_pool, pool.spills_total)
+        errors = {"ttft": pool.estimator.prefill_error, "itl": pool.estimator.itl_error}
+        for latency, value in errors.items():
+            if value is not None:
+                error.add_metric([*of_pool, latency], value)
+    yield from (spills, error)

@@ -3,52 +3,20 @@
 `choose(ask, stages, pools, rng)` filters, scores and picks on a frozen snapshot; the same snapshot, ask
 and generator state give the same decision.
 
-Pool: the grid's cell, then priority overrides, then the retry order of the configuration.
-Worker: the lowest predicted load in seconds,
-
-    prefill   queued prefill seconds + this prompt's prefill seconds
-    decode    ITL at the batch size with this request in it, times that batch size: the seconds of decode
-              that one step of the worker then serves. Peak-EWMA balancers weigh latency by pending
-              requests in the same way. ITL alone would not do: it is flat, and in real measurements not
-              even monotone, at small batches.
-    agg       the sum of the two
-
-and among equals the one that was chosen longest ago, then by chance. Short prompts are done before the next
-one comes, so idle workers tie often, and chance alone spreads a hundred of them worse than 60 to 40 every
-few bursts. A worker whose last probe failed is chosen only where no other can be.
+Pool: the grid's cell, then priority overrides, then the retry order of the configuration. Worker and rank:
+the least predicted seconds; see `score`.
 """
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import NamedTuple
 
-from slagate.pools.estimator import Estimator
 from slagate.pools.grid import Cell, StageGrid
-from slagate.pools.member import MemberView, Stage, State, Work
+from slagate.pools.member import Stage
 from slagate.pools.pool import PoolView
-from slagate.router.sla import Sla
-
-AT_LIMIT = "at its limit"
-
-
-class Ask(NamedTuple):
-    """What the policy knows of a request."""
-
-    model: str
-    isl_tokens: int
-    sla: Sla
-    excluded: frozenset[str] = frozenset()  # workers that failed this request already
-
-
-class Candidate(NamedTuple):
-    """One worker, scored."""
-
-    view: MemberView
-    pool: str
-    score_s: float
-    predicted_ttft_s: float | None
-    predicted_itl_s: float | None
-    excluded: str  # why it may not be chosen; empty: it may
+from slagate.pools.ranks import Work
+from slagate.router.score import Ask, Candidate, Scored, score_pool
 
 
 class Target(NamedTuple):
@@ -59,26 +27,78 @@ class Target(NamedTuple):
     is_default: bool
 
 
-class StageChoice(NamedTuple):
-    """The choice for one stage; `winner` is None when nobody may take the request."""
+class StageChoice:
+    """The choice for one stage. What is only shown is made when it is asked for."""
 
-    stage: Stage
-    cell: Cell
-    base_pool: str
-    pool: str  # where the winner is; without one, the pool to blame
-    pool_order: tuple[str, ...]
-    targets: tuple[Target, ...]  # one for each latency axis of the grid
-    winner: Candidate | None
-    scored: tuple[Candidate, ...]  # of every pool that was looked at, as its members stand
-    work: Work
-    draw: float  # in [0, 1), the one chance that was taken: it told equals apart
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        ask: Ask,
+        cell: Cell,
+        base_pool: str,
+        pool_order: tuple[str, ...],
+        targets: tuple[Target, ...],
+        scored: tuple[Scored, ...],
+        row: int | None,
+        starved: bool,
+        draw: float,
+    ) -> None:
+        self.stage = stage
+        self.ask = ask  # a retry's has more workers excluded than the decision's
+        self.cell = cell
+        self.base_pool = base_pool
+        self.pool_order = pool_order
+        self.targets = targets  # one for each latency axis of the grid
+        self.scored = scored  # every pool that was looked at
+        self.row = (
+            row  # of the winner, in the pool looked at last; None: nobody may take the request
+        )
+        self.starved = starved  # the winner goes first because it had no request for long
+        self.draw = draw  # in [0, 1), the one chance that was taken: it told equals apart
 
     @property
+    def pool(self) -> str:
+        """Where the winner is; without one, the pool to blame."""
+        return self.pool_order[0] if self.row is None else self.scored[-1].pool.name
+
+    @cached_property
+    def winner(self) -> Candidate | None:
+        """The row that was chosen; None: nobody may take the request."""
+        return None if self.row is None else self.scored[-1].candidate(self.row)
+
+    @property
+    def work(self) -> Work:
+        """What the request puts on the winner."""
+        return Work() if self.row is None else self.scored[-1].work(self.stage, self.ask, self.row)
+
+    @property
+    def n_candidates(self) -> int:
+        """Rows that were looked at."""
+        return sum(map(len, self.scored))
+
+    @property
+    def reasons(self) -> set[str]:
+        """Why rows could not be chosen."""
+        return set().union(*(each.reasons for each in self.scored))
+
+    def top(self, n: int | None) -> list[Candidate]:
+        """The winner, then the others as they are preferred, at most `n`; None: all."""
+        found = [] if self.winner is None else [self.winner]
+        others = [
+            each.candidate(int(row))
+            for each in self.scored
+            for row in each.order()[: None if n is None else n + 1]
+            if self.winner is None or (each.pool.name, row) != (self.winner.pool, self.winner.row)
+        ]
+        if len(self.scored) > 1:
+            others.sort(key=lambda c: (bool(c.excluded), c.view.suspect, c.score_s))
+        return (found + others)[:n]
+
+    @cached_property
     def candidates(self) -> list[Candidate]:
-        """The winner, then the others as they are preferred; sorted when asked, since few are."""
-        return sorted(
-            self.scored, key=lambda c: (c is not self.winner, bool(c.excluded), preference(c))
-        )
+        """All of them, as `top`."""
+        return self.top(None)
 
     @property
     def overridden(self) -> bool:
@@ -138,15 +158,12 @@ def choose_stage(
     order = tuple(grid.pool_names[index] for index in grid.retry_order(cell.pool))
     # Drawn once whatever the number of ties, so that a receipt is enough to decide again.
     draw = rng.random()
-    candidates: list[Candidate] = []
-    winner = None
+    scored: list[Scored] = []
+    row, starved = None, False
     for name in order:
-        pool = pools[name]
-        work = _work(stage, ask, pool.estimator)
-        scored = [_score(stage, ask, work, view, pool) for view in pool.members]
-        candidates += scored
-        winner = _pick(scored, draw)
-        if winner is not None:
+        scored.append(score_pool(stage, ask, pools[name]))
+        row, starved = scored[-1].pick(stage, draw)
+        if row is not None:
             break
     targets = tuple(
         Target(axis.field, axis.midpoint if given is None else given, given is None)
@@ -155,68 +172,17 @@ def choose_stage(
         for given in [values[axis.field]]
     )
     return StageChoice(
-        stage=stage,
+        stage,
+        ask=ask,
         cell=cell,
         base_pool=grid.pool_names[cell.base_pool],
-        pool=order[0] if winner is None else winner.pool,
         pool_order=order,
         targets=targets,
-        winner=winner,
-        scored=tuple(candidates),
-        work=work,
+        scored=tuple(scored),
+        row=row,
+        starved=starved,
         draw=draw,
     )
-
-
-def _work(stage: Stage, ask: Ask, estimator: Estimator) -> Work:
-    if stage is Stage.DECODE:
-        return Work(context_tokens=ask.isl_tokens)
-    prefill_s = estimator.prefill_s(ask.isl_tokens, 0)
-    context_tokens = ask.isl_tokens if stage is Stage.AGG else 0
-    return Work(ask.isl_tokens, prefill_s, context_tokens)
-
-
-def _score(stage: Stage, ask: Ask, work: Work, view: MemberView, pool: PoolView) -> Candidate:
-    estimator = pool.estimator
-    ttft_s = itl_s = None
-    score_s = 0.0
-    if stage is not Stage.DECODE:
-        ttft_s = view.queued_s + work.prefill_s
-        score_s += ttft_s
-    if stage is not Stage.PREFILL:
-        batch = view.inflight + 1
-        itl_s = estimator.itl_s(batch, (view.context_tokens + ask.isl_tokens) / batch)
-        score_s += itl_s * batch
-    if not estimator.predicts:
-        ttft_s = itl_s = None
-    return Candidate(view, pool.name, score_s, ttft_s, itl_s, _excluded(ask, view))
-
-
-def _excluded(ask: Ask, view: MemberView) -> str:
-    if view.state is not State.READY:
-        return str(view.state.value)
-    if view.address in ask.excluded:
-        return "failed this request"
-    if ask.model not in view.models:
-        return "does not serve the model"
-    if view.inflight >= view.max_inflight:
-        return AT_LIMIT
-    return ""
-
-
-def _pick(candidates: Iterable[Candidate], draw: float) -> Candidate | None:
-    open_ = [candidate for candidate in candidates if not candidate.excluded]
-    if not open_:
-        return None
-    ranks = [preference(candidate) for candidate in open_]
-    best = min(ranks)
-    ties = [candidate for candidate, rank in zip(open_, ranks, strict=True) if rank == best]
-    return ties[int(draw * len(ties))]
-
-
-def preference(candidate: Candidate) -> tuple[bool, float, int]:
-    """What is compared between workers that can take the request; the least wins."""
-    return candidate.view.suspect, candidate.score_s, candidate.view.last_chosen
 
 
 def _in_words(target: Target) -> str:
@@ -238,21 +204,34 @@ def _explain(ask: Ask, choice: StageChoice) -> str:
             f"Priority {ask.sla.priority} overrides that with pool {choice.pool_order[0]}."
         )
     if choice.winner is None:
-        reasons = sorted({candidate.excluded for candidate in choice.scored})
-        lines.append(f"No worker can take it: {', '.join(reasons) or 'the pool is empty'}.")
+        reasons = ", ".join(sorted(choice.reasons)) or "the pool is empty"
+        lines.append(f"No worker can take it: {reasons}.")
         return " ".join(lines)
     if choice.pool != choice.pool_order[0]:
         lines.append(f"No worker there can take it; pool {choice.pool} is next in the retry order.")
-    n_open = sum(not candidate.excluded for candidate in choice.scored)
-    best = choice.winner
-    who = f"{best.view.address} is the only worker that can take it"
-    if n_open > 1:
-        who = f"Of {n_open} workers that can take it {best.view.address} has the least load"
-    lines.append(
+    return " ".join([*lines, *_explain_winner(ask, choice, choice.winner)])
+
+
+def _explain_winner(ask: Ask, choice: StageChoice, best: Candidate) -> Iterator[str]:
+    n_open = sum(scored.n_open for scored in choice.scored)
+    name = (
+        best.view.address
+        if best.view.rank is None
+        else f"{best.view.address} rank {best.view.rank}"
+    )
+    if n_open == 1:
+        who = f"{name} is the only one that can take it"
+    elif choice.starved:
+        who = f"Of {n_open} that can take it {name} had no request for longest, and is idle"
+    else:
+        who = f"Of {n_open} that can take it {name} has the least to do"
+    yield (
         f"{who}: predicted load {best.score_s:.4f} s, with {best.view.inflight} in flight and"
         f" {best.view.queued_tokens} prompt tokens queued."
     )
+    if choice.stage is not Stage.DECODE and best.view.cached_tokens:
+        where = f", {best.view.host_tokens} of them on the host" if best.view.host_tokens else ""
+        yield f"It has {best.view.cached_tokens} of the {ask.isl_tokens} prompt tokens cached{where}."
     for label, seconds in (("TTFT", best.predicted_ttft_s), ("ITL", best.predicted_itl_s)):
         if seconds is not None:
-            lines.append(f"Predicted {label} {seconds * 1000:.1f} ms.")
-    return " ".join(lines)
+            yield f"Predicted {label} {seconds * 1000:.1f} ms."

@@ -3,10 +3,22 @@
 Prompt text and token ids never appear in it.
 """
 
+from typing import NamedTuple
+
 from slagate.pools.member import Stage
 from slagate.proto import gateway_pb2 as gw
+from slagate.router.decision_message import (
+    WIRE_STAGE,
+    Steps,
+    candidate_message,
+    choice_steps,
+    decision_message,
+    decision_steps,
+    in_ms,
+    sla_message,
+)
 from slagate.router.errors import Outcome
-from slagate.router.policy import Candidate, Decision, StageChoice
+from slagate.router.policy import Decision, StageChoice
 from slagate.router.sla import Sla
 from slagate.router.splice import Tally
 from slagate.workers.worker import Status
@@ -17,73 +29,13 @@ MAX_RECEIPT_BYTES = 4096
 TOP_CANDIDATES = 4
 MAX_MESSAGE = 200
 
-WIRE_STAGE = {
-    Stage.PREFILL: gw.STAGE_PREFILL,
-    Stage.DECODE: gw.STAGE_DECODE,
-    Stage.AGG: gw.STAGE_AGG,
-}
 
+class Stamp(NamedTuple):
+    """A receipt's place among the others of its gateway."""
 
-def decision_message(
-    decision: Decision, *, request_id: str, max_tokens: int, top: int | None
-) -> gw.Decision:
-    """The wire form; `top` cuts the list of candidates, None keeps all."""
-    return gw.Decision(
-        request_id=request_id,
-        sla=_sla_message(decision.ask.sla),
-        isl_tokens=decision.ask.isl_tokens,
-        max_tokens=max_tokens,
-        stages=[_choice_message(choice, top) for choice in decision.stages],
-        text=decision.explain(),
-    )
-
-
-def _sla_message(sla: Sla) -> gw.Sla:
-    return gw.Sla(
-        ttft_ms=sla.ttft_ms,
-        itl_ms=sla.itl_ms,
-        priority=sla.priority,
-        objective=sla.objective,
-        fairness_id=sla.fairness_id,
-        session_id=sla.session_id,
-    )
-
-
-def _choice_message(choice: StageChoice, top: int | None) -> gw.StageChoice:
-    return gw.StageChoice(
-        stage=WIRE_STAGE[choice.stage],
-        cell=choice.cell.index,
-        base_pool=choice.base_pool,
-        pool=choice.pool,
-        overridden=choice.overridden,
-        targets=[gw.Target(**target._asdict()) for target in choice.targets],
-        worker="" if choice.winner is None else choice.winner.view.address,
-        candidates=[_candidate_message(c) for c in choice.candidates[:top]],
-        candidates_total=len(choice.scored),
-        pool_order=choice.pool_order,
-        draw=choice.draw,
-    )
-
-
-def _candidate_message(candidate: Candidate) -> gw.Candidate:
-    return gw.Candidate(
-        worker=candidate.view.address,
-        pool=candidate.pool,
-        inflight=candidate.view.inflight,
-        queued_tokens=candidate.view.queued_tokens,
-        score_s=candidate.score_s,
-        predicted_ttft_ms=_ms(candidate.predicted_ttft_s),
-        predicted_itl_ms=_ms(candidate.predicted_itl_s),
-        excluded=candidate.excluded,
-        queued_s=candidate.view.queued_s,
-        context_tokens=candidate.view.context_tokens,
-        suspect=candidate.view.suspect,
-        last_chosen=candidate.view.last_chosen,
-    )
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1000
+    number: int  # from 1 on
+    unix_s: float
+    config_version: str
 
 
 class Record:
@@ -96,14 +48,18 @@ class Record:
         self.max_tokens = 0
         self.decision: Decision | None = None
         self.attempts: list[gw.Attempt] = []
+        self.tried: list[StageChoice] = []  # the choice of each attempt
+        self.waited_s = 0.0  # for a worker below its limits
         self.tally = Tally()
         self.cached_tokens: int | None = None
 
     def attempt(self, stage: Stage, status: Status) -> None:
         """Note how the call to the stage's chosen worker went."""
         assert self.decision is not None
-        winner = self.decision.stage(stage).winner
+        choice = self.decision.stage(stage)
+        winner = choice.winner
         assert winner is not None
+        self.tried.append(choice)
         self.attempts.append(
             gw.Attempt(
                 stage=WIRE_STAGE[stage],
@@ -111,7 +67,7 @@ class Record:
                 worker=winner.view.address,
                 status=status.code.name,
                 message=status.message[:MAX_MESSAGE],
-                chosen=_candidate_message(winner),
+                chosen=candidate_message(winner, model=choice.ask.model),
             )
         )
 
@@ -141,24 +97,28 @@ class Record:
         """Whether the ITL target was met; None without a target or two tokens."""
         return _met(self.itl_s, self.sla.itl_ms)
 
-    def receipt(self, outcome: Outcome, now_s: float) -> gw.Receipt:
-        """The receipt, cut to what fits a trailer."""
-        receipt = gw.Receipt(
-            attempts=self.attempts,
-            actual=gw.Actual(
-                outcome=outcome.value,
-                ttft_ms=_ms(self.ttft_s),
-                itl_ms=_ms(self.itl_s),
-                output_tokens=self.tally.n_tokens,
-                cached_tokens=self.cached_tokens,
-                ttft_met=self.ttft_met(),
-                itl_met=self.itl_met(),
-                total_ms=(now_s - self.started_s) * 1000,
-            ),
-        )
+    @property
+    def predicted_cached_tokens(self) -> int | None:
+        """Prompt tokens that its worker was taken to have cached; None without a worker for the prompt."""
+        winner = None if self.decision is None else self.decision.stages[0].winner
+        return None if winner is None else winner.view.cached_tokens
+
+    @property
+    def choices(self) -> list[StageChoice]:
+        """Every choice made for it: those that a retry replaced, oldest first, then the last ones."""
         if self.decision is None:
-            receipt.decision.request_id = self.request_id[:MAX_MESSAGE]
-            receipt.decision.sla.CopyFrom(_sla_message(self.sla))
+            return []
+        last = self.decision.stages
+        replaced: list[StageChoice] = []
+        for choice in self.tried:
+            if not any(choice is other for other in (*last, *replaced)):
+                replaced.append(choice)
+        return [*replaced, *last]
+
+    def trailer(self, outcome: Outcome, now_s: float, stamp: Stamp) -> gw.Receipt:
+        """The receipt, cut to what fits a trailer."""
+        receipt = self._receipt(outcome, now_s, stamp)
+        if self.decision is None:
             return receipt
         # Pool names, ids and tenants are the operator's and the client's to choose, so what fits is
         # found by trying: fewer candidates, then no words, then no candidates.
@@ -175,7 +135,47 @@ class Record:
                 receipt.decision.text = ""
             if receipt.ByteSize() <= MAX_RECEIPT_BYTES:
                 return receipt
-        return gw.Receipt(actual=receipt.actual)
+        return gw.Receipt(
+            actual=receipt.actual,
+            config_version=receipt.config_version,
+            number=receipt.number,
+            unix_s=receipt.unix_s,
+        )
+
+    def full(self, outcome: Outcome, now_s: float, stamp: Stamp) -> Steps[gw.Receipt]:
+        """The receipt with all that is needed to decide again."""
+        receipt = self._receipt(outcome, now_s, stamp)
+        if self.decision is None:
+            return receipt
+        for choice in self.choices[: -len(self.decision.stages)]:
+            receipt.replaced.append((yield from choice_steps(choice)))
+        decision = yield from decision_steps(
+            self.decision, request_id=self.request_id, max_tokens=self.max_tokens
+        )
+        receipt.decision.CopyFrom(decision)
+        return receipt
+
+    def _receipt(self, outcome: Outcome, now_s: float, stamp: Stamp) -> gw.Receipt:
+        """The receipt with what is known of a request that got no decision."""
+        return gw.Receipt(
+            decision=gw.Decision(
+                request_id=self.request_id[:MAX_MESSAGE], sla=sla_message(self.sla)
+            ),
+            attempts=self.attempts,
+            actual=gw.Actual(
+                outcome=outcome.value,
+                ttft_ms=in_ms(self.ttft_s),
+                itl_ms=in_ms(self.itl_s),
+                output_tokens=self.tally.n_tokens,
+                cached_tokens=self.cached_tokens,
+                predicted_cached_tokens=self.predicted_cached_tokens,
+                ttft_met=self.ttft_met(),
+                itl_met=self.itl_met(),
+                total_ms=(now_s - self.started_s) * 1000,
+                waited_ms=None if self.decision is None else self.waited_s * 1000,
+            ),
+            **stamp._asdict(),
+        )
 
 
 def _met(actual_s: float | None, target_ms: float | None) -> bool | None:

@@ -3,8 +3,11 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
+from slagate.pools.overlap import Prompt
+from slagate.pools.run_trie import Root
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import InvalidRequest, TooLarge, Unsupported
 from slagate.router.sla import ITL, TTFT, looks_like_ours
@@ -32,6 +35,7 @@ class Request(NamedTuple):
     isl_tokens: int
     max_tokens: int | None  # None: the client gave no budget
     min_tokens: int
+    prompt: Prompt | None  # None: no prefix cache is of use to it, or nobody can tell which
 
 
 def parse_request(data: bytes, *, max_bytes: int) -> Request:
@@ -64,6 +68,7 @@ def parse_request(data: bytes, *, max_bytes: int) -> Request:
         isl_tokens=len(message.token_ids.ids),
         max_tokens=_max_tokens(message),
         min_tokens=message.stopping.min_tokens,
+        prompt=_prompt(message),
     )
 
 
@@ -103,6 +108,14 @@ def _check_private(message: oe.GenerateRequest) -> None:
         if key in _CARRIERS_OF_OTHERS or looks_like_ours(key):
             reason = f"is not read; targets travel in metadata, {TTFT} and {ITL}"
             raise InvalidRequest(f"extra.{key[:80]}", reason)
+
+
+def _prompt(message: oe.GenerateRequest) -> Prompt | None:
+    # Where in the prompt a picture stands is for the engine to say, and its tokens do not tell which one.
+    if message.media or message.kv.bypass_prefix_cache:
+        return None
+    tokens = np.array(message.token_ids.ids, dtype="<u4").tobytes()
+    return Prompt(tokens, Root(message.lora_name, message.kv.cache_salt))
 
 
 def _max_tokens(message: oe.GenerateRequest) -> int | None:

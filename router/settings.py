@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+POLICIES = ("prefix", "least_loaded")
+"""By predicted seconds with what each worker has cached, or by load alone."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -17,5 +20,9 @@ class Settings:
     """How long running requests get to finish after SIGTERM."""
     max_attempts: int = 3
     """Workers that one stage of a request may try."""
+    policy: str = "prefix"
+    """How workers are chosen; one of `POLICIES`."""
+    max_waiting: int = 1024
+    """Requests that may wait because every worker for them is at its limit."""
     client_receipts: bool = True
     """Whether clients may ask for receipts, which name pools and workers and show their load."""

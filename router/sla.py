@@ -16,6 +16,7 @@ import re
 from typing import NamedTuple
 
 from slagate.router.errors import InvalidRequest
+from slagate.workers.legs import TARGET_RANK
 from slagate.workers.worker import Metadata
 
 TTFT = "x-slo-ttft-ms"
@@ -26,7 +27,6 @@ FAIRNESS_ID = "x-gateway-inference-fairness-id"
 SESSION_ID = "x-dynamo-session-id"
 RECEIPT = "slagate-receipt"
 ROUTING_KEY = "openengine-routing-key"
-TARGET_RANK = "openengine-target-dp-rank"
 
 KNOWN = (TTFT, ITL, PRIORITY, OBJECTIVE, FAIRNESS_ID, SESSION_ID, RECEIPT, ROUTING_KEY)
 

@@ -8,7 +8,8 @@ from typing import TypeVar
 import anyio
 import grpc
 
-from slagate.pools.member import Member, Stage, State
+from slagate.pools.member import Lease, Stage
+from slagate.pools.table import State
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.dispatch import Assignment, Dispatcher
 from slagate.router.errors import LegFailed, RequestError
@@ -16,12 +17,14 @@ from slagate.router.handoff import Handoff, Releaser
 from slagate.router.leg import LegSink
 from slagate.router.live import LiveRequests
 from slagate.router.metrics import Metrics
-from slagate.router.policy import Ask
+from slagate.router.receipt_ring import ReceiptRing
 from slagate.router.receipts import Record
 from slagate.router.request import Request
+from slagate.router.score import Ask
 from slagate.router.settings import Settings
 from slagate.router.sla import PRIORITY
 from slagate.router.splice import Splice
+from slagate.workers.legs import DECODE_RANK, TARGET_RANK
 from slagate.workers.stream import BufferedSink
 from slagate.workers.worker import OK, Metadata, Status
 
@@ -54,6 +57,7 @@ class Gateway:
     dispatcher: Dispatcher
     settings: Settings
     metrics: Metrics
+    receipts: ReceiptRing
     releaser: Releaser
     live: LiveRequests
     leg_id: Callable[[], str]
@@ -77,6 +81,42 @@ class Turn:
     handoff: Handoff | None = None
     preface: bytes = b""  # what the client is to get in front of the first token
     started_over: bool = False
+    leg_started_s: float = 0.0
+
+    def learn_prefill(self, stage: Stage, cached_tokens: int | None) -> None:
+        """What a prefill that went well tells of prediction and truth; None: the engine does not say."""
+        record, lease = self.record, self.assignment.lease(stage)
+        record.cached_tokens = cached_tokens
+        if cached_tokens is None or record.decision is None:
+            return
+        choice = record.decision.stage(stage)
+        assert choice.winner is not None
+        lease.member.truth.add(choice.winner.view.cached_tokens, cached_tokens)
+        done_s = self.gateway.now_s() if stage is Stage.PREFILL else record.tally.first_token_s
+        if done_s is None:
+            return
+        pool, view = self.gateway.dispatcher.fleet.pools[choice.pool], choice.winner.view
+        work_s = view.queued_s + view.foreign_s + pool.estimator.frozen().host_s(view.host_tokens)
+        pool.estimator.observe_prefill(
+            self.ask.isl_tokens - cached_tokens,
+            cached_tokens,
+            queued_s=work_s,
+            seconds=done_s - self.leg_started_s,
+        )
+
+    def learn_itl(self, stage: Stage) -> None:
+        """What a decode that went well tells of its prediction."""
+        itl_s, decision = self.record.itl_s, self.record.decision
+        if itl_s is None or decision is None:
+            return
+        winner = decision.stage(stage).winner
+        assert winner is not None
+        batch = winner.view.inflight + winner.view.foreign_requests + 1
+        mean_tokens = (winner.view.context_tokens + self.ask.isl_tokens) / (
+            winner.view.inflight + 1
+        )
+        pool = self.gateway.dispatcher.fleet.pools[winner.pool]
+        pool.estimator.observe_itl(batch, mean_tokens, seconds=itl_s)
 
     def let_go(self) -> None:
         """Give back whatever is still held. Idempotent, never waits."""
@@ -88,9 +128,11 @@ class Turn:
         """Call the stage's worker, and others while that can help; the sink of the call that went well."""
         while True:
             data, sink = make(self.gateway.leg_id())
-            member = self.assignment.lease(stage).member
+            lease = self.assignment.lease(stage)
+            member = lease.member
+            self.leg_started_s = self.gateway.now_s()
             try:
-                await self._run(member, data, sink)
+                await self._run(lease, data, sink)
             except anyio.get_cancelled_exc_class():
                 self.record.attempt(stage, GIVEN_UP)
                 raise
@@ -105,8 +147,9 @@ class Turn:
                 member.probe_failed(f"refused a request: {failure}")
             self._try_elsewhere(stage, failure)
 
-    async def _run(self, member: Member, leg: bytes, sink: LegSink) -> None:
+    async def _run(self, lease: Lease, leg: bytes, sink: LegSink) -> None:
         """One call to a worker, waited for; cancelled when this coroutine is."""
+        member = lease.member
         assert member.worker is not None, member
         if member.state is not State.READY:
             # Leased when it was; a leg to it now would be waited for until the deadline.
@@ -114,7 +157,7 @@ class Turn:
             return
         remaining_s = max(self.deadline_s - self.gateway.now_s(), 0.0)
         leg_call = member.worker.generate(
-            leg, self._leg_metadata(member), sink, timeout_s=remaining_s
+            leg, self._leg_metadata(lease), sink, timeout_s=remaining_s
         )
         member.on_leave.add(sink.worker_lost)
         try:
@@ -146,8 +189,12 @@ class Turn:
         """The output budget to append to a leg: None where the client gave its own."""
         return self.record.max_tokens if self.request.max_tokens is None else None
 
-    def _leg_metadata(self, member: Member) -> Metadata:
+    def _leg_metadata(self, lease: Lease) -> Metadata:
         metadata = [item for item in self.call.metadata if item[0] in FORWARDED_KEYS]
+        member = lease.member
+        if lease.rank is not None:
+            key = DECODE_RANK if member.stage is Stage.DECODE else TARGET_RANK
+            metadata.append((key, str(lease.rank)))
         model = member.models.get(self.request.model)
         # TensorRT-LLM fails the whole request over a priority that it does not support.
         if self.ask.sla.priority is not None and model and model.generation.supports_priority:
@@ -168,7 +215,8 @@ class Turn:
             raise failure
         failed = self.assignment.lease(stage).member.address
         self.ask = self.ask._replace(excluded=self.ask.excluded | {failed})
-        choice = self.gateway.dispatcher.reassign(self.assignment, self.ask, stage)
+        prompt = self.request.prompt
+        choice = self.gateway.dispatcher.reassign(self.assignment, self.ask, stage, prompt)
         if choice is None:
             raise failure
         assert self.record.decision is not None
@@ -194,12 +242,11 @@ class Turn:
         self.gateway.dispatcher.fleet.pools[lost_by.pool].retries_total += 1
         self.let_go()
         try:
-            decision = self.gateway.dispatcher.decide(self.ask)
-            self.assignment = self.gateway.dispatcher.take(decision)
+            self.assignment = self.gateway.dispatcher.take_now(self.ask, self.request.prompt)
         except RequestError:
             raise failure from None
         self.handoff = None
-        self.record.decision = decision
+        self.record.decision = self.assignment.decision
         self._note_retry(Stage.PREFILL, failure)
 
     def _note_retry(self, stage: Stage, failure: LegFailed | RequestError) -> None:

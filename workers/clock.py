@@ -4,6 +4,7 @@ An event loop's own time may be as coarse as a millisecond, which is most of a f
 """
 
 from time import monotonic as monotonic_s  # noqa: TID251
+from time import time as unix_s  # noqa: TID251
 from time import time_ns as unix_nanos
 
-__all__ = ["monotonic_s", "unix_nanos"]
+__all__ = ["monotonic_s", "unix_nanos", "unix_s"]

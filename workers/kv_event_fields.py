@@ -1,9 +1,10 @@
 """Reading the parts of a TensorRT-LLM KV event, none of which can be relied on to be what it should."""
 
 import re
-import struct
 from operator import itemgetter
 from typing import Any, NoReturn, TypeGuard
+
+from slagate.workers.kv_wire import token_field
 
 MAX_TEXT_BYTES = 4096
 """Of a cache salt, an adapter's name or a multimodal key: callers choose them, and each block repeats
@@ -12,14 +13,19 @@ them."""
 MAX_KEYS_BYTES = 65_536
 """Of all extra keys of one block, so that a block always fits a message."""
 
+TURN_WORK = 32_768
+"""What is passed on in one turn of the loop, in tokens of stored blocks, so that neither a full buffer nor
+a long prompt holds up other requests' tokens: a few milliseconds."""
+
 _EVENT_WORK = 32
-_BLOCK_WORK = 32
-_HASH_WORK = 8
+BLOCK_WORK = 32
+HASH_WORK = 8
 
 _WORD_BITS = 64
 _DECIMAL = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 _HEX_WORD = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}", re.ASCII | re.IGNORECASE)
 _token_id = itemgetter("token_id")
+_extra_id = itemgetter("token_extra_id")
 
 
 class UnusableError(Exception):
@@ -38,10 +44,10 @@ def work_of(event: object) -> int:
         return _EVENT_WORK
     hashes, blocks = data.get("block_hashes"), data.get("blocks")
     n_hashes = len(hashes) if isinstance(hashes, list) else 0
-    work = _EVENT_WORK + _HASH_WORK * n_hashes
+    work = _EVENT_WORK + HASH_WORK * n_hashes
     for block in blocks if isinstance(blocks, list) else ():
         tokens = block.get("tokens") if isinstance(block, dict) else None
-        work += _BLOCK_WORK + (len(tokens) if isinstance(tokens, list) else 0)
+        work += BLOCK_WORK + (len(tokens) if isinstance(tokens, list) else 0)
     return work
 
 
@@ -83,29 +89,37 @@ def _is_unicode(text: str) -> bool:
 
 
 def content_of(tokens: list[Any], mm_keys: object) -> tuple[bytes, tuple[str, ...]]:
-    """The tokens of a full block as little-endian uint32, and its extra keys."""
+    """The tokens of a full block as `token_field` encodes them, and its extra keys."""
     try:
         ids = list(map(_token_id, tokens))
-        extras = [token.get("token_extra_id") for token in tokens]
-    except (TypeError, KeyError, AttributeError):
+    except (TypeError, KeyError):
         unusable()
     if set(map(type, ids)) != {int}:
         # The V2 cache manager writes digests where a picture's tokens are.
         unusable("dropped_events")
     try:
-        packed = struct.pack(f"<{len(ids)}I", *ids)
-    except struct.error:
+        field = token_field(ids)
+    except ValueError:
         unusable("dropped_events")
     keys = [] if mm_keys is None else [_mm_key(key) for key in list_of(mm_keys)]
-    if any(extras):
-        # Virtual tokens (prompt tables) share token ids; only this tells them apart.
-        extra_ids = [(extra, at) for at, extra in enumerate(extras) if extra is not None]
-        if not all(_is_word(extra) for extra, _ in extra_ids):
-            unusable("dropped_events")
-        keys += [f"token_extra={extra}@{at}" for extra, at in extra_ids if extra]
+    keys += _extra_keys(tokens)
     if sum(map(len, keys)) > MAX_KEYS_BYTES:
         unusable("dropped_events")
-    return packed, tuple(keys)
+    return field, tuple(keys)
+
+
+def _extra_keys(tokens: list[dict[str, Any]]) -> list[str]:
+    """Virtual tokens (prompt tables) share token ids; only these tell them apart."""
+    try:
+        if not any(map(_extra_id, tokens)):
+            return []
+    except KeyError:
+        # Some have none.
+        pass
+    extras = [(token.get("token_extra_id"), at) for at, token in enumerate(tokens)]
+    if not all(extra is None or _is_word(extra) for extra, _ in extras):
+        unusable("dropped_events")
+    return [f"token_extra={extra}@{at}" for extra, at in extras if extra]
 
 
 def _mm_key(key: object) -> str:

@@ -14,10 +14,14 @@ An event passes, in this order:
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from collections.abc import Iterator
+from typing import Any, TypeAlias, TypeGuard
 
+from slagate.workers.kv_changes import Block, Change, Cleared, Moved, Removed, Stored
 from slagate.workers.kv_event_fields import (
+    BLOCK_WORK,
+    HASH_WORK,
+    TURN_WORK,
     UnusableError,
     content_of,
     hash_of,
@@ -25,6 +29,7 @@ from slagate.workers.kv_event_fields import (
     text_of,
     unusable,
 )
+from slagate.workers.kv_losses import Losses
 from slagate.workers.kv_wire import MEDIUM_OF_LEVEL
 
 MAX_PARTIAL = 65_536
@@ -32,51 +37,10 @@ MAX_PARTIAL = 65_536
 
 _MAX_EVENT_ID = 1 << 63
 
+_TURN_HASHES = TURN_WORK // HASH_WORK
+
 MAX_OLD = 64
 """Events in a row that may be old news; one more, and the engine counts anew or an id before was wrong."""
-
-
-class Block(NamedTuple):
-    """One full block: its tokens as little-endian uint32, and what else entered its hash."""
-
-    hash: int
-    tokens: bytes
-    keys: tuple[str, ...]
-
-
-class Stored(NamedTuple):
-    """A chain of blocks, each the child of the one before, is cached on a level (0 GPU, 1 host)."""
-
-    rank: int
-    parent: int | None
-    blocks: tuple[Block, ...]
-    level: int
-    lora_name: str
-    cache_salt: str
-
-
-class Removed(NamedTuple):
-    """Blocks are gone from whatever level they were on."""
-
-    rank: int
-    hashes: tuple[int, ...]
-
-
-class Moved(NamedTuple):
-    """A block is on this level now, and on no other."""
-
-    rank: int
-    hash: int
-    level: int
-
-
-class Cleared(NamedTuple):
-    """Nothing is known to be cached any more."""
-
-    rank: int
-
-
-Change: TypeAlias = Stored | Removed | Moved | Cleared
 
 
 class _Rank:
@@ -93,12 +57,21 @@ class _Rank:
         self.partial: dict[int, None] = {}  # in order of arrival
 
 
+_Changes: TypeAlias = Iterator[Change | None]
+"""None where a turn's work is done."""
+
+
 class KvEventNormaliser:
-    """Turns polls into changes. Whatever it is given it never raises; `counts` tells what was lost."""
+    """Turns polls into changes. Whatever it is given it never raises.
+
+    `counts` tells what was lost, `losses` what the engine lost of each rank.
+    """
 
     def __init__(self, *, ranks: int, block_tokens: int) -> None:
         self._ranks = [_Rank() for _ in range(ranks)]
+        self.losses = [Losses(rank) for rank in range(ranks)]
         self._block_tokens = block_tokens
+        self._turn_blocks = max(1, TURN_WORK // (BLOCK_WORK + block_tokens))
         self.counts: Counter[str] = Counter(
             gaps=0,
             missed_events=0,
@@ -110,15 +83,23 @@ class KvEventNormaliser:
             partial_blocks=0,
         )
 
-    def changes(self, polled: object) -> list[Change]:
-        """The changes in one poll's answer: events, lists of events, a single event, or nothing."""
-        changes: list[Change] = []
+    def portions(self, polled: object) -> Iterator[list[Change]]:
+        """The changes in one poll's answer: events, lists of events, a single event, or nothing.
+
+        Only what is in an event of more than `TURN_WORK` comes in several portions, some of them empty.
+        """
+        portion: list[Change] = []
         for event in self._events(polled):
             try:
-                changes += self._of_event(event)
+                for change in self._of_event(event):
+                    if change is None:
+                        yield portion
+                        portion = []
+                    else:
+                        portion.append(change)
             except UnusableError as error:
                 self.counts[str(error)] += 1
-        return changes
+        yield portion
 
     def _events(self, polled: object) -> list[dict[str, Any]]:
         if polled is None:
@@ -134,7 +115,7 @@ class KvEventNormaliser:
                     self.counts["decode_errors"] += 1
         return events
 
-    def _of_event(self, event: dict[str, Any]) -> list[Change]:
+    def _of_event(self, event: dict[str, Any]) -> _Changes:
         number, event_id = event.get("attention_dp_rank"), event.get("event_id")
         number = 0 if number is None else number
         if type(number) is not int or not 0 <= number < len(self._ranks):
@@ -146,52 +127,45 @@ class KvEventNormaliser:
             rank.n_old += 1
             unusable("old_events")
         rank.n_old = 0
-        changes: list[Change] = []
         if event_id != rank.next_id:
             self.counts["gaps"] += 1
-            self.counts["missed_events"] += max(0, event_id - rank.next_id)
-            changes.append(_clear(rank, number))
+            n_missed = max(0, event_id - rank.next_id)
+            self.counts["missed_events"] += n_missed
+            self.losses[number].add(n_missed)
+            yield _clear(rank, number)
         rank.next_id = event_id + 1
-        try:
-            self._filtered(event, rank, number, changes)
-        except UnusableError as error:
-            # Counted here, so that a clearing that came with it is not lost.
-            self.counts[str(error)] += 1
-        return changes
+        yield from self._filtered(event, rank, number)
 
-    def _filtered(
-        self, event: dict[str, Any], rank: _Rank, number: int, changes: list[Change]
-    ) -> None:
+    def _filtered(self, event: dict[str, Any], rank: _Rank, number: int) -> _Changes:
         data, window = event.get("data"), event.get("window_size")
         if not isinstance(data, dict):
-            changes += _lost(rank, number)
+            yield from _lost(rank, number)
             unusable()
         kind = data.get("type")
         is_created = kind == "created"
         if window is not None:
             if type(window) is not int:
-                changes += [] if kind == "stored" else _lost(rank, number)
+                if kind != "stored":
+                    yield from _lost(rank, number)
                 unusable()
             if window > rank.window and (is_created or not rank.window_is_named):
                 rank.window = window
                 if not rank.is_empty:
-                    changes.append(_clear(rank, number))
+                    yield _clear(rank, number)
             if window != rank.window and not is_created:
                 unusable("filtered_windows")
         if is_created:
             rank.window_is_named |= window is not None
         elif kind == "stored":
-            stored = self._stored(data, rank, number)
-            rank.is_empty &= not stored
-            changes += stored
+            yield from self._stored(data, rank, number)
         elif kind == "removed":
-            changes += self._removed(data, rank, number)
+            yield from self._removed(data, rank, number)
         elif kind == "updated":
-            changes += self._updated(data, rank, number)
+            yield from self._updated(data, rank, number)
         else:
             unusable()
 
-    def _stored(self, data: dict[str, Any], rank: _Rank, number: int) -> list[Stored]:
+    def _stored(self, data: dict[str, Any], rank: _Rank, number: int) -> _Changes:
         """One change per run of blocks on one level; none when no full block leads the event.
 
         A block that cannot be told ends the chain: those in front of it are as good as ever, and the
@@ -202,7 +176,9 @@ class KvEventNormaliser:
         lora_name = text_of(data.get("lora_name"))
         salts = {text_of(data.get("cache_salt"))}
         runs: list[tuple[int, list[Block]]] = []
-        for entry in list_of(data.get("blocks")):
+        for n_read, entry in enumerate(list_of(data.get("blocks"))):
+            if n_read and n_read % self._turn_blocks == 0:
+                yield None
             if not isinstance(entry, dict):
                 unusable()
             tokens = list_of(entry.get("tokens"))
@@ -224,18 +200,19 @@ class KvEventNormaliser:
                 break
             salts.add(salt)
             rank.partial.pop(hash_, None)
-            if not runs or runs[-1][0] != level:
+            if not runs or runs[-1][0] != level or len(runs[-1][1]) == self._turn_blocks:
                 runs.append((level, []))
             runs[-1][1].append(block)
         salts.discard("")
         if len(salts) > 1:
             unusable("dropped_events")
         salt = salts.pop() if salts else ""
-        stored = []
         for level, blocks in runs:
-            stored.append(Stored(number, parent, tuple(blocks), level, lora_name, salt))
+            rank.is_empty = False
+            yield Stored(number, parent, tuple(blocks), level, lora_name, salt)
             parent = blocks[-1].hash
-        return stored
+            if len(blocks) == self._turn_blocks:
+                yield None
 
     def _remember_partial(self, rank: _Rank, hash_: int) -> None:
         self.counts["partial_blocks"] += 1
@@ -243,42 +220,47 @@ class KvEventNormaliser:
         if len(rank.partial) > MAX_PARTIAL:
             del rank.partial[next(iter(rank.partial))]
 
-    def _removed(self, data: dict[str, Any], rank: _Rank, number: int) -> list[Change]:
+    def _removed(self, data: dict[str, Any], rank: _Rank, number: int) -> _Changes:
         values = data.get("block_hashes")
         if not isinstance(values, list):
             # Something is gone and nobody knows what.
-            self.counts["decode_errors"] += 1
-            return [_clear(rank, number)]
-        hashes = []
-        for value in values:
-            try:
-                hash_ = hash_of(value)
-            except UnusableError as error:
-                self.counts[str(error)] += 1
-                return [_clear(rank, number)]
-            if hash_ in rank.partial:
-                del rank.partial[hash_]
-            else:
-                hashes.append(hash_)
-        return [Removed(number, tuple(hashes))] if hashes else []
+            yield _clear(rank, number)
+            unusable()
+        for start in range(0, len(values), _TURN_HASHES):
+            if start:
+                yield None
+            hashes = []
+            for value in values[start : start + _TURN_HASHES]:
+                try:
+                    hash_ = hash_of(value)
+                except UnusableError:
+                    yield _clear(rank, number)
+                    raise
+                if hash_ in rank.partial:
+                    del rank.partial[hash_]
+                else:
+                    hashes.append(hash_)
+            if hashes:
+                yield Removed(number, tuple(hashes))
 
-    def _updated(self, data: dict[str, Any], rank: _Rank, number: int) -> Sequence[Change]:
+    def _updated(self, data: dict[str, Any], rank: _Rank, number: int) -> _Changes:
         diff = data.get("cache_level")
         if diff is None:
             unusable("ignored_updates")
         try:
             hash_ = hash_of(data.get("block_hash"))
-        except UnusableError as error:
-            self.counts[str(error)] += 1
-            return _lost(rank, number)
+        except UnusableError:
+            yield from _lost(rank, number)
+            raise
         if hash_ in rank.partial:
-            return []
+            return
         level = diff.get("new_value") if isinstance(diff, dict) else None
-        if not _is_level(level):
+        if _is_level(level):
+            yield Moved(number, hash_, level)
+        else:
             # It has left the tier it was on.
-            self.counts["dropped_events"] += 1
-            return [Removed(number, (hash_,))]
-        return [Moved(number, hash_, level)]
+            yield Removed(number, (hash_,))
+            unusable("dropped_events")
 
 
 def _is_level(value: object) -> TypeGuard[int]:

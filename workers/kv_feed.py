@@ -1,8 +1,9 @@
 """Subscriptions to a worker's KV events: snapshot or replay first, then live, each at its own pace.
 
 A subscriber has no buffer but a cursor into each rank's history, so one that pauses or is slow costs
-nothing; when the history has moved past its cursor its stream ends with one retryable EngineError, and it
-starts over with a snapshot. Numbers belong to one incarnation of the worker.
+nothing but its place; when the history has moved past its cursor its stream ends with one retryable
+EngineError, and it starts over with a snapshot. One that takes nothing at all for `STALL_S` is ended.
+Numbers belong to one incarnation of the worker.
 """
 
 import asyncio
@@ -15,7 +16,8 @@ from google.protobuf.message import DecodeError
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import Refused
-from slagate.workers.kv_events import Change, KvEventNormaliser
+from slagate.workers.kv_changes import Change
+from slagate.workers.kv_events import KvEventNormaliser
 from slagate.workers.kv_log import RankLog
 from slagate.workers.kv_subscription import Subscription
 from slagate.workers.worker import Call, Metadata, Sink, Status
@@ -28,10 +30,13 @@ HISTORY_BYTES = 32 * 1024 * 1024
 """Of one rank's history: a busy engine's last minute or so."""
 
 MAX_SUBSCRIBERS = 64
-"""Gateways, that is; each may hold a snapshot's worth of memory while it reads it."""
+"""For each rank: gateways follow ranks one by one. Each may hold a snapshot's worth of memory meanwhile."""
 
 HEARTBEAT_S = 5.0
 """A rank with nothing to say for that long sends an empty batch."""
+
+STALL_S = 3 * HEARTBEAT_S
+"""A subscriber that takes nothing for that long gives up its place."""
 
 _TURN_BYTES = 512 * 1024
 _MESSAGE_BYTES = 2048
@@ -78,28 +83,37 @@ class KvFeed:
         newest = [log.newest for log in self._logs]
         return f"KvFeed(newest {newest}, {len(self._subscriptions)} subscribers)"
 
-    def take(self, polled: object) -> None:
-        """Publish what one poll of the engine gave, whatever that is; never raises."""
-        changes: dict[int, list[Change]] = {}
-        for change in self._normaliser.changes(polled):
-            changes.setdefault(change.rank, []).append(change)
-        for rank, ranks_changes in changes.items():
-            if self._logs[rank].apply(ranks_changes, self._unix_nanos()):
-                self._published(rank)
+    def take(self, polled: object) -> Iterator[None]:
+        """Publish what one poll of the engine gave, whatever that is; never raises.
+
+        Yields where the loop may have its turn; what is published by then is whole.
+        """
+        for portion in self._normaliser.portions(polled):
+            changes: dict[int, list[Change]] = {}
+            for change in portion:
+                changes.setdefault(change.rank, []).append(change)
+            for rank, ranks_changes in changes.items():
+                if self._logs[rank].apply(ranks_changes, self._unix_nanos()):
+                    self._published(rank)
+            yield
+        now_s = asyncio.get_running_loop().time()
+        for losses in self._normaliser.losses:
+            losses.report(now_s)
 
     def subscribe(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         """Start a stream of serialised `SubscribeKvEventsResponse`; its first message comes later.
 
         Raises `Refused` before anything went to the sink: INVALID_ARGUMENT for what no worker could
         serve, OUT_OF_RANGE for a start that this one does not have, RESOURCE_EXHAUSTED when there are
-        `MAX_SUBSCRIBERS`, UNAVAILABLE after `close`.
+        `MAX_SUBSCRIBERS` a rank, UNAVAILABLE after `close`.
         """
         if self._is_closed:
             raise Refused(grpc.StatusCode.UNAVAILABLE, "kv events: the worker is shutting down")
-        if len(self._subscriptions) >= MAX_SUBSCRIBERS:
+        most = MAX_SUBSCRIBERS * len(self._logs)
+        if len(self._subscriptions) >= most:
             raise Refused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"kv events: {MAX_SUBSCRIBERS} subscribers are there already",
+                f"kv events: {most} subscribers are there already",
             )
         wanted = _parse(request)
         self._check_instance(metadata, include_snapshot=wanted.include_snapshot)
@@ -229,6 +243,11 @@ class KvFeed:
 
     def _beat(self) -> None:
         now_s = asyncio.get_running_loop().time()
+        for subscription in list(self._subscriptions):
+            if subscription.paused_since_s <= now_s - STALL_S:
+                subscription.end_stalled()
+        if not self._subscriptions:
+            return
         for rank, log in enumerate(self._logs):
             if self._last_s[rank] + HEARTBEAT_S <= now_s:
                 log.publish(b"", self._unix_nanos())

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
-from slagate.workers.kv_events import Change, Moved, Removed, Stored
+from slagate.workers.kv_changes import Change, Moved, Removed, Stored
 from slagate.workers.kv_mirror import Mirror
 from slagate.workers.kv_wire import (
     CLEARED_EVENT,

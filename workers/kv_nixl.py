@@ -1,19 +1,22 @@
 """KV blocks over NIXL: one worker reads the host memory of another, over UCX."""
 
+import asyncio
 import logging
 import os
 import weakref
 from queue import Empty, SimpleQueue
 
 from slagate.workers.kv_nixl_agent import NixlAgent, ReadOrder
-from slagate.workers.kv_nixl_descriptor import TAG_BYTES, unpack_descriptor
+from slagate.workers.kv_nixl_descriptor import TAG_BYTES, NixlDescriptor, unpack_descriptor
 from slagate.workers.kv_nixl_generation import Generation
 from slagate.workers.kv_nixl_peers import PoisonedMetadata
 from slagate.workers.kv_nixl_pool import SlotPool
+from slagate.workers.kv_nixl_queue import PullQueue
 from slagate.workers.kv_transfer import (
     Blocks,
     Done,
     KvBadDescriptor,
+    KvTimeout,
     KvTransferError,
     KvUnavailable,
     block_shape,
@@ -34,6 +37,9 @@ N_REMEMBERED = 4096
 
 class NixlTransport:
     """A pool of block slots that peers read from, and reads of theirs.
+
+    Blocks of equal content have one slot, whatever number of sessions they are part of. An export that
+    finds no room fails; a pull waits for it, in order of arrival, within its time limit.
 
     A pull that runs out of time ends with `KvTimeout`, but its slots stay taken until NIXL says that it
     has ended too: bytes may arrive long after (`n_quarantined`).
@@ -69,6 +75,7 @@ class NixlTransport:
         self._agents: list[NixlAgent] = []
         self._retired: list[Generation] = []
         self._next: Generation | None = None
+        self._queue = PullQueue(self._begin, self._full)
         self._current = self._start_generation()
         # A thread inside UCX while the interpreter goes away would abort the process.
         self._end_agents = weakref.finalize(self, _end_all, self._agents)
@@ -108,22 +115,19 @@ class NixlTransport:
         return self._living().offer(session_id, blocks)
 
     def pull(self, descriptor: bytes, done: Done) -> None:
-        """Read what a descriptor offers; `done` is called within the limit given at the start."""
+        """Read what a descriptor offers; `done` is called within the limit given at the start.
+
+        The limit counts from here, whether the pull has to wait for room or not.
+        """
         try:
             if self._closed:
                 raise KvTransferError("transport is closed")
             wanted = unpack_descriptor(descriptor)
-            if wanted.tag in self._pulled:
+            if wanted.tag in self._pulled or wanted.tag in self._queue:
                 raise used_up(wanted.session_id)
-
-            def ended(result: Blocks | KvTransferError) -> None:
-                if isinstance(result, KvBadDescriptor):
-                    # Nothing was read, so the true descriptor of this session is as good as before.
-                    self._pulled.pop(wanted.tag, None)
-                done(result)
-
-            self._living().pull(wanted, ended, limit_s=self._pull_limit_s)
-            self._remember(wanted.tag)
+            self._living().check_fits(wanted)
+            due_s = asyncio.get_running_loop().time() + self._pull_limit_s
+            self._queue.add(wanted, done, due_s=due_s)
         except KvTransferError as error:
             done(error)
 
@@ -131,18 +135,21 @@ class NixlTransport:
         """Sessions read since the last call, ascending."""
         sessions = sorted(i for each in self._generations() for i in each.acknowledged())
         self._tend()
+        self._queue.nudge()
         return sessions
 
     def release(self, session_id: int) -> None:
-        """Withdraw an offer. A read that runs now fails its checks."""
+        """Withdraw an offer. A read that runs now gets its blocks, or fails its checks."""
         for each in self._generations():
             each.withdraw(session_id)
         self._tend()
+        self._queue.nudge()
 
     def close(self) -> None:
         """End the agents, waiting for each at most `CLOSE_LIMIT_S`; open pulls end with an error."""
         if not self._closed:
             self._closed = True
+            self._queue.close()
             self._end_agents()
             for each in self._generations():
                 each.close()
@@ -162,11 +169,12 @@ class NixlTransport:
         return ""
 
     def counters(self) -> dict[str, int]:
-        """Slots in use and in quarantine, of every pool, and the agents they belong to."""
+        """Slots in use and in quarantine, of every pool, pulls that wait for some, and the agents."""
         pools = [each.pool for each in self._generations()]
         return {
             "kv_slots_taken": sum(pool.n_slots - pool.n_free for pool in pools),
             "kv_slots_quarantined": self.n_quarantined,
+            "kv_pulls_waiting": len(self._queue),
             "kv_agents": self.n_agents,
         }
 
@@ -192,6 +200,29 @@ class NixlTransport:
             raise KvUnavailable("the NIXL agent has ended")
         return self._current
 
+    def _begin(self, wanted: NixlDescriptor, done: Done, due_s: float) -> bool:
+        generation = self._living()
+        if len(wanted.slots) > generation.pool.n_free:
+            return False
+
+        def ended(result: Blocks | KvTransferError) -> None:
+            if isinstance(result, KvBadDescriptor):
+                # Nothing was read, so the true descriptor of this session is as good as before.
+                self._pulled.pop(wanted.tag, None)
+            done(result)
+
+        generation.pull(wanted, ended, due_s=due_s)
+        self._remember(wanted.tag)
+        return True
+
+    def _full(self, wanted: NixlDescriptor) -> KvTimeout:
+        """What a pull ends with that never had its turn."""
+        return KvTimeout(
+            f"session {wanted.session_id}: the pool was full for {self._pull_limit_s:g} s: "
+            f"{len(wanted.slots)} slots wanted, {self.n_free} of {self.n_slots} free, "
+            f"{self._current.n_quarantined} wait for peers that hang"
+        )
+
     def _remember(self, tag: bytes) -> None:
         self._pulled[tag] = None
         if len(self._pulled) > N_REMEMBERED:
@@ -206,6 +237,7 @@ class NixlTransport:
             elif 2 * generation.n_quarantined > generation.pool.n_slots:
                 self._replace("most of its pool waits for peers that hang")
         self._tend()
+        self._queue.nudge()
 
     def _replace(self, why: str) -> None:
         if self._next is None and not self._closed and len(self._retired) < MAX_RETIRED:
@@ -231,15 +263,15 @@ class NixlTransport:
 
 def self_check(transport: NixlTransport, *, loopback: bool, limit_s: float = 5.0) -> None:
     """Have a second agent read one block from the transport. Raises `KvUnavailable` when that fails."""
-    pool = SlotPool(1, TAG_BYTES)
+    pool = SlotPool(2, TAG_BYTES)
     probe = NixlAgent(f"probe.{os.urandom(8).hex()}", pool, loopback=loopback)
     try:
         if not probe.ready.wait(START_LIMIT_S) or probe.failure is not None:
             raise KvUnavailable(f"a second NIXL agent does not start: {probe.failure}")
-        block = pool.memory[:, :TAG_BYTES].copy() + 85
+        block = pool.memory[:1, :TAG_BYTES].copy() + 85
         results: SimpleQueue[Blocks | KvTransferError] = SimpleQueue()
         wanted = unpack_descriptor(transport.export(0, block))
-        probe.read(ReadOrder(wanted, pool.take(1), results.put))
+        probe.read(ReadOrder(wanted, pool.take(2), results.put))
         result = results.get(timeout=limit_s)
         if isinstance(result, KvTransferError):
             raise KvUnavailable(f"a NIXL transfer to itself failed: {result}")

@@ -183,9 +183,8 @@ class NixlAgent:
 
     def _transfer(self, order: ReadOrder, peer: Peer) -> Any:
         wanted = order.wanted
-        n_bytes = TAG_BYTES + wanted.block_bytes
-        here = self._rows(self.pool.base, order.slots, self.pool.stride_bytes, n_bytes)
-        there = self._rows(wanted.base, wanted.slots, wanted.stride_bytes, n_bytes)
+        here = self._rows(self.pool.base, order.slots, self.pool.stride_bytes, wanted)
+        there = self._rows(wanted.base, wanted.slots, wanted.stride_bytes, wanted)
         try:
             return self._agent.initialize_xfer(
                 "READ",
@@ -199,10 +198,11 @@ class NixlAgent:
             raise KvBadDescriptor(f"NIXL refuses to read there: {error_text(error)}") from error
 
     @staticmethod
-    def _rows(base: int, slots: Slots, stride_bytes: int, n_bytes: int) -> Any:
+    def _rows(base: int, slots: Slots, stride_bytes: int, wanted: NixlDescriptor) -> Any:
         rows = np.zeros((len(slots), 3), dtype=np.uint64)  # address, length, device
         rows[:, 0] = np.uint64(base) + slots.astype(np.uint64) * np.uint64(stride_bytes)
-        rows[:, 1] = n_bytes
+        rows[0, 1] = TAG_BYTES  # The ticket.
+        rows[1:, 1] = TAG_BYTES + wanted.block_bytes
         return rows
 
     def _collect_acks(self) -> None:

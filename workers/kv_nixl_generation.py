@@ -2,24 +2,18 @@
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty
 
 from slagate.workers.kv_nixl_agent import NixlAgent, ReadOrder
-from slagate.workers.kv_nixl_descriptor import TAG_BYTES, NixlDescriptor, Slots
+from slagate.workers.kv_nixl_descriptor import NixlDescriptor, tags_digest
+from slagate.workers.kv_nixl_offers import Offer, Offers
 from slagate.workers.kv_nixl_pool import SlotPool, checksum
 from slagate.workers.kv_transfer import Blocks, Done, KvTimeout, KvTransferError
 
 STUCK_AFTER_S = 1.0
 """What the agent's thread gets after a limit has passed: maybe the whole process was stopped until then."""
-
-
-@dataclass(slots=True)
-class _Offer:
-    slots: Slots
-    tag: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +48,8 @@ class Generation:
         self.pool = pool
         self.agent = NixlAgent(name, pool, loopback=loopback)
         self._changed = changed
-        self._offers: dict[int, _Offer] = {}
+        self._offers = Offers(pool)
+        self._sessions: dict[int, Offer] = {}
         self._pulls: set[_Pull] = set()
         self.stuck = False
         """Whether the agent's thread does not even begin with pulls."""
@@ -67,41 +62,41 @@ class Generation:
     @property
     def needed(self) -> bool:
         """Whether a peer may still read from its pool, or NIXL write to it."""
-        return bool(self._offers or self._pulls) and self.agent.alive
+        return bool(self._sessions or self._pulls) and self.agent.alive
 
     def __contains__(self, session_id: int) -> bool:
-        return session_id in self._offers
+        return session_id in self._sessions
 
     def offer(self, session_id: int, blocks: Blocks) -> bytes:
-        """Copy blocks to the pool for a peer to read; the descriptor. Raises `KvTransferError`."""
-        tag = os.urandom(TAG_BYTES)
-        slots = self._take(len(blocks), blocks.shape[1])
+        """Have blocks in the pool for a peer to read; the descriptor. Raises `KvTransferError`."""
+        self._check_size(blocks.shape[1])
+        offer = self._offers.add(blocks)
         try:
             descriptor = NixlDescriptor(
                 session_id=session_id,
-                tag=tag,
+                tag=offer.tag,
+                tags_digest=tags_digest(self.pool.tags(offer.slots[1:])),
                 base=self.pool.base,
                 block_bytes=blocks.shape[1],
                 stride_bytes=self.pool.stride_bytes,
                 crc=checksum(blocks),
                 agent=self.agent.name,
                 metadata=self.agent.metadata,
-                slots=slots,
+                slots=offer.slots,
             ).pack()
         except KvTransferError:
-            self.pool.give_back(slots)
+            self._offers.withdraw(offer)
             raise
-        self.pool.write(slots, blocks, tag)
-        self._offers[session_id] = _Offer(slots, tag)
-        self.agent.expect_acks(len(self._offers))
+        self._sessions[session_id] = offer
+        self.agent.expect_acks(len(self._sessions))
         return descriptor
 
     def withdraw(self, session_id: int) -> None:
-        """Make a session unreadable and its slots free; no-op when it is not offered here."""
-        offer = self._offers.pop(session_id, None)
+        """Make a session unreadable; no-op when it is not offered here."""
+        offer = self._sessions.pop(session_id, None)
         if offer is not None:
-            self.pool.give_back(offer.slots)
-            self.agent.expect_acks(len(self._offers))
+            self._offers.withdraw(offer)
+            self.agent.expect_acks(len(self._sessions))
 
     def acknowledged(self) -> list[int]:
         """Sessions read since the last call; they are withdrawn."""
@@ -109,19 +104,30 @@ class Generation:
         with contextlib.suppress(Empty):
             while True:
                 ack = self.agent.acks.get_nowait()
-                offer = self._offers.get(ack.session_id)
+                offer = self._sessions.get(ack.session_id)
                 if offer is not None and offer.tag == ack.tag:
                     self.withdraw(ack.session_id)
                     sessions.append(ack.session_id)
         return sessions
 
-    def pull(self, wanted: NixlDescriptor, done: Done, *, limit_s: float) -> None:
-        """Read blocks into the pool; `done` gets a copy, or what went wrong within `limit_s`.
+    def check_fits(self, wanted: NixlDescriptor) -> None:
+        """Raises `KvTransferError` when blocks can never be pulled into this pool."""
+        self._check_size(wanted.block_bytes)
+        n_slots = len(wanted.slots)
+        if n_slots > self.pool.n_slots:
+            raise KvTransferError(
+                f"session {wanted.session_id}: {n_slots} slots wanted, the whole pool has "
+                f"{self.pool.n_slots}"
+            )
+
+    def pull(self, wanted: NixlDescriptor, done: Done, *, due_s: float) -> None:
+        """Read blocks into the pool; `done` gets a copy, or what went wrong until `due_s`.
 
         Raises `KvTransferError`, and then `done` is not called, when the pool has no room.
         """
         loop = asyncio.get_running_loop()
-        slots = self._take(len(wanted.slots), wanted.block_bytes)
+        limit_s = due_s - loop.time()
+        slots = self.pool.take(len(wanted.slots))
 
         def settled(result: Blocks | KvTransferError) -> None:
             # A loop that is closed has nobody left who waits for blocks.
@@ -129,7 +135,7 @@ class Generation:
                 loop.call_soon_threadsafe(self._settle, pull, result)
 
         order = ReadOrder(wanted, slots, settled)
-        timer = loop.call_at(loop.time() + limit_s, lambda: self._time_out(pull, limit_s))
+        timer = loop.call_at(due_s, lambda: self._time_out(pull, limit_s))
         pull: _Pull = _Pull(done, order, timer)
         self._pulls.add(pull)
         self.agent.read(order)
@@ -139,14 +145,13 @@ class Generation:
         for pull in list(self._pulls):
             pull.timer.cancel()
             pull.answer(KvTransferError("transport is closed"))
-        self._offers.clear()
+        self._sessions.clear()
 
-    def _take(self, n_slots: int, block_bytes: int) -> Slots:
+    def _check_size(self, block_bytes: int) -> None:
         if block_bytes > self.pool.block_bytes:
             raise KvTransferError(
                 f"blocks of {block_bytes} bytes do not fit into slots of {self.pool.block_bytes}"
             )
-        return self.pool.take(n_slots)
 
     def _settle(self, pull: _Pull, result: Blocks | KvTransferError) -> None:
         self._pulls.remove(pull)
@@ -159,7 +164,7 @@ class Generation:
     def _time_out(self, pull: _Pull, limit_s: float) -> None:
         wanted = pull.order.wanted
         late = KvTimeout(
-            f"session {wanted.session_id}: nothing came from {wanted.agent} in {limit_s:g} s"
+            f"session {wanted.session_id}: nothing came from {wanted.agent} in {limit_s:.3g} s"
         )
         pull.order.abandoned = True
         pull.answer(late)

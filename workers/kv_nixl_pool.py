@@ -1,21 +1,25 @@
 """The one region of host memory that an agent registers, cut into slots of one block each."""
 
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
-from slagate.workers.kv_nixl_descriptor import TAG_BYTES, NixlDescriptor, Slots
+from slagate.workers.kv_nixl_descriptor import TAG_BYTES, NixlDescriptor, Slots, Tags, tags_digest
 from slagate.workers.kv_transfer import Blocks, KvIntegrity, KvTransferError, KvUnavailable, used_up
 
 _ALIGN_BYTES = 64
+_STEP_BLOCKS = 16
+"""Blocks copied or compared at once: what is gathered for it stays in the processor's cache."""
 
 
 class SlotPool:
     """Slots of a tag and one block each; only the pages that were ever used cost memory.
 
-    A tag names one export. It is cleared when a slot is given back, so whoever reads a slot that is no
-    longer his sees another tag or none. Taking and giving back happens on one thread; another one may
-    read slots that are taken. Raises `KvUnavailable` when there is no memory for it.
+    No tag is used twice, and it is cleared when its slot is given back, so whoever reads a slot that no
+    longer holds what he wants sees another tag or none. Taking and giving back happens on one thread;
+    another one may read slots that are taken. Raises `KvUnavailable` when there is no memory for it.
     """
 
     def __init__(self, n_slots: int, block_bytes: int) -> None:
@@ -44,7 +48,7 @@ class SlotPool:
         """The lowest free slots. Raises `KvTransferError` when there are not enough."""
         if n_slots > self.n_free:
             raise KvTransferError(
-                f"the pool is full: {n_slots} blocks wanted, {self.n_free} of {self.n_slots} free"
+                f"the pool is full: {n_slots} slots wanted, {self.n_free} of {self.n_slots} free"
             )
         slots = np.flatnonzero(self._free)[:n_slots].astype(np.uint32)
         self._free[slots] = False
@@ -52,29 +56,50 @@ class SlotPool:
         return slots
 
     def give_back(self, slots: Slots) -> None:
-        """Make slots free, unreadable for whoever still holds their tag."""
+        """Make slots free, unreadable for whoever still holds their tags."""
         assert not self._free[slots].any(), "a slot was given back twice"
         self.memory[slots, :TAG_BYTES] = 0
         self._free[slots] = True
         self.n_free += len(slots)
 
-    def write(self, slots: Slots, blocks: Blocks, tag: bytes) -> None:
+    def write(self, slots: Slots, blocks: Blocks) -> None:
         """Put blocks into taken slots."""
-        self.memory[slots, TAG_BYTES : TAG_BYTES + blocks.shape[1]] = blocks
-        self.memory[slots, :TAG_BYTES] = np.frombuffer(tag, np.uint8)
+        ends = TAG_BYTES + blocks.shape[1]
+        for step in _steps(len(slots)):
+            self.memory[slots[step], TAG_BYTES:ends] = blocks[step]
+
+    def holds(self, slots: Slots, blocks: Blocks) -> npt.NDArray[np.bool_]:
+        """Which of the slots hold, byte for byte, the block beside them; bool[n]."""
+        ends = TAG_BYTES + blocks.shape[1]
+        equal = np.empty(len(slots), np.bool_)
+        for step in _steps(len(slots)):
+            here = self.memory[slots[step], TAG_BYTES:ends]
+            equal[step] = (here == blocks[step]).all(axis=1)
+        return equal
+
+    def mark(self, slots: Slots, tags: Tags) -> None:
+        """Put tags in front of what taken slots hold."""
+        self.memory[slots, :TAG_BYTES] = tags
+
+    def tags(self, slots: Slots) -> Tags:
+        """What stands in front of the content of slots; zeros where nothing is offered."""
+        return self.memory[slots, :TAG_BYTES]
 
     def read(self, slots: Slots, wanted: NixlDescriptor) -> Blocks:
-        """What was copied into slots. Raises `KvTransferError` when it is not the blocks wanted."""
-        tags = self.memory[slots, :TAG_BYTES]
+        """What was copied into slots, the ticket first.
+
+        Raises `KvTransferError` when it is not the blocks wanted.
+        """
+        tags = self.tags(slots)
         if not tags.any(axis=1).all():
             raise used_up(wanted.session_id)
         where = f"session {wanted.session_id}"
-        if (tags != np.frombuffer(wanted.tag, np.uint8)).any():
+        if tags[0].tobytes() != wanted.tag or tags_digest(tags[1:]) != wanted.tags_digest:
             raise KvIntegrity(f"{where}: its slots hold another session's blocks by now")
         blocks = np.ascontiguousarray(
-            self.memory[slots, TAG_BYTES : TAG_BYTES + wanted.block_bytes]
+            self.memory[slots[1:], TAG_BYTES : TAG_BYTES + wanted.block_bytes]
         )
-        if zlib.crc32(blocks.data) != wanted.crc:
+        if checksum(blocks) != wanted.crc:
             raise KvIntegrity(f"{where}: corrupted, checksum does not match")
         return blocks
 
@@ -82,3 +107,8 @@ class SlotPool:
 def checksum(blocks: Blocks) -> int:
     """CRC-32 of the blocks' bytes, in order."""
     return zlib.crc32(np.ascontiguousarray(blocks).data)
+
+
+def _steps(n_blocks: int) -> Iterator[slice]:
+    for start in range(0, n_blocks, _STEP_BLOCKS):
+        yield slice(start, start + _STEP_BLOCKS)

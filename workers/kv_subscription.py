@@ -1,5 +1,7 @@
 """One subscriber of a worker's KV events: its snapshot, then its place in the history of each rank."""
 
+import asyncio
+import math
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -15,6 +17,11 @@ _TOO_SLOW = oe.SubscribeKvEventsResponse(
         retryable=True,
     )
 ).SerializeToString()
+
+_STALLED = Status(
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "kv events: nothing was read for too long; subscribe with a snapshot",
+)
 
 
 class Subscription:
@@ -38,7 +45,7 @@ class Subscription:
         self._sink = sink
         self._snapshot = snapshot
         self._cursors = cursors  # the rank served longest ago first
-        self._is_paused = False
+        self.paused_since_s = math.inf  # infinite while it is not
         self._has_ended = False
         self.is_queued = False  # the feed's note
         self.was_too_slow = False
@@ -46,7 +53,7 @@ class Subscription:
     @property
     def is_open(self) -> bool:
         """Whether it may be given messages now."""
-        return not (self._is_paused or self._has_ended)
+        return self.paused_since_s == math.inf and not self._has_ended
 
     def cancel(self) -> None:
         """As `Call.cancel`."""
@@ -54,11 +61,12 @@ class Subscription:
 
     def pause(self) -> None:
         """As `Call.pause`."""
-        self._is_paused = True
+        if self.paused_since_s == math.inf:
+            self.paused_since_s = asyncio.get_running_loop().time()
 
     def resume(self) -> None:
         """As `Call.resume`."""
-        self._is_paused = False
+        self.paused_since_s = math.inf
         self._wake(self)
 
     def end(self, status: Status) -> None:
@@ -68,6 +76,11 @@ class Subscription:
             self._snapshot = None
             self._forget(self)
             self._sink.end(status)
+
+    def end_stalled(self) -> None:
+        """End it as one whose client has stopped reading; no message can tell it so."""
+        self.was_too_slow = True
+        self.end(_STALLED)
 
     def published(self, rank: int, log: RankLog) -> None:
         """There are new batches of a rank: time to go on, or to see that it fell behind."""

@@ -61,7 +61,9 @@ class KvTransport(KvConnector, Protocol):
     def export(self, session_id: int, blocks: Blocks) -> bytes:
         """Offer blocks u8[n_blocks, block_bytes] to one consumer; the opaque descriptor for `pull`.
 
-        The caller does not change the blocks afterwards. Raises `KvTransferError`.
+        The caller does not change the blocks afterwards. Sessions may have blocks in common: NIXL's pool,
+        which is of fixed size, holds equal ones once; the others hold what each session has, as far as the
+        machine's memory goes. Raises `KvTransferError`.
         """
 
     def pull(self, descriptor: bytes, done: Done) -> None:

@@ -13,7 +13,6 @@ encoded when it is stored, and everything later is a join.
 A hash is the 8 bytes, big-endian, of its unsigned value, with the encoding "int64".
 """
 
-import struct
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
@@ -93,6 +92,11 @@ def tail(block_tokens: int, lora_name: str, level: int) -> bytes:
     return shared.SerializeToString() + _MEDIUM[level]
 
 
+def token_field(ids: Iterable[int]) -> bytes:
+    """A block's tokens as part of a `BlockStored`. Raises `ValueError` for a number beyond uint32."""
+    return oe.BlockStored(token_ids=ids).SerializeToString()
+
+
 class WireBlock(NamedTuple):
     """One block's encoded fields."""
 
@@ -110,9 +114,8 @@ class WireBlock(NamedTuple):
 def wire_block(
     hash_: int, parent: int | None, tokens: bytes, *, keys: Iterable[str], shared: bytes
 ) -> WireBlock:
-    """Encode a full block: packed little-endian uint32 tokens, extra keys, and its `tail`."""
-    ids = struct.unpack(f"<{len(tokens) // 4}I", tokens)
-    core = _HASHES + _hash_field(hash_) + oe.BlockStored(token_ids=ids).SerializeToString()
+    """Encode a full block: its `token_field`, extra keys, and its `tail`."""
+    core = _HASHES + _hash_field(hash_) + tokens
     values = tuple(keys)
     extra = (
         oe.BlockStored(extra_keys=[oe.OpaqueKeyTuple(values=values)]).SerializeToString()

@@ -11,6 +11,12 @@ from slagate.proto import openengine_pb2 as oe
 REQUEST_TYPE = "request_type"
 CONTEXT_ONLY = "context_only"
 
+TARGET_RANK = "openengine-target-dp-rank"
+"""Metadata: the attention-DP rank of a request that has no handoff yet."""
+
+DECODE_RANK = "x-slagate-dp-rank"
+"""Metadata, ours: the rank of a decode leg, where the key above must not be given."""
+
 
 def prefill_leg(request: bytes, leg_id: str, *, min_tokens: int = 0) -> bytes:
     """The context-only leg: one token of budget, ends in `prefill_ready`.

@@ -15,6 +15,9 @@ Row = Mapping[str, Any]
 
 RUNNING_TOKENS = ("numCtxTokens", "numCtxKvTokens", "numGenKvTokens")
 WAITING_TOKENS = ("numQueuedCtxTokens", "numQueuedGenKvTokens", "numPausedKvTokens")
+RANKS_WITHOUT_STATS = "ranks_without_stats"
+"""Attribute: of so many ranks nothing is known, now or, where rows do not name their rank, ever."""
+
 MAX_EXACT = 2**53
 """Integers that a Struct's doubles hold exactly; larger ones travel as decimal strings."""
 
@@ -52,6 +55,8 @@ def load_info(
         if used_blocks is None:
             used_blocks = None if idle else _sum(caches, "usedNumBlocks")
     _fill(info, used_kv_blocks=used_blocks, total_kv_blocks=total_blocks)
+    if n_ranks > 1:
+        info.attributes[RANKS_WITHOUT_STATS] = n_ranks - len(rows)
     return info
 
 

@@ -1,22 +1,31 @@
 """Timing profiles: measured prefill and inter-token seconds of a model on a GPU, as lookup tables.
 
-Axes and values are interpolated in log space, except the cached-tokens axis, which is linear: it holds
-0, and what a cached token adds is one more key to read for each new token, so the cost is linear in it
-(`log(1 + x)` would book half of the first 2048 cached tokens' cost on the first 32).
-Beyond a table the last two rows of that axis set the slope, never a falling one; `covers_*` says
-whether a point lies inside.
+`profile_table` says how they are read. The cached-tokens axis is linear: it holds 0, and what a cached
+token adds is one more key to read for each new token, so the cost is linear in it (`log(1 + x)` would
+book half of the first 2048 cached tokens' cost on the first 32). `covers_*` says whether a point lies
+inside the table.
 """
 
-import math
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from slagate.workers.profile_table import Floats, Table
+
+HOST_LINK_BYTES_PER_S = 25e9
+"""Between a GPU and its host: what a PCIe 4 x16 link gives in practice."""
+
+_FEW = 8
+"""Up to here a loop over plain floats is faster than numpy's fixed cost for each operation."""
+
+_FAR_TOKENS = 2.0**32
+"""Beyond any prompt, context and batch: token counts on the wire are 32 bits."""
 
 
 class ProfileError(ValueError):
@@ -38,6 +47,14 @@ class _TpFile(BaseModel):
     decode: list[_Row] = Field(min_length=1)
 
 
+class _TpJson(_TpFile):
+    """What `TpProfile.to_json` writes: one size of a profile file, with what the file says of all."""
+
+    model: str
+    tensor_parallel_size: int = Field(ge=1)
+    kv_bytes_per_token: int = Field(ge=1)
+
+
 class _ProfileFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -53,77 +70,6 @@ class _ProfileFile(BaseModel):
     tp: dict[Annotated[int, Field(ge=1, strict=False)], _TpFile] = Field(min_length=1)
 
 
-class _Line:
-    """Seconds along the first axis at one value of the second: `v[i] * exp(slope[i] * (x - x[i]))`.
-
-    Starting each segment from its own row makes the rows come back bit for bit.
-    """
-
-    __slots__ = ("_slopes", "_values_s", "_xs", "first_x", "last_x")
-
-    def __init__(self, rows: Sequence[tuple[float, float]]) -> None:
-        self.first_x, self.last_x = rows[0][0], rows[-1][0]
-        self._xs = [math.log(x) for x, _ in rows]
-        self._values_s = [value_s for _, value_s in rows]
-        inner = [
-            math.log(b / a) / (x_b - x_a)
-            for (x_a, a), (x_b, b) in pairwise(zip(self._xs, self._values_s, strict=True))
-        ]
-        # Entry 0 serves points below the first row, the last entry those beyond the last row.
-        outer = (max(0.0, inner[0]), max(0.0, inner[-1])) if inner else (0.0, 0.0)
-        self._slopes = [outer[0], *inner, outer[1]]
-
-    def at(self, log_x: float) -> float:
-        """Seconds at `log_x`."""
-        i = bisect_right(self._xs, log_x)
-        row = i - 1 if i else 0
-        return self._values_s[row] * math.exp(self._slopes[i] * (log_x - self._xs[row]))
-
-
-class _Table:
-    """A ragged two-axis table: lines along x, ordered by y. `ys` are already in the axis's space."""
-
-    __slots__ = ("_lines", "_log_y", "_raw_ys", "_ys")
-
-    def __init__(self, rows: Sequence[tuple[int, int, float]], *, log_y: bool) -> None:
-        by_y: dict[int, list[tuple[float, float]]] = {}
-        for x, y, ms in sorted(rows):
-            by_y.setdefault(y, []).append((x, ms / 1000.0))
-        self._log_y = log_y
-        self._raw_ys = sorted(by_y)
-        self._ys = [math.log(y) if log_y else float(y) for y in self._raw_ys]
-        self._lines = [_Line(by_y[y]) for y in self._raw_ys]
-
-    def at(self, x: float, y: float) -> float:
-        """Seconds at (x >= 1, y)."""
-        log_x = math.log(x)
-        ys = self._ys
-        if len(ys) == 1:
-            return self._lines[0].at(log_x)
-        if self._log_y:
-            y = math.log(y)
-        i = bisect_right(ys, y) - 1
-        # Outside, the nearest two lines still set the slope, measured from the outermost line.
-        near = max(0, i)
-        low = min(near, len(ys) - 2)
-        low_s, high_s = self._lines[low].at(log_x), self._lines[low + 1].at(log_x)
-        near_s = low_s if near == low else high_s
-        step = (y - ys[near]) / (ys[low + 1] - ys[low])
-        if (i < 0 or near != low) and high_s < low_s:
-            return near_s
-        if self._log_y:
-            return near_s * math.exp(step * math.log(high_s / low_s))
-        return max(0.0, near_s + step * (high_s - low_s))
-
-    def covers(self, x: float, y: float) -> bool:
-        """Whether (x, y) lies between measured rows."""
-        i = bisect_right(self._raw_ys, y) - 1
-        if i < 0 or y > self._raw_ys[-1]:
-            return False
-        lines = self._lines[i : i + (1 if y == self._raw_ys[i] else 2)]
-        return all(line.first_x <= x <= line.last_x for line in lines)
-
-
 @dataclass(frozen=True, slots=True)
 class TpProfile:
     """Times and KV capacity of one worker: one model, one GPU type, one tensor-parallel size."""
@@ -132,8 +78,8 @@ class TpProfile:
     tensor_parallel_size: int
     kv_capacity_tokens: int
     kv_bytes_per_token: int
-    _prefill: _Table
-    _decode: _Table
+    _prefill: Table
+    _decode: Table
 
     def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
         """Seconds to prefill `new_tokens` after `cached_tokens` already in the KV cache; 0 for none."""
@@ -146,6 +92,35 @@ class TpProfile:
         if batch_size < 1:
             return 0.0
         return self._decode.at(batch_size, context_tokens if context_tokens > 1 else 1.0)
+
+    def prefill_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
+        """As `prefill_s`, for f64[n] each."""
+        if len(new_tokens) <= _FEW:
+            points = zip(new_tokens.tolist(), cached_tokens.tolist(), strict=True)
+            return np.array([self.prefill_s(new, cached) for new, cached in points], np.float64)
+        seconds = self._prefill.many(np.maximum(new_tokens, 1.0), np.maximum(cached_tokens, 0.0))
+        seconds *= new_tokens >= 1
+        return seconds
+
+    def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
+        """As `itl_s`, for f64[n] each."""
+        if len(batch_size) <= _FEW:
+            points = zip(batch_size.tolist(), context_tokens.tolist(), strict=True)
+            return np.array([self.itl_s(batch, context) for batch, context in points], np.float64)
+        seconds = self._decode.many(np.maximum(batch_size, 1.0), np.maximum(context_tokens, 1.0))
+        seconds *= batch_size >= 1
+        return seconds
+
+    def to_json(self) -> dict[str, object]:
+        """Everything that it predicts from, as JSON values; `tp_profile_from_json` reads it back."""
+        return {
+            "model": self.model,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "kv_capacity_tokens": self.kv_capacity_tokens,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "prefill": [list(row) for row in self._prefill.rows],
+            "decode": [list(row) for row in self._decode.rows],
+        }
 
     def covers_prefill(self, new_tokens: float, cached_tokens: float) -> bool:
         """Whether `prefill_s` of this point interpolates measurements, rather than extrapolates."""
@@ -208,11 +183,7 @@ def load_profile(name_or_path: str | Path) -> Profile:
     try:
         file = _ProfileFile.model_validate_json(raw)
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(str(part) for part in problem['loc']) or 'file'}: {problem['msg']}"
-            for problem in error.errors()
-        )
-        raise ProfileError(f"profile {text_name}: {problems}") from error
+        raise ProfileError(f"profile {text_name}: {_problems(error)}") from error
     return Profile(
         name=name,
         model=file.model,
@@ -224,21 +195,54 @@ def load_profile(name_or_path: str | Path) -> Profile:
     )
 
 
+def tp_profile_from_json(value: Mapping[str, object]) -> TpProfile:
+    """The profile that `TpProfile.to_json` gave; it predicts the same numbers to the last bit.
+
+    Raises `ProfileError` naming each wrong field.
+    """
+    try:
+        # Through text: only there do strict models take JSON's lists for rows.
+        file = _TpJson.model_validate_json(json.dumps(value))
+    except ValidationError as error:
+        raise ProfileError(f"profile table: {_problems(error)}") from error
+    return _from_rows("profile table: ", file)
+
+
+def _problems(error: ValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(str(part) for part in problem['loc']) or 'file'}: {problem['msg']}"
+        for problem in error.errors()
+    )
+
+
 def _tp_profile(source: str, file: _ProfileFile, size: int) -> TpProfile:
-    tp = file.tp[size]
+    tp = _TpJson(
+        model=file.model,
+        tensor_parallel_size=size,
+        kv_bytes_per_token=file.kv_bytes_per_token,
+        **dict(file.tp[size]),
+    )
+    return _from_rows(f"profile {source}: tp.{size}.", tp)
+
+
+def _from_rows(where: str, tp: _TpJson) -> TpProfile:
     for field, rows in (("prefill", tp.prefill), ("decode", tp.decode)):
         seen: set[tuple[int, int]] = set()
         for i, (x, y, _) in enumerate(rows):
             if (x, y) in seen:
-                raise ProfileError(f"profile {source}: tp.{size}.{field}.{i}: repeats ({x}, {y})")
+                raise ProfileError(f"{where}{field}.{i}: repeats ({x}, {y})")
             if field == "decode" and y < 1:
-                raise ProfileError(f"profile {source}: tp.{size}.decode.{i}: context_tokens is 0")
+                raise ProfileError(f"{where}decode.{i}: context_tokens is 0")
             seen.add((x, y))
+    tables = Table(tp.prefill, log_y=False), Table(tp.decode, log_y=True)
+    for field, table in zip(("prefill", "decode"), tables, strict=True):
+        if not table.is_finite(_FAR_TOKENS):
+            raise ProfileError(f"{where}{field}: rows too steep to go on from: no finite seconds")
     return TpProfile(
-        model=file.model,
-        tensor_parallel_size=size,
+        model=tp.model,
+        tensor_parallel_size=tp.tensor_parallel_size,
         kv_capacity_tokens=tp.kv_capacity_tokens,
-        kv_bytes_per_token=file.kv_bytes_per_token,
-        _prefill=_Table(tp.prefill, log_y=False),
-        _decode=_Table(tp.decode, log_y=True),
+        kv_bytes_per_token=tp.kv_bytes_per_token,
+        _prefill=tables[0],
+        _decode=tables[1],
     )

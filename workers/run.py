@@ -75,7 +75,7 @@ async def _transport(
             worker_name=f"{options.role}-{instance_id[:8]}",
             loopback=_is_loopback(listen.host),
             block_bytes=options.kv_block_bytes,
-            # Twice: parked prompts may share blocks in the cache, but each has slots of its own.
+            # What the cache holds, which parked prompts share there and here, and a ticket for each.
             n_slots=max(N_SLOTS, 2 * n_blocks * n_ranks),
             pull_limit_s=options.kv_transfer_timeout_s,
         )

@@ -1,7 +1,8 @@
 """The TensorRT-LLM versions that can be imitated, each as the names that a caller would import.
 
     version  like                   in comparison
-    1.2      1.1 and 1.2            no priority, no `_check_health`, no `get_kv_cache_capacity`
+    1.2      1.1 and 1.2            no priority, no `_check_health`, no `get_kv_cache_capacity`;
+                                    1.1 and early 1.2 candidates: no `trace_headers` either
     1.3rc    early 1.3 candidates   flat KV events, ids of both phases in the disaggregated params
     main     1.3.0rc27 and later    conversations, `preprocess`, newest keys of events and stats
 
@@ -9,9 +10,10 @@ Signatures really differ, so that a caller who passes what a version does not kn
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from slagate.workers.sim_api_12 import Llm12, Llm12WithoutTraceHeaders
 from slagate.workers.sim_encoder import (
     MultimodalEncoder12,
     MultimodalEncoder13,
@@ -36,49 +38,6 @@ from slagate.workers.sim_submit import Submission
 from slagate.workers.sim_traits import ApiTraits
 
 Version = Literal["1.2", "1.3rc", "main"]
-
-
-class Llm12(SimLLM):
-    """`tensorrt_llm.LLM` of 1.2."""
-
-    traits = ApiTraits(
-        version="1.2",
-        sampling_params=SamplingParams12,
-        disaggregated_params=DisaggregatedParams12,
-        scheduling_params=SchedulingParams12,
-        overlong_error=ValueError,
-        nests_events=True,
-        newest_events=False,
-        counts_kv_tokens=False,
-    )
-
-    def generate_async(
-        self,
-        inputs: Any,
-        sampling_params: Any = None,
-        lora_request: object | None = None,
-        prompt_adapter_request: object | None = None,
-        streaming: bool = False,  # noqa: FBT001, FBT002
-        kv_cache_retention_config: object | None = None,
-        disaggregated_params: Any = None,
-        trace_headers: Mapping[str, str] | None = None,
-        _postproc_params: object | None = None,
-        scheduling_params: Any = None,
-        cache_salt: str | None = None,
-    ) -> RequestOutput:
-        """Submit a request. Raises as `SimLLM` says; its iterator raises `RequestError`."""
-        del prompt_adapter_request, kv_cache_retention_config, trace_headers, _postproc_params
-        return self._submit(
-            Submission(
-                inputs=inputs,
-                sampling_params=sampling_params,
-                lora_request=lora_request,
-                streaming=streaming,
-                disaggregated_params=disaggregated_params,
-                scheduling_params=scheduling_params,
-                cache_salt=cache_salt,
-            )
-        )
 
 
 class _Inspectable(SimLLM):
@@ -263,8 +222,15 @@ _APIS: dict[str, SimApi] = {
 VERSIONS = tuple(_APIS)
 
 
-def sim_api(version: str = "main") -> SimApi:
-    """The names of one version. Raises `ValueError` for one that is not imitated."""
+def sim_api(version: str = "main", *, trace_headers: bool = True) -> SimApi:
+    """The names of one version; without `trace_headers` it is 1.2 of the time before there were any.
+
+    Raises `ValueError` for one that is not imitated.
+    """
     if version not in _APIS:
         raise ValueError(f"version must be one of {', '.join(_APIS)}: {version}")
-    return _APIS[version]
+    if trace_headers:
+        return _APIS[version]
+    if version != "1.2":
+        raise ValueError(f"trace_headers: every {version} has them")
+    return replace(_APIS[version], LLM=Llm12WithoutTraceHeaders)

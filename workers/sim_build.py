@@ -78,7 +78,9 @@ def build_engine(
         block_tokens=block_tokens,
         newest=traits.counts_kv_tokens,
     )
-    stats = StatsQueue(stats_limits)
+    # As many iterations as that, each with a row a rank.
+    max_records = args.max_stats_len * n_ranks
+    stats = StatsQueue(stats_limits, max_records=max_records)
     # Without a limit TensorRT-LLM keeps a handoff until it is fetched.
     timeout_s = math.inf
     if transceiver is not None and transceiver.kv_transfer_timeout_ms is not None:
@@ -99,5 +101,5 @@ def build_engine(
     )
     if not args.enable_iter_perf_stats:
         # The engine counts either way; nobody gets to see it.
-        stats = StatsQueue(stats_limits)
+        stats = StatsQueue(stats_limits, max_records=max_records)
     return EngineParts(engine, ranks, stats, events)

@@ -180,13 +180,7 @@ class SimEngine:
         """A sequence has just been admitted."""
         allocation = sequence.allocation
         assert allocation is not None
-        sequence.feed.started(
-            now_s,
-            cached_tokens=allocation.reused_tokens,
-            new_blocks=allocation.n_blocks - allocation.reused_blocks,
-            reused_blocks=allocation.reused_blocks,
-            missed_blocks=allocation.missed_blocks,
-        )
+        sequence.feed.started(now_s, allocation)
         if sequence.is_pull:
             assert self._pulls is not None
             self._pulls.start(sequence, now_s)
@@ -214,7 +208,7 @@ class SimEngine:
                     number=self._n_iterations,
                     started_s=iteration.started_s,
                     ended_s=iteration.ends_s,
-                    queued=self._group.waiting,
+                    queued=self._group.waiting.totals,
                 )
             )
         now_s = asyncio.get_running_loop().time()

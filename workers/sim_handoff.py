@@ -12,7 +12,7 @@ from slagate.workers.kv_transfer import (
     KvTransferError,
     KvTransport,
 )
-from slagate.workers.sim_blocks import block_contents, next_token, state_of, verify
+from slagate.workers.sim_blocks import STATE_BYTES, block_contents, next_token, state_of, verify
 from slagate.workers.sim_request import DisaggregatedParams12, changed_params
 from slagate.workers.sim_sequence import EngineLimits, SimSequence
 
@@ -53,22 +53,25 @@ class OpaqueState(NamedTuple):
     prompt_tokens: int
     block_tokens: int
     first_token: int
+    last_state: bytes  # Of the prompt's last block, so of the whole prompt.
     descriptor: bytes
 
 
-_OPAQUE = struct.Struct("<4sQIIIB")
-_OPAQUE_MAGIC = b"SOS1"
+_OPAQUE = struct.Struct(f"<4sQIII{STATE_BYTES}sB")
+_OPAQUE_MAGIC = b"SOS2"
 
 
 def _pack(state: OpaqueState) -> bytes:
     name = state.transport.encode("ascii")
-    return _OPAQUE.pack(_OPAQUE_MAGIC, *state[1:5], len(name)) + name + state.descriptor
+    return _OPAQUE.pack(_OPAQUE_MAGIC, *state[1:6], len(name)) + name + state.descriptor
 
 
 def _unpack(raw: bytes) -> OpaqueState:
     if len(raw) < _OPAQUE.size or not raw.startswith(_OPAQUE_MAGIC):
         raise KvBadDescriptor("opaque_state is truncated or not ours")
-    _, ctx_request_id, prompt_tokens, block_tokens, first_token, n_name = _OPAQUE.unpack_from(raw)
+    _, ctx_request_id, prompt_tokens, block_tokens, first_token, last_state, n_name = (
+        _OPAQUE.unpack_from(raw)
+    )
     rest = raw[_OPAQUE.size :]
     return OpaqueState(
         transport=rest[:n_name].decode("ascii", "replace"),
@@ -76,6 +79,7 @@ def _unpack(raw: bytes) -> OpaqueState:
         prompt_tokens=prompt_tokens,
         block_tokens=block_tokens,
         first_token=first_token,
+        last_state=last_state,
         descriptor=rest[n_name:],
     )
 
@@ -102,6 +106,7 @@ def export_prompt(
         prompt_tokens=sequence.n_prompt,
         block_tokens=limits.block_tokens,
         first_token=first_token,
+        last_state=sequence.prompt.states[-1],
         descriptor=transport.export(session_id, blocks),
     )
     return changed_params(
@@ -133,6 +138,8 @@ def opaque_of(
         problem = f"it is of {opaque.prompt_tokens} prompt tokens, not {sequence.n_prompt}"
     elif params.ctx_request_id not in (None, opaque.ctx_request_id):
         problem = f"it is of session {opaque.ctx_request_id}, not {params.ctx_request_id}"
+    elif opaque.last_state != sequence.prompt.states[-1]:
+        problem = "it is of another prompt, model or cache salt"
     elif params.first_gen_tokens != [opaque.first_token]:
         problem = "first_gen_tokens is missing or of another request"
     else:

@@ -19,7 +19,8 @@ class Allocation:
     """One sequence's blocks: those it refers to in the tree, its own, and those it may still take.
 
     `reused_tokens` leading prompt tokens need no compute; of their `reused_blocks`, all but a last one
-    that was copied in part are shared, and `onboarded_blocks` came back from the host for it.
+    that was copied in part are shared, and `onboarded_blocks` came back from the host for it. It took
+    `allocated_blocks` of the pool at first, to fill or to copy into, of which `new_blocks` held nothing.
     """
 
     prompt: Prompt
@@ -31,6 +32,8 @@ class Allocation:
     reused_blocks: int
     missed_blocks: int
     onboarded_blocks: int
+    allocated_blocks: int
+    new_blocks: int
     closed: bool = False
 
 
@@ -138,12 +141,13 @@ class SimKvCache:
         n_onboarded = sum([self._refer(node) for node in path])
         self._private_blocks += n_private
         self._reserved_blocks += reserve_blocks
-        self._evict_overflow()
+        n_allocated = n_private + n_onboarded
+        n_new = n_allocated - self._evict_overflow()
         round_up = self.block_tokens - 1 if self._partial_reuse else 0
         n_wanted = (reusable_tokens + round_up) // self.block_tokens
         n_reused = len(path) + (copied_tokens > 0)
-        self.n_allocated_blocks += n_blocks
-        self.n_new_blocks += n_private
+        self.n_allocated_blocks += n_allocated
+        self.n_new_blocks += n_new
         self.n_reused_blocks += n_reused
         self.n_missed_blocks += n_wanted - n_reused
         self.n_onboarded_blocks += n_onboarded
@@ -157,6 +161,8 @@ class SimKvCache:
             reused_blocks=n_reused,
             missed_blocks=n_wanted - n_reused,
             onboarded_blocks=n_onboarded,
+            allocated_blocks=n_allocated,
+            new_blocks=n_new,
         )
 
     def grow(self, allocation: Allocation) -> None:
@@ -168,8 +174,7 @@ class SimKvCache:
         allocation.private_blocks += 1
         self._private_blocks += 1
         self.n_allocated_blocks += 1
-        self.n_new_blocks += 1
-        self._evict_overflow()
+        self.n_new_blocks += 1 - self._evict_overflow()
 
     def store(
         self, allocation: Allocation, states: Sequence[bytes], packed: bytes, *, partial: bool
@@ -264,8 +269,10 @@ class SimKvCache:
             self._recorder.moved(node.state, HOST, DEVICE)
         return True
 
-    def _evict_overflow(self) -> None:
-        for _ in range(self._filled_blocks - self.total_blocks):
+    def _evict_overflow(self) -> int:
+        """Make room for what is filled already; how many blocks had to go."""
+        n_over = max(0, self._filled_blocks - self.total_blocks)
+        for _ in range(n_over):
             node, _ = self._evictable.popitem(last=False)
             if not self.host_blocks:
                 self._forget(node)
@@ -277,6 +284,7 @@ class SimKvCache:
             self.n_offloaded_blocks += 1
             if self._recorder is not None:
                 self._recorder.moved(node.state, DEVICE, HOST)
+        return n_over
 
     def _forget(self, node: BlockNode) -> None:
         self._tree.remove(node)

@@ -6,7 +6,6 @@ Between the two an event is a compact record; its dict, with one dict per token,
 takes it. The shape is that of TensorRT-LLM's `KVCacheEventSerializer`.
 """
 
-import asyncio
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from slagate.workers.sim_blocks import TOKEN_BYTES
+from slagate.workers.sim_polls import Arrivals
 
 # The retention priority that TensorRT-LLM gives a block when the request names none.
 DEFAULT_PRIORITY = 35
@@ -116,7 +116,7 @@ class KvEventQueue:
         self._batches: deque[_Batch] = deque()
         self._n_gone = 0  # of the first batch
         self._n_events = 0
-        self._waiters: set[asyncio.Future[None]] = set()
+        self.arrivals = Arrivals()
 
     def put(self, batch: _Batch) -> None:
         """Add what one rank did in one iteration."""
@@ -129,8 +129,7 @@ class KvEventQueue:
             self.n_dropped += excess
             for _ in self._first(excess):
                 pass
-        for waiter in self._waiters:
-            _complete(waiter)
+        self.arrivals.announce()
 
     def take(self, limit: int | None = None) -> list[dict[str, Any]]:
         """The oldest `limit` events, or all, as dicts; they are gone then."""
@@ -153,20 +152,6 @@ class KvEventQueue:
                 self._batches.popleft()
                 self._n_gone = 0
             yield batch, range(start, stop)
-
-    async def wait(self, timeout_s: float) -> None:
-        """Return once an event is there, or after `timeout_s` seconds."""
-        if self._n_events or timeout_s <= 0:
-            return
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        timer = loop.call_later(timeout_s, _complete, waiter)
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            timer.cancel()
-            self._waiters.discard(waiter)
 
 
 class KvEventRecorder:
@@ -283,8 +268,3 @@ def _as_dict(recorder: KvEventRecorder, event_id: int, record: _Record) -> dict[
         shown["layer_group_id"] = recorder.windows.index(record.window)
         shown["hash_algo"] = HASH_ALGO
     return shown
-
-
-def _complete(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

@@ -16,15 +16,17 @@ from slagate.workers.sim_args import parse_args
 from slagate.workers.sim_build import build_engine
 from slagate.workers.sim_levers import SimLevers
 from slagate.workers.sim_outputs import RequestOutput
-from slagate.workers.sim_polls import KvEventResult, all_events
+from slagate.workers.sim_polls import PollResult
 from slagate.workers.sim_request import RequestError
 from slagate.workers.sim_settings import SimSettings
-from slagate.workers.sim_stats import IterationResult
 from slagate.workers.sim_submit import Desk, Submission
 from slagate.workers.sim_tokenizer import SimTokenizer, SimVocabulary
 from slagate.workers.sim_traits import ApiTraits
 
 log = logging.getLogger(__name__)
+
+# An executor hands KV cache events over in batches of this many at most, where it hands over batches.
+_BATCH_EVENTS = 256
 
 
 class SimExecutor:
@@ -192,10 +194,11 @@ class SimLLM(SimLevers):
         results = asyncio.run(run())
         return results[0] if one else results
 
-    def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
+    def get_stats_async(self, timeout: float | None = 2) -> PollResult:
         """Iterations not read yet, as dicts; ends when none comes for `timeout` seconds."""
         # There is no stats queue before the first request, so nothing is waited for.
-        return IterationResult(self._stats, timeout_s=(timeout or 0) if self._last_id > 1 else 0)
+        timeout_s = (timeout or 0) if self._last_id > 1 else 0
+        return PollResult(self._stats.take, self._stats.arrivals, timeout_s=timeout_s)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """Iterations not read yet; what would have to be waited for does not come without a loop."""
@@ -205,20 +208,29 @@ class SimLLM(SimLevers):
             rows.append(row)
         return rows
 
-    def get_kv_cache_events_async(self, timeout: float | None = 2) -> KvEventResult:
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> PollResult:
         """KV cache events not read yet; ends when none comes for `timeout` seconds.
 
         Raises `AssertionError` before the first request, as TensorRT-LLM does.
         """
         assert self._last_id > 1, "there are no KV cache events before the first request"
         timeout_s = (timeout or 0) if self._events.max_events else 0
-        return KvEventResult(self._events, timeout_s=timeout_s, nested=self.traits.nests_events)
+        return PollResult(self._next_events, self._events.arrivals, timeout_s=timeout_s)
+
+    def _next_events(self) -> Any | None:
+        """What one step of polling gives: a list where executors hand events over in batches, or one."""
+        if self.traits.nests_events:
+            return self._events.take(_BATCH_EVENTS) or None
+        return next(iter(self._events.take(1)), None)
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[Any]:
         """KV cache events not read yet, without waiting. Raises as `get_kv_cache_events_async`."""
         del timeout
         assert self._last_id > 1, "there are no KV cache events before the first request"
-        return all_events(self._events, nested=self.traits.nests_events)
+        items = []
+        while (item := self._next_events()) is not None:
+            items.append(item)
+        return items
 
     def inject_fatal(self, error: BaseException) -> None:
         """Kill the engine as a fatal executor error does: every pending result raises `error`."""

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from slagate.workers.sim_completion import CompletionOutput, OutputForm
+from slagate.workers.sim_kv_cache import Allocation
 from slagate.workers.sim_logprobs import chosen_logprob
 from slagate.workers.sim_perf import KvCacheMetrics, RequestPerfMetrics, metrics_dict
 from slagate.workers.sim_request import DisaggregatedParams12, SamplingParams12
@@ -220,25 +221,17 @@ class OutputFeed:
         """End the whole request with an error instead of a last response."""
         self.result.fail(error)
 
-    def started(
-        self,
-        now_s: float,
-        *,
-        cached_tokens: int,
-        new_blocks: int,
-        reused_blocks: int,
-        missed_blocks: int,
-    ) -> None:
-        """The sequence was admitted at `now_s`, with this much of its prompt found in the cache."""
+    def started(self, now_s: float, allocation: Allocation) -> None:
+        """The sequence was admitted at `now_s`, with these blocks."""
         if self.index == 0:
-            self.result.cached_tokens = cached_tokens
+            self.result.cached_tokens = allocation.reused_tokens
         if self._perf is not None:
             self._perf.timing_metrics.first_scheduled_time = timedelta(seconds=now_s)
             self._perf.kv_cache_metrics = KvCacheMetrics(
-                num_total_allocated_blocks=new_blocks + reused_blocks,
-                num_new_allocated_blocks=new_blocks,
-                num_reused_blocks=reused_blocks,
-                num_missed_blocks=missed_blocks,
+                num_total_allocated_blocks=allocation.allocated_blocks,
+                num_new_allocated_blocks=allocation.new_blocks,
+                num_reused_blocks=allocation.reused_blocks,
+                num_missed_blocks=allocation.missed_blocks,
             )
 
     def transferred(self, started_s: float, ended_s: float, *, n_bytes: int) -> None:

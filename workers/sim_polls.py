@@ -1,40 +1,58 @@
-"""What a worker polls the simulated engine for, besides iteration statistics: KV cache events."""
+"""Polling the simulated engine: what its iteration statistics and its KV cache events have in common."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from slagate.workers.sim_kv_events import KvEventQueue
 
-# An executor hands events over in batches of this many at most, where it hands over batches.
-_BATCH_EVENTS = 256
+class Arrivals:
+    """Those who wait for the next thing that a queue gets."""
+
+    def __init__(self) -> None:
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def announce(self) -> None:
+        """Something is there."""
+        for waiter in self._waiters:
+            _complete(waiter)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return at the next announcement, or after `timeout_s` seconds."""
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        timer = loop.call_later(timeout_s, _complete, waiter)
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiters.discard(waiter)
 
 
-class KvEventResult:
-    """Async iterator of KV cache events; it ends when none arrives within the timeout.
+class PollResult:
+    """Async iterator of what is there and what arrives; it ends when nothing does within the timeout."""
 
-    With `nested`, as older executors do it, each item is a list of events.
-    """
-
-    def __init__(self, queue: KvEventQueue, *, timeout_s: float, nested: bool) -> None:
-        self._queue = queue
+    def __init__(
+        self, take: Callable[[], Any | None], arrivals: Arrivals, *, timeout_s: float
+    ) -> None:
+        """`take` gives the next item, or None; `arrivals` are those of what it takes from."""
+        self._take = take
+        self._arrivals = arrivals
         self._timeout_s = timeout_s
-        self._n_events = _BATCH_EVENTS if nested else 1
-        self._nested = nested
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
     async def __anext__(self) -> Any:
-        await self._queue.wait(self._timeout_s)
-        events = self._queue.take(self._n_events)
-        if not events:
+        item = self._take()
+        if item is None and self._timeout_s > 0:
+            await self._arrivals.wait(self._timeout_s)
+            item = self._take()
+        if item is None:
             raise StopAsyncIteration
-        return events if self._nested else events[0]
+        return item
 
 
-def all_events(queue: KvEventQueue, *, nested: bool) -> list[Any]:
-    """Everything there is, without waiting."""
-    events = queue.take()
-    if not nested:
-        return events
-    return [events[i : i + _BATCH_EVENTS] for i in range(0, len(events), _BATCH_EVENTS)]
+def _complete(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

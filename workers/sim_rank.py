@@ -5,7 +5,6 @@ together. An engine without it is one rank.
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,14 +13,20 @@ from slagate.workers.sim_kv_events import KvEventRecorder
 from slagate.workers.sim_schedule import SimSchedule
 from slagate.workers.sim_sequence import Chunk, EngineLimits, SimSequence
 from slagate.workers.sim_timing import EngineTiming, PrefillChunk
+from slagate.workers.sim_waiting import WaitingLine
 
 
 class RankStep(NamedTuple):
-    """What one rank does in one iteration."""
+    """What one rank does in one iteration, and as of its start: who is new, who is active.
+
+    `context_kv_tokens` are in the cache already of the prompts of which it computes a chunk.
+    """
 
     decoding: list[SimSequence]
     chunks: list[Chunk]
     n_new: int
+    n_active: int
+    context_kv_tokens: int
     onboarded_tokens: int
 
     def seconds(self, timing: EngineTiming) -> float:
@@ -74,10 +79,10 @@ class SimRank:
         self.index = index
         self.cache = cache
         self.schedule = SimSchedule(cache, limits)
-        self.n_completed = 0
         self._limits = limits
         self._recorder = recorder
         self._n_new = 0
+        self._n_completed = 0
         self._onboarded_blocks = 0
 
     @property
@@ -100,10 +105,25 @@ class SimRank:
         decoding = list(self.schedule.decoding)
         # A decoding request takes one token of the budget each.
         chunks = self.schedule.plan_chunks(self._limits.max_num_tokens - len(decoding))
-        onboarded_tokens = self._onboarded_blocks * self._limits.block_tokens
-        step = RankStep(decoding, chunks, self._n_new, onboarded_tokens)
+        step = RankStep(
+            decoding,
+            chunks,
+            n_new=self._n_new,
+            n_active=self.schedule.n_running,
+            context_kv_tokens=sum([chunk.sequence.prefilled_tokens for chunk in chunks]),
+            onboarded_tokens=self._onboarded_blocks * self._limits.block_tokens,
+        )
         self._n_new = self._onboarded_blocks = 0
         return step
+
+    def completed(self) -> None:
+        """A sequence of this rank has ended, however."""
+        self._n_completed += 1
+
+    def take_completed(self) -> int:
+        """How many sequences have ended since the last time."""
+        n_completed, self._n_completed = self._n_completed, 0
+        return n_completed
 
     def flush(self) -> None:
         """Publish what its cache did."""
@@ -120,9 +140,8 @@ class RankGroup:
 
     def __init__(self, ranks: Sequence[SimRank], limits: EngineLimits) -> None:
         self.ranks = ranks
+        self.waiting = WaitingLine()
         self._buffer_tokens = limits.max_tokens_in_buffer
-        # Ordered for cheap removal at the front, which a plain dict has not.
-        self.waiting: OrderedDict[SimSequence, None] = OrderedDict()
 
     @property
     def n_running(self) -> int:
@@ -136,7 +155,7 @@ class RankGroup:
 
     def is_ready(self) -> bool:
         """Whether an iteration may have something to do."""
-        return bool(self.waiting) or any(rank.schedule.is_ready() for rank in self.ranks)
+        return len(self.waiting) > 0 or any(rank.schedule.is_ready() for rank in self.ranks)
 
     def flush(self) -> None:
         """Publish what the caches did."""
@@ -145,13 +164,13 @@ class RankGroup:
 
     def add(self, sequence: SimSequence) -> None:
         """Put a sequence at the end of the line."""
-        self.waiting[sequence] = None
+        self.waiting.add(sequence)
 
     def remove(self, sequence: SimSequence, *, keeps_blocks: bool) -> None:
         """Take a sequence out, wherever it is, and free what it holds unless it `keeps_blocks`."""
-        self.waiting.pop(sequence, None)
+        self.waiting.discard(sequence)
         rank = self.ranks[sequence.rank or 0]
-        rank.n_completed += 1
+        rank.completed()
         rank.schedule.remove(sequence)
         if not keeps_blocks:
             rank.schedule.free(sequence)
@@ -159,21 +178,22 @@ class RankGroup:
     def admit(self) -> Iterator[SimSequence]:
         """Let in what fits, one at a time: a place that the caller frees meanwhile is seen."""
         closed = {rank.index for rank in self.ranks if rank.schedule.is_full()}
-        if not self.waiting or len(closed) == len(self.ranks):
+        closed.update([rank.index for rank in self.ranks if not self.waiting.wants(rank.index)])
+        if len(closed) == len(self.ranks):
             return
-        for sequence in list(self.waiting):
-            if len(closed) == len(self.ranks):
-                return
+        for sequence in self.waiting.walk():
             if self._must_wait(sequence):
                 continue
             choices = self._choices(sequence)
             for rank in choices:
                 if rank.index not in closed and rank.admit(sequence):
-                    del self.waiting[sequence]
+                    self.waiting.discard(sequence)
                     yield sequence
                     break
             else:
                 closed.update([rank.index for rank in choices])
+                if len(closed) == len(self.ranks):
+                    return
 
     def _must_wait(self, sequence: SimSequence) -> bool:
         """Whether no room would help: a branch before its prompt is there, a pull beyond the buffer."""

@@ -1,25 +1,26 @@
 """Iteration statistics of the simulated engine, in TensorRT-LLM's dict shape."""
 
-import asyncio
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
+from slagate.workers.sim_polls import Arrivals
 from slagate.workers.sim_rank import RankStep, SimRank
-from slagate.workers.sim_sequence import SimSequence
+from slagate.workers.sim_waiting import NONE_QUEUED, Queued
 
-# TensorRT-LLM's default `max_stats_len`: older iterations are dropped.
-MAX_STATS = 1000
+_EPOCH = datetime(1970, 1, 1)
+_TIMESTAMP = "%m-%d-%Y %H:%M:%S.%f"
 
 
 class IterationRecord(NamedTuple):
-    """One rank's part of an engine iteration, as of its end; the cheap form, kept until somebody asks.
+    """One rank's part of an engine iteration; the cheap form, kept until somebody asks.
 
-    What is queued waits for no rank yet; it is in the record of rank 0 and zero in the others.
+    Its time, and who was new and active, are as of its start; everything else as of its end. What is
+    queued waits for no rank yet; it is in the record of rank 0 and zero in the others.
     """
 
-    ended_s: float
+    started_s: float
     iteration: int
     latency_s: float
     rank: int
@@ -60,32 +61,34 @@ def iteration_record(
     number: int,
     started_s: float,
     ended_s: float,
-    queued: Collection[SimSequence],
+    queued: Queued,
 ) -> IterationRecord:
-    """The record of what a rank did in an iteration that has just ended."""
+    """The record of what a rank did in an iteration that has just ended.
+
+    What each count is of follows TensorRT-LLM's `PyExecutor`: prefill's KV tokens are those in front of the
+    chunk, decode's are prompt and output, the newest token included, and who completed did so since the
+    last record.
+    """
     chunks, decoding, cache = step.chunks, step.decoding, rank.cache
-    n_queued = context_tokens = n_pulls = pull_tokens = 0
-    if queued and rank.index == 0:
-        sizes = [one.n_prompt for one in queued if one.is_pull]
-        n_queued, n_pulls, pull_tokens = len(queued), len(sizes), sum(sizes)
-        context_tokens = sum([one.n_prompt for one in queued]) - pull_tokens
+    if rank.index > 0:
+        queued = NONE_QUEUED
     return IterationRecord(
-        ended_s=ended_s,
+        started_s=started_s,
         iteration=number,
         latency_s=ended_s - started_s,
         rank=rank.index,
         n_new=step.n_new,
-        n_active=rank.schedule.n_running,
-        n_queued=n_queued,
-        n_completed=rank.n_completed,
+        n_active=step.n_active,
+        n_queued=queued.n_prefills + queued.n_pulls,
+        n_completed=rank.take_completed(),
         n_context=len(chunks),
         context_tokens=sum([chunk.new_tokens for chunk in chunks]),
-        context_kv_tokens=sum([chunk.sequence.prefilled_tokens for chunk in chunks]),
+        context_kv_tokens=step.context_kv_tokens,
         n_generation=len(decoding),
-        generation_kv_tokens=sum([one.kv_tokens for one in decoding]),
-        queued_context_tokens=context_tokens,
-        n_queued_generation=n_pulls,
-        queued_generation_kv_tokens=pull_tokens,
+        generation_kv_tokens=sum([one.n_prompt + len(one.generated) for one in decoding]),
+        queued_context_tokens=queued.prefill_tokens,
+        n_queued_generation=queued.n_pulls,
+        queued_generation_kv_tokens=queued.pull_tokens,
         used_blocks=cache.used_blocks,
         allocated_blocks=cache.n_allocated_blocks,
         new_blocks=cache.n_new_blocks,
@@ -98,7 +101,7 @@ def stats_dict(record: IterationRecord, limits: StatsLimits) -> dict[str, Any]:
     """The dict `LLM.get_stats` gives for one iteration (keys of `executor::IterationStats`)."""
     batching = _batching_stats(record)
     stats = {
-        "timestamp": f"{record.ended_s:.6f}",
+        "timestamp": (_EPOCH + timedelta(seconds=record.started_s)).strftime(_TIMESTAMP),
         "iter": record.iteration,
         "iterLatencyMS": record.latency_s * 1000,
         "newActiveRequestsQueueLatencyMS": 0.0,
@@ -165,56 +168,18 @@ def _kv_token_stats(record: IterationRecord) -> dict[str, Any]:
 
 
 class StatsQueue:
-    """Records not read yet; the oldest are dropped beyond `MAX_STATS`."""
+    """Records not read yet; the oldest are dropped beyond `max_records`."""
 
-    def __init__(self, limits: StatsLimits) -> None:
+    def __init__(self, limits: StatsLimits, *, max_records: int) -> None:
         self._limits = limits
-        self._records: deque[IterationRecord] = deque(maxlen=MAX_STATS)
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._records: deque[IterationRecord] = deque(maxlen=max_records)
+        self.arrivals = Arrivals()
 
     def put(self, record: IterationRecord) -> None:
         """Add one rank's part of an iteration."""
         self._records.append(record)
-        for waiter in self._waiters:
-            _complete(waiter)
+        self.arrivals.announce()
 
     def take(self) -> dict[str, Any] | None:
         """The oldest record as a dict, or None."""
         return stats_dict(self._records.popleft(), self._limits) if self._records else None
-
-    async def wait(self, timeout_s: float) -> None:
-        """Return once a record is there, or after `timeout_s` seconds."""
-        if self._records or timeout_s <= 0:
-            return
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        timer = loop.call_later(timeout_s, _complete, waiter)
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            timer.cancel()
-            self._waiters.discard(waiter)
-
-
-class IterationResult:
-    """Async iterator of stats dicts; it ends when none arrives within the timeout."""
-
-    def __init__(self, queue: StatsQueue, *, timeout_s: float) -> None:
-        self._queue = queue
-        self._timeout_s = timeout_s
-
-    def __aiter__(self) -> "IterationResult":
-        return self
-
-    async def __anext__(self) -> dict[str, Any]:
-        await self._queue.wait(self._timeout_s)
-        stats = self._queue.take()
-        if stats is None:
-            raise StopAsyncIteration
-        return stats
-
-
-def _complete(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

@@ -6,8 +6,6 @@ means is TensorRT-LLM's policy: a `RequestError` is its request's, anything else
 engine, and with it this worker.
 """
 
-import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -31,17 +29,11 @@ from slagate.workers.trtllm_info import WorkerIdentity, health, model_info, serv
 from slagate.workers.trtllm_poll import STATS_PACE, Activity, NewestRows, Poller
 from slagate.workers.trtllm_probe import InferenceProbe
 from slagate.workers.trtllm_request import EngineRequest, parse_leg
+from slagate.workers.trtllm_running import SHUTTING_DOWN, RunningRequests
 from slagate.workers.trtllm_stream import EngineStream
 from slagate.workers.worker import Call, Metadata, Sink
 
-log = logging.getLogger(__name__)
-
-REMEMBERED_IDS = 1024
-"""Finished request ids kept so that a late Abort is ALREADY_FINISHED rather than NOT_FOUND."""
-
 STATS_TIMEOUT_S = 0.01
-
-SHUTTING_DOWN = "the worker is shutting down"
 
 
 class TrtllmWorker:
@@ -67,7 +59,6 @@ class TrtllmWorker:
         """
         self._engine = Engine(llm, api)
         self._identity = identity
-        self._tasks = tasks
         self._connector = connector
         self._handoffs = Handoffs(
             backend=identity.transfer_backend,
@@ -75,9 +66,14 @@ class TrtllmWorker:
             key=handoff_key,
             release=release_session,
         )
-        self._live: dict[str, EngineStream] = {}
-        self._finished: OrderedDict[str, int | None] = OrderedDict()  # id -> handoff it parked
         self._activity = Activity()
+        self._running = RunningRequests(
+            self._activity,
+            self._handoffs,
+            tasks=tasks,
+            request_error=api.RequestError,
+            on_fatal=self._end,
+        )
         self._probe = InferenceProbe(
             self._engine, self._activity, end_id=identity.end_id, tasks=tasks
         )
@@ -89,7 +85,6 @@ class TrtllmWorker:
             history_batches=kv_history_batches,
         )
         self._problem = ""  # why no request is taken any more
-        self._all_ended = anyio.Event()
         self.fatal = anyio.Event()
         tasks.start_soon(self._events.run)
         if hasattr(llm, "get_stats_async"):
@@ -104,12 +99,12 @@ class TrtllmWorker:
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
-        return f"TrtllmWorker({self._identity.role_name}, {len(self._live)} live)"
+        return f"TrtllmWorker({self._identity.role_name}, {len(self._running)} live)"
 
     @property
     def n_live(self) -> int:
         """Requests the engine has not finished, cancelled ones included."""
-        return len(self._live)
+        return len(self._running)
 
     def generate(
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
@@ -123,9 +118,7 @@ class TrtllmWorker:
         except Refused as refused:
             stream.finish(refused.status)
             return stream
-        self._live[leg.request_id] = stream
-        self._activity.started()
-        self._tasks.start_soon(self._run, leg.request_id, stream)
+        self._running.start(leg.request_id, stream)
         return stream
 
     def _parse(self, data: bytes, metadata: Metadata) -> EngineRequest:
@@ -137,7 +130,7 @@ class TrtllmWorker:
             raise Refused(
                 grpc.StatusCode.INVALID_ARGUMENT, "request: is not a GenerateRequest"
             ) from None
-        if request.request_id in self._live:
+        if request.request_id in self._running:
             raise Refused(
                 grpc.StatusCode.ALREADY_EXISTS, f"request_id: {request.request_id!r} is running"
             )
@@ -170,31 +163,10 @@ class TrtllmWorker:
             self._end(gone)
             raise
 
-    async def _run(self, request_id: str, stream: EngineStream) -> None:
-        try:
-            await stream.pump(on_result=self._activity.answered)
-        except self._engine.api.RequestError as error:
-            stream.fail(error)
-        except Exception as error:
-            # Whatever is not the request's own error means that the engine is gone.
-            log.exception("engine.fatal")
-            self._end(error)
-        finally:
-            stream.kill(RuntimeError(SHUTTING_DOWN))
-            self._activity.ended()
-            del self._live[request_id]
-            if not self._live:
-                self._all_ended.set()
-            self._finished[request_id] = stream.parked_id
-            self._finished.move_to_end(request_id)
-            if len(self._finished) > REMEMBERED_IDS:
-                self._finished.popitem(last=False)
-
     def _end(self, error: Exception) -> None:
         """The engine is gone: no stream gets another result, and none must wait for one."""
         self._problem = f"engine: {str(error) or type(error).__name__}"
-        for stream in list(self._live.values()):
-            stream.kill(error)
+        self._running.kill_all(error)
         self.fatal.set()
 
     async def drain(self, limit_s: float) -> None:
@@ -206,15 +178,12 @@ class TrtllmWorker:
         self._problem = self._problem or SHUTTING_DOWN
         self._events.close()
         with anyio.move_on_after(limit_s):
-            while self._live:
-                self._all_ended = anyio.Event()
-                await self._all_ended.wait()
+            await self._running.all_ended()
             # The simulated engine's; TensorRT-LLM does not say when its handoffs have been fetched.
             collected = getattr(self._engine.llm, "handoffs_collected", None)
             if collected is not None:
                 await collected()
-        for stream in list(self._live.values()):
-            stream.kill(RuntimeError(SHUTTING_DOWN))
+        self._running.kill_all(RuntimeError(SHUTTING_DOWN))
 
     def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         """As `Worker.kv_events`."""
@@ -236,7 +205,7 @@ class TrtllmWorker:
         """As `Worker.abort`."""
         target = request.WhichOneof("target")
         if target == "request_id":
-            return self._abort_request(request.request_id)
+            return oe.AbortResponse(status=self._running.abort(request.request_id))
         if target == "kv_session" and not self._handoffs.can_release:
             raise Refused(grpc.StatusCode.UNIMPLEMENTED, "kv_session: this worker parks no handoff")
         if target == "kv_session":
@@ -246,29 +215,16 @@ class TrtllmWorker:
                 return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
             raise Refused(grpc.StatusCode.NOT_FOUND, f"kv_session: no session {session_id!r}")
         if target == "all_requests":
-            for stream in list(self._live.values()):
-                stream.cancel()
+            self._running.cancel_all()
             return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "target: none is given")
-
-    def _abort_request(self, request_id: str) -> oe.AbortResponse:
-        if request_id in self._live:
-            self._live[request_id].cancel()
-            return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
-        if request_id in self._finished:
-            # The answer may not have reached a caller that gave up meanwhile: its handoff goes too.
-            parked_id = self._finished[request_id]
-            if parked_id is not None and self._handoffs.release(parked_id):
-                return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
-            return oe.AbortResponse(status=oe.ABORT_STATUS_ALREADY_FINISHED)
-        raise Refused(grpc.StatusCode.NOT_FOUND, f"request_id: no request {request_id!r}")
 
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
         """As `Worker.load`."""
         engine, llm = self._engine, self._engine.llm
         scope: dict[str, Any] = {
             "n_ranks": engine.n_ranks,
-            "n_live": len(self._live),
+            "n_live": len(self._running),
             "blocks_per_rank": engine.blocks_per_rank,
             "used_blocks": getattr(llm, "used_blocks", None),
         }

@@ -117,6 +117,22 @@ class Engine:
             return "kv_cache_config.kv_events_config sends the events elsewhere"
         return ""
 
+    def salts_off(self) -> str:
+        """Why requests may not have a cache salt here; "" where they may.
+
+        Versions since TensorRT-LLM's pull request #13051 say it in their events, and those since #15452, a
+        month later, can be told by their signature. Without it the blocks of one tenant would be published
+        as everybody's. Of the V2 cache manager nothing is known, so it counts as one that does not say it.
+        """
+        if not self.takes("cache_salt"):
+            return "this engine cannot keep prefixes apart"
+        if self.events_off():
+            return ""
+        is_v2 = setting(self.llm.args.kv_cache_config, "use_kv_cache_manager_v2")
+        if "conversation_params" in self._signature.parameters and is_v2 in (None, False):
+            return ""
+        return "the KV events of this engine do not say it, so it is taken only where they are off"
+
     def sampling(self, **values: Any) -> Any:
         """`SamplingParams`. Raises `Refused` (INVALID_ARGUMENT) with what the engine says is wrong."""
         try:

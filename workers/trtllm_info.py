@@ -98,7 +98,7 @@ def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:
             max_num_sequences=max_sequences(engine, hands_off=hands_off),
             supports_priority=False,
             supports_stop_in_output=True,
-            supports_cache_salt=engine.takes("cache_salt"),
+            supports_cache_salt=not engine.salts_off(),
             supports_prefix_cache_bypass=False,
         ),
     )

@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +16,9 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-log = logging.getLogger(__name__)
+from slagate.workers.kv_event_fields import TURN_WORK
 
-TURN_WORK = 32_768
-"""What is passed on in one turn of the loop, in tokens of KV events, so that a full buffer does not hold up
-other requests' tokens: about 5 ms. A single event beyond that has a turn of its own."""
+log = logging.getLogger(__name__)
 
 ROW_WORK = TURN_WORK
 """A row has a turn of its own. The poll of a busy engine does not end, its iterations being shorter than
@@ -96,7 +94,7 @@ class Poller:
         self,
         name: str,
         poll: Callable[[], Any],
-        take: Callable[[list[Any]], None],
+        take: Callable[[list[Any]], Iterable[None] | None],
         *,
         pace: Pace,
         activity: Activity,
@@ -104,7 +102,8 @@ class Poller:
     ) -> None:
         """`poll` gives what one poll answers, an iterator or nested lists; `take` gets what was in it.
 
-        `work` says how much of `TURN_WORK` each of these takes; neither it nor `take` may raise.
+        `work` says how much of `TURN_WORK` each of these takes. What is beyond that comes to `take` alone,
+        whose answer is gone through, a step in each turn of the loop. Neither of them may raise.
         """
         self._name = name
         self._poll = poll
@@ -142,25 +141,38 @@ class Poller:
         unread: deque[Any] = deque()
         part: list[Any] = []
         work = 0
+        steps: Iterator[None] = iter(())
         is_news = False
         try:
             async with aclosing(_items(polled)) as items:
                 async for item in items:
                     unread.extend(_flat(item))
                     while unread:
+                        is_news = True
                         work += self._work(unread[0])
                         if part and work > TURN_WORK:
                             full, part, work = part, [], 0
-                            self._take(full)
-                            await anyio.lowlevel.checkpoint()
+                            steps = self._steps(full)
+                            for _ in steps:
+                                await anyio.lowlevel.checkpoint()
                         else:
-                            is_news = True
                             part.append(unread.popleft())
+            full, part = part, []
+            steps = self._steps(full)
+            for _ in steps:
+                await anyio.lowlevel.checkpoint()
         finally:
             # Whatever ends this: what an engine has handed over it will not hand over again.
-            if part or unread:
-                self._take([*part, *unread])
+            for _ in steps:
+                pass
+            for _ in self._steps([*part, *unread]):
+                pass
         return is_news
+
+    def _steps(self, part: list[Any]) -> Iterator[None]:
+        """Pass on a part, if there is one; yields after each turn's work."""
+        if part:
+            yield from self._take(part) or (None,)
 
 
 async def _items(polled: Any) -> AsyncGenerator[Any, None]:

@@ -10,7 +10,7 @@ import grpc
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import Refused
-from slagate.workers.legs import CONTEXT_ONLY, REQUEST_TYPE
+from slagate.workers.legs import CONTEXT_ONLY, DECODE_RANK, REQUEST_TYPE, TARGET_RANK
 from slagate.workers.trtllm_engine import Engine
 from slagate.workers.trtllm_handoffs import Handoffs
 from slagate.workers.trtllm_info import WorkerIdentity
@@ -28,12 +28,6 @@ from slagate.workers.worker import Metadata
 
 GENERATION_ONLY = "generation_only"
 LOCAL = "context_and_generation"
-
-TARGET_RANK = "openengine-target-dp-rank"
-"""Metadata: the attention-DP rank of a request that has no handoff yet."""
-
-DECODE_RANK = "x-slagate-dp-rank"
-"""Metadata, ours: the rank of a decode leg, where the key above must not be given."""
 
 RESERVED_PREFIXES = ("openengine-", "x-slagate-")
 
@@ -76,7 +70,7 @@ def parse_leg(
         raise invalid("model", "must not be empty")
     if request.model != identity.model:
         raise Refused(grpc.StatusCode.NOT_FOUND, f"model: {request.model!r} is not served here")
-    _check_unsupported(request, engine)
+    _check_unsupported(request, engine, identity)
     kind = _kind(request)
     if kind != ROLE_KINDS[identity.role]:
         raise Refused(
@@ -146,7 +140,9 @@ def _rank(
     return rank
 
 
-def _check_unsupported(request: oe.GenerateRequest, engine: Engine) -> None:
+def _check_unsupported(
+    request: oe.GenerateRequest, engine: Engine, identity: WorkerIdentity
+) -> None:
     if request.WhichOneof("input") == "prompt":
         raise invalid("prompt", "this worker takes token_ids only")
     if request.media:
@@ -157,8 +153,9 @@ def _check_unsupported(request: oe.GenerateRequest, engine: Engine) -> None:
         raise unsupported("guided", "this worker has no guided decoding back-end")
     if request.kv.bypass_prefix_cache:
         raise unsupported("kv.bypass_prefix_cache", "is not supported")
-    if request.kv.HasField("cache_salt") and not engine.takes("cache_salt"):
-        raise unsupported("kv.cache_salt", "this engine cannot keep prefixes apart")
+    why_not = engine.salts_off() if request.kv.HasField("cache_salt") else ""
+    if why_not:
+        raise unsupported("kv.cache_salt", f"{why_not} (engine version {identity.engine_version})")
 
 
 def _check_prompt(tokens: list[int], engine: Engine, *, kind: str, vocab_size: int | None) -> None:

@@ -100,7 +100,7 @@ def test_a_peer_killed_in_mid_transfer_is_gone_at_once(
     descriptors = [export(prefill, session) for session in (1, 2, 3)]
     prefill.freeze()
     pulls = [begin_pull(decode, each) for each in descriptors]
-    wait_for(decode, "state", lambda state: state["n_free"] == state["n_slots"] - 9)
+    wait_for(decode, "state", lambda state: state["n_free"] == state["n_slots"] - 12)
     prefill.kill()
     for pull in pulls:
         result = end_within(decode, pull, LIMIT_S)
@@ -145,7 +145,7 @@ def test_a_long_freeze_ends_the_pull_and_nobody_elses(
         result = end_within(decode, pull, LIMIT_S + MARGIN_S)
         assert (result["error"], "nothing came from" in result["text"]) == ("KvTimeout", True)
     state = call(decode, "state")
-    assert (state["n_quarantined"], state["n_free"]) == (6, state["n_slots"] - 6)
+    assert (state["n_quarantined"], state["n_free"]) == (8, state["n_slots"] - 8)
     (prefill.thaw if thaws else prefill.kill)()
     whole(decode)
     if thaws:
@@ -164,7 +164,7 @@ def test_quarantine_of_most_of_the_pool_replaces_the_agent(sides: list[There]) -
         assert end_within(decode, pull, LIMIT_S + MARGIN_S)["error"] == "KvTimeout"
     wait_for_agents(decode, 2)
     state = call(decode, "state")
-    assert (state["n_quarantined"], state["n_free"], state["text"]) == (40, state["n_slots"], "")
+    assert (state["n_quarantined"], state["n_free"], state["text"]) == (42, state["n_slots"], "")
     connect(bystander, decode)
     # What was offered before names the former agent, which serves it still.
     assert fetch(bystander, kept)["text"] == digest(blocks_of(77, 3))
@@ -180,15 +180,16 @@ def test_a_third_replacement_waits_and_the_transport_says_so(sides: list[There])
         descriptors += [export(other, session, n_blocks=40) for session in (4, 5)]
         for side in (prefill, other):
             side.freeze()
-        # 60 of 64 slots, then twice 40.
+        # 63 of 64 slots, then twice 41.
         for n_agents, each in enumerate((descriptors[:3], descriptors[3:4], descriptors[4:]), 2):
             for pull in [begin_pull(decode, descriptor) for descriptor in each]:
                 assert decode.end(pull)["error"] == "KvTimeout"
             wait_for_agents(decode, min(n_agents, 3))
         state = call(decode, "state")
-        assert (state["n_agents"], state["n_quarantined"], state["n_free"]) == (3, 140, 24)
-        refused = fetch(decode, export(decode, 9, n_blocks=24))
-        assert "the pool is full" in refused["text"]
+        assert (state["n_agents"], state["n_quarantined"], state["n_free"]) == (3, 145, 23)
+        refused = fetch(decode, export(decode, 9, n_blocks=22))
+        assert (refused["error"], "the pool was full" in refused["text"]) == ("KvTimeout", True)
+        assert "23 slots wanted, 0 of 64 free, 41 wait for peers that hang" in refused["text"]
         assert "peers that hang" in call(decode, "state")["text"]
         call(decode, "release", session=9)
         other.kill()

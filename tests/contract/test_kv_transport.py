@@ -22,7 +22,9 @@ from support.kv_processes import (
     digest,
     export,
     fetch,
+    is_whole,
     started,
+    wait_for,
     wait_for_acks,
 )
 
@@ -150,6 +152,24 @@ def test_a_descriptor_of_another_length_is_refused(pair: Pair) -> None:
         result = fetch(pair.decode, each.hex())
         assert result["error"] == "KvBadDescriptor", f"{len(each)} bytes: {result}"
     call(pair.prefill, "release", session=session)
+
+
+def test_sessions_that_begin_alike_share_what_the_pool_has(pair: Pair) -> None:
+    """Unshared, the pool would hold two of them; pulls wait for each other's room."""
+    sessions = [next(numbers) for _ in range(15)]
+    n_common = 25
+    descriptors = {i: export(pair.prefill, i, n_blocks=1, n_common=n_common) for i in sessions}
+    released, *others = sessions
+    call(pair.prefill, "release", session=released)
+    pulls = {i: pair.decode.begin("pull", descriptor=descriptors[i]) for i in others}
+    for i, pull in pulls.items():
+        whole = np.concatenate([blocks_of(0, n_common), blocks_of(i, 1)])
+        assert pair.decode.end(pull)["text"] == digest(whole)
+    wait_for_acks(pair.prefill, others)
+    assert fetch(pair.decode, descriptors[released])["error"] == "KvTransferError"
+    if pair.kind.startswith("NIXL"):
+        for side in (pair.prefill, pair.decode):
+            wait_for(side, "state", is_whole)
 
 
 def test_released_and_pulled_sessions_leave_room(pair: Pair) -> None:

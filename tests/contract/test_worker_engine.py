@@ -1,5 +1,9 @@
 """The contract of the `Worker` port: ranks, limits, load and the end of the engine."""
 
+import random
+from collections import Counter
+
+import anyio
 import grpc
 import pytest
 
@@ -7,7 +11,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
 from slagate.workers.legs import prefill_leg
 from support.contract import Play, Setup, ask, hand_off, resume, start
-from support.engines import SimWorker, expected, request
+from support.engines import expected, request
 from support.sinks import KeepingSink
 
 Code = grpc.StatusCode
@@ -19,39 +23,47 @@ def plain(request_id: str = "r", prompt: list[int] = PROMPT, n: int = 4) -> oe.G
     return request(request_id, prompt, n)
 
 
-def used_of_ranks(at: SimWorker) -> list[int]:
-    """KV blocks in use on each rank of the engine."""
-    return [rank.cache.used_blocks for rank in at.llm._ranks]
-
-
 def test_disagg_12_a_rank_is_kept_and_named_in_the_handoff(play: Play) -> None:
-    """DISAGG-12: the leg runs on the rank asked for, and the session says which one holds the KV."""
+    """DISAGG-12: each leg runs on the rank asked for, and the session says which one holds the KV."""
 
     async def scenario(setup: Setup) -> None:
+        rng = random.Random(12)
         async with (
-            setup.engine("prefill", ranks=3) as prefill,
+            setup.engine("prefill", ranks=2) as prefill,
             setup.engine("decode", ranks=2) as decode,
+            anyio.create_task_group() as tasks,
         ):
             info = await prefill.worker.server_info()
-            assert info.parallelism.data_parallel_size == 3
+            assert info.parallelism.data_parallel_size == 2
             assert info.extra["trtllm_supports_dp_rank_targeting"] is True
             assert info.extra["slagate_supports_decode_dp_rank"] is False
             info = await decode.worker.server_info()
             assert info.extra["trtllm_supports_dp_rank_targeting"] is False
             assert info.extra["slagate_supports_decode_dp_rank"] is True
-            # Sessions stay parked, so a request that was free to choose would go elsewhere the second time.
-            for i, rank in enumerate((2, 2, 2)):
-                prompt = [i + 5, *PROMPT]
+            wanted = {i: (rng.randrange(2), rng.randrange(2)) for i in range(64)}
+            n_right = 0
+
+            async def one(i: int, prefill_rank: int, decode_rank: int) -> None:
+                nonlocal n_right
+                prompt = [1000 + i, *PROMPT]
                 data = plain(prompt=prompt)
-                session = await hand_off(prefill.worker, data, [(TARGET, str(rank))])
-                assert session.dp_rank == rank
-                assert session.attributes_struct["ctx_dp_rank"] == rank
-                used = used_of_ranks(prefill)
-                assert [i for i, blocks in enumerate(used) if blocks] == [rank]
-                to = [(DECODE_RANK, "1")]
-                sink = await resume(decode.worker, data, session, to)
+                target = [(TARGET, str(prefill_rank))]
+                session = await hand_off(prefill.worker, data, target, leg_id=f"p{i}")
+                assert session.dp_rank == prefill_rank
+                assert session.attributes_struct["ctx_dp_rank"] == prefill_rank
+                to = [(DECODE_RANK, str(decode_rank))]
+                sink = await resume(decode.worker, data, session, to, leg_id=f"d{i}")
                 assert sink.tokens == expected(prompt, 4)
-            assert [bool(blocks) for blocks in decode.llm.resident()] == [False, True]
+                n_right += 1
+
+            for i, ranks in wanted.items():
+                tasks.start_soon(one, i, *ranks)
+        assert n_right == 64
+        for at, of_requests in ((prefill, 0), (decode, 1)):
+            # Each prompt has three full blocks, and decode does not fill the fourth.
+            n_blocks = [len(blocks) for blocks in at.llm.resident()]
+            due = Counter(ranks[of_requests] for ranks in wanted.values())
+            assert n_blocks == [due[0] * 3, due[1] * 3]
 
     play(scenario)
 
@@ -278,6 +290,11 @@ def test_load_is_that_of_the_ranks(play: Play) -> None:
                 await sink.at_least(100)
                 busy = await worker.load(oe.GetLoadRequest(include_per_rank=True))
                 assert not busy.HasField("decode_batch_size")
+                assert not busy.HasField("queued_requests")
+                assert busy.attributes["ranks_without_stats"] == 2
+                # Neither busy nor idle, each of them.
+                nothing = [oe.RankLoadInfo(data_parallel_rank=rank) for rank in range(2)]
+                assert list(busy.ranks) == nothing
                 return
             while True:
                 await sink.at_least(len(sink.messages) + 20)
@@ -291,6 +308,7 @@ def test_load_is_that_of_the_ranks(play: Play) -> None:
             assert busy.ranks[1].used_kv_blocks > busy.ranks[0].used_kv_blocks == 0
             assert busy.running_tokens > 100
             assert busy.waiting_tokens == 0
+            assert busy.attributes["ranks_without_stats"] == 0
             assert not (await worker.load(oe.GetLoadRequest())).ranks
             await worker.abort(oe.AbortRequest(all_requests=oe.AllRequests()))
             await sink.done()

@@ -8,9 +8,10 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
+from slagate.workers.legs import prefill_leg
 from slagate.workers.worker import Metadata, Status, Worker
 from support.contract import DIRECT, Play, Setup, ask
-from support.engines import expected, request
+from support.engines import MODEL, expected, request
 from support.kv_mirror import RankMirror
 
 Code = grpc.StatusCode
@@ -205,6 +206,53 @@ def test_engine_10_an_engine_without_events_says_which_setting_it_is(
             assert f"kv_cache_config.{setting}" in status.message
             answer = await worker.kv_event_sources(oe.GetKvEventSourcesRequest())
             assert list(answer.sources) == []
+
+    play(scenario)
+
+
+def salted(request_id: str, prompt: list[int]) -> oe.GenerateRequest:
+    leg = request(request_id, prompt, 4)
+    leg.kv.cache_salt = "tenant"
+    return leg
+
+
+@pytest.mark.parametrize("role", ["prefill", "agg"])
+def test_no_salted_block_is_published_as_one_without(play: Play, role: str) -> None:
+    """An engine whose events do not say the salt takes none while they are on."""
+    says_salts = {"1.2": False, "1.3rc": False, "main": True}
+
+    async def scenario(setup: Setup) -> None:
+        async with setup.engine(role) as at:
+            model = await at.worker.model_info(MODEL)
+            assert model.generation.supports_cache_salt == says_salts[setup.version]
+            leg = salted("s", [7] * 100)
+            data = prefill_leg(leg.SerializeToString(), "s") if role == "prefill" else leg
+            sink = await ask(at.worker, data)
+            assert sink.status is not None
+            if not says_salts[setup.version]:
+                assert sink.status.code is Code.UNIMPLEMENTED
+                assert sink.status.message.startswith("kv.cache_salt: ")
+                assert f"engine version {setup.version}" in sink.status.message
+                assert at.llm.resident() == [{}]
+                return
+            assert sink.status.code is Code.OK
+            follower = Subscriber(at.worker, SNAPSHOT)
+            await follower.agrees_with(at.llm.resident)
+            blocks = follower.mirrors[0].tiers[0]
+            assert len(blocks) == 3
+            assert {content.keys for content in blocks.values()} == {("cache_salt=tenant",)}
+            follower.call.cancel()
+
+    play(scenario)
+
+
+def test_without_events_every_engine_takes_a_salt(play: Play) -> None:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg", kv_cache_config={"event_buffer_max_size": 0}) as worker:
+            assert (await worker.model_info(MODEL)).generation.supports_cache_salt
+            sink = await ask(worker, salted("s", [7] * 100))
+            assert sink.status is not None
+            assert sink.status.code is Code.OK
 
     play(scenario)
 

@@ -148,13 +148,17 @@ def test_a_released_handoff_does_not_work(prefill: Client, decode: Client) -> No
 
 
 def test_handoffs_of_two_prompts_cannot_be_swapped(prefill: Client, decode: Client) -> None:
-    """The blocks arrive whole; what they hold is of the other prompt."""
+    """Each is refused before its blocks are asked for, so that the right one of the two still works."""
     before = decode.load_attribute("kv_verify_failures")
-    sessions = [park(prefill, PROMPT), park(prefill, OTHER_PROMPT)]
-    for tokens, session in zip((OTHER_PROMPT, PROMPT), sessions, strict=True):
+    prompts = (PROMPT, OTHER_PROMPT)
+    sessions = [park(prefill, tokens) for tokens in prompts]
+    for tokens, session in zip(reversed(prompts), sessions, strict=True):
         answer = decode.generate(decode_leg(request(tokens, 5, request_id="swap"), session))
-        assert_refused(answer, naming="do not hold this prompt")
-    assert decode.load_attribute("kv_verify_failures") == before + 2
+        assert_refused(answer, naming="of another prompt")
+    assert decode.load_attribute("kv_verify_failures") == before
+    for tokens, session in zip(prompts, sessions, strict=True):
+        answer = decode.generate(decode_leg(request(tokens, 5, request_id="right"), session))
+        assert answer.tokens == expected(tokens, 5)
 
 
 def test_a_handoff_of_another_length_is_refused(prefill: Client, decode: Client) -> None:

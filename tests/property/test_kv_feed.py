@@ -134,11 +134,11 @@ class History:
         shape = self.rng.randint(0, 2)
         if shape == 1:
             cut = self.rng.randint(0, len(events))
-            self.feed.take([events[:cut], events[cut:]])
+            self.read([events[:cut], events[cut:]])
         elif shape == 2 and len(events) == 1:
-            self.feed.take(events[0])
+            self.read(events[0])
         else:
-            self.feed.take(events)
+            self.read(events)
         self.n_polled += len(events)
         resident = self.flushed.get(self.n_polled + self.queue.n_dropped)
         if resident is not None:
@@ -148,6 +148,10 @@ class History:
                     known = self.truth.get(at, resident[rank])
                     assert known == resident[rank], "the cache changed and no batch said so"
                 self.truth[at] = resident[rank]
+
+    def read(self, polled: object) -> None:
+        for _ in self.feed.take(polled):
+            pass
 
     def drain(self) -> None:
         while self.n_polled + self.queue.n_dropped < self.n_events():

@@ -1,11 +1,11 @@
 """A rank's log under an engine that removes in any order, against a dumb model of what is published."""
 
 import random
-import struct
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.kv_events import Block, Change, Cleared, Moved, Removed, Stored
+from slagate.workers.kv_changes import Block, Change, Cleared, Moved, Removed, Stored
 from slagate.workers.kv_log import RankLog
+from slagate.workers.kv_wire import token_field
 from support.kv_mirror import RankMirror
 
 N_HISTORIES = 1500
@@ -65,10 +65,10 @@ def change(rng: random.Random, model: Model) -> Change:
         parent = PARENTS[hash_] if rng.random() < 0.95 else rng.choice([None, *range(7)])
         first = 1 if rng.random() < 0.97 else 2
         level = rng.randint(0, 1)
-        blocks = [Block(hash_, struct.pack("<2I", first, hash_), ())]
+        blocks = [Block(hash_, token_field([first, hash_]), ())]
         model.store(hash_, (parent, first), level)
         if hash_ + 1 < len(PARENTS) and PARENTS[hash_ + 1] == hash_:
-            blocks.append(Block(hash_ + 1, struct.pack("<2I", 1, hash_ + 1), ()))
+            blocks.append(Block(hash_ + 1, token_field([1, hash_ + 1]), ()))
             model.store(hash_ + 1, (hash_, 1), level)
         return Stored(0, parent, tuple(blocks), level, "", "")
     if roll < 0.7:

@@ -97,16 +97,30 @@ async def one_request(
             return
         asked["disaggregated_params"] = replace(params, request_type="generation_only")
     result = decode.generate_async(prompt, sampling, **asked)
-    await follow(result, abort_after=rng.choice((0, rng.randint(1, 60))))
+    await follow(decode, result, abort_after=rng.choice((0, rng.randint(1, 60))))
     tokens = result.outputs[0].token_ids
     assert tokens == expected(prompt, n_tokens)[: len(tokens)]
     assert result.outputs[0].finish_reason == "cancelled" or len(tokens) == n_tokens
 
 
-async def follow(result: RequestOutput, *, abort_after: int) -> None:
+def check_line(engine: SimLLM) -> None:
+    """What the line of those who wait says of them, against a look at each of them."""
+    line = engine._engine._group.waiting
+    prefills = [one.n_prompt for one in line if one.request_type != "generation_only"]
+    pulls = [one.n_prompt for one in line if one.request_type == "generation_only"]
+    assert line.totals == (len(prefills), sum(prefills), len(pulls), sum(pulls))
+    for rank in range(len(engine._ranks)):
+        assert line.wants(rank) == any(
+            not one.rank_strict or one.rank_wanted == rank for one in line
+        )
+
+
+async def follow(engine: SimLLM, result: RequestOutput, *, abort_after: int) -> None:
     """Read to the end; abort after so many results, never before the first (0 = not at all)."""
     n_results = 0
+    check_line(engine)
     async for _ in result:
+        check_line(engine)
         n_results += 1
         if n_results == abort_after:
             result.abort()

@@ -4,14 +4,18 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from slagate.pools.estimator import Estimator, NominalEstimator, ProfileEstimator
+import numpy as np
+
+from slagate.pools.estimator import Estimator
 from slagate.pools.fleet import Fleet
 from slagate.pools.grid import Axis, StageGrid
 from slagate.pools.grid_config import FleetConfig, parse_config
-from slagate.pools.member import UNLIMITED, Member, MemberView, Stage, State
+from slagate.pools.member import Member, Stage
 from slagate.pools.pool import Pool, PoolView
+from slagate.pools.ranks import Limits
+from slagate.pools.table import UNLIMITED, RowView, State, Table, rows_of
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.policy import Ask
+from slagate.router.score import Ask
 from slagate.router.sla import Sla
 from slagate.workers.profile import load_profile
 
@@ -42,7 +46,8 @@ def member(
     max_inflight: int | None = None,
 ) -> Member:
     """One worker's record, ready to take work unless told otherwise."""
-    made = Member(address, pool=pool, stage=stage, max_inflight=max_inflight)
+    limits = Limits(max_inflight=max_inflight)
+    made = Member(address, pool=pool, stage=stage, table=Table(), limits=limits)
     made.models = {name: model_info(name) for name in models}
     made.info = oe.ServerInfo(kv_connector=oe.KvConnectorInfo(transfer_backend=backend))
     if ready:
@@ -56,33 +61,49 @@ def view(
     state: State = State.READY,
     inflight: int = 0,
     max_inflight: int = UNLIMITED,
-    queued_tokens: int = 0,
-    queued_s: float = 0.0,
-    context_tokens: int = 0,
     models: Iterable[str] = (MODEL,),
-) -> MemberView:
-    """A worker as the policy sees it; idle unless told otherwise."""
-    return MemberView(
-        address,
-        state,
-        inflight,
-        max_inflight,
-        queued_tokens,
-        queued_s,
-        context_tokens,
-        frozenset(models),
+    **figures: Any,
+) -> RowView:
+    """A worker as the policy sees it; idle unless told otherwise. `figures` are fields of `RowView`."""
+    idle: dict[str, Any] = {
+        "rank": None,
+        "suspect": False,
+        "worker_inflight": inflight,
+        "queued_tokens": 0,
+        "max_queued_tokens": UNLIMITED,
+        "queued_s": 0.0,
+        "context_tokens": 0,
+        "capacity_tokens": UNLIMITED,
+        "foreign_requests": 0,
+        "foreign_s": 0.0,
+        "last_chosen": 0,
+    }
+    return RowView(
+        address=address,
+        state=state,
+        inflight=inflight,
+        max_inflight=max_inflight,
+        models=frozenset(models),
+        **idle | figures,
     )
 
 
 def pool_view(
-    name: str, members: Iterable[MemberView], *, speed: Estimator | None = None
+    name: str, views: Iterable[RowView], *, speed: Estimator | None = None, n_leases: int = 0
 ) -> PoolView:
-    return PoolView(name, speed or NominalEstimator(), tuple(members))
+    """A pool of these workers."""
+    found = list(views)
+    device, host = (
+        np.array([getattr(each, field) for each in found], dtype=np.int64)
+        for field in ("device_tokens", "host_tokens")
+    )
+    speed = speed or Estimator()
+    return PoolView(name, speed.frozen(), rows_of(found), device, host, n_leases)
 
 
 def profiled() -> Estimator:
     """The estimator over real measurements that is packaged with slagate."""
-    return ProfileEstimator(load_profile(PROFILE).tp(1), source=PROFILE)
+    return Estimator(load_profile(PROFILE).tp(1), source=PROFILE)
 
 
 def one_cell(stage: Stage, *names: str, retry: bool = False) -> StageGrid:
@@ -137,8 +158,14 @@ def fleet(mode: str = "disagg", *, ready: bool = True, **more: Any) -> Fleet:
 
 
 def pool(*addresses: str, stage: Stage = Stage.AGG, max_inflight: int | None = None) -> Pool:
-    members = [member(a, stage=stage, max_inflight=max_inflight) for a in addresses]
-    return Pool("pool", stage=stage, index=0, members=members, estimator=NominalEstimator())
+    limits = Limits(max_inflight=max_inflight)
+    made = Pool(
+        "pool", stage=stage, index=0, addresses=addresses, estimator=Estimator(), limits=limits
+    )
+    for each in made.members.values():
+        each.models = {MODEL: model_info()}
+        each.probe_ok()
+    return made
 
 
 def request(

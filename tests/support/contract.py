@@ -64,10 +64,10 @@ async def ask(
 
 
 async def hand_off(
-    prefill: Worker, request: oe.GenerateRequest, metadata: Metadata = ()
+    prefill: Worker, request: oe.GenerateRequest, metadata: Metadata = (), *, leg_id: str = "p"
 ) -> oe.KvSessionRef:
     """Prefill a request; the session that its decode leg needs."""
-    sink = await ask(prefill, prefill_leg(request.SerializeToString(), "p"), metadata)
+    sink = await ask(prefill, prefill_leg(request.SerializeToString(), leg_id), metadata)
     assert sink.events[-1:] == ["prefill_ready"], (sink.status, sink.messages)
     return sink.messages[-1].prefill_ready.kv_session
 
@@ -77,7 +77,9 @@ async def resume(
     request: oe.GenerateRequest,
     session: oe.KvSessionRef,
     metadata: Metadata = (),
+    *,
+    leg_id: str = "d",
 ) -> KeepingSink:
     """The whole answer of a decode leg."""
-    leg = decode_leg(request.SerializeToString(), "d", session=session, max_tokens=None)
+    leg = decode_leg(request.SerializeToString(), leg_id, session=session, max_tokens=None)
     return await ask(decode, leg, metadata)

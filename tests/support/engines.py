@@ -9,6 +9,7 @@ import anyio
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.client import connect_worker
 from slagate.workers.kv_shm import SharedMemoryTransport
+from slagate.workers.kv_transfer import KvTransport
 from slagate.workers.listen import Address
 from slagate.workers.profile import load_profile
 from slagate.workers.server import serve_worker
@@ -55,18 +56,22 @@ async def engine_worker(
     *,
     served: bool = False,
     version: str = "main",
+    trace_headers: bool = True,
     ranks: int = 1,
+    transport: KvTransport | None = None,
     worker_options: Mapping[str, Any] | None = None,
     sim_settings: Mapping[str, Any] | None = None,
     **args: Any,
 ) -> AsyncIterator[SimWorker]:
     """A worker over an engine of this TensorRT-LLM version, with KV events on.
 
-    `ranks` over 1 is attention DP. `args` are the engine's, nested ones as dicts; `worker_options` are
-    `TrtllmWorker`'s.
+    `trace_headers` False is 1.2 of the time before there were any; `ranks` over 1 is attention DP; without
+    a `transport` it is shared memory, where there is need of one. `args` are the engine's, nested ones as
+    dicts; `worker_options` are `TrtllmWorker`'s.
     """
-    api = sim_api(version)
-    transport = None if role == "agg" else SharedMemoryTransport()
+    api = sim_api(version, trace_headers=trace_headers)
+    if role != "agg":
+        transport = transport or SharedMemoryTransport()
     transceiver = {"backend": "DEFAULT", "kv_transfer_timeout_ms": 60_000}
     given: dict[str, Any] = {
         "skip_tokenizer_init": True,

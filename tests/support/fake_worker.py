@@ -14,7 +14,7 @@ from slagate.pools.watch import Connect
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
 from slagate.workers.trtllm_info import SCHEMA_RELEASE
-from slagate.workers.worker import OK, Metadata, Sink, Status
+from slagate.workers.worker import OK, Call, Metadata, Sink, Status
 from support.builders import MODEL, model_info
 
 ROLES = {
@@ -37,7 +37,7 @@ class Forever(Enum):
 
 
 HANG = Forever.HANG
-Step = oe.GenerateResponse | bytes | Status | Wait | Forever
+Step = oe.GenerateResponse | oe.SubscribeKvEventsResponse | bytes | Status | Wait | Forever
 Script = tuple[Step, ...]
 
 
@@ -56,8 +56,59 @@ def refusal(code: grpc.StatusCode, message: str = "no") -> Script:
     return (Status(code, message),)
 
 
-class FakeCall:
-    """One scripted call; also what the test asks about it afterwards."""
+class Played:
+    """One call that a script answers."""
+
+    def __init__(self, data: bytes, metadata: Metadata, sink: Sink, *, script: Script) -> None:
+        self.data = data
+        self.metadata = metadata
+        self.cancelled = False  # before the end, so that the worker had to stop
+        self.has_ended = False
+        self.is_paused = False
+        self.n_pauses = 0
+        self._sink = sink
+        self._steps = deque(script)
+        asyncio.get_running_loop().call_soon(self._play)
+
+    def say(self, *steps: Step) -> None:
+        """Go on with more steps; after `HANG` too."""
+        self._steps.extend(steps)
+        self._play()
+
+    def _play(self) -> None:
+        while self._steps and not self.is_paused and not self.has_ended:
+            step = self._steps.popleft()
+            if isinstance(step, Wait):
+                asyncio.get_running_loop().call_later(step.seconds, self._play)
+                return
+            if isinstance(step, Status):
+                self._end(step)
+            elif not isinstance(step, Forever):
+                self._sink.message(self._bytes(step))
+
+    def _bytes(self, step: oe.GenerateResponse | oe.SubscribeKvEventsResponse | bytes) -> bytes:
+        return step if isinstance(step, bytes) else step.SerializeToString()
+
+    def _end(self, status: Status) -> None:
+        self.has_ended = True
+        self._sink.end(status)
+
+    def cancel(self) -> None:
+        if not self.has_ended:
+            self.cancelled = True
+            self._end(Status(grpc.StatusCode.CANCELLED, "cancelled"))
+
+    def pause(self) -> None:
+        self.is_paused = True
+        self.n_pauses += 1
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self._play()
+
+
+class FakeCall(Played):
+    """One scripted leg; also what the test asks about it afterwards."""
 
     def __init__(
         self,
@@ -68,47 +119,27 @@ class FakeCall:
         timeout_s: float | None,
         script: Script,
     ) -> None:
-        self.data = data
+        super().__init__(data, metadata, sink, script=script)
         self.request = oe.GenerateRequest.FromString(data)
-        self.metadata = metadata
         self.timeout_s = timeout_s
-        self.cancelled = False  # before the end, so that the worker had to stop
-        self._sink = sink
-        self._steps = deque(script)
-        self._paused = False
-        self._ended = False
-        asyncio.get_running_loop().call_soon(self._play)
 
-    def _play(self) -> None:
-        while self._steps and not self._paused and not self._ended:
-            step = self._steps.popleft()
-            if isinstance(step, Wait):
-                asyncio.get_running_loop().call_later(step.seconds, self._play)
-                return
-            if isinstance(step, Status):
-                self._end(step)
-            elif isinstance(step, bytes):
-                self._sink.message(step)
-            elif isinstance(step, oe.GenerateResponse):
-                response = oe.GenerateResponse(request_id=self.request.request_id)
-                response.MergeFrom(step)
-                self._sink.message(response.SerializeToString())
+    def _bytes(self, step: oe.GenerateResponse | oe.SubscribeKvEventsResponse | bytes) -> bytes:
+        if not isinstance(step, oe.GenerateResponse):
+            return super()._bytes(step)
+        response = oe.GenerateResponse(request_id=self.request.request_id)
+        response.MergeFrom(step)
+        return response.SerializeToString()
 
-    def _end(self, status: Status) -> None:
-        self._ended = True
-        self._sink.end(status)
 
-    def cancel(self) -> None:
-        if not self._ended:
-            self.cancelled = True
-            self._end(Status(grpc.StatusCode.CANCELLED, "cancelled"))
+class FakeKvCall(Played):
+    """One scripted subscription to KV events."""
 
-    def pause(self) -> None:
-        self._paused = True
+    def __init__(self, data: bytes, metadata: Metadata, sink: Sink, *, script: Script) -> None:
+        super().__init__(data, metadata, sink, script=script)
+        self.request = oe.SubscribeKvEventsRequest.FromString(data)
 
-    def resume(self) -> None:
-        self._paused = False
-        self._play()
+
+NO_KV_EVENTS: Script = (Status(grpc.StatusCode.UNIMPLEMENTED, "no KV events"),)
 
 
 @dataclass
@@ -125,6 +156,10 @@ class FakeWorker:
     abort_fails: Status | None = None
     calls: list[FakeCall] = field(default_factory=list)
     aborts: list[oe.AbortRequest] = field(default_factory=list)
+    # The answers to subscriptions in order, the last one for ever.
+    kv_scripts: list[Script] = field(default_factory=lambda: [NO_KV_EVENTS])
+    kv_calls: list[FakeKvCall] = field(default_factory=list)
+    kv_sources: oe.GetKvEventSourcesResponse = field(default_factory=oe.GetKvEventSourcesResponse)
     n_server_infos: int = 0
     n_model_infos: int = 0
 
@@ -147,6 +182,18 @@ class FakeWorker:
         self.calls.append(call)
         self.scripts.calls.append(call)
         return call
+
+    def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
+        script = self.kv_scripts[min(len(self.kv_calls), len(self.kv_scripts) - 1)]
+        call = FakeKvCall(request, metadata, sink, script=script)
+        self.kv_calls.append(call)
+        return call
+
+    async def kv_event_sources(
+        self, request: oe.GetKvEventSourcesRequest
+    ) -> oe.GetKvEventSourcesResponse:
+        self._check_up()
+        return self.kv_sources
 
     async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
         self.aborts.append(request)

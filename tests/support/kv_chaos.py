@@ -144,12 +144,12 @@ async def _transfer(pair: tuple[Side, Side], request_id: str, prompt: list[int])
         token_ids=oe.TokenIds(ids=prompt),
         stopping=oe.StoppingOptions(max_tokens=N_TOKENS, ignore_eos=True),
     ).SerializeToString()
-    ready = await _leg(pair[0].process, prefill_leg(data, f"{request_id}-p"))
+    ready = await leg_of(pair[0].process, prefill_leg(data, f"{request_id}-p"))
     if ready.events != ["prefill_ready"]:
         return _failure("prefill", ready)
     session = ready.messages[0].prefill_ready.kv_session
     leg = decode_leg(data, f"{request_id}-d", session=session, max_tokens=None)
-    sink = await _leg(pair[1].process, leg)
+    sink = await leg_of(pair[1].process, leg)
     if sink.tokens != expected(prompt, len(sink.tokens)):
         return f"WRONG: tokens {sink.tokens}"
     if sink.code is grpc.StatusCode.OK and sink.events[-1] == "finished":
@@ -157,10 +157,11 @@ async def _transfer(pair: tuple[Side, Side], request_id: str, prompt: list[int])
     return _failure("decode", sink)
 
 
-async def _leg(process: Process, data: bytes) -> KeepingSink:
+async def leg_of(process: Process, data: bytes, *, limit_s: float = LEG_LIMIT_S) -> KeepingSink:
+    """One leg, straight to a worker, and what came of it."""
     sink = KeepingSink()
     async with connect_worker(process.address) as worker:
-        call = worker.generate(data, (), sink, timeout_s=LEG_LIMIT_S)
+        call = worker.generate(data, (), sink, timeout_s=limit_s)
         try:
             return await sink.done()
         finally:

@@ -80,6 +80,7 @@ class Requests:
 
     def _export(self, request: dict[str, Any]) -> dict[str, Any]:
         blocks = blocks_of(request["seed"], request["n_blocks"])
+        blocks = np.concatenate([blocks_of(0, request.get("n_common", 0)), blocks])
         return {"text": self.transport.export(request["session"], blocks).hex()}
 
     def _acks(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -314,10 +315,15 @@ def call(side: Side, op: str, **fields: Any) -> dict[str, Any]:
     return answer
 
 
-def export(side: Side, session: int, *, n_blocks: int = 3, seed: int | None = None) -> str:
-    """The descriptor of blocks whose seed is the session's number unless told otherwise."""
-    seed = session if seed is None else seed
-    return str(call(side, "export", session=session, n_blocks=n_blocks, seed=seed)["text"])
+def export(
+    side: Side, session: int, *, n_blocks: int = 3, seed: int | None = None, n_common: int = 0
+) -> str:
+    """The descriptor of blocks whose seed is the session's number unless told otherwise.
+
+    In front of them are `n_common` blocks that are the same for all sessions.
+    """
+    request = {"session": session, "n_blocks": n_blocks, "n_common": n_common}
+    return str(call(side, "export", seed=session if seed is None else seed, **request)["text"])
 
 
 def fetch(side: Side, descriptor: str) -> dict[str, Any]:

@@ -45,6 +45,17 @@ class FarWorker:
 
         return _FarCall(self._latency_s, sink, start, fault)
 
+    def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
+        def start(far: Sink) -> Call:
+            return self._worker.kv_events(request, metadata, far)
+
+        return _FarCall(self._latency_s, sink, start, None)
+
+    async def kv_event_sources(
+        self, request: oe.GetKvEventSourcesRequest
+    ) -> oe.GetKvEventSourcesResponse:
+        return await self._worker.kv_event_sources(request)
+
     async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
         await anyio.sleep(self._latency_s)
         return await self._worker.abort(request)

@@ -14,6 +14,7 @@ import anyio
 import grpc
 
 from slagate.pools.grid_config import parse_config
+from slagate.pools.member import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.app import App, build
@@ -99,6 +100,7 @@ async def running(
     latency_s: float = 0.004,
     refusals: float = 0.0,
     losses: float = 0.0,
+    settings: Settings | None = None,
 ) -> AsyncIterator[Fleet]:
     """A gateway over this many workers a stage, `latency_s` away, all ready.
 
@@ -131,9 +133,10 @@ async def running(
         app = await stack.enter_async_context(
             build(
                 parse_config(fleet_file(pools), source="simulation"),
-                Settings(),
+                settings or Settings(),
                 connect=connect,
                 now_s=anyio.current_time,
+                unix_s=anyio.current_time,
                 rng=random.Random(seed),
             )
         )
@@ -152,6 +155,22 @@ async def simulate(fleet: Fleet, plans: Sequence[Plan]) -> list[Seen]:
                 tasks.start_soon(_client, fleet, f"peer-{number}", one)
         sampling.cancel_scope.cancel()
     return seen
+
+
+async def closed_loop(fleet: Fleet, plans: Sequence[Plan], *, clients: int) -> list[Seen]:
+    """Play plans, `clients` at a time and each as soon as one before it has ended."""
+    todo = iter([Seen(plan) for plan in plans])
+    done: list[Seen] = []
+
+    async def client() -> None:
+        for one in todo:
+            await _client(fleet, f"peer-{id(one)}", one)
+            done.append(one)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(clients):
+            tasks.start_soon(client)
+    return done
 
 
 async def _sample(fleet: Fleet) -> None:
@@ -241,3 +260,18 @@ async def check_idle(fleet: Fleet, *, n_requests: int) -> None:
         if sample.name.endswith("_total")
     )
     assert total == n_requests
+
+
+def check_index(fleet: Fleet) -> None:
+    """I6: as many blocks are known of each worker as its engine holds, and none is pending.
+
+    That they are the same blocks is shown by `tests/property/test_follow.py`.
+    """
+    for member in fleet.app.fleet.members():
+        if member.stage is Stage.DECODE:
+            continue
+        engine = fleet.workers[member.address]._engine
+        (resident,) = engine.llm.resident()
+        assert member.events is not None
+        assert resident, "nothing was cached"
+        assert (member.events.n_blocks, member.events.n_pending) == (len(resident), 0)

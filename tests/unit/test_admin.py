@@ -1,26 +1,41 @@
 """The admin service, without a network."""
 
+from contextlib import ExitStack
+from typing import Any
+
 import grpc
 import pytest
 
 from slagate.pools.fleet import Fleet
 from slagate.pools.grid_config import parse_config
-from slagate.pools.member import Work
+from slagate.pools.ranks import Work
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.admin import AdminService
 from slagate.router.dispatch import Dispatcher
+from slagate.router.errors import Outcome
+from slagate.router.receipt_ring import ReceiptRing
+from slagate.router.receipts import Record
+from slagate.router.request import parse_request
+from slagate.router.score import Ask
 from slagate.router.settings import Settings
+from slagate.router.sla import Sla
 from support.builders import MODEL, fleet, request, rng
 from support.context import Aborted, Context
 from support.fleet_files import disagg_file
 from support.virtual_loop import run
 
 Code = grpc.StatusCode
+CONFIG = gw.GatewayConfig(version="v1", policy="prefix")
 
 
 def admin(of: Fleet) -> AdminService:
-    return AdminService(Dispatcher(of, rng=rng()), Settings(max_attempts=4), now_s=lambda: 100.0)
+    return AdminService(
+        Dispatcher(of, rng=rng()),
+        Settings(max_attempts=4),
+        receipts=ReceiptRing(CONFIG, unix_s=lambda: 1.5),
+        now_s=lambda: 100.0,
+    )
 
 
 def explain(of: Fleet, message: oe.GenerateRequest, *metadata: tuple[str, str]) -> gw.Decision:
@@ -95,7 +110,8 @@ def test_list_workers_shows_leases_and_the_age_of_the_last_report() -> None:
     member = next(of.members())
     member.load = oe.LoadInfo(running_requests=3)
     member.load_at_s = 98.5
-    of.pools["agg"].lease(member.address, Work(70, 0.1, 70))
+    (row,) = member.ranks.rows
+    of.pools["agg"].lease(row, Work(70, 0.1, 70))
     answer = run(admin(of).ListWorkers, gw.ListWorkersRequest(), Context())
     first, second = answer.workers
     assert (first.worker, first.inflight, first.queued_tokens) == (member.address, 1, 70)
@@ -112,3 +128,100 @@ def test_list_pools_says_how_often_a_pool_stood_in_for_another() -> None:
     of.pools["agg"].spills_total = 2
     (pool,) = run(admin(of).ListPools, gw.ListPoolsRequest(), Context()).pools
     assert pool.spills_total == 2
+
+
+def test_explain_keeps_every_candidate_with_what_it_was_scored_by() -> None:
+    decision = explain(fleet(), request(tokens=range(300)))
+    assert decision.model == MODEL
+    for choice in decision.stages:
+        assert len(choice.candidates) == choice.candidates_total == 2
+        assert [look.name for look in choice.pools] == [choice.pool]
+    prefill, decode = decision.stages
+    assert prefill.candidates[0].state == "ready"
+    assert decode.candidates[0].serves_model
+
+
+def test_explain_counts_what_is_cached_of_its_prompt() -> None:
+    of = fleet()
+    message = request(tokens=range(300))
+    prompt = parse_request(message.SerializeToString(), max_bytes=1 << 20).prompt
+    of.pools["prefill"].lease(0, Work(), prompt)
+    prefill, _ = explain(of, message).stages
+    assert {c.worker: c.device_tokens for c in prefill.candidates} == {"p1:1": 288, "p2:1": 0}
+
+
+def test_list_pools_says_how_workers_are_chosen_how_many_wait_and_how_wrong_predictions_were() -> (
+    None
+):
+    of = fleet("agg", pools={"agg": {"max_inflight": 1}})
+    of.pools["agg"].estimator.observe_itl(1, 100, seconds=0.02)
+
+    async def main() -> gw.ListPoolsResponse:
+        dispatcher = Dispatcher(of, rng=rng())
+        ring = ReceiptRing(CONFIG, unix_s=lambda: 1.5)
+        service = AdminService(dispatcher, Settings(), receipts=ring, now_s=lambda: 100.0)
+        with ExitStack() as tickets:
+            for _ in range(3):
+                tickets.enter_context(dispatcher.submit(Ask(MODEL, 10, Sla())))
+            return await service.ListPools(gw.ListPoolsRequest(), Context())
+
+    answer = run(main)
+    assert (answer.policy, answer.waiting_requests) == ("prefix", 1)
+    (pool,) = answer.pools
+    assert not pool.HasField("prefill_error")
+    assert pool.itl_error > 0
+
+
+def test_list_workers_compares_predicted_with_cached_tokens() -> None:
+    of = fleet("agg")
+    first, _ = of.members()
+    first.truth.add(100, 64)
+    first.truth.add(0, 32)
+    answer = run(admin(of).ListWorkers, gw.ListWorkersRequest(), Context())
+    assert answer.workers[0].prefix == gw.PrefixTruth(
+        predicted_tokens=100, engine_cached_tokens=96, abs_error_tokens=68, requests=2
+    )
+    assert not answer.workers[1].HasField("prefix")
+
+
+def test_watch_receipts_begins_with_the_configuration() -> None:
+    ring = ReceiptRing(CONFIG, unix_s=lambda: 1.5, max_receipts=3)
+    service = AdminService(
+        Dispatcher(fleet(), rng=rng()), Settings(), receipts=ring, now_s=lambda: 100.0
+    )
+    for _ in range(5):
+        ring.add(Record(0.0), Outcome.INVALID, 1.0)
+
+    async def watch(**request: Any) -> list[gw.WatchReceiptsResponse]:
+        wanted = gw.WatchReceiptsRequest(**request)
+        return [each async for each in service.WatchReceipts(wanted, Context())]
+
+    first, *others = run(watch)
+    assert first == gw.WatchReceiptsResponse(config=CONFIG)
+    assert [each.receipt.number for each in others] == [3, 4, 5]
+    assert others[0].receipt.config_version == "v1"
+    assert others[0].receipt.actual.outcome == "invalid"
+    assert [each.receipt.number for each in run(watch, limit=1)] == [0, 5]
+    assert len(run(watch, limit=0)) == 1
+    ring.close()
+    assert len(run(watch, follow=True)) == 4
+
+
+def test_watch_receipts_says_how_many_a_slow_reader_missed() -> None:
+    ring = ReceiptRing(CONFIG, unix_s=lambda: 1.5, max_receipts=2)
+    service = AdminService(
+        Dispatcher(fleet(), rng=rng()), Settings(), receipts=ring, now_s=lambda: 100.0
+    )
+
+    async def main() -> list[tuple[int, int]]:
+        got = []
+        ring.add(Record(0.0), Outcome.INVALID, 1.0)
+        async for each in service.WatchReceipts(gw.WatchReceiptsRequest(follow=True), Context()):
+            got.append((each.receipt.number, each.missed))
+            if each.receipt.number == 1:
+                for _ in range(6):
+                    ring.add(Record(0.0), Outcome.INVALID, 1.0)
+                ring.close()
+        return got
+
+    assert run(main) == [(0, 0), (1, 0), (6, 4), (7, 0)]

@@ -18,7 +18,8 @@ POOLS = [(Stage.PREFILL, "p1"), (Stage.PREFILL, "p2"), (Stage.DECODE, "d1")]
 
 
 def receipt(prefill: str = "p1", *, retried_at: str = "", text: str = "") -> gw.Receipt:
-    answer = gw.Receipt(actual=gw.Actual(cached_tokens=100))
+    predicted = 90 if prefill == "p1" else 110
+    answer = gw.Receipt(actual=gw.Actual(cached_tokens=100, predicted_cached_tokens=predicted))
     answer.decision.text = text
     for stage, pool in ((gw.STAGE_PREFILL, prefill), (gw.STAGE_DECODE, "d1")):
         answer.decision.stages.add(stage=stage, pool=pool)
@@ -98,7 +99,12 @@ def test_report_counts_failures_mismatches_and_missing_receipts_apart() -> None:
     counts = ("requests", "completed", "failed", "token_mismatches", "receipts_missing")
     assert [report[name] for name in counts] == [5, 3, 2, 1, 1]
     assert report["errors"] == ["mismatch: token 3 is 4, not 5", "UNAVAILABLE: gone"]
-    assert report["prefix"] == {"cached_tokens": 400, "prompt_tokens": 5000}
+    assert report["prefix"] == {
+        "predicted_tokens": 400,
+        "engine_cached_tokens": 400,
+        "abs_error_tokens": 40,
+        "prompt_tokens": 5000,
+    }
     pools = report["pools"]
     assert isinstance(pools, dict)
     assert [(name, pool["stage"], pool["requests"]) for name, pool in pools.items()] == [

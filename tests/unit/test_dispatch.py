@@ -5,9 +5,12 @@ import pytest
 
 from slagate.pools.fleet import Fleet
 from slagate.pools.grid_config import parse_config
-from slagate.pools.member import Stage, State
+from slagate.pools.member import Stage
+from slagate.pools.table import State
 from slagate.router.dispatch import Assignment, Dispatcher
 from slagate.router.errors import RETRY_PUSHBACK, NoWorker, Overloaded, UnknownModel
+from slagate.router.policy import Decision
+from slagate.router.score import Candidate
 from support.builders import MODEL, ask, fleet, model_info, rng
 from support.fleet_files import disagg_file
 
@@ -19,7 +22,11 @@ def dispatcher(of: Fleet | None = None) -> Dispatcher:
 
 
 def assign(d: Dispatcher, *, model: str = MODEL) -> Assignment:
-    return d.take(d.decide(ask(model=model)))
+    return d.take_now(ask(model=model), None)
+
+
+def candidates(decision: Decision) -> list[list[Candidate]]:
+    return [choice.candidates for choice in decision.stages]
 
 
 def inflight(of: Fleet) -> dict[str, int]:
@@ -49,9 +56,9 @@ def test_explain_is_what_decide_does_next_and_takes_nothing() -> None:
     for _ in range(20):
         explained = d.explain(ask())
         assert inflight(d.fleet) == {}
-        assert d.explain(ask()) == explained
+        assert candidates(d.explain(ask())) == candidates(explained)
         assignment = assign(d)
-        assert assignment.decision == explained
+        assert candidates(assignment.decision) == candidates(explained)
         assignment.release()
 
 
@@ -83,14 +90,14 @@ def test_health_03_a_model_whose_workers_are_gone_is_still_known() -> None:
 
 def test_health_06_a_fleet_that_was_never_reached_is_unavailable_not_ignorant() -> None:
     with pytest.raises(NoWorker, match="no worker has been reached yet") as caught:
-        dispatcher(fleet(ready=False)).decide(ask())
+        dispatcher(fleet(ready=False)).take_now(ask(), None)
     assert caught.value.status().code is grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_message_with_the_clients_model_name_stays_short() -> None:
-    for act in (dispatcher().decide, dispatcher().explain):
+    for act in (dispatcher().take_now, dispatcher().explain):
         with pytest.raises(UnknownModel) as caught:
-            act(ask(model="x" * 1_000_000))
+            act(ask(model="x" * 1_000_000), None)
         n_characters = len(str(caught.value))
         assert n_characters < 1000
 
@@ -193,23 +200,23 @@ def test_i8_a_second_attempt_in_another_pool_is_a_spill_too() -> None:
     assert d.fleet.pools["p-fast"].spills_total == 1
 
 
-def test_a_decision_without_a_winner_is_refused_when_it_is_taken() -> None:
+def test_a_decision_without_a_winner_is_shown_by_explain_and_refused_when_it_is_taken() -> None:
     d = dispatcher()
     for member in d.fleet.pools["decode"].members.values():
-        member.state = State.NOT_READY
-    decision = d.decide(ask())
+        member.refuse("gone")
+    decision = d.explain(ask())
     assert [choice.winner is None for choice in decision.stages] == [False, True]
     with pytest.raises(NoWorker, match="decode: no worker of pool decode is ready"):
-        d.take(decision)
+        assign(d)
     assert inflight(d.fleet) == {}
 
 
-def test_explain_raises_as_decide_does() -> None:
-    for act in ("decide", "explain"):
+def test_explain_raises_as_an_assignment_does() -> None:
+    for act in ("take_now", "explain"):
         with pytest.raises(UnknownModel):
-            getattr(dispatcher(), act)(ask(model="gpt-9"))
+            getattr(dispatcher(), act)(ask(model="gpt-9"), None)
         with pytest.raises(NoWorker):
-            getattr(dispatcher(fleet(ready=False)), act)(ask())
+            getattr(dispatcher(fleet(ready=False)), act)(ask(), None)
 
 
 def test_only_ready_workers_hold_leases() -> None:

@@ -4,7 +4,7 @@ import anyio
 import grpc
 import pytest
 
-from slagate.pools.member import State
+from slagate.pools.table import State
 from slagate.pools.watch import INTERVAL_S, JITTER_RATIO
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import RETRY_PUSHBACK, Aborted, Outcome

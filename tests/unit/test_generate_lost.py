@@ -6,7 +6,8 @@ import anyio
 import grpc
 import pytest
 
-from slagate.pools.member import FAILURES_TO_LEAVE, State
+from slagate.pools.member import FAILURES_TO_LEAVE
+from slagate.pools.table import State
 from slagate.pools.watch import INTERVAL_S, JITTER_RATIO
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import Outcome

@@ -1,24 +1,21 @@
 """What is made of one poll of engine events, rule by rule."""
 
-import struct
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slagate.workers.kv_event_fields import MAX_KEYS_BYTES, MAX_TEXT_BYTES
-from slagate.workers.kv_events import (
-    MAX_OLD,
-    MAX_PARTIAL,
-    Block,
-    Change,
-    Cleared,
-    KvEventNormaliser,
-    Moved,
-    Removed,
-    Stored,
+from slagate.workers.kv_changes import Block, Change, Cleared, Moved, Removed, Stored
+from slagate.workers.kv_event_fields import (
+    BLOCK_WORK,
+    HASH_WORK,
+    MAX_KEYS_BYTES,
+    MAX_TEXT_BYTES,
+    TURN_WORK,
 )
+from slagate.workers.kv_events import MAX_OLD, MAX_PARTIAL, KvEventNormaliser
+from slagate.workers.kv_wire import token_field
 from support.kv_dicts import (
     BLOCK_TOKENS,
     EngineEvents,
@@ -30,7 +27,7 @@ from support.kv_dicts import (
     tokens_of,
 )
 
-TOKENS = struct.pack("<4I", 1, 2, 3, 4)
+TOKENS = token_field([1, 2, 3, 4])
 TOP = (1 << 64) - 1
 
 
@@ -42,7 +39,11 @@ class Poller:
         self.normaliser = KvEventNormaliser(ranks=ranks, block_tokens=BLOCK_TOKENS)
 
     def take(self, *data: object, **more: Any) -> list[Change]:
-        return self.normaliser.changes([self.event(one, **more) for one in data])
+        return self.read([self.event(one, **more) for one in data])
+
+    def read(self, polled: object) -> list[Change]:
+        """The changes in one poll's answer."""
+        return [change for portion in self.normaliser.portions(polled) for change in portion]
 
     def counts(self) -> dict[str, int]:
         """Those that are not 0."""
@@ -60,7 +61,7 @@ def test_a_stored_chain_has_its_tokens_parent_level_and_names() -> None:
         Stored(
             rank=0,
             parent=7,
-            blocks=(Block(8, TOKENS, ()), Block(9, struct.pack("<4I", 5, 6, 7, 8), ())),
+            blocks=(Block(8, TOKENS, ()), Block(9, token_field([5, 6, 7, 8]), ())),
             level=1,
             lora_name="a",
             cache_salt="s",
@@ -92,7 +93,7 @@ def test_kv_04_flat_nested_single_and_empty_polls() -> None:
     ]
     for answers in polls:
         poller = Poller()
-        changes = [change for answer in answers for change in poller.normaliser.changes(answer)]
+        changes = [change for answer in answers for change in poller.read(answer)]
         assert hashes(changes) == [1, 2, 3]
         assert poller.counts() == {}
 
@@ -100,10 +101,10 @@ def test_kv_04_flat_nested_single_and_empty_polls() -> None:
 def test_kv_04_other_shapes_are_decode_errors_and_the_rest_goes_on() -> None:
     poller = Poller()
     for shape in (7, "text", b"bytes", True, {1, 2}, ["x"], [None], [[["nested"]]], object()):
-        assert poller.normaliser.changes(shape) == []
+        assert poller.read(shape) == []
     assert poller.counts() == {"decode_errors": 9}
     event = poller.event(stored(1))
-    assert hashes(poller.normaliser.changes([3, event, "x"])) == [1]
+    assert hashes(poller.read([3, event, "x"])) == [1]
     assert poller.counts() == {"decode_errors": 11}
 
 
@@ -142,8 +143,8 @@ def test_kv_05_ids_count_before_anything_is_filtered() -> None:
 def test_kv_12_an_id_that_was_taken_already_is_old_news() -> None:
     poller = Poller()
     event = poller.event(stored(1))
-    assert hashes(poller.normaliser.changes([event, event])) == [1]
-    assert poller.normaliser.changes(event) == []
+    assert hashes(poller.read([event, event])) == [1]
+    assert poller.read(event) == []
     assert poller.counts() == {"old_events": 2}
 
 
@@ -195,7 +196,7 @@ def test_each_rank_has_its_own_ids() -> None:
 )
 def test_an_event_that_cannot_be_read_is_a_decode_error(event: object) -> None:
     poller = Poller()
-    assert poller.normaliser.changes([event]) == []
+    assert poller.read([event]) == []
     assert poller.counts() == {"decode_errors": 1}
 
 
@@ -237,19 +238,19 @@ def test_nothing_an_engine_says_raises(data: st.DataObject) -> None:
             break
         place = inner
     place[key] = data.draw(json_like)
-    poller.normaliser.changes(events)
+    poller.read(events)
     # Whatever it was, the next poll is read as ever; no engine comes as far as this id.
     last = {"event_id": (1 << 63) - 1, "data": stored(5)}
-    assert hashes(poller.normaliser.changes(last)) in ([5], [])
-    assert hashes(poller.normaliser.changes([last] * (MAX_OLD + 1))) == [5]
+    assert hashes(poller.read(last)) in ([5], [])
+    assert hashes(poller.read([last] * (MAX_OLD + 1))) == [5]
 
 
 def test_an_engine_that_counts_anew_is_followed_from_then_on() -> None:
     """A few old ids are old news; a long run of them means that what was known is void."""
     poller = Poller()
-    poller.normaliser.changes({"event_id": 1 << 40, "data": stored(1)})
+    poller.read({"event_id": 1 << 40, "data": stored(1)})
     again = [{"event_id": i, "data": stored(100 + i)} for i in range(MAX_OLD + 2)]
-    changes = poller.normaliser.changes(again)
+    changes = poller.read(again)
     assert changes[0] == Cleared(0)
     assert hashes(changes) == [100 + MAX_OLD, 101 + MAX_OLD]
     assert poller.normaliser.counts["old_events"] == MAX_OLD
@@ -354,9 +355,9 @@ def test_kv_14_other_spellings_are_refused_and_counted(bad: object) -> None:
 def test_a_change_that_nobody_can_tell_clears_what_was_announced(event: dict[str, Any]) -> None:
     poller = Poller()
     assert hashes(poller.take(stored(1, 2))) == [1, 2]
-    assert poller.normaliser.changes({"event_id": 1, **event}) == [Cleared(0)]
+    assert poller.read({"event_id": 1, **event}) == [Cleared(0)]
     assert poller.counts() == {"decode_errors": 1}
-    assert poller.normaliser.changes({"event_id": 2, "data": stored(3)}) != []
+    assert poller.read({"event_id": 2, "data": stored(3)}) != []
 
 
 def test_a_removal_of_nobody_knows_what_clears_the_rank() -> None:
@@ -555,3 +556,72 @@ def test_one_event_has_one_cache_salt_or_is_dropped(event: object, salt: str | N
         [] if salt is None else [salt]
     )
     assert poller.counts() == ({"dropped_events": 1} if salt is None else {})
+
+
+# --- more than a turn of the loop may take ---------------------------------------------------------
+
+N_TURN_BLOCKS = TURN_WORK // (BLOCK_WORK + BLOCK_TOKENS)
+N_TURN_HASHES = TURN_WORK // HASH_WORK
+
+
+def portions(poller: Poller, *data: object) -> list[list[Change]]:
+    return list(poller.normaliser.portions([poller.event(one) for one in data]))
+
+
+def test_a_chain_of_more_than_a_turn_comes_in_portions_that_go_on_where_the_last_one_ended() -> (
+    None
+):
+    n_blocks = 2 * N_TURN_BLOCKS + 5
+    chain = portions(Poller(), stored(*range(n_blocks), parent=n_blocks))
+    changes = [change for portion in chain for change in portion]
+    assert hashes(changes) == list(range(n_blocks))
+    assert all(len(hashes(portion)) <= N_TURN_BLOCKS for portion in chain)
+    # What is read of it takes turns, too.
+    assert chain[:2] == [[], []]
+    assert [one.parent for one in changes if isinstance(one, Stored)] == [
+        n_blocks,
+        N_TURN_BLOCKS - 1,
+        2 * N_TURN_BLOCKS - 1,
+    ]
+
+
+def test_a_long_chain_is_dropped_whole_for_what_its_last_block_says() -> None:
+    poller = Poller()
+    salted = block(N_TURN_BLOCKS, cache_salt="s")
+    chain = stored(block(0, cache_salt="t"), *range(1, N_TURN_BLOCKS), salted)
+    assert hashes(poller.take(chain)) == []
+    assert poller.counts() == {"dropped_events": 1}
+
+
+def test_removals_of_more_than_a_turn_come_in_portions() -> None:
+    gone = list(range(N_TURN_HASHES + 1))
+    assert portions(Poller(), removed(*gone)) == [
+        [Removed(0, tuple(gone[:-1]))],
+        [Removed(0, tuple(gone[-1:]))],
+    ]
+
+
+def test_what_fits_a_turn_is_one_portion() -> None:
+    chain = stored(*range(N_TURN_BLOCKS - 1))
+    (portion,) = portions(Poller(), chain, removed(*range(N_TURN_HASHES)), chain)
+    assert len(portion) == 3
+
+
+def test_kv_18_a_tail_that_does_not_fill_a_block_gives_no_credit() -> None:
+    """KV-18: block size 32, a prompt of 70 tokens, announced as blocks of 32, 32 and 6."""
+    event = EngineEvents()
+    normaliser = KvEventNormaliser(ranks=1, block_tokens=32)
+
+    def read(data: object) -> list[Change]:
+        return [one for portion in normaliser.portions(event(data)) for one in portion]
+
+    (change,) = read(stored(block(1, 32), block(2, 32, first=33), block(3, 6, first=65)))
+    assert isinstance(change, Stored)
+    wanted = [(1, token_field(range(1, 33))), (2, token_field(range(33, 65)))]
+    assert [(one.hash, one.tokens) for one in change.blocks] == wanted
+    # A longer prompt fills that tail, as a block of another name that hangs from the second one.
+    (longer,) = read(stored(block(4, 32, first=65), parent=2))
+    assert (longer.parent, hashes([longer])) == (2, [4])  # type: ignore[union-attr]
+    assert read(removed(3)) == []
+    assert read(removed(4, 2)) == [Removed(0, (4, 2))]
+    assert normaliser.counts["partial_blocks"] == 1

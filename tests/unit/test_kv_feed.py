@@ -1,6 +1,7 @@
 """Subscriptions: who gets which batches, when, and how a stream ends."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,7 +12,14 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import Refused
-from slagate.workers.kv_feed import HEARTBEAT_S, INSTANCE_KEY, MAX_SUBSCRIBERS, KvFeed
+from slagate.workers.kv_event_fields import BLOCK_WORK, TURN_WORK
+from slagate.workers.kv_feed import (
+    HEARTBEAT_S,
+    INSTANCE_KEY,
+    MAX_SUBSCRIBERS,
+    STALL_S,
+    KvFeed,
+)
 from slagate.workers.worker import OK, Status
 from support.kv_dicts import BLOCK_TOKENS, EngineEvents, block, moved, removed, stored
 from support.kv_mirror import KvMirror, KvStream
@@ -35,7 +43,11 @@ class Feed(KvFeed):
 
     def say(self, *data: object, rank: int | None = None) -> None:
         """One poll with these events."""
-        self.take([self.event(one, rank=rank) for one in data])
+        self.read([self.event(one, rank=rank) for one in data])
+
+    def read(self, polled: object) -> None:
+        for _ in self.take(polled):
+            pass
 
     def join(self, *ranks: int, start: int = 0, **more: Any) -> KvStream:
         return KvStream(KvMirror(), self, ranks=list(ranks), start=start, **more)
@@ -214,7 +226,7 @@ async def test_kv_04_polls_without_news_publish_nothing() -> None:
     feed = Feed()
     polls: list[object] = [None, [], [[]], "x", 7]
     for nothing in polls:
-        feed.take(nothing)
+        feed.read(nothing)
     feed.say(removed(5))
     assert feed.newest() == -1
     feed.say(stored(1))
@@ -461,6 +473,45 @@ async def test_one_rank_left_behind_ends_the_stream_of_several() -> None:
     assert stream.batches == []
 
 
+@on_loop
+async def test_a_subscriber_that_takes_nothing_for_three_heartbeats_gives_up_its_place() -> None:
+    """Or those who never read would keep everybody else out until the history has left them behind."""
+    feed = Feed()
+    streams = [feed.join() for _ in range(MAX_SUBSCRIBERS)]
+    for stream in streams[1:]:
+        stream.pause()
+    await anyio.sleep(STALL_S - 1)
+    assert refusal(feed)[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
+    streams[1].resume()  # slow, but it reads
+    streams[1].pause()
+    await anyio.sleep(HEARTBEAT_S + 1)
+    assert [stream.status for stream in streams[:2]] == [None, None]
+    for stream in streams[2:]:
+        assert stream.status is not None
+        assert stream.status.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        stream.resume()
+        stream.call.cancel()
+    assert feed.counters()["slow_subscribers"] == MAX_SUBSCRIBERS - 2
+    late = feed.join(snapshot=True)
+    await settle(streams[0], late)
+    assert late.numbers[-1:] == streams[0].numbers[-1:]
+
+
+@on_loop
+async def test_a_subscriber_asked_twice_to_wait_waits_since_the_first_time_and_leaves_no_timer() -> (
+    None
+):
+    feed = Feed()
+    stream = feed.join()
+    for _ in range(3):
+        stream.pause()
+        await anyio.sleep(HEARTBEAT_S)
+    await anyio.sleep(HEARTBEAT_S)
+    assert stream.status is not None
+    assert n_timers() == 0
+    assert feed.counters()["subscribers"] == 0
+
+
 # --- work and time ---------------------------------------------------------------------------------
 
 
@@ -482,6 +533,36 @@ async def test_a_large_backlog_is_delivered_in_slices_and_fairly() -> None:
         assert len(slices) < 200
     assert max(slices) <= 256
     assert first.numbers == second.numbers == list(range(2000))
+
+
+@on_loop
+async def test_between_the_steps_of_a_long_event_all_subscribers_have_the_same_whole_blocks() -> (
+    None
+):
+    """Also those who come in between, with a snapshot or a number; no child is before its parent."""
+    feed = Feed()
+    n_blocks = 5000
+    follower = feed.join()
+    joined: list[KvStream] = []
+    sizes = []
+    chain = feed.event(stored(*[block(hash_, first=hash_) for hash_ in range(n_blocks)]))
+    gone = feed.event(removed(*reversed(range(n_blocks))))
+    for _ in itertools.chain(feed.take(chain), feed.take(gone)):
+        joined.append(feed.join(snapshot=True))
+        joined.append(feed.join(start=feed.newest() + 1))
+        await settle(follower, *joined)
+        joined.pop().call.cancel()
+        held = follower.mirror.resident()
+        assert list(held) == list(range(len(held)))
+        sizes.append(len(held))
+        for stream in joined:
+            assert stream.mirror.resident() == held
+    # It grows and shrinks in steps of a turn's work.
+    assert sizes[-1] == 0
+    assert max(sizes) == n_blocks
+    steps = [after - before for before, after in itertools.pairwise(sizes)]
+    assert max(steps) <= TURN_WORK // (BLOCK_WORK + BLOCK_TOKENS)
+    assert follower.numbers == list(range(len(follower.numbers)))
 
 
 @on_loop
@@ -521,6 +602,33 @@ async def test_a_rank_without_news_sends_heartbeats_while_somebody_listens() -> 
     assert n_timers() == 0
     await anyio.sleep(60.0)
     assert (feed.newest(0), feed.newest(1)) == (2, 1)
+
+
+def test_lost_events_are_logged_once_a_minute_and_rank(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        feed = Feed(ranks=2)
+        for rank in (0, 1):
+            feed.say(stored(1), rank=rank)
+        assert not caplog.records
+        for second in range(130):
+            if second < 50:
+                feed.event.skip(3, rank=1)
+            if second == 10:
+                feed.event.skip(1, rank=0)
+            for rank in (0, 1):
+                feed.say(stored(2), rank=rank)
+            await anyio.sleep(1.0)
+
+    run(main)
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
+        ("WARNING", "kv_events.lost")
+    ] * 3
+    told = [
+        [vars(one)[name] for name in ("rank", "gaps", "missed_events", "missed_events_so_far")]
+        for one in caplog.records
+    ]
+    # The rest is told when the minute is over, although nothing is lost any more.
+    assert told == [[1, 1, 3, 3], [0, 1, 1, 1], [1, 49, 147, 150]]
 
 
 @on_loop

@@ -1,13 +1,16 @@
 """One rank's log: what is said on the wire about changes, and how it is numbered and kept."""
 
-import struct
+import gc
+import tracemalloc
+from collections import deque
+from itertools import islice
 
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.kv_events import Block, Change, Cleared, Moved, Removed, Stored
+from slagate.workers.kv_changes import Block, Change, Cleared, Moved, Removed, Stored
 from slagate.workers.kv_log import RankLog
-from slagate.workers.kv_wire import MAX_BATCH_BYTES, varint
+from slagate.workers.kv_wire import MAX_BATCH_BYTES, token_field, varint
 from support.kv_mirror import RankMirror, number_of
 
 SIZE = 4
@@ -15,7 +18,7 @@ GPU, HOST = oe.STORAGE_MEDIUM_GPU, oe.STORAGE_MEDIUM_CPU_PINNED
 
 
 def block(hash_: int, *keys: str, first: int = 1) -> Block:
-    return Block(hash_, struct.pack("<4I", *range(first, first + SIZE)), keys)
+    return Block(hash_, token_field(range(first, first + SIZE)), keys)
 
 
 def stored(
@@ -394,3 +397,46 @@ def test_a_snapshot_is_of_the_moment_it_was_asked_for() -> None:
     assert joined.next_number == 1
     joined.apply(batch_of(log.batch(1)))
     assert joined.resident() == {1: 1, 3: 0}
+
+
+def test_mem_05_what_was_stored_and_removed_leaves_nothing_behind() -> None:
+    """MEM-05 with 50,000 prefixes of four blocks instead of a million, which would take a minute.
+
+    Removed as an engine evicts: those stored first go first, leaves before what they hang from.
+    """
+    n_prefixes, cached = 50_000, 500
+    log = RankLog(0, block_tokens=SIZE, history_batches=100, history_bytes=1 << 20)
+    hashes = iter(range(1, 1 << 62))
+    prefixes: deque[tuple[int, ...]] = deque()
+
+    def store() -> None:
+        prefixes.append(tuple(islice(hashes, 4)))
+        assert log.apply([stored(*(block(hash_, first=hash_) for hash_ in prefixes[-1]))], 1)
+
+    def evict() -> None:
+        assert log.apply([removed(*reversed(prefixes.popleft()))], 1)
+
+    def churn(n: int) -> None:
+        for _ in range(n):
+            store()
+            if len(prefixes) > cached:
+                evict()
+        while prefixes:
+            evict()
+
+    def traced_bytes() -> int:
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        # The history is full then, and dicts are as large as they get.
+        churn(5 * cached)
+        start_bytes = traced_bytes()
+        churn(n_prefixes)
+        assert traced_bytes() < 1.2 * start_bytes
+    finally:
+        tracemalloc.stop()
+    nodes = [node for node in vars(log.mirror).values() if isinstance(node, dict)]
+    assert len(nodes) == 5
+    assert not any(nodes)

@@ -78,6 +78,28 @@ def test_slots_used_again_give_an_error_and_never_the_other_blocks(
     assert call(prefill, "acks")["sessions"] == []
 
 
+def test_a_slot_written_anew_is_not_what_it_was_though_its_content_is(
+    prefill: Here, decode: Here
+) -> None:
+    """A read may find the ticket before a release and the blocks after it."""
+    first = export(prefill, 7)
+    call(prefill, "release", session=7)
+    second = unpack_descriptor(bytes.fromhex(export(prefill, 8, seed=7)))
+    assert second.slots.tolist() == unpack_descriptor(bytes.fromhex(first)).slots.tolist()
+    result = fetch(decode, changed(first, tag=second.tag))
+    assert result["error"] == "KvIntegrity"
+    assert "another session's blocks" in result["text"]
+
+
+def test_a_session_that_is_gone_is_gone_though_another_one_holds_its_blocks(
+    prefill: Here, decode: Here
+) -> None:
+    first, second = export(prefill, 7), export(prefill, 8, seed=7)
+    call(prefill, "release", session=7)
+    assert "already consumed or released" in fetch(decode, first)["text"]
+    assert fetch(decode, second)["text"] == digest(blocks_of(7, 3))
+
+
 def test_blocks_that_changed_under_their_tag_are_thrown_away(prefill: Here, decode: Here) -> None:
     descriptor = export(prefill, 7)
     result = fetch(decode, changed(descriptor, crc=zlib.crc32(b"something else")))
@@ -216,17 +238,19 @@ def test_a_full_pool_refuses_and_serves_again(prefill: Here, decode: Here) -> No
     export(prefill, 7, n_blocks=30)
     too_many = {"session": 8, "n_blocks": 3, "seed": 8}
     refused = prefill.end(prefill.begin("export", **too_many))
-    assert refused["text"] == "the pool is full: 3 blocks wanted, 2 of 32 free"
+    assert refused["text"] == "the pool is full: 4 slots wanted, 1 of 32 free"
     call(prefill, "release", session=7)
     works(prefill, decode, session=8)
 
 
-def test_a_pull_needs_room_too(prefill: Here, decode: Here) -> None:
-    export(decode, 1, n_blocks=30)
-    descriptor = export(prefill, 7)
-    assert "the pool is full" in fetch(decode, descriptor)["text"]
-    call(decode, "release", session=1)
-    assert fetch(decode, descriptor)["text"] == digest(blocks_of(7, 3))
+def test_a_full_pool_takes_what_is_there_already(prefill: Here, decode: Here) -> None:
+    export(prefill, 7, n_blocks=30)
+    descriptor = export(prefill, 8, n_blocks=30, seed=7)
+    assert call(prefill, "state")["n_free"] == 0
+    call(prefill, "release", session=7)
+    assert fetch(decode, descriptor)["text"] == digest(blocks_of(7, 30))
+    wait_for_acks(prefill, [8])
+    assert is_whole(call(prefill, "state"))
 
 
 def test_blocks_larger_than_a_slot_are_refused(prefill: Here) -> None:

@@ -67,14 +67,16 @@ def peers(agent: FakeAgent) -> Peers:
 
 
 def wanted(name: str, metadata: bytes | None = None) -> NixlDescriptor:
-    fields: dict[str, Any] = {"session_id": 1, "tag": b"t" * 8, "base": 0, "crc": 0}
+    fields: dict[str, Any] = {"session_id": 1, "tag": b"t" * 8, "tags_digest": b"d" * 8}
     return NixlDescriptor(
         **fields,
+        base=0,
+        crc=0,
         block_bytes=1,
         stride_bytes=9,
         agent=name,
         metadata=name.encode() + b" at home" if metadata is None else metadata,
-        slots=np.zeros(1, np.uint32),
+        slots=np.zeros(2, np.uint32),
     )
 
 

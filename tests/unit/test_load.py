@@ -82,6 +82,20 @@ def test_ranks_are_added_up_once_all_are_known() -> None:
     assert not half.HasField("total_kv_blocks")
 
 
+def test_ranks_of_which_nothing_is_known_are_counted_and_have_no_figures() -> None:
+    """Zeros would look like idle ranks; an engine of one rank has nobody to be mistaken for."""
+    for rows, n_without in (({}, 3), ({1: row()}, 2), ({0: row(), 1: row(), 2: row()}, 0)):
+        for n_live in (0, 5):
+            attributes = load(rows, n_ranks=3, n_live=n_live).attributes
+            assert attributes["ranks_without_stats"] == n_without
+            ranks = rank_loads(rows, n_ranks=3, n_live=n_live, blocks_per_rank=None)
+            for rank in ranks:
+                known = rank != oe.RankLoadInfo(data_parallel_rank=rank.data_parallel_rank)
+                assert known == (rank.data_parallel_rank in rows)
+    for rows in ({}, {0: row()}):
+        assert not load(rows).HasField("attributes")
+
+
 def test_what_the_engine_holds_now_beats_the_last_row() -> None:
     assert load({0: row()}, used_blocks=3).used_kv_blocks == 3
     (rank,) = rank_loads({0: row()}, n_ranks=1, n_live=1, blocks_per_rank=None, used_blocks=3)

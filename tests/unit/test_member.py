@@ -1,15 +1,19 @@
 import logging
+from typing import Any
 
 import pytest
 
-from slagate.pools.member import FAILURES_TO_LEAVE, Lease, Member, Stage, State, Work
+from slagate.pools.member import FAILURES_TO_LEAVE, Lease, Member, Stage
+from slagate.pools.pool import Pool
+from slagate.pools.ranks import Work
+from slagate.pools.table import UNLIMITED, State, Table
 from slagate.proto import openengine_pb2 as oe
 from support.builders import member, pool
 
 
 def probed(results: str, of: Member | None = None) -> list[State]:
     """States after each probe: o is ok, x failed, r refused."""
-    of = of or Member("w:1", pool="p", stage=Stage.AGG, max_inflight=None)
+    of = of or Member("w:1", pool="p", stage=Stage.AGG, table=Table())
     states = []
     for result in results:
         before = of.state
@@ -61,7 +65,7 @@ def test_a_worker_that_came_back_has_all_its_failures_ahead_of_it_again() -> Non
 
 
 def test_the_reason_says_why_it_is_not_ready() -> None:
-    of = Member("w:1", pool="p", stage=Stage.AGG, max_inflight=None)
+    of = Member("w:1", pool="p", stage=Stage.AGG, table=Table())
     assert of.reason == "not reached yet"
     of.probe_failed("UNAVAILABLE: refused")
     assert of.reason == "UNAVAILABLE: refused"
@@ -75,11 +79,12 @@ def test_the_reason_says_why_it_is_not_ready() -> None:
 
 
 def test_a_view_is_a_copy_of_that_moment() -> None:
-    of = member(max_inflight=2)
-    view = of.view()
-    Lease(of, Work(10, 0.5, 20))
+    of = pool("w:1", max_inflight=2)
+    before = of.view()
+    of.lease(0, Work(10, 0.5, 20))
+    view = before.view(0)
     assert (view.inflight, view.queued_tokens, view.queued_s, view.context_tokens) == (0, 0, 0.0, 0)
-    view = of.view()
+    view = of.view().view(0)
     assert (view.inflight, view.queued_tokens, view.queued_s, view.context_tokens) == (
         1,
         10,
@@ -91,7 +96,7 @@ def test_a_view_is_a_copy_of_that_moment() -> None:
 
 def test_a_prefill_that_is_done_shortens_the_queue_and_keeps_the_slot() -> None:
     of = member()
-    lease = Lease(of, Work(10, 0.5, 20))
+    lease = Lease(of, of.ranks.rows[0], Work(10, 0.5, 20))
     lease.prefill_done()
     assert (of.inflight, of.queued_tokens, of.queued_s, of.context_tokens) == (1, 0, 0.0, 20)
     lease.release()
@@ -100,7 +105,7 @@ def test_a_prefill_that_is_done_shortens_the_queue_and_keeps_the_slot() -> None:
 
 def test_floats_that_do_not_add_up_leave_an_idle_queue_of_exactly_zero() -> None:
     of = member()
-    leases = [Lease(of, Work(1, seconds, 0)) for seconds in (0.1, 0.2, 0.3)]
+    leases = [Lease(of, of.ranks.rows[0], Work(1, seconds, 0)) for seconds in (0.1, 0.2, 0.3)]
     for lease in leases:
         lease.release()
     assert of.queued_s == 0.0
@@ -108,20 +113,20 @@ def test_floats_that_do_not_add_up_leave_an_idle_queue_of_exactly_zero() -> None
 
 def test_i3_a_pool_gives_no_lease_on_a_worker_that_may_not_take_work() -> None:
     of = pool("w:1", max_inflight=1)
-    of.lease("w:1", Work())
+    of.lease(0, Work())
     with pytest.raises(AssertionError):
-        of.lease("w:1", Work())
+        of.lease(0, Work())
     for results in ("xxx", "r"):
         of = pool("w:1")
         probed(results, of.members["w:1"])
         with pytest.raises(AssertionError):
-            of.lease("w:1", Work())
+            of.lease(0, Work())
         assert of.requests_total == 0
 
 
 def test_reprs_say_the_state_in_one_line() -> None:
     of = pool("w:1")
-    of.lease("w:1", Work(3, 0.1, 4))
+    of.lease(0, Work(3, 0.1, 4))
     assert repr(of) == "Pool(pool, [Member(w:1, ready, inflight 1, queued 3, context 4)])"
 
 
@@ -169,8 +174,63 @@ def test_every_change_of_state_is_logged_by_the_member_itself(
 
 
 def test_a_view_follows_the_models_that_are_set() -> None:
-    of = member()
-    assert of.view().models == {"llama"}
+    in_pool = pool("w:1")
+    of = in_pool.members["w:1"]
+    assert in_pool.view().view(0).models == {"llama"}
     of.models = {name: oe.ModelInfo() for name in ("a", "b")}
-    assert of.view().models == {"a", "b"}
+    assert in_pool.view().view(0).models == {"a", "b"}
     assert set(of.models) == {"a", "b"}
+
+
+def told(n_ranks: int, *, takes_rank: bool, capacity: oe.DeploymentCapacity | None = None) -> Any:
+    info = oe.ServerInfo(capacity=capacity)
+    info.parallelism.data_parallel_size = n_ranks
+    info.extra["trtllm_supports_dp_rank_targeting"] = takes_rank
+    info.extra["slagate_supports_decode_dp_rank"] = takes_rank
+    return info
+
+
+def ranks(of: Pool) -> list[tuple[str, int | None, bool]]:
+    rows = of.view().rows
+    shown = [rows.view(at) for at in range(len(rows))]
+    return [(each.address, each.rank, each.state is State.READY) for each in shown]
+
+
+def test_each_rank_that_can_be_asked_for_is_a_row_and_its_lease_asks_for_it() -> None:
+    of = pool("w:1", "x:1", stage=Stage.PREFILL)
+    member, _ = of.members.values()
+    assert ranks(of) == [("w:1", None, True), ("x:1", None, True)]
+    member.info = told(2, takes_rank=False)
+    assert ranks(of) == [("w:1", None, True), ("x:1", None, True)]
+    member.info = told(2, takes_rank=True)
+    assert ranks(of) == [("w:1", 0, True), ("x:1", None, True), ("w:1", 1, True)]
+    lease = of.lease(2, Work(5, 0.1, 0))
+    assert (lease.member, lease.rank) == (member, 1)
+    first, _, second = (of.view().view(row) for row in range(3))
+    assert (first.inflight, second.inflight) == (0, 1)
+    assert first.worker_inflight == second.worker_inflight == member.inflight == 1
+    # Back with fewer ranks: what is leased on the one that is gone is still given back.
+    member.info = told(1, takes_rank=True)
+    assert ranks(of) == [("w:1", None, True), ("x:1", None, True), ("w:1", 1, False)]
+    lease.release()
+    assert (member.inflight, member.queued_tokens) == (0, 0)
+
+
+def test_limits_are_those_of_the_file_then_what_the_engine_runs_at_once() -> None:
+    capacity = oe.DeploymentCapacity(
+        max_running_requests=64, total_kv_blocks=1000, kv_block_size=32
+    )
+    for stage, configured, wanted in (
+        (Stage.PREFILL, None, UNLIMITED),
+        (Stage.DECODE, None, 64),
+        (Stage.AGG, None, 64),
+        (Stage.AGG, 7, 7),
+        (Stage.PREFILL, 7, 7),
+    ):
+        of = pool("w:1", stage=stage, max_inflight=configured)
+        of.members["w:1"].info = told(1, takes_rank=True, capacity=capacity)
+        row = of.view().view(0)
+        assert row.max_inflight == of.members["w:1"].max_inflight == wanted
+        assert row.capacity_tokens == 32_000
+    of.members["w:1"].info = told(2, takes_rank=True, capacity=capacity)
+    assert of.view().view(1).capacity_tokens == 16_000

@@ -2,7 +2,10 @@ from collections.abc import Callable
 
 from prometheus_client.core import Metric
 
-from slagate.pools.member import Stage, Work
+from slagate.pools.event_view import EventView
+from slagate.pools.member import Stage
+from slagate.pools.ranks import Work
+from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Outcome
 from slagate.router.metrics import Metrics
 from slagate.router.policy import choose
@@ -16,7 +19,13 @@ from support.virtual_loop import run
 def exercised() -> Metrics:
     """Every family with at least one child."""
     metrics = Metrics()
-    metrics.watch(fleet())
+    of = fleet()
+    for member in of.members():
+        member.events = EventView(member.address, unix_s=lambda: 0.0)
+    for pool in of.pools.values():
+        pool.estimator.observe_prefill(100, 0, queued_s=0.0, seconds=0.1)
+        pool.estimator.observe_itl(1, 100, seconds=0.01)
+    metrics.watch(Dispatcher(of, rng=rng()))
     record = finished_record()
     metrics.measure(record, Outcome.COMPLETED)
     metrics.retries.labels(stage="prefill", code="UNAVAILABLE").inc()
@@ -51,7 +60,8 @@ def test_names_carry_units_and_labels_stay_few() -> None:
         if family.type == "histogram":
             assert family.name.endswith("_seconds")
         has_worker = any("worker" in sample.labels for sample in family.samples)
-        assert has_worker == (family.type == "gauge")
+        assert has_worker <= (family.type == "gauge")
+        assert has_worker == family.name.startswith("slagate_worker_")
 
 
 def test_every_outcome_is_a_series_from_the_start() -> None:
@@ -87,7 +97,7 @@ def test_a_refusal_measures_nothing_but_its_outcome() -> None:
 def test_gauges_read_the_fleet_when_they_are_scraped() -> None:
     of = fleet("agg")
     metrics = Metrics()
-    metrics.watch(of)
+    metrics.watch(Dispatcher(of, rng=rng()))
     labels = {"stage": "agg", "pool": "agg", "worker": "a1:1"}
 
     def values() -> tuple[float | None, ...]:
@@ -97,7 +107,7 @@ def test_gauges_read_the_fleet_when_they_are_scraped() -> None:
         )
 
     assert values() == (0, 0, 0, 1)
-    lease = of.pools["agg"].lease("a1:1", Work(10, 0.1, 20))
+    lease = of.pools["agg"].lease(0, Work(10, 0.1, 20))
     of.pools["agg"].members["a1:1"].refuse("wrong")
     assert values() == (1, 10, 20, 0)
     lease.release()
@@ -138,7 +148,7 @@ def test_metrics_01_made_up_model_names_create_no_series() -> None:
 def test_i8_spills_are_a_series_of_every_pool_from_the_start() -> None:
     of = fleet()
     metrics = Metrics()
-    metrics.watch(of)
+    metrics.watch(Dispatcher(of, rng=rng()))
 
     def spills(pool: str) -> float | None:
         labels = {"stage": pool, "pool": pool}

@@ -3,9 +3,12 @@ import random
 import pytest
 
 from slagate.pools.grid_config import parse_config
-from slagate.pools.member import MemberView, Stage, State, Work
+from slagate.pools.member import Stage
+from slagate.pools.ranks import Work
+from slagate.pools.table import RowView, State
 from slagate.router.dispatch import Dispatcher
-from slagate.router.policy import AT_LIMIT, Ask, Decision, StageChoice, choose, choose_stage
+from slagate.router.policy import Decision, StageChoice, choose, choose_stage
+from slagate.router.score import AT_LIMIT, KV_AT_LIMIT, QUEUE_AT_LIMIT, Ask
 from slagate.router.sla import Sla
 from support.builders import ask, fleet, one_cell, pool_view, profiled, rng, view
 from support.fleet_files import disagg_file
@@ -13,7 +16,7 @@ from support.fleet_files import disagg_file
 STAGES = list(Stage)
 
 
-def chosen(stage: Stage, *views: MemberView, asked: Ask | None = None) -> StageChoice:
+def chosen(stage: Stage, *views: RowView, asked: Ask | None = None) -> StageChoice:
     pools = {"only": pool_view("only", views)}
     return choose_stage(stage, asked or ask(), one_cell(stage, "only"), pools, rng=rng())
 
@@ -36,7 +39,7 @@ def winner(choice: StageChoice) -> str:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_worker_that_may_not_serve_is_never_chosen_and_says_why(
-    stage: Stage, bad: MemberView, reason: str
+    stage: Stage, bad: RowView, reason: str
 ) -> None:
     asked = ask(excluded=frozenset({"failed:1"}))
     busy = view("good:1", inflight=50, queued_s=99.0, queued_tokens=9999, context_tokens=99999)
@@ -89,8 +92,8 @@ def test_predictions_are_shown_only_where_the_pool_has_a_profile() -> None:
     pools = {"only": pool_view("only", [view(queued_s=1.0)], speed=profiled())}
     choice = choose_stage(Stage.AGG, ask(), one_cell(Stage.AGG, "only"), pools, rng=rng())
     candidate = choice.candidates[0]
-    assert candidate.predicted_ttft_s == 1.0 + profiled().prefill_s(100, 0)
-    assert candidate.predicted_itl_s == profiled().itl_s(1, 100)
+    assert candidate.predicted_ttft_s == 1.0 + profiled().frozen().prefill_s(100, 0)
+    assert candidate.predicted_itl_s == profiled().frozen().itl_s(1, 100)
 
 
 def test_another_pool_is_asked_only_when_the_configuration_says_so() -> None:
@@ -158,7 +161,7 @@ def test_a_decision_explains_itself_in_words() -> None:
         "TTFT target 40 ms",
         "pool only",
         "idle:1",
-        "Of 2 workers that can take it idle:1",
+        "Of 2 that can take it idle:1 has the least to do",
     ):
         assert part in text
     down = {"only": pool_view("only", [view("w:1", state=State.REFUSED)])}
@@ -181,7 +184,7 @@ def test_score_01_idle_workers_take_turns() -> None:
     dispatcher = Dispatcher(of, rng=rng(1))
     served: list[str] = []
     for _ in range(100):
-        assignment = dispatcher.take(dispatcher.decide(ask(isl_tokens=5)))
+        assignment = dispatcher.take_now(ask(isl_tokens=5), None)
         served.append(assignment.lease(Stage.AGG).member.address)
         assignment.release()
     assert abs(served.count("a1:1") - served.count("a2:1")) <= 1
@@ -192,7 +195,95 @@ def test_a_worker_whose_last_probe_failed_is_chosen_only_where_no_other_can_be()
     suspect, other = of.pools["agg"].members.values()
     suspect.probe_failed("slow")
     dispatcher = Dispatcher(of, rng=rng(1))
-    taken = [dispatcher.take(dispatcher.decide(ask())) for _ in range(20)]
+    taken = [dispatcher.take_now(ask(), None) for _ in range(20)]
     assert {one.lease(Stage.AGG).member for one in taken} == {other}
     other.refuse("gone")
-    assert dispatcher.take(dispatcher.decide(ask())).lease(Stage.AGG).member is suspect
+    assert dispatcher.take_now(ask(), None).lease(Stage.AGG).member is suspect
+
+
+def pick(stage: Stage, *views: RowView, n_leases: int = 0) -> StageChoice:
+    pools = {"only": pool_view("only", views, speed=profiled(), n_leases=n_leases)}
+    return choose_stage(stage, ask(isl_tokens=9000), one_cell(stage, "only"), pools, rng=rng())
+
+
+def test_a_cached_prefix_wins_until_the_queue_outweighs_it() -> None:
+    cold = view("cold:1")
+    for queued_s, wanted in ((0.0, "warm:1"), (0.01, "warm:1"), (10.0, "cold:1")):
+        warm = view("warm:1", device_tokens=8192, queued_s=queued_s, inflight=1)
+        assert winner(pick(Stage.PREFILL, warm, cold)) == wanted
+    # A full cache does not attract a request that it does not shorten.
+    assert winner(pick(Stage.PREFILL, view("busy:1", queued_s=0.1, inflight=1), cold)) == "cold:1"
+
+
+def test_what_is_on_the_host_costs_its_way_back() -> None:
+    device = view("device:1", device_tokens=8192)
+    host = view("host:1", host_tokens=8192)
+    choice = pick(Stage.PREFILL, host, view("cold:1"), device)
+    assert [c.view.address for c in choice.candidates] == ["device:1", "host:1", "cold:1"]
+    frozen = profiled().frozen()
+    assert choice.candidates[1].predicted_ttft_s == pytest.approx(
+        frozen.ttft_s(frozen.work_s(9000 - 8192, 8192) + frozen.host_s(8192))
+    )
+    assert pick(Stage.PREFILL, host).work.prefill_tokens == 9000 - 8192
+
+
+def test_decode_ignores_what_is_cached() -> None:
+    warm, idle = view("warm:1", device_tokens=8192, inflight=1), view("idle:1")
+    assert winner(pick(Stage.DECODE, warm, idle)) == "idle:1"
+
+
+@pytest.mark.parametrize("stage", [Stage.PREFILL, Stage.AGG])
+def test_an_idle_row_that_had_no_turn_for_long_goes_first(stage: Stage) -> None:
+    warm = view("warm:1", device_tokens=8192, last_chosen=40)
+    for last, foreign, inflight, wanted in (
+        (21, 0, 0, "warm:1"),
+        (20, 0, 0, "cold:1"),
+        (20, 1, 0, "warm:1"),
+        (20, 0, 1, "warm:1"),
+    ):
+        cold = view("cold:1", last_chosen=last, foreign_requests=foreign, inflight=inflight)
+        choice = pick(stage, warm, cold, n_leases=40)
+        assert winner(choice) == wanted
+        assert choice.starved == (wanted == "cold:1")
+    cold = view("cold:1", last_chosen=0)
+    assert not pick(stage, cold, n_leases=1000).starved
+    assert "had no request for longest" in choose_text(pick(stage, warm, cold, n_leases=40))
+    suspect = view("cold:1", suspect=True)
+    assert winner(pick(stage, warm, suspect, n_leases=1000)) == "warm:1"
+
+
+def test_decode_needs_no_turns() -> None:
+    busy = view("busy:1", last_chosen=900, inflight=1)
+    idle = view("idle:1", last_chosen=0)
+    assert not pick(Stage.DECODE, busy, idle, n_leases=1000).starved
+
+
+@pytest.mark.parametrize(
+    ("stages", "full", "reason"),
+    [
+        (
+            [Stage.PREFILL, Stage.AGG],
+            {"queued_tokens": 20, "max_queued_tokens": 20},
+            QUEUE_AT_LIMIT,
+        ),
+        ([Stage.DECODE, Stage.AGG], {"capacity_tokens": 8999, "inflight": 1}, KV_AT_LIMIT),
+        (STAGES, {"worker_inflight": 4, "max_inflight": 4}, AT_LIMIT),
+    ],
+)
+def test_a_limit_excludes_a_row_where_it_applies(
+    stages: list[Stage], full: dict[str, int], reason: str
+) -> None:
+    for stage in STAGES:
+        choice = pick(stage, view("full:1", **full), view("far:1", queued_s=99.0, inflight=200))
+        reasons = {c.view.address: c.excluded for c in choice.candidates}
+        assert reasons["full:1"] == (reason if stage in stages else "")
+    assert winner(pick(Stage.DECODE, view("w:1", capacity_tokens=5))) == "w:1"
+
+
+def test_requests_of_others_are_in_the_batch_and_their_prompts_in_the_queue() -> None:
+    shared, own = view("shared:1", foreign_requests=9, foreign_s=1.0), view("own:1", inflight=3)
+    assert winner(pick(Stage.DECODE, shared, own)) == "own:1"
+    choice = pick(Stage.PREFILL, shared, own)
+    assert winner(choice) == "own:1"
+    seen = {c.view.address: c.predicted_ttft_s for c in choice.candidates}
+    assert seen["shared:1"] == pytest.approx((seen["own:1"] or 0) + 1.0)

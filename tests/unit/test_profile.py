@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,6 +135,23 @@ def test_a_falling_last_slope_is_not_carried_on(tmp_path: Path) -> None:
     assert profile.itl_s(1000, 512) == 0.003
     assert profile.prefill_s(100, 1_000_000) == 0.009
     assert profile.prefill_s(5, 0) == 0.010
+
+
+def test_time_below_the_first_row_of_cached_tokens_is_never_negative(tmp_path: Path) -> None:
+    """A steep rise between two rows leads below 0 in front of them."""
+    content = small()
+    content["tp"]["1"]["prefill"] = [[100, 1000, 1.0], [100, 1100, 9.0]]
+    profile = load(tmp_path, content)
+    assert profile.prefill_s(100, 0) == 0
+    assert profile.prefill_many(np.full(20, 100.0), np.zeros(20)).tolist() == [0.0] * 20
+
+
+@pytest.mark.parametrize("field", ["prefill", "decode"])
+def test_rows_that_lead_out_of_the_numbers_are_refused(tmp_path: Path, field: str) -> None:
+    content = small()
+    content["tp"]["1"][field] = [[100, 512, 1.0], [101, 512, 1000.0]]
+    with pytest.raises(ProfileError, match=rf"tp\.1\.{field}: rows too steep"):
+        load(tmp_path, content)
 
 
 def test_nothing_to_do_takes_no_time(tmp_path: Path) -> None:

@@ -4,17 +4,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slagate.pools.grid import StageGrid
-from slagate.pools.member import Stage, State
+from slagate.pools.member import Stage
+from slagate.pools.table import State
 from slagate.proto import gateway_pb2 as gw
+from slagate.router.decision_message import at_once, decision_steps
 from slagate.router.errors import Outcome
 from slagate.router.policy import Decision, choose
-from slagate.router.receipts import MAX_RECEIPT_BYTES, TOP_CANDIDATES, Record, decision_message
+from slagate.router.receipts import MAX_RECEIPT_BYTES, TOP_CANDIDATES, Record, Stamp
 from slagate.router.sla import MAX_TEXT, Sla
 from slagate.workers.worker import OK, Status
-from support.builders import ask, one_cell, pool_view, profiled, rng, view
+from support.builders import MODEL, ask, one_cell, pool_view, profiled, rng, view
 
 Code = grpc.StatusCode
 STAGES = (Stage.PREFILL, Stage.DECODE)
+STAMP = Stamp(12, 1.7e9, "0123456789abcdef")
 
 
 def decision(
@@ -25,7 +28,10 @@ def decision(
     pools = {
         f"{name}-{s.value}": pool_view(
             f"{name}-{s.value}",
-            [view(f"{worker}{i}:1", inflight=i, queued_s=float(i)) for i in range(n_workers)],
+            [
+                view(f"{worker}{i}:1", inflight=i, queued_s=float(i), device_tokens=32)
+                for i in range(n_workers)
+            ],
             speed=profiled(),
         )
         for s in STAGES
@@ -42,10 +48,18 @@ def record(of: Decision | None = None, *, sla: Sla | None = None) -> Record:
 
 
 def receipt(of: Record, outcome: Outcome = Outcome.COMPLETED) -> gw.Receipt:
-    made = of.receipt(outcome, 12.0)
+    made = of.trailer(outcome, 12.0, STAMP)
     assert made.ByteSize() <= MAX_RECEIPT_BYTES
     assert gw.Receipt.FromString(made.SerializeToString()) == made
     return made
+
+
+def full(of: Record) -> gw.Receipt:
+    return at_once(of.full(Outcome.COMPLETED, 12.0, STAMP))
+
+
+def in_full(of: Decision) -> gw.Decision:
+    return at_once(decision_steps(of, request_id="r", max_tokens=1))
 
 
 def test_a_receipt_says_what_was_decided_and_what_happened() -> None:
@@ -53,6 +67,7 @@ def test_a_receipt_says_what_was_decided_and_what_happened() -> None:
     of = record(decision(sla=sla), sla=sla)
     of.max_tokens = 64
     of.cached_tokens = 0
+    of.waited_s = 0.25
     of.attempt(Stage.PREFILL, OK)
     of.tally.tokens(1, 10.25)
     of.tally.tokens(4, 10.45)
@@ -87,12 +102,16 @@ def test_a_receipt_says_what_was_decided_and_what_happened() -> None:
     assert actual.itl_ms == pytest.approx(50.0)
     assert actual.HasField("cached_tokens")
     assert (actual.ttft_met, actual.itl_met) == (False, True)
+    assert (actual.waited_ms, actual.predicted_cached_tokens) == (250.0, 32)
+    assert (got.number, got.unix_s, got.config_version) == STAMP
+    assert got.decision.model == MODEL
 
 
 def test_what_is_not_known_is_absent_and_not_zero() -> None:
     got = receipt(record(), Outcome.INVALID)
     assert got.decision == gw.Decision(request_id="client-1", sla=gw.Sla())
     assert got.actual == gw.Actual(outcome="invalid", total_ms=2000.0)
+    assert full(record()).decision == got.decision
 
 
 def test_a_mean_needs_two_tokens_and_a_verdict_needs_a_target() -> None:
@@ -169,7 +188,7 @@ def test_ordinary_long_names_cost_candidates_before_they_cost_the_winner() -> No
 
 def test_the_wire_decision_keeps_every_candidate_when_told_to() -> None:
     of = decision(n_workers=9)
-    message = decision_message(of, request_id="r", max_tokens=1, top=None)
+    message = in_full(of)
     assert [len(choice.candidates) for choice in message.stages] == [9, 9]
     assert message.text == of.explain()
 
@@ -195,7 +214,7 @@ def test_the_winner_among_many_equals_is_always_in_the_receipt() -> None:
 def test_a_decision_is_enough_to_decide_again() -> None:
     for seed in range(50):
         of = among_equals(seed)
-        (choice,) = decision_message(of, request_id="r", max_tokens=1, top=None).stages
+        (choice,) = in_full(of).stages
         assert 0 <= choice.draw < 1
         open_ = [c for c in choice.candidates if not c.excluded]
         best_s = min(c.score_s for c in open_)
@@ -206,14 +225,66 @@ def test_a_decision_is_enough_to_decide_again() -> None:
 
 
 def test_a_candidate_shows_all_that_its_score_was_made_of() -> None:
-    (choice,) = decision_message(among_equals(1), request_id="r", max_tokens=1, top=None).stages
-    (busy,) = [c for c in choice.candidates if c.worker == "busy:1"]
-    assert (busy.inflight, busy.queued_tokens, busy.queued_s, busy.context_tokens) == (
-        9,
-        900,
-        9,
-        77,
-    )
+    figures = {
+        "rank": 3,
+        "suspect": True,
+        "worker_inflight": 10,
+        "max_inflight": 64,
+        "queued_tokens": 900,
+        "max_queued_tokens": 8000,
+        "queued_s": 9.25,
+        "context_tokens": 77,
+        "capacity_tokens": 90_000,
+        "foreign_requests": 2,
+        "foreign_s": 0.125,
+        "last_chosen": 5,
+        "device_tokens": 64,
+        "host_tokens": 32,
+    }
+    views = [view("a:1"), view("b:1", inflight=9, **figures), view("c:1", models=["other"])]
+    pools = {"only": pool_view("only", views, speed=profiled(), n_leases=17)}
+    of = choose(ask(), {Stage.AGG: one_cell(Stage.AGG, "only")}, pools, rng=rng())
+    (choice,) = in_full(of).stages
+    idle, busy, other = sorted(choice.candidates, key=lambda c: c.worker)
+    for name, value in figures.items():
+        assert getattr(busy, name) == value, name
+    assert (busy.row, busy.pool, busy.state, busy.inflight) == (1, "only", "ready", 9)
+    assert [c.serves_model for c in (idle, busy, other)] == [True, True, False]
+    assert busy.score_s > idle.score_s
+    assert [c.excluded for c in (idle, busy, other)] == ["", "", "does not serve the model"]
+    for name in ("rank", "max_inflight", "max_queued_tokens", "capacity_tokens"):
+        assert (busy.HasField(name), idle.HasField(name)) == (True, False), name  # type: ignore[arg-type]
+    (look,) = choice.pools
+    assert (look.name, look.leases, look.coefficients.prefill_scale) == ("only", 17, 1.0)
+
+
+def test_a_limit_of_zero_is_a_limit() -> None:
+    pools = {"only": pool_view("only", [view(max_inflight=0)])}
+    of = choose(ask(), {Stage.AGG: one_cell(Stage.AGG, "only")}, pools, rng=rng())
+    (candidate,) = in_full(of).stages[0].candidates
+    assert candidate.HasField("max_inflight")
+    assert candidate.max_inflight == 0
+
+
+def test_the_choice_of_a_retry_names_the_workers_that_had_failed() -> None:
+    pools = {"only": pool_view("only", [view("a:1"), view("b:1", rank=2), view("c:1")])}
+    failed = ask(excluded=frozenset({"c:1", "a:1"}))
+    of = choose(failed, {Stage.AGG: one_cell(Stage.AGG, "only")}, pools, rng=rng())
+    (choice,) = in_full(of).stages
+    assert (choice.worker, choice.rank) == ("b:1", 2)
+    assert list(choice.excluded_workers) == ["a:1", "c:1"]
+
+
+def test_a_row_that_went_first_because_it_was_idle_for_long_is_said_to_be_starved() -> None:
+    views = [view("warm:1", device_tokens=90, last_chosen=100), view("cold:1")]
+    pools = {"only": pool_view("only", views, n_leases=100)}
+    of = choose(ask(), {Stage.AGG: one_cell(Stage.AGG, "only")}, pools, rng=rng())
+    assert [(c.worker, c.starved) for c in in_full(of).stages] == [("cold:1", True)]
+
+
+def test_a_large_decision_is_put_together_in_small_steps() -> None:
+    steps = decision_steps(decision(n_workers=200), request_id="r", max_tokens=1)
+    assert sum(1 for _ in steps) == 2 * (200 // 32)
 
 
 def test_targets_say_what_was_looked_up_and_what_was_only_assumed() -> None:
@@ -230,6 +301,10 @@ def test_an_attempt_keeps_its_worker_when_the_stage_is_given_to_another() -> Non
     of.decision = of.decision.replace(among_equals(2).stages[0])
     assert first.winner != of.decision.stages[0].winner
     of.attempt(Stage.AGG, OK)
+    got = full(of)
+    assert [c.worker for c in got.replaced] == [first.candidates[0].view.address]
+    assert len(got.replaced[0].candidates) == 11
+    assert not receipt(of).replaced
     attempts = receipt(of).attempts
     assert [a.worker for a in attempts] == [
         first.candidates[0].view.address,
@@ -242,7 +317,7 @@ def test_an_attempt_keeps_its_worker_when_the_stage_is_given_to_another() -> Non
 def test_a_decision_without_a_winner_has_no_worker() -> None:
     pools = {"only": pool_view("only", [view("w:1", state=State.NOT_READY)])}
     of = choose(ask(), {Stage.AGG: one_cell(Stage.AGG, "only")}, pools, rng=rng())
-    (choice,) = decision_message(of, request_id="r", max_tokens=1, top=None).stages
+    (choice,) = in_full(of).stages
     assert (choice.worker, choice.pool) == ("", "only")
     assert choice.candidates[0].excluded == "not_ready"
 

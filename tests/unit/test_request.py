@@ -1,6 +1,10 @@
+import struct
+
 import grpc
 import pytest
 
+from slagate.pools.overlap import Prompt
+from slagate.pools.run_trie import Root
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import InvalidRequest, Outcome, TooLarge, Unsupported
 from slagate.router.request import (
@@ -32,9 +36,23 @@ def test_a_valid_request_keeps_its_bytes() -> None:
     message.stopping.max_tokens = 9
     message.stopping.min_tokens = 4
     parsed = parse(message)
-    assert parsed == Request(message.SerializeToString(), "id", "llama", 2, 9, 4)
+    prompt = Prompt(struct.pack("<2I", 5, 6))
+    assert parsed == Request(message.SerializeToString(), "id", "llama", 2, 9, 4, prompt)
     parsed = parse(request())
     assert (parsed.max_tokens, parsed.min_tokens) == (None, 0)
+
+
+def test_a_prompt_is_of_its_adapter_and_salt_and_of_no_cache_where_nobody_can_tell() -> None:
+    message = request(tokens=[1, 2**32 - 1])
+    message.lora_name = "style-a"
+    message.kv.cache_salt = "tenant"
+    wanted = Prompt(struct.pack("<2I", 1, 2**32 - 1), Root("style-a", "tenant"))
+    assert parse(message).prompt == wanted
+    message.kv.bypass_prefix_cache = True
+    assert parse(message).prompt is None
+    message.kv.bypass_prefix_cache = False
+    message.media.add()
+    assert parse(message).prompt is None
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,13 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
-from slagate.pools.member import Stage, State
+from slagate.pools.member import Stage
+from slagate.pools.overlap import Prompt
+from slagate.pools.ranks import Work
+from slagate.pools.table import State
 from slagate.router.dispatch import Assignment, Dispatcher
 from slagate.router.policy import choose_stage
 from support.builders import PROFILE, ask, fleet, one_cell, pool_view, profiled, rng, view
@@ -13,7 +17,7 @@ PROFILED = {"profile": PROFILE, "tp": 1}
 
 
 def assign(dispatcher: Dispatcher, *, isl_tokens: int = 100) -> Assignment:
-    return dispatcher.take(dispatcher.decide(ask(isl_tokens=isl_tokens)))
+    return dispatcher.take_now(ask(isl_tokens=isl_tokens), None)
 
 
 def spread(dispatcher: Dispatcher, stage: str) -> Counter[str]:
@@ -75,8 +79,9 @@ def test_score_03_an_idle_worker_beats_an_overloaded_one_that_comes_first(
 def test_score_04_fifty_requests_go_to_the_one_worker_below_its_limit() -> None:
     workers = [f"a{i}:1" for i in range(4)]
     of = fleet("agg", pools={"agg": {"workers": workers, "max_inflight": 60}})
-    for address in workers[:3]:
-        of.pools["agg"].members[address].inflight = 60
+    for row in range(3):
+        for _ in range(60):
+            of.pools["agg"].lease(row, Work())
     dispatcher = Dispatcher(of, rng=rng())
     chosen = {assign(dispatcher).members[0].address for _ in range(50)}
     assert chosen == {"a3:1"}
@@ -92,3 +97,85 @@ def test_a_worker_that_comes_back_is_used_again() -> None:
     member.probe_ok()
     member.probe_ok()
     assert assign(dispatcher).members[0] is member
+
+
+def test_score_07_a_worker_that_does_not_report_is_unknown_and_not_idle() -> None:
+    """w1's last report is old; w2 and w3 are half busy with what others sent. 30 requests."""
+    workers = ["a1:1", "a2:1", "a3:1"]
+    of = fleet("agg", pools={"agg": {"workers": workers, **PROFILED}})
+    pool = of.pools["agg"]
+    stale, *fresh = pool.members.values()
+    pool.set_foreign(stale, None)
+    for member in fresh:
+        pool.set_foreign(member, (32, 0))
+    assert [pool.view().view(row).foreign_requests for row in range(3)] == [32, 32, 32]
+    dispatcher = Dispatcher(of, rng=rng())
+    for _ in range(30):
+        assign(dispatcher, isl_tokens=1000)
+    assert set(spread(dispatcher, "agg").values()) == {10}
+
+
+def test_score_07_where_nobody_reports_only_our_own_requests_count() -> None:
+    of = fleet("agg")
+    pool = of.pools["agg"]
+    one, two = pool.members.values()
+    for member in (one, two):
+        pool.set_foreign(member, None)
+    pool.lease(0, Work(100, 0.1, 100))
+    assert {assign(Dispatcher(of, rng=rng())).members[0] for _ in range(1)} == {two}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_score_08_gateways_that_know_nothing_of_each_other_do_not_pile_up(seed: int) -> None:
+    """Four gateways, each with its own fleet state and generator, 50 requests each at once."""
+    total: Counter[str] = Counter()
+    for gateway in range(4):
+        dispatcher = Dispatcher(fleet("agg", pools={"agg": PROFILED}), rng=rng(10 * seed + gateway))
+        for _ in range(50):
+            assign(dispatcher, isl_tokens=1000)
+        total += spread(dispatcher, "agg")
+    assert sum(total.values()) == 200
+    assert max(total.values()) <= 120
+
+
+def prompt(n_tokens: int) -> Prompt:
+    return Prompt(np.arange(n_tokens, dtype="<u4").tobytes())
+
+
+def test_score_09_work_is_what_is_not_cached() -> None:
+    of = fleet("disagg", pools={"prefill": PROFILED})
+    pool = of.pools["prefill"]
+    assert pool.overlaps is not None
+    index = pool.overlaps.index_of(32)
+    holder = index.join()
+    pool.overlaps.set_holder(0, holder, block_tokens=32)
+    index.stored(holder, range(1, 25), None, prompt(768).tokens)
+    dispatcher = Dispatcher(of, rng=rng())
+    warm = dispatcher.take_now(ask(isl_tokens=1024), prompt(1024))
+    assert warm.lease(Stage.PREFILL).row == 0
+    assert warm.lease(Stage.PREFILL).work.prefill_tokens == 256
+    excluded = ask(isl_tokens=1024, excluded=frozenset({"p1:1"}))
+    cold = dispatcher.take_now(excluded, prompt(1024))
+    assert cold.lease(Stage.PREFILL).work.prefill_tokens == 1024
+
+
+def test_score_11_decode_gets_no_credit_for_a_prompt_it_served() -> None:
+    of = fleet("disagg")
+    dispatcher = Dispatcher(of, rng=rng())
+    first = dispatcher.take_now(ask(isl_tokens=1024), prompt(1024))
+    prefill, decode = first.members
+    first.lease(Stage.PREFILL).prefill_done()
+    first.release()
+    decision = dispatcher.explain(ask(isl_tokens=1024), prompt(1024))
+    by_worker = [
+        {c.view.address: c.view.cached_tokens for c in choice.candidates}
+        for choice in decision.stages
+    ]
+    assert by_worker[0][prefill.address] == 1023  # the last token is always computed
+    assert sum(by_worker[0].values()) == 1023
+    assert set(by_worker[1].values()) == {0}
+    assert decision.stages[0].winner is not None
+    assert decision.stages[0].winner.view.address == prefill.address
+    # By load alone: it is the other one's turn.
+    assert decision.stages[1].winner is not None
+    assert decision.stages[1].winner.view.address != decode.address

@@ -44,6 +44,17 @@ def test_a11_generate_async_has_the_parameters_of_its_version_in_order(api: str)
     assert parameters[1:] == PARAMETERS[api]
 
 
+def test_a11_early_1_2_has_no_trace_headers() -> None:
+    early = sim_api("1.2", trace_headers=False)
+    parameters = list(inspect.signature(early.LLM.generate_async).parameters)
+    assert parameters[1:] == [name for name in PARAMETERS["1.2"] if name != "trace_headers"]
+    assert (early.version, early.SamplingParams) == ("1.2", sim_api("1.2").SamplingParams)
+    assert early.LLM.traits == sim_api("1.2").LLM.traits
+    for version in VERSIONS[1:]:
+        with pytest.raises(ValueError, match="trace_headers"):
+            sim_api(version, trace_headers=False)
+
+
 @pytest.mark.parametrize(
     ("api", "keyword"), [("1.2", "priority"), ("1.2", "conversation_params"),
                          ("1.3rc", "conversation_params")]

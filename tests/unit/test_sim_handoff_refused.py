@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from slagate.workers.kv_slices import Slices
+from slagate.workers.sim_blocks import block_states, seed_state, token_bytes
 from slagate.workers.sim_llm import SimLLM
-from slagate.workers.sim_request import RequestError
-from support.sim_llm import VOCAB, Pair, expected, llm, prompt_of, tokens_of
+from slagate.workers.sim_request import DisaggregatedParams, RequestError
+from support.sim_llm import MODEL, VOCAB, Pair, expected, llm, prompt_of, tokens_of
 from support.virtual_loop import run
 
 
@@ -26,11 +27,52 @@ def test_a_replayed_handoff_is_refused(pair: Pair) -> None:
     run(scenario)
 
 
-def test_a_handoff_of_another_prompt_is_refused_by_its_bytes(pair: Pair) -> None:
+def test_a_handoff_of_another_prompt_is_refused_before_its_blocks_are_used_up(pair: Pair) -> None:
     async def scenario() -> None:
-        params = await pair.hand_off(prompt_of(100))
+        prompt = prompt_of(100)
+        params = await pair.hand_off(prompt)
+        for position in (0, 70, 99):
+            other = prompt_of(100)
+            other[position] += 1
+            assert "it is of another prompt" in await pair.refused(other, params)
+        assert (pair.decode.kv_transfer_failures, pair.decode.kv_verify_failures) == (3, 0)
+        assert pair.prefill.n_parked == 1
+        assert await tokens_of(pair.resume(prompt, params)) == expected(prompt, 32)
+        await pair.blocks_come_back()
+
+    run(scenario)
+
+
+def test_a_handoff_of_another_cache_salt_is_refused(pair: Pair) -> None:
+    async def scenario() -> None:
+        prompt = prompt_of(100)
+        params = await pair.hand_off(prompt)
+        salted = pair.decode.generate_async(
+            prompt, disaggregated_params=params, cache_salt="another"
+        )
+        with pytest.raises(RequestError, match="another prompt, model or cache salt"):
+            await salted
+        assert await tokens_of(pair.resume(prompt, params)) == expected(prompt, 32)
+        await pair.blocks_come_back()
+
+    run(scenario)
+
+
+def passed_off(params: DisaggregatedParams, prompt: list[int], other: list[int]) -> Any:
+    """The handoff of a prompt that says it is of another one."""
+    assert params.opaque_state is not None
+    of, wanted = (
+        block_states(token_bytes(tokens), seed_state(MODEL), 32)[-1] for tokens in (prompt, other)
+    )
+    assert params.opaque_state.count(of) == 1
+    return replace(params, opaque_state=params.opaque_state.replace(of, wanted))
+
+
+def test_a_handoff_that_lies_about_its_prompt_is_refused_by_its_bytes(pair: Pair) -> None:
+    async def scenario() -> None:
         other = prompt_of(100)
         other[70] += 1
+        params = passed_off(await pair.hand_off(prompt_of(100)), prompt_of(100), other)
         message = await pair.refused(other, params)
         assert "2 of 4 blocks do not hold this prompt, first block 2" in message
         assert (pair.decode.kv_transfer_failures, pair.decode.kv_verify_failures) == (1, 1)
@@ -142,7 +184,7 @@ def test_a_wrong_block_is_found_in_a_later_slice_of_the_check(
         other = prompt_of(2000)
         other[position] += 1
         first = 62 if position == -1 else 31
-        refused = await pair.refused(other, params)
+        refused = await pair.refused(other, passed_off(params, prompt_of(2000), other))
         assert f"{message} blocks do not hold this prompt, first block {first}" in refused
         assert pair.decode.kv_verify_failures == 1
         await pair.blocks_come_back()

@@ -7,6 +7,7 @@ import pytest
 
 from slagate.workers.sim_blocks import block_states, seed_state, token_bytes
 from slagate.workers.sim_kv_events import KvEventQueue, KvEventRecorder
+from slagate.workers.sim_polls import PollResult
 from support.kv_consumer import KvConsumer
 from support.virtual_loop import run
 
@@ -219,15 +220,23 @@ def test_a_reader_waits_for_the_flush_but_not_for_ever() -> None:
         loop = asyncio.get_running_loop()
         queue = KvEventQueue(10)
         recorder = recorder_of(queue)
-        await queue.wait(0.0)
-        await queue.wait(5.0)
+
+        async def poll(timeout_s: float) -> list[Any]:
+            result = PollResult(lambda: queue.take() or None, queue.arrivals, timeout_s=timeout_s)
+            return [item async for item in result]
+
+        assert await poll(0.0) == []
+        assert loop.time() == 0.0
+        assert await poll(5.0) == []
         assert loop.time() == 5.0
         recorder.created(1, 0)
         loop.call_at(7.0, recorder.flush)
-        await queue.wait(5.0)
-        assert loop.time() == 7.0
-        await queue.wait(5.0)
-        assert loop.time() == 7.0
-        assert len(queue.take()) == 1
+        assert len(await poll(5.0)) == 1
+        # (After what came it has waited for more.)
+        assert loop.time() == 12.0
+        recorder.created(1, 0)
+        recorder.flush()
+        assert len(await poll(0.0)) == 1
+        assert loop.time() == 12.0
 
     run(scenario)

@@ -87,6 +87,26 @@ def test_a_strict_wish_waits_for_its_rank_and_holds_up_only_those_who_want_it_to
     run(scenario)
 
 
+def test_those_in_front_who_want_a_full_rank_are_passed_and_keep_their_order() -> None:
+    async def scenario() -> None:
+        engine = ranked(max_batch_size=40)
+        running = [submit(engine, prompt_of(40, i), 9, on_rank(0)) for i in range(40)]
+        await anext(running[0])
+        wanted = [i // 3 % 2 for i in range(80)]
+        waiting = [
+            submit(engine, prompt_of(40, 40 + i), 9, on_rank(r)) for i, r in enumerate(wanted)
+        ]
+        await anext(running[0])
+        line = [one.feed.result for one in engine._engine._group.waiting]
+        assert line == [result for result, rank in zip(waiting, wanted, strict=True) if rank == 0]
+        there = [one.feed.result for one in engine._ranks[1].schedule.sequences()]
+        assert there == [result for result, rank in zip(waiting, wanted, strict=True) if rank == 1]
+        for result in [*running, *waiting]:
+            await result
+
+    run(scenario)
+
+
 def test_a_relaxed_wish_goes_elsewhere_only_when_its_rank_is_full() -> None:
     async def scenario() -> None:
         engine = ranked(3, max_batch_size=2)

@@ -1,11 +1,14 @@
 """The TensorRT-LLM double: what a request leaves in the KV cache, and when its events can be read."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
 
+from slagate.workers.sim_api import VERSIONS, sim_api
 from slagate.workers.sim_llm import SimLLM
 from slagate.workers.sim_request import SamplingParams
+from support.kv_consumer import KvConsumer
 from support.sim_llm import CONTEXT_ONLY, PROFILE, Pair, llm, n_timers, prompt_of, until
 from support.virtual_loop import run
 
@@ -159,5 +162,53 @@ def test_a_pull_reuses_no_block_of_this_worker(engines: Pair) -> None:
             transfer = perf.timing_metrics.kv_cache_transfer_end
             assert transfer > perf.timing_metrics.kv_cache_transfer_start
         await engines.blocks_come_back()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("api", VERSIONS)
+def test_a_block_that_changes_its_tier_is_updated_and_keeps_its_priority(api: str) -> None:
+    """It is the same block, and so neither removed nor stored anew: last block out, first block in."""
+
+    async def scenario() -> None:
+        host = {"host_cache_size": 64 * 32 * PROFILE.kv_bytes_per_token}
+        engine = llm(api=api, kv_cache_blocks=5, kv_cache_config=EVENTS | host)
+        sampling = sim_api(api).SamplingParams(max_tokens=1)
+        consumer = KvConsumer()
+        stored: list[int] = []
+
+        async def moves(first: int) -> list[tuple[int, int]]:
+            """What moves when a prompt of five blocks, the last with one token, needs the device."""
+            await engine.generate_async(prompt_of(32 * 4 + 2, first), sampling)
+            polled = engine.get_kv_cache_events()
+            moved = []
+            for event in chain.from_iterable(polled) if api == "1.2" else polled:
+                data = event["data"]
+                consumer.take(data)
+                stored.extend(block["block_hash"] for block in data.get("blocks", ()))
+                if data["type"] == "updated":
+                    moved.append((data["block_hash"], data["cache_level"]["new_value"]))
+                    assert data == {
+                        "type": "updated",
+                        "block_hash": moved[-1][0],
+                        "cache_level": {
+                            "type": "event_diff",
+                            "old_value": 1 - moved[-1][1],
+                            "new_value": moved[-1][1],
+                        },
+                        "priority": None,
+                    }
+            (resident,) = engine.resident()
+            assert {block: consumer.levels[block] for block in resident} == resident
+            return moved
+
+        assert await moves(1) == []
+        one = stored[:]
+        assert await moves(2) == [(block, 1) for block in reversed(one)]
+        two = stored[5:]
+        back = await moves(1)
+        assert [block for block, level in back if level == 0] == one
+        assert [block for block, level in back if level == 1] == [*reversed(two)]
+        assert (len(one), len(two), len(stored)) == (5, 5, 10)
 
     run(scenario)

@@ -121,3 +121,29 @@ def test_engine_10_what_keeps_events_off_has_a_name(config: dict[str, Any], name
     why = engine(lambda inputs: None, kv_cache_config=cache).events_off()
     assert named in why
     assert bool(named) == bool(why)
+
+
+def takes_salts(inputs: Any, *, cache_salt: Any = None) -> None: ...
+def says_salts(inputs: Any, *, cache_salt: Any = None, conversation_params: Any = None) -> None: ...
+def takes_anything(inputs: Any, **more: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("generate_async", "config", "wanted"),
+    [
+        (lambda inputs: None, {}, "keep prefixes apart"),
+        (takes_salts, {}, ""),
+        (takes_salts, {"event_buffer_max_size": 9}, "events"),
+        (takes_anything, {"event_buffer_max_size": 9}, "events"),
+        (says_salts, {"event_buffer_max_size": 9}, ""),
+        (says_salts, {"event_buffer_max_size": 9, "use_kv_cache_manager_v2": False}, ""),
+        (says_salts, {"event_buffer_max_size": 9, "use_kv_cache_manager_v2": True}, "events"),
+        (says_salts, {"event_buffer_max_size": 9, "use_kv_cache_manager_v2": "auto"}, "events"),
+    ],
+)
+def test_salts_need_an_engine_whose_events_say_them_or_that_has_none(
+    generate_async: Callable[..., Any], config: dict[str, Any], wanted: str
+) -> None:
+    cache = SimpleNamespace(tokens_per_block=32, **config)
+    why_not = engine(generate_async, kv_cache_config=cache).salts_off()
+    assert (wanted in why_not) if wanted else why_not == ""

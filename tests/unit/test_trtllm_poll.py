@@ -1,17 +1,17 @@
 """When an engine is polled, and what becomes of what it answers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import anyio
 import pytest
 
+from slagate.workers.kv_event_fields import TURN_WORK
 from slagate.workers.trtllm_poll import (
     EVENT_PACE,
     LINGER_S,
     ROW_WORK,
-    TURN_WORK,
     Activity,
     NewestRows,
     Poller,
@@ -262,6 +262,34 @@ def test_kv_04_a_turn_of_the_loop_takes_a_bounded_amount_of_work(*, nested: bool
         # Few parts, as each is a batch, and never two in one turn.
         assert len(turns.parts) == 4 + 2 + 2
         assert len(set(turns.turns)) == len(turns.parts)
+
+    virtual_loop.run(main)
+
+
+class Steps(Turns):
+    """Takes what is large in three steps."""
+
+    def take(self, part: list[Any]) -> Iterator[None]:  # type: ignore[override]
+        for name in part:
+            for i in range(3 if name.startswith("large") else 1):
+                super().take([f"{name}/{i}"])
+                yield
+
+
+@pytest.mark.parametrize("n_turns", [1000, *range(1, 12)])
+def test_a_long_event_has_a_turn_for_each_of_its_steps_and_is_never_left_half_done(
+    n_turns: int,
+) -> None:
+    """Whenever the worker is cancelled; the events behind it wait for the last one."""
+
+    async def main() -> None:
+        turns = Steps(["small-0", "large-1", "large-2", "small-3"])
+        await turns.run(n_turns=n_turns)
+        steps = [f"large-{i}/{step}" for i in (1, 2) for step in range(3)]
+        whole = ["small-0/0", *steps, "small-3/0"]
+        assert turns.taken[: len(whole)] == (whole if turns.parts else [])
+        if n_turns == 1000:
+            assert len(set(turns.turns[: len(whole)])) == len(whole)
 
     virtual_loop.run(main)
 

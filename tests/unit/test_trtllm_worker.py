@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers import sim_request, trtllm
+from slagate.workers import sim_request, trtllm_running
 from slagate.workers.errors import WorkerError
 from slagate.workers.trtllm import TrtllmWorker
 from slagate.workers.trtllm_handoffs import Handoffs
@@ -362,7 +362,7 @@ def test_a_probe_that_got_its_token_aborts_nothing() -> None:
 def test_an_id_that_is_used_again_is_remembered_as_long_as_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trtllm, "REMEMBERED_IDS", 2)
+    monkeypatch.setattr(trtllm_running, "REMEMBERED_IDS", 2)
 
     async def scenario(worker: TrtllmWorker) -> None:
         for request_id in ("a", "b", "a", "c"):

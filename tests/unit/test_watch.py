@@ -6,7 +6,8 @@ import anyio
 import grpc
 import pytest
 
-from slagate.pools.member import Stage, State
+from slagate.pools.member import Stage
+from slagate.pools.table import State
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.worker import Status
 from support.builders import MODEL, model_info

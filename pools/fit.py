@@ -1,0 +1,122 @@
+"""Fits `offset_s + scale * work_s` to observed seconds, one observation at a time.
+
+Least squares of the relative error, old observations forgotten:
+
+    minimise  sum_i FORGET^(n-i) * weight_i * (y_i - scale * w_i - offset_s)^2 / (y_i * predicted_i)
+              + ((scale - now) / now)^2 + ((offset_s - now) / OFFSET_UNIT_S)^2
+
+The last two terms are the distance to the coefficients as they stand, one observation's worth. They decide
+where the observations do not (prompts that are all alike say nothing of scale against offset), and what
+holds in place does not drift; a pull to fixed values would keep part of every error for ever.
+
+Robust in ratios, so that twice as long and half as long count the same: an observation is moved to within
+`CLIP` times the usual |log(seconds / predicted)| of its prediction. A stall is then one more observation,
+while a worker that has really become slower widens the limit step by step and is followed.
+"""
+
+import math
+
+FORGET = 0.96
+"""What an observation weighs after the next one: the last 25 count, about. Any longer, and a change of
+the workers shows too late; any shorter, and queueing noise shows in the coefficients."""
+
+CLIP = 2.0
+"""Of the usual error: what normal noise has beyond it does not matter."""
+
+USUAL_STEP, MIN_USUAL, MAX_USUAL = 1.15, 0.02, 3.0
+"""The usual error is a running median: up by this factor for an error beyond it, else down. The least one
+lets exact predictions be left again; the greatest is a factor of 20."""
+
+ERROR_SPAN = 64
+"""Observations that the reported mean error looks back on, about."""
+
+OFFSET_UNIT_S = 0.02
+"""An overhead that is as easily believed as twice the time of everything."""
+
+MIN_SCALE, MAX_SCALE = 0.01, 100.0
+"""Anything a GPU may be to another one, and a simulated engine that runs a test at ten times the speed."""
+
+MAX_OFFSET_S = 0.5
+"""What a leg may cost beside its prefill; more is a queue that nobody counted, and not a constant."""
+
+MIN_S, MAX_S = 1e-4, 1e5
+"""What a clock and a network resolve; longer than any request."""
+
+
+class Fit:
+    """`scale` and `offset_s` are 1 and 0 until `min_observed` observations were made."""
+
+    __slots__ = (
+        "_a",
+        "_b",
+        "_c",
+        "_d",
+        "_e",
+        "_max_offset_s",
+        "_min_observed",
+        "_now_offset_s",
+        "_now_scale",
+        "_usual",
+        "error",
+        "n_observed",
+        "offset_s",
+        "scale",
+    )
+
+    def __init__(self, *, min_observed: int, max_offset_s: float = MAX_OFFSET_S) -> None:
+        self.scale, self.offset_s = 1.0, 0.0
+        self.n_observed = 0
+        self.error: float | None = None  # recent mean of |predicted - seconds| / seconds
+        self._min_observed, self._max_offset_s = min_observed, max_offset_s
+        self._now_scale, self._now_offset_s = 1.0, 0.0
+        self._usual = 1.0  # of |log(seconds / predicted)|; the first may be far from the profile
+        self._a = self._b = self._c = self._d = self._e = (
+            0.0  # sums of the weight times ww, w, 1, wy, y
+        )
+
+    def observe(self, work_s: float, seconds: float, *, weight: float = 1.0) -> bool:
+        """Learn that `work_s` took `seconds`; whether it could: not from what is no time.
+
+        `weight` in [0, 1] is how far `work_s` can be trusted.
+        """
+        if not (0.0 <= work_s <= MAX_S and 0.0 <= seconds <= MAX_S):
+            return False
+        seconds = max(seconds, MIN_S)
+        self._note_error(abs(self.offset_s + self.scale * work_s - seconds) / seconds)
+        predicted_s = max(self._now_offset_s + self._now_scale * work_s, MIN_S)
+        away = math.log(seconds / predicted_s)
+        limit = CLIP * self._usual
+        counted_s = predicted_s * math.exp(min(limit, max(-limit, away)))
+        usual = self._usual * (USUAL_STEP if abs(away) > self._usual else 1 / USUAL_STEP)
+        self._usual = min(MAX_USUAL, max(MIN_USUAL, usual))
+        self._add(work_s, counted_s, weight / (counted_s * predicted_s))
+        self._solve()
+        if self.n_observed >= self._min_observed:
+            self.scale, self.offset_s = self._now_scale, self._now_offset_s
+        return True
+
+    def _note_error(self, error: float) -> None:
+        self.n_observed += 1
+        if self.error is None:
+            self.error = error
+        else:
+            self.error += (error - self.error) / min(self.n_observed, ERROR_SPAN)
+
+    def _add(self, work_s: float, seconds: float, weight: float) -> None:
+        self._a = FORGET * self._a + weight * work_s * work_s
+        self._b = FORGET * self._b + weight * work_s
+        self._c = FORGET * self._c + weight
+        self._d = FORGET * self._d + weight * work_s * seconds
+        self._e = FORGET * self._e + weight * seconds
+
+    def _solve(self) -> None:
+        hold_scale, hold_offset = 1.0 / self._now_scale**2, 1.0 / OFFSET_UNIT_S**2
+        a, b, c = self._a + hold_scale, self._b, self._c + hold_offset
+        d = self._d + hold_scale * self._now_scale
+        e = self._e + hold_offset * self._now_offset_s
+        # Positive: the sums alone give >= 0, and what holds adds to both factors.
+        offset_s = (a * e - b * d) / (a * c - b * b)
+        self._now_offset_s = min(self._max_offset_s, max(0.0, offset_s))
+        # The best scale for an offset at its bound, and the same as without one inside.
+        scale = (d - b * self._now_offset_s) / a
+        self._now_scale = min(MAX_SCALE, max(MIN_SCALE, scale))

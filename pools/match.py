@@ -1,0 +1,58 @@
+"""The answer to a query: how much of a prompt each holder has."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bits = NDArray[np.signedinteger[Any]]
+
+_MANY_STEPS = 16
+
+
+class Match(NamedTuple):
+    """How deep each holder has a query. Holder `b` has lane `2b` for any tier, `2b + 1` for the device.
+
+    A step is a number of leading blocks, and the mask of the lanes that hold just these.
+    """
+
+    n_blocks: int  # full blocks of the query
+    steps: tuple[tuple[int, int], ...] = ()
+    n_holders: int = 0  # bits are below this
+    capped: bool = False  # the hop cap was reached: an under-count
+
+    def depths(self, bits: Bits) -> NDArray[np.int32]:
+        """Leading blocks that are held in any tier, for each holder's bit; -1 for no holder gives 0."""
+        depths: NDArray[np.int32] = self.both_depths(bits)[0]
+        return depths
+
+    def device_depths(self, bits: Bits) -> NDArray[np.int32]:
+        """Leading blocks that are all on the device, for each holder's bit; -1 gives 0."""
+        depths: NDArray[np.int32] = self.both_depths(bits)[1]
+        return depths
+
+    def both_depths(self, bits: Bits) -> NDArray[np.int32]:
+        """`depths` and `device_depths` in one go, i32[2, n_bits]."""
+        if not self.steps:
+            return np.zeros((2, len(bits)), np.int32)
+        steps = self.steps
+        if len(steps) > _MANY_STEPS:
+            # As well as a sum of masks by depth, it is one of masks by power of two: these are few.
+            planes = [0] * max(depth for depth, _ in steps).bit_length()
+            for depth, mask in steps:
+                for power in range(depth.bit_length()):
+                    if depth >> power & 1:
+                        planes[power] |= mask
+            steps = tuple((1 << power, plane) for power, plane in enumerate(planes))
+        n_bytes = (
+            2 * self.n_holders // 8 + 1
+        )  # with a pair of lanes more, for those that have no bit
+        packed = b"".join([mask.to_bytes(n_bytes, "little") for _, mask in steps])
+        held = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+        # Floats multiply faster than integers, and hold numbers up to 2**24 exactly.
+        by_lane = np.array([depth for depth, _ in steps], np.float32) @ held.reshape(
+            len(steps), -1
+        ).astype(np.float32)
+        by_bit = by_lane.astype(np.int32).reshape(-1, 2)
+        depths: NDArray[np.int32] = by_bit.take(np.minimum(bits, self.n_holders), axis=0).T
+        return depths

@@ -1,0 +1,153 @@
+"""What the workers of a pool have cached of a prompt: by their own events, and by what was just sent there.
+
+The two never mix. Events are exact, and late by the time they take; a prompt that was sent is only expected
+to be cached, and that for a while. A worker without events has expectations alone, kept for longer.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from slagate.pools.holdings import Holder
+from slagate.pools.match import Bits
+from slagate.pools.predictions import Claim, Predictions
+from slagate.pools.prefix_index import PrefixIndex
+from slagate.pools.run_trie import Root
+from slagate.pools.table import Ints
+
+CONFIRM_S = 2.0
+"""How long a processed prompt is expected to be cached: by then the worker's events have said it."""
+
+HISTORY_S = 120.0
+"""The same for workers that have no events."""
+
+PREFILL_LIMIT_S = 600.0
+"""An expectation whose leg never ends goes by itself."""
+
+DEFAULT_BLOCK_TOKENS = 32
+
+
+class Prompt(NamedTuple):
+    """A prompt as prefix caches know it."""
+
+    tokens: bytes  # uint32, little-endian
+    root: Root = Root()
+
+    @property
+    def n_tokens(self) -> int:
+        """Its length."""
+        return len(self.tokens) // 4
+
+
+class _Cache:
+    """Everything about workers of one block size."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.index = PrefixIndex(block_tokens)
+        self.predictions = Predictions(block_tokens)
+        self.bits: Bits = np.zeros(0, dtype=np.int32)
+        self.bits_of = (-1, -1, -1)  # what they were made from
+
+
+class Overlaps:
+    """The prefix caches of one pool's rows, as far as they are known. `now_s` is the gateway's clock."""
+
+    def __init__(self, *, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._caches: dict[int, _Cache] = {}
+        self._block_tokens: dict[int, int] = {}  # of rows that were set
+        self._holders: dict[int, Holder] = {}
+        self._n_set = 0
+
+    @property
+    def indexes(self) -> Mapping[int, PrefixIndex]:
+        """The indexes by block size in tokens."""
+        return {size: cache.index for size, cache in self._caches.items()}
+
+    def index_of(self, block_tokens: int) -> PrefixIndex:
+        """The index for workers of a block size."""
+        return self._cache(block_tokens).index
+
+    def set_holder(self, row: int, holder: Holder | None, *, block_tokens: int) -> None:
+        """The part of an index that a row's events fill; None: it has no events now."""
+        self._block_tokens[row] = block_tokens
+        self._n_set += 1
+        if holder is None:
+            self._holders.pop(row, None)
+        else:
+            self._cache(block_tokens)
+            self._holders[row] = holder
+
+    def forget(self, row: int) -> None:
+        """The row's worker has restarted: nothing is expected of it any more."""
+        for cache in self._caches.values():
+            cache.predictions.forget(row)
+
+    def cached_tokens(self, prompt: Prompt | None, n_rows: int) -> tuple[Ints, Ints]:
+        """For each row the leading prompt tokens cached on the device, and those behind them at all.
+
+        The last prompt token is always computed, as its logits are the first output.
+        """
+        device: Ints | None = None
+        host: Ints | None = None
+        for cache in () if prompt is None else self._caches.values():
+            held = cache.index.match(prompt.tokens, prompt.root)
+            expected = cache.predictions.match(prompt.tokens, prompt.root, now_s=self._now_s())
+            depths = held.both_depths(self._bits(cache, n_rows))
+            if expected.steps:
+                np.maximum(depths, expected.depths(np.arange(n_rows)), out=depths)
+            cached = np.multiply(depths, cache.block_tokens, dtype=np.int64)
+            anywhere, on_device = np.minimum(cached, prompt.n_tokens - 1, out=cached)
+            colder = anywhere - on_device
+            device = on_device if device is None else np.maximum(device, on_device)
+            host = colder if host is None else np.maximum(host, colder)
+        if device is None or host is None:
+            return np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)
+        return device, host
+
+    def expect(self, row: int, prompt: Prompt) -> "Expectation":
+        """A prompt was sent to a row, and will be cached there."""
+        cache = self._cache(self._block_tokens.get(row, DEFAULT_BLOCK_TOKENS))
+        claim = cache.predictions.claim(
+            row, prompt.tokens, prompt.root, expires_s=self._now_s() + PREFILL_LIMIT_S
+        )
+        keep_s = CONFIRM_S if row in self._holders else HISTORY_S
+        return Expectation(cache.predictions, claim, keep_s=keep_s, now_s=self._now_s)
+
+    def _cache(self, block_tokens: int) -> _Cache:
+        cache = self._caches.get(block_tokens)
+        if cache is None:
+            cache = self._caches[block_tokens] = _Cache(block_tokens)
+        return cache
+
+    def _bits(self, cache: _Cache, n_rows: int) -> Bits:
+        """The holder's bit of each row, -1 for none. A clear changes it, so it is looked up anew then."""
+        state = (cache.index.n_changes, self._n_set, n_rows)
+        if cache.bits_of != state:
+            cache.bits_of = state
+            cache.bits = np.full(n_rows, -1, dtype=np.int32)
+            for row, holder in self._holders.items():
+                if self._block_tokens[row] == cache.block_tokens:
+                    cache.bits[row] = holder.bit
+        return cache.bits
+
+
+class Expectation:
+    """A prompt that was sent to a worker and should be cached there soon."""
+
+    def __init__(
+        self, predictions: Predictions, claim: Claim, *, keep_s: float, now_s: Callable[[], float]
+    ) -> None:
+        self._predictions = predictions
+        self._claim = claim
+        self._keep_s = keep_s
+        self._now_s = now_s
+
+    def settle(self, *, processed: bool) -> None:
+        """The prompt was processed, or given up."""
+        if processed:
+            self._predictions.renew(self._claim, expires_s=self._now_s() + self._keep_s)
+        else:
+            self._predictions.end(self._claim)

@@ -1,0 +1,138 @@
+"""What the client commands show to people: tables of decisions, pools and workers."""
+
+from rich.console import Console
+from rich.table import Table
+
+from slagate.proto import gateway_pb2 as gw
+
+
+def print_decision(decision: gw.Decision) -> None:
+    """A table of candidates for each stage, then the decision in words."""
+    console = Console()
+    for choice in decision.stages:
+        console.print(_choice_table(choice, decision.isl_tokens))
+    console.print(decision.text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _choice_table(choice: gw.StageChoice, isl_tokens: int) -> Table:
+    cell = "".join(f"[{index}]" for index in choice.cell)
+    title = f"{_stage(choice.stage)}: cell {cell}, pool {choice.pool}"
+    scales = {look.name: look.coefficients.prefill_scale for look in choice.pools}
+    rows = [_candidate_cells(each, isl_tokens, scales) for each in choice.candidates]
+    hidden = {
+        "pool": len(scales) < 2,
+        "rank": not any(each.HasField("rank") for each in choice.candidates),
+    }
+    decode, prefill = choice.stage == gw.STAGE_DECODE, choice.stage == gw.STAGE_PREFILL
+    hidden |= dict.fromkeys(("cached", "uncached", "queued tokens", "queue s", "TTFT ms"), decode)
+    hidden |= dict.fromkeys(("context tokens", "ITL ms"), prefill)
+    names = [name for name in rows[0] if not hidden.get(name)] if rows else []
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        is_text = name in ("worker", "pool", "")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "worker")
+    for candidate, cells in zip(choice.candidates, rows, strict=True):
+        won = candidate == choice.candidates[0] and choice.worker != ""
+        if won:
+            cells[""] = "chosen, as it was idle for long" if choice.starved else "chosen"
+        table.add_row(*(cells[name] for name in names), style="bold" if won else None)
+    return table
+
+
+def _candidate_cells(
+    candidate: gw.Candidate, isl_tokens: int, scales: dict[str, float]
+) -> dict[str, str]:
+    """What is shown of a candidate, by column."""
+    cached = candidate.device_tokens + candidate.host_tokens
+    on_host = f" ({candidate.host_tokens:,} on host)" if candidate.host_tokens else ""
+    queue_s = (candidate.queued_s + candidate.foreign_s) * scales[candidate.pool]
+    others = f" + {candidate.foreign_requests}" if candidate.foreign_requests else ""
+    return {
+        "worker": candidate.worker,
+        "pool": candidate.pool,
+        "rank": str(candidate.rank) if candidate.HasField("rank") else "-",
+        "cached": f"{cached:,}{on_host}",
+        "uncached": f"{max(0, isl_tokens - cached):,}",
+        "queued tokens": f"{candidate.queued_tokens:,}",
+        "queue s": f"{queue_s:.4f}",
+        "context tokens": f"{candidate.context_tokens:,}",
+        "in flight": f"{candidate.inflight}{others}",
+        "TTFT ms": _figure(candidate, "predicted_ttft_ms"),
+        "ITL ms": _figure(candidate, "predicted_itl_ms"),
+        "load s": f"{candidate.score_s:.4f}",
+        "": candidate.excluded or ("suspect" if candidate.suspect else ""),
+    }
+
+
+def print_pools(pools: gw.ListPoolsResponse, workers: gw.ListWorkersResponse) -> None:
+    """A table of pools, one of workers, and the warnings."""
+    console = Console()
+    console.print(_pools_table(pools))
+    console.print(_workers_table(workers))
+    for warning in pools.warnings:
+        console.print(f"warning: {warning}", soft_wrap=True, markup=False)
+
+
+def _pools_table(pools: gw.ListPoolsResponse) -> Table:
+    title = (
+        f"Pools (policy {pools.policy}; a stage may try {pools.max_attempts} workers;"
+        f" {pools.waiting_requests} requests wait)"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("pool", "stage", "then tries", "estimator"):
+        table.add_column(name, no_wrap=name in ("pool", "stage"))
+    for name in ("TTFT off by", "ITL off by", "ready", "in flight", "queued tokens", "requests"):
+        table.add_column(name, justify="right")
+    table.add_column("retries", justify="right")
+    for pool in pools.pools:
+        table.add_row(
+            pool.name,
+            _stage(pool.stage),
+            ", ".join(pool.pool_order[1:]) or "-",
+            pool.estimator,
+            f"{pool.prefill_error:.0%}" if pool.HasField("prefill_error") else "-",
+            f"{pool.itl_error:.0%}" if pool.HasField("itl_error") else "-",
+            f"{pool.workers_ready}/{pool.workers}",
+            str(pool.inflight),
+            f"{pool.queued_tokens:,}",
+            f"{pool.requests_total:,}",
+            f"{pool.retries_total:,}",
+        )
+    return table
+
+
+def _workers_table(workers: gw.ListWorkersResponse) -> Table:
+    table = Table(title="Workers", title_justify="left")
+    for name in ("worker", "pool", "state", "engine", "KV events"):
+        table.add_column(name, no_wrap=name in ("worker", "pool"))
+    for name in ("cached (predicted)", "in flight", "engine running", "engine queued", "KV blocks"):
+        table.add_column(name, justify="right")
+    for worker in workers.workers:
+        load, prefix = worker.load, worker.prefix
+        blocks = f"{load.used_kv_blocks:,}/{load.total_kv_blocks:,}"
+        cached = f"{prefix.engine_cached_tokens:,} ({prefix.predicted_tokens:,})"
+        table.add_row(
+            worker.worker,
+            worker.pool,
+            _with_reason(worker.state, worker.reason),
+            worker.engine,
+            _with_reason(worker.events_mode or "-", worker.events_reason),
+            cached if worker.HasField("prefix") else "-",
+            str(worker.inflight),
+            str(load.running_requests) if load.HasField("running_requests") else "-",
+            str(load.queued_requests) if load.HasField("queued_requests") else "-",
+            blocks if load.HasField("total_kv_blocks") else "-",
+        )
+    return table
+
+
+def _with_reason(state: str, reason: str) -> str:
+    return f"{state} ({reason})" if reason else state
+
+
+def _figure(candidate: gw.Candidate, field: str) -> str:
+    return f"{getattr(candidate, field):.1f}" if candidate.HasField(field) else "-"  # type: ignore[arg-type]
+
+
+def _stage(stage: int) -> str:
+    return gw.Stage.Name(stage).removeprefix("STAGE_").lower()  # type: ignore[arg-type]

@@ -1,0 +1,85 @@
+"""What decisions depend on besides their receipts: the fleet file, and what predictions start from."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from slagate.pools.errors import ConfigError
+from slagate.pools.estimator import Coefficients, FrozenEstimator
+from slagate.pools.grid import StageGrid
+from slagate.pools.grid_config import FleetConfig, parse_config
+from slagate.pools.member import Stage
+from slagate.pools.pool import Pool
+from slagate.proto import gateway_pb2 as gw
+
+
+class Damaged(ValueError):
+    """What cannot be used; the message starts with the field."""
+
+
+def config_message(config: FleetConfig, pools: Iterable[Pool], *, policy: str) -> gw.GatewayConfig:
+    """The configuration on the wire, under a version that is the digest of the rest."""
+    message = gw.GatewayConfig(
+        fleet=config.text,
+        estimators=[
+            gw.EstimatorTable(pool=pool.name, table=_json(pool.estimator.frozen().table_json()))
+            for pool in pools
+        ],
+        policy=policy,
+    )
+    message.version = _digest(message)
+    return message
+
+
+class Rules(NamedTuple):
+    """A configuration to decide by again."""
+
+    version: str
+    grids: Mapping[Stage, StageGrid]
+    estimators: Mapping[str, FrozenEstimator]  # by pool, uncorrected
+
+    def estimator(self, pool: str, coefficients: gw.Coefficients) -> FrozenEstimator:
+        """A pool's estimator as it stood. Raises `ValueError` naming a coefficient."""
+        corrected = Coefficients(
+            coefficients.prefill_scale, coefficients.prefill_offset_s, coefficients.itl_scale
+        )
+        return replace(self.estimators[pool], coefficients=corrected)
+
+
+def read_config(message: gw.GatewayConfig) -> Rules:
+    """The inverse of `config_message`. Raises `Damaged`."""
+    if message.version != _digest(message):
+        raise Damaged("config.version: is not the digest of the rest")
+    try:
+        config = parse_config(json.loads(message.fleet), source="config.fleet")
+    except (ConfigError, ValueError) as error:
+        raise Damaged(f"config.fleet: {error}") from error
+    grids = {Stage(name): grid for name, grid in config.stages.items()}
+    estimators = {}
+    for at, each in enumerate(message.estimators):
+        try:
+            table = json.loads(each.table)
+            if not isinstance(table, dict):
+                raise ValueError(f"must be an object, got {each.table[:40]!r}")
+            estimators[each.pool] = FrozenEstimator.from_json(table, Coefficients())
+        except ValueError as error:
+            raise Damaged(f"config.estimators[{at}].table: {error}") from error
+    for name in (name for grid in grids.values() for name in grid.pool_names):
+        if name not in estimators:
+            raise Damaged(f"config.estimators: there is none for pool {name!r}")
+    return Rules(message.version, grids, estimators)
+
+
+def _digest(message: gw.GatewayConfig) -> str:
+    content = [
+        message.fleet,
+        [[each.pool, each.table] for each in message.estimators],
+        message.policy,
+    ]
+    return hashlib.sha256(_json(content).encode()).hexdigest()[:16]
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)

@@ -1,0 +1,134 @@
+"""The newest receipts of a gateway, and who reads them.
+
+A request that ends costs no more than an entry here: what its receipt says is put into words for those who
+read it. They never hold anything up: whoever falls behind the oldest entry goes on there, and is told how
+many were missed.
+"""
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+from slagate.proto import gateway_pb2 as gw
+from slagate.router.decision_message import Steps
+from slagate.router.errors import Outcome
+from slagate.router.receipts import Record, Stamp
+
+MAX_RECEIPTS = 2048
+MAX_BYTES = 64 << 20
+"""Of memory; at two pools of a thousand workers it is the limit that counts."""
+
+RECEIPT_BYTES, CHOICE_BYTES, ROW_BYTES = 4096, 4096, 200
+"""What an entry takes: for itself, for each choice, for each row that a choice looked at."""
+
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """One request that has ended."""
+
+    record: Record
+    outcome: Outcome
+    ended_s: float
+    stamp: Stamp
+    n_bytes: int  # of memory, an estimate
+
+    def receipt(self) -> Steps[gw.Receipt]:
+        """The full receipt."""
+        return self.record.full(self.outcome, self.ended_s, self.stamp)
+
+
+class ReceiptRing:
+    """Keeps at most `max_receipts` that take `max_bytes` of memory; the oldest go first."""
+
+    def __init__(
+        self,
+        config: gw.GatewayConfig,
+        *,
+        unix_s: Callable[[], float],
+        max_receipts: int = MAX_RECEIPTS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self.config = config
+        self.n_bytes = 0
+        self._unix_s = unix_s
+        self._max_receipts = max_receipts
+        self._max_bytes = max_bytes
+        self._entries: deque[Entry] = deque()
+        self._next_number = 1
+        self._closed = False
+        self._news: anyio.Event | None = None  # somebody waits for it
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        """State in one line, for people and for tests."""
+        return (
+            f"ReceiptRing({len(self)} kept, {self._next_number - 1} in all, {self.n_bytes} bytes)"
+        )
+
+    def add(self, record: Record, outcome: Outcome, now_s: float) -> Stamp:
+        """Keep what a request leaves behind; it must not change any more."""
+        stamp = Stamp(self._next_number, self._unix_s(), self.config.version)
+        entry = Entry(record, outcome, now_s, stamp, _n_bytes(record))
+        self._next_number += 1
+        self._entries.append(entry)
+        self.n_bytes += entry.n_bytes
+        while len(self._entries) > self._max_receipts or self.n_bytes > self._max_bytes:
+            self.n_bytes -= self._entries.popleft().n_bytes
+        self._tell()
+        return stamp
+
+    def close(self) -> None:
+        """Let whoever follows end, once they have read what is there."""
+        self._closed = True
+        self._tell()
+
+    async def watch(
+        self, *, limit: int | None = None, follow: bool = False
+    ) -> AsyncIterator[tuple[Entry, int]]:
+        """The newest `limit` of those kept (None: all), with `follow` new ones until `close`.
+
+        With each one comes how many before it were missed.
+        """
+        stop_at = self._next_number
+        n_kept = len(self) if limit is None else min(limit, len(self))
+        wanted = stop_at - n_kept
+        while True:
+            while self._entries and wanted < (self._next_number if follow else stop_at):
+                oldest = self._entries[0].stamp.number
+                missed = max(0, oldest - wanted)
+                entry = self._entries[max(0, wanted - oldest)]
+                wanted = entry.stamp.number + 1
+                yield entry, missed
+            if not follow or self._closed:
+                return
+            if self._news is None:
+                self._news = anyio.Event()
+            await self._news.wait()
+
+    def _tell(self) -> None:
+        if self._news is not None:
+            self._news.set()
+            self._news = None
+
+
+async def in_turns(steps: Steps[T]) -> T:
+    """What the steps make, with everything else that waits for the event loop in between."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: T = end.value
+            return made
+        await anyio.lowlevel.checkpoint()
+
+
+def _n_bytes(record: Record) -> int:
+    choices = record.choices
+    rows = sum(choice.n_candidates for choice in choices)
+    return RECEIPT_BYTES + CHOICE_BYTES * len(choices) + ROW_BYTES * rows

@@ -1,0 +1,265 @@
+"""What a decision takes, beside a plain loop over the same rows; and during a burst of events.
+
+A decision is what the dispatcher does for a request: look at the pools, which asks the prefix index, and
+choose. Every prompt is cached to four depths, a quarter of the workers each; every worker has requests of
+other prompts in flight. Memory is managed as in the gateway process.
+
+Bounds: 60 us for a prefill stage of 256 workers and 8k tokens; cases MEM-09 (512 workers against 16) and
+KV-16 (a burst of evictions, see `bench.event_burst`).
+"""
+
+import gc
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import count, cycle, islice, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from slagate.pools.fleet import Fleet
+from slagate.pools.member import Stage
+from slagate.pools.overlap import Prompt
+from slagate.pools.pool import Pool
+from slagate.pools.ranks import Work
+from slagate.router.policy import choose, choose_stage
+from slagate.router.score import Ask
+from slagate.router.sla import Sla
+from support.builders import MODEL, PROFILE, fleet
+
+BLOCK_TOKENS = 32
+ROUNDS = 10
+DECISIONS = 300
+REFERENCES = 15
+
+N_WORKERS, N_TOKENS = 256, 8192
+SIZES = (
+    *((n, N_TOKENS) for n in (16, 64, 256, 512, 1024)),
+    *((N_WORKERS, n) for n in (1024, 32_768, 131_072)),
+    (1024, 131_072),
+)
+MAX_PAIRS = 2_600_000
+MAX_PROMPTS = 16
+
+BOUND_US = 60.0
+BOUND_GROWTH = 8.0
+BOUND_P99_US = 2000.0
+"""MEM-09: p50 with 512 workers against 16, and p99 with 512."""
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Microseconds by number of workers and tokens, and what a burst of events makes of them."""
+    del folder
+    sizes = {
+        f"{n_workers} workers, {n_tokens} tokens": _in_a_process(n_workers, n_tokens)
+        for n_workers, n_tokens in SIZES
+    }
+    bounded = sizes[f"{N_WORKERS} workers, {N_TOKENS} tokens"]["prefill_us"]["p50"]
+    few, many = (sizes[f"{n} workers, {N_TOKENS} tokens"]["prefill_us"] for n in (16, 512))
+    growth = round(many["p50"] / few["p50"], 2)
+    checks = {
+        f"p50 {bounded} us, bound {BOUND_US}": bounded <= BOUND_US,
+        f"MEM-09: 512 workers take {growth} times what 16 do": growth <= BOUND_GROWTH,
+        f"MEM-09: p99 {many['p99']} us with 512 workers": many["p99"] <= BOUND_P99_US,
+    }
+    return {
+        "rounds": ROUNDS,
+        "growth_16_to_512": growth,
+        "sizes": sizes,
+        "missed": [f"decision: {what}" for what, holds in checks.items() if not holds],
+    }
+
+
+def _in_a_process(n_workers: int, n_tokens: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.decisions", str(n_workers), str(n_tokens)]
+    done = subprocess.run(command, capture_output=True, check=True, text=True)
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
+
+
+class Scene(NamedTuple):
+    """A busy fleet, and the prompts that its workers have cached."""
+
+    fleet: Fleet
+    prompts: list[Prompt]
+    rng: random.Random
+
+    @property
+    def pool(self) -> Pool:
+        """Of prefill workers."""
+        return self.fleet.pools["prefill"]
+
+
+def busy_fleet(n_workers: int, n_tokens: int) -> Scene:
+    """As many workers a stage."""
+    pools = {
+        stage: {"workers": [f"{stage}{n}:1" for n in range(n_workers)], "profile": PROFILE, "tp": 1}
+        for stage in ("prefill", "decode")
+    }
+    n_prompts = max(1, min(MAX_PROMPTS, MAX_PAIRS // (n_workers * n_tokens // BLOCK_TOKENS)))
+    numbers = np.random.default_rng(1)
+    prompts = [_prompt(numbers, n_tokens) for _ in range(n_prompts)]
+    scene = Scene(fleet("disagg", pools=pools), prompts, random.Random(1))
+    _cache(scene, numbers)
+    _keep_busy(scene, numbers)
+    return scene
+
+
+def _prompt(numbers: np.random.Generator, n_tokens: int) -> Prompt:
+    return Prompt(numbers.integers(0, 128_000, n_tokens, dtype=np.uint32).tobytes())
+
+
+def _cache(scene: Scene, numbers: np.random.Generator) -> None:
+    """Each prompt to a quarter, a half, three quarters of it, and whole, and there another turn's block.
+
+    So a prompt goes through 4 runs, as one that was added to turn by turn does.
+    """
+    overlaps = scene.pool.overlaps
+    assert overlaps is not None
+    index, names = overlaps.index_of(BLOCK_TOKENS), count(1)
+    holders = [index.join() for _ in scene.pool.members]
+    for row, holder in enumerate(holders):
+        overlaps.set_holder(row, holder, block_tokens=BLOCK_TOKENS)
+    for prompt in scene.prompts:
+        n_blocks = prompt.n_tokens // BLOCK_TOKENS
+        hashes = list(islice(names, n_blocks))
+        other = _prompt(numbers, BLOCK_TOKENS).tokens
+        for part in range(4):
+            cuts = [n_blocks * quarter // 4 for quarter in range(part + 2)]
+            for holder in holders[part::4]:
+                for start, end in pairwise(cuts):
+                    above = hashes[start - 1] if start else None
+                    tokens = prompt.tokens[start * BLOCK_TOKENS * 4 : end * BLOCK_TOKENS * 4]
+                    index.stored(holder, hashes[start:end], above, tokens)
+                index.stored(holder, [next(names)], hashes[cuts[-1] - 1], other)
+
+
+def _keep_busy(scene: Scene, numbers: np.random.Generator) -> None:
+    """Two requests each, of prompts of their own, after so many that nobody counts as starved or new."""
+    for pool in scene.fleet.pools.values():
+        for _ in range(12):
+            for row in range(len(pool.members)):
+                pool.lease(row, Work()).release()
+        for row in range(len(pool.members)):
+            for _ in range(2):
+                work = Work(1000, 0.1 * scene.rng.randrange(7), 1000)
+                pool.lease(row, work, _prompt(numbers, 1000))
+
+
+def prefill_decision(scene: Scene) -> Callable[[Prompt], Any]:
+    """One stage's, as a call."""
+    grid, pool, rng = scene.fleet.grids[Stage.PREFILL], scene.pool, scene.rng
+    ask = Ask(MODEL, scene.prompts[0].n_tokens, Sla())
+
+    def decide(prompt: Prompt) -> Any:
+        return choose_stage(Stage.PREFILL, ask, grid, {"prefill": pool.view(prompt)}, rng=rng)
+
+    return decide
+
+
+def both_decisions(scene: Scene) -> Callable[[Prompt], Any]:
+    """Of prefill and of decode."""
+    of, rng = scene.fleet, scene.rng
+    ask = Ask(MODEL, scene.prompts[0].n_tokens, Sla())
+    return lambda prompt: choose(ask, of.grids, of.views(prompt), rng=rng)
+
+
+class _Row:
+    """What a balancer without arrays has of a worker."""
+
+    def __init__(self, scene: Scene, row: int) -> None:
+        view = scene.pool.view().view(row)
+        self.models = view.models
+        self.is_ready = True
+        self.inflight, self.max_inflight = view.worker_inflight, view.max_inflight
+        self.queued_tokens, self.max_queued_tokens = view.queued_tokens, view.max_queued_tokens
+        self.queued_s, self.foreign_s = view.queued_s, view.foreign_s
+        self.last_chosen = view.last_chosen
+
+
+def plain_loop(scene: Scene) -> Callable[[Prompt], Any]:
+    """The same choice of a prefill worker from the same index, row by row."""
+    rows = [_Row(scene, row) for row in range(len(scene.pool.members))]
+    overlaps = scene.pool.overlaps
+    assert overlaps is not None
+    index = overlaps.index_of(BLOCK_TOKENS)
+    bits = np.arange(len(rows), dtype=np.int32)
+    estimator = scene.pool.estimator.frozen()
+    isl_tokens = scene.prompts[0].n_tokens
+
+    def decide(prompt: Prompt) -> int:
+        depths = index.match(prompt.tokens, prompt.root).depths(bits).tolist()
+        best, best_key = -1, (float("inf"), 0)
+        for at, row in enumerate(rows):
+            if not row.is_ready or MODEL not in row.models or row.inflight >= row.max_inflight:
+                continue
+            if row.queued_tokens >= row.max_queued_tokens:
+                continue
+            cached = min(depths[at] * BLOCK_TOKENS, isl_tokens - 1)
+            work_s = row.queued_s + row.foreign_s + estimator.work_s(isl_tokens - cached, cached)
+            key = (estimator.ttft_s(work_s), row.last_chosen)
+            if key < best_key:
+                best, best_key = at, key
+        return best
+
+    return decide
+
+
+def _at(n_workers: int, n_tokens: int) -> dict[str, Any]:
+    """Interleaved rounds of each way to decide."""
+    scene = busy_fleet(n_workers, n_tokens)
+    # As the gateway does once it serves.
+    gc.collect()
+    gc.freeze()
+    ways = {
+        "prefill": (prefill_decision(scene), DECISIONS),
+        "prefill_and_decode": (both_decisions(scene), DECISIONS),
+        "plain_loop": (plain_loop(scene), REFERENCES),
+    }
+    first = scene.prompts[0]
+    assert ways["prefill"][0](first).row == ways["plain_loop"][0](first)
+    rounds: dict[str, list[list[float]]] = {name: [] for name in ways}
+    for number in range(ROUNDS):
+        for name in sorted(ways, reverse=bool(number % 2)):
+            decide, n = ways[name]
+            rounds[name].append(_timed_s(decide, islice(cycle(scene.prompts), n)))
+    result = {f"{name}_us": in_us(timed) for name, timed in rounds.items()}
+    ratio = result["prefill_us"]["p50"] / result["plain_loop_us"]["p50"]
+    result["prefill_to_plain_loop"] = round(ratio, 3)
+    # Once more, with all prompts expected where they were just sent.
+    for at, prompt in enumerate(scene.prompts):
+        scene.pool.lease(at % n_workers, Work(), prompt)
+    timed = [
+        _timed_s(ways["prefill"][0], islice(cycle(scene.prompts), DECISIONS)) for _ in range(3)
+    ]
+    result["prefill_just_sent_us"] = in_us(timed)
+    return result
+
+
+def _timed_s(decide: Callable[[Prompt], Any], prompts: Any) -> list[float]:
+    clock, seconds = time.perf_counter, []
+    for prompt in prompts:
+        started_s = clock()
+        decide(prompt)
+        seconds.append(clock() - started_s)
+    return seconds
+
+
+def in_us(rounds: list[list[float]]) -> dict[str, Any]:
+    """p50 and p99 over all rounds, and the least and the greatest p50 of a round."""
+    cuts = statistics.quantiles([each for seconds in rounds for each in seconds], n=100)
+    medians = [statistics.median(seconds) * 1e6 for seconds in rounds]
+    return {
+        "p50": round(cuts[49] * 1e6, 1),
+        "p99": round(cuts[98] * 1e6, 1),
+        "p50_of_rounds": [round(min(medians), 1), round(max(medians), 1)],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_at(int(sys.argv[1]), int(sys.argv[2]))))

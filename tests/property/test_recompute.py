@@ -1,0 +1,176 @@
+"""Receipts decide again to the same winner, from their JSON alone, and say so when they were changed."""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from slagate.proto import gateway_pb2 as gw
+from slagate.router.receipts_cli import Recheck, json_line, parsed
+from support.receipts import RandomFleet
+
+N_RECEIPTS = 500
+
+
+def as_lines(config: gw.GatewayConfig, *receipts: gw.Receipt) -> list[bytes]:
+    """What `slagate receipts` prints of them."""
+    responses = [gw.WatchReceiptsResponse(config=config)]
+    responses += [gw.WatchReceiptsResponse(receipt=receipt) for receipt in receipts]
+    return [json_line(response).encode() + b"\n" for response in responses]
+
+
+def every_choice(receipt: gw.Receipt) -> list[gw.StageChoice]:
+    return [*receipt.replaced, *receipt.decision.stages]
+
+
+def kinds(choice: gw.StageChoice) -> set[str]:
+    """What was special about a choice."""
+    open_ = [c for c in choice.candidates if not c.excluded]
+    winner = choice.candidates[0]
+    best = [c for c in open_ if (c.score_s, c.suspect) == (winner.score_s, winner.suspect)]
+    found = {
+        "nobody": not choice.worker,
+        "tie by draw": sum(c.last_chosen == winner.last_chosen for c in best) > 1,
+        "tie by turn": len({c.last_chosen for c in best}) > 1,
+        "starved": choice.starved,
+        "suspect won": winner.suspect and choice.worker != "",
+        "retry": bool(choice.excluded_workers),
+        "spill": choice.pool != choice.pool_order[0],
+        "override": choice.overridden,
+        "rank": choice.HasField("rank"),
+        "device": any(c.device_tokens for c in open_),
+        "host": any(c.host_tokens for c in open_),
+        "foreign": any(c.foreign_requests for c in open_),
+    }
+    return {name for name, is_so in found.items() if is_so} | {
+        c.excluded for c in choice.candidates
+    }
+
+
+@pytest.mark.parametrize("mode", ["disagg", "agg"])
+def test_every_choice_comes_out_the_same_from_its_json(mode: str) -> None:
+    fleet = RandomFleet(mode)
+    receipts = [fleet.receipt(random.Random(seed), seed) for seed in range(N_RECEIPTS)]
+    recheck = Recheck()
+    assert list(recheck.read(as_lines(fleet.config, *receipts))) == []
+    n_choices = sum(len(every_choice(receipt)) for receipt in receipts)
+    assert recheck.ok
+    assert (recheck.n_receipts, recheck.n_choices) == (N_RECEIPTS, n_choices)
+    seen = Counter(kind for r in receipts for choice in every_choice(r) for kind in kinds(choice))
+    wanted = {
+        *("nobody", "tie by draw", "tie by turn", "starved", "suspect won", "retry", "spill"),
+        *("override", "rank", "device", "host", "foreign"),
+        *("not_ready", "refused", "failed this request", "does not serve the model"),
+        *("at its limit", "at its limit of queued prompt tokens", "at its limit of KV cache"),
+    }
+    assert {kind for kind in wanted if seen[kind] < 5} == set(), seen
+
+
+def test_json_keeps_every_figure_to_the_last_bit() -> None:
+    fleet = RandomFleet()
+    for seed in range(50):
+        receipt = fleet.receipt(random.Random(seed), seed)
+        _, line = as_lines(fleet.config, receipt)
+        assert parsed(line).receipt == receipt, seed
+        assert json.loads(line)["receipt"]["number"] == seed
+
+
+def another_winner(choice: gw.StageChoice, rng: random.Random) -> bool:
+    others = [c for c in choice.candidates[1:] if not c.excluded]
+    if not others:
+        return False
+    other = rng.choice(others)
+    choice.worker, choice.pool = other.worker, other.pool
+    choice.ClearField("rank")
+    if other.HasField("rank"):
+        choice.rank = other.rank
+    return True
+
+
+def another_queue(choice: gw.StageChoice, rng: random.Random) -> bool:
+    if choice.stage == gw.STAGE_DECODE:
+        return False
+    rng.choice(choice.candidates).queued_s += 1e-6
+    return True
+
+
+def another_batch(choice: gw.StageChoice, rng: random.Random) -> bool:
+    if choice.stage == gw.STAGE_PREFILL:
+        return False
+    rng.choice(choice.candidates).foreign_requests += 1
+    return True
+
+
+def more_cached(choice: gw.StageChoice, rng: random.Random) -> bool:
+    if choice.stage == gw.STAGE_DECODE:
+        return False
+    candidate = rng.choice(choice.candidates)
+    candidate.device_tokens += 32
+    return True
+
+
+def another_state(choice: gw.StageChoice, rng: random.Random) -> bool:
+    open_ = [c for c in choice.candidates if not c.excluded]
+    if open_:
+        rng.choice(open_).state = "not_ready"
+    return bool(open_)
+
+
+def another_cell(choice: gw.StageChoice, _rng: random.Random) -> bool:
+    choice.cell[0] += 1
+    return True
+
+
+def another_order(choice: gw.StageChoice, _rng: random.Random) -> bool:
+    if len(choice.pool_order) < 2:
+        return False
+    names = list(choice.pool_order)
+    del choice.pool_order[:]
+    choice.pool_order.extend(reversed(names))
+    return True
+
+
+def another_coefficient(choice: gw.StageChoice, _rng: random.Random) -> bool:
+    for look in choice.pools:
+        look.coefficients.prefill_scale *= 1.001
+        look.coefficients.itl_scale *= 1.001
+    return True
+
+
+def forgiven_worker(choice: gw.StageChoice, _rng: random.Random) -> bool:
+    ready = [c for c in choice.candidates if c.excluded == "failed this request"]
+    del choice.excluded_workers[:]
+    return bool(ready)
+
+
+CHANGES = [
+    another_winner,
+    another_queue,
+    another_batch,
+    more_cached,
+    another_state,
+    another_cell,
+    another_order,
+    another_coefficient,
+    forgiven_worker,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_receipt_that_was_changed_is_found(change: object) -> None:
+    assert callable(change)
+    n_changed = 0
+    fleets = [RandomFleet("disagg"), RandomFleet("agg")]
+    for seed in range(60):
+        rng = random.Random(seed)
+        fleet = fleets[seed % 2]
+        receipt = fleet.receipt(rng, seed)
+        if not change(rng.choice(every_choice(receipt)), rng):
+            continue
+        n_changed += 1
+        recheck = Recheck()
+        (found,) = list(recheck.read(as_lines(fleet.config, receipt)))
+        assert found.startswith(f"receipt {seed}, 'r-{seed}', "), seed
+        assert not recheck.ok
+    assert n_changed >= 5

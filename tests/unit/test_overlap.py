@@ -1,0 +1,156 @@
+"""What is cached of a prompt: by events, by what was just sent, and never mixed up."""
+
+import numpy as np
+import pytest
+
+from slagate.pools.member import Stage
+from slagate.pools.overlap import CONFIRM_S, HISTORY_S, Prompt
+from slagate.pools.pool import Pool
+from slagate.pools.prefix_index import DEVICE, HOST
+from slagate.pools.ranks import Work
+from slagate.pools.run_trie import Root
+from support.builders import MODEL, model_info, profiled
+
+BLOCK = 32
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def pool(n: int = 2, *, clock: Clock | None = None, stage: Stage = Stage.PREFILL) -> Pool:
+    made = Pool(
+        "pool",
+        stage=stage,
+        index=0,
+        addresses=[f"w{i}:1" for i in range(n)],
+        estimator=profiled(),
+        now_s=clock or Clock(),
+    )
+    for member in made.members.values():
+        member.models = {MODEL: model_info()}
+        member.probe_ok()
+    return made
+
+
+def prompt(n_tokens: int, *, first: int = 0, root: Root | None = None) -> Prompt:
+    tokens = np.arange(first, first + n_tokens, dtype="<u4").tobytes()
+    return Prompt(tokens, root or Root())
+
+
+def follow(of: Pool, row: int, n_tokens: int, *, tier: int = DEVICE, first: int = 0) -> None:
+    """A row with events, that has stored the first tokens of `prompt`."""
+    assert of.overlaps is not None
+    index = of.overlaps.index_of(BLOCK)
+    holder = index.join()
+    of.overlaps.set_holder(row, holder, block_tokens=BLOCK)
+    tokens = prompt(n_tokens, first=first).tokens
+    index.stored(holder, range(1, n_tokens // BLOCK + 1), None, tokens, tier=tier)
+
+
+def cached(of: Pool, asked: Prompt | None) -> list[tuple[int, int]]:
+    view = of.view(asked)
+    return list(zip(view.device_tokens.tolist(), view.host_tokens.tolist(), strict=True))
+
+
+def test_events_count_full_blocks_and_never_the_last_token() -> None:
+    of = pool()
+    follow(of, 0, 64)
+    assert cached(of, prompt(100)) == [(64, 0), (0, 0)]
+    assert cached(of, prompt(65)) == [(64, 0), (0, 0)]
+    assert cached(of, prompt(64)) == [(63, 0), (0, 0)]
+    assert cached(of, prompt(63)) == [(32, 0), (0, 0)]
+    assert cached(of, prompt(1)) == [(0, 0), (0, 0)]
+    assert cached(of, prompt(100, first=1)) == [(0, 0), (0, 0)]
+    assert cached(of, prompt(100, root=Root("adapter"))) == [(0, 0), (0, 0)]
+    assert cached(of, None) == [(0, 0), (0, 0)]
+
+
+def test_what_lies_on_the_host_is_told_apart() -> None:
+    of = pool(1)
+    follow(of, 0, 64, tier=HOST)
+    assert cached(of, prompt(100)) == [(0, 64)]
+    # A whole prompt on the host: still the last token is computed.
+    assert cached(of, prompt(64)) == [(0, 63)]
+
+
+def test_a_row_that_was_cleared_or_has_no_events_has_nothing() -> None:
+    of = pool()
+    assert of.overlaps is not None
+    follow(of, 0, 64)
+    index = of.overlaps.index_of(BLOCK)
+    (holder,) = of.overlaps._holders.values()
+    index.cleared(holder)
+    # The bit that it had is another row's by now.
+    follow(of, 1, 64)
+    assert cached(of, prompt(100)) == [(0, 0), (64, 0)]
+    index.stored(holder, [7], None, prompt(32).tokens)
+    assert cached(of, prompt(100)) == [(32, 0), (64, 0)]
+    of.overlaps.set_holder(1, None, block_tokens=BLOCK)
+    assert cached(of, prompt(100)) == [(32, 0), (0, 0)]
+
+
+def test_rows_of_different_block_sizes_each_count_by_their_own() -> None:
+    of = pool()
+    assert of.overlaps is not None
+    follow(of, 0, 96)
+    wide = of.overlaps.index_of(64)
+    holder = wide.join()
+    of.overlaps.set_holder(1, holder, block_tokens=64)
+    wide.stored(holder, [1], None, prompt(64).tokens)
+    assert cached(of, prompt(100)) == [(96, 0), (64, 0)]
+
+
+@pytest.mark.parametrize(("events", "keep_s"), [(True, CONFIRM_S), (False, HISTORY_S)])
+def test_what_was_sent_is_expected_for_a_while(*, events: bool, keep_s: float) -> None:
+    clock = Clock()
+    of = pool(clock=clock)
+    if events:
+        follow(of, 0, 0)
+    asked = prompt(100)
+    lease = of.lease(0, Work(100, 0.1, 0), asked)
+    assert cached(of, asked) == [(96, 0), (0, 0)]
+    clock.now_s += 30  # it waits in the worker's queue
+    lease.prefill_done()
+    lease.release()
+    clock.now_s += keep_s - 0.5
+    assert cached(of, asked) == [(96, 0), (0, 0)]
+    clock.now_s += 1
+    assert cached(of, asked) == [(0, 0), (0, 0)]
+
+
+def test_what_was_sent_and_not_processed_is_expected_no_more() -> None:
+    of = pool()
+    of.lease(0, Work(100, 0.1, 0), prompt(100)).release()
+    assert cached(of, prompt(100)) == [(0, 0), (0, 0)]
+
+
+def test_a_restart_forgets_what_was_sent() -> None:
+    of = pool()
+    of.lease(0, Work(100, 0.1, 0), prompt(100))
+    of.lease(1, Work(100, 0.1, 0), prompt(100))
+    of.restarted(of.members["w0:1"])
+    assert cached(of, prompt(100)) == [(0, 0), (96, 0)]
+
+
+def test_the_deeper_of_event_and_expectation_counts() -> None:
+    of = pool(1)
+    follow(of, 0, 64)
+    of.lease(0, Work(100, 0.1, 0), prompt(40))
+    assert cached(of, prompt(200)) == [(64, 0)]
+    of.lease(0, Work(100, 0.1, 0), prompt(130))
+    assert cached(of, prompt(200)) == [(128, 0)]
+    # I6: the index itself knows nothing of it.
+    assert of.overlaps is not None
+    assert of.overlaps.index_of(BLOCK).n_pairs == 2
+
+
+def test_a_decode_pool_and_one_without_prefix_know_of_no_cache() -> None:
+    assert pool(stage=Stage.DECODE).overlaps is None
+    of = Pool("p", stage=Stage.AGG, index=0, addresses=["w:1"], estimator=profiled(), prefix=False)
+    assert of.overlaps is None
+    assert cached(of, prompt(100)) == [(0, 0)]
