@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 # Its metadata asks for PyTorch, and with that for CUDA; moving host memory needs neither, hence --no-deps.
 NIXL := nixl-cu13==1.5.1
+# What the prefix index is measured against. Its metadata bounds pydantic from above; its tree needs none.
+DYNAMO := ai-dynamo-runtime==1.6.1
 
-.PHONY: dev demo test check fmt lint types proto proto-check wheel-smoke bench clean
+.PHONY: dev demo test test-long check fmt lint types proto proto-check wheel-smoke bench clean
 
 dev: $(STAMP) .types/slagate
 
@@ -26,6 +28,9 @@ demo: dev
 
 test: dev
 	$(BIN)/python -m pytest
+
+test-long: dev
+	SLAGATE_SEEDS=6000 $(BIN)/python -m pytest tests/property
 
 check: dev lint types proto-check test wheel-smoke
 	@echo "check: ok"
@@ -51,6 +56,7 @@ wheel-smoke: dev
 	$(BIN)/python tests/support/wheel_smoke.py
 
 bench: dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(DYNAMO)
 	PYTHONPATH=tests $(BIN)/python -m bench
 
 clean:

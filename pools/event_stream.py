@@ -27,8 +27,8 @@ SILENCE_S = 3 * HEARTBEAT_S
 MAX_OLD = 64
 """Batches in a row that may be old news; one more, and the worker counts anew."""
 
-TURN_WORK = 10_000
-"""Of one turn, in units of about 20 ns: a fifth of a millisecond, and a slice of a long event more."""
+TURN_WORK = 5_000
+"""Of one turn, in units of about 20 ns: a tenth of a millisecond, and a slice of a long event more."""
 
 _MESSAGE_WORK = 150
 _PARSED_BYTES = 14  # for one unit

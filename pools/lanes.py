@@ -53,12 +53,7 @@ class _Grave:
     def __init__(self, holder: Holder) -> None:
         self.bit = holder.bit
         self.holdings = holder.table
-        self.claims: list[dict[Any, int]] = [
-            *holder.maps[0],
-            *holder.maps[1],
-            *holder.odd,
-            holder.by_run,
-        ]
+        self.claims: list[dict[Any, int]] = [*holder.maps[0], *holder.maps[1], holder.by_run]
 
 
 class Lanes:

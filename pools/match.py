@@ -44,15 +44,13 @@ class Match(NamedTuple):
                     if depth >> power & 1:
                         planes[power] |= mask
             steps = tuple((1 << power, plane) for power, plane in enumerate(planes))
-        n_bytes = (
-            2 * self.n_holders // 8 + 1
-        )  # with a pair of lanes more, for those that have no bit
+        # With a pair of lanes more, for those that have no bit.
+        n_bytes = 2 * self.n_holders // 8 + 1
         packed = b"".join([mask.to_bytes(n_bytes, "little") for _, mask in steps])
         held = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
         # Floats multiply faster than integers, and hold numbers up to 2**24 exactly.
-        by_lane = np.array([depth for depth, _ in steps], np.float32) @ held.reshape(
-            len(steps), -1
-        ).astype(np.float32)
+        by_step = np.array([depth for depth, _ in steps], np.float32)
+        by_lane = by_step.dot(held.reshape(len(steps), -1))
         by_bit = by_lane.astype(np.int32).reshape(-1, 2)
         depths: NDArray[np.int32] = by_bit.take(np.minimum(bits, self.n_holders), axis=0).T
         return depths

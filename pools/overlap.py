@@ -90,21 +90,13 @@ class Overlaps:
 
         The last prompt token is always computed, as its logits are the first output.
         """
-        device: Ints | None = None
-        host: Ints | None = None
-        for cache in () if prompt is None else self._caches.values():
-            held = cache.index.match(prompt.tokens, prompt.root)
-            expected = cache.predictions.match(prompt.tokens, prompt.root, now_s=self._now_s())
-            depths = held.both_depths(self._bits(cache, n_rows))
-            if expected.steps:
-                np.maximum(depths, expected.depths(np.arange(n_rows)), out=depths)
-            cached = np.multiply(depths, cache.block_tokens, dtype=np.int64)
-            anywhere, on_device = np.minimum(cached, prompt.n_tokens - 1, out=cached)
-            colder = anywhere - on_device
-            device = on_device if device is None else np.maximum(device, on_device)
-            host = colder if host is None else np.maximum(host, colder)
-        if device is None or host is None:
+        if prompt is None or not self._caches:
             return np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)
+        (device, host), *others = [
+            self._cached_tokens(cache, prompt, n_rows) for cache in self._caches.values()
+        ]
+        for on_device, colder in others:
+            device, host = np.maximum(device, on_device), np.maximum(host, colder)
         return device, host
 
     def expect(self, row: int, prompt: Prompt) -> "Expectation":
@@ -115,6 +107,17 @@ class Overlaps:
         )
         keep_s = CONFIRM_S if row in self._holders else HISTORY_S
         return Expectation(cache.predictions, claim, keep_s=keep_s, now_s=self._now_s)
+
+    def _cached_tokens(self, cache: _Cache, prompt: Prompt, n_rows: int) -> tuple[Ints, Ints]:
+        """As `cached_tokens`, by what is known of the workers of one block size."""
+        held = cache.index.match(prompt.tokens, prompt.root)
+        expected = cache.predictions.match(prompt.tokens, prompt.root, now_s=self._now_s())
+        depths = held.both_depths(self._bits(cache, n_rows))
+        if expected.steps:
+            np.maximum(depths, expected.depths(np.arange(n_rows)), out=depths)
+        tokens: Ints = np.multiply(depths, cache.block_tokens, dtype=np.int64)
+        anywhere, on_device = np.minimum(tokens, max(0, prompt.n_tokens - 1), out=tokens)
+        return on_device, anywhere - on_device
 
     def _cache(self, block_tokens: int) -> _Cache:
         cache = self._caches.get(block_tokens)

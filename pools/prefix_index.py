@@ -215,9 +215,8 @@ class PrefixIndex:
         """Let blocks wait; those that hang from something known after all are returned."""
         pending = holder.pending
         for name in names:
-            self._claims.release(
-                holder, tier, name
-            )  # it is another block now, wherever that will be
+            # It is another block now, wherever that will be.
+            self._claims.release(holder, tier, name)
         for at, (name, above) in enumerate(zip(names, [parent, *names], strict=False)):
             start = at * self._block_bytes
             if not pending.put((tier, name), above, content[start : start + self._block_bytes]):

@@ -97,10 +97,10 @@ class RunTrie:
     def grow(
         self, run: Run, at: int, content: bytes, *, max_segments: int | None = None
     ) -> list[Segment]:
-        """The address of full blocks that follow block `at - 1` of a run; what is missing is added.
+        """The address of full blocks that follow block `at - 1` of a run: a segment for each run.
 
-        With a limit, what lies beyond so many segments is left out. The caller says at once who holds them
-        (`Run.move`), or has them trimmed.
+        What is missing is added; with a limit, what lies beyond so many segments is left out. The caller
+        says at once who holds them (`Run.move`), or has them trimmed.
         """
         block_bytes = self.block_bytes
         segments: list[Segment] = []
@@ -128,7 +128,11 @@ class RunTrie:
                 at = 0
             n_blocks = len(added) // block_bytes
             self.n_blocks += n_blocks
-            segments.append(Segment(run, at, n_blocks))
+            if segments and segments[-1].run is run:
+                n_before = segments[-1].n_blocks
+                segments[-1] = Segment(run, at - n_before, n_before + n_blocks)
+            else:
+                segments.append(Segment(run, at, n_blocks))
             at += n_blocks
             position += len(added)
         return segments
@@ -247,12 +251,14 @@ class RunTrie:
         """Leading blocks that are equal, from a byte of each on."""
         block_bytes = self.block_bytes
         low, high = 0, min(len(tokens) - start, len(content) - position) // block_bytes
-        view = memoryview(
-            tokens
-        )  # let go by its last reference: a slice of it may still be open here
+        # Let go by its last reference: a slice of it may still be open here.
+        view = memoryview(tokens)
+        # Most ways part at the end of what one of the two has, or just before it.
+        n_late = 2
         while low < high:
             # Halving, and what is known to be equal is not compared again.
-            middle = (low + high + 1) // 2
+            middle = high if n_late else (low + high + 1) // 2
+            n_late = max(0, n_late - 1)
             part = view[start + low * block_bytes : start + middle * block_bytes]
             if content.startswith(part, position + low * block_bytes):
                 low = middle

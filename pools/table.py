@@ -218,7 +218,7 @@ class Table:
             self._models = _flags(self._row_models)
         ints, floats = self._ints[:, :n].copy(), self._floats[:, :n].copy()
         untold = ints[_UNTOLD] != 0
-        if untold.any() and not untold.all():
+        if 0 < np.count_nonzero(untold) < n:
             # An old report that says "idle" would draw everything to a worker nobody hears of.
             for figures in (ints[_FOREIGN[0]], floats[_FOREIGN[1]]):
                 if figures.any():

@@ -109,7 +109,8 @@ def _workers_table(workers: gw.ListWorkersResponse) -> Table:
         table.add_column(name, justify="right")
     for worker in workers.workers:
         load, prefix = worker.load, worker.prefix
-        blocks = f"{load.used_kv_blocks:,}/{load.total_kv_blocks:,}"
+        used = f"{load.used_kv_blocks:,}" if load.HasField("used_kv_blocks") else "?"
+        blocks = f"{used}/{load.total_kv_blocks:,}"
         cached = f"{prefix.engine_cached_tokens:,} ({prefix.predicted_tokens:,})"
         table.add_row(
             worker.worker,

@@ -1,9 +1,10 @@
 """One request: parsed once, checked before any worker hears of it, its bytes kept as they came."""
 
+import sys
+from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from slagate.pools.overlap import Prompt
@@ -114,8 +115,10 @@ def _prompt(message: oe.GenerateRequest) -> Prompt | None:
     # Where in the prompt a picture stands is for the engine to say, and its tokens do not tell which one.
     if message.media or message.kv.bypass_prefix_cache:
         return None
-    tokens = np.array(message.token_ids.ids, dtype="<u4").tobytes()
-    return Prompt(tokens, Root(message.lora_name, message.kv.cache_salt))
+    ids = array("I", message.token_ids.ids[:])
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return Prompt(ids.tobytes(), Root(message.lora_name, message.kv.cache_salt))
 
 
 def _max_tokens(message: oe.GenerateRequest) -> int | None:

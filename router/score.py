@@ -132,13 +132,13 @@ class Scored:
         scores, has_starved = self.score_s, False
         starved_at = self.pool.n_leases - STARVED_ROUNDS * len(open_)
         may_starve = stage is not Stage.DECODE and len(open_) > 1 and starved_at >= 0
-        if may_starve and last.min() <= starved_at:
+        if may_starve and last[last.argmin()] <= starved_at:
             starved = open_[self._is_starved(open_, starved_at)]
             has_starved = bool(len(starved))
             open_ = starved if has_starved else open_
         if len(open_) < len(scores):
             scores = scores[open_]
-        best = open_[scores == scores.min()]
+        best = open_[scores == scores[scores.argmin()]]
         if len(best) > 1:
             last = last[best]
             best = best[last == last.min()]
@@ -147,7 +147,7 @@ class Scored:
     def _open(self) -> Ints:
         """Rows that may be chosen, without those of suspect workers where there are others."""
         reasons, suspects = self._reasons, self.pool.rows.suspects
-        open_ = np.flatnonzero(reasons == 0)
+        open_: Ints = (reasons == 0).nonzero()[0]
         if np.count_nonzero(suspects):
             healthy = open_[suspects[open_] == 0]
             open_ = healthy if len(healthy) else open_
@@ -198,10 +198,14 @@ def _work_s(ask: Ask, pool: PoolView) -> Floats:
         return np.full(len(cached), estimator.work_s(ask.isl_tokens, 0))
     # A prompt's rows share a few depths, and each costs an interpolation. `np.unique` takes twice as long.
     ordered = np.sort(cached)
-    depths = ordered[np.append(True, ordered[1:] != ordered[:-1])]
+    is_first = np.ones(len(ordered), dtype=np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+    depths = ordered[is_first]
     at = depths.searchsorted(cached)
+    work_s: Floats
     if len(depths) <= _FEW:
-        work_s = np.array([estimator.work_s(ask.isl_tokens - d, d) for d in depths.tolist()])[at]
+        each_s = [estimator.work_s(ask.isl_tokens - d, d) for d in depths.tolist()]
+        work_s = np.array(each_s).take(at)
     else:
         new_tokens = (ask.isl_tokens - depths).astype(np.float64)
         work_s = estimator.work_many(new_tokens, depths.astype(np.float64))[at]

@@ -10,13 +10,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import cancel, double, relay, worker
+from bench import cancel, decisions, double, event_burst, prefix_index, relay, worker
 
 BENCHMARKS = {
     "cancel": cancel.measure,
     "relay": relay.measure,
     "double": double.measure,
     "worker": worker.measure,
+    "prefix": prefix_index.measure,
+    "decision": decisions.measure,
+    "burst": event_burst.measure,
 }
 
 

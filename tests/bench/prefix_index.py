@@ -1,7 +1,7 @@
 """The prefix index beside `RadixTree` of ai-dynamo-runtime on one trace in one process, and by itself.
 
-python -m bench prefix                   everything
-python -m bench.prefix_index 5000000     memory and pauses at so many (worker, block) pairs, as JSON
+`python -m bench prefix` is everything; `python -m bench.prefix_index 5000000` is memory and pauses at so
+many (worker, block) pairs, as JSON.
 """
 
 import gc
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from bench.prefix_other import OtherIndex, available
-from bench.prefix_trace import BLOCK_TOKENS, Fleet, Op, Query, Removed, Stored
+from bench.prefix_trace import BLOCK_TOKENS, DECODED_BLOCKS, Fleet, Op, Query, Removed, Stored
 from slagate.pools.claims import DEVICE
 from slagate.pools.prefix_index import PrefixIndex
 from slagate.proto import openengine_pb2 as oe
@@ -45,7 +45,7 @@ def measure(folder: Path) -> dict[str, Any]:
     """Nanoseconds per block of both, medians of rounds; bytes, pauses, growth."""
     del folder
     if not available():
-        missed = ["prefix: ai-dynamo-runtime is not installed (pip install '.[bench]')"]
+        missed = ["prefix: ai-dynamo-runtime is not installed (make bench installs it)"]
         return {"missed": missed}
     result = _beside_the_other()
     result["at_1m_pairs"] = small = _in_a_process(1_000_000)
@@ -130,6 +130,7 @@ def _beside_the_other() -> dict[str, Any]:
             rates[name]["events"].append(events_s / n_event_blocks * 1e9)
     figures: dict[str, Any] = {
         "rounds": ROUNDS,
+        "decoded_blocks_per_turn": DECODED_BLOCKS,
         "ns_per_block": {
             name: {kind: round(statistics.median(values), 1) for kind, values in kinds.items()}
             for name, kinds in rates.items()
@@ -228,7 +229,9 @@ def _at(n_pairs: int) -> dict[str, Any]:
     pauses.run("leave", lambda: ours.index.leave(ours.holders[0]))
     while pauses.run("sweep", ours.index.sweep):
         pass
-    pauses.run("full_collection", gc.collect)
+    started_s = time.thread_time()
+    gc.collect()
+    collection_s = time.thread_time() - started_s
     return {
         "pairs": n_built,
         "pair_bytes": round(pair_bytes, 1),
@@ -237,6 +240,7 @@ def _at(n_pairs: int) -> dict[str, Any]:
         "build_ns_per_block": round(build_ns),
         "longest_ms": {kind: round(s * 1e3, 2) for kind, s in sorted(pauses.longest_s.items())},
         "longest_pause_ms": round(max(pauses.longest_s.values()) * 1e3, 2),
+        "full_collection_ms": round(collection_s * 1e3, 2),
         "runs": ours.index.n_runs,
     }
 

@@ -14,7 +14,7 @@ from bench.prefix_trace import BLOCK_TOKENS, Op, Query, Removed, Stored
 
 
 def available() -> bool:
-    """Whether the package is installed (the `bench` extra)."""
+    """Whether the package is installed."""
     try:
         from dynamo._core import RadixTree  # noqa: F401
     except ImportError:

@@ -16,6 +16,10 @@ BLOCK_TOKENS = 32
 BLOCK_BYTES = BLOCK_TOKENS * 4
 N_SHARED = 20
 SHARED_BLOCKS = 64
+DECODED_BLOCKS = (4, 24)
+"""Of a turn, at least and at most: 128 to 768 tokens. The ratio of events depends on it: the other pays a
+thread hop for each event, so it gains where a turn is mostly prompt."""
+
 _VOCABULARY = 128_000
 
 
@@ -70,7 +74,7 @@ class Fleet:
         self._sessions: list[Session] = []
 
     def turns(self, n_turns: int, *, n_sessions: int) -> Iterator[Op]:
-        """Queries and events of so many turns, each with 4 to 24 blocks (128 to 768 tokens) of output.
+        """Queries and events of so many turns, each with `DECODED_BLOCKS` of output.
 
         A session ends at random, and then another begins.
         """
@@ -89,7 +93,7 @@ class Fleet:
                     session.grow(self.rng.randint(4, 60))
             yield Query(bytes(session.tokens))
             yield from self._serve(
-                session, self.rng.choice(session.workers), self.rng.randint(4, 24)
+                session, self.rng.choice(session.workers), self.rng.randint(*DECODED_BLOCKS)
             )
 
     def fill(self, n_pairs: int) -> Iterator[Op]:

@@ -111,17 +111,17 @@ class NaiveIndex:
 
     def _wake(self, holder: NaiveHolder) -> None:
         while True:
-            for claim, (parent, block) in holder.pending.items():
-                path = holder.where(claim[0], parent)
-                if path is not None:
-                    break
-            else:
+            above = {
+                claim: holder.where(claim[0], one.parent) for claim, one in holder.pending.items()
+            }
+            claim = next((claim for claim, path in above.items() if path is not None), None)
+            if claim is None:
                 return
-            del holder.pending[claim]
+            block = holder.pending.pop(claim).block
             if self.n_pairs >= self.max_pairs:
                 self._dropped(holder)
             else:
-                holder.claims[claim] = (*path, block)
+                holder.claims[claim] = (*(above[claim] or ()), block)
 
     def _dropped(self, holder: NaiveHolder) -> None:
         holder.n_dropped += 1

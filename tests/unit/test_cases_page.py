@@ -1,0 +1,21 @@
+"""That `docs/cases.md` is true: every case is there, and in every file it names."""
+
+import re
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+IDS = [*(f"KV-{n:02}" for n in range(1, 20)), *(f"SCORE-{n:02}" for n in range(1, 12))]
+
+
+def test_every_case_is_on_the_page_and_in_the_tests_it_names() -> None:
+    page = REPOSITORY / "docs" / "cases.md"
+    found: dict[str, list[Path]] = {}
+    for row in re.findall(r"^\| ([A-Z]+-\d+) \|.*$", page.read_text(), re.MULTILINE):
+        (line,) = re.findall(rf"^\| {row} \|.*$", page.read_text(), re.MULTILINE)
+        found[row] = [page.parent / target for target in re.findall(r"\]\(([^)]+)\)", line)]
+    assert list(found) == IDS
+    for name, files in found.items():
+        assert files, name
+        for file in files:
+            text = file.read_text()
+            assert name in text or name.lower().replace("-", "_") in text, (name, file)
