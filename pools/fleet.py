@@ -12,7 +12,7 @@ from slagate.pools.member import Member, Stage
 from slagate.pools.overlap import Prompt
 from slagate.pools.pool import Pool, PoolView
 from slagate.pools.ranks import Limits
-from slagate.pools.table import State
+from slagate.pools.table import UNLIMITED, State
 from slagate.workers.clock import monotonic_s
 from slagate.workers.profile import ProfileError, load_profile
 
@@ -52,6 +52,8 @@ class Fleet:
             for index, name in enumerate(grid.pool_names)
         }
         self._models: set[str] = set()
+        self._windows: dict[str, int | None] = {}  # by served model
+        self._windows_of = -1
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -76,6 +78,33 @@ class Fleet:
     def serves(self, model: str) -> bool:
         """Whether `models` has this one; does not look at the workers once it has been seen."""
         return model in self._models or model in self.models()
+
+    def context_window(self, model: str) -> int | None:
+        """The longest context, in tokens, that every stage has a worker for; None: not known.
+
+        Looks at the workers once for each change of what they serve.
+        """
+        n_changes = sum(pool.n_model_changes for pool in self.pools.values())
+        if n_changes != self._windows_of:
+            self._windows_of = n_changes
+            self._windows.clear()
+        if model not in self._windows:
+            if not self.serves(model):
+                return None  # and nothing is kept of names that clients make up
+            self._windows[model] = self._find_window(model)
+        return self._windows[model]
+
+    def _find_window(self, model: str) -> int | None:
+        windows: dict[Stage, int] = {}
+        for member in self.members():
+            info = member.models.get(model)
+            if info is not None:
+                # One that does not say may have any.
+                known = info.HasField("max_context_length")
+                tokens = info.max_context_length if known else UNLIMITED
+                windows[member.stage] = max(tokens, windows.get(member.stage, 0))
+        shortest = min(windows.values(), default=UNLIMITED)
+        return None if shortest == UNLIMITED else shortest
 
     def unready_stages(self) -> list[Stage]:
         """Stages without a single ready worker; empty means that a request can be served."""

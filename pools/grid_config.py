@@ -29,6 +29,7 @@ _REASONS = {
     "model_type": "must be an object",
     "invalid_key": "must have string keys",
     "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
 }
 
 

@@ -70,6 +70,8 @@ Number = Annotated[int | float, PlainValidator(_number)]
 Array = Annotated[tuple[T, ...], BeforeValidator(_array)]
 Maybe = Annotated[T | None, BeforeValidator(_given)]
 Count = Annotated[int, Field(ge=1)]
+# Tables of workers hold 64 bits; nobody means more than half of that.
+Limit = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Name = Annotated[str, AfterValidator(_name)]
 Address = Annotated[str, AfterValidator(_address)]
 # How deep the table goes depends on the axes, so its content is a cross-field rule.
@@ -141,8 +143,8 @@ class PoolSpec(_Part):
     workers: Array[Address] = ()
     profile: Maybe[Name] = None
     tp: Maybe[Count] = None
-    max_inflight: Maybe[Count] = None
-    max_queued_tokens: Maybe[Count] = None
+    max_inflight: Maybe[Limit] = None
+    max_queued_tokens: Maybe[Limit] = None
 
 
 class _File(_Part):

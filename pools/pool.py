@@ -78,6 +78,11 @@ class Pool:
         """State in one line, for people and for tests."""
         return f"Pool({self.name}, {list(self.members.values())})"
 
+    @property
+    def n_model_changes(self) -> int:
+        """Times that a worker said what it serves."""
+        return self._table.n_model_changes
+
     def view(self, prompt: Prompt | None = None) -> PoolView:
         """The pool as it stands now, for a prompt; None: nothing of it is cached anywhere."""
         rows = self._table.rows()

@@ -147,6 +147,9 @@ class Table:
         self._floats = np.zeros((len(_FLOATS), 4), dtype=np.float64)
         self._frozen_names: tuple[tuple[str, int | None], ...] = ()
         self._models: Mapping[frozenset[str], Flags] | None = None
+        self.n_model_changes = (
+            0  # times that somebody said what is served, the same as before included
+        )
 
     def __len__(self) -> int:
         return len(self._names)
@@ -178,6 +181,7 @@ class Table:
 
     def set_models(self, row: int, models: frozenset[str]) -> None:
         """What the row's worker serves."""
+        self.n_model_changes += 1
         if self._row_models[row] != models:
             self._row_models[row] = models
             self._models = None

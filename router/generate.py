@@ -13,7 +13,7 @@ import logging
 import anyio
 
 from slagate.pools.member import Stage
-from slagate.router.dispatch import Assignment
+from slagate.router.assignment import Assignment
 from slagate.router.errors import (
     CANCELLED,
     INTERNAL,
@@ -24,7 +24,7 @@ from slagate.router.errors import (
 )
 from slagate.router.handoff import Handoff, PrefillSink, guard
 from slagate.router.receipts import Record
-from slagate.router.request import Request, output_budget, parse_request
+from slagate.router.request import Request, check_length, output_budget, parse_request
 from slagate.router.score import Ask
 from slagate.router.sla import parse_sla
 from slagate.router.splice import Splice
@@ -92,12 +92,15 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
 
 async def _assigned(gateway: Gateway, record: Record, ask: Ask, request: Request) -> Assignment:
     """Workers for every stage, waited for where all are at their limits."""
+    # Before it waits, and holds up others, for what no worker could ever do.
+    check_length(request, gateway.dispatcher.fleet.context_window(request.model))
+    started_s = gateway.now_s()
     with gateway.dispatcher.submit(ask, request.prompt) as ticket:
         try:
             return await ticket.assigned()
         finally:
             record.decision = ticket.decision
-            record.waited_s = gateway.now_s() - ticket.submitted_s
+            record.waited_s = gateway.now_s() - started_s
 
 
 async def _disaggregate(turn: Turn) -> None:
@@ -106,7 +109,7 @@ async def _disaggregate(turn: Turn) -> None:
         try:
             await _decode(turn, handoff)
         except LegFailed as failure:
-            turn.start_over(failure)
+            await turn.start_over(failure)
         else:
             return
 

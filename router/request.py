@@ -91,11 +91,16 @@ def output_budget(request: Request, infos: Iterable[oe.ModelInfo | None]) -> int
     ]
     if not windows:
         return request.max_tokens or DEFAULT_MAX_TOKENS
+    check_length(request, min(windows))
     room = min(windows) - request.isl_tokens
-    if room <= 0:
-        reason = f"{request.isl_tokens} tokens do not fit the context window of {min(windows)}"
-        raise InvalidRequest("token_ids", reason)
     return room if request.max_tokens is None else min(request.max_tokens, room)
+
+
+def check_length(request: Request, window_tokens: int | None) -> None:
+    """Raises `InvalidRequest` for a prompt that leaves no room in a context window; None: not known."""
+    if window_tokens is not None and request.isl_tokens >= window_tokens:
+        reason = f"{request.isl_tokens} tokens do not fit the context window of {window_tokens}"
+        raise InvalidRequest("token_ids", reason)
 
 
 def _check_private(message: oe.GenerateRequest) -> None:

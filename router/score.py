@@ -41,9 +41,10 @@ LIMITS = frozenset({AT_LIMIT, QUEUE_AT_LIMIT, KV_AT_LIMIT})
 _FEW = 12
 """Points that are interpolated faster one by one."""
 
+_KV_TOO_SMALL = "its KV cache is too small for the prompt"
 _FAILED = "failed this request"
 _OTHER_MODEL = "does not serve the model"
-_REASONS = ("", *(s.value for s in STATES), _FAILED, _OTHER_MODEL, *sorted(LIMITS))
+_REASONS = ("", *(s.value for s in STATES), _FAILED, _OTHER_MODEL, _KV_TOO_SMALL, *sorted(LIMITS))
 _CODES = {reason: code for code, reason in enumerate(_REASONS)}
 
 
@@ -220,10 +221,10 @@ def _reasons(stage: Stage, ask: Ask, pool: PoolView) -> npt.NDArray[np.int8]:
     reasons = np.zeros(len(rows), dtype=np.int8)
     at_limit = rows.ints("worker_inflight") >= rows.ints("max_inflight")
     down = rows.states != READY
-    closed = at_limit | down
+    too_small = rows.ints("capacity_tokens") < ask.isl_tokens
+    closed = at_limit | down | too_small
     full = queue_full = None
     if stage is not Stage.PREFILL:
-        # A prompt that no cache would ever hold is refused by its worker; here it must not wait for ever.
         needed = rows.ints("context_tokens") + ask.isl_tokens
         full = (needed > rows.ints("capacity_tokens")) & (rows.ints("inflight") > 0)
         closed |= full
@@ -238,6 +239,8 @@ def _reasons(stage: Stage, ask: Ask, pool: PoolView) -> npt.NDArray[np.int8]:
     if queue_full is not None:
         reasons[queue_full] = _CODES[QUEUE_AT_LIMIT]
     reasons[at_limit] = _CODES[AT_LIMIT]
+    # Whatever it waited for, it would never fit.
+    reasons[too_small] = _CODES[_KV_TOO_SMALL]
     if serving is not None:
         reasons[~serving] = _CODES[_OTHER_MODEL]
     if ask.excluded:

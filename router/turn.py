@@ -8,10 +8,11 @@ from typing import TypeVar
 import anyio
 import grpc
 
-from slagate.pools.member import Lease, Stage
+from slagate.pools.member import Lease, Member, Stage
 from slagate.pools.table import State
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.dispatch import Assignment, Dispatcher
+from slagate.router.assignment import Assignment
+from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import LegFailed, RequestError
 from slagate.router.handoff import Handoff, Releaser
 from slagate.router.leg import LegSink
@@ -145,7 +146,7 @@ class Turn:
                 return sink
             if sink.untaken:
                 member.probe_failed(f"refused a request: {failure}")
-            self._try_elsewhere(stage, failure)
+            await self._try_elsewhere(stage, failure)
 
     async def _run(self, lease: Lease, leg: bytes, sink: LegSink) -> None:
         """One call to a worker, waited for; cancelled when this coroutine is."""
@@ -208,22 +209,19 @@ class Turn:
         holder = self.assignment.lease(Stage.PREFILL).member
         self.handoff = Handoff(session, holder, self.gateway.releaser)
 
-    def _try_elsewhere(self, stage: Stage, failure: RequestError) -> None:
+    async def _try_elsewhere(self, stage: Stage, failure: RequestError) -> None:
         """Give the stage to another worker. Raises `failure` when that cannot help, or nobody is left."""
         may_retry = isinstance(failure, LegFailed) and failure.retryable
         if not may_retry or self.record.n_attempts(stage) >= self.gateway.settings.max_attempts:
             raise failure
-        failed = self.assignment.lease(stage).member.address
-        self.ask = self.ask._replace(excluded=self.ask.excluded | {failed})
-        prompt = self.request.prompt
-        choice = self.gateway.dispatcher.reassign(self.assignment, self.ask, stage, prompt)
-        if choice is None:
-            raise failure
-        assert self.record.decision is not None
-        self.record.decision = self.record.decision.replace(choice)
+        lease = self.assignment.lease(stage)
+        lease.release()
+        self.ask = self.ask._replace(excluded=self.ask.excluded | {lease.member.address})
+        self.assignment.adopt(await self._reassigned(lease.member, failure, (stage,)))
+        self.record.decision = self.assignment.decision
         self._note_retry(stage, failure)
 
-    def start_over(self, failure: LegFailed) -> None:
+    async def start_over(self, failure: LegFailed) -> None:
         """Assign prefill and decode anew. Raises `failure` when that cannot help, or was done before.
 
         A decode worker that accepted the handoff and then lost it (its prefill worker is gone, say) has
@@ -238,16 +236,29 @@ class Turn:
         if not lost or self.started_over or attempts >= self.gateway.settings.max_attempts:
             raise failure
         self.started_over = True
-        lost_by = self.assignment.lease(Stage.DECODE).member
-        self.gateway.dispatcher.fleet.pools[lost_by.pool].retries_total += 1
         self.let_go()
-        try:
-            self.assignment = self.gateway.dispatcher.take_now(self.ask, self.request.prompt)
-        except RequestError:
-            raise failure from None
+        lost_by = self.assignment.lease(Stage.DECODE).member
+        self.assignment = await self._reassigned(lost_by, failure, self.assignment.stages)
         self.handoff = None
         self.record.decision = self.assignment.decision
         self._note_retry(Stage.PREFILL, failure)
+
+    async def _reassigned(
+        self, lost_by: Member, failure: RequestError, stages: tuple[Stage, ...]
+    ) -> Assignment:
+        """Other workers, waited for like any, but as old as the request is. Raises `failure`."""
+        dispatcher, started_s = self.gateway.dispatcher, self.gateway.now_s()
+        try:
+            with dispatcher.submit(
+                self.ask, self.request.prompt, stages=stages, since_s=self.record.started_s
+            ) as ticket:
+                found = await ticket.assigned()
+        except RequestError:
+            raise failure from None
+        finally:
+            self.record.waited_s += self.gateway.now_s() - started_s
+        dispatcher.fleet.pools[lost_by.pool].retries_total += 1
+        return found
 
     def _note_retry(self, stage: Stage, failure: LegFailed | RequestError) -> None:
         self.gateway.metrics.retries.labels(stage=stage.value, code=failure.code.name).inc()

@@ -11,10 +11,14 @@ from slagate.pools.fleet import Fleet
 from slagate.pools.grid import Axis, StageGrid
 from slagate.pools.grid_config import FleetConfig, parse_config
 from slagate.pools.member import Member, Stage
+from slagate.pools.overlap import Prompt
 from slagate.pools.pool import Pool, PoolView
 from slagate.pools.ranks import Limits
 from slagate.pools.table import UNLIMITED, RowView, State, Table, rows_of
 from slagate.proto import openengine_pb2 as oe
+from slagate.router.assignment import Assignment
+from slagate.router.dispatch import Dispatcher
+from slagate.router.errors import RequestError
 from slagate.router.score import Ask
 from slagate.router.sla import Sla
 from slagate.workers.profile import load_profile
@@ -166,6 +170,17 @@ def pool(*addresses: str, stage: Stage = Stage.AGG, max_inflight: int | None = N
         each.models = {MODEL: model_info()}
         each.probe_ok()
     return made
+
+
+def take_now(
+    dispatcher: Dispatcher, asked: Ask, prompt: Prompt | None = None, **more: Any
+) -> Assignment:
+    """Workers for a request that need not wait. Raises as `Ticket.assigned` does."""
+    with dispatcher.submit(asked, prompt, **more) as ticket:
+        if isinstance(ticket.outcome, RequestError):
+            raise ticket.outcome
+        assert ticket.outcome is not None, "it waits"
+        return ticket.outcome
 
 
 def request(

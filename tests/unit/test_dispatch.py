@@ -7,11 +7,12 @@ from slagate.pools.fleet import Fleet
 from slagate.pools.grid_config import parse_config
 from slagate.pools.member import Stage
 from slagate.pools.table import State
-from slagate.router.dispatch import Assignment, Dispatcher
+from slagate.router.assignment import Assignment
+from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import RETRY_PUSHBACK, NoWorker, Overloaded, UnknownModel
 from slagate.router.policy import Decision
 from slagate.router.score import Candidate
-from support.builders import MODEL, ask, fleet, model_info, rng
+from support.builders import MODEL, ask, fleet, model_info, rng, take_now
 from support.fleet_files import disagg_file
 
 DOWN = (State.CONNECTING, State.NOT_READY, State.REFUSED)
@@ -22,7 +23,7 @@ def dispatcher(of: Fleet | None = None) -> Dispatcher:
 
 
 def assign(d: Dispatcher, *, model: str = MODEL) -> Assignment:
-    return d.take_now(ask(model=model), None)
+    return take_now(d, ask(model=model))
 
 
 def candidates(decision: Decision) -> list[list[Candidate]]:
@@ -90,20 +91,21 @@ def test_health_03_a_model_whose_workers_are_gone_is_still_known() -> None:
 
 def test_health_06_a_fleet_that_was_never_reached_is_unavailable_not_ignorant() -> None:
     with pytest.raises(NoWorker, match="no worker has been reached yet") as caught:
-        dispatcher(fleet(ready=False)).take_now(ask(), None)
+        take_now(dispatcher(fleet(ready=False)), ask())
     assert caught.value.status().code is grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_message_with_the_clients_model_name_stays_short() -> None:
-    for act in (dispatcher().take_now, dispatcher().explain):
+    for act in (take_now, Dispatcher.explain):
         with pytest.raises(UnknownModel) as caught:
-            act(ask(model="x" * 1_000_000), None)
+            act(dispatcher(), ask(model="x" * 1_000_000))
         n_characters = len(str(caught.value))
         assert n_characters < 1000
 
 
 def test_score_04_full_workers_are_passed_over_and_a_full_pool_is_overloaded() -> None:
-    d = dispatcher(fleet("agg", pools={"agg": {"max_inflight": 2}}))
+    of = fleet("agg", pools={"agg": {"max_inflight": 2}})
+    d = Dispatcher(of, rng=rng(), max_waiting=0)
     held = [assign(d) for _ in range(4)]
     assert inflight(d.fleet) == {"a1:1": 2, "a2:1": 2}
     with pytest.raises(Overloaded, match="every worker of pool agg is at its limit") as caught:
@@ -129,14 +131,19 @@ def test_another_worker_for_one_stage_moves_one_lease() -> None:
     d = dispatcher()
     assignment = assign(d)
     prefill, decode = assignment.members
-    choice = d.reassign(assignment, ask(excluded=frozenset({decode.address})), Stage.DECODE)
-    assert choice is not None
+    asked = ask(excluded=frozenset({decode.address}))
+    found = take_now(d, asked, stages=(Stage.DECODE,))
+    assert found.stages == (Stage.DECODE,)
+    assignment.adopt(found)
     other = assignment.lease(Stage.DECODE).member
     assert other is not decode
     assert inflight(d.fleet) == {prefill.address: 1, other.address: 1}
-    assert d.fleet.pools["decode"].retries_total == 1
+    winner = assignment.decision.stage(Stage.DECODE).winner
+    assert winner is not None
+    assert winner.view.address == other.address
     both = ask(excluded=frozenset({decode.address, other.address}))
-    assert d.reassign(assignment, both, Stage.DECODE) is None
+    with pytest.raises(NoWorker):
+        take_now(d, both, stages=(Stage.DECODE,))
     assert inflight(d.fleet) == {prefill.address: 1, other.address: 1}
     assignment.release()
     assert inflight(d.fleet) == {}
@@ -155,9 +162,13 @@ def test_cfg_11_enable_priority_retry_alone_sends_a_failed_request_to_the_faster
         assignment = assign(d)
         failed = assignment.lease(Stage.PREFILL).member
         assert failed.address == "pb:1"
-        choice = d.reassign(assignment, ask(excluded=frozenset({"pb:1"})), Stage.PREFILL)
-        assert (choice and choice.winner and choice.winner.view.address) == wanted
-        assert of.pools["p-bulk"].retries_total == (1 if retry else 0)
+        asked = ask(excluded=frozenset({"pb:1"}))
+        if wanted is None:
+            with pytest.raises(NoWorker):
+                take_now(d, asked, stages=(Stage.PREFILL,))
+        else:
+            (found,) = take_now(d, asked, stages=(Stage.PREFILL,)).members
+            assert found.address == wanted
 
 
 def spilling() -> Dispatcher:
@@ -195,8 +206,8 @@ def test_i8_a_leg_that_goes_to_another_pool_is_counted_there_and_logged(
 
 def test_i8_a_second_attempt_in_another_pool_is_a_spill_too() -> None:
     d = spilling()
-    assignment = assign(d)
-    assert d.reassign(assignment, ask(excluded=frozenset({"pb:1"})), Stage.PREFILL) is not None
+    assign(d)
+    take_now(d, ask(excluded=frozenset({"pb:1"})), stages=(Stage.PREFILL,))
     assert d.fleet.pools["p-fast"].spills_total == 1
 
 
@@ -212,11 +223,11 @@ def test_a_decision_without_a_winner_is_shown_by_explain_and_refused_when_it_is_
 
 
 def test_explain_raises_as_an_assignment_does() -> None:
-    for act in ("take_now", "explain"):
+    for act in (take_now, Dispatcher.explain):
         with pytest.raises(UnknownModel):
-            getattr(dispatcher(), act)(ask(model="gpt-9"), None)
+            act(dispatcher(), ask(model="gpt-9"))
         with pytest.raises(NoWorker):
-            getattr(dispatcher(fleet(ready=False)), act)(ask(), None)
+            act(dispatcher(fleet(ready=False)), ask())
 
 
 def test_only_ready_workers_hold_leases() -> None:

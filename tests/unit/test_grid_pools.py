@@ -37,6 +37,8 @@ REFUSED_POOLS: list[tuple[object, str]] = [
     ({"p-fast": {"tp": True}}, "pools.p-fast.tp"),
     ({"p-fast": {"max_inflight": 0}}, "pools.p-fast.max_inflight"),
     ({"p-fast": {"max_inflight": 1.5}}, "pools.p-fast.max_inflight"),
+    ({"p-fast": {"max_inflight": 2**31}}, "pools.p-fast.max_inflight"),
+    ({"p-fast": {"max_queued_tokens": 10**20 - 1}}, "pools.p-fast.max_queued_tokens"),
 ]
 
 
@@ -46,6 +48,17 @@ def test_pools_say_where_workers_are() -> None:
     found = config.pools["p-fast"]
     assert (found.workers, found.profile) == (("h:1", "[::1]:65535"), "x")
     assert (found.tp, found.max_inflight) == (2, 8)
+
+
+def test_the_largest_limit_loads_and_the_next_one_is_refused_with_the_bound() -> None:
+    for name in ("max_inflight", "max_queued_tokens"):
+        pools = {"p-fast": {name: 2**31 - 1}}
+        config = parse_config(disagg_file() | {"pools": pools}, source="f")
+        assert getattr(config.pools["p-fast"], name) == 2**31 - 1
+        pools["p-fast"][name] += 1
+        assert lines(disagg_file() | {"pools": pools}) == [
+            f"pools.p-fast.{name}: must be at most 2147483647 (got 2147483648)"
+        ]
 
 
 @pytest.mark.parametrize(("pools", "path"), REFUSED_POOLS)

@@ -8,9 +8,9 @@ from slagate.pools.ranks import Work
 from slagate.pools.table import RowView, State
 from slagate.router.dispatch import Dispatcher
 from slagate.router.policy import Decision, StageChoice, choose, choose_stage
-from slagate.router.score import AT_LIMIT, KV_AT_LIMIT, QUEUE_AT_LIMIT, Ask
+from slagate.router.score import AT_LIMIT, KV_AT_LIMIT, LIMITS, QUEUE_AT_LIMIT, Ask
 from slagate.router.sla import Sla
-from support.builders import ask, fleet, one_cell, pool_view, profiled, rng, view
+from support.builders import ask, fleet, one_cell, pool_view, profiled, rng, take_now, view
 from support.fleet_files import disagg_file
 
 STAGES = list(Stage)
@@ -184,7 +184,7 @@ def test_score_01_idle_workers_take_turns() -> None:
     dispatcher = Dispatcher(of, rng=rng(1))
     served: list[str] = []
     for _ in range(100):
-        assignment = dispatcher.take_now(ask(isl_tokens=5), None)
+        assignment = take_now(dispatcher, ask(isl_tokens=5))
         served.append(assignment.lease(Stage.AGG).member.address)
         assignment.release()
     assert abs(served.count("a1:1") - served.count("a2:1")) <= 1
@@ -195,10 +195,10 @@ def test_a_worker_whose_last_probe_failed_is_chosen_only_where_no_other_can_be()
     suspect, other = of.pools["agg"].members.values()
     suspect.probe_failed("slow")
     dispatcher = Dispatcher(of, rng=rng(1))
-    taken = [dispatcher.take_now(ask(), None) for _ in range(20)]
+    taken = [take_now(dispatcher, ask(), None) for _ in range(20)]
     assert {one.lease(Stage.AGG).member for one in taken} == {other}
     other.refuse("gone")
-    assert dispatcher.take_now(ask(), None).lease(Stage.AGG).member is suspect
+    assert take_now(dispatcher, ask(), None).lease(Stage.AGG).member is suspect
 
 
 def pick(stage: Stage, *views: RowView, n_leases: int = 0) -> StageChoice:
@@ -266,7 +266,11 @@ def test_decode_needs_no_turns() -> None:
             {"queued_tokens": 20, "max_queued_tokens": 20},
             QUEUE_AT_LIMIT,
         ),
-        ([Stage.DECODE, Stage.AGG], {"capacity_tokens": 8999, "inflight": 1}, KV_AT_LIMIT),
+        (
+            [Stage.DECODE, Stage.AGG],
+            {"capacity_tokens": 9999, "context_tokens": 1000, "inflight": 1},
+            KV_AT_LIMIT,
+        ),
         (STAGES, {"worker_inflight": 4, "max_inflight": 4}, AT_LIMIT),
     ],
 )
@@ -277,7 +281,15 @@ def test_a_limit_excludes_a_row_where_it_applies(
         choice = pick(stage, view("full:1", **full), view("far:1", queued_s=99.0, inflight=200))
         reasons = {c.view.address: c.excluded for c in choice.candidates}
         assert reasons["full:1"] == (reason if stage in stages else "")
-    assert winner(pick(Stage.DECODE, view("w:1", capacity_tokens=5))) == "w:1"
+    idle = view("w:1", capacity_tokens=9999, context_tokens=1000)
+    assert winner(pick(Stage.DECODE, idle)) == "w:1"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_prompt_that_no_cache_would_ever_hold_is_not_worth_waiting(stage: Stage) -> None:
+    choice = pick(stage, view("w:1", capacity_tokens=8999))
+    assert choice.reasons == {"its KV cache is too small for the prompt"}
+    assert not choice.reasons & LIMITS
 
 
 def test_requests_of_others_are_in_the_batch_and_their_prompts_in_the_queue() -> None:

@@ -9,15 +9,16 @@ from slagate.pools.member import Stage
 from slagate.pools.overlap import Prompt
 from slagate.pools.ranks import Work
 from slagate.pools.table import State
-from slagate.router.dispatch import Assignment, Dispatcher
+from slagate.router.assignment import Assignment
+from slagate.router.dispatch import Dispatcher
 from slagate.router.policy import choose_stage
-from support.builders import PROFILE, ask, fleet, one_cell, pool_view, profiled, rng, view
+from support.builders import PROFILE, ask, fleet, one_cell, pool_view, profiled, rng, take_now, view
 
 PROFILED = {"profile": PROFILE, "tp": 1}
 
 
 def assign(dispatcher: Dispatcher, *, isl_tokens: int = 100) -> Assignment:
-    return dispatcher.take_now(ask(isl_tokens=isl_tokens), None)
+    return take_now(dispatcher, ask(isl_tokens=isl_tokens), None)
 
 
 def spread(dispatcher: Dispatcher, stage: str) -> Counter[str]:
@@ -151,18 +152,18 @@ def test_score_09_work_is_what_is_not_cached() -> None:
     pool.overlaps.set_holder(0, holder, block_tokens=32)
     index.stored(holder, range(1, 25), None, prompt(768).tokens)
     dispatcher = Dispatcher(of, rng=rng())
-    warm = dispatcher.take_now(ask(isl_tokens=1024), prompt(1024))
+    warm = take_now(dispatcher, ask(isl_tokens=1024), prompt(1024))
     assert warm.lease(Stage.PREFILL).row == 0
     assert warm.lease(Stage.PREFILL).work.prefill_tokens == 256
     excluded = ask(isl_tokens=1024, excluded=frozenset({"p1:1"}))
-    cold = dispatcher.take_now(excluded, prompt(1024))
+    cold = take_now(dispatcher, excluded, prompt(1024))
     assert cold.lease(Stage.PREFILL).work.prefill_tokens == 1024
 
 
 def test_score_11_decode_gets_no_credit_for_a_prompt_it_served() -> None:
     of = fleet("disagg")
     dispatcher = Dispatcher(of, rng=rng())
-    first = dispatcher.take_now(ask(isl_tokens=1024), prompt(1024))
+    first = take_now(dispatcher, ask(isl_tokens=1024), prompt(1024))
     prefill, decode = first.members
     first.lease(Stage.PREFILL).prefill_done()
     first.release()

@@ -9,13 +9,18 @@ import numpy as np
 import pytest
 
 from slagate.pools.fleet import Fleet
+from slagate.pools.grid_config import parse_config
 from slagate.pools.member import Stage
 from slagate.pools.ranks import Work
 from slagate.pools.table import State
-from slagate.router.dispatch import Assignment, Dispatcher
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.assignment import Assignment
+from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import RETRY_PUSHBACK, NoWorker, Overloaded
 from slagate.router.policy import choose_stage
-from support.builders import ask, fleet, rng
+from slagate.router.sla import Sla
+from support.builders import MODEL, ask, fleet, model_info, rng
+from support.fleet_files import disagg_file
 from support.virtual_loop import run
 
 
@@ -39,15 +44,33 @@ class Waiting:
             self.failed[number] = error
 
 
+def two_kinds(**decode: Any) -> Fleet:
+    """Two prefill pools, told apart by the TTFT target, in front of one decode worker."""
+    content = disagg_file() | {"enable_priority_retry": False}
+    workers = {"p-fast": "pf:1", "p-bulk": "pb:1", "d-fast": "df:1", "d-bulk": "db:1"}
+    content["pools"] = {name: {"workers": [address]} for name, address in workers.items()}
+    content["pools"]["d-bulk"] |= decode
+    of = Fleet(parse_config(content, source="f"))
+    for member in of.members():
+        member.models = {MODEL: model_info()}
+        member.probe_ok()
+    return of
+
+
+FAST, BULK = Sla(ttft_ms=150, itl_ms=40), Sla(ttft_ms=800, itl_ms=40)
+
+
 def waiting(
     test: Callable[[Waiting, anyio.abc.TaskGroup], Awaitable[None]],
     *,
     mode: str = "agg",
     max_waiting: int = 100,
+    of: Fleet | None = None,
     **pools: Any,
 ) -> None:
+    of = of or fleet(mode, pools=pools or {"agg": {"max_inflight": 1}})
+
     async def main() -> None:
-        of = fleet(mode, pools=pools or {"agg": {"max_inflight": 1}})
         each = Waiting(Dispatcher(of, rng=rng(), max_waiting=max_waiting, now_s=anyio.current_time))
         async with anyio.create_task_group() as tasks:
             await test(each, tasks)
@@ -231,3 +254,77 @@ def test_score_06_the_queue_limit_counts_where_the_prefix_is_too() -> None:
 
     assert winner({"max_queued_tokens": 20_000}) == "p2:1"
     assert winner({}) == "p1:1"
+
+
+def test_between_lanes_too_the_older_request_goes_first() -> None:
+    """A kind of request that always has one waiting takes no turn from another that waits for the same."""
+
+    async def test(w: Waiting, tasks: anyio.abc.TaskGroup) -> None:
+        kinds = [FAST, FAST, BULK, FAST, BULK, BULK, FAST, FAST]
+        for number, sla in enumerate(kinds):
+            tasks.start_soon(lambda n=number, s=sla: w.submit(n, sla=s))
+            await anyio.sleep(0.001)
+        assert (w.done, w.dispatcher.n_waiting) == ([0], 7)
+        for number in range(7):
+            w.held.pop(number).release()
+            await settle()
+            assert w.done == list(range(number + 2))
+
+    waiting(test, of=two_kinds(max_inflight=1))
+
+
+def test_a_newcomer_of_another_lane_does_not_pass_one_who_waits_for_more() -> None:
+    """A long prompt waits for KV cache; short ones of another kind would fit, again and again."""
+
+    async def test(w: Waiting, tasks: anyio.abc.TaskGroup) -> None:
+        (decode,) = w.dispatcher.fleet.pools["d-bulk"].members.values()
+        capacity = oe.DeploymentCapacity(total_kv_blocks=100, kv_block_size=32)
+        decode.info = oe.ServerInfo(capacity=capacity)
+        sizes = [(FAST, 2000), (BULK, 3000), (FAST, 150), (FAST, 150)]
+        for number, (sla, isl_tokens) in enumerate(sizes):
+            tasks.start_soon(lambda n=number, s=sla, i=isl_tokens: w.submit(n, sla=s, isl_tokens=i))
+            await anyio.sleep(0.001)
+        assert w.done == [0]
+        w.held.pop(0).release()
+        await settle()
+        assert w.done == [0, 1, 2]
+        w.held.pop(2).release()
+        await settle()
+        assert w.done == [0, 1, 2, 3]
+
+    waiting(test, of=two_kinds())
+
+
+def test_who_waits_for_a_full_pool_keeps_nobody_from_another_one() -> None:
+    async def test(w: Waiting, tasks: anyio.abc.TaskGroup) -> None:
+        for number, itl_ms in enumerate([40, 40, 5, 5]):
+            sla = Sla(ttft_ms=150, itl_ms=itl_ms)
+            tasks.start_soon(lambda n=number, s=sla: w.submit(n, sla=s))
+            await anyio.sleep(0.001)
+        assert w.done == [0, 2, 3]
+        w.held.pop(0).release()
+
+    waiting(test, of=two_kinds(max_inflight=1))
+
+
+def test_who_lost_its_worker_waits_as_one_that_came_when_the_request_did() -> None:
+    async def test(w: Waiting, tasks: anyio.abc.TaskGroup) -> None:
+        for number in range(3):
+            tasks.start_soon(w.submit, number)
+            await anyio.sleep(0.001)
+        assert w.done == [0, 1]
+        lost = w.held.pop(0)
+        (member,) = lost.members
+        again = ask(excluded=frozenset({member.address}))
+        with w.dispatcher.submit(again, stages=(Stage.AGG,), since_s=0.0) as ticket:
+            assert ticket.outcome is None
+            # Nobody else is kept from the worker that it may not go to any more.
+            lost.release()
+            await settle()
+            assert w.done == [0, 1, 2]
+            w.held.pop(1).release()
+            found = await ticket.assigned()
+        assert found.members != [member]
+        w.held[9] = found
+
+    waiting(test)

@@ -1,6 +1,7 @@
 """The watch loops over fake workers, on the virtual loop."""
 
 import logging
+from dataclasses import dataclass, field
 
 import anyio
 import grpc
@@ -8,6 +9,7 @@ import pytest
 
 from slagate.pools.member import Stage
 from slagate.pools.table import State
+from slagate.pools.watch import JITTER_RATIO, LOOK_LIMIT_S
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.worker import Status
 from support.builders import MODEL, model_info
@@ -36,7 +38,7 @@ def test_a_worker_that_cannot_be_reached_stays_connecting_and_says_why_without_a
     async def main() -> None:
         down = FakeWorker(down=UNAVAILABLE)
         async with watched({"p1:1": down}) as of:
-            await anyio.sleep(5 * LOOK_S)
+            await anyio.sleep(3 * LOOK_S)
             assert first(of).state is State.CONNECTING
             assert (
                 first(of).reason == "UNAVAILABLE: failed to connect: (address) Connection refused"
@@ -44,6 +46,76 @@ def test_a_worker_that_cannot_be_reached_stays_connecting_and_says_why_without_a
             down.down = None
             await anyio.sleep(LOOK_S)
             assert first(of).state is State.READY
+
+    run(main)
+
+
+@dataclass
+class Timed(FakeWorker):
+    """Notes when it was looked at."""
+
+    looks_s: list[float] = field(default_factory=list)
+    hangs: bool = False
+
+    async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
+        self.looks_s.append(anyio.current_time())
+        if self.hangs:
+            await anyio.sleep_forever()
+        return await super().health(request)
+
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.looks_s, self.looks_s[1:], strict=False)]
+
+
+def assert_about(gaps_s: list[float], expected_s: list[float]) -> None:
+    assert gaps_s == pytest.approx(expected_s, rel=JITTER_RATIO)
+
+
+BACKED_OFF_S = [1, 1, 1, 1, 1.5, 2.25, 3.375, 5.0625, 7.59375, 10, 10, 10]
+
+
+def test_health_05_a_worker_that_gives_no_answer_is_asked_ever_more_rarely() -> None:
+    async def main() -> None:
+        worker = Timed(down=UNAVAILABLE)
+        async with watched({"p1:1": worker}) as of:
+            await anyio.sleep(100)
+            gaps_s = worker.gaps_s()
+            assert_about(gaps_s[:12], BACKED_OFF_S)
+            assert len(set(gaps_s[9:])) == len(gaps_s[9:]) > 2  # still not in step
+            # Up again: seen within a wait of the longest, and then every second, failing or not.
+            worker.down = None
+            await anyio.sleep(10 * (1 + JITTER_RATIO))
+            assert first(of).state is State.READY
+            worker.looks_s.clear()
+            worker.down = UNAVAILABLE
+            await anyio.sleep(6)
+            assert_about(worker.gaps_s()[:4], [1, 1, 1, 1])
+            assert first(of).state is State.NOT_READY
+
+    run(main)
+
+
+def test_health_05_a_look_without_an_answer_counts_however_it_ends() -> None:
+    async def main() -> None:
+        worker = Timed(hangs=True)
+        async with watched({"p1:1": worker}):
+            await anyio.sleep(100)
+            waits_s = [gap_s - LOOK_LIMIT_S for gap_s in worker.gaps_s()]
+            assert_about(waits_s[:12], BACKED_OFF_S)
+
+    run(main)
+
+
+@pytest.mark.parametrize("why", ["not ready", "of another role"])
+def test_a_worker_that_answers_is_asked_every_second_whatever_it_says(why: str) -> None:
+    async def main() -> None:
+        worker = Timed(role=ROLES["decode" if why == "of another role" else "prefill"])
+        if why == "not ready":
+            worker.state = oe.HEALTH_STATE_NOT_READY
+        async with watched({"p1:1": worker}) as of:
+            await anyio.sleep(30)
+            assert first(of).state is not State.READY
+            assert_about(worker.gaps_s()[:20], [1] * 20)
 
     run(main)
 

@@ -1,0 +1,178 @@
+"""Requests that wait for workers below their limits: in lanes, each in order of arrival.
+
+A lane is of requests that wait for the same: model, stages, order of pools. Its first request stands for
+all of it. Between lanes age decides too: what an older request waits for no younger one of another lane
+takes.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator
+
+import anyio
+
+from slagate.pools.member import Stage
+from slagate.pools.overlap import Prompt
+from slagate.router.assignment import Assignment
+from slagate.router.errors import Overloaded, RequestError
+from slagate.router.policy import Decision, StageChoice
+from slagate.router.score import Ask
+
+MAX_HINT_S = 30.0
+"""A client is never told to come back later than this."""
+
+
+class Ticket:
+    """A request's place: assigned, refused, or waiting."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        prompt: Prompt | None,
+        *,
+        stages: tuple[Stage, ...],
+        decision: Decision,
+        since_s: float,
+    ) -> None:
+        self.ask = ask
+        self.prompt = prompt
+        self.stages = stages
+        self.decision = decision  # the newest one
+        self.since_s = since_s
+        self.outcome: Assignment | RequestError | None = None
+        self._settled = anyio.Event()
+
+    def settle(self, outcome: Assignment | RequestError) -> None:
+        """Assign or refuse it."""
+        self.outcome = outcome
+        self._settled.set()
+
+    async def assigned(self) -> Assignment:
+        """Wait for the workers. Raises `NoWorker` or `Overloaded`."""
+        if self.outcome is None:
+            await self._settled.wait()
+        if isinstance(self.outcome, RequestError):
+            raise self.outcome
+        assert self.outcome is not None
+        return self.outcome
+
+    @property
+    def lane(self) -> Hashable:
+        """What it waits for; who has failed it is part of that, as others may go there."""
+        orders = (choice.pool_order for choice in self.decision.stages)
+        return (self.ask.model, self.stages, self.ask.excluded, *orders)
+
+    def held_up_by(self, taken: Collection[str]) -> list[StageChoice]:
+        """Stages that have nobody, or only somebody of a pool that an older request waits for."""
+        return [c for c in self.decision.stages if c.row is None or c.pool in taken]
+
+
+class _Lane:
+    def __init__(self) -> None:
+        self.tickets: deque[Ticket] = deque()
+        self.pools: set[str] = set()  # that its first request waits for
+        self._interval_s: float | None = None  # between two assignments, lately
+        self._last_s: float | None = None
+
+    def wait_for(self, choices: Collection[StageChoice]) -> None:
+        self.pools = {pool for choice in choices for pool in choice.pool_order}
+
+    @property
+    def kept(self) -> set[str]:
+        """Pools that younger requests of other lanes leave to it."""
+        # It may not go everywhere there, so what it cannot take is nobody's loss.
+        return set() if not self.tickets or self.tickets[0].ask.excluded else self.pools
+
+    def served(self, now_s: float) -> None:
+        self.tickets.popleft()
+        if self._last_s is not None:
+            interval_s = now_s - self._last_s
+            old_s = interval_s if self._interval_s is None else self._interval_s
+            self._interval_s = old_s + 0.2 * (interval_s - old_s)
+        self._last_s = now_s
+
+    def hint_ms(self) -> int:
+        if self._interval_s is None:
+            return Overloaded.default_retry_ms
+        return int(1000 * min(max(self._interval_s * (len(self.tickets) + 1), 0.1), MAX_HINT_S))
+
+
+class Lanes:
+    """Who waits. `settle` is tried on a ticket: true when it was assigned or refused."""
+
+    def __init__(self, *, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._lanes: dict[Hashable, _Lane] = {}
+        self._stepping = False
+        self.n_waiting = 0
+
+    def is_free(self, ticket: Ticket) -> bool:
+        """Whether nobody who came before waits for what it would take."""
+        if not self.n_waiting:
+            return True
+        lane = self._lanes.get(ticket.lane)
+        taken = self._kept()
+        in_line = lane is not None and bool(lane.tickets)
+        return not in_line and not any(choice.pool in taken for choice in ticket.decision.stages)
+
+    def add(self, ticket: Ticket) -> None:
+        """Let it wait, behind those of its lane."""
+        lane = self._lanes.setdefault(ticket.lane, _Lane())
+        if not lane.tickets:
+            lane.wait_for(ticket.held_up_by(self._kept()))
+        lane.tickets.append(ticket)
+        self.n_waiting += 1
+
+    def hint_ms(self, ticket: Ticket) -> int:
+        """When one more like this would have its turn, as things go."""
+        lane = self._lanes.get(ticket.lane)
+        return Overloaded.default_retry_ms if lane is None else lane.hint_ms()
+
+    def remove(self, ticket: Ticket) -> None:
+        """It waits no more."""
+        for key, lane in self._lanes.items():
+            if ticket in lane.tickets:
+                lane.tickets.remove(ticket)
+                self.n_waiting -= 1
+                if not lane.tickets and ticket.ask.excluded:
+                    del self._lanes[key]  # each retry may have a lane of its own
+                return
+
+    def step(self, settle: Callable[[Ticket, Collection[str]], bool], pool: str | None) -> None:
+        """Settle as many as can be, the oldest first; with `pool` only those who wait for that one."""
+        if self._stepping or not self.n_waiting:
+            return
+        self._stepping = True
+        try:
+            taken: set[str] = set()
+            heads = [(lane.tickets[0].since_s, n, lane) for n, lane in enumerate(self._waiting())]
+            heapq.heapify(heads)
+            while heads:
+                _, n, lane = heapq.heappop(heads)
+                if (pool is None or pool in lane.pools) and self._serve(lane, settle, taken):
+                    if lane.tickets:
+                        heapq.heappush(heads, (lane.tickets[0].since_s, n, lane))
+                else:
+                    taken |= lane.kept
+        finally:
+            self._stepping = False
+
+    def _serve(
+        self, lane: _Lane, settle: Callable[[Ticket, Collection[str]], bool], taken: set[str]
+    ) -> bool:
+        ticket = lane.tickets[0]
+        if not settle(ticket, taken):
+            lane.wait_for(ticket.held_up_by(taken))
+            return False
+        lane.served(self._now_s())
+        self.n_waiting -= 1
+        if lane.tickets:
+            # Not looked at yet; it waits for no less than the one before it did.
+            lane.wait_for(ticket.decision.stages)
+        return True
+
+    def _waiting(self) -> Iterator[_Lane]:
+        return (lane for lane in self._lanes.values() if lane.tickets)
+
+    def _kept(self) -> set[str]:
+        return set().union(*(lane.kept for lane in self._waiting()))
