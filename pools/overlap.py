@@ -16,8 +16,11 @@ from slagate.pools.prefix_index import PrefixIndex
 from slagate.pools.run_trie import Root
 from slagate.pools.table import Ints
 
-CONFIRM_S = 2.0
-"""How long a processed prompt is expected to be cached: by then the worker's events have said it."""
+CONFIRM_S = 0.25
+"""How long a processed prompt is expected to be cached: by then the worker's events have said it.
+
+They take milliseconds. Longer, and a small cache is believed to hold what it has evicted meanwhile.
+"""
 
 HISTORY_S = 120.0
 """The same for workers that have no events."""
@@ -26,6 +29,11 @@ PREFILL_LIMIT_S = 600.0
 """An expectation whose leg never ends goes by itself."""
 
 DEFAULT_BLOCK_TOKENS = 32
+
+DEFAULT_CAPACITY_BLOCKS = 16_384
+"""Of a worker that does not say what its cache holds."""
+
+_TIDY_CLAIMS = 256
 
 
 class Prompt(NamedTuple):
@@ -80,10 +88,22 @@ class Overlaps:
             self._cache(block_tokens)
             self._holders[row] = holder
 
-    def forget(self, row: int) -> None:
-        """The row's worker has restarted: nothing is expected of it any more."""
+    def set_worker(self, row: int, *, block_tokens: int, capacity_blocks: int | None) -> None:
+        """Another incarnation of the row's worker: nothing is expected of it any more.
+
+        What will be, is never more than its cache holds: the oldest goes first, as it would there.
+        """
         for cache in self._caches.values():
             cache.predictions.forget(row)
+            cache.predictions.limit(row, None)
+        self._block_tokens[row] = block_tokens or DEFAULT_BLOCK_TOKENS
+        cache = self._cache(self._block_tokens[row])
+        cache.predictions.limit(row, capacity_blocks or DEFAULT_CAPACITY_BLOCKS)
+
+    def tidy(self) -> None:
+        """Let go of some of what is expected no more; a prompt to look up does so too, where one comes."""
+        for cache in self._caches.values():
+            cache.predictions.expire(self._now_s(), _TIDY_CLAIMS)
 
     def cached_tokens(self, prompt: Prompt | None, n_rows: int) -> tuple[Ints, Ints]:
         """For each row the leading prompt tokens cached on the device, and those behind them at all.

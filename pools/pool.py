@@ -118,11 +118,20 @@ class Pool:
             rng=rng,
         )
 
-    def restarted(self, member: Member) -> None:
+    def identified(self, member: Member) -> None:
         """A member's worker is another incarnation: what was sent to the one before is gone."""
+        if self.overlaps is None or member.info is None:
+            return
+        n_blocks = member.info.capacity.total_kv_blocks // member.ranks.n_used
+        for row in member.ranks.rows:
+            self.overlaps.set_worker(
+                row, block_tokens=member.block_tokens, capacity_blocks=n_blocks or None
+            )
+
+    def tidy(self) -> None:
+        """Drop what is known and no longer true; called now and then, as nobody may ask for a prompt."""
         if self.overlaps is not None:
-            for row in member.ranks.rows:
-                self.overlaps.forget(row)
+            self.overlaps.tidy()
 
     def set_foreign(self, member: Member, load: tuple[int, int] | None) -> None:
         """Requests that others sent to a worker, and prompt tokens of theirs that wait there.

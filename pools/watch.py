@@ -2,8 +2,8 @@
 
 A worker is looked at every second. One that gave no answer five times in a row (it has long left then) is
 looked at after 1.5 s, 2.25 s and so on, at most 10 s: a fleet file may list hundreds that are not up. The
-first answer, whatever it says, brings the second back. All give or take a fifth, so one that comes up is seen
-within 12 s.
+first answer, whatever it says, brings the second back. All give or take a fifth, so one that comes up is
+seen within 12 s.
 """
 
 import logging
@@ -102,6 +102,7 @@ async def _watch(
                     follower.misfit()
                 else:
                     follower.identified(member.info)
+            pool.tidy()
             await anyio.sleep(interval_s * (1 + JITTER_RATIO * rng.uniform(-1, 1)))
 
 
@@ -172,11 +173,13 @@ async def _identify(pool: Pool, member: Member, worker: Worker) -> str:
     if misfit := _misfit(member, info):
         member.info = info
         return misfit
-    if known is None or known.instance_id != info.instance_id or not member.models:
+    is_another = known is None or known.instance_id != info.instance_id
+    if is_another or not member.models:
         models = {name: await worker.model_info(name) for name in info.supported_models}
         member.models = models
-        pool.restarted(member)
     member.info = info
+    if is_another:
+        pool.identified(member)
     return ""
 
 

@@ -1,17 +1,28 @@
 """What the client commands show to people: tables of decisions, pools and workers."""
 
+import os
+import sys
+
 from rich.console import Console
 from rich.table import Table
 
 from slagate.proto import gateway_pb2 as gw
 
+PIPED_COLUMNS = 200
+"""Where no terminal says how wide it is: enough for every figure of the tables."""
+
 
 def print_decision(decision: gw.Decision) -> None:
     """A table of candidates for each stage, then the decision in words."""
-    console = Console()
+    console = _console()
     for choice in decision.stages:
         console.print(_choice_table(choice, decision.isl_tokens))
     console.print(decision.text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _console() -> Console:
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=PIPED_COLUMNS if piped else None)
 
 
 def _choice_table(choice: gw.StageChoice, isl_tokens: int) -> Table:
@@ -66,7 +77,7 @@ def _candidate_cells(
 
 def print_pools(pools: gw.ListPoolsResponse, workers: gw.ListWorkersResponse) -> None:
     """A table of pools, one of workers, and the warnings."""
-    console = Console()
+    console = _console()
     console.print(_pools_table(pools))
     console.print(_workers_table(workers))
     for warning in pools.warnings:

@@ -1,8 +1,13 @@
 """Decides again from receipts alone: the same policy on the same figures must name the same winner.
 
 Pools are built of the candidates, in the order of their rows; the grid and what predictions start from come
-with the configuration, what corrects them and the draw with the choice. So the cell, the order of the pools
-and every score are checked too, and a figure that was changed shows even where the winner stays.
+with the configuration, what corrects them and the draw with the choice.
+
+What comes out is compared with what is recorded: of a choice the winner with its rank and pool, `cell`,
+`base_pool`, `pool_order`, `overridden`, `targets`, `starved` and which pools were looked at; of each candidate
+`excluded`, `score_s` and both predictions. A figure that went in (state, limits, queues, cached tokens ...) is
+found changed where one of these then comes out otherwise. Nothing else is looked at: not the order of the
+candidates, nor `text`, `attempts`, `actual`, the number of retries, ids and times.
 """
 
 import math
@@ -22,7 +27,7 @@ from slagate.router.score import Ask
 from slagate.router.sla import Sla
 
 TOLERANCE = 1e-9
-"""Of a score, relative: other processors and libraries may round exponentials otherwise in the last bit."""
+"""Of seconds, relative: other processors and libraries may round exponentials otherwise in the last bit."""
 
 _STAGES = {wire: stage for stage, wire in WIRE_STAGE.items()}
 _TOKENS = (
@@ -57,11 +62,23 @@ def decide_again(receipt: gw.Receipt, rules: Rules) -> Iterator[Mismatch | None]
             f"receipt.config_version: {receipt.config_version!r} is not the version of the"
             f" configuration before it, {rules.version!r}"
         )
+    _check_stages(receipt, rules)
     places = [(f"receipt.replaced[{at}]", each) for at, each in enumerate(receipt.replaced)]
     last = receipt.decision.stages
     places += [(f"receipt.decision.stages[{at}]", each) for at, each in enumerate(last)]
     for place, choice in places:
         yield _decide_again(place, choice, receipt.decision, rules)
+
+
+def _check_stages(receipt: gw.Receipt, rules: Rules) -> None:
+    """One choice for each stage of the fleet, in order, or none where none was ever made."""
+    found = [_STAGES.get(choice.stage) for choice in receipt.decision.stages]
+    if not found and not receipt.replaced and not receipt.attempts:
+        return
+    if found != list(rules.grids):
+        wanted = ", ".join(stage.value for stage in rules.grids)
+        got = ", ".join("no stage" if stage is None else stage.value for stage in found[:9])
+        raise Damaged(f"receipt.decision.stages: must be {wanted} (got {got or 'nothing'})")
 
 
 class _NotLookedAt(Exception):
@@ -214,15 +231,38 @@ def _difference(recorded: gw.StageChoice, again: gw.StageChoice) -> tuple[str, s
         told, found = getattr(recorded, name), getattr(again, name)
         if told != found:
             return f"{name} {told}", f"{name} {found}"
+    if False:
+        return f"targets {_targets(recorded)}", f"targets {_targets(again)}"
+    looks, looks_again = ([look.name for look in each.pools] for each in (recorded, again))
+    if looks != looks_again:
+        return f"looks at pools {looks}", f"looks at pools {looks_again}"
     rows = {(each.pool, each.row): each for each in again.candidates}
     for candidate in recorded.candidates:
         other = rows[candidate.pool, candidate.row]
         name = _row(candidate)
         if candidate.excluded != other.excluded:
             return tuple(f"{name} {each.excluded or 'open'}" for each in (candidate, other))  # type: ignore[return-value]
-        if not math.isclose(candidate.score_s, other.score_s, rel_tol=TOLERANCE):
+        if not _is_same(candidate.score_s, other.score_s):
             return f"{name} at {candidate.score_s!r} s", f"{name} at {other.score_s!r} s"
+        for field in ("predicted_ttft_ms", "predicted_itl_ms"):
+            ms, ms_again = _prediction_ms(candidate, field), _prediction_ms(other, field)
+            if not _is_same(ms, ms_again):
+                return f"{name} {field} {ms}", f"{name} {field} {ms_again}"
     return None
+
+
+def _targets(choice: gw.StageChoice) -> list[tuple[str, float, bool]]:
+    return [(target.field, target.ms, target.is_default) for target in choice.targets]
+
+
+def _is_same(told: float | None, found: float | None) -> bool:
+    if told is None or found is None:
+        return told is found
+    return math.isclose(told, found, rel_tol=TOLERANCE)
+
+
+def _prediction_ms(candidate: gw.Candidate, field: str) -> float | None:
+    return getattr(candidate, field) if candidate.HasField(field) else None  # type: ignore[arg-type]
 
 
 def _winner(choice: gw.StageChoice) -> str:

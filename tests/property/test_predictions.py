@@ -79,7 +79,7 @@ class World:
         while predictions.expire(self.now_s, n=2):
             pass
         for claim, naive in list(self.claims.items()):
-            if math.ceil(naive.expires_s * 4) / 4 <= self.now_s:
+            if math.ceil(naive.expires_s * 16) / 16 <= self.now_s:
                 self.drop(claim)
 
     def drop(self, claim: Claim) -> None:

@@ -131,6 +131,47 @@ def another_order(choice: gw.StageChoice, _rng: random.Random) -> bool:
     return True
 
 
+def another_target(choice: gw.StageChoice, rng: random.Random) -> bool:
+    rng.choice(choice.targets).ms += 1.0
+    return True
+
+
+def given_target(choice: gw.StageChoice, rng: random.Random) -> bool:
+    target = rng.choice(choice.targets)
+    target.is_default = not target.is_default
+    return True
+
+
+def another_prediction(choice: gw.StageChoice, rng: random.Random) -> bool:
+    candidate = rng.choice(choice.candidates)
+    if not candidate.HasField("predicted_ttft_ms") and not candidate.HasField("predicted_itl_ms"):
+        candidate.predicted_itl_ms = 0.0
+    elif candidate.HasField("predicted_ttft_ms"):
+        candidate.predicted_ttft_ms *= 1 + 1e-8
+    else:
+        candidate.ClearField("predicted_itl_ms")
+    return True
+
+
+def unlooked_pool(choice: gw.StageChoice, _rng: random.Random) -> bool:
+    """A pool that the choice did not come to, with a worker of it."""
+    others = [name for name in choice.pool_order if name not in {p.name for p in choice.pools}]
+    if not others:
+        return False
+    look = choice.pools.add()
+    look.CopyFrom(choice.pools[0])
+    look.name = others[0]
+    if choice.draw < 0.5:
+        choice.candidates.add(worker="w:1", pool=others[0], state="ready")
+        choice.candidates_total += 1
+    return True
+
+
+def pool_twice(choice: gw.StageChoice, _rng: random.Random) -> bool:
+    choice.pools.append(choice.pools[0])
+    return True
+
+
 def another_coefficient(choice: gw.StageChoice, _rng: random.Random) -> bool:
     for look in choice.pools:
         look.coefficients.prefill_scale *= 1.001
@@ -152,6 +193,11 @@ CHANGES = [
     another_state,
     another_cell,
     another_order,
+    another_target,
+    given_target,
+    another_prediction,
+    unlooked_pool,
+    pool_twice,
     another_coefficient,
     forgiven_worker,
 ]

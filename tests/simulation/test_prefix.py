@@ -136,3 +136,19 @@ def test_predicted_tokens_are_what_the_engines_report_and_more_than_load_alone_g
     by_load, _ = virtual_loop.run(main, "least_loaded")
     assert found > 1.5 * cached(by_load)[1]
     assert {one.receipt.actual.predicted_cached_tokens for one in by_load} == {0}
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_a_cache_under_pressure_is_not_believed_to_hold_what_it_has_evicted(n_workers: int) -> None:
+    """Long prompts in rotation, of which each cache holds one or two."""
+    prompts = [list(range(first, first + 4000)) for first in (0, 10_000, 20_000, 30_000)]
+
+    async def main() -> list[Seen]:
+        plans = [Plan(0.2 * i, [*prompts[i % 4], i], 5) for i in range(80)]
+        async with running({"prefill": n_workers, "decode": 2}, seed=1, kv_blocks=300) as fleet:
+            return await simulate(fleet, plans)
+
+    seen = virtual_loop.run(main)
+    assert {one.code for one in seen} == {"OK"}
+    predicted, found, error = cached(seen)
+    assert error <= 0.1 * found + 80 * 64, (predicted, found, error)

@@ -101,11 +101,12 @@ async def running(
     refusals: float = 0.0,
     losses: float = 0.0,
     settings: Settings | None = None,
+    **options: float,
 ) -> AsyncIterator[Fleet]:
     """A gateway over this many workers a stage, `latency_s` away, all ready.
 
     Workers refuse the share `refusals` of their calls, as a dying or a full one would; of the rest they
-    lose the share `losses` midway, and fall silent in half of those.
+    lose the share `losses` midway, and fall silent in half of those. `options` are `SimOptions`.
     """
     luck = random.Random(seed)
 
@@ -122,7 +123,7 @@ async def running(
         for stage, count in stages.items():
             pools[stage] = {f"{stage}-pool": [f"{stage}:{i + 1}" for i in range(count)]}
             for address in pools[stage][f"{stage}-pool"]:
-                worker = await stack.enter_async_context(sim(stage, served=False))
+                worker = await stack.enter_async_context(sim(stage, served=False, **options))
                 assert isinstance(worker, TrtllmWorker)
                 workers[address] = worker
 

@@ -3,6 +3,7 @@
 import pytest
 
 from slagate.proto import gateway_pb2 as gw
+from slagate.proto import openengine_pb2 as oe
 from slagate.router.client_tables import print_decision, print_pools
 
 
@@ -136,3 +137,25 @@ def test_workers_show_their_events_and_what_came_of_predictions(
     assert header[4:6] == ["KV events", "cached (predicted)"]
     assert first[4:6] == ["none (it has no such RPC)", "1,200 (1,000)"]
     assert (second[2], second[4], second[5]) == ("not_ready (gone)", "-", "-")
+
+
+def test_piped_output_is_wide_enough_for_every_figure_unless_columns_are_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS")
+    load = oe.LoadInfo(running_requests=12, used_kv_blocks=12345, total_kv_blocks=20000)
+    prefix = gw.PrefixTruth(predicted_tokens=1_000_000, engine_cached_tokens=1_200_000)
+    worker = gw.WorkerStatus(
+        worker="10.20.30.40:50051", pool="prefill-tp4", state="ready", engine="tensorrt_llm 1.0.0",
+        events_mode="live", load=load, prefix=prefix,
+    )  # fmt: skip
+    silent = gw.WorkerStatus(worker="w:1", state="not_ready", reason="UNAVAILABLE: " + "no " * 80)
+    workers = gw.ListWorkersResponse(workers=[worker, silent])
+    print_pools(gw.ListPoolsResponse(), workers)
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert "12,345/20,000" in out
+    assert "1,200,000 (1,000,000)" in out
+    monkeypatch.setenv("COLUMNS", "90")
+    print_pools(gw.ListPoolsResponse(), workers)
+    assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 90

@@ -9,6 +9,7 @@ from slagate.pools.pool import Pool
 from slagate.pools.prefix_index import DEVICE, HOST
 from slagate.pools.ranks import Work
 from slagate.pools.run_trie import Root
+from slagate.proto import openengine_pb2 as oe
 from support.builders import MODEL, model_info, profiled
 
 BLOCK = 32
@@ -133,8 +134,34 @@ def test_a_restart_forgets_what_was_sent() -> None:
     of = pool()
     of.lease(0, Work(100, 0.1, 0), prompt(100))
     of.lease(1, Work(100, 0.1, 0), prompt(100))
-    of.restarted(of.members["w0:1"])
+    of.members["w0:1"].info = oe.ServerInfo()
+    of.identified(of.members["w0:1"])
     assert cached(of, prompt(100)) == [(0, 0), (96, 0)]
+
+
+def test_no_more_is_expected_of_a_worker_than_its_cache_holds() -> None:
+    of = pool()
+    member = of.members["w0:1"]
+    capacity = oe.DeploymentCapacity(total_kv_blocks=6, kv_block_size=BLOCK)
+    member.info = oe.ServerInfo(capacity=capacity)
+    of.identified(member)
+    for first in (0, 1000, 2000):
+        of.lease(0, Work(100, 0.1, 0), prompt(100, first=first)).prefill_done()
+    shown = [cached(of, prompt(100, first=first))[0] for first in (0, 1000, 2000)]
+    assert shown == [(0, 0), (96, 0), (96, 0)]
+
+
+def test_what_is_expected_no_more_takes_no_memory_though_nobody_asks() -> None:
+    clock = Clock()
+    of = pool(clock=clock)
+    assert of.overlaps is not None
+    for first in range(0, 10_000, 100):
+        of.lease(0, Work(100, 0.1, 0), prompt(100, first=first)).prefill_done()
+    (cache,) = of.overlaps._caches.values()
+    assert len(cache.predictions) == 100
+    clock.now_s += HISTORY_S + 1
+    of.tidy()
+    assert (len(cache.predictions), cache.predictions.n_runs) == (0, 0)
 
 
 def test_the_deeper_of_event_and_expectation_counts() -> None:

@@ -128,9 +128,13 @@ def test_a_run_without_a_decision_is_no_success(
     assert capsys.readouterr().out.count("nothing to decide again") == 2
 
 
-def stage(line: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = line["receipt"]["decision"]["stages"][0]
+def stages(line: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = line["receipt"]["decision"]["stages"]
     return found
+
+
+def stage(line: dict[str, Any]) -> dict[str, Any]:
+    return stages(line)[0]
 
 
 def candidate(line: dict[str, Any]) -> dict[str, Any]:
@@ -181,8 +185,36 @@ DAMAGE: dict[str, tuple[Change, str]] = {
         STAGE + r"\.(pools\[0\]: rows of pool|candidates\[\d\]\.row: )",
     ),
     "no such stage": (
+        lambda v: v["receipt"]["replaced"].append(stage(v) | {"stage": "STAGE_AGG"}),
+        r"receipt\.replaced\[0\]\.stage: the fleet file has no such stage",
+    ),
+    "another stage": (
         lambda v: stage(v).update(stage="STAGE_AGG"),
-        STAGE + r"\.stage: the fleet file has no such stage",
+        r"receipt\.decision\.stages: must be prefill, decode \(got agg, decode\)",
+    ),
+    "stage gone": (
+        lambda v: stages(v).pop(),
+        r"receipt\.decision\.stages: must be prefill, decode \(got prefill\)",
+    ),
+    "stage twice": (
+        lambda v: stages(v).append(stages(v)[1]),
+        r"receipt\.decision\.stages: must be prefill, decode \(got prefill, decode, decode\)",
+    ),
+    "stages in another order": (
+        lambda v: stages(v).reverse(),
+        r"receipt\.decision\.stages: must be prefill, decode \(got decode, prefill\)",
+    ),
+    "no stage but a retry": (
+        lambda v: v["receipt"].update(
+            replaced=[stage(v)], decision=v["receipt"]["decision"] | {"stages": []}
+        ),
+        r"receipt\.decision\.stages: must be prefill, decode \(got nothing\)",
+    ),
+    "no stage but an attempt": (
+        lambda v: v["receipt"].update(
+            attempts=[{"worker": "w:1"}], decision=v["receipt"]["decision"] | {"stages": []}
+        ),
+        r"receipt\.decision\.stages: must be prefill, decode \(got nothing\)",
     ),
     "draw": (lambda v: stage(v).update(draw=1.0), STAGE + r"\.draw: must be in \[0, 1\), got 1"),
     "unknown pool": (
