@@ -4,10 +4,10 @@ Pools are built of the candidates, in the order of their rows; the grid and what
 with the configuration, what corrects them and the draw with the choice.
 
 What comes out is compared with what is recorded: of a choice the winner with its rank and pool, `cell`,
-`base_pool`, `pool_order`, `overridden`, `targets`, `starved` and which pools were looked at; of each candidate
-`excluded`, `score_s` and both predictions. A figure that went in (state, limits, queues, cached tokens ...) is
-found changed where one of these then comes out otherwise. Nothing else is looked at: not the order of the
-candidates, nor `text`, `attempts`, `actual`, the number of retries, ids and times.
+`base_pool`, `pool_order`, `overridden`, `targets`, `starved` and which pools were looked at; of each
+candidate `excluded`, `score_s` and both predictions. A figure that went in (state, limits, queues, cached
+tokens ...) is found changed where one of these then comes out otherwise. Nothing else is compared: not the
+order of the candidates, nor `text`, `attempts`, `actual`, the number of retries, ids and times.
 """
 
 import math
@@ -231,7 +231,7 @@ def _difference(recorded: gw.StageChoice, again: gw.StageChoice) -> tuple[str, s
         told, found = getattr(recorded, name), getattr(again, name)
         if told != found:
             return f"{name} {told}", f"{name} {found}"
-    if False:
+    if _targets(recorded) != _targets(again):
         return f"targets {_targets(recorded)}", f"targets {_targets(again)}"
     looks, looks_again = ([look.name for look in each.pools] for each in (recorded, again))
     if looks != looks_again:
