@@ -72,7 +72,7 @@ class Member:
         self.on_change: Callable[[], None] = _nothing  # told when it may take more than before
         self.load: oe.LoadInfo | None = None
         self.load_at_s = 0.0
-        self.n_served = 0  # prompts it has processed for this gateway
+        self.n_served = 0  # prompts it has processed that must have left KV events
         self.truth = Truth()
         self.events: EventView | None = None  # None: not watched
         self._info: oe.ServerInfo | None = None
@@ -162,6 +162,11 @@ class Member:
         return 1 if self._info is None else max(1, self._info.parallelism.data_parallel_size)
 
     @property
+    def has_row_for_each_rank(self) -> bool:
+        """Whether a rank can be asked for. Else none of their caches can be counted on."""
+        return self.ranks.n_used == self.n_ranks
+
+    @property
     def _takes_rank(self) -> bool:
         if self._info is None:
             return False
@@ -249,24 +254,30 @@ class Lease:
 
     def prefill_done(self) -> None:
         """The prompt is processed: the worker's queue is shorter, the request goes on. Idempotent."""
-        if self._prefill_open:
-            self.member.n_served += 1
-        self._end_prefill(processed=True)
+        if self._end_prefill():
+            # A prompt that was all cached leaves no event to wait for.
+            self.member.n_served += self.work.prefill_tokens >= max(1, self.member.block_tokens)
+            self.settle(processed=True)
+            if self.member.limits.max_queued_tokens is not None:
+                self.member.on_change()
 
     def release(self) -> None:
         """Give everything back. Idempotent."""
-        if self._open:
-            self._open = False
-            self._end_prefill(processed=False)
-            self.member.ranks.gave_back(self.row, self.work)
-            self.member.on_change()
+        if not self._open:
+            return
+        self._open = False
+        given_up = self._end_prefill()
+        self.member.ranks.gave_back(self.row, self.work)
+        # The books are right from here on, whatever the others do with it.
+        if given_up:
+            self.settle(processed=False)
+        self.member.on_change()
 
-    def _end_prefill(self, *, processed: bool) -> None:
-        if self._prefill_open:
-            self._prefill_open = False
+    def _end_prefill(self) -> bool:
+        was_open, self._prefill_open = self._prefill_open, False
+        if was_open:
             self.member.ranks.prefilled(self.row, self.work)
-            self.settle(processed=processed)
-            self.member.on_change()
+        return was_open
 
 
 def _nothing(**_: object) -> None:

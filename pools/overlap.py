@@ -80,12 +80,12 @@ class Overlaps:
 
     def set_holder(self, row: int, holder: Holder | None, *, block_tokens: int) -> None:
         """The part of an index that a row's events fill; None: it has no events now."""
-        self._block_tokens[row] = block_tokens
         self._n_set += 1
         if holder is None:
+            # What its worker says of itself may be another incarnation's by now.
             self._holders.pop(row, None)
         else:
-            self._cache(block_tokens)
+            self._block_tokens[row] = block_tokens
             self._holders[row] = holder
 
     def set_worker(self, row: int, *, block_tokens: int, capacity_blocks: int | None) -> None:

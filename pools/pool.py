@@ -101,8 +101,7 @@ class Pool:
             return None
 
         def on_holder(rank: int, holder: Holder | None) -> None:
-            # Where the worker itself chooses between its ranks, none of their caches can be counted on.
-            if holder is not None and member.ranks.n_used != member.n_ranks:
+            if holder is not None and not member.has_row_for_each_rank:
                 return
             if rank < len(member.ranks.rows):
                 row = member.ranks.rows[rank]
@@ -149,9 +148,13 @@ class Pool:
         member = self.members[address]
         assert member.state is State.READY, member
         assert member.inflight < member.max_inflight, member
+        expectation = None
+        # Where the worker chooses between its ranks, the next prompt may meet another cache.
+        if self.overlaps is not None and prompt is not None and member.has_row_for_each_rank:
+            expectation = self.overlaps.expect(row, prompt)
         self.requests_total += 1
         self._table.set(row, last_chosen=self.requests_total)
         lease = Lease(member, row, work, rank=rank)
-        if self.overlaps is not None and prompt is not None:
-            lease.settle = self.overlaps.expect(row, prompt).settle
+        if expectation is not None:
+            lease.settle = expectation.settle
         return lease

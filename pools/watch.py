@@ -94,6 +94,8 @@ async def _watch(
             if await _look(pool, member, worker, now_s):
                 n_unanswered, interval_s = 0, INTERVAL_S
             else:
+                # What it said a look ago is no longer news.
+                pool.set_foreign(member, None)
                 n_unanswered += 1
                 if n_unanswered >= PATIENT_LOOKS:
                     interval_s = min(interval_s * BACKOFF_RATIO, MAX_INTERVAL_S)
@@ -108,8 +110,6 @@ async def _watch(
 
 async def _look(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], float]) -> bool:
     """One look at the worker, and what it says of its health. False where it gave no answer."""
-    # Until it answers; what it said a look ago is no longer news.
-    pool.set_foreign(member, None)
     try:
         with anyio.fail_after(LOOK_LIMIT_S):
             health = await worker.health(oe.HealthRequest())
@@ -142,6 +142,7 @@ async def _load(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], 
         # TensorRT-LLM's own server has no figures when it is idle, and old ones have no such method:
         # an answer about what it can tell, not about its health.
         member.load = None
+        pool.set_foreign(member, None)
     else:
         member.load, member.load_at_s = load, now_s()
         pool.set_foreign(member, _foreign(member, load, most_ours=max(before, member.inflight)))
@@ -167,19 +168,21 @@ async def _identify(pool: Pool, member: Member, worker: Worker) -> str:
     is asked for the whole answer only when it has changed.
     """
     known = member.info
-    if known and known.instance_id and _reported_instance(member) == known.instance_id:
+    is_known = known is not None and known.instance_id != "" and bool(member.models)
+    if known and is_known and _reported_instance(member) == known.instance_id:
         return _misfit(member, known)
     info = await worker.server_info()
     if misfit := _misfit(member, info):
         member.info = info
         return misfit
     is_another = known is None or known.instance_id != info.instance_id
-    if is_another or not member.models:
-        models = {name: await worker.model_info(name) for name in info.supported_models}
-        member.models = models
     member.info = info
     if is_another:
+        # Until it says what it serves now, it gets nothing.
+        member.models = {}
         pool.identified(member)
+    if not member.models:
+        member.models = {name: await worker.model_info(name) for name in info.supported_models}
     return ""
 
 

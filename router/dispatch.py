@@ -14,7 +14,7 @@ from slagate.pools.fleet import Fleet
 from slagate.pools.member import Lease, Stage
 from slagate.pools.overlap import Prompt
 from slagate.router.assignment import Assignment
-from slagate.router.errors import NoWorker, Overloaded, UnknownModel
+from slagate.router.errors import NoWorker, Overloaded, RequestError, UnknownModel
 from slagate.router.policy import Decision, StageChoice, choose
 from slagate.router.score import LIMITS, Ask
 from slagate.router.waiting import Lanes, Ticket
@@ -98,6 +98,15 @@ class Dispatcher:
         self._lanes.step(self._try, pool)
 
     def _try(self, ticket: Ticket, taken: Collection[str]) -> bool:
+        try:
+            return self._choose_and_settle(ticket, taken)
+        except Exception:
+            # Whoever gave something back is not to suffer for a bug with somebody else's request.
+            log.exception("dispatch.bug")
+            ticket.settle(RequestError("internal error of the gateway; see its log"))
+            return True
+
+    def _choose_and_settle(self, ticket: Ticket, taken: Collection[str]) -> bool:
         views = self.fleet.views(ticket.prompt)
         grids = {stage: self.fleet.grids[stage] for stage in ticket.stages}
         ticket.decision = choose(ticket.ask, grids, views, rng=self._rng)
@@ -124,7 +133,14 @@ class Dispatcher:
                 return True
         if any(choice.row is None for choice in ticket.decision.stages):
             return False
-        leases = {c.stage: self._lease(c, ticket.prompt) for c in ticket.decision.stages}
+        leases: dict[Stage, Lease] = {}
+        try:
+            for choice in ticket.decision.stages:
+                leases[choice.stage] = self._lease(choice, ticket.prompt)
+        except Exception:
+            for lease in leases.values():
+                lease.release()
+            raise
         ticket.settle(Assignment(ticket.decision, leases))
         return True
 

@@ -162,7 +162,7 @@ def choose_stage(
     row, starved = None, False
     for name in order:
         scored.append(score_pool(stage, ask, pools[name]))
-        row, starved = scored[-1].pick(stage, draw)
+        row, starved = scored[-1].pick(stage, ask, draw)
         if row is not None:
             break
     targets = tuple(

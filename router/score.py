@@ -16,7 +16,7 @@ few bursts. A row whose worker is suspect is chosen only where no other can be.
 
 Predicted seconds see one request only: while its queue is short, the one worker that holds a popular prefix
 wins for ever, and the others never get a copy of it. So a row that had none of its pool's last
-`STARVED_ROUNDS` x rows leases, and is idle, goes first.
+`STARVED_ROUNDS` x rows leases, is idle, and is not predicted to miss the request's TTFT target, goes first.
 """
 
 from typing import NamedTuple
@@ -124,7 +124,7 @@ class Scored:
         work_s += estimator.host_s(int(self.pool.host_tokens[row]))
         return Work(new_tokens, work_s, context_tokens)
 
-    def pick(self, stage: Stage, draw: float) -> tuple[int | None, bool]:
+    def pick(self, stage: Stage, ask: Ask, draw: float) -> tuple[int | None, bool]:
         """The row to take, and whether only because it was starved; None: there is no open one."""
         open_ = self._open()
         if not len(open_):
@@ -134,7 +134,7 @@ class Scored:
         starved_at = self.pool.n_leases - STARVED_ROUNDS * len(open_)
         may_starve = stage is not Stage.DECODE and len(open_) > 1 and starved_at >= 0
         if may_starve and last[last.argmin()] <= starved_at:
-            starved = open_[self._is_starved(open_, starved_at)]
+            starved = open_[self._is_starved(open_, starved_at, ask)]
             has_starved = bool(len(starved))
             open_ = starved if has_starved else open_
         if len(open_) < len(scores):
@@ -154,10 +154,13 @@ class Scored:
             open_ = healthy if len(healthy) else open_
         return open_
 
-    def _is_starved(self, rows: Ints, starved_at: int) -> Flags:
+    def _is_starved(self, rows: Ints, starved_at: int, ask: Ask) -> Flags:
         of = self.pool.rows
         busy = of.ints("inflight")[rows] + of.ints("foreign_requests")[rows]
         starved: Flags = (of.ints("last_chosen")[rows] <= starved_at) & (busy == 0)
+        if ask.sla.ttft_ms is not None and self._ttft_s is not None:
+            # A turn is for the requests to come, and not at the price of this one's target.
+            starved &= self._ttft_s[rows] * 1000 <= ask.sla.ttft_ms
         return starved
 
     def order(self) -> Ints:
@@ -224,7 +227,8 @@ def _reasons(stage: Stage, ask: Ask, pool: PoolView) -> npt.NDArray[np.int8]:
     too_small = rows.ints("capacity_tokens") < ask.isl_tokens
     closed = at_limit | down | too_small
     full = queue_full = None
-    if stage is not Stage.PREFILL:
+    if stage is Stage.DECODE:
+        # Not for agg: there prompts share what is cached of them, and the engine itself lets them wait.
         needed = rows.ints("context_tokens") + ask.isl_tokens
         full = (needed > rows.ints("capacity_tokens")) & (rows.ints("inflight") > 0)
         closed |= full

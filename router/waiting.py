@@ -85,6 +85,9 @@ class _Lane:
 
     def served(self, now_s: float) -> None:
         self.tickets.popleft()
+        if not self.tickets:
+            self._last_s = None  # what comes next is no sign of how fast things go
+            return
         if self._last_s is not None:
             interval_s = now_s - self._last_s
             old_s = interval_s if self._interval_s is None else self._interval_s

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from slagate.pools.member import Member
+from slagate.pools.member import Member, Stage
 from slagate.pools.ranks import Limits
 from slagate.router.settings import Settings
 from support import virtual_loop
@@ -133,6 +133,12 @@ def test_predicted_tokens_are_what_the_engines_report_and_more_than_load_alone_g
     truths = [member.truth for member in fleet.app.fleet.members()]
     assert sum(truth.abs_error_tokens for truth in truths) == error
     assert sum(truth.engine_cached_tokens for truth in truths) == found
+    for pool in fleet.app.fleet.pools.values():
+        off = (
+            pool.estimator.itl_error if pool.stage is Stage.DECODE else pool.estimator.prefill_error
+        )
+        assert off is not None
+        assert off < 0.5, (pool.name, off)
     by_load, _ = virtual_loop.run(main, "least_loaded")
     assert found > 1.5 * cached(by_load)[1]
     assert {one.receipt.actual.predicted_cached_tokens for one in by_load} == {0}

@@ -85,7 +85,13 @@ def test_a_row_that_was_cleared_or_has_no_events_has_nothing() -> None:
     follow(of, 0, 64)
     index = of.overlaps.index_of(BLOCK)
     (holder,) = of.overlaps._holders.values()
+    assert cached(of, prompt(100)) == [(64, 0), (0, 0)]
     index.cleared(holder)
+    # Another one has the bit that it had, and the row is not told.
+    other = index.join()
+    index.stored(other, range(1, 3), None, prompt(64).tokens)
+    assert cached(of, prompt(100)) == [(0, 0), (0, 0)]
+    index.leave(other)
     # The bit that it had is another row's by now.
     follow(of, 1, 64)
     assert cached(of, prompt(100)) == [(0, 0), (64, 0)]

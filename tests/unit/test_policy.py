@@ -267,7 +267,7 @@ def test_decode_needs_no_turns() -> None:
             QUEUE_AT_LIMIT,
         ),
         (
-            [Stage.DECODE, Stage.AGG],
+            [Stage.DECODE],
             {"capacity_tokens": 9999, "context_tokens": 1000, "inflight": 1},
             KV_AT_LIMIT,
         ),
