@@ -15,6 +15,14 @@ from slagate.pools.run_trie import Root, Run, RunTrie
 _STEP_S = 1 / 16
 """Claims end together, so finding the next ones takes no search."""
 
+MAX_BYTES = 128 << 20
+"""Of all claims together, as `n_bytes_estimate` has it: 32 million tokens that differ."""
+
+_CLAIM_BYTES = 350
+_PART_BYTES = 80
+_RUN_BYTES = 900
+"""Without its tokens."""
+
 _MAX_HOPS = 512
 _MAX_RUN_BLOCKS = 1024
 _BOTH = 0b11  # the lanes of a row: what was sent there is expected on the device
@@ -43,11 +51,18 @@ class _Row:
 
 
 class Predictions:
-    """Claims on rows, at most `max_claims`: the oldest go first. One thread's, as the index."""
+    """Claims on rows, at most `max_claims` and about `max_bytes`: the oldest go first.
 
-    def __init__(self, block_tokens: int, *, max_claims: int = 65_536) -> None:
+    One thread's, as the index.
+    """
+
+    def __init__(
+        self, block_tokens: int, *, max_claims: int = 65_536, max_bytes: int = MAX_BYTES
+    ) -> None:
         self._trie = RunTrie(block_tokens, max_hops=_MAX_HOPS, max_run_blocks=_MAX_RUN_BLOCKS)
         self._max_claims = max_claims
+        self._max_bytes = max_bytes
+        self._n_parts = 0  # of all claims
         self._claims: OrderedDict[Claim, None] = OrderedDict()
         self._rows: dict[int, _Row] = {}
         self._n_rows = 0
@@ -61,6 +76,16 @@ class Predictions:
     def n_runs(self) -> int:
         """Runs of blocks."""
         return self._trie.n_runs
+
+    @property
+    def n_bytes_estimate(self) -> int:
+        """Memory, roughly: tokens of distinct blocks, runs, and the claims on them."""
+        return (
+            self._trie.n_blocks * self._trie.block_bytes
+            + self._trie.n_runs * _RUN_BYTES
+            + self._n_parts * _PART_BYTES
+            + len(self._claims) * _CLAIM_BYTES
+        )
 
     def claim(self, row: int, tokens: bytes, root: Root, *, expires_s: float) -> Claim:
         """Expect the full blocks of a prompt at a row. O(runs of the prompt).
@@ -85,8 +110,11 @@ class Predictions:
             self._deepest(claims, row, run, max(leads, default=0), max(lead, *leads, 0))
             leads[lead] = leads.get(lead, 0) + 1
         claims.claims[claim] = self._claims[claim] = None
+        self._n_parts += len(claim.parts)
         self._schedule(claim, expires_s)
-        while len(self._claims) > self._max_claims:
+        while self._claims and (
+            len(self._claims) > self._max_claims or self.n_bytes_estimate > self._max_bytes
+        ):
             self.end(next(iter(self._claims)))
         self._bound(claims)
         return claim
@@ -106,6 +134,7 @@ class Predictions:
         row = self._rows[claim.row]
         del row.claims[claim]
         parts, claim.parts, claim.n_blocks = claim.parts, (), 0
+        self._n_parts -= len(parts)
         for run, lead in reversed(parts):
             leads = row.leads[run]
             before = max(leads)

@@ -175,13 +175,13 @@ async def _identify(pool: Pool, member: Member, worker: Worker) -> str:
     if misfit := _misfit(member, info):
         member.info = info
         return misfit
-    is_another = known is None or known.instance_id != info.instance_id
+    # One that did not fit before, and says no instance id, had no models.
+    is_another = known is None or known.instance_id != info.instance_id or not member.models
     member.info = info
     if is_another:
         # Until it says what it serves now, it gets nothing.
         member.models = {}
         pool.identified(member)
-    if not member.models:
         member.models = {name: await worker.model_info(name) for name in info.supported_models}
     return ""
 

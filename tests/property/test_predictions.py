@@ -133,8 +133,28 @@ def test_agrees_with_a_list_of_claims_and_leaks_nothing() -> None:
         for claim in [*world.claims, *world.ended]:
             world.predictions.end(claim)
         assert len(world.predictions) == world.predictions.n_runs == 0
+        assert world.predictions.n_bytes_estimate == 0
 
     each_seed(N_SEEDS, history)
+
+
+def test_however_long_the_prompts_are_claims_keep_to_their_memory() -> None:
+    n_blocks, max_bytes = 100, 1 << 20
+    predictions = Predictions(32, max_bytes=max_bytes)
+    prompts = [struct.pack("<I", at) * 32 * n_blocks for at in range(200)]
+    for at, prompt in enumerate(prompts):
+        predictions.claim(at % 2, prompt, Root(), expires_s=9.0)
+        assert predictions.n_bytes_estimate <= max_bytes
+    found = [
+        predictions.match(prompt, Root(), now_s=0.0).depths(np.arange(2)).max()
+        for prompt in prompts
+    ]
+    n_kept = len(predictions)
+    assert found == [0] * (200 - n_kept) + [n_blocks] * n_kept
+    assert n_kept * len(prompts[0]) > 0.8 * max_bytes
+    # One that is more than all of it is not kept, and does no harm.
+    predictions.claim(0, bytes(max_bytes), Root(), expires_s=9.0)
+    assert len(predictions) == predictions.n_bytes_estimate == 0
 
 
 def test_a_comb_of_prompts_costs_a_claim_no_more_than_the_cap() -> None:

@@ -8,9 +8,12 @@ import grpc
 import pytest
 
 from slagate.pools.member import Stage
+from slagate.pools.overlap import Prompt
+from slagate.pools.ranks import Work
 from slagate.pools.table import State
 from slagate.pools.watch import JITTER_RATIO, LOOK_LIMIT_S
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers.trtllm_info import SCHEMA_RELEASE
 from slagate.workers.worker import Status
 from support.builders import MODEL, model_info
 from support.fake_worker import ROLES, FakeWorker
@@ -174,6 +177,27 @@ def test_a_worker_that_is_not_what_the_file_says_is_refused(
             worker.info = right
             await anyio.sleep(2 * LOOK_S)
             assert first(of).state is State.READY
+
+    run(main)
+
+
+def test_a_refused_worker_without_instance_id_says_what_its_cache_holds_once_it_fits() -> None:
+    async def main() -> None:
+        worker = FakeWorker()
+        worker.info.instance_id = ""
+        worker.info.capacity.kv_block_size, worker.info.capacity.total_kv_blocks = 32, 6
+        worker.info.schema_release = "another"
+        async with watched({"p1:1": worker}) as of:
+            worker.info = oe.ServerInfo.FromString(worker.info.SerializeToString())
+            worker.info.schema_release = SCHEMA_RELEASE
+            await anyio.sleep(2 * LOOK_S)
+            assert first(of).state is State.READY
+            pool, row = of.pools["prefill"], first(of).ranks.rows[0]
+            prompts = [Prompt(bytes([n]) * 4 * 100) for n in range(3)]
+            for prompt in prompts:
+                pool.lease(row, Work(100, 0.1, 0), prompt)
+            found = [int(pool.view(prompt).device_tokens[row]) for prompt in prompts]
+            assert found == [0, 96, 96]
 
     run(main)
 
