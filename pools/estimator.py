@@ -147,10 +147,6 @@ class FrozenEstimator:
         """Seconds of one decode step at this batch size and mean context."""
         return self.coefficients.itl_scale * self._speed.itl_s(batch_size, context_tokens)
 
-    def prefill_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
-        """As `prefill_s`, for f64[n] each."""
-        return self.ttft_s(self.work_many(new_tokens, cached_tokens))
-
     def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
         """As `itl_s`, for f64[n] each."""
         seconds = self._speed.itl_many(batch_size, context_tokens)

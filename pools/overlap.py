@@ -4,14 +4,14 @@ The two never mix. Events are exact, and late by the time they take; a prompt th
 to be cached, and that for a while. A worker without events has expectations alone, kept for longer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from slagate.pools.holdings import Holder
 from slagate.pools.match import Bits
-from slagate.pools.predictions import Claim, Predictions
+from slagate.pools.predictions import Predictions
 from slagate.pools.prefix_index import PrefixIndex
 from slagate.pools.run_trie import Root
 from slagate.pools.table import Ints
@@ -69,11 +69,6 @@ class Overlaps:
         self._holders: dict[int, Holder] = {}
         self._n_set = 0
 
-    @property
-    def indexes(self) -> Mapping[int, PrefixIndex]:
-        """The indexes by block size in tokens."""
-        return {size: cache.index for size, cache in self._caches.items()}
-
     def index_of(self, block_tokens: int) -> PrefixIndex:
         """The index for workers of a block size."""
         return self._cache(block_tokens).index
@@ -119,14 +114,21 @@ class Overlaps:
             device, host = np.maximum(device, on_device), np.maximum(host, colder)
         return device, host
 
-    def expect(self, row: int, prompt: Prompt) -> "Expectation":
-        """A prompt was sent to a row, and will be cached there."""
+    def expect(self, row: int, prompt: Prompt) -> Callable[..., None]:
+        """A prompt was sent to a row, and will be cached there; to be told whether it was `processed`."""
         cache = self._cache(self._block_tokens.get(row, DEFAULT_BLOCK_TOKENS))
         claim = cache.predictions.claim(
             row, prompt.tokens, prompt.root, expires_s=self._now_s() + PREFILL_LIMIT_S
         )
-        keep_s = CONFIRM_S if row in self._holders else HISTORY_S
-        return Expectation(cache.predictions, claim, keep_s=keep_s, now_s=self._now_s)
+
+        def settle(*, processed: bool) -> None:
+            if processed:
+                keep_s = CONFIRM_S if row in self._holders else HISTORY_S
+                cache.predictions.renew(claim, expires_s=self._now_s() + keep_s)
+            else:
+                cache.predictions.end(claim)
+
+        return settle
 
     def _cached_tokens(self, cache: _Cache, prompt: Prompt, n_rows: int) -> tuple[Ints, Ints]:
         """As `cached_tokens`, by what is known of the workers of one block size."""
@@ -155,22 +157,3 @@ class Overlaps:
                 if self._block_tokens[row] == cache.block_tokens:
                     cache.bits[row] = holder.bit
         return cache.bits
-
-
-class Expectation:
-    """A prompt that was sent to a worker and should be cached there soon."""
-
-    def __init__(
-        self, predictions: Predictions, claim: Claim, *, keep_s: float, now_s: Callable[[], float]
-    ) -> None:
-        self._predictions = predictions
-        self._claim = claim
-        self._keep_s = keep_s
-        self._now_s = now_s
-
-    def settle(self, *, processed: bool) -> None:
-        """The prompt was processed, or given up."""
-        if processed:
-            self._predictions.renew(self._claim, expires_s=self._now_s() + self._keep_s)
-        else:
-            self._predictions.end(self._claim)

@@ -148,13 +148,13 @@ class Pool:
         member = self.members[address]
         assert member.state is State.READY, member
         assert member.inflight < member.max_inflight, member
-        expectation = None
+        settle = None
         # Where the worker chooses between its ranks, the next prompt may meet another cache.
         if self.overlaps is not None and prompt is not None and member.has_row_for_each_rank:
-            expectation = self.overlaps.expect(row, prompt)
+            settle = self.overlaps.expect(row, prompt)
         self.requests_total += 1
         self._table.set(row, last_chosen=self.requests_total)
         lease = Lease(member, row, work, rank=rank)
-        if expectation is not None:
-            lease.settle = expectation.settle
+        if settle is not None:
+            lease.settle = settle
         return lease

@@ -76,8 +76,11 @@ class Dispatcher:
             decision=self._choose(ask, prompt, stages, self._rng),
             since_s=self._now_s() if since_s is None else since_s,
         )
-        if not (self._lanes.is_free(ticket) and self._settle(ticket)):
+        if not (self._refused(ticket) or (self._lanes.is_free(ticket) and self._taken(ticket))):
             self._wait(ticket)
+            if since_s is not None:
+                # It may be older than who keeps the place that it was refused.
+                self.step()
         try:
             yield ticket
         except BaseException:
@@ -114,7 +117,7 @@ class Dispatcher:
             choice.row is not None and choice.pool in taken for choice in ticket.decision.stages
         ):
             return False
-        return self._settle(ticket)
+        return self._refused(ticket) or self._taken(ticket)
 
     def _choose(
         self, ask: Ask, prompt: Prompt | None, stages: tuple[Stage, ...], rng: random.Random
@@ -123,14 +126,18 @@ class Dispatcher:
         grids = {stage: self.fleet.grids[stage] for stage in stages}
         return choose(ask, grids, self.fleet.views(prompt), rng=rng)
 
-    def _settle(self, ticket: Ticket) -> bool:
-        """Take the leases of a ticket's decision, or refuse it; False where it is worth waiting."""
+    def _refused(self, ticket: Ticket) -> bool:
+        """Refuse a ticket where a stage has nobody that it would be worth waiting for."""
         for choice in ticket.decision.stages:
             if choice.row is None and not choice.reasons & LIMITS:
                 pools = ", ".join(choice.pool_order)
                 refusal = NoWorker(f"{choice.stage.value}: no worker of pool {pools} is ready")
                 ticket.settle(refusal)
                 return True
+        return False
+
+    def _taken(self, ticket: Ticket) -> bool:
+        """Take the leases of a ticket's decision; False where a stage has nobody now."""
         if any(choice.row is None for choice in ticket.decision.stages):
             return False
         leases: dict[Stage, Lease] = {}

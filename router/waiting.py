@@ -68,7 +68,8 @@ class Ticket:
 
 
 class _Lane:
-    def __init__(self) -> None:
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
         self.tickets: deque[Ticket] = deque()
         self.pools: set[str] = set()  # that its first request waits for
         self._interval_s: float | None = None  # between two assignments, lately
@@ -120,7 +121,7 @@ class Lanes:
 
     def add(self, ticket: Ticket) -> None:
         """Let it wait, behind those of its lane."""
-        lane = self._lanes.setdefault(ticket.lane, _Lane())
+        lane = self._lanes.setdefault(ticket.lane, _Lane(ticket.lane))
         if not lane.tickets:
             lane.wait_for(ticket.held_up_by(self._kept()))
         lane.tickets.append(ticket)
@@ -133,13 +134,9 @@ class Lanes:
 
     def remove(self, ticket: Ticket) -> None:
         """It waits no more."""
-        for key, lane in self._lanes.items():
-            if ticket in lane.tickets:
-                lane.tickets.remove(ticket)
-                self.n_waiting -= 1
-                if not lane.tickets and ticket.ask.excluded:
-                    del self._lanes[key]  # each retry may have a lane of its own
-                return
+        lane = next(lane for lane in self._waiting() if ticket in lane.tickets)
+        lane.tickets.remove(ticket)
+        self._left(lane, ticket)
 
     def step(self, settle: Callable[[Ticket, Collection[str]], bool], pool: str | None) -> None:
         """Settle as many as can be, the oldest first; with `pool` only those who wait for that one."""
@@ -168,11 +165,17 @@ class Lanes:
             lane.wait_for(ticket.held_up_by(taken))
             return False
         lane.served(self._now_s())
-        self.n_waiting -= 1
+        self._left(lane, ticket)
         if lane.tickets:
             # Not looked at yet; it waits for no less than the one before it did.
             lane.wait_for(ticket.decision.stages)
         return True
+
+    def _left(self, lane: _Lane, ticket: Ticket) -> None:
+        self.n_waiting -= 1
+        if not lane.tickets and ticket.ask.excluded:
+            # Each retry may have a lane of its own; the others are few, and remember how fast they go.
+            del self._lanes[lane.key]
 
     def _waiting(self) -> Iterator[_Lane]:
         return (lane for lane in self._lanes.values() if lane.tickets)

@@ -58,7 +58,7 @@ def test_arrays_give_the_numbers_of_single_points(
     frozen = FrozenEstimator(profile, "p", learnt)
     for few_or_many in (at[:4], at * 3):
         same(frozen.work_s, frozen.work_many, few_or_many)
-        same(frozen.prefill_s, frozen.prefill_many, few_or_many)
+        same(frozen.work_s, frozen.work_many, few_or_many)
         same(frozen.itl_s, frozen.itl_many, few_or_many)
 
 
@@ -70,7 +70,7 @@ def test_equal_points_of_one_array_tie_exactly(
     """Equal workers must tie to the last bit wherever they stand, or one would always win."""
     frozen = FrozenEstimator(profile)
     x, y = np.array([at, *others, at, at], np.float64).T
-    for many in (frozen.prefill_many, frozen.itl_many):
+    for many in (frozen.work_many, frozen.itl_many):
         seconds = many(x, y)
         assert seconds[0] == seconds[-1] == seconds[-2]
 
@@ -97,7 +97,7 @@ def test_a_receipt_predicts_the_same_to_the_last_bit(
         assert again.itl_s(new_tokens, cached_tokens) == frozen.itl_s(new_tokens, cached_tokens)
         assert again.host_s(cached_tokens) == frozen.host_s(cached_tokens)
     x, y = np.array(at, np.float64).reshape(-1, 2).T
-    assert (again.prefill_many(x, y) == frozen.prefill_many(x, y)).all()
+    assert (again.work_many(x, y) == frozen.work_many(x, y)).all()
     assert (again.itl_many(x, y) == frozen.itl_many(x, y)).all()
 
 

@@ -328,3 +328,42 @@ def test_who_lost_its_worker_waits_as_one_that_came_when_the_request_did() -> No
         w.held[9] = found
 
     waiting(test)
+
+
+def test_a_request_that_is_older_than_who_keeps_the_place_takes_it() -> None:
+    async def test(w: Waiting, tasks: anyio.abc.TaskGroup) -> None:
+        (decode,) = w.dispatcher.fleet.pools["d-bulk"].members.values()
+        capacity = oe.DeploymentCapacity(total_kv_blocks=100, kv_block_size=32)
+        decode.info = oe.ServerInfo(capacity=capacity)
+        for number, (sla, isl_tokens) in enumerate([(FAST, 2000), (BULK, 3000)]):
+            await anyio.sleep(1)
+            tasks.start_soon(lambda n=number, s=sla, i=isl_tokens: w.submit(n, sla=s, isl_tokens=i))
+        await settle()
+        assert w.done == [0]
+        again = ask(sla=FAST, isl_tokens=100, excluded=frozenset({"gone:1"}))
+        decode_only = (Stage.DECODE,)
+        with w.dispatcher.submit(again, stages=decode_only, since_s=0.0) as ticket:
+            w.held[9] = await ticket.assigned()
+        w.held.pop(0).release()
+        await settle()
+        w.held.pop(9).release()
+        await settle()
+        assert w.done == [0, 1]
+
+    waiting(test, of=two_kinds())
+
+
+def test_nobody_stands_in_line_for_workers_that_are_down() -> None:
+    async def test(w: Waiting, tasks: anyio.abc.TaskGroup) -> None:
+        for number in range(2):
+            tasks.start_soon(lambda n=number: w.submit(n, sla=FAST))
+            await settle()
+        assert (w.done, w.dispatcher.n_waiting) == ([0], 1)
+        for member in w.dispatcher.fleet.pools["p-bulk"].members.values():
+            member.refuse("gone")
+        tasks.start_soon(lambda: w.submit(2, sla=BULK))
+        await settle()
+        assert isinstance(w.failed[2], NoWorker)
+        w.held.pop(0).release()
+
+    waiting(test, of=two_kinds(max_inflight=1))
