@@ -11,10 +11,11 @@ from numbers that they made, late by the length of a queue: in overload that swi
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import structs
 
 from slagate.pools.fit import MAX_OFFSET_S, Fit
 from slagate.workers.profile import HOST_LINK_BYTES_PER_S, TpProfile, tp_profile_from_json
@@ -30,12 +31,17 @@ MIN_OBSERVED_NOMINAL = 32
 """Observations before there are predictions without a profile."""
 
 
-class Coefficients(NamedTuple):
+class Coefficients(msgspec.Struct, frozen=True, gc=False):
     """What a profile is corrected by. As they are here: not at all."""
 
     prefill_scale: float = 1.0
     prefill_offset_s: float = 0.0
     itl_scale: float = 1.0
+
+    @property
+    def prefill(self) -> tuple[float, float]:
+        """Those of a prefill: scale and offset."""
+        return self.prefill_scale, self.prefill_offset_s
 
 
 UNCORRECTED = Coefficients()
@@ -88,21 +94,20 @@ class Nominal:
 NOMINAL = Nominal()
 
 
-@dataclass(frozen=True, slots=True)
-class FrozenEstimator:
+class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
     """A pool's speed as it is known at one moment: the same point gives the same number for ever."""
 
     profile: TpProfile | None = None
     profile_source: str = "none"
     coefficients: Coefficients = UNCORRECTED
-    _speed: Speed = field(init=False, repr=False, compare=False)
+    _speed: Speed = NOMINAL  # the profile's, whatever is given
 
     def __post_init__(self) -> None:
         """Raises `ValueError` naming a coefficient that is negative or no number."""
-        for name, value in zip(Coefficients._fields, self.coefficients, strict=True):
+        for name, value in structs.asdict(self.coefficients).items():
             if not 0.0 <= value < math.inf:
                 raise ValueError(f"{name} must be finite and >= 0, got {value}")
-        object.__setattr__(self, "_speed", _speed(self.profile))
+        structs.force_setattr(self, "_speed", _speed(self.profile))
 
     @property
     def source(self) -> str:
@@ -114,7 +119,7 @@ class FrozenEstimator:
     @property
     def predicts_prefill(self) -> bool:
         """False: prefill seconds rank workers of the pool but mean nothing as seconds."""
-        return self.profile is not None or self.coefficients[:2] != UNCORRECTED[:2]
+        return self.profile is not None or self.coefficients.prefill != UNCORRECTED.prefill
 
     @property
     def predicts_itl(self) -> bool:
@@ -136,7 +141,7 @@ class FrozenEstimator:
 
     def ttft_s(self, work_s: _WorkT) -> _WorkT:
         """Seconds from a leg's start to its first answer, for the work of the queue and its own."""
-        scale, offset_s, _ = self.coefficients
+        scale, offset_s = self.coefficients.prefill
         return work_s * scale + offset_s
 
     def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
@@ -176,7 +181,7 @@ class FrozenEstimator:
         if profile is not None and not isinstance(profile, Mapping):
             raise ValueError(f"profile must be a table or null, got {profile!r}")
         read = None if profile is None else tp_profile_from_json(profile)
-        return cls(read, source, Coefficients(*coefficients))
+        return cls(read, source, coefficients)
 
 
 class Estimator:
@@ -187,6 +192,10 @@ class Estimator:
         self._prefill = _fit(profile)
         self._itl = _fit(profile, max_offset_s=0.0)
         self._frozen = FrozenEstimator(profile, source)
+
+    def starts_as(self, other: "Estimator") -> bool:
+        """Whether both began with the same numbers, whatever they have learnt since."""
+        return self._frozen.table_json() == other.frozen().table_json()
 
     def frozen(self) -> FrozenEstimator:
         """The estimator as it stands; the same object until an observation changes the numbers."""
@@ -229,7 +238,7 @@ class Estimator:
     def _freeze(self) -> None:
         coefficients = Coefficients(self._prefill.scale, self._prefill.offset_s, self._itl.scale)
         if coefficients != self._frozen.coefficients:
-            self._frozen = replace(self._frozen, coefficients=coefficients)
+            self._frozen = structs.replace(self._frozen, coefficients=coefficients)
 
 
 def _fit(profile: TpProfile | None, *, max_offset_s: float = MAX_OFFSET_S) -> Fit:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from slagate.pools.errors import SelectError
 from slagate.pools.json_text import is_finite_number, shown
 
@@ -77,8 +79,7 @@ class PriorityRule(NamedTuple):
     pool: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(msgspec.Struct, frozen=True, gc=False):
     """Where a request landed: band per axis, the pool the grid says, and the pool after priority rules."""
 
     index: tuple[int, ...]

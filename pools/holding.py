@@ -11,6 +11,8 @@ holder was told of is a claim on one block; a block is held until its last claim
 import sys
 from array import array
 
+import msgspec
+
 from slagate.pools.pending import Claim
 from slagate.pools.run_trie import Run
 
@@ -20,23 +22,21 @@ ORDER = sys.byteorder
 _ONE_EACH: dict[int, list[Claim]] = {}
 
 
-class Holding:
+class Holding(msgspec.Struct, gc=False, eq=False):
     """A holder's part of one run.
 
-    Hashes are 8 bytes each, in the machine's order: bytes are no work for the garbage collector.
+    Hashes are 8 bytes each, in the machine's order: bytes are no work for the garbage collector. Nor is a
+    holding itself (`gc=False`), and no cycle goes through one: a run knows nothing of holdings.
     """
 
-    __slots__ = ("colder", "hashes", "lead", "multi", "past", "run")
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.hashes = bytearray()  # by block number, up to the last held; anything in a hole
-        self.lead = 0  # leading blocks held
-        self.past = 0  # bitmap of the blocks held beyond a hole
-        self.colder = 0  # bitmap of the blocks held, but not on the device
-        self.multi = (
-            _ONE_EACH  # block -> its claims, where there are several; one dict for all without
-        )
+    run: Run
+    # By block number, up to the last held; anything in a hole.
+    hashes: bytearray = msgspec.field(default_factory=bytearray)
+    # Block -> its claims, where there are several; one dict for all without.
+    multi: dict[int, list[Claim]] = msgspec.field(default_factory=lambda: _ONE_EACH)
+    lead: int = 0  # leading blocks held
+    past: int = 0  # bitmap of the blocks held beyond a hole
+    colder: int = 0  # bitmap of the blocks held, but not on the device
 
     @property
     def n_blocks(self) -> int:

@@ -2,8 +2,8 @@
 
 import random
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from slagate.pools.estimator import Estimator, FrozenEstimator
@@ -18,7 +18,7 @@ from slagate.workers.clock import monotonic_s
 from slagate.workers.worker import Worker
 
 
-class PoolView(NamedTuple):
+class PoolView(msgspec.Struct, frozen=True, gc=False, eq=False):
     """A pool as the policy sees it for one prompt: frozen, so that a decision can be made again from it."""
 
     name: str

@@ -7,7 +7,8 @@ claim. Kept apart from the index of events, which is exact: a claim is a guess w
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+
+import msgspec
 
 from slagate.pools.match import Match
 from slagate.pools.run_trie import Root, Run, RunTrie
@@ -28,16 +29,13 @@ _MAX_RUN_BLOCKS = 1024
 _BOTH = 0b11  # the lanes of a row: what was sent there is expected on the device
 
 
-class Claim:
-    """A prompt at a row; `n_blocks` of it count (0 once ended)."""
+class Claim(msgspec.Struct, gc=False, eq=False):
+    """A prompt at a row. No work for the garbage collector, as the runs, which know nothing of claims."""
 
-    __slots__ = ("n_blocks", "parts", "row", "step")
-
-    def __init__(self, row: int, parts: Sequence[tuple[Run, int]]) -> None:
-        self.row = row
-        self.parts = parts  # runs from the root on, with the leading blocks of each
-        self.n_blocks = sum(lead for _, lead in parts)
-        self.step = 0  # when it ends, in steps
+    row: int
+    parts: tuple[tuple[Run, int], ...]  # runs from the root on, with the leading blocks of each
+    n_blocks: int  # that count; 0 once ended
+    step: int = 0  # when it ends, in steps
 
 
 class _Row:
@@ -100,7 +98,7 @@ class Predictions:
             )
             for run, at, n_blocks in segments:
                 parts[run] = at + n_blocks
-        claim = Claim(row, tuple(parts.items()))
+        claim = Claim(row, tuple(parts.items()), sum(parts.values()))
         claims = self._rows.get(row)
         if claims is None:
             claims = self._rows[row] = _Row()

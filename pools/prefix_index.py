@@ -34,6 +34,9 @@ _BASE = Root()
 class PrefixIndex:
     """All holders of blocks of one size. `stored` is O(blocks), `match` O(runs and their distinct leads).
 
+    Before one is let go it is emptied: all holders leave and are swept, as `rank_follower` does. What is
+    left then stays in memory, as no collector would find it (`Run`).
+
     Raises `ValueError` for a block or a run of less than one.
     """
 

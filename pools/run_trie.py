@@ -14,6 +14,8 @@ Nothing is hashed but for bucket choice: a match is a comparison of tokens, so i
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from slagate.pools.match import Match
 
 TOKEN_BYTES = 4
@@ -23,7 +25,7 @@ _SHARDS = 256  # of the children at one offset: a dict of a million grows in one
 Tokens = bytes | bytearray | memoryview
 
 
-class Root(NamedTuple):
+class Root(msgspec.Struct, frozen=True, gc=False):
     """What separates prompts of equal tokens."""
 
     lora_name: str = ""
@@ -33,19 +35,21 @@ class Root(NamedTuple):
 _NO_KIDS: "dict[int, dict[bytes, Run]]" = {}
 
 
-class Run:
-    """Consecutive blocks; see the module. Changed by `RunTrie` only, `n_past` by who holds past a hole."""
+class Run(msgspec.Struct, gc=False, eq=False):
+    """Consecutive blocks; see the module. Changed by `RunTrie` only, `n_past` by who holds past a hole.
 
-    __slots__ = ("at", "groups", "kid_top", "kids", "n_past", "parent", "tokens")
+    There may be a million, so they are no work for the garbage collector (`gc=False`). A parent and its
+    child refer to each other: that cycle is cut when the child is dropped, and by nothing else.
+    """
 
-    def __init__(self, tokens: bytearray, parent: "Run | None", at: int) -> None:
-        self.tokens = tokens
-        self.parent = parent  # None for a root, and once dropped
-        self.at = at  # block number in the parent before which it branches off
-        self.groups: dict[int, int] = {}  # lead > 0 -> lanes
-        self.kids = _NO_KIDS  # offset and shard -> first block -> child; one dict for all without
-        self.kid_top = 0  # the last offset with children
-        self.n_past = 0  # holders of blocks past a hole: these keep the tail too
+    tokens: bytearray
+    parent: "Run | None"  # None for a root, and once dropped
+    at: int  # block number in the parent before which it branches off
+    groups: dict[int, int] = msgspec.field(default_factory=dict)  # lead > 0 -> lanes
+    # Offset and shard -> first block -> child; one dict for all without.
+    kids: "dict[int, dict[bytes, Run]]" = msgspec.field(default_factory=lambda: _NO_KIDS)
+    kid_top: int = 0  # the last offset with children
+    n_past: int = 0  # holders of blocks past a hole: these keep the tail too
 
     def move(self, lanes: int, old: int, new: int) -> None:
         """Lanes that all held `old` leading blocks now hold `new`."""
@@ -60,12 +64,8 @@ class Run:
             groups[new] = groups.get(new, 0) | lanes
 
 
-class _RootRun(Run):
-    __slots__ = ("root",)
-
-    def __init__(self, root: Root) -> None:
-        super().__init__(bytearray(), None, 0)
-        self.root = root
+class _RootRun(Run, kw_only=True):
+    root: Root
 
 
 class Segment(NamedTuple):
@@ -77,7 +77,7 @@ class Segment(NamedTuple):
 
 
 class RunTrie:
-    """All runs below all roots."""
+    """All runs below all roots. Those that are left when it is let go stay in memory, see `Run`."""
 
     def __init__(self, block_tokens: int, *, max_hops: int, max_run_blocks: int) -> None:
         self.block_bytes = block_tokens * TOKEN_BYTES
@@ -91,7 +91,7 @@ class RunTrie:
         """The run of no blocks that first blocks hang from."""
         run = self._roots.get(root)
         if run is None:
-            run = self._roots[root] = _RootRun(root)
+            run = self._roots[root] = _RootRun(bytearray(), None, 0, root=root)
         return run
 
     def grow(

@@ -6,8 +6,8 @@ all the rest of it; a snapshot is two copies of small arrays.
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,7 +31,7 @@ STATES = tuple(State)
 READY = STATES.index(State.READY)
 
 
-class RowView(NamedTuple):
+class RowView(msgspec.Struct, frozen=True, gc=False):
     """One worker and rank as the policy sees it, with what it has cached of one prompt."""
 
     address: str
@@ -60,31 +60,24 @@ class RowView(NamedTuple):
 
 
 _INTS = tuple(
-    name
-    for name, kind in RowView.__annotations__.items()
-    if kind is int and name not in ("device_tokens", "host_tokens")
+    field.name
+    for field in msgspec.structs.fields(RowView)
+    if field.type is int and field.name not in ("device_tokens", "host_tokens")
 )
-_FLOATS = tuple(name for name, kind in RowView.__annotations__.items() if kind is float)
+_FLOATS = tuple(field.name for field in msgspec.structs.fields(RowView) if field.type is float)
 _AT = {name: at for names in (_INTS, _FLOATS) for at, name in enumerate(names)}
 _STATE, _SUSPECT, _UNTOLD = range(len(_INTS), len(_INTS) + 3)
 _N_INTS = len(_INTS) + 3
 _FOREIGN = _AT["foreign_requests"], _AT["foreign_s"]
 
 
-class Rows:
+class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
     """A frozen copy of a table: what one decision is made from."""
 
-    def __init__(
-        self,
-        names: tuple[tuple[str, int | None], ...],
-        models: Mapping[frozenset[str], Flags],
-        ints: Ints,
-        floats: Floats,
-    ) -> None:
-        self.names = names
-        self._models = models
-        self._ints = ints
-        self._floats = floats
+    names: tuple[tuple[str, int | None], ...]
+    _models: Mapping[frozenset[str], Flags]
+    _ints: Ints
+    _floats: Floats
 
     def __len__(self) -> int:
         return len(self.names)

@@ -134,7 +134,9 @@ async def serve(
             await front.start()
             await operators.start()
             async with stopped() as signals:
-                # What is there by now stays: full collections need not look at it, which took them 8 ms.
+                # What is there by now stays, modules above all: full collections need not walk it, which
+                # took 10 ms each. What comes later and lives long is no work for them either
+                # (docs/decisions/0011-no-work-for-the-collector.md).
                 gc.collect()
                 gc.freeze()
                 http_at = http._replace(port=http_port)

@@ -3,6 +3,8 @@
 from collections.abc import Generator, Iterable, Iterator
 from typing import TypeVar
 
+from msgspec.structs import asdict
+
 from slagate.pools.member import Stage
 from slagate.pools.pool import PoolView
 from slagate.pools.table import UNLIMITED
@@ -131,7 +133,7 @@ def _choice_message(choice: StageChoice, shown: Iterable[Candidate]) -> gw.Stage
         base_pool=choice.base_pool,
         pool=choice.pool,
         overridden=choice.overridden,
-        targets=[gw.Target(**target._asdict()) for target in choice.targets],
+        targets=[gw.Target(**asdict(target)) for target in choice.targets],
         worker="" if winner is None else winner.view.address,
         rank=None if winner is None else winner.view.rank,
         candidates=[candidate_message(each, model=choice.ask.model) for each in shown],
@@ -155,7 +157,7 @@ def _every_candidate(choice: StageChoice) -> Iterator[Candidate]:
 
 
 def _pool_look(pool: PoolView) -> gw.PoolLook:
-    coefficients = gw.Coefficients(**pool.estimator.coefficients._asdict())
+    coefficients = gw.Coefficients(**asdict(pool.estimator.coefficients))
     return gw.PoolLook(name=pool.name, leases=pool.n_leases, coefficients=coefficients)
 
 

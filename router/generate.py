@@ -161,9 +161,7 @@ async def _aggregate(turn: Turn) -> None:
         return data, turn.splice(Stage.AGG, leg_id, on_token=done)
 
     await turn.leg(Stage.AGG, leg)
-    usage = turn.record.tally.usage
-    known = usage is not None and usage.HasField("cached_prompt_tokens")
-    turn.learn_prefill(Stage.AGG, usage.cached_prompt_tokens if usage and known else None)
+    turn.learn_prefill(Stage.AGG, turn.record.tally.cached_tokens)
     turn.learn_itl(Stage.AGG)
 
 
@@ -184,7 +182,7 @@ def _finish(
         extra={
             "request_id": record.request_id,
             "outcome": outcome.value,
-            "workers": [attempt.worker for attempt in record.attempts],
+            "workers": [attempt.winner.view.address for attempt in record.attempts],
             "ttft_s": record.ttft_s,
             "itl_s": record.itl_s,
             "total_s": now_s - record.started_s,

@@ -9,8 +9,8 @@ the least predicted seconds; see `score`.
 
 import random
 from collections.abc import Iterator, Mapping
-from functools import cached_property
-from typing import NamedTuple
+
+import msgspec
 
 from slagate.pools.grid import Cell, StageGrid
 from slagate.pools.member import Stage
@@ -19,7 +19,7 @@ from slagate.pools.ranks import Work
 from slagate.router.score import Ask, Candidate, Scored, score_pool
 
 
-class Target(NamedTuple):
+class Target(msgspec.Struct, frozen=True, gc=False):
     """A latency that was looked up in the grid."""
 
     field: str
@@ -27,45 +27,32 @@ class Target(NamedTuple):
     is_default: bool
 
 
-class StageChoice:
+class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
     """The choice for one stage. What is only shown is made when it is asked for."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        *,
-        ask: Ask,
-        cell: Cell,
-        base_pool: str,
-        pool_order: tuple[str, ...],
-        targets: tuple[Target, ...],
-        scored: tuple[Scored, ...],
-        row: int | None,
-        starved: bool,
-        draw: float,
-    ) -> None:
-        self.stage = stage
-        self.ask = ask  # a retry's has more workers excluded than the decision's
-        self.cell = cell
-        self.base_pool = base_pool
-        self.pool_order = pool_order
-        self.targets = targets  # one for each latency axis of the grid
-        self.scored = scored  # every pool that was looked at
-        self.row = (
-            row  # of the winner, in the pool looked at last; None: nobody may take the request
-        )
-        self.starved = starved  # the winner goes first because it had no request for long
-        self.draw = draw  # in [0, 1), the one chance that was taken: it told equals apart
+    stage: Stage
+    ask: Ask  # a retry's has more workers excluded than the decision's
+    cell: Cell
+    base_pool: str
+    pool_order: tuple[str, ...]
+    targets: tuple[Target, ...]  # one for each latency axis of the grid
+    scored: tuple[Scored, ...]  # every pool that was looked at
+    row: int | None  # of the winner, in the pool looked at last; None: nobody may take the request
+    starved: bool  # the winner goes first because it had no request for long
+    draw: float  # in [0, 1), the one chance that was taken: it told equals apart
+    _winner: Candidate | None = None  # once it was asked for
 
     @property
     def pool(self) -> str:
         """Where the winner is; without one, the pool to blame."""
         return self.pool_order[0] if self.row is None else self.scored[-1].pool.name
 
-    @cached_property
+    @property
     def winner(self) -> Candidate | None:
         """The row that was chosen; None: nobody may take the request."""
-        return None if self.row is None else self.scored[-1].candidate(self.row)
+        if self._winner is None and self.row is not None:
+            self._winner = self.scored[-1].candidate(self.row)
+        return self._winner
 
     @property
     def work(self) -> Work:
@@ -95,7 +82,7 @@ class StageChoice:
             others.sort(key=lambda c: (bool(c.excluded), c.view.suspect, c.score_s))
         return (found + others)[:n]
 
-    @cached_property
+    @property
     def candidates(self) -> list[Candidate]:
         """All of them, as `top`."""
         return self.top(None)
@@ -106,7 +93,7 @@ class StageChoice:
         return self.cell.pool != self.cell.base_pool
 
 
-class Decision(NamedTuple):
+class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
     """One choice a stage, in the order of the stages."""
 
     ask: Ask
@@ -119,7 +106,7 @@ class Decision(NamedTuple):
     def replace(self, choice: StageChoice) -> "Decision":
         """The decision with another choice for one stage."""
         stages = tuple(choice if old.stage is choice.stage else old for old in self.stages)
-        return self._replace(stages=stages)
+        return Decision(self.ask, stages)
 
     def explain(self) -> str:
         """The decision in words, one paragraph a stage."""
@@ -172,7 +159,7 @@ def choose_stage(
         for given in [values[axis.field]]
     )
     return StageChoice(
-        stage,
+        stage=stage,
         ask=ask,
         cell=cell,
         base_pool=grid.pool_names[cell.base_pool],

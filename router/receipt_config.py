@@ -3,8 +3,9 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from slagate.pools.errors import ConfigError
 from slagate.pools.estimator import Coefficients, FrozenEstimator

@@ -3,14 +3,18 @@
 A request that ends costs no more than an entry here: what its receipt says is put into words for those who
 read it. They never hold anything up: whoever falls behind the oldest entry goes on there, and is told how
 many were missed.
+
+Entries live long, and are no work for the garbage collector: all they are made of is values without cycles
+(`gc=False`), arrays and exact tuples.
 """
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
+import msgspec
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.decision_message import Steps
@@ -27,7 +31,7 @@ RECEIPT_BYTES, CHOICE_BYTES, ROW_BYTES = 4096, 4096, 200
 T = TypeVar("T")
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, frozen=True, gc=False, eq=False):
     """One request that has ended."""
 
     record: Record

@@ -3,7 +3,7 @@
 Prompt text and token ids never appear in it.
 """
 
-from typing import NamedTuple
+import msgspec
 
 from slagate.pools.member import Stage
 from slagate.proto import gateway_pb2 as gw
@@ -19,6 +19,7 @@ from slagate.router.decision_message import (
 )
 from slagate.router.errors import Outcome
 from slagate.router.policy import Decision, StageChoice
+from slagate.router.score import Candidate
 from slagate.router.sla import Sla
 from slagate.router.splice import Tally
 from slagate.workers.worker import Status
@@ -30,7 +31,7 @@ TOP_CANDIDATES = 4
 MAX_MESSAGE = 200
 
 
-class Stamp(NamedTuple):
+class Stamp(msgspec.Struct, frozen=True, gc=False):
     """A receipt's place among the others of its gateway."""
 
     number: int  # from 1 on
@@ -38,20 +39,42 @@ class Stamp(NamedTuple):
     config_version: str
 
 
-class Record:
-    """One request's record while it runs. Seconds are on the gateway's clock."""
+class Attempt(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """How the call to a chosen worker went."""
 
-    def __init__(self, started_s: float) -> None:
-        self.started_s = started_s
-        self.request_id = ""
-        self.sla = Sla()
-        self.max_tokens = 0
-        self.decision: Decision | None = None
-        self.attempts: list[gw.Attempt] = []
-        self.tried: list[StageChoice] = []  # the choice of each attempt
-        self.waited_s = 0.0  # for a worker below its limits
-        self.tally = Tally()
-        self.cached_tokens: int | None = None
+    choice: StageChoice
+    winner: Candidate  # of the choice
+    status: str
+    message: str
+
+    def to_message(self) -> gw.Attempt:
+        """The attempt on the wire."""
+        return gw.Attempt(
+            stage=WIRE_STAGE[self.choice.stage],
+            pool=self.winner.pool,
+            worker=self.winner.view.address,
+            status=self.status,
+            message=self.message,
+            chosen=candidate_message(self.winner, model=self.choice.ask.model),
+        )
+
+
+class Record(msgspec.Struct, gc=False, eq=False):
+    """One request's record while it runs. Seconds are on the gateway's clock.
+
+    It refers to nothing but values: not to the request's task, its call, its workers or an exception, which
+    would refer back to it.
+    """
+
+    started_s: float
+    request_id: str = ""
+    sla: Sla = Sla()
+    max_tokens: int = 0
+    decision: Decision | None = None
+    attempts: tuple[Attempt, ...] = ()
+    waited_s: float = 0.0  # for a worker below its limits
+    tally: Tally = msgspec.field(default_factory=Tally)
+    cached_tokens: int | None = None
 
     def attempt(self, stage: Stage, status: Status) -> None:
         """Note how the call to the stage's chosen worker went."""
@@ -59,21 +82,12 @@ class Record:
         choice = self.decision.stage(stage)
         winner = choice.winner
         assert winner is not None
-        self.tried.append(choice)
-        self.attempts.append(
-            gw.Attempt(
-                stage=WIRE_STAGE[stage],
-                pool=winner.pool,
-                worker=winner.view.address,
-                status=status.code.name,
-                message=status.message[:MAX_MESSAGE],
-                chosen=candidate_message(winner, model=choice.ask.model),
-            )
-        )
+        message = status.message[:MAX_MESSAGE]
+        self.attempts += (Attempt(choice, winner, status.code.name, message),)
 
     def n_attempts(self, stage: Stage) -> int:
         """Calls made to workers of one stage."""
-        return sum(1 for attempt in self.attempts if attempt.stage == WIRE_STAGE[stage])
+        return sum(1 for attempt in self.attempts if attempt.choice.stage is stage)
 
     @property
     def ttft_s(self) -> float | None:
@@ -110,9 +124,9 @@ class Record:
             return []
         last = self.decision.stages
         replaced: list[StageChoice] = []
-        for choice in self.tried:
-            if not any(choice is other for other in (*last, *replaced)):
-                replaced.append(choice)
+        for attempt in self.attempts:
+            if not any(attempt.choice is other for other in (*last, *replaced)):
+                replaced.append(attempt.choice)
         return [*replaced, *last]
 
     def trailer(self, outcome: Outcome, now_s: float, stamp: Stamp) -> gw.Receipt:
@@ -161,7 +175,7 @@ class Record:
             decision=gw.Decision(
                 request_id=self.request_id[:MAX_MESSAGE], sla=sla_message(self.sla)
             ),
-            attempts=self.attempts,
+            attempts=[attempt.to_message() for attempt in self.attempts],
             actual=gw.Actual(
                 outcome=outcome.value,
                 ttft_ms=in_ms(self.ttft_s),
@@ -174,7 +188,7 @@ class Record:
                 total_ms=(now_s - self.started_s) * 1000,
                 waited_ms=None if self.decision is None else self.waited_s * 1000,
             ),
-            **stamp._asdict(),
+            **msgspec.structs.asdict(stamp),
         )
 
 

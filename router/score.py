@@ -19,8 +19,7 @@ wins for ever, and the others never get a copy of it. So a row that had none of 
 `STARVED_ROUNDS` x rows leases, is idle, and is not predicted to miss the request's TTFT target, goes first.
 """
 
-from typing import NamedTuple
-
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -48,7 +47,7 @@ _REASONS = ("", *(s.value for s in STATES), _FAILED, _OTHER_MODEL, _KV_TOO_SMALL
 _CODES = {reason: code for code, reason in enumerate(_REASONS)}
 
 
-class Ask(NamedTuple):
+class Ask(msgspec.Struct, frozen=True, gc=False):
     """What the policy knows of a request."""
 
     model: str
@@ -57,7 +56,7 @@ class Ask(NamedTuple):
     excluded: frozenset[str] = frozenset()  # workers that failed this request already
 
 
-class Candidate(NamedTuple):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One row, scored."""
 
     row: int
@@ -69,23 +68,14 @@ class Candidate(NamedTuple):
     excluded: str  # why it may not be chosen; empty: it may
 
 
-class Scored:
+class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
     """The rows of one pool with their scores, as arrays; those that are shown become a `Candidate`."""
 
-    def __init__(
-        self,
-        pool: PoolView,
-        *,
-        score_s: Floats,
-        ttft_s: Floats | None,
-        itl_s: Floats | None,
-        reasons: npt.NDArray[np.int8],
-    ) -> None:
-        self.pool = pool
-        self.score_s = score_s
-        self._ttft_s = ttft_s
-        self._itl_s = itl_s
-        self._reasons = reasons
+    pool: PoolView
+    score_s: Floats
+    _ttft_s: Floats | None
+    _itl_s: Floats | None
+    _reasons: npt.NDArray[np.int8]  # places in `_REASONS`
 
     def __len__(self) -> int:
         return len(self.score_s)
@@ -186,13 +176,7 @@ def score_pool(stage: Stage, ask: Ask, pool: PoolView) -> Scored:
         itl_s = estimator.itl_many(batch, mean_tokens)
         decode_s = itl_s * batch
         score_s = decode_s if ttft_s is None else ttft_s + decode_s
-    return Scored(
-        pool,
-        score_s=score_s,
-        ttft_s=ttft_s,
-        itl_s=itl_s,
-        reasons=_reasons(stage, ask, pool),
-    )
+    return Scored(pool, score_s, ttft_s, itl_s, _reasons(stage, ask, pool))
 
 
 def _work_s(ask: Ask, pool: PoolView) -> Floats:

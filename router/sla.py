@@ -13,7 +13,8 @@ the key: a target that is silently dropped is the failure this gateway exists to
 import difflib
 import math
 import re
-from typing import NamedTuple
+
+import msgspec
 
 from slagate.router.errors import InvalidRequest
 from slagate.workers.legs import TARGET_RANK
@@ -48,7 +49,7 @@ def looks_like_ours(key: str) -> bool:
     return bool(_HINT.search(key.lower().replace("_", "-").replace(".", "-")))
 
 
-class Sla(NamedTuple):
+class Sla(msgspec.Struct, frozen=True, gc=False):
     """What a request asks for. Targets stay in wire units (ms): the grid's cells are compared with them."""
 
     ttft_ms: float | None = None
@@ -63,7 +64,8 @@ class Sla(NamedTuple):
 def parse_sla(metadata: Metadata, *, receipts: bool = True) -> Sla:
     """Read the SLA. Raises `InvalidRequest` naming the key; also for a receipt where there are none.
 
-    >>> parse_sla([("x-slo-ttft-ms", "500"), ("openengine-priority", "-3")])[:3]
+    >>> sla = parse_sla([("x-slo-ttft-ms", "500"), ("openengine-priority", "-3")])
+    >>> sla.ttft_ms, sla.itl_ms, sla.priority
     (500.0, None, -3)
     >>> parse_sla([("x-slo-ttft-ms", "fast")])
     Traceback (most recent call last):

@@ -7,6 +7,8 @@ the leg has ended.
 
 from collections.abc import Callable
 
+import msgspec
+
 from slagate.pools.member import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import ErrorRelayed, SlowClient
@@ -16,15 +18,14 @@ from slagate.workers.legs import client_id_suffix
 from slagate.workers.stream import BufferedSink
 
 
-class Tally:
+class Tally(msgspec.Struct, gc=False):
     """What was sent to the client, and when (seconds on the gateway's clock)."""
 
-    def __init__(self) -> None:
-        self.n_messages = 0
-        self.n_tokens = 0
-        self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
-        self.usage: oe.Usage | None = None
+    n_messages: int = 0
+    n_tokens: int = 0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    cached_tokens: int | None = None  # of the prompt; None: the engine does not say
 
     def tokens(self, n_tokens: int, now_s: float) -> None:
         """Count tokens that were just passed on."""
@@ -77,8 +78,8 @@ class Splice(LegSink):
                 self._on_token()
             elif event == "finished":
                 self._finish()
-            if response.HasField("usage"):
-                self._tally.usage = response.usage
+            if response.HasField("usage") and response.usage.HasField("cached_prompt_tokens"):
+                self._tally.cached_tokens = response.usage.cached_prompt_tokens
 
     def _error(self, error: oe.EngineError, data: bytes) -> None:
         if not self._tally.n_messages:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import anyio
 import grpc
+from msgspec.structs import replace
 
 from slagate.pools.member import Lease, Member, Stage
 from slagate.pools.table import State
@@ -216,7 +217,7 @@ class Turn:
             raise failure
         lease = self.assignment.lease(stage)
         lease.release()
-        self.ask = self.ask._replace(excluded=self.ask.excluded | {lease.member.address})
+        self.ask = replace(self.ask, excluded=self.ask.excluded | {lease.member.address})
         self.assignment.adopt(await self._reassigned(lease.member, failure, (stage,)))
         self.record.decision = self.assignment.decision
         self._note_retry(stage, failure)

@@ -3,13 +3,13 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import astuple, replace
 
 from slagate.pools.estimator import Coefficients, Estimator, FrozenEstimator
 from slagate.pools.fit import MAX_OFFSET_S, MAX_SCALE, MIN_SCALE
@@ -81,7 +81,7 @@ def test_a_receipt_predicts_the_same_to_the_last_bit(
     profile: TpProfile | None, learnt: Coefficients, at: list[tuple[float, float]]
 ) -> None:
     frozen = FrozenEstimator(profile, "profile p tp 1" if profile else "none", learnt)
-    table, numbers = json.loads(json.dumps([frozen.table_json(), learnt]))
+    table, numbers = json.loads(json.dumps([frozen.table_json(), astuple(learnt)]))
     again = FrozenEstimator.from_json(table, Coefficients(*numbers))
     assert replace(again, profile=None) == replace(frozen, profile=None)
     assert (again.source, again.predicts_prefill, again.predicts_itl) == (

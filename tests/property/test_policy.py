@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from slagate.pools.estimator import Estimator
 from slagate.pools.member import Stage
@@ -36,7 +37,7 @@ def views(draw: st.DrawFn, address: str = "w") -> RowView:
 
 
 FLEETS = st.lists(views(), max_size=6).map(
-    lambda found: [each._replace(address=f"w{at}:1") for at, each in enumerate(found)]
+    lambda found: [replace(each, address=f"w{at}:1") for at, each in enumerate(found)]
 )
 STAGES = st.sampled_from(list(Stage))
 
@@ -136,12 +137,12 @@ def test_one_more_request_never_makes_a_worker_look_less_loaded(
     """
     speed = ESTIMATORS[name]
     member = view(inflight=inflight, context_tokens=inflight * mean_tokens)
-    more = member._replace(
-        inflight=inflight + 1, context_tokens=member.context_tokens + added_tokens
+    more = replace(
+        member, inflight=inflight + 1, context_tokens=member.context_tokens + added_tokens
     )
     if queued:
-        more = more._replace(
-            queued_tokens=added_tokens, queued_s=speed.frozen().work_s(added_tokens, 0)
+        more = replace(
+            more, queued_tokens=added_tokens, queued_s=speed.frozen().work_s(added_tokens, 0)
         )
     before, after = (score(stage, each, speed, isl_tokens) for each in (member, more))
     mean = (member.context_tokens + isl_tokens) / (inflight + 1)

@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from slagate.pools.estimator import Coefficients
 from slagate.pools.fleet import Fleet
@@ -64,7 +65,7 @@ class RandomFleet:
         for choice in record.decision.stages:
             while choice.winner is not None and rng.random() < 0.3:
                 record.attempt(choice.stage, OK)
-                ask = ask._replace(excluded=ask.excluded | {choice.winner.view.address})
+                ask = replace(ask, excluded=ask.excluded | {choice.winner.view.address})
                 pools = {name: self._pool(name, rng) for name in pools}
                 grid = self._fleet.grids[choice.stage]
                 choice = choose_stage(choice.stage, ask, grid, pools, rng=rng)
@@ -89,7 +90,7 @@ class RandomFleet:
         if rng.random() < 0.7:
             learnt = Coefficients(rng.uniform(0.5, 2), rng.uniform(0, 0.1), rng.uniform(0.5, 2))
             estimator = replace(estimator, coefficients=learnt)
-        return of._replace(estimator=estimator)
+        return replace(of, estimator=estimator)
 
 
 def _row(rng: random.Random, address: str, rank: int | None, *, cached: bool) -> RowView:

@@ -97,9 +97,9 @@ def test_decode_steps_are_learnt_apart_from_prefill(seed: int) -> None:
         batch, context = rng.randint(1, 100), rng.uniform(100, 20_000)
         actual_s = 1.5 * PROFILE.itl_s(batch, context) * rng.lognormvariate(0, 0.1)
         estimator.observe_itl(batch, context, actual_s)
-    scale, offset_s, itl_scale = estimator.frozen().coefficients
-    assert (scale, offset_s) == (1, 0)
-    assert itl_scale == pytest.approx(1.5, rel=0.1)
+    learnt = estimator.frozen().coefficients
+    assert learnt.prefill == (1, 0)
+    assert learnt.itl_scale == pytest.approx(1.5, rel=0.1)
 
 
 def test_what_every_decode_step_takes_longer_is_learnt_as_a_scale() -> None:
@@ -246,7 +246,7 @@ def test_queues_that_nobody_counted_stay_out_of_the_coefficients(seed: int) -> N
             seconds += rng.expovariate(1 / 0.1)
         estimator.observe_prefill(new_tokens, 0, 0.0, seconds)
         if i >= 100:
-            scale, offset_s, _ = estimator.frozen().coefficients
+            scale, offset_s = estimator.frozen().coefficients.prefill
             assert 0.85 < scale < 1.35
             assert offset_s < 0.01
 
@@ -276,7 +276,7 @@ def test_nothing_swings_in_a_queue_that_was_predicted_with_it(
         work_s = estimator.frozen().work_s(new_tokens, 0)
         waiting.append((free_s + 0.01, work_s, new_tokens, queued_s, free_s + 0.01 - now_s))
         if i >= 300:
-            scale, offset_s, _ = estimator.frozen().coefficients
+            scale, offset_s = estimator.frozen().coefficients.prefill
             assert 1.4 < scale < 2.2
             assert offset_s < 0.03
 
@@ -308,11 +308,11 @@ def test_a_table_that_cannot_be_read_names_its_field(change: dict[str, Any], mes
         FrozenEstimator.from_json(table, Coefficients())
 
 
-@pytest.mark.parametrize("field", Coefficients._fields)
+@pytest.mark.parametrize("field", Coefficients.__struct_fields__)
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
 def test_a_coefficient_that_is_no_factor_is_refused_by_name(field: str, bad: float) -> None:
     with pytest.raises(ValueError, match=field):
-        FrozenEstimator(PROFILE, "p", Coefficients()._replace(**{field: bad}))
+        FrozenEstimator(PROFILE, "p", Coefficients(**{field: bad}))
 
 
 def test_the_table_is_plain_json_and_the_same_whatever_was_learnt() -> None:

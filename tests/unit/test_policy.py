@@ -7,7 +7,7 @@ from slagate.pools.member import Stage
 from slagate.pools.ranks import Work
 from slagate.pools.table import RowView, State
 from slagate.router.dispatch import Dispatcher
-from slagate.router.policy import Decision, StageChoice, choose, choose_stage
+from slagate.router.policy import Decision, StageChoice, Target, choose, choose_stage
 from slagate.router.score import AT_LIMIT, KV_AT_LIMIT, LIMITS, QUEUE_AT_LIMIT, Ask
 from slagate.router.sla import Sla
 from support.builders import ask, fleet, one_cell, pool_view, profiled, rng, take_now, view
@@ -145,10 +145,13 @@ def test_cfg_01_a_missing_target_is_the_middle_of_the_grid_and_said_to_be_a_defa
     grids = {Stage(k): g for k, g in parse_config(content, source="f").stages.items()}
     pools = {n: pool_view(n, [view(f"{n}:1")]) for g in grids.values() for n in g.pool_names}
     prefill, decode = choose(ask(), grids, pools, rng=rng()).stages
-    assert (prefill.targets, prefill.pool) == ((("ttft_ms", 500, True),), "p-bulk")
-    assert (decode.targets, decode.pool) == ((("itl_ms", 25, True),), "d-bulk")
+    assert (prefill.targets, prefill.pool) == ((Target("ttft_ms", 500, is_default=True),), "p-bulk")
+    assert (decode.targets, decode.pool) == ((Target("itl_ms", 25, is_default=True),), "d-bulk")
     prefill = choose(ask(sla=Sla(ttft_ms=500)), grids, pools, rng=rng()).stages[0]
-    assert (prefill.targets, prefill.pool) == ((("ttft_ms", 500, False),), "p-bulk")
+    assert (prefill.targets, prefill.pool) == (
+        (Target("ttft_ms", 500, is_default=False),),
+        "p-bulk",
+    )
 
 
 def test_a_decision_explains_itself_in_words() -> None:

@@ -1,6 +1,7 @@
 """The ring of receipts, on the virtual loop: what it keeps, and what readers get."""
 
 import anyio
+from msgspec.structs import astuple
 
 from slagate.pools.member import Stage
 from slagate.pools.pool import PoolView
@@ -70,8 +71,8 @@ def test_the_estimate_is_no_less_than_the_arrays_take() -> None:
     (scored,) = choice.scored
     view: PoolView = scored.pool
     arrays = [view.rows.ints("inflight"), view.device_tokens, view.host_tokens, scored.score_s]
-    rows = vars(view.rows)
-    owned = [each for each in (*rows.values(), *vars(scored).values()) if hasattr(each, "nbytes")]
+    fields = (*astuple(view.rows), *astuple(scored))
+    owned = [each for each in fields if hasattr(each, "nbytes")]
     assert len(owned) >= 6
     n_bytes = sum(each.nbytes for each in owned) + sum(a.nbytes for a in arrays[1:3])
     assert 0.5 * 1000 * ROW_BYTES < n_bytes <= 1000 * ROW_BYTES

@@ -1,4 +1,5 @@
 import grpc
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,7 +104,7 @@ def test_a_receipt_says_what_was_decided_and_what_happened() -> None:
     assert actual.HasField("cached_tokens")
     assert (actual.ttft_met, actual.itl_met) == (False, True)
     assert (actual.waited_ms, actual.predicted_cached_tokens) == (250.0, 32)
-    assert (got.number, got.unix_s, got.config_version) == STAMP
+    assert (got.number, got.unix_s, got.config_version) == msgspec.structs.astuple(STAMP)
     assert got.decision.model == MODEL
 
 

@@ -95,15 +95,14 @@ def test_prompt_output_passes_and_is_no_token() -> None:
     run(main)
 
 
-def test_the_tally_counts_tokens_times_and_usage() -> None:
+def test_the_tally_counts_tokens_times_and_what_was_cached() -> None:
     async def main() -> None:
         leg = Leg().play(token(1))
         leg.now_s = 102.0
         leg.play(token(2, 3), finished(cached=7), OK)
         tally = leg.tally
         assert (tally.n_tokens, tally.first_token_s, tally.last_token_s) == (3, 100.0, 102.0)
-        assert tally.usage is not None
-        assert tally.usage.cached_prompt_tokens == 7
+        assert tally.cached_tokens == 7
         assert leg.n_on_token == 2
 
     run(main)

@@ -7,6 +7,7 @@ import anyio
 import grpc
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from slagate.pools.fleet import Fleet
 from slagate.pools.grid_config import parse_config
@@ -246,7 +247,7 @@ def test_score_06_the_queue_limit_counts_where_the_prefix_is_too() -> None:
             Stage.PREFILL,
             ask(isl_tokens=8192),
             of.grids[Stage.PREFILL],
-            {"prefill": view._replace(device_tokens=np.array([8191, 0]))},
+            {"prefill": replace(view, device_tokens=np.array([8191, 0]))},
             rng=rng(),
         )
         assert choice.winner is not None
