@@ -5,8 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 # Its metadata asks for PyTorch, and with that for CUDA; moving host memory needs neither, hence --no-deps.
 NIXL := nixl-cu13==1.5.1
+# What the grid's selection is compared with: one module of it, which needs none of what its metadata asks for.
+DYNAMO := ai-dynamo==1.6.1
 # What the prefix index is measured against. Its metadata bounds pydantic from above; its tree needs none.
-DYNAMO := ai-dynamo-runtime==1.6.1
+DYNAMO_RUNTIME := ai-dynamo-runtime==1.6.1
+# What profiles are made from: 165 MB, so not for every run.
+AICONFIGURATOR := aiconfigurator==0.12.0
 
 .PHONY: dev demo test test-long check fmt lint types proto proto-check wheel-smoke bench clean
 
@@ -17,6 +21,7 @@ $(STAMP): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	$(if $(filter Linux,$(shell uname -s)),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(DYNAMO)
 	@touch $(STAMP)
 
 # Type checkers do not run import hooks, so they see the namespace through this link.
@@ -26,11 +31,16 @@ $(STAMP): pyproject.toml Makefile
 demo: dev
 	$(BIN)/slagate demo
 
+# Two processes, each in the order of the seed that the header names; whichever is idle takes over from
+# the other. Without -n, as in `pytest PATH::NAME`, a run is one process.
+PARALLEL := -n 2 --dist worksteal
+
 test: dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-long: dev
-	SLAGATE_SEEDS=6000 $(BIN)/python -m pytest tests/property
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(AICONFIGURATOR)
+	SLAGATE_SEEDS=6000 $(BIN)/python -m pytest $(PARALLEL) tests/property tests/long
 
 check: dev lint types proto-check test wheel-smoke
 	@echo "check: ok"
@@ -56,7 +66,7 @@ wheel-smoke: dev
 	$(BIN)/python tests/support/wheel_smoke.py
 
 bench: dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(DYNAMO)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(DYNAMO_RUNTIME)
 	PYTHONPATH=tests $(BIN)/python -m bench
 
 clean:

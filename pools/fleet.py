@@ -1,12 +1,13 @@
 """The fleet: every pool of a configuration, and the grid of each stage."""
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from slagate.pools.errors import ConfigError, Problem
 from slagate.pools.estimator import Estimator
 from slagate.pools.grid import StageGrid
 from slagate.pools.grid_config import FleetConfig, require_workers
-from slagate.pools.grid_file import PoolSpec
+from slagate.pools.grid_file import Objective, PoolSpec
 from slagate.pools.json_text import json_path
 from slagate.pools.member import Member, Stage
 from slagate.pools.overlap import Prompt
@@ -17,53 +18,136 @@ from slagate.workers.clock import monotonic_s
 from slagate.workers.profile import ProfileError, load_profile
 
 
+class Prepared(NamedTuple):
+    """A configuration that a fleet can take over: it was checked, and every profile in it was read."""
+
+    config: FleetConfig
+    estimators: Mapping[str, Estimator]  # by pool, nothing learnt yet
+
+
+def prepare(config: FleetConfig) -> Prepared:
+    """Raises `ConfigError` for a pool without workers or with a profile that cannot be read."""
+    require_workers(config)
+    return Prepared(config, _estimators(config))
+
+
 class Fleet:
-    """Grids and pools of one configuration.
+    """Grids and pools of the configuration that is in force, and who still drains of those before it.
 
     Without `prefix` nobody asks what is cached where, and workers are chosen by their load alone.
     """
 
     def __init__(
         self,
-        config: FleetConfig,
+        prepared: Prepared,
         *,
         prefix: bool = True,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
-        """Raises `ConfigError` for a pool without workers or with a profile that cannot be read."""
-        require_workers(config)
-        self.warnings = config.warnings
-        self.grids: Mapping[Stage, StageGrid] = {
-            Stage(name): grid for name, grid in config.stages.items()
-        }
-        estimators = _estimators(config)
-        self.pools: dict[str, Pool] = {
-            name: Pool(
-                name,
-                stage=stage,
-                index=index,
-                addresses=config.pools[name].workers,
-                estimator=estimators[name],
-                limits=_limits(config.pools[name]),
-                prefix=prefix,
-                now_s=now_s,
-            )
-            for stage, grid in self.grids.items()
-            for index, name in enumerate(grid.pool_names)
-        }
+        self._prefix = prefix
+        self._now_s = now_s
+        self.warnings: tuple[str, ...] = ()
+        self.grids: Mapping[Stage, StageGrid] = {}
+        self.objectives: Mapping[str, Objective] = {}
+        self.pools: dict[str, Pool] = {}
+        self._leaving: list[Pool] = []  # pools that are not there any more, whose workers drain
+        self._on_join: list[Callable[[Pool, Member], None]] = []
+        self._n_applied = 0
         self._models: set[str] = set()
         self._windows: dict[str, int | None] = {}  # by served model
-        self._windows_of = -1
+        self._windows_of = (-1, -1)
+        self.apply(prepared)
+
+    def apply(self, prepared: Prepared) -> None:
+        """Put a configuration in force, in one step.
+
+        Pools and workers that stay keep all that is known of them, and their requests. Those that go take
+        nothing new, and leave once what they have is done.
+        """
+        config = prepared.config
+        self.models()  # those of workers that go now are not forgotten
+        before = self.pools
+        self._leaving = [pool for pool in self._leaving if not pool.is_empty]
+        self.warnings = config.warnings
+        self.objectives = config.objectives
+        self.grids = {Stage(name): grid for name, grid in config.stages.items()}
+        self.pools = {}
+        for stage, grid in self.grids.items():
+            for index, name in enumerate(grid.pool_names):
+                estimator, spec = prepared.estimators[name], config.pools[name]
+                pool = self._known(before, stage, name) or Pool(
+                    name,
+                    stage=stage,
+                    index=index,
+                    estimator=estimator,
+                    prefix=self._prefix,
+                    now_s=self._now_s,
+                )
+                self.pools[name] = pool
+                pool.index, pool.limits = index, _limits(spec)
+                if not pool.estimator.starts_as(estimator):
+                    pool.estimator = estimator
+        for pool in before.values():
+            if self.pools.get(pool.name) is not pool:
+                self._leaving.append(pool)
+                for address in list(pool.members):
+                    pool.drain(address)
+        for name, pool in self.pools.items():
+            addresses = config.pools[name].workers
+            stay = set(addresses)
+            for address in [each for each in pool.members if each not in stay]:
+                pool.drain(address)
+            for address in addresses:
+                self._join(pool, address)
+        self._n_applied += 1
+
+    def on_join(self, tell: Callable[[Pool, Member], None]) -> None:
+        """Be told of every member, now and when it joins."""
+        self._on_join.append(tell)
+        for pool in self.pools.values():
+            for member in pool.members.values():
+                tell(pool, member)
+
+    def _known(self, before: Mapping[str, Pool], stage: Stage, name: str) -> Pool | None:
+        """The pool of that name and stage, also one that was on its way out."""
+        for pool in (*before.values(), *self._leaving):
+            if pool.name == name and pool.stage is stage:
+                if pool in self._leaving:
+                    self._leaving.remove(pool)
+                return pool
+        return None
+
+    def _join(self, pool: Pool, address: str) -> None:
+        member = None if address in pool.members else pool.join(address)
+        if member is not None:
+            for tell in self._on_join:
+                tell(pool, member)
+
+    def pool(self, name: str, stage: Stage) -> Pool | None:
+        """A pool that a request was sent to; None: the configuration has it no more."""
+        pool = self.pools.get(name)
+        return pool if pool is not None and pool.stage is stage else None
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages a request goes through, in order."""
         return tuple(self.grids)
 
+    @property
+    def all_pools(self) -> Iterator[Pool]:
+        """Every pool of the configuration, and those of which only workers that drain are left."""
+        yield from self.pools.values()
+        yield from (pool for pool in self._leaving if not pool.is_empty)
+
     def members(self) -> Iterator[Member]:
-        """Every worker, pool by pool."""
+        """Every worker of the configuration, pool by pool."""
         for pool in self.pools.values():
             yield from pool.members.values()
+
+    def all_members(self) -> Iterator[Member]:
+        """As `members`, and those that drain."""
+        for pool in self.all_pools:
+            yield from pool.all_members
 
     def views(self, prompt: Prompt | None = None) -> Mapping[str, PoolView]:
         """Pools by name, each as it stands when it is first looked at: for use within one step."""
@@ -85,8 +169,8 @@ class Fleet:
         Looks at the workers once for each change of what they serve.
         """
         n_changes = sum(pool.n_model_changes for pool in self.pools.values())
-        if n_changes != self._windows_of:
-            self._windows_of = n_changes
+        if self._windows_of != (self._n_applied, n_changes):
+            self._windows_of = self._n_applied, n_changes
             self._windows.clear()
         if model not in self._windows:
             if not self.serves(model):

@@ -1,8 +1,7 @@
-"""The pool grid: which pool serves a request of this size with this latency target.
+"""The pool grid: which pools serve a request of this size with this latency target, in which order.
 
-The arithmetic is that of Dynamo's global router, bit for bit, so that a fleet can change routers without
-moving traffic (docs/decisions/0003-grid-arithmetic.md). Nothing here checks a grid: `grid_config` does,
-once.
+Selection, priority rules and retry order are those of Dynamo's global router (docs/grid.md). Nothing here
+checks a grid: `grid_config` does, once.
 """
 
 from collections.abc import Mapping
@@ -11,64 +10,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from slagate.pools.axis import AXIS_FIELDS, Axis, Number, UnevenAxis
 from slagate.pools.errors import SelectError
 from slagate.pools.json_text import is_finite_number, shown
 
-Number = int | float
-
-AXIS_FIELDS = ("isl", "context_length", "ttft_ms", "itl_ms")
-"""What a request can bring to a grid: two sizes in tokens, two latency targets in milliseconds."""
-
-_SIZE_FIELDS = frozenset({"isl", "context_length"})
 _KNOWN_FIELDS = frozenset(AXIS_FIELDS)
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """`resolution` bands of equal width from `low` to `high`, in tokens or milliseconds as `field` says."""
-
-    field: str
-    low: Number
-    high: Number
-    resolution: int
-
-    @property
-    def step(self) -> float:
-        """The width of a band."""
-        return (self.high - self.low) / self.resolution
-
-    @property
-    def midpoint(self) -> float:
-        """The middle of the range, which stands in for a latency target that was not given."""
-        return (self.low + self.high) / 2
-
-    @property
-    def required(self) -> bool:
-        """Whether a request must bring a value: a size has no sensible stand-in."""
-        return self.field in _SIZE_FIELDS
-
-    def index(self, value: Number | None) -> int:
-        """The band of `value`, the first or the last one when it lies outside.
-
-        Raises `SelectError` when a size is missing, and when `value` is not a finite number.
-        """
-        if value is None:
-            if self.required:
-                raise SelectError(self.field, "is required")
-            value = self.midpoint
-        elif not is_finite_number(value):
-            raise SelectError(self.field, f"must be a finite number (got {shown(value)})")
-        try:
-            # The step comes first and is divided by: with another order of the same operations some
-            # values on the edge of a band change sides.
-            index = int((value - self.low) / self.step)
-        except OverflowError:
-            # Either value - low is beyond the largest double, and high - low is not; or the quotient is,
-            # and the resolution is not. Both ways value lies outside, on the side that the sign of
-            # value - low names, and the exact quotient would be clamped to that end. The comparison is
-            # exact for ints and floats of any size.
-            return self.resolution - 1 if value > self.low else 0
-        return max(0, min(index, self.resolution - 1))
 
 
 class PriorityRule(NamedTuple):
@@ -80,11 +26,15 @@ class PriorityRule(NamedTuple):
 
 
 class Cell(msgspec.Struct, frozen=True, gc=False):
-    """Where a request landed: band per axis, the pool the grid says, and the pool after priority rules."""
+    """Where a request landed: band per axis, the pool the grid says, and the pool after priority rules.
+
+    `spill` has the further pools of the cell, in order; none where a rule named the pool.
+    """
 
     index: tuple[int, ...]
     base_pool: int
     pool: int
+    spill: tuple[int, ...] = ()
 
     @property
     def row(self) -> int:
@@ -101,16 +51,20 @@ class Cell(msgspec.Struct, frozen=True, gc=False):
 class StageGrid:
     """The pools of one stage, the grid that picks among them, and the order to try others in.
 
-    `cells` holds the pool number of every cell with the last axis running fastest. A lower number in
-    `priorities` is a faster pool.
+    `cells` holds for every cell, the last axis running fastest, its pools: first choice, then where to
+    spill. A lower number in `priorities` is a faster pool. With `size_optional` a missing size counts as
+    the middle of its range, too. With `negative_is_none` a latency target or priority below 0 counts as
+    not given, and other priorities as cut to their whole part.
     """
 
-    axes: tuple[Axis, ...]
-    cells: tuple[int, ...]
+    axes: tuple[Axis | UnevenAxis, ...]
+    cells: tuple[tuple[int, ...], ...]
     pool_names: tuple[str, ...]
     priorities: tuple[int, ...]
     rules: tuple[PriorityRule, ...] = ()
     retry: bool = False
+    size_optional: bool = False
+    negative_is_none: bool = False
 
     def select(self, values: Mapping[str, Number | None], priority: Number | None = None) -> Cell:
         """The cell of a request with these `AXIS_FIELDS`; what other stages need may be among them.
@@ -122,12 +76,27 @@ class StageGrid:
         if not values.keys() <= _KNOWN_FIELDS:
             unknown = min(values.keys() - _KNOWN_FIELDS)
             raise SelectError(unknown, f"is not one of {', '.join(AXIS_FIELDS)}")
-        index = tuple([axis.index(values.get(axis.field)) for axis in self.axes])
+        index = tuple([axis.index(self._given(axis, values)) for axis in self.axes])
+        pools = self.pools_at(index)
+        rule = self._rule(priority)
+        if rule is not None:
+            return Cell(index, pools[0], rule.pool)
+        return Cell(index, pools[0], pools[0], pools[1:])
+
+    def pools_at(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        """The pools of the cell with these bands, one for each axis: first choice, then spill order."""
         at = 0
         for axis, band in zip(self.axes, index, strict=True):
             at = at * axis.resolution + band
-        base_pool = self.cells[at]
-        return Cell(index, base_pool, self._after_rules(base_pool, priority))
+        return self.cells[at]
+
+    def pool_order(self, cell: Cell) -> tuple[int, ...]:
+        """All pools a request of this cell may use, in order: those of the cell, then those of a retry."""
+        retries = self.retry_order(cell.pool)
+        if not cell.spill:
+            return retries
+        listed = (cell.pool, *cell.spill)
+        return (*listed, *(at for at in retries if at not in listed))
 
     def retry_order(self, pool_index: int) -> tuple[int, ...]:
         """The pools to try for a request of pool `pool_index`: itself, then the strictly faster ones.
@@ -141,12 +110,24 @@ class StageGrid:
         faster = [at for at, priority in enumerate(self.priorities) if priority < mine]
         return (pool_index, *sorted(faster, key=lambda at: (-self.priorities[at], at)))
 
-    def _after_rules(self, base_pool: int, priority: Number | None) -> int:
+    def _given(self, axis: Axis | UnevenAxis, values: Mapping[str, Number | None]) -> Number | None:
+        value = values.get(axis.field)
+        if value is None:
+            return axis.midpoint if axis.required and self.size_optional else None
+        if self.negative_is_none and not axis.required and is_finite_number(value) and value < 0:
+            return None
+        return value
+
+    def _rule(self, priority: Number | None) -> PriorityRule | None:
         if priority is None:
-            return base_pool
+            return None
         if not is_finite_number(priority):
             raise SelectError("priority", f"must be a finite number (got {shown(priority)})")
+        if self.negative_is_none:
+            priority = int(priority)
+            if priority < 0:
+                return None
         for rule in self.rules:
             if rule.low <= priority <= rule.high:
-                return rule.pool
-        return base_pool
+                return rule
+        return None

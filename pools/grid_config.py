@@ -2,43 +2,31 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-from pydantic import ValidationError
 
 from slagate.pools.errors import ConfigError, Problem
-from slagate.pools.grid import Axis, PriorityRule, StageGrid
-from slagate.pools.grid_draft import ABSENT, Draft
-from slagate.pools.grid_file import FILES, STAGES, AggFile, DisaggFile, PoolSpec, StageKeys
-from slagate.pools.grid_hints import unknown_key
-from slagate.pools.grid_rules import check_rules
-from slagate.pools.json_text import ROOT, json_path, read_json, shown
+from slagate.pools.grid import StageGrid
+from slagate.pools.grid_check import Extras, checked
+from slagate.pools.grid_file import Objective, PoolSpec
+from slagate.pools.grid_keys import STAGES
+from slagate.pools.grid_stage import stage_grid, unreachable
+from slagate.pools.grid_workers import HALF, worker_faults
+from slagate.pools.json_text import ROOT, ReadJson, json_path, read_json, shown
 
-# pydantic's kinds of error, in words for someone who edits a file. Our own kinds bring theirs.
-_REASONS = {
-    "missing": "is required",
-    "int_type": "must be an integer",
-    "bool_type": "must be true or false",
-    "string_type": "must be a string",
-    "string_unicode": "must have keys of valid Unicode",
-    "dict_type": "must be an object",
-    "model_type": "must be an object",
-    "invalid_key": "must have string keys",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than_equal": "must be at most {le}",
-}
+_NOTHING = ReadJson(None, None, ())
 
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
     """A fleet file that passed every check.
 
-    `stages` has "prefill" and "decode" in mode disagg, "agg" in mode agg. `warnings` are lines to show to
-    the operator, one for each deprecated key. `text` is the content as JSON, the same for the same content.
+    `stages` has "prefill" and "decode" in mode disagg, "agg" in mode agg; a file of Dynamo's endpoint
+    picker alone has mode "prefill" and that stage. `warnings` are lines to show to the operator. `ignored`
+    has the paths of unknown keys that were left out. `text` is the content as JSON, the same for the same
+    content, with what was ignored left out and what other sources gave put in.
     """
 
     source: str
@@ -46,129 +34,107 @@ class FleetConfig:
     mode: str
     stages: Mapping[str, StageGrid]
     pools: Mapping[str, PoolSpec]
+    objectives: Mapping[str, Objective]
     warnings: tuple[str, ...]
+    ignored: tuple[str, ...]
 
 
-def load_config(path: str | os.PathLike[str]) -> FleetConfig:
-    """The fleet file at `path`. Raises `ConfigError` when it cannot be read or used."""
+def load_config(
+    path: str | os.PathLike[str],
+    *,
+    lenient: bool = False,
+    pools: str | os.PathLike[str] | None = None,
+    workers: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    serving: bool = False,
+    text: str | None = None,
+) -> FleetConfig:
+    """The fleet file at `path`. Raises `ConfigError` when it cannot be read or used.
+
+    `pools` is a file with a `pools` section, and `workers` has addresses by pool; each is put over what
+    comes before it. With `lenient` unknown keys are left out. With `serving` what a gateway needs is asked
+    for as well: workers for each pool, and profiles that can be read. `text` stands in for what the file
+    holds.
+    """
     source = os.fspath(path)
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(source, [Problem(ROOT, f"cannot be read: {error.strerror}")]) from error
-    except ValueError as error:  # not UTF-8, or a path with a NUL in it
-        raise ConfigError(source, [Problem(ROOT, f"cannot be read: {error}")]) from error
-    content, problems = read_json(text)
-    if problems and content is None:
+    problems: list[Problem] = []
+    read = _read(path, "", problems) if text is None else _json(text, "", problems)
+    more = _NOTHING if pools is None else _read(pools, f"{os.fspath(pools)}: ", problems)
+    if problems:
         raise ConfigError(source, problems)
-    return _parsed(content, source, problems)
+    extras = Extras(
+        lenient=lenient,
+        serving=serving,
+        repeated=read.repeated,
+        pools_name=None if pools is None else os.fspath(pools),
+        pools=more,
+        workers=workers,
+    )
+    return _parsed(read.value, source, extras)
 
 
-def parse_config(obj: object, *, source: str) -> FleetConfig:
+def parse_config(obj: object, *, source: str, lenient: bool = False) -> FleetConfig:
     """The fleet file with the content `obj`; `source` names it. Raises `ConfigError`."""
-    return _parsed(obj, source, ())
+    return _parsed(obj, source, Extras(lenient=lenient))
 
 
 def require_workers(config: FleetConfig) -> None:
     """Check that the pools of the grids and those with workers are the same.
 
-    Raises `ConfigError` for a pool without workers, workers of no pool, and an address given twice.
+    Raises `ConfigError` for a pool without workers, workers of no pool, an address given twice, and a
+    file with the prefill half of a fleet only.
     """
-    problems: list[Problem] = []
-    grid_pools = {name: key for key, grid in config.stages.items() for name in grid.pool_names}
-    for name, stage in grid_pools.items():
-        if name not in config.pools:
-            reason = f"is required, as a {stage} pool has this name (got nothing)"
-            problems.append(Problem(json_path(("pools", name)), reason))
-        elif not config.pools[name].workers:
-            reason = "must not be empty (got [])"
-            problems.append(Problem(json_path(("pools", name, "workers")), reason))
-    first_place: dict[str, str] = {}
-    for name, spec in config.pools.items():
-        if name not in grid_pools:
-            reason = f"is not one of the pools {', '.join(grid_pools)} (got {shown(name)})"
-            problems.append(Problem(json_path(("pools", name)), reason))
-        for at, address in enumerate(spec.workers):
-            place = json_path(("pools", name, "workers", at))
-            first = first_place.setdefault(address.lower(), place)
-            if first != place:
-                problems.append(Problem(place, f"is at {first} already (got {shown(address)})"))
+    problems = [Problem(ROOT, HALF)] if config.mode == "prefill" else []
+    roles = {name: stage for stage, grid in config.stages.items() for name in grid.pool_names}
+    addresses = {name: spec.workers for name, spec in config.pools.items()}
+    problems += [
+        Problem(json_path(fault.path), f"{fault.reason} (got {fault.shown})")
+        for fault in worker_faults(roles, addresses)
+    ]
     if problems:
         raise ConfigError(config.source, problems)
 
 
-def _parsed(content: object, source: str, read_problems: tuple[Problem, ...]) -> FleetConfig:
-    draft = Draft(content)
-    file = _checked(draft)
-    # What the reader said about a place is the better message, and which of two values of a repeated
-    # key would be meant is open.
-    said = {problem.path for problem in read_problems}
-    problems = [*read_problems, *(p for p in draft.problems() if p.path not in said)]
+def _read(path: str | os.PathLike[str], prefix: str, problems: list[Problem]) -> ReadJson:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        problems.append(Problem(f"{prefix}{ROOT}", f"cannot be read: {error.strerror}"))
+    except ValueError as error:  # not UTF-8, or a path with a NUL in it
+        problems.append(Problem(f"{prefix}{ROOT}", f"cannot be read: {error}"))
+    else:
+        return _json(text, prefix, problems)
+    return _NOTHING
+
+
+def _json(text: str, prefix: str, problems: list[Problem]) -> ReadJson:
+    read = read_json(text)
+    if read.problem is not None:
+        problems.append(Problem(f"{prefix}{read.problem.path}", read.problem.message))
+    return read
+
+
+def _parsed(content: object, source: str, extras: Extras) -> FleetConfig:
+    if not isinstance(content, dict):
+        raise ConfigError(source, [Problem(ROOT, f"must be an object (got {shown(content)})")])
+    found = checked(content, extras)
+    draft, file = found.draft, found.file
+    problems = draft.problems()
     if problems or file is None:
         raise ConfigError(source, problems)
     stages = {
-        stage: _stage_grid(file, keys, retry=file.enable_priority_retry)
-        for stage, keys in STAGES[file.mode].items()
+        stage: stage_grid(file, keys, epp=found.form.epp and stage == "prefill")
+        for stage, keys in STAGES[found.form.mode].items()
     }
+    for stage, keys in STAGES[found.form.mode].items():
+        for at in unreachable(stages[stage]):
+            draft.warn((keys.names, at), "no cell, override or retry leads to this pool")
     return FleetConfig(
         source=source,
-        text=json.dumps(content, separators=(",", ":"), sort_keys=True),
-        mode=file.mode,
+        text=json.dumps(found.kept, separators=(",", ":"), sort_keys=True),
+        mode=found.form.mode,
         stages=MappingProxyType(stages),
         pools=MappingProxyType(file.pools),
+        objectives=MappingProxyType(file.objectives),
         warnings=tuple(draft.warnings),
-    )
-
-
-def _checked(draft: Draft) -> DisaggFile | AggFile | None:
-    """The file, or None when `draft` says why not."""
-    content = draft.content
-    if not isinstance(content, dict):
-        draft.refuse((), "must be an object", content)
-        return None
-    mode = content.get("mode", "disagg")
-    if not isinstance(mode, str) or mode not in FILES:
-        draft.refuse(("mode",), 'must be "disagg" or "agg"', mode)
-        # The rest is checked as what it looks like, so that a typing error here hides no other.
-        keys = set(content)
-        mode = max(FILES, key=lambda name: len(keys & FILES[name].model_fields.keys()))
-        content = {**content, "mode": mode}
-    file = None
-    try:
-        file = FILES[mode].model_validate(content)
-    except ValidationError as error:
-        for item in error.errors(include_url=False):
-            kind, path = item["type"], item["loc"]
-            if kind == "extra_forbidden":
-                reason = unknown_key(path, mode)
-            else:
-                known = _REASONS.get(kind)
-                reason = known.format(**item.get("ctx", {})) if known else item["msg"]
-            draft.refuse(path, reason, ABSENT if kind == "missing" else item["input"])
-    check_rules(draft, mode)
-    return file
-
-
-def _stage_grid(file: DisaggFile | AggFile, keys: StageKeys, *, retry: bool) -> StageGrid:
-    strategy = getattr(file, keys.strategy)
-    names: tuple[str, ...] = getattr(file, keys.names)
-    axes = [
-        Axis(axis.field, *(getattr(strategy, key) for key in axis[1:]))
-        for axis in keys.axes
-        if getattr(strategy, axis.low) is not None
-    ]
-    cells: Any = getattr(strategy, keys.mapping)
-    for _ in axes[1:]:
-        cells = [entry for entries in cells for entry in entries]
-    priorities: tuple[int, ...] | None = getattr(file, keys.priorities)
-    return StageGrid(
-        axes=tuple(axes),
-        cells=tuple(cells),
-        pool_names=names,
-        priorities=tuple(range(len(names))) if priorities is None else priorities,
-        rules=tuple(
-            PriorityRule(rule.min_priority, rule.max_priority, rule.target_pool)
-            for rule in strategy.priority_overrides
-        ),
-        retry=retry,
+        ignored=tuple(draft.ignored),
     )

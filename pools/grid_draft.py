@@ -1,14 +1,13 @@
-"""A fleet file while it is being checked: its content under one spelling, and all that was found wrong.
+"""A fleet file while it is being checked: what is wrong with it, and where that stands in the file.
 
-Dynamo renamed the latency keys once, and slagate has shorter names for the pool lists. Every later step
-sees the current long names; messages show what the operator wrote.
+The checks see one spelling of each key, that of `grid_file`. Operators see the spelling, and the file, that
+a value came from.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from slagate.pools.errors import Problem
-from slagate.pools.grid_file import STAGES, StageKeys
 from slagate.pools.json_text import json_path, shown
 
 Path = tuple[str | int, ...]
@@ -17,19 +16,55 @@ ABSENT = object()
 
 
 class Draft:
-    """Content, warnings, and problems by the path of the place (in current key names)."""
+    """Problems, warnings and ignored keys; `content` is what the checks look at."""
 
-    def __init__(self, content: object) -> None:
+    def __init__(self) -> None:
+        self.content: Any = None
         self.warnings: list[str] = []
+        self.ignored: list[str] = []
         self._found: list[tuple[Path, str]] = []
         self._bad: set[Path] = set()
-        self._written: dict[Path, str] = {}
-        self.content = self._respelled(content)
+        self._places: dict[Path, tuple[str, Path]] = {}  # the file it is from, and the path there
+        self._derived: set[Path] = set()
+
+    def place(self, path: Path) -> str:
+        """Where `path` is, for people."""
+        for at in range(len(path), 0, -1):
+            if path[:at] in self._places:
+                prefix, start = self._places[path[:at]]
+                return prefix + json_path((*start, *path[at:]))
+        return json_path(path)
+
+    def written(self, *path: str | int) -> str:
+        """The last key of `path` as it is spelled."""
+        _, there = self._places.get(path, ("", path))
+        return str(there[-1])
+
+    def move(self, path: Path, there: Path, *, prefix: str = "") -> None:
+        """Note that what the checks see at `path` is at `there` in the file, or in what `prefix` names."""
+        self._places[path] = prefix, there
+
+    def derive(self, path: Path, value: object) -> None:
+        """Put a value at a key of the top level that the file does not have, and has no fault in."""
+        self.content[path[0]] = value
+        self._derived.add(path)
+
+    def warn(self, path: Path, message: str) -> None:
+        """Note something that loads, and that the operator should know of."""
+        self.warnings.append(f"{self.place(path)}: {message}")
+
+    def ignore(self, path: Path) -> None:
+        """Note an unknown key that is left out."""
+        self.ignored.append(self.place(path))
+        self.warn(path, "unknown key, ignored")
 
     def refuse(self, path: Path, reason: str, got: object) -> None:
         """Note that `got` cannot stay at `path`."""
         self._bad.add(path)
-        self._found.append((path, f"{reason} (got {'nothing' if got is ABSENT else shown(got)})"))
+        if path not in self._derived:
+            self._found.append(
+                (path, f"{reason} (got {'nothing' if got is ABSENT else shown(got)})")
+            )
 
     def get(self, *path: str | int) -> Any:
         """The value at `path`; None when it is absent, or refused itself or as a part of something.
@@ -48,56 +83,20 @@ class Draft:
                 return None
         return None if path in self._bad else value
 
-    def written(self, *path: str | int) -> str:
-        """The last key of `path` as the file spells it."""
-        return self._written.get(path, str(path[-1]))
+    def is_bad(self, *path: str | int) -> bool:
+        """Whether the value at `path` itself was refused."""
+        return path in self._bad
 
     def problems(self) -> list[Problem]:
-        """All problems, in the order in which they were found."""
-        return [Problem(self._place(path), message) for path, message in self._found]
-
-    def _place(self, path: Path) -> str:
-        return json_path([self._written.get(path[: at + 1], part) for at, part in enumerate(path)])
-
-    def _respelled(self, content: object) -> object:
-        if not isinstance(content, dict):
-            return content
-        content = dict(content)
-        for stages in STAGES.values():
-            for keys in stages.values():
-                self._rename_pool_list(content, keys)
-                if isinstance(content.get(keys.strategy), dict):
-                    content[keys.strategy] = dict(content[keys.strategy])
-                    self._rename_latencies(content[keys.strategy], keys)
-        return content
-
-    def _rename_pool_list(self, content: dict[str, object], keys: StageKeys) -> None:
-        if keys.short_names not in content:
-            return
-        value = content.pop(keys.short_names)
-        if keys.names in content:
-            self.refuse(
-                (keys.short_names,), f"is a second spelling of {keys.names}, keep one", value
-            )
-        else:
-            content[keys.names] = value
-            self._written[(keys.names,)] = keys.short_names
-
-    def _rename_latencies(self, strategy: dict[str, object], keys: StageKeys) -> None:
-        for old, new in deprecated_keys(keys).items():
-            if old not in strategy:
-                continue
-            value = strategy.pop(old)
-            if new in strategy:
-                fate = f"ignored, {new} is there too"
-            else:
-                fate = f"deprecated, write {new}"
-                strategy[new] = value
-                self._written[(keys.strategy, new)] = old
-            self.warnings.append(f"{keys.strategy}.{old}: {fate}")
+        """All problems, in the order in which they were found, each once."""
+        return list(dict.fromkeys(Problem(self.place(path), text) for path, text in self._found))
 
 
-def deprecated_keys(keys: StageKeys) -> Mapping[str, str]:
-    """Old key to current key, for the latency bounds of this stage's strategy."""
-    bounds = [key for axis in keys.axes for key in (axis.low, axis.high) if key.endswith("_ms")]
-    return {key.removesuffix("_ms"): key for key in bounds}
+def dicts_in(value: object) -> Iterable[tuple[str | int, dict[str, Any]]]:
+    """The entries of a list or of an object that are objects, with their keys."""
+    entries: Iterable[tuple[str | int, object]] = ()
+    if isinstance(value, list | tuple):
+        entries = enumerate(value)
+    elif isinstance(value, dict):
+        entries = value.items()
+    return ((key, entry) for key, entry in entries if isinstance(entry, dict))

@@ -1,81 +1,54 @@
-"""The shape of a fleet file: Dynamo's global-router JSON, plus `pools`.
+"""The shape of a fleet file: Dynamo's global-router JSON, and what slagate has besides.
 
 These models state keys, types and single-value bounds. What one value says about another is in
-`grid_rules`; docs/grid.md is the page for operators.
+`grid_rules`; docs/grid.md is the page for operators. The descriptions go into `slagate grid schema`.
 """
 
-import ipaddress
-import math
-import re
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 
-from slagate.pools.json_text import is_finite_number
+from slagate.pools.grid_values import (
+    Address,
+    AnyNumber,
+    Array,
+    Count,
+    Limit,
+    Maybe,
+    Name,
+    Number,
+    PoolRef,
+    Positive,
+    TargetMs,
+    Whole,
+    Word,
+)
 
-T = TypeVar("T")
-
-_ADDRESS = re.compile(r"(?P<host>\[[^\]]+\]|[A-Za-z0-9._-]+):(?P<port>[1-9][0-9]{0,4})", re.ASCII)
-
-
-def _number(value: object) -> int | float:
-    try:
-        finite = is_finite_number(value) and math.isfinite(value)  # type: ignore[arg-type]
-    except OverflowError:  # an int that no double can hold
-        finite = False
-    if not finite:
-        raise PydanticCustomError("number", "must be a finite number")
-    return value  # type: ignore[return-value]
-
-
-def _array(value: object) -> object:
-    if not isinstance(value, list | tuple):
-        raise PydanticCustomError("array", "must be a list")
-    return tuple(value)
-
-
-def _given(value: object) -> object:
-    # Absent is the one way to leave a key out: null reads as "nothing" to some and as "zero" to others.
-    if value is None:
-        raise PydanticCustomError("null", "must not be null, leave the key out instead")
-    return value
-
-
-def _name(value: str) -> str:
-    if not value.strip():
-        raise PydanticCustomError("blank", "must not be empty")
-    # Names go into logs, metric labels and messages; half a surrogate pair breaks all of them.
-    if not value.isprintable():
-        raise PydanticCustomError("unprintable", "must have printable characters only")
-    return value
-
-
-def _address(value: str) -> str:
-    match = _ADDRESS.fullmatch(value)
-    if match is None or int(match["port"]) > 65535:
-        raise PydanticCustomError("address", "must be host:port with a port from 1 to 65535")
-    if match["host"].startswith("["):
-        try:
-            ipaddress.IPv6Address(match["host"][1:-1])
-        except ValueError:
-            raise PydanticCustomError(
-                "address", "must have an IPv6 address inside the brackets"
-            ) from None
-    return value
-
-
-# Not converted to float: a bound keeps its type, and so the arithmetic its exact result.
-Number = Annotated[int | float, PlainValidator(_number)]
-Array = Annotated[tuple[T, ...], BeforeValidator(_array)]
-Maybe = Annotated[T | None, BeforeValidator(_given)]
-Count = Annotated[int, Field(ge=1)]
-# Tables of workers hold 64 bits; nobody means more than half of that.
-Limit = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Name = Annotated[str, AfterValidator(_name)]
-Address = Annotated[str, AfterValidator(_address)]
 # How deep the table goes depends on the axes, so its content is a cross-field rule.
 Table = Array[object]
+
+
+def _says(text: str) -> Any:
+    return Field(description=text)
+
+
+SizeBound = Annotated[Maybe[Number], _says("An end of the axis, in tokens.")]
+LatencyBound = Annotated[Maybe[Number], _says("An end of the axis, in milliseconds.")]
+Bands = Annotated[Maybe[Count], _says("How many bands of equal width the axis has.")]
+SizeEdges = Annotated[
+    Maybe[Array[Number]],
+    _says("Instead of min, max and resolution: n+1 ascending numbers of tokens make n bands."),
+]
+LatencyEdges = Annotated[
+    Maybe[Array[Number]],
+    _says("Instead of min, max and resolution: n+1 ascending numbers of ms make n bands."),
+]
+Pool = Annotated[PoolRef, _says("A pool: its position in the list of pools, or its name.")]
+Names = Annotated[Array[Name], _says("The names of the pools, by position.")]
+Speeds = Annotated[
+    Maybe[Array[Whole]], _says("An integer for each pool, lower is faster; without it 0, 1, 2, ...")
+]
+NPools = Annotated[Count, _says("How many pools the stage has.")]
 
 
 class _Part(BaseModel):
@@ -85,84 +58,131 @@ class _Part(BaseModel):
 class OverrideRule(_Part):
     """Requests with a priority in this range, ends included, go to this pool whatever the grid says."""
 
-    min_priority: Number
-    max_priority: Number
-    target_pool: int
+    min_priority: AnyNumber
+    max_priority: AnyNumber
+    target_pool: Pool
+
+
+Rules = Annotated[
+    Array[OverrideRule], _says("Rules over the grid; the first one with the priority counts.")
+]
 
 
 class PrefillStrategy(_Part):
     """The grid of ISL (tokens) by TTFT target (ms); the mapping is `[isl][ttft]`."""
 
-    isl_min: Number
-    isl_max: Number
-    isl_resolution: Count
-    ttft_min_ms: Number
-    ttft_max_ms: Number
-    ttft_resolution: Count
+    isl_min: SizeBound = None
+    isl_max: SizeBound = None
+    isl_resolution: Bands = None
+    isl_edges: SizeEdges = None
+    ttft_min_ms: LatencyBound = None
+    ttft_max_ms: LatencyBound = None
+    ttft_resolution: Bands = None
+    ttft_edges_ms: LatencyEdges = None
     prefill_pool_mapping: Table
-    priority_overrides: Array[OverrideRule] = ()
+    priority_overrides: Rules = ()
 
 
 class DecodeStrategy(_Part):
     """The grid of context length (tokens) by ITL target (ms); the mapping is `[context][itl]`."""
 
-    context_length_min: Number
-    context_length_max: Number
-    context_length_resolution: Count
-    itl_min_ms: Number
-    itl_max_ms: Number
-    itl_resolution: Count
+    context_length_min: SizeBound = None
+    context_length_max: SizeBound = None
+    context_length_resolution: Bands = None
+    context_length_edges: SizeEdges = None
+    itl_min_ms: LatencyBound = None
+    itl_max_ms: LatencyBound = None
+    itl_resolution: Bands = None
+    itl_edges_ms: LatencyEdges = None
     decode_pool_mapping: Table
-    priority_overrides: Array[OverrideRule] = ()
+    priority_overrides: Rules = ()
 
 
 class AggStrategy(_Part):
     """The grid of TTFT by ITL target (ms): `[ttft][itl]`, or `[isl][ttft][itl]` with the isl keys."""
 
-    isl_min: Maybe[Number] = None
-    isl_max: Maybe[Number] = None
-    isl_resolution: Maybe[Count] = None
-    ttft_min_ms: Number
-    ttft_max_ms: Number
-    ttft_resolution: Count
-    itl_min_ms: Number
-    itl_max_ms: Number
-    itl_resolution: Count
+    isl_min: SizeBound = None
+    isl_max: SizeBound = None
+    isl_resolution: Bands = None
+    isl_edges: SizeEdges = None
+    ttft_min_ms: LatencyBound = None
+    ttft_max_ms: LatencyBound = None
+    ttft_resolution: Bands = None
+    ttft_edges_ms: LatencyEdges = None
+    itl_min_ms: LatencyBound = None
+    itl_max_ms: LatencyBound = None
+    itl_resolution: Bands = None
+    itl_edges_ms: LatencyEdges = None
     agg_pool_mapping: Table
-    priority_overrides: Array[OverrideRule] = ()
+    priority_overrides: Rules = ()
 
 
 class PoolSpec(_Part):
-    """Where the workers of one pool are, and how fast they are before anything was measured.
+    """Where the workers of one pool are, and how fast they are before anything was measured."""
 
-    `profile` is the name of a packaged profile or the path of one, `tp` the tensor parallel size to read
-    from it. A worker gets at most `max_inflight` requests at once (absent: decode what its engine runs at
-    once, prefill any number), and no further prompt while it has `max_queued_tokens` or more to process.
-    """
+    workers: Annotated[Array[Address], _says("Addresses as host:port or [IPv6]:port.")] = ()
+    profile: Annotated[
+        Maybe[Word], _says("The name of a packaged profile, or the path of one; needs tp.")
+    ] = None
+    tp: Annotated[Maybe[Count], _says("The tensor parallel size to read from the profile.")] = None
+    max_inflight: Annotated[
+        Maybe[Limit],
+        _says(
+            "The most requests a worker gets at once. Without it a decode or agg worker gets as many as "
+            "its engine runs at once, a prefill worker any number."
+        ),
+    ] = None
+    max_queued_tokens: Annotated[
+        Maybe[Limit],
+        _says("A worker with as many prompt tokens left to process gets no further prompt."),
+    ] = None
+    cost: Annotated[Maybe[Positive], _says("GPUs per worker; without it tp, or else 1.")] = None
 
-    workers: Array[Address] = ()
-    profile: Maybe[Name] = None
-    tp: Maybe[Count] = None
-    max_inflight: Maybe[Limit] = None
-    max_queued_tokens: Maybe[Limit] = None
+    @property
+    def gpus(self) -> int | float:
+        """What one worker costs, in GPUs."""
+        return self.cost if self.cost is not None else self.tp or 1
+
+
+class Objective(_Part):
+    """What a request of one class asks for where it does not say."""
+
+    ttft_ms: Annotated[Maybe[TargetMs], _says("TTFT target, milliseconds.")] = None
+    itl_ms: Annotated[Maybe[TargetMs], _says("ITL target, milliseconds.")] = None
+    priority: Annotated[
+        Maybe[Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]], _says("Higher is more important.")
+    ] = None
 
 
 class _File(_Part):
-    enable_priority_retry: bool = False
-    pools: dict[str, PoolSpec] = Field(default_factory=dict)
+    enable_priority_retry: Annotated[
+        bool, _says("Whether a request that failed before its first output may go to faster pools.")
+    ] = False
+    pools: Annotated[
+        dict[str, PoolSpec], _says("By name of the pool: its workers, profile, limits and cost.")
+    ] = {}
+    objectives: Annotated[
+        dict[str, Objective],
+        _says('Defaults by class; "*" is for requests of no class, or of one that is not here.'),
+    ] = {}
 
 
-class DisaggFile(_File):
-    """A fleet with prefill pools and decode pools."""
+class PrefillFile(_File):
+    """The prefill half of a fleet."""
+
+    num_prefill_pools: NPools
+    prefill_pool_dynamo_namespaces: Names
+    prefill_pool_priorities: Speeds = None
+    prefill_pool_selection_strategy: PrefillStrategy
+
+
+class DisaggFile(PrefillFile):
+    """A fleet of prefill and decode pools."""
 
     mode: Literal["disagg"] = "disagg"
-    num_prefill_pools: Count
-    num_decode_pools: Count
-    prefill_pool_dynamo_namespaces: Array[Name]
-    decode_pool_dynamo_namespaces: Array[Name]
-    prefill_pool_priorities: Maybe[Array[int]] = None
-    decode_pool_priorities: Maybe[Array[int]] = None
-    prefill_pool_selection_strategy: PrefillStrategy
+    num_decode_pools: NPools
+    decode_pool_dynamo_namespaces: Names
+    decode_pool_priorities: Speeds = None
     decode_pool_selection_strategy: DecodeStrategy
 
 
@@ -170,64 +190,19 @@ class AggFile(_File):
     """A fleet of pools that do both phases."""
 
     mode: Literal["agg"]
-    num_agg_pools: Count
-    agg_pool_dynamo_namespaces: Array[Name]
-    agg_pool_priorities: Maybe[Array[int]] = None
+    num_agg_pools: NPools
+    agg_pool_dynamo_namespaces: Names
+    agg_pool_priorities: Speeds = None
     agg_pool_selection_strategy: AggStrategy
 
 
-class AxisKeys(NamedTuple):
-    """The keys of one axis in a strategy."""
-
-    field: str
-    low: str
-    high: str
-    resolution: str
-
-
-class StageKeys(NamedTuple):
-    """The keys of one stage in the file."""
-
-    pool_count: str
-    names: str
-    short_names: str
-    priorities: str
-    strategy: str
-    mapping: str
-    axes: tuple[AxisKeys, ...]
-
-
-def _size(name: str) -> AxisKeys:
-    return AxisKeys(name, f"{name}_min", f"{name}_max", f"{name}_resolution")
-
-
-def _latency(name: str) -> AxisKeys:
-    return AxisKeys(f"{name}_ms", f"{name}_min_ms", f"{name}_max_ms", f"{name}_resolution")
-
-
-def _stage(name: str, *axes: AxisKeys) -> StageKeys:
-    pool = f"{name}_pool"
-    return StageKeys(
-        pool_count=f"num_{pool}s",
-        names=f"{pool}_dynamo_namespaces",
-        short_names=f"{pool}s",
-        priorities=f"{pool}_priorities",
-        strategy=f"{pool}_selection_strategy",
-        mapping=f"{pool}_mapping",
-        axes=axes,
-    )
-
-
-STAGES = {
-    "disagg": {
-        "prefill": _stage("prefill", _size("isl"), _latency("ttft")),
-        "decode": _stage("decode", _size("context_length"), _latency("itl")),
-    },
-    "agg": {"agg": _stage("agg", _size("isl"), _latency("ttft"), _latency("itl"))},
+FILES: dict[str, type[PrefillFile] | type[AggFile]] = {
+    "disagg": DisaggFile,
+    "agg": AggFile,
+    "prefill": PrefillFile,
 }
 STRATEGIES: dict[str, type[BaseModel]] = {
     "prefill_pool_selection_strategy": PrefillStrategy,
     "decode_pool_selection_strategy": DecodeStrategy,
     "agg_pool_selection_strategy": AggStrategy,
 }
-FILES: dict[str, type[DisaggFile] | type[AggFile]] = {"disagg": DisaggFile, "agg": AggFile}

@@ -1,163 +1,151 @@
 """What the values of a fleet file must say about each other, checked wherever both are usable alone."""
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from slagate.pools.grid import Axis
-from slagate.pools.grid_draft import ABSENT, Draft, Path
-from slagate.pools.grid_file import STAGES, STRATEGIES, AxisKeys, StageKeys
+from slagate.pools.axis import Axis, Number
+from slagate.pools.grid_draft import ABSENT, Draft, Path, dicts_in
+from slagate.pools.grid_keys import OVERRIDES, PREFILL, STAGES, AxisKeys, Form, StageKeys
+from slagate.pools.grid_mapping import MappingCheck, PoolNames, Side
+from slagate.pools.grid_values import is_number
 from slagate.pools.json_text import shown
 
 
-class _Side(NamedTuple):
-    """How many entries the mapping has along one axis; None when the file does not say."""
-
-    resolution_key: str
-    resolution: int | None
-
-
-def check_rules(draft: Draft, mode: str) -> None:
-    """Add to `draft` each contradiction between two values of a file of this mode."""
-    taken: dict[str, str] = {}
-    for stage, keys in STAGES[mode].items():
-        n_pools = draft.get(keys.pool_count)
-        _check_lengths(draft, keys, n_pools)
-        _check_names(draft, keys, stage, taken)
-        strategy = draft.get(keys.strategy)
-        if strategy is not None:
-            sides = [_check_axis(draft, keys, axis) for axis in _axes_given(strategy, keys)]
+def check_rules(draft: Draft, form: Form) -> None:
+    """Add to `draft` each contradiction between two values of a file of this form."""
+    roles: dict[str, str] = {}
+    for stage, keys in STAGES[form.mode].items():
+        _check_lengths(draft, keys)
+        _check_names(draft, keys, stage, roles)
+    for stage, keys in STAGES[form.mode].items():
+        if draft.get(keys.strategy) is not None:
+            others = {name: role for name, role in roles.items() if role != stage}
+            pools = PoolNames(stage, draft.get(keys.pool_count), draft.get(keys.names), others)
+            doubles = form.epp and keys is PREFILL
+            sides = [
+                _check_axis(draft, keys, axis, doubles=doubles)
+                for axis in keys.axes
+                if not axis.optional or _is_given(draft, keys, axis)
+            ]
             mapping = draft.get(keys.strategy, keys.mapping)
             if mapping is not None:
-                _Mapping(draft, sides, n_pools).check((keys.strategy, keys.mapping), mapping)
-            _check_overrides(draft, keys, n_pools)
-    for name, spec in (draft.get("pools") or {}).items():
-        if isinstance(spec, dict) and "profile" in spec and "tp" not in spec:
+                MappingCheck(draft, sides, pools).check((keys.strategy, keys.mapping), mapping)
+            _check_overrides(draft, keys, pools)
+    for name, spec in dicts_in(draft.get("pools")):
+        if "profile" in spec and "tp" not in spec:
             draft.refuse(("pools", name, "tp"), "is required with profile", ABSENT)
+    if "" in (draft.get("objectives") or {}):
+        reason = 'must be a class, or "*" for requests of none'
+        draft.refuse(("objectives", ""), reason, draft.get("objectives", ""))
 
 
-def _check_lengths(draft: Draft, keys: StageKeys, n_pools: int | None) -> None:
+def _check_lengths(draft: Draft, keys: StageKeys) -> None:
+    n_pools = draft.get(keys.pool_count)
+    said_by = draft.written(keys.pool_count)
     for key in (keys.names, keys.priorities):
         entries = draft.get(key)
         if n_pools is not None and entries is not None and len(entries) != n_pools:
-            size = f"must have {shown(n_pools)} entries, as {keys.pool_count} says"
+            size = f"must have {shown(n_pools)} entries, as {said_by} says"
             draft.refuse((key,), f"{size}, and has {len(entries)}", entries)
 
 
-def _check_names(draft: Draft, keys: StageKeys, stage: str, taken: dict[str, str]) -> None:
-    content = draft.content
-    names = content.get(keys.names) if isinstance(content, dict) else None
+def _check_names(draft: Draft, keys: StageKeys, stage: str, roles: dict[str, str]) -> None:
+    names = draft.content.get(keys.names)
     for at, name in enumerate(names if isinstance(names, list | tuple) else ()):
-        if not isinstance(name, str) or not name.strip():
+        if not isinstance(name, str) or not name:
             continue
-        if name not in taken:
-            taken[name] = stage
-        elif taken[name] == stage:
+        if name not in roles:
+            roles[name] = stage
+        elif roles[name] == stage:
             draft.refuse((keys.names, at), "is in this list twice", name)
         else:
-            reason = f"is a {taken[name]} pool already, and a pool has one role"
+            reason = f"is a {roles[name]} pool already, and a pool has one role"
             draft.refuse((keys.names, at), reason, name)
 
 
-def _axes_given(strategy: dict[str, object], keys: StageKeys) -> list[AxisKeys]:
-    fields = STRATEGIES[keys.strategy].model_fields
-    return [
-        axis
-        for axis in keys.axes
-        if fields[axis.low].is_required()
-        or not strategy.keys().isdisjoint((axis.low, axis.high, axis.resolution))
-    ]
+def _is_given(draft: Draft, keys: StageKeys, axis: AxisKeys) -> bool:
+    return any(key in draft.get(keys.strategy) for key in (*axis.even, axis.edges))
 
 
-def _check_axis(draft: Draft, keys: StageKeys, axis: AxisKeys) -> _Side:
+def _check_axis(draft: Draft, keys: StageKeys, axis: AxisKeys, *, doubles: bool) -> Side:
     where = keys.strategy
-    three = (axis.low, axis.high, axis.resolution)
-    fields = STRATEGIES[where].model_fields
-    for key in three:
-        if key not in draft.get(where) and not fields[key].is_required():
-            draft.refuse((where, key), f"is required: {', '.join(three)} go together", ABSENT)
-    low, high, resolution = (draft.get(where, key) for key in three)
+    strategy = draft.get(where)
+    if axis.edges in strategy:
+        return _check_edges(draft, keys, axis)
+    for key in axis.even:
+        if key not in strategy:
+            reason = "is required"
+            if axis.optional:
+                reason = f"is required: {', '.join(axis.even)} go together"
+            draft.refuse((where, key), reason, ABSENT)
+    low, high, resolution = (draft.get(where, key) for key in axis.even)
+    resolution_key = draft.written(where, axis.resolution)
     if low is not None and high is not None:
-        low_key, high_key = draft.written(where, axis.low), draft.written(where, axis.high)
-        if low >= high:
-            draft.refuse((where, axis.low), f"must be below {high_key}, which is {high}", low)
-        elif resolution is not None and not _is_computable(Axis(axis.field, low, high, resolution)):
-            reason = (
-                f"makes no grid with {low_key} {low} and {axis.resolution} {shown(resolution)}: the width"
-                " of a band must be finite and above 0, and the middle finite"
-            )
-            draft.refuse((where, axis.high), reason, high)
-    return _Side(axis.resolution, resolution)
+        _check_ends(draft, keys, axis, doubles=doubles)
+    return Side(resolution_key, resolution)
+
+
+def _check_ends(draft: Draft, keys: StageKeys, axis: AxisKeys, *, doubles: bool) -> None:
+    where = keys.strategy
+    low, high, resolution = (draft.get(where, key) for key in axis.even)
+    low_key, high_key, resolution_key = (draft.written(where, key) for key in axis.even)
+    ends: tuple[Number, Number] = (float(low), float(high)) if doubles else (low, high)
+    if ends[0] >= ends[1]:
+        reason = f"must be below {high_key}, which is {shown(high)}"
+        draft.refuse((where, axis.low), reason, low)
+    elif resolution is not None and not _is_computable(Axis(axis.field, *ends, resolution)):
+        reason = (
+            f"makes no grid with {low_key} {shown(low)} and {resolution_key} {shown(resolution)}:"
+            " the width of a band must be a double above 0"
+        )
+        draft.refuse((where, axis.high), reason, high)
 
 
 def _is_computable(axis: Axis) -> bool:
     try:
-        return 0 < axis.step < float("inf") and abs(axis.midpoint) < float("inf")
+        return axis.step > 0
     except OverflowError:
         return False
 
 
-class _Mapping(NamedTuple):
-    """The mapping of one stage: its sides from the outermost in, and how many pools there are."""
-
-    draft: Draft
-    sides: list[_Side]
-    n_pools: int | None
-
-    def check(self, path: Path, entry: object, place: tuple[int, ...] = ()) -> None:
-        """Check `entry`, which is at `place` in the mapping, and all that is in it."""
-        if len(place) == len(self.sides):
-            self._check_cell(path, entry, place)
-        elif not isinstance(entry, list | tuple):
-            self.draft.refuse(path, f"{self._name(place)}: must be a list", entry)
-        else:
-            self._check_size(path, entry, place)
-            for at, part in enumerate(entry):
-                self.check((*path, at), part, (*place, at))
-
-    def _check_cell(self, path: Path, entry: object, place: tuple[int, ...]) -> None:
-        if (
-            isinstance(entry, bool)
-            or not isinstance(entry, int)
-            or not _is_pool(entry, self.n_pools)
-        ):
-            self.draft.refuse(path, f"{self._name(place)}: {_must_be_pool(self.n_pools)}", entry)
-
-    def _check_size(
-        self, path: Path, entry: list[object] | tuple[object, ...], place: tuple[int, ...]
-    ) -> None:
-        side = self.sides[len(place)]
-        if side.resolution is None or len(entry) == side.resolution:
-            return
-        fault = "missing" if len(entry) < side.resolution else "too many"
-        inner = (0,) * (len(self.sides) - len(place) - 1)
-        first = self._name((*place, min(len(entry), side.resolution), *inner))
-        reason = (
-            f"must have {shown(side.resolution)} entries, as {side.resolution_key} says, and has"
-            f" {len(entry)}: {first} is {fault}"
-        )
-        self.draft.refuse(path, reason, entry)
-
-    def _name(self, place: tuple[int, ...]) -> str:
-        names = ("layer", "row", "column")[-len(self.sides) :]
-        return ", ".join(f"{name} {at}" for name, at in zip(names, place, strict=False))
+def _check_edges(draft: Draft, keys: StageKeys, axis: AxisKeys) -> Side:
+    path: Path = (keys.strategy, axis.edges)
+    strategy, edges = draft.get(keys.strategy), draft.get(*path)
+    beside = [draft.written(keys.strategy, key) for key in axis.even if key in strategy]
+    if beside:
+        reason = f"is there beside {', '.join(beside)}: keep one or the other"
+        draft.refuse(path, reason, strategy[axis.edges])
+    if edges is None:
+        return Side(axis.edges, None)
+    if len(edges) < 2:
+        draft.refuse(path, "must have at least 2 numbers, for one band", edges)
+        return Side(axis.edges, None)
+    for at in range(1, len(edges)):
+        if is_number(edges[at - 1]) and is_number(edges[at]) and edges[at] <= edges[at - 1]:
+            reason = f"must be above the edge before it, which is {shown(edges[at - 1])}"
+            draft.refuse((*path, at), reason, edges[at])
+    return Side(axis.edges, len(edges) - 1)
 
 
-def _check_overrides(draft: Draft, keys: StageKeys, n_pools: int | None) -> None:
-    where: Path = (keys.strategy, "priority_overrides")
-    for at in range(len(draft.get(*where) or ())):
-        low, high, target = (
-            draft.get(*where, at, key) for key in ("min_priority", "max_priority", "target_pool")
-        )
+def _check_overrides(draft: Draft, keys: StageKeys, pools: PoolNames) -> None:
+    for path, low, high, target in _overrides(draft, keys):
         if low is not None and high is not None and low > high:
-            reason = f"must not be above max_priority, which is {high}"
-            draft.refuse((*where, at, "min_priority"), reason, low)
-        if target is not None and not _is_pool(target, n_pools):
-            draft.refuse((*where, at, "target_pool"), _must_be_pool(n_pools), target)
+            high_key = draft.written(*path, "max_priority")
+            reason = f"must not be above {high_key}, which is {shown(high)}"
+            draft.refuse((*path, "min_priority"), reason, low)
+        fault = None if target is None else pools.fault(target)
+        if fault is not None:
+            draft.refuse((*path, "target_pool"), fault, target)
 
 
-def _is_pool(number: int, n_pools: int | None) -> bool:
-    return number >= 0 and (n_pools is None or number < n_pools)
-
-
-def _must_be_pool(n_pools: int | None) -> str:
-    last = "" if n_pools is None else f" to {shown(n_pools - 1)}"
-    return f"must be a pool number from 0{last}"
+def _overrides(
+    draft: Draft, keys: StageKeys
+) -> Iterator[tuple[Path, Number | None, Number | None, object]]:
+    where: Path = (keys.strategy, OVERRIDES)
+    for at, _ in dicts_in(draft.get(*where)):
+        path = (*where, at)
+        yield (
+            path,
+            draft.get(*path, "min_priority"),
+            draft.get(*path, "max_priority"),
+            draft.get(*path, "target_pool"),
+        )

@@ -1,15 +1,14 @@
 """Reading JSON without its traps, and naming places and values in messages about it.
 
-Python's reader keeps the last of two equal keys and accepts NaN, Infinity and 1e400. Here each of them is
-a `Problem` with the path of the place.
+Python's reader keeps the last of two equal keys, says nothing of it, and accepts NaN, Infinity and 1e400.
 """
 
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeGuard
 
 from slagate.pools.errors import Problem
 
@@ -19,10 +18,11 @@ _SHOWN_CHARACTERS = 60
 
 
 class ReadJson(NamedTuple):
-    """A JSON value, and why it should not be used (empty when it may be)."""
+    """A JSON value, or why there is none, and the paths of keys that were given more than once."""
 
     value: object
-    problems: tuple[Problem, ...]
+    problem: Problem | None
+    repeated: tuple[tuple[str | int, ...], ...]
 
 
 class _Repeating(dict[str, object]):
@@ -52,7 +52,12 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
-def is_finite_number(value: object) -> bool:
+def named(name: str) -> str:
+    """A name as it is, or as JSON where it would not show on one line."""
+    return name if name.isprintable() else shown(name)
+
+
+def is_finite_number(value: object) -> TypeGuard[int | float]:
     """Whether `value` is an int of any size or a finite float, and not a bool."""
     if isinstance(value, float):
         return math.isfinite(value)
@@ -60,13 +65,19 @@ def is_finite_number(value: object) -> bool:
 
 
 def read_json(text: str) -> ReadJson:
-    """Read one JSON document; repeated keys and non-finite numbers come back as problems."""
+    """Read one JSON document as Python does: the last of equal keys counts, and 1e400 is infinity."""
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_int=_int)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        return ReadJson(None, (Problem(ROOT, f"is not JSON: {reason}"),))
-    return ReadJson(value, tuple(_problems(value)))
+        return ReadJson(None, Problem(ROOT, f"is not JSON: {reason}"), ())
+    repeated = [
+        (*path, key)
+        for path, part in _parts(value)
+        if isinstance(part, _Repeating)
+        for key in part.repeated
+    ]
+    return ReadJson(value, None, tuple(repeated))
 
 
 def _int(text: str) -> int | float:
@@ -87,19 +98,12 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return repeating
 
 
-def _problems(root: object) -> list[Problem]:
-    found: list[Problem] = []
+def _parts(root: object) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    """`root` and all that is in it, with paths."""
     todo: list[tuple[tuple[str | int, ...], object]] = [((), root)]
     for path, value in todo:  # grows while it is read: breadth first, at any depth
-        if isinstance(value, float) and not math.isfinite(value):
-            found.append(Problem(json_path(path), f"must be a finite number (got {shown(value)})"))
-        elif isinstance(value, dict):
-            if isinstance(value, _Repeating):
-                found += [
-                    Problem(json_path((*path, key)), "is given more than once, keep one")
-                    for key in value.repeated
-                ]
+        yield path, value
+        if isinstance(value, dict):
             todo += [((*path, key), item) for key, item in value.items()]
         elif isinstance(value, list):
             todo += [((*path, at), item) for at, item in enumerate(value)]
-    return found

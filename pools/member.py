@@ -1,30 +1,28 @@
-"""One worker's record: health as a table, what it can do, what is leased to it, what it last said.
+"""One worker's record: its health, what it can do, what is leased to it, what it last said.
 
-    state        probe ok              probe failed            wrong kind of worker
-    connecting   -> ready              (stays)                 -> refused
-    ready        (stays)               3rd in a row -> not_ready   -> refused
-    not_ready    2nd in a row -> ready (stays)                 -> refused
-    refused      -> not_ready          (stays)                 (stays)
-
-Three failures and two successes, because one slow answer of a busy worker is no reason to lose it. A
-request that the worker did not even take (UNAVAILABLE before any answer) counts as a failed probe: a dead
+A request that the worker did not even take (UNAVAILABLE before any answer) counts as a failed probe: a dead
 worker gives its leases back at once, looks idle, and would draw all traffic until the next looks.
+
+A member that the configuration has no place for any more drains: whatever its health, it takes no new work.
+It has left once nothing is leased on it and no KV is parked there, or when its time is up.
 """
 
 import logging
 from collections.abc import Callable
 from enum import Enum
+from typing import Protocol
 
 from slagate.pools.event_view import EventView
-from slagate.pools.ranks import Limits, Ranks, Work
+from slagate.pools.health import Health
+from slagate.pools.ranks import Limits, Ranks
 from slagate.pools.table import UNLIMITED, State, Table
+from slagate.pools.truth import Truth
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 
-FAILURES_TO_LEAVE = 3
-SUCCESSES_TO_RETURN = 2
+TOO_LONG = "was removed from the configuration, and its requests took too long"
 
 
 class Stage(Enum):
@@ -35,21 +33,14 @@ class Stage(Enum):
     AGG = "agg"
 
 
-class Truth:
-    """Prompt tokens that were predicted to be cached, beside those that the engine then found."""
+class Leg(Protocol):
+    """A call to the worker that is under way."""
 
-    def __init__(self) -> None:
-        self.n_requests = 0
-        self.predicted_tokens = 0
-        self.engine_cached_tokens = 0
-        self.abs_error_tokens = 0  # summed over the requests, so that errors do not cancel out
+    def worker_lost(self, reason: str) -> None:
+        """The worker is out of service."""
 
-    def add(self, predicted_tokens: int, cached_tokens: int) -> None:
-        """Count one prompt."""
-        self.n_requests += 1
-        self.predicted_tokens += predicted_tokens
-        self.engine_cached_tokens += cached_tokens
-        self.abs_error_tokens += abs(predicted_tokens - cached_tokens)
+    def cut_off(self, reason: str) -> None:
+        """The worker has to go now."""
 
 
 class Member:
@@ -64,12 +55,16 @@ class Member:
         self.address = address
         self.pool = pool
         self.stage = stage
-        self.limits = limits or Limits()
+        self._limits = limits or Limits()
         self.worker: Worker | None = None
-        self._state = State.CONNECTING
-        self.reason = "not reached yet"
-        self.on_leave: set[Callable[[str], None]] = set()  # told once when it stops being ready
+        self._health = Health()
+        self.legs: set[Leg] = set()  # told when it stops being ready, and when its time is up
         self.on_change: Callable[[], None] = _nothing  # told when it may take more than before
+        self.on_left: list[Callable[[], None]] = []  # told once when it has left
+        self.draining_since_s: float | None = None
+        self.has_left = False
+        self._is_cut = False
+        self._n_held = 0  # handoffs parked there, and aborts under way
         self.load: oe.LoadInfo | None = None
         self.load_at_s = 0.0
         self.n_served = 0  # prompts it has processed that must have left KV events
@@ -77,7 +72,6 @@ class Member:
         self.events: EventView | None = None  # None: not watched
         self._info: oe.ServerInfo | None = None
         self._models: dict[str, oe.ModelInfo] = {}
-        self._in_a_row = 0
         self.ranks = Ranks(address, table)
         self._set_up()
 
@@ -91,12 +85,31 @@ class Member:
     @property
     def state(self) -> State:
         """Whether it may take work."""
-        return self._state
+        if self.has_left:
+            return State.LEFT
+        return State.DRAINING if self.is_draining else self._health.state
 
-    @state.setter
-    def state(self, state: State) -> None:
-        self._state = state
-        self._show_state()
+    @property
+    def reason(self) -> str:
+        """Why it is not ready; empty when it is."""
+        if self.has_left:
+            return "is not in the configuration any more"
+        return TOO_LONG if self._is_cut else self._health.reason
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the configuration has no place for it any more."""
+        return self.draining_since_s is not None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether what answers there is not what the configuration says."""
+        return self._health.state is State.REFUSED
+
+    @property
+    def is_up(self) -> bool:
+        """Whether what it has been given can be done there."""
+        return self._health.state is State.READY and not self._is_cut
 
     @property
     def inflight(self) -> int:
@@ -141,6 +154,17 @@ class Member:
             self._set_up()
 
     @property
+    def limits(self) -> Limits:
+        """What the fleet file says."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits = limits
+        self._set_up()
+        self.on_change()
+
+    @property
     def max_inflight(self) -> int:
         """Requests it gets at once: what the fleet file says, else for decode what its engine runs."""
         if self.limits.max_inflight is not None:
@@ -176,6 +200,8 @@ class Member:
 
     def _set_up(self) -> None:
         """Bring the rows in line with what the worker says of itself."""
+        if self.has_left:
+            return
         n_ranks = self.n_ranks if self._takes_rank else 1
         capacity_tokens = UNLIMITED
         if self._info is not None and self._info.capacity.total_kv_blocks:
@@ -190,95 +216,83 @@ class Member:
         self._show_state()
 
     def _show_state(self) -> None:
-        self.ranks.set_state(self._state, suspect=self._in_a_row < 0)
+        self.ranks.set_state(self.state, suspect=self._health.is_suspect)
+
+    def drain(self, now_s: float) -> None:
+        """Take no new work, and leave once the old is done."""
+        self.draining_since_s = now_s
+        self._show_state()
+        self._leave_if_done()
+
+    def resume(self) -> None:
+        """The configuration has a place for it again. No-op for one that does not drain."""
+        assert not self.has_left, self
+        if self.is_draining:
+            self.draining_since_s, self._is_cut = None, False
+            self._show_state()
+            self.on_change()
+
+    def drained_s(self, now_s: float) -> float:
+        """How long it has been draining."""
+        return 0.0 if self.draining_since_s is None else now_s - self.draining_since_s
+
+    def cut(self) -> bool:
+        """End what is still running there: it has drained for long enough. True when it was not cut yet."""
+        was_cut, self._is_cut = self._is_cut, True
+        if not was_cut:
+            log.warning("member.cut", extra={"worker": self.address, "pool": self.pool})
+            for leg in list(self.legs):
+                leg.cut_off(TOO_LONG)
+        return not was_cut
+
+    def hold(self) -> None:
+        """Something is left there that has to be collected, or done, before it may leave."""
+        self._n_held += 1
+
+    def let_go(self) -> None:
+        """What `hold` announced is over."""
+        self._n_held -= 1
+        self._leave_if_done()
+
+    def gave_back(self) -> None:
+        """A lease on it has ended."""
+        self.on_change()
+        self._leave_if_done()
+
+    def _leave_if_done(self) -> None:
+        if self.is_draining and not self.has_left and not self.inflight and not self._n_held:
+            self.has_left = True
+            for tell in self.on_left:
+                tell()
 
     def probe_ok(self) -> bool:
         """One good probe. True when the state changed."""
-        if self.state is State.READY:
-            if self._in_a_row:
-                self._in_a_row = 0
-                self._show_state()
-            return False
-        self._in_a_row = max(self._in_a_row, 0) + 1
-        if self.state is State.NOT_READY and self._in_a_row < SUCCESSES_TO_RETURN:
-            return False
-        if self.state is State.REFUSED:
-            return self._become(State.NOT_READY, "was refused, now fits", in_a_row=1)
-        return self._become(State.READY, "")
+        was_ready = self._health.state is State.READY
+        return self._learnt(was_ready=was_ready, changed=self._health.ok())
 
     def probe_failed(self, reason: str) -> bool:
         """One bad or missing probe. True when the state changed."""
-        if self.state is not State.READY:
-            self._in_a_row = 0
-            self.reason = reason
-            return False
-        self._in_a_row = min(self._in_a_row, 0) - 1
-        if self._in_a_row > -FAILURES_TO_LEAVE:
-            self._show_state()
-            return False
-        return self._become(State.NOT_READY, reason)
+        was_ready = self._health.state is State.READY
+        return self._learnt(was_ready=was_ready, changed=self._health.failed(reason))
 
     def refuse(self, reason: str) -> bool:
         """The worker is not what the configuration says it is. True when the state changed."""
-        if self.state is State.REFUSED:
-            self.reason = reason
-            return False
-        return self._become(State.REFUSED, reason)
+        was_ready = self._health.state is State.READY
+        return self._learnt(was_ready=was_ready, changed=self._health.refuse(reason))
 
-    def _become(self, state: State, reason: str, *, in_a_row: int = 0) -> bool:
-        left = self.state is State.READY
-        self.reason, self._in_a_row = reason, in_a_row
-        self.state = state
-        about = {"worker": self.address, "pool": self.pool, "state": state.value, "reason": reason}
-        log.info("member.state", extra=about)
-        if left:
-            for tell in list(self.on_leave):
-                tell(reason)
-        # A worker less is news too for whoever waits: there may be nobody left to wait for.
-        self.on_change()
-        return True
+    def _learnt(self, *, was_ready: bool, changed: bool) -> bool:
+        self._show_state()
+        if changed:
+            state, reason = self._health.state, self._health.reason
+            about = {"worker": self.address, "pool": self.pool, "state": state.value}
+            log.info("member.state", extra=about | {"reason": reason})
+            if was_ready:
+                for leg in list(self.legs):
+                    leg.worker_lost(reason)
+            # A worker less is news too for whoever waits: there may be nobody left to wait for.
+            self.on_change()
+        return changed
 
 
-class Lease:
-    """A rank's capacity, held for one leg. Counted when taken, given back exactly once."""
-
-    def __init__(self, member: Member, row: int, work: Work, *, rank: int | None = None) -> None:
-        self.member = member
-        self.row = row
-        self.rank = rank  # to be asked for; None: the worker chooses
-        self.work = work
-        self.settle: Callable[..., None] = _nothing  # told once whether the prompt was `processed`
-        self._prefill_open = True
-        self._open = True
-        member.ranks.took(row, work)
-
-    def prefill_done(self) -> None:
-        """The prompt is processed: the worker's queue is shorter, the request goes on. Idempotent."""
-        if self._end_prefill():
-            # A prompt that was all cached leaves no event to wait for.
-            self.member.n_served += self.work.prefill_tokens >= max(1, self.member.block_tokens)
-            self.settle(processed=True)
-            if self.member.limits.max_queued_tokens is not None:
-                self.member.on_change()
-
-    def release(self) -> None:
-        """Give everything back. Idempotent."""
-        if not self._open:
-            return
-        self._open = False
-        given_up = self._end_prefill()
-        self.member.ranks.gave_back(self.row, self.work)
-        # The books are right from here on, whatever the others do with it.
-        if given_up:
-            self.settle(processed=False)
-        self.member.on_change()
-
-    def _end_prefill(self) -> bool:
-        was_open, self._prefill_open = self._prefill_open, False
-        if was_open:
-            self.member.ranks.prefilled(self.row, self.work)
-        return was_open
-
-
-def _nothing(**_: object) -> None:
+def _nothing() -> None:
     """Nobody wants to know."""

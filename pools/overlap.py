@@ -95,6 +95,14 @@ class Overlaps:
         cache = self._cache(self._block_tokens[row])
         cache.predictions.limit(row, capacity_blocks or DEFAULT_CAPACITY_BLOCKS)
 
+    def leave(self, row: int) -> None:
+        """The row's worker has left, and the row may be another's next."""
+        self.set_holder(row, None, block_tokens=0)
+        self._block_tokens.pop(row, None)
+        for cache in self._caches.values():
+            cache.predictions.forget(row)
+            cache.predictions.limit(row, None)
+
     def tidy(self) -> None:
         """Let go of some of what is expected no more; a prompt to look up does so too, where one comes."""
         for cache in self._caches.values():

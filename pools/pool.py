@@ -1,7 +1,9 @@
 """A pool: workers that are alike, and the leases on them."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -9,7 +11,8 @@ import numpy as np
 from slagate.pools.estimator import Estimator, FrozenEstimator
 from slagate.pools.follow import Follower
 from slagate.pools.holdings import Holder
-from slagate.pools.member import Lease, Member, Stage
+from slagate.pools.lease import Lease
+from slagate.pools.member import Member, Stage
 from slagate.pools.overlap import Overlaps, Prompt
 from slagate.pools.ranks import Limits, Work
 from slagate.pools.table import Ints, Rows, RowView, State, Table
@@ -54,25 +57,72 @@ class Pool:
         *,
         stage: Stage,
         index: int,
-        addresses: Iterable[str],
         estimator: Estimator,
         limits: Limits | None = None,
         prefix: bool = True,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
+        self._now_s = now_s
         self.name = name
         self.stage = stage
         self.index = index
         self.estimator = estimator
+        self._limits = limits or Limits()
         self.overlaps = Overlaps(now_s=now_s) if prefix and stage is not Stage.DECODE else None
         self._table = Table()
-        self.members = {
-            address: Member(address, pool=name, stage=stage, table=self._table, limits=limits)
-            for address in addresses
-        }
+        self.members: dict[str, Member] = {}
+        self._leaving: dict[str, Member] = {}
         self.requests_total = 0
         self.retries_total = 0
         self.spills_total = 0
+
+    @property
+    def all_members(self) -> Iterator[Member]:
+        """Members, and those that drain."""
+        return chain(self.members.values(), self._leaving.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no worker, none that drains either."""
+        return not self.members and not self._leaving
+
+    @property
+    def limits(self) -> Limits:
+        """The most that a worker gets at once."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        if limits != self._limits:
+            self._limits = limits
+            for member in self.all_members:
+                member.limits = limits
+
+    def join(self, address: str) -> Member | None:
+        """Make the worker of an address a member; None: it was draining, and goes on as it was."""
+        member = self._leaving.pop(address, None)
+        if member is not None:
+            self.members[address] = member
+            member.resume()
+            return None
+        member = Member(
+            address, pool=self.name, stage=self.stage, table=self._table, limits=self._limits
+        )
+        member.on_left.append(partial(self._left, member))
+        self.members[address] = member
+        return member
+
+    def drain(self, address: str) -> None:
+        """A member is to go: it takes no new work from now on, and leaves when the old is done."""
+        member = self._leaving[address] = self.members.pop(address)
+        member.drain(self._now_s())
+
+    def _left(self, member: Member) -> None:
+        del self._leaving[member.address]
+        if self.overlaps is not None:
+            for row in member.ranks.rows:
+                self.overlaps.leave(row)
+        member.ranks.give_up()
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
@@ -119,7 +169,7 @@ class Pool:
 
     def identified(self, member: Member) -> None:
         """A member's worker is another incarnation: what was sent to the one before is gone."""
-        if self.overlaps is None or member.info is None:
+        if self.overlaps is None or member.info is None or member.has_left:
             return
         n_blocks = member.info.capacity.total_kv_blocks // member.ranks.n_used
         for row in member.ranks.rows:

@@ -21,7 +21,7 @@ class Limits(NamedTuple):
 
 
 class Ranks:
-    """The rows of one worker. They are never given back: a rank that is gone only takes no work."""
+    """The rows of one worker. A rank that is gone only takes no work, until all are given up."""
 
     def __init__(self, address: str, table: Table) -> None:
         self._address = address
@@ -65,6 +65,13 @@ class Ranks:
             )
         self.set_models(models)
         self._show_inflight()
+
+    def give_up(self) -> None:
+        """The worker has left, with nothing leased on it."""
+        for row in self.rows:
+            self._table.give_up(row)
+        self.rows = []
+        self.n_used = 0
 
     def set_state(self, state: State, *, suspect: bool) -> None:
         """Whether they may take work."""

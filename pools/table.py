@@ -19,16 +19,23 @@ UNLIMITED = 1 << 62
 
 
 class State(Enum):
-    """Whether a worker may take work; only `READY` may."""
+    """Whether a worker may take work; only `READY` may.
 
+    `JOINING` until it was looked at once. `DRAINING` ends what it has, as the configuration has no place
+    for it any more; then it has `LEFT`.
+    """
+
+    JOINING = "joining"
     CONNECTING = "connecting"
     READY = "ready"
     NOT_READY = "not_ready"
     REFUSED = "refused"
+    DRAINING = "draining"
+    LEFT = "left"
 
 
 STATES = tuple(State)
-READY = STATES.index(State.READY)
+READY, LEFT = STATES.index(State.READY), STATES.index(State.LEFT)
 
 
 class RowView(msgspec.Struct, frozen=True, gc=False):
@@ -131,31 +138,52 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Table:
-    """The rows of one pool; never fewer. Members write to their own."""
+    """The rows of one pool. Members write to their own.
+
+    A row keeps its number: leases and caches go by it. One that was given up is the next one's that is
+    added; until then it stays among the others, as one that has left.
+    """
 
     def __init__(self) -> None:
         self._names: list[tuple[str, int | None]] = []
         self._row_models: list[frozenset[str]] = []
         self._ints = np.zeros((_N_INTS, 4), dtype=np.int64)
         self._floats = np.zeros((len(_FLOATS), 4), dtype=np.float64)
+        self._free: list[int] = []
         self._frozen_names: tuple[tuple[str, int | None], ...] = ()
         self._models: Mapping[frozenset[str], Flags] | None = None
-        self.n_model_changes = (
-            0  # times that somebody said what is served, the same as before included
-        )
+        # Times that somebody said what is served, the same as before included.
+        self.n_model_changes = 0
 
     def __len__(self) -> int:
         return len(self._names)
 
     def add(self, address: str, rank: int | None) -> int:
-        """A new row with all figures 0; its number."""
+        """A row with all figures 0; its number."""
+        row = self._free.pop() if self._free else self._appended()
+        self._ints[:, row] = 0
+        self._floats[:, row] = 0.0
+        self._names[row] = (address, rank)
+        self._frozen_names = tuple(self._names)
+        return row
+
+    def give_up(self, row: int) -> None:
+        """Its worker has left."""
+        self._names[row] = ("", None)
+        self._frozen_names = tuple(self._names)
+        self.set_models(row, frozenset())
+        self.set_state(row, State.LEFT, suspect=False)
+        self.set_foreign(row, None)
+        self._free.append(row)
+
+    def _appended(self) -> int:
         row = len(self._names)
         if row == self._ints.shape[1]:
             self._ints = np.pad(self._ints, ((0, 0), (0, row)))
             self._floats = np.pad(self._floats, ((0, 0), (0, row)))
-        self._names.append((address, rank))
+        self._names.append(("", None))
         self._row_models.append(frozenset())
-        self._frozen_names, self._models = tuple(self._names), None
+        self._models = None
         return row
 
     def name(self, row: int) -> tuple[str, int | None]:

@@ -1,5 +1,7 @@
 """The only I/O of the pools: one loop per worker that asks who it is, how it is, how busy it is.
 
+It ends when the worker has left the fleet, and with it the channel to the worker.
+
 A worker is looked at every second. One that gave no answer five times in a row (it has long left then) is
 looked at after 1.5 s, 2.25 s and so on, at most 10 s: a fleet file may list hundreds that are not up. The
 first answer, whatever it says, brings the second back. All give or take a fifth, so one that comes up is
@@ -7,18 +9,19 @@ seen within 12 s.
 """
 
 import logging
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
 from slagate.pools.event_view import EventView
 from slagate.pools.fleet import Fleet
+from slagate.pools.follow import Follower
 from slagate.pools.member import Member, Stage
 from slagate.pools.pool import Pool
-from slagate.pools.table import State
 from slagate.pools.turns import Turns
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.clock import unix_s
@@ -59,53 +62,79 @@ async def watch_fleet(
     now_s: Callable[[], float],
     unix_s: Callable[[], float] = unix_s,
     rng: random.Random,
+    drain_s: float = math.inf,
+    on_cut: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[None]:
     """Watch every worker of the fleet, and follow its KV events, for the time of the block.
 
-    `now_s` is the gateway's clock, `unix_s` the one that workers stamp their events by.
+    `now_s` is the gateway's clock, `unix_s` the one that workers stamp their events by. A worker that
+    drains for longer than `drain_s` has its requests ended, and `on_cut` is told.
     """
-    turns = Turns()
-    for member in fleet.members():
-        member.events = EventView(member.address, unix_s=unix_s)
+    shared = _Shared(connect, Turns(), now_s, drain_s, on_cut)
     async with anyio.create_task_group() as tasks:
-        for member in fleet.members():
+
+        def joined(pool: Pool, member: Member) -> None:
+            member.events = EventView(member.address, unix_s=unix_s)
             seed = random.Random(rng.getrandbits(64))
-            pool = fleet.pools[member.pool]
-            tasks.start_soon(_watch, pool, member, connect, turns, now_s, seed)
+            tasks.start_soon(_watch, pool, member, shared, seed)
+
+        fleet.on_join(joined)
         yield
         tasks.cancel_scope.cancel()
 
 
-async def _watch(
-    pool: Pool,
-    member: Member,
-    connect: Connect,
-    turns: Turns,
-    now_s: Callable[[], float],
-    rng: random.Random,
-) -> None:
-    async with connect(member.address) as worker, anyio.create_task_group() as tasks:
+class _Shared(NamedTuple):
+    """What the watch loops of one fleet have in common."""
+
+    connect: Connect
+    turns: Turns
+    now_s: Callable[[], float]
+    drain_s: float
+    on_cut: Callable[[], None]
+
+
+async def _watch(pool: Pool, member: Member, shared: _Shared, rng: random.Random) -> None:
+    if member.has_left:
+        return
+    left = anyio.Event()
+    member.on_left.append(left.set)
+    async with shared.connect(member.address) as worker, anyio.create_task_group() as tasks:
         member.worker = worker
-        follower = pool.follower(member, worker, turns=turns, rng=rng)
+        follower = pool.follower(member, worker, turns=shared.turns, rng=rng)
         if follower is not None:
             tasks.start_soon(follower.run)
-        n_unanswered, interval_s = 0, INTERVAL_S
-        while True:
-            if await _look(pool, member, worker, now_s):
-                n_unanswered, interval_s = 0, INTERVAL_S
+        tasks.start_soon(_look_for_ever, pool, member, worker, follower, shared, rng)
+        await left.wait()
+        tasks.cancel_scope.cancel()
+
+
+async def _look_for_ever(
+    pool: Pool,
+    member: Member,
+    worker: Worker,
+    follower: Follower | None,
+    shared: _Shared,
+    rng: random.Random,
+) -> None:
+    n_unanswered, interval_s = 0, INTERVAL_S
+    while True:
+        if await _look(pool, member, worker, shared.now_s):
+            n_unanswered, interval_s = 0, INTERVAL_S
+        else:
+            # What it said a look ago is no longer news.
+            pool.set_foreign(member, None)
+            n_unanswered += 1
+            if n_unanswered >= PATIENT_LOOKS:
+                interval_s = min(interval_s * BACKOFF_RATIO, MAX_INTERVAL_S)
+        if follower is not None and member.info is not None:
+            if member.is_refused:
+                follower.misfit()
             else:
-                # What it said a look ago is no longer news.
-                pool.set_foreign(member, None)
-                n_unanswered += 1
-                if n_unanswered >= PATIENT_LOOKS:
-                    interval_s = min(interval_s * BACKOFF_RATIO, MAX_INTERVAL_S)
-            if follower is not None and member.info is not None:
-                if member.state is State.REFUSED:
-                    follower.misfit()
-                else:
-                    follower.identified(member.info)
-            pool.tidy()
-            await anyio.sleep(interval_s * (1 + JITTER_RATIO * rng.uniform(-1, 1)))
+                follower.identified(member.info)
+        pool.tidy()
+        if member.drained_s(shared.now_s()) >= shared.drain_s and member.cut():
+            shared.on_cut()
+        await anyio.sleep(interval_s * (1 + JITTER_RATIO * rng.uniform(-1, 1)))
 
 
 async def _look(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], float]) -> bool:

@@ -74,6 +74,7 @@ class Sla(google.protobuf.message.Message):
     OBJECTIVE_FIELD_NUMBER: builtins.int
     FAIRNESS_ID_FIELD_NUMBER: builtins.int
     SESSION_ID_FIELD_NUMBER: builtins.int
+    BY_OBJECTIVE_FIELD_NUMBER: builtins.int
     ttft_ms: builtins.float
     """absent: no target given, the grid's default applies"""
     itl_ms: builtins.float
@@ -86,6 +87,10 @@ class Sla(google.protobuf.message.Message):
     """empty: none given"""
     session_id: builtins.str
     """empty: none given"""
+    @property
+    def by_objective(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of the three first, those that are the default of its class"""
+
     def __init__(
         self,
         *,
@@ -95,9 +100,10 @@ class Sla(google.protobuf.message.Message):
         objective: builtins.str = ...,
         fairness_id: builtins.str = ...,
         session_id: builtins.str = ...,
+        by_objective: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_itl_ms", b"_itl_ms", "_priority", b"_priority", "_ttft_ms", b"_ttft_ms", "itl_ms", b"itl_ms", "priority", b"priority", "ttft_ms", b"ttft_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_itl_ms", b"_itl_ms", "_priority", b"_priority", "_ttft_ms", b"_ttft_ms", "fairness_id", b"fairness_id", "itl_ms", b"itl_ms", "objective", b"objective", "priority", b"priority", "session_id", b"session_id", "ttft_ms", b"ttft_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_itl_ms", b"_itl_ms", "_priority", b"_priority", "_ttft_ms", b"_ttft_ms", "by_objective", b"by_objective", "fairness_id", b"fairness_id", "itl_ms", b"itl_ms", "objective", b"objective", "priority", b"priority", "session_id", b"session_id", "ttft_ms", b"ttft_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_itl_ms", b"_itl_ms"]) -> typing.Literal["itl_ms"] | None: ...
     @typing.overload
@@ -163,7 +169,7 @@ class Candidate(google.protobuf.message.Message):
     rank: builtins.int
     """absent: the worker itself chooses between its ranks, or has but one"""
     state: builtins.str
-    """connecting, ready, not_ready, refused"""
+    """connecting, ready, not_ready, refused, draining"""
     serves_model: builtins.bool
     """the model of the request"""
     worker_inflight: builtins.int
@@ -237,20 +243,20 @@ class Target(google.protobuf.message.Message):
 
     FIELD_FIELD_NUMBER: builtins.int
     MS_FIELD_NUMBER: builtins.int
-    IS_DEFAULT_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
     field: builtins.str
     """ttft_ms or itl_ms"""
     ms: builtins.float
-    is_default: builtins.bool
-    """none was given: the middle of the grid's range"""
+    source: builtins.str
+    """who says so: request, objective (the default of its class), or grid"""
     def __init__(
         self,
         *,
         field: builtins.str = ...,
         ms: builtins.float = ...,
-        is_default: builtins.bool = ...,
+        source: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["field", b"field", "is_default", b"is_default", "ms", b"ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["field", b"field", "ms", b"ms", "source", b"source"]) -> None: ...
 
 Global___Target: typing_extensions.TypeAlias = Target
 
@@ -324,6 +330,7 @@ class StageChoice(google.protobuf.message.Message):
     EXCLUDED_WORKERS_FIELD_NUMBER: builtins.int
     POOLS_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
+    CONFIG_VERSION_FIELD_NUMBER: builtins.int
     stage: Global___Stage.ValueType
     base_pool: builtins.str
     """what the grid cell says"""
@@ -340,6 +347,8 @@ class StageChoice(google.protobuf.message.Message):
     """the winner went first because it was idle and had no request for long"""
     rank: builtins.int
     """of the winner, as Candidate.rank"""
+    config_version: builtins.str
+    """GatewayConfig.version that it was made under"""
     @property
     def cell(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """grid index: row, column (or layer, row, column)"""
@@ -382,9 +391,10 @@ class StageChoice(google.protobuf.message.Message):
         excluded_workers: collections.abc.Iterable[builtins.str] | None = ...,
         pools: collections.abc.Iterable[Global___PoolLook] | None = ...,
         rank: builtins.int | None = ...,
+        config_version: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_rank", b"_rank", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "draw", b"draw", "excluded_workers", b"excluded_workers", "overridden", b"overridden", "pool", b"pool", "pool_order", b"pool_order", "pools", b"pools", "rank", b"rank", "stage", b"stage", "starved", b"starved", "targets", b"targets", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "base_pool", b"base_pool", "candidates", b"candidates", "candidates_total", b"candidates_total", "cell", b"cell", "config_version", b"config_version", "draw", b"draw", "excluded_workers", b"excluded_workers", "overridden", b"overridden", "pool", b"pool", "pool_order", b"pool_order", "pools", b"pools", "rank", b"rank", "stage", b"stage", "starved", b"starved", "targets", b"targets", "worker", b"worker"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
 
 Global___StageChoice: typing_extensions.TypeAlias = StageChoice
@@ -545,9 +555,11 @@ class Receipt(google.protobuf.message.Message):
     UNIX_S_FIELD_NUMBER: builtins.int
     REPLACED_FIELD_NUMBER: builtins.int
     config_version: builtins.str
-    """GatewayConfig.version that it was decided under"""
+    """GatewayConfig.version of its last choice; where it never got one, the"""
     number: builtins.int
-    """from 1 on, one for each request of this gateway, in order of their ends"""
+    """version at its end
+    from 1 on, one for each request of this gateway, in order of their ends
+    """
     unix_s: builtins.float
     """when the request ended, seconds since 1970"""
     @property
@@ -664,7 +676,7 @@ class WatchReceiptsResponse(google.protobuf.message.Message):
     """receipts right before this one that were dropped unsent"""
     @property
     def config(self) -> Global___GatewayConfig:
-        """the first message, and no other"""
+        """before the first receipt with a choice made under it"""
 
     @property
     def receipt(self) -> Global___Receipt: ...
@@ -709,6 +721,7 @@ class PoolStatus(google.protobuf.message.Message):
     SPILLS_TOTAL_FIELD_NUMBER: builtins.int
     PREFILL_ERROR_FIELD_NUMBER: builtins.int
     ITL_ERROR_FIELD_NUMBER: builtins.int
+    WORKERS_DRAINING_FIELD_NUMBER: builtins.int
     name: builtins.str
     stage: Global___Stage.ValueType
     index: builtins.int
@@ -729,6 +742,8 @@ class PoolStatus(google.protobuf.message.Message):
     """recent mean |predicted - actual| / actual of TTFT; absent: none yet"""
     itl_error: builtins.float
     """the same of ITL"""
+    workers_draining: builtins.int
+    """besides `workers`: not in the configuration any more, with work to end"""
     @property
     def pool_order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """pools a request of this one may try, in order"""
@@ -750,9 +765,10 @@ class PoolStatus(google.protobuf.message.Message):
         spills_total: builtins.int = ...,
         prefill_error: builtins.float | None = ...,
         itl_error: builtins.float | None = ...,
+        workers_draining: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_itl_error", b"_itl_error", "_prefill_error", b"_prefill_error", "itl_error", b"itl_error", "prefill_error", b"prefill_error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_itl_error", b"_itl_error", "_prefill_error", b"_prefill_error", "estimator", b"estimator", "index", b"index", "inflight", b"inflight", "itl_error", b"itl_error", "name", b"name", "pool_order", b"pool_order", "prefill_error", b"prefill_error", "queued_tokens", b"queued_tokens", "requests_total", b"requests_total", "retries_total", b"retries_total", "spills_total", b"spills_total", "stage", b"stage", "workers", b"workers", "workers_ready", b"workers_ready"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_itl_error", b"_itl_error", "_prefill_error", b"_prefill_error", "estimator", b"estimator", "index", b"index", "inflight", b"inflight", "itl_error", b"itl_error", "name", b"name", "pool_order", b"pool_order", "prefill_error", b"prefill_error", "queued_tokens", b"queued_tokens", "requests_total", b"requests_total", "retries_total", b"retries_total", "spills_total", b"spills_total", "stage", b"stage", "workers", b"workers", "workers_draining", b"workers_draining", "workers_ready", b"workers_ready"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_itl_error", b"_itl_error"]) -> typing.Literal["itl_error"] | None: ...
     @typing.overload
@@ -769,12 +785,18 @@ class ListPoolsResponse(google.protobuf.message.Message):
     MAX_ATTEMPTS_FIELD_NUMBER: builtins.int
     WAITING_REQUESTS_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    CONFIG_VERSION_FIELD_NUMBER: builtins.int
+    CONFIG_AGE_S_FIELD_NUMBER: builtins.int
     max_attempts: builtins.int
     """workers that one stage of a request may try"""
     waiting_requests: builtins.int
     """for a worker below its limits"""
     policy: builtins.str
     """prefix or least_loaded"""
+    config_version: builtins.str
+    """GatewayConfig.version that is in force"""
+    config_age_s: builtins.float
+    """since it is"""
     @property
     def pools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
     @property
@@ -789,8 +811,10 @@ class ListPoolsResponse(google.protobuf.message.Message):
         max_attempts: builtins.int = ...,
         waiting_requests: builtins.int = ...,
         policy: builtins.str = ...,
+        config_version: builtins.str = ...,
+        config_age_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_attempts", b"max_attempts", "policy", b"policy", "pools", b"pools", "waiting_requests", b"waiting_requests", "warnings", b"warnings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["config_age_s", b"config_age_s", "config_version", b"config_version", "max_attempts", b"max_attempts", "policy", b"policy", "pools", b"pools", "waiting_requests", b"waiting_requests", "warnings", b"warnings"]) -> None: ...
 
 Global___ListPoolsResponse: typing_extensions.TypeAlias = ListPoolsResponse
 
@@ -860,7 +884,7 @@ class WorkerStatus(google.protobuf.message.Message):
     pool: builtins.str
     stage: Global___Stage.ValueType
     state: builtins.str
-    """connecting, ready, not_ready, refused"""
+    """connecting, ready, not_ready, refused, draining"""
     reason: builtins.str
     """why it is not ready; empty when it is"""
     instance_id: builtins.str
@@ -940,3 +964,168 @@ class ListWorkersResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["workers", b"workers"]) -> None: ...
 
 Global___ListWorkersResponse: typing_extensions.TypeAlias = ListWorkersResponse
+
+@typing.final
+class ListCellsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListCellsRequest: typing_extensions.TypeAlias = ListCellsRequest
+
+@typing.final
+class CellStatus(google.protobuf.message.Message):
+    """Requests of one grid cell that have ended."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: builtins.int
+    CELL_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    JUDGED_FIELD_NUMBER: builtins.int
+    MET_FIELD_NUMBER: builtins.int
+    stage: Global___Stage.ValueType
+    requests: builtins.int
+    """however they ended"""
+    judged: builtins.int
+    """of these, with a latency to compare with a target of this stage's:"""
+    met: builtins.int
+    """prefill TTFT, decode ITL, agg both
+    of those, with every such target met
+    """
+    @property
+    def cell(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """as StageChoice.cell"""
+
+    def __init__(
+        self,
+        *,
+        stage: Global___Stage.ValueType = ...,
+        cell: collections.abc.Iterable[builtins.int] | None = ...,
+        requests: builtins.int = ...,
+        judged: builtins.int = ...,
+        met: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cell", b"cell", "judged", b"judged", "met", b"met", "requests", b"requests", "stage", b"stage"]) -> None: ...
+
+Global___CellStatus: typing_extensions.TypeAlias = CellStatus
+
+@typing.final
+class ListCellsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CELLS_FIELD_NUMBER: builtins.int
+    CONFIG_VERSION_FIELD_NUMBER: builtins.int
+    FLEET_FIELD_NUMBER: builtins.int
+    config_version: builtins.str
+    """GatewayConfig.version that they were decided under"""
+    fleet: builtins.str
+    """the fleet file's content, JSON"""
+    @property
+    def cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CellStatus]:
+        """those that had a request"""
+
+    def __init__(
+        self,
+        *,
+        cells: collections.abc.Iterable[Global___CellStatus] | None = ...,
+        config_version: builtins.str = ...,
+        fleet: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cells", b"cells", "config_version", b"config_version", "fleet", b"fleet"]) -> None: ...
+
+Global___ListCellsResponse: typing_extensions.TypeAlias = ListCellsResponse
+
+@typing.final
+class ReloadRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FLEET_FIELD_NUMBER: builtins.int
+    ROLLBACK_FIELD_NUMBER: builtins.int
+    DRY_RUN_FIELD_NUMBER: builtins.int
+    fleet: builtins.str
+    """the fleet file's content, JSON; absent: read again what the gateway serves"""
+    rollback: builtins.bool
+    """go back to the configuration before the one in force"""
+    dry_run: builtins.bool
+    """only say what would change"""
+    def __init__(
+        self,
+        *,
+        fleet: builtins.str | None = ...,
+        rollback: builtins.bool = ...,
+        dry_run: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_fleet", b"_fleet", "fleet", b"fleet"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_fleet", b"_fleet", "dry_run", b"dry_run", "fleet", b"fleet", "rollback", b"rollback"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_fleet", b"_fleet"]) -> typing.Literal["fleet"] | None: ...
+
+Global___ReloadRequest: typing_extensions.TypeAlias = ReloadRequest
+
+@typing.final
+class Problem(google.protobuf.message.Message):
+    """Something in a fleet file that cannot be used."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    """JSON path"""
+    reason: builtins.str
+    """with the value"""
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["path", b"path", "reason", b"reason"]) -> None: ...
+
+Global___Problem: typing_extensions.TypeAlias = Problem
+
+@typing.final
+class ReloadResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    PREVIOUS_VERSION_FIELD_NUMBER: builtins.int
+    PROPOSED_VERSION_FIELD_NUMBER: builtins.int
+    APPLIED_FIELD_NUMBER: builtins.int
+    CHANGES_FIELD_NUMBER: builtins.int
+    WARNINGS_FIELD_NUMBER: builtins.int
+    PROBLEMS_FIELD_NUMBER: builtins.int
+    version: builtins.str
+    """in force after the call"""
+    previous_version: builtins.str
+    """in force before it"""
+    proposed_version: builtins.str
+    """of what was read; empty where it has problems"""
+    applied: builtins.bool
+    """false: nothing changed, as it was a dry run, the same, or has problems"""
+    @property
+    def changes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """from what is in force to what was read, a line each"""
+
+    @property
+    def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def problems(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Problem]:
+        """all of them; not empty: it was refused"""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.str = ...,
+        previous_version: builtins.str = ...,
+        proposed_version: builtins.str = ...,
+        applied: builtins.bool = ...,
+        changes: collections.abc.Iterable[builtins.str] | None = ...,
+        warnings: collections.abc.Iterable[builtins.str] | None = ...,
+        problems: collections.abc.Iterable[Global___Problem] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["applied", b"applied", "changes", b"changes", "previous_version", b"previous_version", "problems", b"problems", "proposed_version", b"proposed_version", "version", b"version", "warnings", b"warnings"]) -> None: ...
+
+Global___ReloadResponse: typing_extensions.TypeAlias = ReloadResponse

@@ -49,10 +49,20 @@ class GatewayStub(object):
                 request_serializer=slagate_dot_proto_dot_gateway__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=slagate_dot_proto_dot_gateway__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.ListCells = channel.unary_unary(
+                '/slagate.v1.Gateway/ListCells',
+                request_serializer=slagate_dot_proto_dot_gateway__pb2.ListCellsRequest.SerializeToString,
+                response_deserializer=slagate_dot_proto_dot_gateway__pb2.ListCellsResponse.FromString,
+                _registered_method=True)
         self.WatchReceipts = channel.unary_stream(
                 '/slagate.v1.Gateway/WatchReceipts',
                 request_serializer=slagate_dot_proto_dot_gateway__pb2.WatchReceiptsRequest.SerializeToString,
                 response_deserializer=slagate_dot_proto_dot_gateway__pb2.WatchReceiptsResponse.FromString,
+                _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/slagate.v1.Gateway/Reload',
+                request_serializer=slagate_dot_proto_dot_gateway__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=slagate_dot_proto_dot_gateway__pb2.ReloadResponse.FromString,
                 _registered_method=True)
 
 
@@ -81,9 +91,23 @@ class GatewayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListCells(self, request, context):
+        """What became of the requests of each grid cell under the configuration in use, and that configuration.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchReceipts(self, request, context):
         """The configuration, then the receipts that the gateway has kept, oldest first, then, with `follow`, new
         ones as they come. A reader that is too slow misses some, and is told how many. Ends, OK, at shutdown.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reload(self, request, context):
+        """Another configuration, put in force in one step. A file with problems changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,10 +131,20 @@ def add_GatewayServicer_to_server(servicer, server):
                     request_deserializer=slagate_dot_proto_dot_gateway__pb2.ListWorkersRequest.FromString,
                     response_serializer=slagate_dot_proto_dot_gateway__pb2.ListWorkersResponse.SerializeToString,
             ),
+            'ListCells': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCells,
+                    request_deserializer=slagate_dot_proto_dot_gateway__pb2.ListCellsRequest.FromString,
+                    response_serializer=slagate_dot_proto_dot_gateway__pb2.ListCellsResponse.SerializeToString,
+            ),
             'WatchReceipts': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchReceipts,
                     request_deserializer=slagate_dot_proto_dot_gateway__pb2.WatchReceiptsRequest.FromString,
                     response_serializer=slagate_dot_proto_dot_gateway__pb2.WatchReceiptsResponse.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=slagate_dot_proto_dot_gateway__pb2.ReloadRequest.FromString,
+                    response_serializer=slagate_dot_proto_dot_gateway__pb2.ReloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -205,6 +239,33 @@ class Gateway(object):
             _registered_method=True)
 
     @staticmethod
+    def ListCells(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slagate.v1.Gateway/ListCells',
+            slagate_dot_proto_dot_gateway__pb2.ListCellsRequest.SerializeToString,
+            slagate_dot_proto_dot_gateway__pb2.ListCellsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def WatchReceipts(request,
             target,
             options=(),
@@ -221,6 +282,33 @@ class Gateway(object):
             '/slagate.v1.Gateway/WatchReceipts',
             slagate_dot_proto_dot_gateway__pb2.WatchReceiptsRequest.SerializeToString,
             slagate_dot_proto_dot_gateway__pb2.WatchReceiptsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slagate.v1.Gateway/Reload',
+            slagate_dot_proto_dot_gateway__pb2.ReloadRequest.SerializeToString,
+            slagate_dot_proto_dot_gateway__pb2.ReloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

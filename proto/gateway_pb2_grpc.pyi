@@ -77,6 +77,22 @@ _GatewayListWorkersType = typing_extensions.TypeVar(
     ],
 )
 
+_GatewayListCellsType = typing_extensions.TypeVar(
+    '_GatewayListCellsType',
+    grpc.UnaryUnaryMultiCallable[
+        slagate.proto.gateway_pb2.ListCellsRequest,
+        slagate.proto.gateway_pb2.ListCellsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        slagate.proto.gateway_pb2.ListCellsRequest,
+        slagate.proto.gateway_pb2.ListCellsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        slagate.proto.gateway_pb2.ListCellsRequest,
+        slagate.proto.gateway_pb2.ListCellsResponse,
+    ],
+)
+
 _GatewayWatchReceiptsType = typing_extensions.TypeVar(
     '_GatewayWatchReceiptsType',
     grpc.UnaryStreamMultiCallable[
@@ -93,7 +109,23 @@ _GatewayWatchReceiptsType = typing_extensions.TypeVar(
     ],
 )
 
-class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _GatewayListWorkersType, _GatewayWatchReceiptsType]):
+_GatewayReloadType = typing_extensions.TypeVar(
+    '_GatewayReloadType',
+    grpc.UnaryUnaryMultiCallable[
+        slagate.proto.gateway_pb2.ReloadRequest,
+        slagate.proto.gateway_pb2.ReloadResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        slagate.proto.gateway_pb2.ReloadRequest,
+        slagate.proto.gateway_pb2.ReloadResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        slagate.proto.gateway_pb2.ReloadRequest,
+        slagate.proto.gateway_pb2.ReloadResponse,
+    ],
+)
+
+class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _GatewayListWorkersType, _GatewayListCellsType, _GatewayWatchReceiptsType, _GatewayReloadType]):
     @typing.overload
     def __init__(self: GatewayStub[
         grpc.UnaryUnaryMultiCallable[
@@ -108,9 +140,17 @@ class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _Ga
             slagate.proto.gateway_pb2.ListWorkersRequest,
             slagate.proto.gateway_pb2.ListWorkersResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            slagate.proto.gateway_pb2.ListCellsRequest,
+            slagate.proto.gateway_pb2.ListCellsResponse,
+        ],
         grpc.UnaryStreamMultiCallable[
             slagate.proto.gateway_pb2.WatchReceiptsRequest,
             slagate.proto.gateway_pb2.WatchReceiptsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            slagate.proto.gateway_pb2.ReloadRequest,
+            slagate.proto.gateway_pb2.ReloadResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -128,9 +168,17 @@ class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _Ga
             slagate.proto.gateway_pb2.ListWorkersRequest,
             slagate.proto.gateway_pb2.ListWorkersResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            slagate.proto.gateway_pb2.ListCellsRequest,
+            slagate.proto.gateway_pb2.ListCellsResponse,
+        ],
         grpc.aio.UnaryStreamMultiCallable[
             slagate.proto.gateway_pb2.WatchReceiptsRequest,
             slagate.proto.gateway_pb2.WatchReceiptsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            slagate.proto.gateway_pb2.ReloadRequest,
+            slagate.proto.gateway_pb2.ReloadResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -145,10 +193,16 @@ class GatewayStub(typing.Generic[_GatewayExplainType, _GatewayListPoolsType, _Ga
     ListWorkers: _GatewayListWorkersType
     """Every worker with its health, leases and last reported load."""
 
+    ListCells: _GatewayListCellsType
+    """What became of the requests of each grid cell under the configuration in use, and that configuration."""
+
     WatchReceipts: _GatewayWatchReceiptsType
     """The configuration, then the receipts that the gateway has kept, oldest first, then, with `follow`, new
     ones as they come. A reader that is too slow misses some, and is told how many. Ends, OK, at shutdown.
     """
+
+    Reload: _GatewayReloadType
+    """Another configuration, put in force in one step. A file with problems changes nothing."""
 
 GatewayAsyncStub: typing_extensions.TypeAlias = GatewayStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -163,9 +217,17 @@ GatewayAsyncStub: typing_extensions.TypeAlias = GatewayStub[
         slagate.proto.gateway_pb2.ListWorkersRequest,
         slagate.proto.gateway_pb2.ListWorkersResponse,
     ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        slagate.proto.gateway_pb2.ListCellsRequest,
+        slagate.proto.gateway_pb2.ListCellsResponse,
+    ],
     grpc.aio.UnaryStreamMultiCallable[
         slagate.proto.gateway_pb2.WatchReceiptsRequest,
         slagate.proto.gateway_pb2.WatchReceiptsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        slagate.proto.gateway_pb2.ReloadRequest,
+        slagate.proto.gateway_pb2.ReloadResponse,
     ],
 ]
 
@@ -197,6 +259,14 @@ class GatewayServicer(metaclass=abc.ABCMeta):
         """Every worker with its health, leases and last reported load."""
 
     @abc.abstractmethod
+    def ListCells(
+        self,
+        request: slagate.proto.gateway_pb2.ListCellsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[slagate.proto.gateway_pb2.ListCellsResponse, collections.abc.Awaitable[slagate.proto.gateway_pb2.ListCellsResponse]]:
+        """What became of the requests of each grid cell under the configuration in use, and that configuration."""
+
+    @abc.abstractmethod
     def WatchReceipts(
         self,
         request: slagate.proto.gateway_pb2.WatchReceiptsRequest,
@@ -205,5 +275,13 @@ class GatewayServicer(metaclass=abc.ABCMeta):
         """The configuration, then the receipts that the gateway has kept, oldest first, then, with `follow`, new
         ones as they come. A reader that is too slow misses some, and is told how many. Ends, OK, at shutdown.
         """
+
+    @abc.abstractmethod
+    def Reload(
+        self,
+        request: slagate.proto.gateway_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[slagate.proto.gateway_pb2.ReloadResponse, collections.abc.Awaitable[slagate.proto.gateway_pb2.ReloadResponse]]:
+        """Another configuration, put in force in one step. A file with problems changes nothing."""
 
 def add_GatewayServicer_to_server(servicer: GatewayServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,30 +1,34 @@
 """The `slagate` command."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from slagate.pools.errors import ConfigError
-from slagate.pools.grid_config import FleetConfig, load_config
 from slagate.router import app as gateway_app
 from slagate.router import client_cli
 from slagate.router.command import (
+    Lenient,
     Listen,
     LogLevel,
+    PoolsFile,
+    PoolWorkers,
     Transport,
     check_transport,
-    errors,
+    checked,
     fail,
+    pool_workers,
     run_to_exit,
     start_log,
 )
+from slagate.router.config_source import FleetSource
 from slagate.router.demo import run_demo
-from slagate.router.grid_select import select_lines
+from slagate.router.grid_cli import grid
+from slagate.router.profile_cli import profile
 from slagate.router.receipts_cli import receipts, recompute
+from slagate.router.reload_cli import reload
 from slagate.router.settings import POLICIES, Settings
 from slagate.router.worker_cli import worker
 from slagate.workers.channel import MAX_MESSAGE_BYTES
@@ -36,11 +40,12 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
     help="SLA-aware global router gateway for TensorRT-LLM.",
 )
-grid_cli = typer.Typer(no_args_is_help=True, help="Look at pool grids, offline.")
-cli.add_typer(grid_cli, name="grid")
+cli.add_typer(grid, name="grid")
+cli.add_typer(profile, name="profile")
 cli.command()(worker)
 cli.command()(receipts)
 cli.command()(recompute)
+cli.command()(reload)
 
 
 def main() -> None:
@@ -52,16 +57,6 @@ def main() -> None:
             # Closed by whoever started us: the next file opened would take its number, and its output.
             os.open(os.devnull, os.O_RDWR)
     cli()
-
-
-def _config(path: Path) -> FleetConfig:
-    try:
-        config = load_config(path)
-    except ConfigError as error:
-        fail(error)
-    for warning in config.warnings:
-        errors.print(f"slagate: warning: {warning}")
-    return config
 
 
 Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway to call.")]
@@ -110,16 +105,29 @@ def serve(
             help="Whether clients may see pools and workers in receipts.",
         ),
     ] = Settings.client_receipts,
+    lenient: Lenient = False,
+    pools: PoolsFile = None,
+    pool: PoolWorkers = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Reload when a file of the configuration changes.")
+    ] = Settings.watch_config,
+    worker_drain: Annotated[
+        float, typer.Option(min=0.0, help="Seconds for requests on workers that a reload removed.")
+    ] = Settings.worker_drain_s,
     log_level: LogLevel = "info",
 ) -> None:
     """Run the gateway until SIGTERM."""
     _check_policy(policy)
-    fleet = _config(config)
+    source = FleetSource(config, lenient, pools, pool_workers(pool or ()))
+    stamp = source.stamp()
+    fleet = checked(source.read)
     start_log(log_level)
     settings = Settings(
         max_request_bytes=max_request_bytes,
         default_timeout_s=default_timeout,
         drain_s=drain,
+        worker_drain_s=worker_drain,
+        watch_config=watch,
         max_attempts=max_attempts,
         policy=policy,
         max_waiting=max_waiting,
@@ -127,7 +135,9 @@ def serve(
     )
 
     async def main_coroutine() -> int:
-        await gateway_app.serve(fleet, settings, listen=listen, admin=admin, http=http)
+        await gateway_app.serve(
+            source, fleet, settings, stamp=stamp, listen=listen, admin=admin, http=http
+        )
         return 0
 
     run_to_exit(main_coroutine)
@@ -178,20 +188,6 @@ def explain(
 def pools(*, target: Admin, as_json: AsJson = False) -> None:
     """Show the pools and workers of a running gateway."""
     run_to_exit(lambda: client_cli.pools(target, as_json=as_json))
-
-
-@grid_cli.command("select")
-def grid_select(
-    config: Annotated[Path, typer.Argument(help="Fleet file, or a Dynamo global-router JSON.")],
-    *,
-    stage: Annotated[str, typer.Option(help="prefill, decode or agg.")],
-) -> None:
-    """Read requests as JSON lines on stdin, write the cell and pool of each on stdout."""
-    fleet = _config(config)
-    if stage not in fleet.stages:
-        fail(f"--stage must be one of {', '.join(fleet.stages)} in this file (got {stage!r})")
-    for line in select_lines(fleet.stages[stage], sys.stdin):
-        sys.stdout.write(line + "\n")
 
 
 @cli.command()

@@ -1,8 +1,12 @@
 """`slagate.v1.Gateway`: what operators ask, on a listener of its own."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
+import grpc
+
+from slagate.pools.errors import ConfigError
 from slagate.pools.event_view import Mode
 from slagate.pools.fleet import Fleet
 from slagate.pools.grid import StageGrid
@@ -16,25 +20,35 @@ from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import RequestError
 from slagate.router.policy import Decision
 from slagate.router.receipt_ring import ReceiptRing, in_turns
+from slagate.router.reload import NothingBefore, Reloader, Source
 from slagate.router.request import output_budget, parse_request
 from slagate.router.score import Ask
 from slagate.router.settings import Settings
 from slagate.router.sla import parse_sla
 
+ROLLBACK_ALONE = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    "rollback: goes back to what was in force before, so fleet cannot be given with it",
+)
+
 
 class AdminService(gw_grpc.GatewayServicer):
-    """Reads the fleet; changes nothing."""
+    """Reads the fleet, and has another configuration put in force."""
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         settings: Settings,
         *,
+        reloader: Reloader,
+        source: Source,
         receipts: ReceiptRing,
         now_s: Callable[[], float],
     ) -> None:
         self._dispatcher = dispatcher
         self._settings = settings
+        self._reloader = reloader
+        self._source = source
         self._receipts = receipts
         self._now_s = now_s
 
@@ -75,22 +89,70 @@ class AdminService(gw_grpc.GatewayServicer):
             max_attempts=self._settings.max_attempts,
             waiting_requests=self._dispatcher.n_waiting,
             policy=self._settings.policy,
+            config_version=self._reloader.version,
+            config_age_s=self._now_s() - self._reloader.since_s,
         )
+
+    async def Reload(self, request: Any, context: Any) -> gw.ReloadResponse:
+        """Put another configuration in force, or say why not."""
+        reloader, dry_run = self._reloader, request.dry_run
+        read = self._source.read
+        if request.HasField("fleet"):
+            read = partial(self._source.parse, request.fleet)
+            if request.rollback:
+                await context.abort(*ROLLBACK_ALONE)
+        try:
+            if request.rollback:
+                result = await reloader.roll_back(dry_run=dry_run)
+            else:
+                result = await reloader.reload(read, dry_run=dry_run)
+        except NothingBefore as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"rollback: {error}")
+            raise AssertionError("context.abort raises") from error
+        except ConfigError as error:
+            version = reloader.version
+            problems = [gw.Problem(path=each.path, reason=each.message) for each in error.problems]
+            return gw.ReloadResponse(version=version, previous_version=version, problems=problems)
+        return gw.ReloadResponse(**result._asdict(), applied=result.applied)
 
     async def ListWorkers(self, request: Any, context: Any) -> gw.ListWorkersResponse:
         """Every worker with its health, leases and last report."""
         now_s = self._now_s()
         return gw.ListWorkersResponse(
-            workers=[_worker_status(member, now_s) for member in self._fleet.members()]
+            workers=[_worker_status(member, now_s) for member in self._fleet.all_members()]
+        )
+
+    async def ListCells(self, request: Any, context: Any) -> gw.ListCellsResponse:
+        """What became of the requests of each grid cell, and the configuration that has the grid."""
+        attainment = self._receipts.attainment
+        return gw.ListCellsResponse(
+            cells=[
+                gw.CellStatus(
+                    stage=WIRE_STAGE[stage],
+                    cell=index,
+                    requests=traffic.n_requests,
+                    judged=traffic.n_judged,
+                    met=traffic.n_met,
+                )
+                for (stage, index), traffic in attainment.cells.items()
+            ],
+            config_version=attainment.version,
+            fleet=self._receipts.config.fleet,
         )
 
     async def WatchReceipts(
         self, request: Any, context: Any
     ) -> AsyncIterator[gw.WatchReceiptsResponse]:
         """The configuration, then full receipts."""
-        yield gw.WatchReceiptsResponse(config=self._receipts.config)
+        in_force = self._receipts.config
+        yield gw.WatchReceiptsResponse(config=in_force)
+        told = {in_force.version}
         limit = request.limit if request.HasField("limit") else None
         async for entry, missed in self._receipts.watch(limit=limit, follow=request.follow):
+            for config in entry.configs:
+                if config.version not in told:
+                    told.add(config.version)
+                    yield gw.WatchReceiptsResponse(config=config)
             receipt = await in_turns(entry.receipt())
             yield gw.WatchReceiptsResponse(receipt=receipt, missed=missed)
 
@@ -102,6 +164,7 @@ def _pool_status(pool: Pool, grid: StageGrid) -> gw.PoolStatus:
         stage=WIRE_STAGE[pool.stage],
         index=pool.index,
         workers=len(members),
+        workers_draining=sum(1 for _ in pool.all_members) - len(members),
         workers_ready=sum(member.state is State.READY for member in members),
         inflight=sum(member.inflight for member in members),
         queued_tokens=sum(member.queued_tokens for member in members),

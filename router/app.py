@@ -13,7 +13,7 @@ import anyio
 import grpc.aio
 from prometheus_client import disable_created_metrics
 
-from slagate.pools.fleet import Fleet
+from slagate.pools.fleet import Fleet, prepare
 from slagate.pools.grid_config import FleetConfig
 from slagate.pools.watch import Connect, watch_fleet
 from slagate.proto import gateway_pb2_grpc as gw_grpc
@@ -28,6 +28,7 @@ from slagate.router.metrics import Metrics
 from slagate.router.probes import serve_probes
 from slagate.router.receipt_config import config_message
 from slagate.router.receipt_ring import ReceiptRing
+from slagate.router.reload import Proposal, Reloader, Source, reloading
 from slagate.router.service import ControlService
 from slagate.router.settings import Settings
 from slagate.router.turn import Gateway
@@ -49,6 +50,7 @@ class App(NamedTuple):
 
     fleet: Fleet
     gateway: Gateway
+    reloader: Reloader
     instance_id: str
 
 
@@ -68,38 +70,66 @@ async def build(
     Raises `ConfigError` for a fleet file that cannot be served. At the end of the block, handoffs that
     are being released get their chance first, then the watch loops stop.
     """
-    fleet = Fleet(config, prefix=settings.policy == "prefix", now_s=now_s)
+    prepared = prepare(config)
+    in_force = Proposal(prepared, config_message(prepared, policy=settings.policy))
+    fleet = Fleet(
+        prepared,
+        prefix=settings.policy == "prefix",
+        now_s=now_s,
+    )
     instance_id = f"{rng.getrandbits(64):016x}"
     numbers = itertools.count()
-    dispatcher = Dispatcher(fleet, rng=rng, max_waiting=settings.max_waiting, now_s=now_s)
+    dispatcher = Dispatcher(
+        fleet, rng=rng, config=in_force.message, max_waiting=settings.max_waiting, now_s=now_s
+    )
     metrics = Metrics()
     metrics.watch(dispatcher)
     async with (
-        watch_fleet(fleet, connect=connect, now_s=now_s, unix_s=unix_s, rng=rng),
+        watch_fleet(
+            fleet,
+            connect=connect,
+            now_s=now_s,
+            unix_s=unix_s,
+            rng=rng,
+            drain_s=settings.worker_drain_s,
+            on_cut=metrics.drains_cut.inc,
+        ),
         anyio.create_task_group() as releases,
     ):
         gateway = Gateway(
             dispatcher=dispatcher,
             settings=settings,
             metrics=metrics,
-            receipts=ReceiptRing(
-                config_message(config, fleet.pools.values(), policy=settings.policy),
-                unix_s=unix_s,
-            ),
+            receipts=ReceiptRing(in_force.message, unix_s=unix_s),
             releaser=Releaser(releases, metrics),
             live=LiveRequests(),
             leg_id=lambda: f"{instance_id}-{next(numbers)}",
             now_s=now_s,
         )
-        yield App(fleet, gateway, instance_id)
+        reloader = Reloader(
+            in_force,
+            dispatcher=dispatcher,
+            receipts=gateway.receipts,
+            metrics=metrics,
+            now_s=now_s,
+        )
+        yield App(fleet, gateway, reloader, instance_id)
 
 
 async def serve(
-    config: FleetConfig, settings: Settings, *, listen: Address, admin: Address, http: Address
+    source: Source,
+    config: FleetConfig,
+    settings: Settings,
+    *,
+    stamp: object,
+    listen: Address,
+    admin: Address,
+    http: Address,
 ) -> None:
     """Run a gateway until SIGTERM or SIGINT; prints the ready line once every listener is bound.
 
-    Raises `ConfigError`, or `OSError` for an address that cannot be bound.
+    `config` is what was read from `source`, and `stamp` the source's from before that. Raises
+    `ConfigError`, or `OSError` for an address that cannot be bound.
     """
     # A second series beside each counter and histogram, and nobody asks when they were created.
     disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -125,7 +155,12 @@ async def serve(
         oe_grpc.add_ControlServicer_to_server(control, front)
         operators = grpc.aio.server(options=SERVER_OPTIONS)
         service = AdminService(
-            gateway.dispatcher, settings, receipts=gateway.receipts, now_s=monotonic_s
+            gateway.dispatcher,
+            settings,
+            reloader=app.reloader,
+            source=source,
+            receipts=gateway.receipts,
+            now_s=monotonic_s,
         )
         gw_grpc.add_GatewayServicer_to_server(service, operators)
         listen_at, admin_at = bind(front, listen), bind(operators, admin)
@@ -133,7 +168,10 @@ async def serve(
         with serve_probes(*http, registry=registry, not_ready=not_ready) as http_port:
             await front.start()
             await operators.start()
-            async with stopped() as signals:
+            async with (
+                stopped() as signals,
+                reloading(app.reloader, source, watch=settings.watch_config, stamp=stamp),
+            ):
                 # What is there by now stays, modules above all: full collections need not walk it, which
                 # took 10 ms each. What comes later and lives long is no work for them either
                 # (docs/decisions/0011-no-work-for-the-collector.md).

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from slagate.pools.member import Lease, Member, Stage
+from slagate.pools.lease import Lease
+from slagate.pools.member import Member, Stage
 from slagate.router.policy import Decision
 
 

@@ -76,10 +76,12 @@ def _candidate_cells(
 
 
 def print_pools(pools: gw.ListPoolsResponse, workers: gw.ListWorkersResponse) -> None:
-    """A table of pools, one of workers, and the warnings."""
+    """A table of pools, one of workers, which configuration that is, and the warnings."""
     console = _console()
     console.print(_pools_table(pools))
     console.print(_workers_table(workers))
+    age_s = round(pools.config_age_s)
+    console.print(f"configuration {pools.config_version}, in force for {age_s:,} s")
     for warning in pools.warnings:
         console.print(f"warning: {warning}", soft_wrap=True, markup=False)
 
@@ -103,7 +105,8 @@ def _pools_table(pools: gw.ListPoolsResponse) -> Table:
             pool.estimator,
             f"{pool.prefill_error:.0%}" if pool.HasField("prefill_error") else "-",
             f"{pool.itl_error:.0%}" if pool.HasField("itl_error") else "-",
-            f"{pool.workers_ready}/{pool.workers}",
+            f"{pool.workers_ready}/{pool.workers}"
+            + (f" (+{pool.workers_draining} draining)" if pool.workers_draining else ""),
             str(pool.inflight),
             f"{pool.queued_tokens:,}",
             f"{pool.requests_total:,}",

@@ -2,7 +2,8 @@
 
 import math
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import anyio
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 
 from slagate.pools.errors import ConfigError
+from slagate.pools.grid_config import FleetConfig, load_config
 from slagate.workers.errors import UsageError
 from slagate.workers.kv_choice import TRANSPORTS
 from slagate.workers.listen import Address, parse_address
@@ -62,6 +64,21 @@ MAX_SECONDS = 1e6
 Listen = Annotated[
     Address, typer.Option(parser=_address, metavar="HOST:PORT", help="Port 0: the kernel chooses.")
 ]
+FleetFile = Annotated[
+    Path,
+    typer.Argument(help="Fleet file, or a configuration of Dynamo's router or endpoint picker."),
+]
+Lenient = Annotated[
+    bool, typer.Option("--lenient", help="Leave out unknown keys of the fleet file, and list them.")
+]
+PoolsFile = Annotated[
+    Path | None,
+    typer.Option("--pools", metavar="FILE", help='Further pools: a JSON file {"pools": {...}}.'),
+]
+PoolWorkers = Annotated[
+    list[str] | None,
+    typer.Option("--pool", metavar="NAME=HOST:PORT,...", help="Workers of a pool; repeatable."),
+]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 Transport = Annotated[
     str,
@@ -84,3 +101,33 @@ def start_log(level: str) -> None:
         log_to_stderr(level)
     except ValueError:
         fail(f"--log-level must be debug, info, warning or error (got {level!r})")
+
+
+def read_fleet(
+    path: Path, *, lenient: bool, pools: Path | None, pool: Sequence[str] | None
+) -> FleetConfig:
+    """The fleet file with what the options add, to look at; see `checked`."""
+    workers = pool_workers(pool or ())
+    return checked(lambda: load_config(path, lenient=lenient, pools=pools, workers=workers))
+
+
+def checked(read: Callable[[], FleetConfig]) -> FleetConfig:
+    """What `read` returns, its warnings on stderr; a `ConfigError` ends the command."""
+    try:
+        config = read()
+    except ConfigError as error:
+        fail(error)
+    for warning in config.warnings:
+        errors.print(f"slagate: warning: {warning}")
+    return config
+
+
+def pool_workers(options: Sequence[str]) -> dict[str, list[str]]:
+    """Addresses by pool from options such as `fast=10.0.0.1:9000,10.0.0.2:9000`; others end the command."""
+    workers: dict[str, list[str]] = {}
+    for option in options:
+        name, _, addresses = option.rpartition("=")  # a name may have a "=", an address has none
+        if not name:
+            fail(f"--pool must be NAME=HOST:PORT,... (got {option!r})")
+        workers.setdefault(name, []).extend(addresses.split(","))
+    return workers

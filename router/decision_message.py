@@ -72,6 +72,7 @@ def sla_message(sla: Sla) -> gw.Sla:
         objective=sla.objective,
         fairness_id=sla.fairness_id,
         session_id=sla.session_id,
+        by_objective=sla.by_objective,
     )
 
 
@@ -81,7 +82,7 @@ def candidate_message(candidate: Candidate, *, model: str) -> gw.Candidate:
     return gw.Candidate(
         worker=view.address,
         rank=view.rank,
-        row=candidate.row,
+        row=candidate.number,
         pool=candidate.pool,
         state=view.state.value,
         suspect=view.suspect,
@@ -142,6 +143,7 @@ def _choice_message(choice: StageChoice, shown: Iterable[Candidate]) -> gw.Stage
         draw=choice.draw,
         starved=choice.starved,
         excluded_workers=sorted(choice.ask.excluded),
+        config_version=choice.config_version,
     )
 
 

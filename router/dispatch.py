@@ -10,12 +10,17 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from slagate.pools.fleet import Fleet
-from slagate.pools.member import Lease, Stage
+from msgspec.structs import replace
+
+from slagate.pools.fleet import Fleet, Prepared
+from slagate.pools.lease import Lease
+from slagate.pools.member import Member, Stage
 from slagate.pools.overlap import Prompt
+from slagate.pools.pool import Pool
+from slagate.proto import gateway_pb2 as gw
 from slagate.router.assignment import Assignment
 from slagate.router.errors import NoWorker, Overloaded, RequestError, UnknownModel
-from slagate.router.policy import Decision, StageChoice, choose
+from slagate.router.policy import NO_CONFIG, Decision, StageChoice, choose
 from slagate.router.score import LIMITS, Ask
 from slagate.router.waiting import Lanes, Ticket
 from slagate.workers.clock import monotonic_s
@@ -31,16 +36,20 @@ class Dispatcher:
         fleet: Fleet,
         *,
         rng: random.Random,
+        config: gw.GatewayConfig = NO_CONFIG,
         max_waiting: int = 1024,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
         self.fleet = fleet
+        self._config = config
         self._rng = rng
         self._max_waiting = max_waiting
         self._now_s = now_s
         self._lanes = Lanes(now_s=now_s)
-        for member in fleet.members():
-            member.on_change = partial(self.step, member.pool)
+        fleet.on_join(self._joined)
+
+    def _joined(self, pool: Pool, member: Member) -> None:
+        member.on_change = partial(self.step, pool.name)
 
     @property
     def n_waiting(self) -> int:
@@ -51,7 +60,7 @@ class Dispatcher:
         """The decision that would be taken now, with no chance used up. Raises as `submit` does."""
         rng = random.Random()
         rng.setstate(self._rng.getstate())
-        return self._choose(ask, prompt, self.fleet.stages, rng)
+        return self._choose(ask, prompt, None, rng)
 
     @contextmanager
     def submit(
@@ -68,7 +77,6 @@ class Dispatcher:
         `since_s`. An assignment that nobody fetched by the end of the block is given back, else it is the
         caller's. Raises `UnknownModel` or `NoWorker`.
         """
-        stages = stages or self.fleet.stages
         ticket = Ticket(
             ask,
             prompt,
@@ -93,6 +101,16 @@ class Dispatcher:
                 # It may have been the one that did not fit.
                 self.step()
 
+    def put_in_force(self, prepared: Prepared, config: gw.GatewayConfig) -> None:
+        """Another configuration, for the fleet and for those who wait; receipts call it `config`."""
+        # Out of the lanes before anything changes: what changes has them looked at, by half of it.
+        waiting = self._lanes.clear()
+        self.fleet.apply(prepared)
+        self._config = config
+        for ticket in waiting:
+            if not self._try(ticket, self._lanes.kept()):
+                self._lanes.add(ticket)
+
     def step(self, pool: str | None = None) -> None:
         """Assign as many waiting requests as fit, and refuse those that no worker is left for.
 
@@ -110,9 +128,11 @@ class Dispatcher:
             return True
 
     def _choose_and_settle(self, ticket: Ticket, taken: Collection[str]) -> bool:
-        views = self.fleet.views(ticket.prompt)
-        grids = {stage: self.fleet.grids[stage] for stage in ticket.stages}
-        ticket.decision = choose(ticket.ask, grids, views, rng=self._rng)
+        try:
+            ticket.decision = self._choose(ticket.ask, ticket.prompt, ticket.stages, self._rng)
+        except RequestError as error:
+            ticket.settle(error)  # another configuration, that has no place for it
+            return True
         if any(
             choice.row is not None and choice.pool in taken for choice in ticket.decision.stages
         ):
@@ -120,11 +140,27 @@ class Dispatcher:
         return self._refused(ticket) or self._taken(ticket)
 
     def _choose(
-        self, ask: Ask, prompt: Prompt | None, stages: tuple[Stage, ...], rng: random.Random
+        self,
+        ask: Ask,
+        prompt: Prompt | None,
+        stages: tuple[Stage, ...] | None,
+        rng: random.Random,
     ) -> Decision:
+        """A decision for some stages, None: for all there are. Raises `UnknownModel` or `NoWorker`."""
         self._check_model(ask)
-        grids = {stage: self.fleet.grids[stage] for stage in stages}
-        return choose(ask, grids, self.fleet.views(prompt), rng=rng)
+        fleet = self.fleet
+        if fleet.objectives:
+            ask = replace(ask, sla=ask.sla.with_defaults(fleet.objectives))
+        grids = fleet.grids
+        if stages is not None:
+            gone = ", ".join(stage.value for stage in stages if stage not in grids)
+            if gone:
+                raise NoWorker(f"the configuration has no {gone} pools any more")
+            grids = {stage: grids[stage] for stage in stages}
+        decision = choose(ask, grids, fleet.views(prompt), rng=rng)
+        for choice in decision.stages:
+            choice.config = self._config
+        return decision
 
     def _refused(self, ticket: Ticket) -> bool:
         """Refuse a ticket where a stage has nobody that it would be worth waiting for."""

@@ -100,6 +100,7 @@ async def _assigned(gateway: Gateway, record: Record, ask: Ask, request: Request
             return await ticket.assigned()
         finally:
             record.decision = ticket.decision
+            record.sla = ticket.decision.ask.sla  # with the defaults of its class
             record.waited_s = gateway.now_s() - started_s
 
 

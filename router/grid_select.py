@@ -2,16 +2,25 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
+from slagate.pools.axis import AXIS_FIELDS
 from slagate.pools.errors import SelectError
-from slagate.pools.grid import AXIS_FIELDS, StageGrid
-from slagate.pools.json_text import is_finite_number, read_json, shown
+from slagate.pools.grid import StageGrid
+from slagate.pools.grid_file import Objective
+from slagate.pools.json_text import is_finite_number, json_path, read_json, shown
 
-_FIELDS = (*AXIS_FIELDS, "priority")
+_NUMBERS = (*AXIS_FIELDS, "priority")
+_FIELDS = (*_NUMBERS, "objective")
 
 
-def select_lines(grid: StageGrid, lines: Iterable[str]) -> Iterator[str]:
+def select_lines(
+    grid: StageGrid,
+    lines: Iterable[str],
+    *,
+    objectives: Mapping[str, Objective] = MappingProxyType({}),
+) -> Iterator[str]:
     """One JSON object without a line end for each of `lines`, in order.
 
     `lines` are those of a text file as iterating over it gives them, so the newline that ends the file
@@ -19,18 +28,23 @@ def select_lines(grid: StageGrid, lines: Iterable[str]) -> Iterator[str]:
     `{"error": "..."}`; no content of a line raises.
     """
     for line in lines:
-        yield json.dumps(_answer(grid, line))
+        yield json.dumps(_answer(grid, line, objectives))
 
 
-def _answer(grid: StageGrid, line: str) -> dict[str, object]:
-    request, problems = read_json(line)
-    if problems:
-        return {"error": "; ".join(map(str, problems))}
+def _answer(grid: StageGrid, line: str, objectives: Mapping[str, Objective]) -> dict[str, object]:
+    request, problem, repeated = read_json(line)
+    if problem is not None:
+        return {"error": str(problem)}
     if not isinstance(request, dict):
         return {"error": f"a line must be an object (got {shown(request)})"}
-    faults = [fault for key, value in request.items() if (fault := _fault(key, value))]
+    faults = [f"{json_path(path)}: is given more than once, keep one" for path in repeated]
+    faults += [fault for key, value in request.items() if (fault := _fault(key, value))]
     if faults:
         return {"error": "; ".join(faults)}
+    objective = objectives.get(request.pop("objective", None) or "") or objectives.get("*")
+    for key in ("ttft_ms", "itl_ms", "priority") if objective is not None else ():
+        if request.get(key) is None:
+            request[key] = getattr(objective, key)
     priority = request.pop("priority", None)
     try:
         cell = grid.select(request, priority)
@@ -53,6 +67,8 @@ def _fault(key: str, value: object) -> str | None:
         close = difflib.get_close_matches(key, _FIELDS, n=1)
         hint = f', did you mean "{close[0]}"?' if close else ""
         return f"{key}: unknown key{hint} (got {shown(value)})"
-    if value is not None and not is_finite_number(value):
-        return f"{key}: must be a finite number (got {shown(value)})"
-    return None
+    if key == "objective":
+        fits, must = isinstance(value, str), "must be a string"
+    else:
+        fits, must = is_finite_number(value), "must be a finite number"
+    return None if value is None or fits else f"{key}: {must} (got {shown(value)})"

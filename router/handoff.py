@@ -116,12 +116,14 @@ class Handoff:
         self._releaser = releaser
         self._open = True
         releaser.n_open += 1
+        holder.hold()
 
     def used(self) -> None:
         """A decode worker has pulled it. Idempotent."""
         if self._open:
             self._open = False
             self._releaser.n_open -= 1
+            self._holder.let_go()
 
     def release(self) -> None:
         """No decode worker will: free it on its holder, in the background. Idempotent."""
@@ -148,6 +150,7 @@ class Releaser:
         Cancelling its stream is enough while it runs. This frees the handoff of one that had finished
         with its answer still under way.
         """
+        worker.hold()
         self._tasks.start_soon(self._abort, oe.AbortRequest(request_id=leg_id), worker)
 
     async def _release(self, session: oe.KvSessionRef, holder: Member) -> None:
@@ -173,4 +176,6 @@ class Releaser:
             # A task of its own: what it raised would take the gateway down.
             log.exception("handoff.abort", extra={"worker": member.address})
             return "failed"
+        finally:
+            member.let_go()
         return "released"

@@ -84,6 +84,12 @@ class LegSink(ABC):
             self._lost = True
             self._fail(Status(UNAVAILABLE, f"is out of service: {reason}"))
 
+    def cut_off(self, reason: str) -> None:
+        """The worker's time is up: the leg ends here, whatever it has said."""
+        if not self._terminal and self._failure is None:
+            self._lost = True
+            self._fail(Status(UNAVAILABLE, reason))
+
     @property
     def may_have_parked(self) -> bool:
         """Whether the worker may hold a handoff of this leg that nobody knows of."""

@@ -1,5 +1,6 @@
 """Every metric family, in one place. Labels come from closed sets; workers appear on gauges only."""
 
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -67,6 +68,19 @@ class Metrics:
             buckets=TTFT_BUCKETS_S,
             registry=self.registry,
         )
+        self.reloads = Counter(
+            "slagate_reloads",
+            "Configurations that were to be put in force, by what became of them",
+            ["result"],
+            registry=self.registry,
+        )
+        self.drains_cut = Counter(
+            "slagate_drains_cut",
+            "Workers that drained for too long and had their requests ended",
+            registry=self.registry,
+        )
+        for result in ("applied", "refused"):
+            self.reloads.labels(result=result)
         for outcome in Outcome:
             self.requests.labels(outcome=outcome.value)
 
@@ -163,7 +177,7 @@ class _FleetCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         fleet = self._dispatcher.fleet
-        members = [(m, [m.stage.value, m.pool, m.address]) for m in fleet.members()]
+        members = [(m, [m.stage.value, m.pool, m.address]) for m in fleet.all_members()]
         for name, text, figure in _OF_WORKER:
             yield _gauge(name, text, ((labels, figure(m)) for m, labels in members))
         for name, text, of_events in _OF_EVENTS:
@@ -198,11 +212,20 @@ def _of_pools(fleet: Fleet) -> Iterator[Metric]:
         "Recent mean of |predicted - actual| / actual of a pool's latencies",
         labels=[*labels, "latency"],
     )
-    for pool in fleet.pools.values():
+    workers = GaugeMetricFamily(
+        "slagate_pool_workers",
+        "Workers of a pool by state, those that drain besides it included",
+        labels=[*labels, "state"],
+    )
+    for pool in fleet.all_pools:
         of_pool = [pool.stage.value, pool.name]
+        states = Counts(member.state for member in pool.all_members)
+        for state in State:
+            if state is not State.LEFT:
+                workers.add_metric([*of_pool, state.value], states[state])
         spills.add_metric(of_pool, pool.spills_total)
         errors = {"ttft": pool.estimator.prefill_error, "itl": pool.estimator.itl_error}
         for latency, value in errors.items():
             if value is not None:
                 error.add_metric([*of_pool, latency], value)
-    yield from (spills, error)
+    yield from (spills, error, workers)

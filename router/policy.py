@@ -3,7 +3,8 @@
 `choose(ask, stages, pools, rng)` filters, scores and picks on a frozen snapshot; the same snapshot, ask
 and generator state give the same decision.
 
-Pool: the grid's cell, then priority overrides, then the retry order of the configuration. Worker and rank:
+Pool: the grid's cell, then priority overrides, then where the cell spills to and the retry order of the
+configuration. Worker and rank:
 the least predicted seconds; see `score`.
 """
 
@@ -12,11 +13,19 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from slagate.pools.axis import AnyAxis, Number
 from slagate.pools.grid import Cell, StageGrid
 from slagate.pools.member import Stage
 from slagate.pools.pool import PoolView
 from slagate.pools.ranks import Work
+from slagate.proto import gateway_pb2 as gw
 from slagate.router.score import Ask, Candidate, Scored, score_pool
+from slagate.router.sla import Sla
+
+NO_CONFIG = gw.GatewayConfig()
+
+TARGETS = ("ttft_ms", "itl_ms")
+"""The axes of a grid that are a latency."""
 
 
 class Target(msgspec.Struct, frozen=True, gc=False):
@@ -24,7 +33,7 @@ class Target(msgspec.Struct, frozen=True, gc=False):
 
     field: str
     ms: float
-    is_default: bool
+    source: str  # who says so: request, objective (the default of its class), or grid (the middle)
 
 
 class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
@@ -40,7 +49,13 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
     row: int | None  # of the winner, in the pool looked at last; None: nobody may take the request
     starved: bool  # the winner goes first because it had no request for long
     draw: float  # in [0, 1), the one chance that was taken: it told equals apart
+    config: gw.GatewayConfig = NO_CONFIG  # that it was made under
     _winner: Candidate | None = None  # once it was asked for
+
+    @property
+    def config_version(self) -> str:
+        """Of the configuration that it was made under."""
+        return self.config.version
 
     @property
     def pool(self) -> str:
@@ -142,7 +157,7 @@ def choose_stage(
         "itl_ms": ask.sla.itl_ms,
     }
     cell = grid.select(values, ask.sla.priority)
-    order = tuple(grid.pool_names[index] for index in grid.retry_order(cell.pool))
+    order = tuple(grid.pool_names[index] for index in grid.pool_order(cell))
     # Drawn once whatever the number of ties, so that a receipt is enough to decide again.
     draw = rng.random()
     scored: list[Scored] = []
@@ -153,10 +168,7 @@ def choose_stage(
         if row is not None:
             break
     targets = tuple(
-        Target(axis.field, axis.midpoint if given is None else given, given is None)
-        for axis in grid.axes
-        if not axis.required
-        for given in [values[axis.field]]
+        _target(axis, values[axis.field], ask.sla) for axis in grid.axes if axis.field in TARGETS
     )
     return StageChoice(
         stage=stage,
@@ -172,11 +184,19 @@ def choose_stage(
     )
 
 
+def _target(axis: AnyAxis, given_ms: Number | None, sla: Sla) -> Target:
+    if given_ms is None:
+        return Target(axis.field, axis.midpoint, "grid")
+    source = "objective" if axis.field in sla.by_objective else "request"
+    return Target(axis.field, given_ms, source)
+
+
 def _in_words(target: Target) -> str:
     name = target.field.removesuffix("_ms").upper()
-    if target.is_default:
+    if target.source == "grid":
         return f"no {name} target (so the middle of the grid, {target.ms:g} ms)"
-    return f"{name} target {target.ms:g} ms"
+    of = " of its class" if target.source == "objective" else ""
+    return f"{name} target{of} {target.ms:g} ms"
 
 
 def _explain(ask: Ask, choice: StageChoice) -> str:
@@ -195,7 +215,7 @@ def _explain(ask: Ask, choice: StageChoice) -> str:
         lines.append(f"No worker can take it: {reasons}.")
         return " ".join(lines)
     if choice.pool != choice.pool_order[0]:
-        lines.append(f"No worker there can take it; pool {choice.pool} is next in the retry order.")
+        lines.append(f"No worker there can take it; pool {choice.pool} is next in the order.")
     return " ".join([*lines, *_explain_winner(ask, choice, choice.winner)])
 
 

@@ -2,17 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from slagate.pools.errors import ConfigError
 from slagate.pools.estimator import Coefficients, FrozenEstimator
+from slagate.pools.fleet import Prepared
 from slagate.pools.grid import StageGrid
-from slagate.pools.grid_config import FleetConfig, parse_config
+from slagate.pools.grid_config import parse_config
 from slagate.pools.member import Stage
-from slagate.pools.pool import Pool
 from slagate.proto import gateway_pb2 as gw
 
 
@@ -20,13 +20,13 @@ class Damaged(ValueError):
     """What cannot be used; the message starts with the field."""
 
 
-def config_message(config: FleetConfig, pools: Iterable[Pool], *, policy: str) -> gw.GatewayConfig:
+def config_message(prepared: Prepared, *, policy: str) -> gw.GatewayConfig:
     """The configuration on the wire, under a version that is the digest of the rest."""
     message = gw.GatewayConfig(
-        fleet=config.text,
+        fleet=prepared.config.text,
         estimators=[
-            gw.EstimatorTable(pool=pool.name, table=_json(pool.estimator.frozen().table_json()))
-            for pool in pools
+            gw.EstimatorTable(pool=name, table=_json(estimator.frozen().table_json()))
+            for name, estimator in sorted(prepared.estimators.items())
         ],
         policy=policy,
     )

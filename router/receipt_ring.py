@@ -17,6 +17,7 @@ import anyio.lowlevel
 import msgspec
 
 from slagate.proto import gateway_pb2 as gw
+from slagate.router.attainment import Attainment
 from slagate.router.decision_message import Steps
 from slagate.router.errors import Outcome
 from slagate.router.receipts import Record, Stamp
@@ -40,6 +41,11 @@ class Entry(msgspec.Struct, frozen=True, gc=False, eq=False):
     stamp: Stamp
     n_bytes: int  # of memory, an estimate
 
+    @property
+    def configs(self) -> list[gw.GatewayConfig]:
+        """What its choices were made under."""
+        return list({each.config_version: each.config for each in self.record.choices}.values())
+
     def receipt(self) -> Steps[gw.Receipt]:
         """The full receipt."""
         return self.record.full(self.outcome, self.ended_s, self.stamp)
@@ -56,7 +62,9 @@ class ReceiptRing:
         max_receipts: int = MAX_RECEIPTS,
         max_bytes: int = MAX_BYTES,
     ) -> None:
+        """`config` is the one in force."""
         self.config = config
+        self.attainment = Attainment(config.version)
         self.n_bytes = 0
         self._unix_s = unix_s
         self._max_receipts = max_receipts
@@ -75,9 +83,17 @@ class ReceiptRing:
             f"ReceiptRing({len(self)} kept, {self._next_number - 1} in all, {self.n_bytes} bytes)"
         )
 
+    def put_in_force(self, config: gw.GatewayConfig) -> None:
+        """From now on requests are decided under this configuration."""
+        self.config = config
+        self.attainment.restart(config.version)
+
     def add(self, record: Record, outcome: Outcome, now_s: float) -> Stamp:
         """Keep what a request leaves behind; it must not change any more."""
-        stamp = Stamp(self._next_number, self._unix_s(), self.config.version)
+        decided = record.decision
+        version = self.config.version if decided is None else decided.stages[-1].config_version
+        stamp = Stamp(self._next_number, self._unix_s(), version)
+        self.attainment.count(record)
         entry = Entry(record, outcome, now_s, stamp, _n_bytes(record))
         self._next_number += 1
         self._entries.append(entry)

@@ -79,7 +79,7 @@ class Recheck:
 
     def __init__(self) -> None:
         self.n_receipts = self.n_choices = self.n_mismatches = self.n_missed = 0
-        self._rules: Rules | None = None
+        self._configs: dict[str, Rules] = {}
 
     @property
     def ok(self) -> bool:
@@ -102,15 +102,16 @@ class Recheck:
     def _line(self, response: gw.WatchReceiptsResponse) -> Iterator[str]:
         self.n_missed += response.missed
         if response.HasField("config"):
-            self._rules = read_config(response.config)
+            rules = read_config(response.config)
+            self._configs[rules.version] = rules
             return
         if not response.HasField("receipt"):
             raise Damaged("must have a config or a receipt")
-        if self._rules is None:
+        if not self._configs:
             raise Damaged("config: must come before the first receipt")
         receipt = response.receipt
         self.n_receipts += 1
-        for mismatch in decide_again(receipt, self._rules):
+        for mismatch in decide_again(receipt, self._configs):
             self.n_choices += 1
             if mismatch is not None:
                 self.n_mismatches += 1

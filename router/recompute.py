@@ -12,7 +12,7 @@ order of the candidates, nor `text`, `attempts`, `actual`, the number of retries
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -52,26 +52,35 @@ class Mismatch(NamedTuple):
     recomputed: str
 
 
-def decide_again(receipt: gw.Receipt, rules: Rules) -> Iterator[Mismatch | None]:
+def decide_again(receipt: gw.Receipt, configs: Mapping[str, Rules]) -> Iterator[Mismatch | None]:
     """Each choice of a receipt, decided again; None: it comes out the same.
 
-    Raises `Damaged` naming the field for a receipt that cannot be decided again.
+    `configs` are the configurations before it, by version. Raises `Damaged` naming the field for a receipt
+    that cannot be decided again.
     """
-    if receipt.config_version != rules.version:
-        raise Damaged(
-            f"receipt.config_version: {receipt.config_version!r} is not the version of the"
-            f" configuration before it, {rules.version!r}"
-        )
-    _check_stages(receipt, rules)
+    _check_stages(receipt, configs)
     places = [(f"receipt.replaced[{at}]", each) for at, each in enumerate(receipt.replaced)]
     last = receipt.decision.stages
     places += [(f"receipt.decision.stages[{at}]", each) for at, each in enumerate(last)]
     for place, choice in places:
+        rules = _rules(place, choice.config_version, configs)
         yield _decide_again(place, choice, receipt.decision, rules)
 
 
-def _check_stages(receipt: gw.Receipt, rules: Rules) -> None:
+def _rules(place: str, version: str, configs: Mapping[str, Rules]) -> Rules:
+    try:
+        return configs[version]
+    except KeyError:
+        known = ", ".join(map(repr, configs))
+        raise Damaged(
+            f"{place}.config_version: {version!r} is not the version of a configuration before it,"
+            f" {known}"
+        ) from None
+
+
+def _check_stages(receipt: gw.Receipt, configs: Mapping[str, Rules]) -> None:
     """One choice for each stage of the fleet, in order, or none where none was ever made."""
+    rules = _rules("receipt", receipt.config_version, configs)
     found = [_STAGES.get(choice.stage) for choice in receipt.decision.stages]
     if not found and not receipt.replaced and not receipt.attempts:
         return
@@ -137,6 +146,7 @@ def _ask(recorded: gw.StageChoice, decision: gw.Decision) -> Ask:
             ttft_ms=sla.ttft_ms if sla.HasField("ttft_ms") else None,
             itl_ms=sla.itl_ms if sla.HasField("itl_ms") else None,
             priority=sla.priority if sla.HasField("priority") else None,
+            by_objective=tuple(sla.by_objective),
         ),
         excluded=frozenset(recorded.excluded_workers),
     )
@@ -251,8 +261,8 @@ def _difference(recorded: gw.StageChoice, again: gw.StageChoice) -> tuple[str, s
     return None
 
 
-def _targets(choice: gw.StageChoice) -> list[tuple[str, float, bool]]:
-    return [(target.field, target.ms, target.is_default) for target in choice.targets]
+def _targets(choice: gw.StageChoice) -> list[tuple[str, float, str]]:
+    return [(target.field, target.ms, target.source) for target in choice.targets]
 
 
 def _is_same(told: float | None, found: float | None) -> bool:

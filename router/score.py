@@ -26,7 +26,7 @@ import numpy.typing as npt
 from slagate.pools.member import Stage
 from slagate.pools.pool import PoolView
 from slagate.pools.ranks import Work
-from slagate.pools.table import READY, STATES, Flags, Floats, Ints, RowView
+from slagate.pools.table import LEFT, READY, STATES, Flags, Floats, Ints, RowView, State
 from slagate.router.sla import Sla
 
 STARVED_ROUNDS = 10
@@ -34,8 +34,8 @@ STARVED_ROUNDS = 10
 AT_LIMIT = "at its limit"
 QUEUE_AT_LIMIT = "at its limit of queued prompt tokens"
 KV_AT_LIMIT = "at its limit of KV cache"
-LIMITS = frozenset({AT_LIMIT, QUEUE_AT_LIMIT, KV_AT_LIMIT})
-"""Reasons that pass by themselves, so that it is worth waiting."""
+LIMITS = frozenset({AT_LIMIT, QUEUE_AT_LIMIT, KV_AT_LIMIT, State.JOINING.value})
+"""Reasons that pass by themselves, so that it is worth waiting; who joins is ready, or not, in a moment."""
 
 _FEW = 12
 """Points that are interpolated faster one by one."""
@@ -43,8 +43,18 @@ _FEW = 12
 _KV_TOO_SMALL = "its KV cache is too small for the prompt"
 _FAILED = "failed this request"
 _OTHER_MODEL = "does not serve the model"
-_REASONS = ("", *(s.value for s in STATES), _FAILED, _OTHER_MODEL, _KV_TOO_SMALL, *sorted(LIMITS))
+_REASONS = (
+    "",
+    *(s.value for s in STATES),
+    _FAILED,
+    _OTHER_MODEL,
+    _KV_TOO_SMALL,
+    AT_LIMIT,
+    QUEUE_AT_LIMIT,
+    KV_AT_LIMIT,
+)
 _CODES = {reason: code for code, reason in enumerate(_REASONS)}
+_LEFT = _CODES[State.LEFT.value]
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
@@ -60,6 +70,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One row, scored."""
 
     row: int
+    number: int  # of the row among those whose worker has not left
     view: RowView
     pool: str
     score_s: float
@@ -78,7 +89,7 @@ class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
     _reasons: npt.NDArray[np.int8]  # places in `_REASONS`
 
     def __len__(self) -> int:
-        return len(self.score_s)
+        return len(self.score_s) - int(np.count_nonzero(self._has_left))
 
     @property
     def n_open(self) -> int:
@@ -88,13 +99,14 @@ class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def reasons(self) -> set[str]:
         """Why rows may not be chosen."""
-        return {_REASONS[code] for code in np.unique(self._reasons) if code}
+        return {_REASONS[code] for code in np.unique(self._reasons) if code not in (0, _LEFT)}
 
     def candidate(self, row: int) -> Candidate:
         """One row."""
         pool, estimator = self.pool, self.pool.estimator
         return Candidate(
             row=row,
+            number=row - int(np.count_nonzero(self._has_left[:row])),
             view=pool.view(row),
             pool=pool.name,
             score_s=float(self.score_s[row]),
@@ -157,7 +169,13 @@ class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
         """Rows as they are preferred: the open ones first, none suspect, by score and last turn."""
         rows = self.pool.rows
         keys = (rows.ints("last_chosen"), self.score_s, rows.suspects, self._reasons != 0)
-        return np.lexsort(keys)
+        order = np.lexsort(keys)
+        return order[~self._has_left[order]]
+
+    @property
+    def _has_left(self) -> Flags:
+        has_left: Flags = self.pool.rows.states == LEFT
+        return has_left
 
 
 def score_pool(stage: Stage, ask: Ask, pool: PoolView) -> Scored:

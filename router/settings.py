@@ -18,6 +18,10 @@ class Settings:
     """Limit of a request whose client set no deadline."""
     drain_s: float = 30.0
     """How long running requests get to finish after SIGTERM."""
+    worker_drain_s: float = 600.0
+    """How long a worker that a reload removed gets to finish its requests."""
+    watch_config: bool = False
+    """Whether the configuration is reloaded when its files change."""
     max_attempts: int = 3
     """Workers that one stage of a request may try."""
     policy: str = "prefix"

@@ -13,9 +13,12 @@ the key: a target that is silently dropped is the failure this gateway exists to
 import difflib
 import math
 import re
+from collections.abc import Mapping
 
 import msgspec
+from msgspec import structs
 
+from slagate.pools.grid_file import Objective
 from slagate.router.errors import InvalidRequest
 from slagate.workers.legs import TARGET_RANK
 from slagate.workers.worker import Metadata
@@ -59,6 +62,24 @@ class Sla(msgspec.Struct, frozen=True, gc=False):
     fairness_id: str = ""
     session_id: str = ""
     receipt: bool = False
+    by_objective: tuple[
+        str, ...
+    ] = ()  # what the request did not say, and the default of its class did
+
+    def with_defaults(self, objectives: Mapping[str, Objective]) -> "Sla":
+        """What it asks for, with what its class means by saying nothing.
+
+        "*" is for requests of no class, or of one that has no entry.
+        """
+        default = objectives.get(self.objective) or objectives.get("*")
+        if default is None:
+            return self
+        found = {
+            name: getattr(default, name)
+            for name in ("ttft_ms", "itl_ms", "priority")
+            if getattr(self, name) is None and getattr(default, name) is not None
+        }
+        return structs.replace(self, **found, by_objective=tuple(found))
 
 
 def parse_sla(metadata: Metadata, *, receipts: bool = True) -> Sla:

@@ -9,8 +9,9 @@ import anyio
 import grpc
 from msgspec.structs import replace
 
-from slagate.pools.member import Lease, Member, Stage
-from slagate.pools.table import State
+from slagate.pools.estimator import Estimator
+from slagate.pools.lease import Lease
+from slagate.pools.member import Member, Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.assignment import Assignment
 from slagate.router.dispatch import Dispatcher
@@ -19,6 +20,7 @@ from slagate.router.handoff import Handoff, Releaser
 from slagate.router.leg import LegSink
 from slagate.router.live import LiveRequests
 from slagate.router.metrics import Metrics
+from slagate.router.policy import StageChoice
 from slagate.router.receipt_ring import ReceiptRing
 from slagate.router.receipts import Record
 from slagate.router.request import Request
@@ -97,9 +99,11 @@ class Turn:
         done_s = self.gateway.now_s() if stage is Stage.PREFILL else record.tally.first_token_s
         if done_s is None:
             return
-        pool, view = self.gateway.dispatcher.fleet.pools[choice.pool], choice.winner.view
-        work_s = view.queued_s + view.foreign_s + pool.estimator.frozen().host_s(view.host_tokens)
-        pool.estimator.observe_prefill(
+        estimator, view = self._estimator(choice), choice.winner.view
+        if estimator is None:
+            return
+        work_s = view.queued_s + view.foreign_s + estimator.frozen().host_s(view.host_tokens)
+        estimator.observe_prefill(
             self.ask.isl_tokens - cached_tokens,
             cached_tokens,
             queued_s=work_s,
@@ -111,14 +115,24 @@ class Turn:
         itl_s, decision = self.record.itl_s, self.record.decision
         if itl_s is None or decision is None:
             return
-        winner = decision.stage(stage).winner
+        choice = decision.stage(stage)
+        winner, estimator = choice.winner, self._estimator(choice)
         assert winner is not None
+        if estimator is None:
+            return
         batch = winner.view.inflight + winner.view.foreign_requests + 1
         mean_tokens = (winner.view.context_tokens + self.ask.isl_tokens) / (
             winner.view.inflight + 1
         )
-        pool = self.gateway.dispatcher.fleet.pools[winner.pool]
-        pool.estimator.observe_itl(batch, mean_tokens, seconds=itl_s)
+        estimator.observe_itl(batch, mean_tokens, seconds=itl_s)
+
+    def _estimator(self, choice: StageChoice) -> Estimator | None:
+        """What learns from a choice; None: its pool has gone, or is of other workers by now."""
+        pool = self.gateway.dispatcher.fleet.pool(choice.pool, choice.stage)
+        predicted_by = choice.scored[-1].pool.estimator.profile
+        if pool is None or pool.estimator.frozen().profile is not predicted_by:
+            return None
+        return pool.estimator
 
     def let_go(self) -> None:
         """Give back whatever is still held. Idempotent, never waits."""
@@ -153,7 +167,7 @@ class Turn:
         """One call to a worker, waited for; cancelled when this coroutine is."""
         member = lease.member
         assert member.worker is not None, member
-        if member.state is not State.READY:
+        if not member.is_up:
             # Leased when it was; a leg to it now would be waited for until the deadline.
             sink.worker_lost(member.reason)
             return
@@ -161,7 +175,7 @@ class Turn:
         leg_call = member.worker.generate(
             leg, self._leg_metadata(lease), sink, timeout_s=remaining_s
         )
-        member.on_leave.add(sink.worker_lost)
+        member.legs.add(sink)
         try:
             await sink.complete.wait()
             if sink.failure() is None:
@@ -170,7 +184,7 @@ class Turn:
                 with anyio.move_on_after(TRAILER_LIMIT_S, shield=sink.answers_client):
                     await sink.ended.wait()
         finally:
-            member.on_leave.discard(sink.worker_lost)
+            member.legs.discard(sink)
             leg_call.cancel()
 
     def splice(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Splice:
@@ -199,8 +213,9 @@ class Turn:
             metadata.append((key, str(lease.rank)))
         model = member.models.get(self.request.model)
         # TensorRT-LLM fails the whole request over a priority that it does not support.
-        if self.ask.sla.priority is not None and model and model.generation.supports_priority:
-            metadata.append((PRIORITY, str(self.ask.sla.priority)))
+        priority = self.assignment.decision.ask.sla.priority
+        if priority is not None and model and model.generation.supports_priority:
+            metadata.append((PRIORITY, str(priority)))
         return metadata
 
     def park(self, session: oe.KvSessionRef) -> None:
@@ -258,7 +273,8 @@ class Turn:
             raise failure from None
         finally:
             self.record.waited_s += self.gateway.now_s() - started_s
-        dispatcher.fleet.pools[lost_by.pool].retries_total += 1
+        if (pool := dispatcher.fleet.pool(lost_by.pool, lost_by.stage)) is not None:
+            pool.retries_total += 1
         return found
 
     def _note_retry(self, stage: Stage, failure: LegFailed | RequestError) -> None:

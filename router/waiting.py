@@ -30,13 +30,13 @@ class Ticket:
         ask: Ask,
         prompt: Prompt | None,
         *,
-        stages: tuple[Stage, ...],
+        stages: tuple[Stage, ...] | None,
         decision: Decision,
         since_s: float,
     ) -> None:
         self.ask = ask
         self.prompt = prompt
-        self.stages = stages
+        self.stages = stages  # None: all that the configuration has
         self.decision = decision  # the newest one
         self.since_s = since_s
         self.outcome: Assignment | RequestError | None = None
@@ -59,8 +59,8 @@ class Ticket:
     @property
     def lane(self) -> Hashable:
         """What it waits for; who has failed it is part of that, as others may go there."""
-        orders = (choice.pool_order for choice in self.decision.stages)
-        return (self.ask.model, self.stages, self.ask.excluded, *orders)
+        orders = ((choice.stage, choice.pool_order) for choice in self.decision.stages)
+        return (self.ask.model, self.ask.excluded, *orders)
 
     def held_up_by(self, taken: Collection[str]) -> list[StageChoice]:
         """Stages that have nobody, or only somebody of a pool that an older request waits for."""
@@ -115,7 +115,7 @@ class Lanes:
         if not self.n_waiting:
             return True
         lane = self._lanes.get(ticket.lane)
-        taken = self._kept()
+        taken = self.kept()
         in_line = lane is not None and bool(lane.tickets)
         return not in_line and not any(choice.pool in taken for choice in ticket.decision.stages)
 
@@ -123,9 +123,16 @@ class Lanes:
         """Let it wait, behind those of its lane."""
         lane = self._lanes.setdefault(ticket.lane, _Lane(ticket.lane))
         if not lane.tickets:
-            lane.wait_for(ticket.held_up_by(self._kept()))
+            lane.wait_for(ticket.held_up_by(self.kept()))
         lane.tickets.append(ticket)
         self.n_waiting += 1
+
+    def clear(self) -> list[Ticket]:
+        """Let nobody wait any more; those who did, the oldest first."""
+        tickets = [ticket for lane in self._waiting() for ticket in lane.tickets]
+        self._lanes.clear()
+        self.n_waiting = 0
+        return sorted(tickets, key=lambda ticket: ticket.since_s)
 
     def hint_ms(self, ticket: Ticket) -> int:
         """When one more like this would have its turn, as things go."""
@@ -180,5 +187,6 @@ class Lanes:
     def _waiting(self) -> Iterator[_Lane]:
         return (lane for lane in self._lanes.values() if lane.tickets)
 
-    def _kept(self) -> set[str]:
+    def kept(self) -> set[str]:
+        """Pools that younger requests of other lanes leave to those who wait."""
         return set().union(*(lane.kept for lane in self._waiting()))

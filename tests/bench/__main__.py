@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import cancel, decisions, double, event_burst, prefix_index, relay, worker
+from bench import cancel, decisions, double, event_burst, prefix_index, relay, reload, worker
 
 BENCHMARKS = {
     "cancel": cancel.measure,
@@ -20,6 +20,7 @@ BENCHMARKS = {
     "prefix": prefix_index.measure,
     "decision": decisions.measure,
     "burst": event_burst.measure,
+    "reload": reload.measure,
 }
 
 

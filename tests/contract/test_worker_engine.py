@@ -202,7 +202,7 @@ def test_a_request_that_never_fits_is_wrong_and_then_cut(play: Play, role: str) 
         cache = {"max_tokens": 64 * 32}
         async with (
             setup.engine("prefill") as prefill,
-            setup.engine(role, kv_cache_config=cache) as at,
+            setup.engine(role, kv_cache_config=cache, sim_settings={"time_scale": 0}) as at,
         ):
 
             async def answer(leg: oe.GenerateRequest) -> KeepingSink:

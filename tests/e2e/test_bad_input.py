@@ -210,12 +210,12 @@ def test_stream_01_a_worker_sees_the_clients_deadline_or_the_gateways_limit(
     assert without.tokens == TOKENS
     limit_s = served.worker.calls[-1].remaining_s
     assert limit_s is not None
-    # On the wire gRPC rounds a time up to three digits or so: to the second here, to 0.01 s below.
+    # On the wire gRPC rounds a time up to three digits or so: to the second or less here.
     assert 500 < limit_s <= 601
-    read(served.client.start(good(), timeout_s=5))
+    read(served.client.start(good(), timeout_s=50))
     remaining_s = served.worker.calls[-1].remaining_s
     assert remaining_s is not None
-    assert 3 < remaining_s <= 5.1
+    assert 30 < remaining_s <= 51
 
 
 def test_a_worker_gets_an_id_of_the_gateways_own(served: Served) -> None:

@@ -107,7 +107,7 @@ def test_explain_decides_and_sends_nothing(disagg: Cluster) -> None:
         assert (
             scores[choice["worker"]] == choice["candidates"][0]["score_s"] == min(scores.values())
         )
-        assert [target["is_default"] for target in choice["targets"]] == [False]
+        assert [target["source"] for target in choice["targets"]] == ["request"]
     assert prefill["candidates"][0]["predicted_ttft_ms"] > 0
     assert decode["candidates"][0]["predicted_itl_ms"] > 0
     assert decision["text"]

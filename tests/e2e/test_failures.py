@@ -11,7 +11,6 @@ import pytest
 from support.foreign_client import Client, read, read_tokens, request
 from support.foreign_worker import ForeignWorker, Received, foreign_worker, token_response
 from support.processes import (
-    LOOPBACK,
     Gateway,
     eventually,
     fleet_config,
@@ -26,6 +25,9 @@ from support.sim_tokens import expected, prompt
 LEAVE_LIMIT_S = 6.0
 RETURN_LIMIT_S = 15.0
 
+APART = "127.0.0.2"
+"""Where a port is still free after a while: the other tests take theirs at `LOOPBACK`."""
+
 _PRIVATE = re.compile(r"\d+\.\d+\.\d+\.\d+|:\d{4,5}|ipv[46]:|Traceback|<class|\w+Error\b|/\w+/\w+")
 
 
@@ -37,15 +39,15 @@ def assert_fit_for_a_client(details: str) -> None:
 
 def free_address() -> str:
     """An address nobody listens on at the moment."""
-    with socket.create_server((LOOPBACK, 0)) as server:
-        return f"{LOOPBACK}:{server.getsockname()[1]}"
+    with socket.create_server((APART, 0)) as server:
+        return f"{APART}:{server.getsockname()[1]}"
 
 
 def test_health_05_the_only_decode_worker_dies_mid_stream_and_returns(tmp_path: Path) -> None:
     """HEALTH-05: one UNAVAILABLE for the client, /readyz follows the worker, /healthz does not."""
     with (
         running("p", worker_arguments("prefill"), tmp_path) as p,
-        running("d", worker_arguments("decode"), tmp_path) as d,
+        running("d", worker_arguments("decode", listen=f"{APART}:0"), tmp_path) as d,
         gateway(
             tmp_path,
             fleet_config({"p": ("prefill", [p.address]), "d": ("decode", [d.address])}),
@@ -97,7 +99,7 @@ def test_health_06_a_gateway_is_not_ready_before_its_workers(tmp_path: Path) -> 
         assert served.http("/readyz") == (503, "no agg worker is ready\n")
         assert served.http("/healthz")[0] == 200
         # Its deadline is the proof of "at once": a gateway that waited would give DEADLINE_EXCEEDED.
-        answer = read(client.start(request(prompt(50), 5), timeout_s=0.5))
+        answer = read(client.start(request(prompt(50), 5), timeout_s=2))
         assert answer.code is grpc.StatusCode.UNAVAILABLE
         assert_fit_for_a_client(answer.details)
         assert [worker.state for worker in served.workers()] == ["connecting"]

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from slagate.pools.axis import Axis
 from slagate.pools.errors import ConfigError
-from slagate.pools.grid import Axis
 from slagate.pools.grid_config import FleetConfig, parse_config
 from slagate.router.grid_select import select_lines
 from support.fleet_files import agg_file, disagg_file

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from slagate.pools.member import Lease
+from slagate.pools.lease import Lease
 from slagate.pools.ranks import Work
 from slagate.pools.table import State
 from support.builders import pool

@@ -139,7 +139,7 @@ def another_target(choice: gw.StageChoice, rng: random.Random) -> bool:
 
 def given_target(choice: gw.StageChoice, rng: random.Random) -> bool:
     target = rng.choice(choice.targets)
-    target.is_default = not target.is_default
+    target.source = "objective" if target.source != "objective" else "grid"
     return True
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from slagate.pools.axis import Axis
 from slagate.pools.estimator import Estimator
-from slagate.pools.fleet import Fleet
-from slagate.pools.grid import Axis, StageGrid
+from slagate.pools.fleet import Fleet, prepare
+from slagate.pools.grid import StageGrid
 from slagate.pools.grid_config import FleetConfig, parse_config
 from slagate.pools.member import Member, Stage
 from slagate.pools.overlap import Prompt
@@ -115,7 +116,7 @@ def one_cell(stage: Stage, *names: str, retry: bool = False) -> StageGrid:
     field = "ttft_ms" if stage is Stage.PREFILL else "itl_ms"
     return StageGrid(
         axes=(Axis("isl", 0, 1000, 1), Axis(field, 0, 100, 1)),
-        cells=(len(names) - 1,),
+        cells=((len(names) - 1,),),
         pool_names=names,
         priorities=tuple(range(len(names))),
         retry=retry,
@@ -153,7 +154,7 @@ def config(
 
 def fleet(mode: str = "disagg", *, ready: bool = True, **more: Any) -> Fleet:
     """The fleet of `config(mode, ...)`, every worker ready and serving `MODEL` unless told otherwise."""
-    made = Fleet(config(mode, **more))
+    made = Fleet(prepare(config(mode, **more)))
     for each in made.members():
         if ready:
             each.models = {MODEL: model_info()}
@@ -161,11 +162,17 @@ def fleet(mode: str = "disagg", *, ready: bool = True, **more: Any) -> Fleet:
     return made
 
 
+def put_in(member: Member, state: State) -> None:
+    """A member in another state of health, however it came to that."""
+    member._health.state = state
+    member._show_state()
+
+
 def pool(*addresses: str, stage: Stage = Stage.AGG, max_inflight: int | None = None) -> Pool:
     limits = Limits(max_inflight=max_inflight)
-    made = Pool(
-        "pool", stage=stage, index=0, addresses=addresses, estimator=Estimator(), limits=limits
-    )
+    made = Pool("pool", stage=stage, index=0, estimator=Estimator(), limits=limits)
+    for address in addresses:
+        made.join(address)
     for each in made.members.values():
         each.models = {MODEL: model_info()}
         each.probe_ok()

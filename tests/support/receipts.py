@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from slagate.pools.estimator import Coefficients
-from slagate.pools.fleet import Fleet
+from slagate.pools.fleet import Fleet, prepare
 from slagate.pools.grid_config import parse_config
 from slagate.pools.member import Stage
 from slagate.pools.pool import PoolView
@@ -51,9 +51,9 @@ class RandomFleet:
         overrides = {"min_priority": 5, "max_priority": 9, "target_pool": 1}
         for stage in stages:
             content[f"{stage}_pool_selection_strategy"]["priority_overrides"] = [overrides]
-        config = parse_config(content, source="fleet.json")
-        self._fleet = Fleet(config)
-        self.config = config_message(config, self._fleet.pools.values(), policy="prefix")
+        prepared = prepare(parse_config(content, source="fleet.json"))
+        self.config = config_message(prepared, policy="prefix")
+        self._fleet = Fleet(prepared)
 
     def receipt(self, rng: random.Random, number: int = 1) -> gw.Receipt:
         """The full receipt of one request, some with workers that failed."""
@@ -70,6 +70,8 @@ class RandomFleet:
                 grid = self._fleet.grids[choice.stage]
                 choice = choose_stage(choice.stage, ask, grid, pools, rng=rng)
                 record.decision = record.decision.replace(choice)
+        for choice in record.choices:
+            choice.config = self.config
         stamp = Stamp(number, 1.5, self.config.version)
         return at_once(record.full(Outcome.COMPLETED, 1.0, stamp))
 

@@ -6,21 +6,23 @@ from typing import Any
 import grpc
 import pytest
 
-from slagate.pools.fleet import Fleet
-from slagate.pools.grid_config import parse_config
+from slagate.pools.fleet import Fleet, prepare
+from slagate.pools.grid_config import FleetConfig, parse_config
 from slagate.pools.ranks import Work
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.admin import AdminService
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Outcome
+from slagate.router.metrics import Metrics
 from slagate.router.receipt_ring import ReceiptRing
 from slagate.router.receipts import Record
+from slagate.router.reload import Proposal, Reloader
 from slagate.router.request import parse_request
 from slagate.router.score import Ask
 from slagate.router.settings import Settings
 from slagate.router.sla import Sla
-from support.builders import MODEL, fleet, request, rng
+from support.builders import MODEL, config, fleet, request, rng
 from support.context import Aborted, Context
 from support.fleet_files import disagg_file
 from support.virtual_loop import run
@@ -29,13 +31,42 @@ Code = grpc.StatusCode
 CONFIG = gw.GatewayConfig(version="v1", policy="prefix")
 
 
-def admin(of: Fleet) -> AdminService:
+class Nowhere:
+    """A source that nobody reads."""
+
+    def read(self) -> FleetConfig:
+        raise AssertionError
+
+    def parse(self, text: str) -> FleetConfig:
+        raise AssertionError(text)
+
+    def stamp(self) -> object:
+        raise AssertionError
+
+
+def service(
+    dispatcher: Dispatcher, ring: ReceiptRing, settings: Settings | None = None
+) -> AdminService:
+    reloader = Reloader(
+        Proposal(prepare(config()), CONFIG),
+        dispatcher=dispatcher,
+        receipts=ring,
+        metrics=Metrics(),
+        now_s=lambda: 90.0,
+    )
     return AdminService(
-        Dispatcher(of, rng=rng()),
-        Settings(max_attempts=4),
-        receipts=ReceiptRing(CONFIG, unix_s=lambda: 1.5),
+        dispatcher,
+        settings or Settings(),
+        reloader=reloader,
+        source=Nowhere(),
+        receipts=ring,
         now_s=lambda: 100.0,
     )
+
+
+def admin(of: Fleet) -> AdminService:
+    ring = ReceiptRing(CONFIG, unix_s=lambda: 1.5)
+    return service(Dispatcher(of, rng=rng()), ring, Settings(max_attempts=4))
 
 
 def explain(of: Fleet, message: oe.GenerateRequest, *metadata: tuple[str, str]) -> gw.Decision:
@@ -96,7 +127,7 @@ def test_cfg_11_list_pools_says_how_often_and_where_a_request_may_be_tried() -> 
     content = disagg_file() | {"enable_priority_retry": True}
     names = [*content["prefill_pools"], *content["decode_pools"]]
     content["pools"] = {name: {"workers": [f"{name}:1"]} for name in names}
-    of = Fleet(parse_config(content, source="f"))
+    of = Fleet(prepare(parse_config(content, source="f")))
     answer = run(admin(of).ListPools, gw.ListPoolsRequest(), Context())
     assert answer.max_attempts == 4
     orders = {pool.name: list(pool.pool_order) for pool in answer.pools}
@@ -159,11 +190,11 @@ def test_list_pools_says_how_workers_are_chosen_how_many_wait_and_how_wrong_pred
     async def main() -> gw.ListPoolsResponse:
         dispatcher = Dispatcher(of, rng=rng())
         ring = ReceiptRing(CONFIG, unix_s=lambda: 1.5)
-        service = AdminService(dispatcher, Settings(), receipts=ring, now_s=lambda: 100.0)
+        asked = service(dispatcher, ring)
         with ExitStack() as tickets:
             for _ in range(3):
                 tickets.enter_context(dispatcher.submit(Ask(MODEL, 10, Sla())))
-            return await service.ListPools(gw.ListPoolsRequest(), Context())
+            return await asked.ListPools(gw.ListPoolsRequest(), Context())
 
     answer = run(main)
     assert (answer.policy, answer.waiting_requests) == ("prefix", 1)
@@ -186,15 +217,13 @@ def test_list_workers_compares_predicted_with_cached_tokens() -> None:
 
 def test_watch_receipts_begins_with_the_configuration() -> None:
     ring = ReceiptRing(CONFIG, unix_s=lambda: 1.5, max_receipts=3)
-    service = AdminService(
-        Dispatcher(fleet(), rng=rng()), Settings(), receipts=ring, now_s=lambda: 100.0
-    )
+    asked = service(Dispatcher(fleet(), rng=rng()), ring)
     for _ in range(5):
         ring.add(Record(0.0), Outcome.INVALID, 1.0)
 
     async def watch(**request: Any) -> list[gw.WatchReceiptsResponse]:
         wanted = gw.WatchReceiptsRequest(**request)
-        return [each async for each in service.WatchReceipts(wanted, Context())]
+        return [each async for each in asked.WatchReceipts(wanted, Context())]
 
     first, *others = run(watch)
     assert first == gw.WatchReceiptsResponse(config=CONFIG)
@@ -209,14 +238,12 @@ def test_watch_receipts_begins_with_the_configuration() -> None:
 
 def test_watch_receipts_says_how_many_a_slow_reader_missed() -> None:
     ring = ReceiptRing(CONFIG, unix_s=lambda: 1.5, max_receipts=2)
-    service = AdminService(
-        Dispatcher(fleet(), rng=rng()), Settings(), receipts=ring, now_s=lambda: 100.0
-    )
+    asked = service(Dispatcher(fleet(), rng=rng()), ring)
 
     async def main() -> list[tuple[int, int]]:
         got = []
         ring.add(Record(0.0), Outcome.INVALID, 1.0)
-        async for each in service.WatchReceipts(gw.WatchReceiptsRequest(follow=True), Context()):
+        async for each in asked.WatchReceipts(gw.WatchReceiptsRequest(follow=True), Context()):
             got.append((each.receipt.number, each.missed))
             if each.receipt.number == 1:
                 for _ in range(6):

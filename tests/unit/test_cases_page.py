@@ -4,7 +4,11 @@ import re
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-IDS = [*(f"KV-{n:02}" for n in range(1, 20)), *(f"SCORE-{n:02}" for n in range(1, 12))]
+IDS = [
+    *(f"KV-{n:02}" for n in range(1, 20)),
+    *(f"SCORE-{n:02}" for n in range(1, 12)),
+    *(f"OPS-{n:02}" for n in range(1, 8)),
+]
 
 
 def test_every_case_is_on_the_page_and_in_the_tests_it_names() -> None:

@@ -121,19 +121,31 @@ def test_workers_show_their_events_and_what_came_of_predictions(
         prefix=gw.PrefixTruth(predicted_tokens=1000, engine_cached_tokens=1200, requests=3),
     )
     pools = gw.ListPoolsResponse(
-        pools=[gw.PoolStatus(name="p", stage=gw.STAGE_PREFILL, prefill_error=0.126)],
+        pools=[
+            gw.PoolStatus(
+                name="p",
+                stage=gw.STAGE_PREFILL,
+                prefill_error=0.126,
+                workers=3,
+                workers_ready=2,
+                workers_draining=1,
+            )
+        ],
         policy="prefix",
         max_attempts=3,
         waiting_requests=4,
         warnings=["old key"],
+        config_version="5f0c",
+        config_age_s=4321.4,
     )
     silent = gw.WorkerStatus(worker="v:1", pool="p", state="not_ready", reason="gone")
     print_pools(pools, gw.ListWorkersResponse(workers=[worker, silent]))
     out = capsys.readouterr().out
     assert "policy prefix; a stage may try 3 workers; 4 requests wait" in out
     assert "warning: old key" in out
+    assert "configuration 5f0c, in force for 4,321 s\n" in out
     (_, pool, header, first, second) = rows(out)
-    assert (pool[0], pool[4], pool[5]) == ("p", "13%", "-")
+    assert (pool[0], pool[4], pool[5], pool[6]) == ("p", "13%", "-", "2/3 (+1 draining)")
     assert header[4:6] == ["KV events", "cached (predicted)"]
     assert first[4:6] == ["none (it has no such RPC)", "1,200 (1,000)"]
     assert (second[2], second[4], second[5]) == ("not_ready (gone)", "-", "-")

@@ -6,8 +6,9 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from slagate.pools.member import Stage, Work
+from slagate.pools.member import Stage
 from slagate.pools.overlap import Prompt
+from slagate.pools.ranks import Work
 from slagate.router.policy import choose
 from support.builders import MODEL, ask, fleet, rng
 

@@ -3,7 +3,7 @@ import logging
 import grpc
 import pytest
 
-from slagate.pools.fleet import Fleet
+from slagate.pools.fleet import Fleet, prepare
 from slagate.pools.grid_config import parse_config
 from slagate.pools.member import Stage
 from slagate.pools.table import State
@@ -12,7 +12,7 @@ from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import RETRY_PUSHBACK, NoWorker, Overloaded, UnknownModel
 from slagate.router.policy import Decision
 from slagate.router.score import Candidate
-from support.builders import MODEL, ask, fleet, model_info, rng, take_now
+from support.builders import MODEL, ask, fleet, model_info, put_in, rng, take_now
 from support.fleet_files import disagg_file
 
 DOWN = (State.CONNECTING, State.NOT_READY, State.REFUSED)
@@ -70,7 +70,7 @@ def test_health_03_an_unknown_model_is_not_found_and_no_worker_is_unavailable() 
     assert unknown.value.code is grpc.StatusCode.NOT_FOUND
     for state in DOWN:
         for member in d.fleet.members():
-            member.state = state
+            put_in(member, state)
         with pytest.raises(NoWorker) as down:
             assign(d)
         assert down.value.code is grpc.StatusCode.UNAVAILABLE
@@ -84,7 +84,7 @@ def test_health_03_a_model_whose_workers_are_gone_is_still_known() -> None:
     assign(d).release()
     for member in d.fleet.members():
         member.models = {}
-        member.state = State.NOT_READY
+        put_in(member, State.NOT_READY)
     with pytest.raises(NoWorker):
         assign(d)
 
@@ -154,7 +154,7 @@ def test_cfg_11_enable_priority_retry_alone_sends_a_failed_request_to_the_faster
         content = disagg_file() | {"enable_priority_retry": retry}
         workers = {"p-fast": "pf:1", "p-bulk": "pb:1", "d-fast": "df:1", "d-bulk": "db:1"}
         content["pools"] = {name: {"workers": [address]} for name, address in workers.items()}
-        of = Fleet(parse_config(content, source="f"))
+        of = Fleet(prepare(parse_config(content, source="f")))
         for member in of.members():
             member.models = {MODEL: model_info()}
             member.probe_ok()
@@ -176,7 +176,7 @@ def spilling() -> Dispatcher:
     content = disagg_file() | {"enable_priority_retry": True}
     workers = {"p-fast": "pf:1", "p-bulk": "pb:1", "d-fast": "df:1", "d-bulk": "db:1"}
     content["pools"] = {name: {"workers": [address]} for name, address in workers.items()}
-    of = Fleet(parse_config(content, source="f"))
+    of = Fleet(prepare(parse_config(content, source="f")))
     for member in of.members():
         member.models = {MODEL: model_info()}
         member.probe_ok()
@@ -191,7 +191,7 @@ def test_i8_a_leg_that_goes_to_another_pool_is_counted_there_and_logged(
     assign(d).release()
     assert {pool.spills_total for pool in d.fleet.pools.values()} == {0}
     assert caplog.records == []
-    d.fleet.pools["p-bulk"].members["pb:1"].state = State.NOT_READY
+    put_in(d.fleet.pools["p-bulk"].members["pb:1"], State.NOT_READY)
     d.explain(ask())
     assert {pool.spills_total for pool in d.fleet.pools.values()} == {0}
     assign(d)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from slagate.pools.event_view import EventView, Mode
-from slagate.pools.fleet import Fleet
+from slagate.pools.fleet import Fleet, prepare
 from slagate.pools.prefix_index import PrefixIndex
 from slagate.pools.watch import watch_fleet
 from slagate.proto import openengine_pb2 as oe
@@ -27,7 +27,7 @@ class Watched:
     """p1 and p2 have events, d1 and d2 would have them."""
 
     def __init__(self, *, prefix: bool = True) -> None:
-        self.fleet = Fleet(config("disagg"), prefix=prefix)
+        self.fleet = Fleet(prepare(config("disagg")), prefix=prefix)
         self.workers = healthy() | {"p1:1": with_events(), "p2:1": with_events()}
 
     @property

@@ -11,7 +11,7 @@ from slagate.router.errors import RETRY_PUSHBACK, Aborted, Outcome
 from slagate.router.settings import Settings
 from slagate.workers.codec import MAX_OPAQUE_STATE_BYTES
 from slagate.workers.worker import OK, Metadata, Status
-from support.builders import MODEL, finished, prefill_ready, request, session, token
+from support.builders import MODEL, finished, prefill_ready, put_in, request, session, token
 from support.fake_worker import HANG, Script, Wait, refusal
 from support.request_path import PEER, Answer, Bench, bench
 from support.virtual_loop import run
@@ -240,7 +240,7 @@ def test_health_03_unknown_model_and_no_ready_worker_are_two_answers() -> None:
         async with bench() as b:
             assert (await b.call(request(model="other"))).status.code is Code.NOT_FOUND
             for member in b.app.fleet.pools["decode"].members.values():
-                member.state = State.NOT_READY
+                put_in(member, State.NOT_READY)
             resting = await b.call()
             assert resting.status.code is Code.UNAVAILABLE
             assert int(dict(resting.status.trailers)[RETRY_PUSHBACK]) > 0
@@ -254,7 +254,7 @@ def test_disagg_03_no_decode_worker_means_no_prefill_either() -> None:
     async def main() -> None:
         async with bench() as b:
             for member in b.app.fleet.pools["prefill"].members.values():
-                member.state = State.NOT_READY
+                put_in(member, State.NOT_READY)
             answers = [await b.call() for _ in range(10)]
             assert {answer.status.code for answer in answers} == {Code.UNAVAILABLE}
             assert b.calls("prefill") == b.calls("decode") == []

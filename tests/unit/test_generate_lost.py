@@ -6,7 +6,7 @@ import anyio
 import grpc
 import pytest
 
-from slagate.pools.member import FAILURES_TO_LEAVE
+from slagate.pools.health import FAILURES_TO_LEAVE
 from slagate.pools.table import State
 from slagate.pools.watch import INTERVAL_S, JITTER_RATIO
 from slagate.proto import openengine_pb2 as oe
@@ -257,6 +257,6 @@ def test_a_leg_that_hears_of_its_worker_goes_on_whatever_the_looks_say() -> None
             (member,) = b.app.fleet.members()
             assert member.state is State.NOT_READY
         await b.check_idle(Outcome.COMPLETED)
-        assert member.on_leave == set()
+        assert member.legs == set()
 
     run(main)

@@ -13,7 +13,7 @@ from slagate.router.generate import RECEIPT_TRAILER
 from slagate.router.receipt_ring import in_turns
 from slagate.router.receipts_cli import Recheck, json_line
 from slagate.router.settings import Settings
-from support.builders import request
+from support.builders import put_in, request
 from support.fake_worker import refusal
 from support.request_path import DECODE_OK, Answer, Bench, bench
 from support.virtual_loop import run
@@ -32,7 +32,7 @@ def test_a_refusal_for_want_of_a_worker_shows_what_was_decided() -> None:
     async def main() -> None:
         async with bench(n_workers=2) as b:
             for member in b.app.fleet.pools["decode"].members.values():
-                member.state = State.NOT_READY
+                put_in(member, State.NOT_READY)
             receipt = (await b.call(metadata=ASK)).receipt
             prefill, decode = receipt.decision.stages
             assert (prefill.worker != "", decode.worker) == (True, "")

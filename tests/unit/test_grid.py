@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from slagate.pools.axis import Axis
 from slagate.pools.errors import SelectError
-from slagate.pools.grid import Axis, PriorityRule, StageGrid
+from slagate.pools.grid import PriorityRule, StageGrid
 from slagate.pools.grid_config import load_config, parse_config
 from support.fleet_files import disagg_file
 from support.fleet_problems import PREFILL
@@ -16,7 +17,7 @@ def grid(*, priorities: tuple[int, ...] = (0, 1, 2), **changes: Any) -> StageGri
     """One row and one column over three pools, so that only rules and retries decide."""
     axes = (Axis("isl", 0, 8000, 1), Axis("ttft_ms", 100, 900, 1))
     names = tuple(f"pool-{at}" for at in range(len(priorities)))
-    return StageGrid(axes, cells=(0,), pool_names=names, priorities=priorities, **changes)
+    return StageGrid(axes, cells=((0,),), pool_names=names, priorities=priorities, **changes)
 
 
 def repr_of(value: object) -> str:

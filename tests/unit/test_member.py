@@ -3,7 +3,9 @@ from typing import Any
 
 import pytest
 
-from slagate.pools.member import FAILURES_TO_LEAVE, Lease, Member, Stage
+from slagate.pools.health import FAILURES_TO_LEAVE
+from slagate.pools.lease import Lease
+from slagate.pools.member import Member, Stage
 from slagate.pools.pool import Pool
 from slagate.pools.ranks import Work
 from slagate.pools.table import UNLIMITED, State, Table
@@ -66,7 +68,7 @@ def test_a_worker_that_came_back_has_all_its_failures_ahead_of_it_again() -> Non
 
 def test_the_reason_says_why_it_is_not_ready() -> None:
     of = Member("w:1", pool="p", stage=Stage.AGG, table=Table())
-    assert of.reason == "not reached yet"
+    assert of.reason == "not looked at yet"
     of.probe_failed("UNAVAILABLE: refused")
     assert of.reason == "UNAVAILABLE: refused"
     of.probe_ok()
@@ -130,33 +132,41 @@ def test_reprs_say_the_state_in_one_line() -> None:
     assert repr(of) == "Pool(pool, [Member(w:1, ready, inflight 1, queued 3, context 4)])"
 
 
+class Leg:
+    def __init__(self, of: Member, *, tell_once: bool = False) -> None:
+        self.told: list[str] = []
+        self._of, self._tell_once = of, tell_once
+        of.legs.add(self)
+
+    def worker_lost(self, reason: str) -> None:
+        self.told.append(reason)
+        if self._tell_once:
+            self._of.legs.discard(self)
+
+    def cut_off(self, reason: str) -> None:
+        self.told.append(f"cut: {reason}")
+
+
 def test_who_holds_a_leg_is_told_once_when_the_worker_leaves_service() -> None:
     of = member()
-    told: list[str] = []
-    of.on_leave.add(told.append)
+    leg = Leg(of)
     probed("xxo", of)
-    assert told == []
+    assert leg.told == []
     probed("xxx", of)
-    assert told == ["slow"]
+    assert leg.told == ["slow"]
     probed("xxxroo", of)
-    assert told == ["slow"]
+    assert leg.told == ["slow"]
     of.refuse("wrong role")
-    of.on_leave.discard(told.append)
+    of.legs.discard(leg)
     probed("ooxxx", of)
-    assert told == ["slow", "wrong role"]
+    assert leg.told == ["slow", "wrong role"]
 
 
 def test_one_that_is_told_may_stop_listening_at_once() -> None:
     of = member()
-    told: list[str] = []
-
-    def tell_once(reason: str) -> None:
-        told.append(reason)
-        of.on_leave.discard(tell_once)
-
-    of.on_leave.add(tell_once)
+    leg = Leg(of, tell_once=True)
     of.refuse("wrong role")
-    assert (told, of.on_leave) == (["wrong role"], set())
+    assert (leg.told, of.legs) == (["wrong role"], set())
 
 
 def test_every_change_of_state_is_logged_by_the_member_itself(
@@ -167,6 +177,7 @@ def test_every_change_of_state_is_logged_by_the_member_itself(
     lines = [vars(record) for record in caplog.records]
     assert {line["message"] for line in lines} == {"member.state"}
     assert [(line["worker"], line["pool"], line["state"], line["reason"]) for line in lines] == [
+        ("w:1", "p", "connecting", "slow"),
         ("w:1", "p", "ready", ""),
         ("w:1", "p", "not_ready", "slow"),
         ("w:1", "p", "ready", ""),

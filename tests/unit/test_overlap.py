@@ -28,10 +28,11 @@ def pool(n: int = 2, *, clock: Clock | None = None, stage: Stage = Stage.PREFILL
         "pool",
         stage=stage,
         index=0,
-        addresses=[f"w{i}:1" for i in range(n)],
         estimator=profiled(),
         now_s=clock or Clock(),
     )
+    for number in range(n):
+        made.join(f"w{number}:1")
     for member in made.members.values():
         member.models = {MODEL: model_info()}
         member.probe_ok()
@@ -184,6 +185,7 @@ def test_the_deeper_of_event_and_expectation_counts() -> None:
 
 def test_a_decode_pool_and_one_without_prefix_know_of_no_cache() -> None:
     assert pool(stage=Stage.DECODE).overlaps is None
-    of = Pool("p", stage=Stage.AGG, index=0, addresses=["w:1"], estimator=profiled(), prefix=False)
+    of = Pool("p", stage=Stage.AGG, index=0, estimator=profiled(), prefix=False)
+    of.join("w:1")
     assert of.overlaps is None
     assert cached(of, prompt(100)) == [(0, 0)]

@@ -115,7 +115,7 @@ def test_a_worker_at_its_limit_spills_to_the_faster_pool() -> None:
     grid = one_cell(Stage.DECODE, "fast", "bulk", retry=True)
     choice = choose_stage(Stage.DECODE, ask(), grid, pools, rng=rng())
     assert winner(choice) == "f:1"
-    assert "pool fast is next in the retry order" in choose_text(choice)
+    assert "pool fast is next in the order" in choose_text(choice)
 
 
 def choose_text(choice: StageChoice) -> str:
@@ -145,11 +145,11 @@ def test_cfg_01_a_missing_target_is_the_middle_of_the_grid_and_said_to_be_a_defa
     grids = {Stage(k): g for k, g in parse_config(content, source="f").stages.items()}
     pools = {n: pool_view(n, [view(f"{n}:1")]) for g in grids.values() for n in g.pool_names}
     prefill, decode = choose(ask(), grids, pools, rng=rng()).stages
-    assert (prefill.targets, prefill.pool) == ((Target("ttft_ms", 500, is_default=True),), "p-bulk")
-    assert (decode.targets, decode.pool) == ((Target("itl_ms", 25, is_default=True),), "d-bulk")
+    assert (prefill.targets, prefill.pool) == ((Target("ttft_ms", 500, source="grid"),), "p-bulk")
+    assert (decode.targets, decode.pool) == ((Target("itl_ms", 25, source="grid"),), "d-bulk")
     prefill = choose(ask(sla=Sla(ttft_ms=500)), grids, pools, rng=rng()).stages[0]
     assert (prefill.targets, prefill.pool) == (
-        (Target("ttft_ms", 500, is_default=False),),
+        (Target("ttft_ms", 500, source="request"),),
         "p-bulk",
     )
 

@@ -90,7 +90,10 @@ def test_every_choice_of_a_retry_is_counted() -> None:
 
 def test_a_receipt_is_stamped_with_number_time_and_version() -> None:
     of = ring()
-    add(of, 2, decision())
+    decided = decision()
+    for choice in decided.stages:
+        choice.config = CONFIG
+    add(of, 2, decided)
 
     async def second() -> gw.Receipt:
         return [await in_turns(e.receipt()) async for e, _ in of.watch()][1]

@@ -290,8 +290,8 @@ def test_a_large_decision_is_put_together_in_small_steps() -> None:
 
 def test_targets_say_what_was_looked_up_and_what_was_only_assumed() -> None:
     prefill, decode = receipt(record(decision(sla=Sla(ttft_ms=70.0)))).decision.stages
-    assert list(prefill.targets) == [gw.Target(field="ttft_ms", ms=70, is_default=False)]
-    assert list(decode.targets) == [gw.Target(field="itl_ms", ms=50, is_default=True)]
+    assert list(prefill.targets) == [gw.Target(field="ttft_ms", ms=70, source="request")]
+    assert list(decode.targets) == [gw.Target(field="itl_ms", ms=50, source="grid")]
 
 
 def test_an_attempt_keeps_its_worker_when_the_stage_is_given_to_another() -> None:

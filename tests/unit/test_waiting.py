@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from slagate.pools.fleet import Fleet
+from slagate.pools.fleet import Fleet, prepare
 from slagate.pools.grid_config import parse_config
 from slagate.pools.member import Stage
 from slagate.pools.ranks import Work
@@ -51,7 +51,7 @@ def two_kinds(**decode: Any) -> Fleet:
     workers = {"p-fast": "pf:1", "p-bulk": "pb:1", "d-fast": "df:1", "d-bulk": "db:1"}
     content["pools"] = {name: {"workers": [address]} for name, address in workers.items()}
     content["pools"]["d-bulk"] |= decode
-    of = Fleet(parse_config(content, source="f"))
+    of = Fleet(prepare(parse_config(content, source="f")))
     for member in of.members():
         member.models = {MODEL: model_info()}
         member.probe_ok()

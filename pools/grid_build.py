@@ -1,0 +1,270 @@
+"""Builds a fleet file from pools and SLA axes: for each cell the cheapest pool that meets all of it."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from slagate.pools.curve import Curve
+from slagate.pools.errors import ConfigError, Problem
+from slagate.pools.grid_build_bands import Bands, as_asked, size_bands, target_bands
+from slagate.pools.grid_build_cells import (
+    BEYOND,
+    INFEASIBLE,
+    BuildPool,
+    BuiltCell,
+    build_cells,
+    crossings,
+)
+from slagate.pools.grid_build_dynamo import Range, Version, dynamo_mapping
+from slagate.pools.grid_build_pools import StagePools, stage_pools
+from slagate.pools.grid_build_spec import (
+    AXES,
+    AxisSpec,
+    BuildSpec,
+    DisaggBuildSpec,
+    PoolBuildSpec,
+    StageSpec,
+    stages_of,
+)
+from slagate.pools.grid_config import parse_config
+from slagate.pools.grid_keys import STAGES
+
+Algorithm = Literal["slagate"] | Version
+ALGORITHMS: tuple[Algorithm, ...] = ("slagate", "dynamo", "dynamo-first")
+
+MAX_SPLITS = 8
+"""Rounds of parting bands where curves cross; each leaves less to part."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltStage:
+    """The grid of one stage. `cells` is empty where an algorithm of Dynamo's made the mapping."""
+
+    pools: tuple[BuildPool, ...]
+    size: Bands | None  # None: a grid without sizes
+    targets: tuple[Bands, ...]
+    cells: tuple[BuiltCell, ...]
+    added_edges: tuple[int, ...] = ()
+
+    def cells_of(self, status: str) -> list[BuiltCell]:
+        """The cells with this status."""
+        return [cell for cell in self.cells if cell.status == status]
+
+    @property
+    def contested(self) -> list[BuiltCell]:
+        """Cells of the range asked for that no single pool is right for."""
+        return [c for c in self.cells if c.contested_tokens is not None and c.status != BEYOND]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltFleet:
+    """A fleet file's content, and by stage how it came to be."""
+
+    content: dict[str, object]
+    stages: dict[str, BuiltStage]
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether some cell of the range asked for cannot be met, or is contested."""
+        return any(s.cells_of(INFEASIBLE) or s.contested for s in self.stages.values())
+
+
+def build_fleet(
+    spec: BuildSpec,
+    source: str,
+    *,
+    algorithm: Algorithm = "slagate",
+    spill: bool = False,
+    split: bool = True,
+) -> BuiltFleet:
+    """The fleet of `spec`, which `source` names; it loads as a fleet file.
+
+    `spill`: a cell lists the further pools that meet it. `split`: bands are parted where curves cross in a
+    cell that no pool meets. Dynamo's algorithms have neither, and no margin. Raises `ConfigError`.
+    """
+    if algorithm != "slagate":
+        _check_for_dynamo(spec, source, algorithm)
+    content: dict[str, object] = {"mode": spec.mode}
+    if spec.enable_priority_retry:
+        content["enable_priority_retry"] = True
+    if spec.objectives:
+        content["objectives"] = {
+            name: objective.model_dump(exclude_unset=True)
+            for name, objective in spec.objectives.items()
+        }
+    stages = {}
+    entries: dict[str, object] = {}
+    loaded = stage_pools(spec, source)
+    for stage, keys in STAGES[spec.mode].items():
+        part, pools = stages_of(spec)[stage], loaded[stage]
+        if algorithm == "slagate":
+            built = _built(spec, stage, part, pools, split=split)
+            mapping: Sequence[object] = _nested(built, spill=spill)
+        else:
+            built = _plain(stage, part, pools)
+            mapping = _dynamo(part, stage, pools, algorithm)
+        stages[stage] = built
+        axes = {} if built.size is None else built.size.keys()
+        for target in built.targets:
+            axes |= target.keys()
+        content |= {
+            keys.pool_count: len(part.pools),
+            keys.names: [pool.name for pool in part.pools],
+            keys.priorities: priorities(built),
+            keys.strategy: {**axes, keys.mapping: mapping},
+        }
+        entries |= {pool.name: _entry(pool) for pool in part.pools}
+    content["pools"] = entries
+    parse_config(content, source=f"the file built from {source}")
+    return BuiltFleet(content, stages)
+
+
+def priorities(stage: BuiltStage) -> list[int]:
+    """How fast each pool is among those of its stage, 0 first: by the mean logarithm of its latencies.
+
+    They are taken at the upper edges of the bands asked for; equal pools share a number.
+    """
+    edges = [1.0] if stage.size is None else list(stage.size.edges[1:])
+    if stage.size is not None:
+        edges = [edge for edge in edges if edge <= stage.size.asked[1]]
+    slowness = [
+        sum(math.log(curve.ms(edge)) for curve in pool.curves for edge in edges)
+        for pool in stage.pools
+    ]
+    ranks = sorted(set(slowness))
+    return [ranks.index(value) for value in slowness]
+
+
+def _built(
+    spec: BuildSpec, stage: str, part: StageSpec, pools: StagePools, *, split: bool
+) -> BuiltStage:
+    size_field, *target_fields = AXES[stage]
+    targets = [target_bands(field, _axis(part, field)) for field in target_fields]
+    loaded = pools.loaded
+    has_sizes = getattr(part, size_field) is not None
+    if has_sizes:
+        size = size_bands(size_field, _axis(part, size_field), longest_tokens=pools.longest_tokens)
+    else:
+        assert spec.traffic.isl is not None
+        loaded = [_at_one_size(pool, spec.traffic.isl) for pool in loaded]
+        size = Bands(size_field, (0, 1), uniform=True, asked=(0, 1))
+    cells = build_cells(loaded, size, targets, margin=spec.margin)
+    added: set[int] = set()
+    for _ in range(MAX_SPLITS if split and has_sizes and len(targets) == 1 else 0):
+        found = crossings(loaded, size, targets[0], cells)
+        if not found:
+            break
+        added |= found
+        size = size.split(found)
+        cells = build_cells(loaded, size, targets, margin=spec.margin)
+    # A band for what lies beyond that has the pools of the one next to it says nothing.
+    if size.beyond and _alike(cells, 0, (*size.beyond, size.beyond[0] - 1)):
+        cells = _without(cells, 0, size.beyond)
+        size = size.without_beyond()
+    for at, target in enumerate(targets, start=1):
+        if target.beyond and _alike(cells, at, (*target.beyond, target.beyond[-1] + 1)):
+            cells = _without(cells, at, target.beyond)
+            targets[at - 1] = as_asked(target.field, _axis(part, target.field))
+    return BuiltStage(
+        pools=tuple(loaded),
+        size=size if has_sizes else None,
+        targets=tuple(targets),
+        cells=tuple(cells),
+        added_edges=tuple(sorted(added)),
+    )
+
+
+def _alike(cells: Sequence[BuiltCell], axis: int, bands: Collection[int]) -> bool:
+    """Whether these bands of an axis have the same pools."""
+    columns = [tuple(cell.pools[0] for cell in cells if cell.index[axis] == band) for band in bands]
+    return len(set(columns)) == 1
+
+
+def _without(cells: Sequence[BuiltCell], axis: int, bands: Collection[int]) -> list[BuiltCell]:
+    """The cells of the other bands of an axis, counted anew."""
+
+    def moved(index: tuple[int, ...]) -> tuple[int, ...]:
+        n_before = sum(band < index[axis] for band in bands)
+        return (*index[:axis], index[axis] - n_before, *index[axis + 1 :])
+
+    kept = [cell for cell in cells if cell.index[axis] not in bands]
+    return [replace(cell, index=moved(cell.index)) for cell in kept]
+
+
+def _at_one_size(pool: BuildPool, tokens: int) -> BuildPool:
+    return pool._replace(curves=tuple(_level(curve.ms(tokens)) for curve in pool.curves))
+
+
+def _level(ms: float) -> Curve:
+    return Curve(lambda _: ms, math.inf)
+
+
+def _nested(stage: BuiltStage, *, spill: bool) -> list[object]:
+    cells: list[object] = [
+        list(cell.pools) if spill and len(cell.pools) > 1 else cell.pools[0] for cell in stage.cells
+    ]
+    axes = stage.targets if stage.size is None else (stage.size, *stage.targets)
+    for axis in reversed(axes[1:]):
+        n = axis.resolution
+        cells = [cells[at : at + n] for at in range(0, len(cells), n)]
+    return cells
+
+
+def _plain(stage: str, part: StageSpec, pools: StagePools) -> BuiltStage:
+    size, target = (as_asked(field, _axis(part, field)) for field in AXES[stage])
+    return BuiltStage(tuple(pools.loaded), size, (target,), ())
+
+
+def _dynamo(part: StageSpec, stage: str, pools: StagePools, version: Version) -> list[list[int]]:
+    size, latency = (_range(_axis(part, field)) for field in AXES[stage])
+    return dynamo_mapping(
+        [curve.raw_ms for curve in pools.idle],
+        [pool.gpus for pool in pools.loaded],
+        size=size,
+        latency=latency,
+        version=version,
+    )
+
+
+def _check_for_dynamo(spec: BuildSpec, source: str, algorithm: str) -> None:
+    problems = []
+    if not isinstance(spec, DisaggBuildSpec):
+        problems.append(Problem("mode", f"must be disagg with the algorithm {algorithm}"))
+    if spec.margin:
+        problems.append(Problem("margin", f"must be 0 with the algorithm {algorithm}"))
+    for stage, part in stages_of(spec).items():
+        for field in AXES[stage]:
+            axis = getattr(part, field)
+            if axis is not None and axis.edges is not None:
+                reason = f"must be min, max and resolution with the algorithm {algorithm}"
+                problems.append(Problem(f"{stage}.{field}.edges", reason))
+    if problems:
+        raise ConfigError(source, problems)
+
+
+def _axis(part: StageSpec, field: str) -> AxisSpec:
+    axis: AxisSpec = getattr(part, field)
+    return axis
+
+
+def _range(axis: AxisSpec) -> Range:
+    # The spec's rules see to it that these three are there where edges are not.
+    assert axis.min is not None
+    assert axis.max is not None
+    assert axis.resolution is not None
+    return Range(axis.min, axis.max, axis.resolution)
+
+
+def _entry(pool: PoolBuildSpec) -> dict[str, object]:
+    """What the fleet file says of the pool, besides its cells."""
+    cost = int(pool.gpus) if pool.gpus == int(pool.gpus) else pool.gpus
+    values = {
+        "profile": pool.profile,
+        "tp": pool.tp,
+        "cost": cost,
+        "workers": list(pool.workers),
+        "max_inflight": pool.max_inflight,
+        "max_queued_tokens": pool.max_queued_tokens,
+    }
+    return {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,79 @@
+"""What the linter of fleet files looks for: a stable code and a title for each, in groups.
+
+G1 shape of the mapping, G2 axes and default targets, G3 time and cost by profile, G4 traffic, G5 overrides
+and retry, G6 profiles. docs/lint.md has a section for each.
+"""
+
+from types import MappingProxyType
+from typing import NamedTuple
+
+CODES = MappingProxyType(
+    {
+        "G101": "a tighter target maps to a slower pool",
+        "G102": "a longer prompt maps to a slower pool",
+        "G103": "a pool that no request reaches",
+        "G104": "a pool that only retries reach",
+        "G105": "a pool that is only used as spill",
+        "G106": "an axis that does nothing",
+        "G107": "bands that differ in nothing",
+        "G108": "a whole grid of one pool",
+        "G109": "spill goes to a slower pool first",
+        "G201": "requests without a target land in the slowest pool",
+        "G202": "the default of a class lies on the edge of a band",
+        "G203": "the default of a class lies outside the axis",
+        "G204": "a size axis that does not begin at 0",
+        "G205": "size bands narrower than a token",
+        "G206": "latency bands too narrow to tell apart",
+        "G301": "targets that no pool can ever meet",
+        "G302": "long prompts whose targets no pool meets",
+        "G303": "a pool that misses where another one meets",
+        "G304": "a more expensive pool than needed",
+        "G401": "traffic beyond the last size band",
+        "G402": "traffic below the first size band",
+        "G403": "size bands without traffic",
+        "G501": "an override that an earlier one hides",
+        "G502": "an override for priorities that nobody can send",
+        "G503": "a higher priority gets a slower pool",
+        "G504": "pools of equal priority never try each other",
+        "G505": "retry is on and changes nothing",
+        "G506": "pool priorities that contradict the profiles",
+        "G601": "sizes beyond what the profile measured",
+        "G602": "sizes that the KV cache of a pool cannot hold",
+        "G603": "profiles of different models in one stage",
+        "G604": "prefill and decode profiles of different models",
+        "G605": "a pool without a profile beside pools with one",
+    }
+)
+
+
+class Finding(NamedTuple):
+    """One thing to look at in a fleet file that loads: where, what with its figures, and what to do."""
+
+    code: str
+    path: str
+    message: str
+    advice: str
+
+
+class Hit(NamedTuple):
+    """One of several places with the same finding; `short` names it in a list of them."""
+
+    path: str
+    short: str
+    message: str
+
+
+_LISTED = 6
+
+
+def grouped(code: str, hits: list[Hit], advice: str) -> list[Finding]:
+    """One finding for all `hits`, told at the first of them; none for none."""
+    if not hits:
+        return []
+    first, *others = hits
+    message = first.message
+    if others:
+        listed = ", ".join(hit.short for hit in others[:_LISTED])
+        more = ", ..." if len(others) > _LISTED else ""
+        message += f"; the same at {len(others)} more: {listed}{more}"
+    return [Finding(code, first.path, message, advice)]

@@ -1,0 +1,93 @@
+"""Lint, G6: whether the profiles fit the grids, and each other."""
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from slagate.pools.grid_lint_codes import Finding
+from slagate.pools.grid_lint_view import StageView, number
+from slagate.pools.json_text import json_path
+from slagate.workers.profile import TpProfile
+
+
+def profile_findings(views: Sequence[StageView]) -> Iterator[Finding]:
+    """The findings of G6."""
+    for view in views:
+        yield from _sizes(view)
+        yield from _missing(view)
+    yield from _models(views)
+
+
+def _sizes(view: StageView) -> Iterator[Finding]:
+    if view.size_axis is None:
+        return
+    for pool, (name, profile) in enumerate(zip(view.names, view.profiles, strict=True)):
+        served = [view.sizes(index).high for index, pools in view.cells.items() if pool in pools]
+        if profile is None or not served:
+            continue
+        longest = max(served)
+        measured = _measured_tokens(profile, view.stage)
+        if longest > measured:
+            yield Finding(
+                "G601",
+                json_path(("pools", name, "profile")),
+                f"{name} serves prompts of up to {number(longest)} tokens; its profile measured up to"
+                f" {number(measured)}, beyond that it is a guess",
+                "End the axis where the profile ends, or measure longer prompts.",
+            )
+        if longest > profile.kv_capacity_tokens:
+            yield Finding(
+                "G602",
+                json_path(("pools", name, "tp")),
+                f"{name} serves prompts of up to {number(longest)} tokens; the KV cache of one of its"
+                f" workers holds {number(profile.kv_capacity_tokens)}",
+                "Send such prompts to a pool with more memory, or end the axis earlier.",
+            )
+
+
+def _measured_tokens(profile: TpProfile, stage: str) -> int:
+    """The longest prompt that the profile has rows for."""
+    rows = cast("dict[str, list[list[int]]]", profile.to_json())
+    cold = (new_tokens for new_tokens, cached, _ in rows["prefill"] if not cached)
+    prefill = max(cold, default=0)
+    decode = max(context_tokens for _, context_tokens, _ in rows["decode"])
+    return {"prefill": prefill, "decode": decode}.get(stage, min(prefill, decode))
+
+
+def _missing(view: StageView) -> Iterator[Finding]:
+    if not any(view.profiles):
+        return
+    for name, profile in zip(view.names, view.profiles, strict=True):
+        if profile is None:
+            yield Finding(
+                "G605",
+                json_path(("pools", name)),
+                f"{name} has no profile, other {view.stage} pools have: its cells were not checked"
+                " against times, and its workers are predicted from nothing at first",
+                "Name a profile and tp for it.",
+            )
+
+
+def _models(views: Sequence[StageView]) -> Iterator[Finding]:
+    of_stage: dict[str, tuple[str, str]] = {}
+    for view in views:
+        for name, profile in zip(view.names, view.profiles, strict=True):
+            if profile is None:
+                continue
+            first_name, model = of_stage.setdefault(view.stage, (name, profile.model))
+            if profile.model != model:
+                yield Finding(
+                    "G603",
+                    json_path(("pools", name, "profile")),
+                    f"{name} has a profile of {profile.model}, {first_name} one of {model}; any"
+                    f" {view.stage} pool may get any request",
+                    "Use one model in a fleet file; a second model is a second fleet.",
+                )
+    if len({model for _, model in of_stage.values()}) > 1:
+        (a, a_model), (b, b_model) = list(of_stage.values())[:2]
+        yield Finding(
+            "G604",
+            json_path(("pools", b, "profile")),
+            f"{b} has a profile of {b_model}, {a} one of {a_model}; what one prefills the other has"
+            " to go on with",
+            "Use profiles of the same model in both stages.",
+        )

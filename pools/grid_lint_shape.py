@@ -1,0 +1,172 @@
+"""Lint, G1: what the mapping says about itself, pool against pool and band against band."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from slagate.pools.axis import Axis
+from slagate.pools.grid import PriorityRule
+from slagate.pools.grid_lint_codes import Finding, Hit, grouped
+from slagate.pools.grid_lint_view import StageView, band_words, brackets, word
+
+
+def shape(view: StageView, live_rules: Sequence[PriorityRule]) -> Iterator[Finding]:
+    """The findings of G1; `live_rules` are the overrides that can match."""
+    if view.n_pools == 1:
+        return  # nothing to choose, so nothing to be said about choices
+    yield from _tighter_is_slower(view)
+    yield from _longer_is_slower(view)
+    yield from _reach(view, live_rules)
+    yield from _sameness(view)
+    yield from _spill_order(view)
+
+
+def _tighter_is_slower(view: StageView) -> list[Finding]:
+    hits = []
+    for axis_at in view.latency_axes:
+        field = view.grid.axes[axis_at].field
+        for line in view.lines(axis_at):
+            for tight, loose in pairwise(line):
+                a, b = view.cells[tight][0], view.cells[loose][0]
+                size = view.sizes(tight).high
+                if view.slower(a, b, size, (field,)):
+                    message = (
+                        f"{view.cell_words(tight)} goes to {view.names[a]}, which is slower than"
+                        f" {view.names[b]} of the looser {brackets(loose)}:"
+                        f" {view.why_slower(a, b, size, (field,))}"
+                    )
+                    hits.append(Hit(view.places.cell(tight), brackets(tight), message))
+    advice = "Swap the pools of the two cells, or correct the pool priorities or profiles."
+    return grouped("G101", hits, advice)
+
+
+def _longer_is_slower(view: StageView) -> list[Finding]:
+    if view.size_axis is None:
+        return []
+    hits = []
+    for line in view.lines(view.size_axis):
+        for short, long in pairwise(line):
+            a, b = view.cells[long][0], view.cells[short][0]
+            size = view.sizes(long).high
+            if view.slower(a, b, size):
+                message = (
+                    f"{view.cell_words(long)} goes to {view.names[a]}, which is slower than"
+                    f" {view.names[b]} of the shorter {brackets(short)} with the same target:"
+                    f" {view.why_slower(a, b, size)}"
+                )
+                hits.append(Hit(view.places.cell(long), brackets(long), message))
+    advice = "Longer prompts take longer, so they need the faster pool of the two."
+    return grouped("G102", hits, advice)
+
+
+def _reach(view: StageView, live_rules: Sequence[PriorityRule]) -> Iterator[Finding]:
+    first = {pools[0] for pools in view.cells.values()} | {rule.pool for rule in live_rules}
+    spill = {pool for pools in view.cells.values() for pool in pools[1:]}
+    retried = {pool for start in first for pool in view.grid.retry_order(start)}
+    for pool, name in enumerate(view.names):
+        where = view.places.pool(pool)
+        if pool in first:
+            continue
+        if pool in spill:
+            yield Finding(
+                "G105",
+                where,
+                f"{name} is the first choice of no cell and of no override, only spill",
+                "Give it cells of its own, or leave it as a reserve and ignore this code.",
+            )
+        elif pool in retried:
+            yield Finding(
+                "G104",
+                where,
+                f"{name} is in no cell and no override; only a request that another {view.stage}"
+                " pool could not take comes to it",
+                "Give it cells of its own, or leave it as a reserve and ignore this code.",
+            )
+        else:
+            yield Finding(
+                "G103",
+                where,
+                f"{name} is in no cell and no override that can match, and no retry leads to it:"
+                " its workers never get a request",
+                "Name it in the mapping or in an override, or take it out of the file.",
+            )
+
+
+def _sameness(view: StageView) -> Iterator[Finding]:
+    if len(view.cells) == 1:
+        return
+    firsts = {pools[0] for pools in view.cells.values()}
+    if len(firsts) == 1:
+        name = view.names[next(iter(firsts))]
+        yield Finding(
+            "G108",
+            view.places.cell(()),
+            f"all {len(view.cells)} cells go to {name}, so neither size nor target matters",
+            "Spread the cells over the pools, or make the grid a single cell.",
+        )
+    if len(set(view.cells.values())) == 1:
+        return
+    for axis_at, axis in enumerate(view.grid.axes):
+        n_bands = axis.resolution
+        slices = [
+            tuple(pools for index, pools in view.cells.items() if index[axis_at] == band)
+            for band in range(n_bands)
+        ]
+        name, where = word(axis.field), view.places.bands(axis.field)
+        if n_bands > 1 and len(set(slices)) == 1:
+            yield Finding(
+                "G106",
+                where,
+                f"all {n_bands} {name} bands go to the same pools, so {name} never matters",
+                "Map the bands differently, or cut this axis into one band.",
+            )
+        elif isinstance(axis, Axis):
+            if coarser := _coarser(slices):
+                yield Finding(
+                    "G107",
+                    where,
+                    f"{n_bands} {name} bands say no more than {coarser} would: each"
+                    f" {n_bands // coarser} of them have the same pools",
+                    f"Cut this axis into {coarser} bands, unless the finer statistics are wanted.",
+                )
+        else:
+            same = [at for at, (a, b) in enumerate(pairwise(slices)) if a == b]
+            if same:
+                at = same[0]
+                message = (
+                    f"the {name} bands {band_words(axis, at)} and {band_words(axis, at + 1)}"
+                    " have the same pools"
+                )
+                hits = [Hit(where, f"bands {at} and {at + 1}", message) for at in same]
+                yield from grouped(
+                    "G107", hits, "Join the two bands, unless the finer statistics are wanted."
+                )
+
+
+def _coarser(slices: Sequence[object]) -> int | None:
+    """The least number of equal bands that would say the same; None: it takes as many as there are."""
+    n_bands = len(slices)
+    for coarser in range(2, n_bands):
+        width, rest = divmod(n_bands, coarser)
+        if not rest and all(slices[at] == slices[at - at % width] for at in range(n_bands)):
+            return coarser
+    return None
+
+
+def _spill_order(view: StageView) -> list[Finding]:
+    hits = []
+    for index, pools in view.cells.items():
+        own, *spill = pools
+        size = view.sizes(index).high
+        for before, after in pairwise(spill):
+            if view.slower(before, own, size) and view.slower(own, after, size):
+                message = (
+                    f"{view.cell_words(index)} spills from {view.names[own]} to the slower"
+                    f" {view.names[before]} before the faster {view.names[after]}:"
+                    f" {view.why_slower(before, own, size)}"
+                )
+                hits.append(Hit(view.places.cell(index), brackets(index), message))
+                break
+    advice = (
+        "List the faster pools first: what the cell's own pool just meets, a slower one misses."
+    )
+    return grouped("G109", hits, advice)

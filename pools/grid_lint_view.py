@@ -1,0 +1,229 @@
+"""One stage of a fleet file as the linter looks at it: bands, pools, and what their profiles predict."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, product
+from statistics import median
+from typing import NamedTuple
+
+from slagate.pools.axis import Axis, Number, UnevenAxis
+from slagate.pools.curve import CHUNK_TOKENS, DEFAULT_BATCH
+from slagate.pools.grid_config import FleetConfig
+from slagate.pools.grid_lint_places import Places
+from slagate.workers.profile import TpProfile
+
+TYPICAL_TOKENS = 2048
+"""The prompt that a grid without a size axis is judged by, where there is no trace."""
+
+AHEAD = 3
+"""Prompts that a busy worker has to prefill first, each as long as the axis goes."""
+
+_FAR_TOKENS = 2.0**32
+
+
+class Band(NamedTuple):
+    """From `low` to `high`, in tokens or milliseconds."""
+
+    low: float
+    high: float
+
+
+class Times(NamedTuple):
+    """What a worker takes, in milliseconds.
+
+    `idle`: with nothing else to do, and nothing of the prompt cached. What misses so misses always.
+    `busy`: above what a plan would count with. What meets so is enough.
+    """
+
+    idle: float
+    busy: float
+
+
+class StageView:
+    """A grid with its places in the file and the profiles of its pools."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        stage: str,
+        *,
+        profiles: Mapping[str, TpProfile],
+        traffic: Sequence[int],
+    ) -> None:
+        self.stage = stage
+        self.grid = grid = config.stages[stage]
+        self.places = Places(config, stage)
+        self.names = grid.pool_names
+        self.n_pools = len(self.names)
+        self.profiles = tuple(profiles.get(name) for name in self.names)
+        specs = [config.pools.get(name) for name in self.names]
+        self.gpus = tuple(1 if spec is None else spec.gpus for spec in specs)
+        self._limits = tuple(None if spec is None else spec.max_inflight for spec in specs)
+        latencies = [axis.field.endswith("_ms") for axis in grid.axes]
+        self.latency_axes = tuple(at for at, is_latency in enumerate(latencies) if is_latency)
+        self.size_axis = latencies.index(False) if False in latencies else None
+        self.cells = {
+            index: grid.pools_at(index)
+            for index in product(*(range(axis.resolution) for axis in grid.axes))
+        }
+        self._bands = tuple(_bands(axis) for axis in grid.axes)
+        self._longest_seen_tokens = max(traffic, default=0)
+        self._typical_tokens = median(traffic) if traffic else TYPICAL_TOKENS
+        self._longest_tokens = max(self.sizes(index).high for index in self.cells)
+        self._times_ms: dict[tuple[int, float, str], Times] = {}
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The latencies that the grid goes by."""
+        return tuple(self.grid.axes[at].field for at in self.latency_axes)
+
+    def lines(self, axis_at: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """Rows of cells that differ in one axis only, each in the order of its bands."""
+        n_bands = self.grid.axes[axis_at].resolution
+        for index in self.cells:
+            if index[axis_at] == 0:
+                head, tail = index[:axis_at], index[axis_at + 1 :]
+                yield tuple((*head, band, *tail) for band in range(n_bands))
+
+    def sizes(self, index: tuple[int, ...]) -> Band:
+        """The sizes of a cell; one size where the grid has no axis for it."""
+        if self.size_axis is None:
+            return Band(self._typical_tokens, self._typical_tokens)
+        return self._bands[self.size_axis][index[self.size_axis]]
+
+    def targets(self, index: tuple[int, ...]) -> dict[str, Band]:
+        """The latency targets of a cell by field."""
+        return {self.grid.axes[at].field: self._bands[at][index[at]] for at in self.latency_axes}
+
+    def is_open_ended(self, index: tuple[int, ...]) -> bool:
+        """Whether the cell is in the last of several size bands, which takes longer prompts, too.
+
+        Not where there is traffic, and none of it is longer.
+        """
+        if self.size_axis is None:
+            return False
+        axis = self.grid.axes[self.size_axis]
+        is_last = index[self.size_axis] == axis.resolution - 1 > 0
+        return is_last and not 0 < self._longest_seen_tokens <= axis.high
+
+    def times_ms(self, pool: int, size_tokens: float, field: str) -> Times | None:
+        """What workers of the pool take; None without a profile."""
+        profile, limit = self.profiles[pool], self._limits[pool]
+        if profile is None:
+            return None
+        key = pool, size_tokens, field
+        if key in self._times_ms:
+            return self._times_ms[key]
+        prefill_s = profile.prefill_s(size_tokens, 0)
+        longest_s = profile.prefill_s(self._longest_tokens, 0)
+        fits = max(1, int(profile.kv_capacity_tokens / size_tokens))
+        step_s = profile.itl_s(min(limit or DEFAULT_BATCH, fits), size_tokens)
+        is_agg = len(self.latency_axes) > 1
+        if field == "ttft_ms":
+            # Each chunk of the prompt goes along with a step of the batch.
+            steps_s = is_agg * (1 + size_tokens / CHUNK_TOKENS) * step_s
+            idle_s, busy_s = prefill_s, prefill_s + AHEAD * longest_s + steps_s
+        else:
+            idle_s, busy_s = profile.itl_s(1, size_tokens), step_s + is_agg * longest_s
+        self._times_ms[key] = Times(idle_s * 1000, busy_s * 1000)
+        return self._times_ms[key]
+
+    def slower(self, a: int, b: int, size_tokens: float, fields: Sequence[str] = ()) -> bool:
+        """Whether pool `a` is slower than `b` at this size, in one of `fields` and faster in none.
+
+        Where both have profiles, slower is what takes longer idle, and no less when busy: of two workers
+        the one with less memory runs smaller batches, and may be faster at its limit. Elsewhere the pool
+        priorities say it.
+        """
+        faster_somewhere = slower_somewhere = False
+        for field in fields or self.fields:
+            a_ms, b_ms = (self.times_ms(pool, size_tokens, field) for pool in (a, b))
+            if a_ms is None or b_ms is None:
+                return self.grid.priorities[a] > self.grid.priorities[b]
+            slower_somewhere |= a_ms.idle > b_ms.idle and a_ms.busy >= b_ms.busy
+            faster_somewhere |= a_ms.idle < b_ms.idle and a_ms.busy <= b_ms.busy
+        return slower_somewhere and not faster_somewhere
+
+    def why_slower(self, a: int, b: int, size_tokens: float, fields: Sequence[str] = ()) -> str:
+        """The figures behind `slower`."""
+        parts = []
+        for field in fields or self.fields:
+            a_ms, b_ms = (self.times_ms(pool, size_tokens, field) for pool in (a, b))
+            if a_ms is None or b_ms is None:
+                return f"pool priority {self.grid.priorities[a]} against {self.grid.priorities[b]}"
+            if a_ms.idle > b_ms.idle:
+                parts.append(f"{ms(a_ms.idle)} against {ms(b_ms.idle)} {word(field)}")
+        return f"{' and '.join(parts)} for {tokens(size_tokens)}"
+
+    def cell_words(self, index: tuple[int, ...]) -> str:
+        """A cell and its bands."""
+        parts = [
+            f"{word(axis.field)} {band_words(axis, at)}"
+            for axis, at in zip(self.grid.axes, index, strict=True)
+        ]
+        return f"cell {brackets(index)} ({', '.join(parts)})"
+
+
+def band(axis: Axis | UnevenAxis, at: int) -> Band:
+    """A band of an axis."""
+    return Band(axis.edges[at], axis.edges[at + 1])
+
+
+def band_words(axis: Axis | UnevenAxis, at: int) -> str:
+    """The ends of a band."""
+    unit = " ms" if axis.field.endswith("_ms") else ""
+    low, high = band(axis, at)
+    return f"{number(low)} to {number(high)}{unit}"
+
+
+def brackets(index: tuple[int, ...]) -> str:
+    """A cell as it is written behind the mapping's name."""
+    return "".join(f"[{at}]" for at in index)
+
+
+def word(field: str) -> str:
+    """A field in words."""
+    return {"context_length": "context"}.get(field, field.removesuffix("_ms").upper())
+
+
+def number(value: Number) -> str:
+    """A number as people write it."""
+    if abs(value) < 1e15 and value == int(value):
+        return f"{int(value):,}"
+    return f"{value:g}"
+
+
+def ms(value_ms: float) -> str:
+    """A time in ms, to three digits."""
+    return f"{value_ms:,.0f} ms" if value_ms >= 100 else f"{value_ms:.3g} ms"
+
+
+def tokens(size: Number) -> str:
+    """A number of tokens."""
+    return "1 token" if size == 1 else f"{number(size)} tokens"
+
+
+def share(part: int, whole: int) -> str:
+    """A part of a whole in percent."""
+    return f"{part:,} of {whole:,} requests ({100 * part / whole:.3g} %)"
+
+
+def _bands(axis: Axis | UnevenAxis) -> tuple[Band, ...]:
+    """The values of each band: targets from edge to edge, sizes from the first whole one to the last."""
+    ends = list(pairwise(axis.edges))
+    if axis.field.endswith("_ms"):
+        return tuple(Band(low, high) for low, high in ends)
+    # What lies on an inner edge is above it.
+    sizes = [Band(_size(math.ceil(low)), _size(math.ceil(high) - 1)) for low, high in ends[:-1]]
+    sizes.append(Band(_size(math.ceil(ends[-1][0])), _size(ends[-1][1])))
+    return tuple(Band(low, max(low, high)) for low, high in sizes)
+
+
+def _size(size: float) -> float:
+    """A size that a profile can be asked for: a prompt has a token, and tables end somewhere."""
+    return min(max(1.0, float(size)), _FAR_TOKENS)
+
+
+def is_above(value: float, limit: float) -> bool:
+    """Whether `value` exceeds `limit` by more than the rounding of its computation."""
+    return value > limit and not math.isclose(value, limit, rel_tol=1e-9)

@@ -1,0 +1,145 @@
+"""`slagate grid show`: the grids of a fleet file in the terminal or as pictures, if asked with traffic."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import grpc.aio
+import typer
+from rich.console import Console
+
+from slagate.pools.grid_config import FleetConfig, parse_config
+from slagate.proto import gateway_pb2 as gw
+from slagate.proto import gateway_pb2_grpc as gw_grpc
+from slagate.router.attainment import CellTraffic
+from slagate.router.client_cli import admin_channel, failed
+from slagate.router.command import Lenient, PoolsFile, PoolWorkers, fail, read_fleet, run_to_exit
+from slagate.router.decision_message import WIRE_STAGE
+from slagate.router.grid_layout import scene
+from slagate.router.grid_picture import write_picture
+from slagate.router.grid_terminal import print_stage
+from slagate.router.grid_view import Traffic, stage_view
+from slagate.workers.errors import UsageError
+from slagate.workers.worker import Status
+
+PIPED_COLUMNS = 120
+"""Where no terminal says how wide it is."""
+
+_STAGE_NAMES = {wire: stage.value for stage, wire in WIRE_STAGE.items()}
+
+
+class ShowOptions(NamedTuple):
+    """What is shown, and where."""
+
+    stage: str | None  # None: all there are
+    svg: Path | None
+    png: Path | None
+    width: int | None  # of the terminal, in columns; None: as it is
+
+
+def show(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Fleet file, or a Dynamo global-router JSON; not needed with --target."
+        ),
+    ] = None,
+    *,
+    stage: Annotated[
+        str | None, typer.Option(help="prefill, decode or agg; default: all there are.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    width: Annotated[
+        int | None, typer.Option(min=40, max=1000, help="Columns of the terminal.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="A gateway's admin listener: its live traffic, too."
+        ),
+    ] = None,
+    lenient: Lenient = False,
+    pools: PoolsFile = None,
+    pool: PoolWorkers = None,
+) -> None:
+    """Show pool grids: a table in the terminal, or with --svg and --png pictures."""
+    fleet = None
+    if config is not None:
+        fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool)
+    elif target is None:
+        fail("give a CONFIG, or --target for that of a running gateway")
+    run_to_exit(lambda: show_grids(fleet, target, ShowOptions(stage, svg, png, width)))
+
+
+async def show_grids(config: FleetConfig | None, target: str | None, options: ShowOptions) -> int:
+    """Show the grids of `config`, or of the gateway at `target` with its traffic; the exit status.
+
+    Raises `UsageError` for a stage that is not there, a file of another grid than the gateway's, and a
+    picture that cannot be made.
+    """
+    traffic = None
+    if target is not None:
+        try:
+            async with admin_channel(target) as channel:
+                stub: Any = gw_grpc.GatewayStub(channel)
+                cells = await stub.ListCells(gw.ListCellsRequest(), timeout=10)
+        except grpc.aio.AioRpcError as error:
+            return failed(Status(error.code(), error.details() or ""))
+        config, traffic = with_cells(config, cells, target), cell_traffic(cells)
+    assert config is not None
+    show_stages(config, traffic, options)
+    return 0
+
+
+def with_cells(config: FleetConfig | None, cells: gw.ListCellsResponse, target: str) -> FleetConfig:
+    """The configuration that the cells of a gateway belong to: its own, or `config` where the grids agree.
+
+    Raises `UsageError` where they do not.
+    """
+    live = parse_config(
+        json.loads(cells.fleet), source=f"{target} (version {cells.config_version})"
+    )
+    if config is None:
+        return live
+    if config.stages != live.stages:
+        raise UsageError(
+            f"{config.source}: has other grids than {live.source}; to see those leave the file out"
+        )
+    return replace(config, source=f"{config.source} at {live.source}")
+
+
+def cell_traffic(cells: gw.ListCellsResponse) -> Traffic:
+    """The counts of a gateway's cells."""
+    return {
+        (_STAGE_NAMES[each.stage], tuple(each.cell)): CellTraffic(
+            each.requests, each.met, each.judged
+        )
+        for each in cells.cells
+    }
+
+
+def show_stages(config: FleetConfig, traffic: Traffic | None, options: ShowOptions) -> None:
+    """Print the grids, or where a picture was asked for write it and say so. Raises `UsageError`."""
+    if options.stage is not None and options.stage not in config.stages:
+        known = ", ".join(config.stages)
+        raise UsageError(f"--stage must be one of {known} in this file (got {options.stage!r})")
+    stages = config.stages if options.stage is None else (options.stage,)
+    views = [stage_view(config, stage, traffic) for stage in stages]
+    pictures = {"svg": options.svg, "png": options.png}
+    for kind, path in pictures.items():
+        if path is not None:
+            write_picture(scene(views), path, kind=kind)
+            sys.stdout.write(f"{path}: written\n")
+    if not any(pictures.values()):
+        console = _console(options.width)
+        for view in views:
+            print_stage(console, view)
+
+
+def _console(width: int | None) -> Console:
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=width or (PIPED_COLUMNS if piped else None), highlight=False)

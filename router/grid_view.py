@@ -1,0 +1,195 @@
+"""What a table or a picture of a pool grid says: names, units, bands, figures and notes, as text."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from slagate.pools.axis import SIZE_FIELDS, AnyAxis, Axis, Number
+from slagate.pools.grid import StageGrid
+from slagate.pools.grid_config import FleetConfig
+from slagate.router.attainment import CellTraffic
+from slagate.router.grid_text import number_text, percent, printable
+
+Traffic = Mapping[tuple[str, tuple[int, ...]], CellTraffic]
+"""By stage and index of a cell; a cell that is not there had no request."""
+
+LOW_RATIO = 0.95
+"""Of requests that met their targets: below it, a cell is marked."""
+
+_TITLES = {
+    "isl": "ISL (tokens)",
+    "context_length": "context length (tokens)",
+    "ttft_ms": "TTFT target (ms)",
+    "itl_ms": "ITL target (ms)",
+}
+
+
+class Band(NamedTuple):
+    """One band of an axis, between two edges."""
+
+    low: str
+    high: str
+    is_default: bool  # a request without this target lands in it
+
+    def __str__(self) -> str:
+        return f"{self.low} to {self.high}"
+
+
+class AxisView(NamedTuple):
+    """One axis: its name with the unit, and its bands."""
+
+    title: str
+    bands: tuple[Band, ...]
+    is_even: bool
+
+
+class PoolView(NamedTuple):
+    """What is said of a pool; figures as text, `-` where there is none."""
+
+    number: int
+    name: str
+    tp: str
+    gpus: str
+    n_workers: str
+    priority: str
+
+
+POOL_COLUMNS = ("pool", "tp", "GPUs per worker", "workers", "priority (lower is faster)")
+
+
+class Panel(NamedTuple):
+    """A table of two axes; `title` is its band of the third one, empty where there is none."""
+
+    title: str
+    layer: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageView:
+    """One stage of a fleet file."""
+
+    stage: str
+    title: str
+    grid: StageGrid
+    rows: AxisView
+    columns: AxisView
+    panels: tuple[Panel, ...]
+    pools: tuple[PoolView, ...]
+    notes: tuple[str, ...]
+    traffic: Mapping[tuple[int, ...], CellTraffic] | None  # None: was not asked for
+    n_requests: int
+
+    def order(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        """The pools of a cell: first choice, then where it spills to."""
+        return self.grid.pools_at(index)
+
+    def share(self, index: tuple[int, ...]) -> str:
+        """How much of the stage's traffic the cell had."""
+        assert self.traffic is not None
+        cell = self.traffic.get(index)
+        return percent(cell.n_requests, self.n_requests) if cell and self.n_requests else "0%"
+
+    def attainment(self, index: tuple[int, ...]) -> str:
+        """How many of those with a target met it; empty where there was none."""
+        assert self.traffic is not None
+        cell = self.traffic.get(index)
+        return percent(cell.n_met, cell.n_judged) if cell and cell.n_judged else ""
+
+    def is_low(self, index: tuple[int, ...]) -> bool:
+        """Whether fewer met their targets than should."""
+        cell = None if self.traffic is None else self.traffic.get(index)
+        return cell is not None and cell.n_met < LOW_RATIO * cell.n_judged
+
+
+def stage_view(config: FleetConfig, stage: str, traffic: Traffic | None = None) -> StageView:
+    """One stage of `config`, with the traffic of its cells where there is some."""
+    grid = config.stages[stage]
+    defaults = _defaults(config, grid)
+    *outer, rows, columns = grid.axes
+    panels = [Panel("", ())]
+    for axis in outer:
+        shown = _axis_view(axis, None)
+        panels = [Panel(f"{shown.title} {band}", (at,)) for at, band in enumerate(shown.bands)]
+    mine = None
+    if traffic is not None:
+        mine = {index: cell for (of, index), cell in traffic.items() if of == stage}
+    return StageView(
+        stage=stage,
+        title=f"{printable(config.source)}, mode {config.mode}: {stage}",
+        grid=grid,
+        rows=_axis_view(rows, defaults.get(rows.field)),
+        columns=_axis_view(columns, defaults.get(columns.field)),
+        panels=tuple(panels),
+        pools=tuple(_pool_view(config, grid, number) for number in range(len(grid.pool_names))),
+        notes=(*_notes(config, grid, defaults), *_traffic_notes(mine)),
+        traffic=mine,
+        n_requests=sum(cell.n_requests for cell in (mine or {}).values()),
+    )
+
+
+def _defaults(config: FleetConfig, grid: StageGrid) -> dict[str, Number]:
+    """The target of a request that has none and no class, by axis field."""
+    everyone = config.objectives.get("*")
+    found: dict[str, Number] = {}
+    for axis in grid.axes:
+        if axis.field not in SIZE_FIELDS:
+            given = None if everyone is None else getattr(everyone, axis.field)
+            found[axis.field] = axis.midpoint if given is None else given
+    return found
+
+
+def _axis_view(axis: AnyAxis, default: Number | None) -> AxisView:
+    at = None if default is None else axis.index(default)
+    edges = [number_text(edge) for edge in axis.edges]
+    bands = [Band(*pair, at == band) for band, pair in enumerate(pairwise(edges))]
+    return AxisView(_TITLES[axis.field], tuple(bands), isinstance(axis, Axis))
+
+
+def _pool_view(config: FleetConfig, grid: StageGrid, number: int) -> PoolView:
+    name = grid.pool_names[number]
+    spec = config.pools.get(name)
+    return PoolView(
+        number=number,
+        name=printable(name),
+        tp="-" if spec is None or spec.tp is None else str(spec.tp),
+        gpus="-" if spec is None else number_text(spec.gpus),
+        n_workers="-" if spec is None or not spec.workers else str(len(spec.workers)),
+        priority=str(grid.priorities[number]),
+    )
+
+
+def _notes(config: FleetConfig, grid: StageGrid, defaults: Mapping[str, Number]) -> list[str]:
+    everyone = config.objectives.get("*")
+    notes = []
+    for field, ms in defaults.items():
+        is_given = everyone is not None and getattr(everyone, field) is not None
+        why = 'as objective "*" says' if is_given else "the middle of the range"
+        name = field.removesuffix("_ms").upper()
+        notes.append(f"default: without a target the {name} counts as {number_text(ms)} ms, {why}.")
+    notes.append("A value on an edge is in the upper band, one outside in the first or last band.")
+    if any(len(pools) > 1 for pools in grid.cells):
+        notes.append("Behind > are the pools that a cell spills to, in order.")
+    names = [printable(name) for name in grid.pool_names]
+    if grid.rules:
+        notes.append("Priority overrides, the first that fits counts:")
+    for rule in grid.rules:
+        low, high = number_text(rule.low), number_text(rule.high)
+        notes.append(f"    priority {low} to {high}: pool {rule.pool}, {names[rule.pool]}")
+    if grid.retry:
+        notes.append("Retry: what failed goes on to the strictly faster pools, slowest first.")
+    return notes
+
+
+def _traffic_notes(traffic: Mapping[tuple[int, ...], CellTraffic] | None) -> list[str]:
+    if traffic is None:
+        return []
+    n_requests = sum(cell.n_requests for cell in traffic.values())
+    n_judged = sum(cell.n_judged for cell in traffic.values())
+    n_met = sum(cell.n_met for cell in traffic.values())
+    met = f", {percent(n_met, n_judged)} of those met it" if n_judged else ""
+    return [
+        f"Traffic: {n_requests:,} requests have ended, {n_judged:,} had a target to meet{met}.",
+        "In a cell: its share of them, and how many of those with a target met it"
+        f" (!: below {LOW_RATIO:.0%}).",
+    ]

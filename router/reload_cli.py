@@ -1,0 +1,82 @@
+"""`slagate reload`: another configuration for a running gateway, or the one before."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc.aio
+import typer
+
+from slagate.proto import gateway_pb2 as gw
+from slagate.proto import gateway_pb2_grpc as gw_grpc
+from slagate.router.client_cli import admin_channel, failed, to_dict
+from slagate.router.command import EXIT_USAGE, fail, run_to_exit
+from slagate.workers.worker import Status
+
+TIMEOUT_S = 60.0
+
+
+def reload(
+    *,
+    target: Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway's admin listener.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A fleet file of this machine; default: the gateway reads its own again."
+        ),
+    ] = None,
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Go back to what was in force before.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would change.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False,
+) -> None:
+    """Have a running gateway take over a changed fleet file, and show what changed.
+
+    A file with problems changes nothing: all of them are listed, and the exit status is 2.
+    """
+    if rollback and config is not None:
+        fail("--rollback goes back to what was in force before, so give no --config with it")
+    request = gw.ReloadRequest(rollback=rollback, dry_run=dry_run)
+    if config is not None:
+        try:
+            request.fleet = config.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            fail(f"{config}: {getattr(error, 'strerror', None) or 'is not UTF-8'}")
+    run_to_exit(lambda: _reload(target, request, as_json=as_json))
+
+
+async def _reload(target: str, request: gw.ReloadRequest, *, as_json: bool) -> int:
+    async with admin_channel(target) as channel:
+        stub: Any = gw_grpc.GatewayStub(channel)
+        try:
+            answer = await stub.Reload(request, timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            return failed(Status(error.code(), error.details() or ""))
+    if as_json:
+        print(json.dumps(to_dict(answer), indent=2))
+    else:
+        _show(answer, dry_run=request.dry_run)
+    return EXIT_USAGE if answer.problems else 0
+
+
+def _show(answer: gw.ReloadResponse, *, dry_run: bool) -> None:
+    for warning in answer.warnings:
+        sys.stderr.write(f"slagate: warning: {warning}\n")
+    if answer.problems:
+        n_problems = len(answer.problems)
+        count = "1 problem" if n_problems == 1 else f"{n_problems} problems"
+        sys.stderr.write(f"slagate: refused, {count}; {answer.version} stays in force\n")
+        for problem in answer.problems:
+            sys.stderr.write(f"  {problem.path}: {problem.reason}\n")
+        return
+    if answer.proposed_version == answer.previous_version:
+        print(f"{answer.version} is in force already, nothing changes")
+        return
+    would = "would go" if dry_run else "went"
+    print(f"{would} from {answer.previous_version} to {answer.proposed_version}")
+    for line in answer.changes or ["nothing but the order of things, or how they are written"]:
+        print(f"  {line}")

@@ -1,0 +1,61 @@
+"""`slagate profile measure` against worker processes: real gRPC, real time."""
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from slagate.router.profile_cli import profile as profile_cli
+from slagate.workers.profile import load_profile
+from support.engines import MODEL, PROFILE
+from support.processes import running, worker_arguments
+
+ROWS = ["--prompts", "2048,8192", "--cached", "0,2048", "--batches", "1,8", "--contexts", "2048"]
+ROWS += ["--repeats", "1", "--steps", "32"]
+command = typer.Typer()
+command.add_typer(profile_cli, name="profile")
+
+
+def check(path: Path) -> None:
+    """Times are those of a busy machine, so they only have to be near, and never too short."""
+    measured, real = load_profile(path).tp(1), load_profile(PROFILE).tp(1)
+    assert measured.model == MODEL
+    assert measured.kv_capacity_tokens == pytest.approx(real.kv_capacity_tokens, rel=0.001)
+    for new, cached in ((2048, 0), (8192, 0), (2048, 2048), (8192, 2048)):
+        expected_s = real.prefill_s(new, cached)
+        assert 0.95 * expected_s < measured.prefill_s(new, cached) < 1.5 * expected_s + 0.1
+    for batch in (1, 8):
+        expected_s = real.itl_s(batch, 2048)
+        assert 0.95 * expected_s < measured.itl_s(batch, 2048) < 2 * expected_s
+
+
+def test_an_agg_worker_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "measured.json"
+    with running("worker", worker_arguments("agg"), tmp_path) as worker:
+        arguments = ["profile", "measure", "--target", worker.address, "--out", str(out), *ROWS]
+        result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    assert "decode 8 x 2048: " in result.stderr
+    check(out)
+
+
+def test_a_prefill_and_a_decode_worker_are_measured_together(tmp_path: Path) -> None:
+    out = tmp_path / "measured.json"
+    with (
+        running("prefill", worker_arguments("prefill"), tmp_path) as prefill,
+        running("decode", worker_arguments("decode"), tmp_path) as decode,
+    ):
+        arguments = ["profile", "measure", "--target", prefill.address, "--out", str(out)]
+        alone = CliRunner().invoke(command, [*arguments, *ROWS])
+        assert (alone.exit_code, "--decode" in alone.stderr) == (2, True)
+        together = [*arguments, "--decode", decode.address, *ROWS]
+        result = CliRunner().invoke(command, together)
+    assert result.exit_code == 0, result.output
+    check(out)
+
+
+def test_a_worker_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+    arguments = ["profile", "measure", "--target", "127.0.0.1:9", "--out", str(tmp_path / "o.json")]
+    result = CliRunner().invoke(command, arguments)
+    assert (result.exit_code, "127.0.0.1:9 cannot be asked" in result.stderr) == (2, True)

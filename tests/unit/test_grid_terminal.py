@@ -1,0 +1,115 @@
+"""Grids in the terminal: what is printed at which width, with and without colours."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from slagate.pools.grid_config import FleetConfig
+from slagate.router.attainment import CellTraffic
+from slagate.router.grid_terminal import print_stage
+from slagate.router.grid_view import Traffic, stage_view
+from support.grid_views import example, layers, long_names, prefill_config, spilling, twelve_pools
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def printed(
+    config: FleetConfig,
+    *,
+    width: int = 120,
+    traffic: Traffic | None = None,
+    colour: bool = False,
+) -> str:
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=width,
+        highlight=False,
+        force_terminal=colour,
+        color_system="truecolor" if colour else None,
+    )
+    for stage in config.stages:
+        print_stage(console, stage_view(config, stage, traffic))
+    return out.getvalue()
+
+
+def table_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line[:1] in "│┃┏┡└├"]
+
+
+def test_the_example_is_printed_as_ever() -> None:
+    text = printed(example("example-disagg"))
+    assert text == (GOLDEN / "grid_show.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 300])
+def test_no_table_is_wider_than_the_terminal(width: int) -> None:
+    for config in (twelve_pools(32, 32), long_names(), layers(), spilling()):
+        text = printed(config, width=width)
+        assert max(map(len, table_lines(text))) <= width
+
+
+def test_columns_that_do_not_fit_go_into_further_tables() -> None:
+    text = printed(twelve_pools(3, 32), width=80)
+    spans = re.findall(r"columns (\d+) to (\d+) of 32", text)
+    assert len(spans) > 1
+    assert [int(first) for first, _ in spans] == [1, *(int(last) + 1 for _, last in spans[:-1])]
+    assert spans[-1][1] == "32"
+    assert "…" not in text, "something was cut off"
+
+
+def test_names_give_way_to_numbers_where_they_do_not_fit() -> None:
+    config = twelve_pools(2, 12)
+    wide, narrow = (printed(config, width=width).split("pools\n")[0] for width in (300, 100))
+    assert "prefill-tp1-a" in wide
+    assert "prefill-tp1-a" not in narrow
+    assert re.search(r"│ 0 +│ 1 +│ 2 +│ 3 ", narrow)
+
+
+def test_cells_show_where_they_spill_to() -> None:
+    wide = printed(spilling())
+    assert "> mid" in wide
+    assert "1>0>2" in printed(spilling(), width=50)
+
+
+def test_live_figures_are_in_the_cells() -> None:
+    traffic = {
+        ("prefill", (0, 0)): CellTraffic(30, n_met=9499, n_judged=10_000),
+        ("prefill", (0, 1)): CellTraffic(10, n_met=95, n_judged=100),
+        ("prefill", (2, 2)): CellTraffic(10),
+        ("decode", (0, 0)): CellTraffic(7, n_met=0, n_judged=0),
+    }
+    text = printed(spilling(), traffic=traffic)
+    assert "60%, ! 94.9% met" in text
+    assert "20%, 95% met" in text
+    assert re.search(r"│ 20% +│", text)
+    assert (
+        "Traffic: 50 requests have ended, 10,100 had a target to meet, 94.9% of those met it."
+        in (text)
+    )
+    assert "Traffic: 7 requests have ended, 0 had a target to meet." in text
+
+
+def test_colours_add_nothing_to_the_text() -> None:
+    for config in (spilling(), twelve_pools(3, 4)):
+        coloured = printed(config, colour=True)
+        assert coloured != printed(config)
+        assert ANSI.sub("", coloured) == printed(config)
+
+
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NO_COLOR (https://no-color.org) leaves bold and underline, and no colour."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    codes = set(re.findall(r"\x1b\[([0-9;]*)m", printed(spilling(), colour=True)))
+    assert not any(re.search(r"(^|;)[34]\d(;|$)", code) for code in codes), codes
+
+
+def test_cfg_names_cannot_steer_the_terminal() -> None:
+    config = prefill_config(["[red]x[/red]", "$a$"], [[0, 1]])
+    text = printed(config)
+    # In a cell and in the table of pools.
+    assert text.count("[red]x[/red]") == text.count("$a$") == 2
