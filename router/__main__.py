@@ -31,8 +31,8 @@ from slagate.router.receipts_cli import receipts, recompute
 from slagate.router.reload_cli import reload
 from slagate.router.settings import POLICIES, Settings
 from slagate.router.worker_cli import worker
-from slagate.workers.channel import MAX_MESSAGE_BYTES
 from slagate.workers.errors import UsageError
+from slagate.workers.rpc import MAX_MESSAGE_BYTES
 
 cli = typer.Typer(
     no_args_is_help=True,

@@ -9,12 +9,13 @@ import anyio
 import anyio.lowlevel
 import grpc
 import grpc.aio
-from anyio.abc import TaskGroup
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
-from slagate.workers.channel import MAX_MESSAGE_BYTES, StreamChannel
+from slagate.workers.channel import StreamChannel
 from slagate.workers.errors import WorkerError
+from slagate.workers.h2_port import Settings
+from slagate.workers.rpc import MAX_MESSAGE_BYTES
 from slagate.workers.worker import Call, Metadata, Sink, Status
 
 CONTROL_TIMEOUT_S = 5.0
@@ -30,10 +31,9 @@ CHANNEL_OPTIONS = (
     # A worker that restarts must be found again in seconds, not after grpc's two minutes.
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.use_local_subchannel_pool", 1),
-    # Else a stream that only listens would never learn that its host has vanished. Workers permit pings
-    # every 10 s while a call is in flight. grpc waits a minute for an unanswered ping, whatever the
-    # keepalive timeout, unless it is told otherwise; and it would stop pinging a peer that it sends no
-    # data to, which a listener does not.
+    # Else a connection whose host has vanished would be kept until TCP gives up. Workers permit pings every
+    # 10 s while a call is in flight. grpc waits a minute for an unanswered ping, whatever the keepalive
+    # timeout, unless it is told otherwise.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 0),
@@ -50,10 +50,10 @@ _Response = TypeVar("_Response")
 class GrpcWorker:
     """One worker at `address` (host:port). Made by `connect_worker`, which owns its tasks."""
 
-    def __init__(self, address: str, channel: grpc.aio.Channel, tasks: TaskGroup) -> None:
+    def __init__(self, address: str, control: grpc.aio.Channel, streams: StreamChannel) -> None:
         self.address = address
-        self._control = oe_grpc.ControlStub(channel)
-        self._streams = StreamChannel(channel, tasks)
+        self._control = oe_grpc.ControlStub(control)
+        self._streams = streams
 
     def generate(
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
@@ -69,28 +69,40 @@ class GrpcWorker:
         self, request: oe.GetKvEventSourcesRequest
     ) -> oe.GetKvEventSourcesResponse:
         """As `Worker.kv_event_sources`."""
-        return await unary(self._control.GetKvEventSources, request)
+        return await self._ask(self._control.GetKvEventSources, request)
 
     async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
         """As `Worker.abort`."""
-        return await unary(self._control.Abort, request)
+        return await self._ask(self._control.Abort, request)
 
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
         """As `Worker.load`."""
-        return await unary(self._control.GetLoad, request)
+        return await self._ask(self._control.GetLoad, request)
 
     async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
         """As `Worker.health`."""
         limit_s = PROBE_TIMEOUT_S if request.include_inference_probe else CONTROL_TIMEOUT_S
-        return await unary(self._control.Health, request, timeout_s=limit_s)
+        return await self._ask(self._control.Health, request, timeout_s=limit_s)
 
     async def server_info(self) -> oe.ServerInfo:
         """As `Worker.server_info`."""
-        return await unary(self._control.GetServerInfo, oe.GetServerInfoRequest())
+        return await self._ask(self._control.GetServerInfo, oe.GetServerInfoRequest())
 
     async def model_info(self, model: str) -> oe.ModelInfo:
         """As `Worker.model_info`."""
-        return await unary(self._control.GetModelInfo, oe.GetModelInfoRequest(model=model))
+        return await self._ask(self._control.GetModelInfo, oe.GetModelInfoRequest(model=model))
+
+    async def _ask(
+        self,
+        method: Callable[..., Awaitable[_Response]],
+        request: _Request,
+        *,
+        timeout_s: float | None = None,
+    ) -> _Response:
+        limit_s = CONTROL_TIMEOUT_S if timeout_s is None else timeout_s
+        answer = await unary(method, request, timeout_s=limit_s)
+        self._streams.reachable()
+        return answer
 
 
 async def unary(
@@ -112,11 +124,20 @@ async def unary(
 
 
 @asynccontextmanager
-async def connect_worker(address: str) -> AsyncIterator[GrpcWorker]:
-    """A `GrpcWorker` for the time of the block; connects lazily and reconnects by itself."""
+async def connect_worker(
+    address: str, *, settings: Settings | None = None
+) -> AsyncIterator[GrpcWorker]:
+    """A `GrpcWorker` for the time of the block; connects lazily and reconnects by itself.
+
+    `settings` are those of the connections that carry streams.
+    """
     async with (
         grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel,
         anyio.create_task_group() as tasks,
     ):
-        yield GrpcWorker(address, channel, tasks)
-        tasks.cancel_scope.cancel()
+        streams = StreamChannel(address, tasks, settings=settings)
+        try:
+            yield GrpcWorker(address, channel, streams)
+        finally:
+            streams.close()
+            tasks.cancel_scope.cancel()

@@ -11,9 +11,10 @@ import grpc.aio
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
-from slagate.workers.channel import GENERATE, MAX_MESSAGE_BYTES, SUBSCRIBE_KV_EVENTS
+from slagate.workers.channel import GENERATE, SUBSCRIBE_KV_EVENTS
 from slagate.workers.errors import WorkerError, cut
 from slagate.workers.listen import Address, bind
+from slagate.workers.rpc import MAX_MESSAGE_BYTES
 from slagate.workers.stream import BufferedSink
 from slagate.workers.worker import Call, Sink, Status, Worker
 

@@ -1,0 +1,304 @@
+"""HTTP/2 over one asyncio transport, client or server: the only module that knows the engine (ngh2).
+
+    transport ──bytes──▶ engine ──events──▶ handlers of the streams
+    transport ◀──bytes── engine ◀── streams: collected, one write for each read or turn of the loop
+
+Framing, HPACK, validation and flow control are libnghttp2's. The windows are our policy: that of the
+connection is opened again as bytes arrive, so that no stream stalls the others. So is that of a stream,
+unless it is paused: then its peer can send what is left of it, and no more.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import ngh2
+from ngh2 import DataReceived
+
+from slagate.workers.h2_port import (
+    RESET_NAMES,
+    Accept,
+    Headers,
+    Owner,
+    Settings,
+    StreamEnd,
+    StreamHandler,
+)
+from slagate.workers.h2_stream import H2Stream
+from slagate.workers.keepalive import Keepalive
+
+WRITE_BYTES = 256 << 10
+"""Given to the transport at once; what it does not take stays in the engine, where it is counted."""
+
+_UNLIMITED = (1 << 31) - 1
+
+
+def unindexed(name: bytes, value: bytes) -> tuple[bytes, bytes]:
+    """A field whose value is a new one each time: it takes no place in the table of header fields."""
+    return ngh2.NeverIndexedHeader(name, value)
+
+
+class H2Connection(asyncio.Protocol):
+    """One connection. With `accept` it is a server's, and the peer opens streams; else a client's."""
+
+    def __init__(self, owner: Owner, settings: Settings, *, accept: Accept | None = None) -> None:
+        self.settings = settings
+        self.engine = ngh2.Connection(
+            ngh2.Role.CLIENT if accept is None else ngh2.Role.SERVER,
+            ngh2.Configuration(
+                stream_reset_rate_limit=settings.resets,
+                max_inbound_header_list_size=settings.max_header_bytes,
+            ),
+        )
+        self.is_retiring = False
+        self._owner = owner
+        self._accept = accept
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._streams: dict[int, H2Stream] = {}
+        self._n_leaving = 0  # forgotten here, and not closed by the engine yet
+        self._max_streams = 0  # of ours, at once; 0 until the peer has said
+        self._is_ready = False
+        self._is_blocked = False  # by the transport
+        self._will_flush = False
+        self._lost: str | None = None
+        self._keepalive = Keepalive(
+            settings.ping_after_s,
+            settings.ping_limit_s,
+            wanted=lambda: bool(self._streams),
+            ping=lambda: self.submit(self.engine.ping),
+            dead=lambda: self._abort(f"no answer to a ping in {settings.ping_limit_s:g} s"),
+        )
+
+    def __repr__(self) -> str:
+        """State in one line, for people and for tests."""
+        state = f"lost: {self._lost}" if self._lost else "retiring" if self.is_retiring else "open"
+        return f"H2Connection({self.n_streams} streams, {state})"
+
+    @property
+    def n_streams(self) -> int:
+        """Streams that are open."""
+        return len(self._streams)
+
+    @property
+    def room(self) -> int:
+        """How many more streams the peer permits us to open."""
+        if self._lost is not None or self.is_retiring:
+            return 0
+        return self._max_streams - len(self._streams) - self._n_leaving
+
+    def open(self, headers: Headers, handler: StreamHandler) -> H2Stream | None:
+        """Open a stream with a request's headers; the body follows. None: the connection takes no more."""
+        try:
+            stream_id = self.engine.send_request(headers)
+        except ngh2.NGH2Error:
+            # It is closing, which we are about to be told, or it has used up its numbers.
+            self.is_retiring = True
+            return None
+        self.flush_soon()
+        return self._add(stream_id, handler)
+
+    def close(self, reason: str) -> None:
+        """Say goodbye and close the transport. Streams that are open are closed for this reason."""
+        if self._lost is None and self._transport is not None:
+            self.submit(self.engine.terminate_connection)
+            self._flush()
+            self._transport.close()
+        self._lose(reason)
+
+    # --- what the streams call
+
+    def submit(self, action: Callable[..., None], *args: Any) -> None:
+        """Ask something of the engine, and see that it is sent."""
+        try:
+            action(*args)
+        except ngh2.NGH2Error:
+            # The engine is ahead of what was told: the stream or the connection is closed in there, and
+            # the event that says so is on its way.
+            return
+        self.flush_soon()
+
+    def forget(self, stream: H2Stream) -> bool:
+        """Tell this stream nothing any more; false: it was closed. The engine makes room for another."""
+        if self._streams.pop(stream.id, None) is None:
+            return False
+        self._n_leaving += 1
+        return True
+
+    def flush_soon(self) -> None:
+        """Write what is queued in the next turn of the loop, with what else is queued until then."""
+        if not self._will_flush:
+            self._will_flush = True
+            self._loop.call_soon(self._flush_queued)
+
+    # --- what the transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As `asyncio.Protocol`."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        settings = {
+            ngh2.Setting.INITIAL_WINDOW_SIZE: self.settings.stream_window_bytes,
+            ngh2.Setting.MAX_HEADER_LIST_SIZE: self.settings.max_header_bytes,
+        }
+        if self._accept is None:
+            settings[ngh2.Setting.ENABLE_PUSH] = 0
+        else:
+            settings[ngh2.Setting.MAX_CONCURRENT_STREAMS] = self.settings.max_streams
+        self.engine.initiate_connection(settings)
+        self.engine.set_local_window_size(self.settings.connection_window_bytes)
+        self._flush()
+
+    def data_received(self, data: bytes) -> None:
+        """As `asyncio.Protocol`."""
+        if self._lost is not None:
+            return
+        self._keepalive.heard()
+        broken: Exception | None = None
+        try:
+            self.engine.receive_data(data)
+        except (ngh2.NGH2Error, ValueError) as error:
+            broken = error
+        # Also what came before the peer broke the protocol.
+        self._dispatch(self.engine.events())
+        if broken is not None:
+            self._abort(f"the peer broke HTTP/2: {broken}")
+        else:
+            self._flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As `asyncio.Protocol`."""
+        self._lose("the peer closed the connection" if exc is None else str(exc))
+
+    def pause_writing(self) -> None:
+        """As `asyncio.Protocol`."""
+        self._is_blocked = True
+
+    def resume_writing(self) -> None:
+        """As `asyncio.Protocol`."""
+        self._is_blocked = False
+        self._flush()
+
+    # ---
+
+    def _add(self, stream_id: int, handler: StreamHandler | None) -> H2Stream:
+        if not self._streams:
+            self._keepalive.watch()
+        stream = self._streams[stream_id] = H2Stream(self, stream_id, handler)
+        return stream
+
+    def _flush_queued(self) -> None:
+        if self._will_flush:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._will_flush = False
+        while self._lost is None and self._transport is not None and not self._is_blocked:
+            try:
+                data = self.engine.data_to_send(WRITE_BYTES)
+            except ngh2.NGH2Error as error:
+                self._abort(f"HTTP/2: {error}")
+                return
+            if data:
+                self._transport.write(data)
+            # What was queued may close streams only when it is taken.
+            self._dispatch(self.engine.events())
+            if len(data) < WRITE_BYTES:
+                return
+
+    def _dispatch(self, events: list[ngh2.Event]) -> None:
+        streams = self._streams
+        for event in events:
+            if isinstance(event, DataReceived):
+                stream = streams.get(event.stream_id)
+                if stream is not None and stream.handler is not None:
+                    stream.handler.data(event.data)
+                    if event.end_stream:
+                        self._ended(stream)
+            elif isinstance(event, ngh2.ResponseReceived):
+                self._response(event)
+            elif isinstance(event, ngh2.TrailersReceived):
+                stream = streams.get(event.stream_id)
+                if stream is not None and stream.handler is not None:
+                    stream.handler.trailers(event.headers)
+                    self._ended(stream)
+            elif isinstance(event, ngh2.StreamClosed):
+                self._closed(event)
+            elif isinstance(event, ngh2.RequestReceived):
+                self._request(event)
+            elif isinstance(event, ngh2.SettingsReceived):
+                self._permitted(event)
+            elif isinstance(event, ngh2.GoAwayReceived):
+                self.is_retiring = True
+                self._owner.retiring(event.error_code)
+            elif isinstance(event, ngh2.ConnectionClosed):
+                self._gone(event)
+
+    def _response(self, event: ngh2.ResponseReceived) -> None:
+        stream = self._streams.get(event.stream_id)
+        if stream is None or stream.handler is None:
+            return
+        if stream.is_paused:
+            # It may have been paused when the engine did not know the stream yet.
+            stream.apply_window()
+        stream.handler.headers(event.headers)
+        if event.end_stream:
+            self._ended(stream)
+
+    def _request(self, event: ngh2.RequestReceived) -> None:
+        assert self._accept is not None
+        stream = self._add(event.stream_id, None)
+        stream.handler = self._accept(stream, event.headers)
+        if event.end_stream:
+            self._ended(stream)
+
+    def _ended(self, stream: H2Stream) -> None:
+        if stream.handler is not None and stream.id in self._streams:
+            stream.handler.ended()
+
+    def _closed(self, event: ngh2.StreamClosed) -> None:
+        stream = self._streams.pop(event.stream_id, None)
+        if stream is None:
+            self._n_leaving -= 1
+        elif stream.handler is not None:
+            name = RESET_NAMES.get(event.error_code, str(event.error_code))
+            reason = event.local_error or f"the peer reset the stream: {name}"
+            stream.handler.closed(StreamEnd(event.error_code, str(reason)))
+        self._owner.freed()
+
+    def _permitted(self, event: ngh2.SettingsReceived) -> None:
+        key = ngh2.Setting.MAX_CONCURRENT_STREAMS
+        if self._is_ready:
+            self._max_streams = event.settings.get(key, self._max_streams)
+            self._owner.freed()
+        else:
+            self._is_ready = True
+            self._max_streams = event.settings.get(key, _UNLIMITED)
+            self._owner.ready()
+
+    def _gone(self, event: ngh2.ConnectionClosed) -> None:
+        """Both sides are done with the connection, or the peer broke the protocol."""
+        if self._transport is not None:
+            # The event may come before the last bytes, which say why.
+            self._transport.write(self.engine.data_to_send())
+            self._transport.close()
+        name = RESET_NAMES.get(event.error_code, str(event.error_code))
+        about = event.debug_data[:200].decode(errors="replace")
+        self._lose(f"the connection ended: {name} {about}".rstrip())
+
+    def _abort(self, reason: str) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        if self._lost is not None:
+            return
+        self._lost = reason
+        self._keepalive.stop()
+        streams = list(self._streams.values())
+        self._streams.clear()
+        for stream in streams:
+            if stream.handler is not None:
+                stream.handler.closed(StreamEnd(None, reason))
+        self._owner.lost(reason)

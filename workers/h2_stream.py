@@ -1,0 +1,79 @@
+"""One stream of an HTTP/2 connection, as its user drives it."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from slagate.workers.h2_port import CANCEL, Headers, Settings, StreamHandler
+
+
+class Carrier(Protocol):
+    """What a stream needs of its connection."""
+
+    engine: Any
+    settings: Settings
+
+    def submit(self, action: Callable[..., None], *args: Any) -> None:
+        """Ask something of the engine, which may know already that the stream is closed."""
+
+    def forget(self, stream: "H2Stream") -> bool:
+        """Tell this stream nothing any more. False: it was closed."""
+
+
+class H2Stream:
+    """As `Stream`."""
+
+    __slots__ = ("_carrier", "handler", "id", "is_paused")
+
+    def __init__(self, carrier: Carrier, stream_id: int, handler: StreamHandler | None) -> None:
+        """`handler` is None only as long as a server makes up its mind about the request."""
+        self._carrier = carrier
+        self.handler = handler
+        self.id = stream_id
+        self.is_paused = False
+
+    @property
+    def unsent_bytes(self) -> int:
+        """As `Stream.unsent_bytes`."""
+        n_bytes: int = self._carrier.engine.queued_body_size(self.id)
+        return n_bytes
+
+    def respond(self, headers: Headers) -> None:
+        """As `Stream.respond`."""
+        self._carrier.submit(self._carrier.engine.send_response, self.id, headers)
+
+    def send(self, data: bytes) -> None:
+        """As `Stream.send`."""
+        self._carrier.submit(self._carrier.engine.send_data, self.id, data)
+
+    def finish(self, data: bytes = b"") -> None:
+        """As `Stream.finish`."""
+        self._carrier.submit(lambda: self._carrier.engine.send_data(self.id, data, end_stream=True))
+
+    def end(self, trailers: Headers) -> None:
+        """As `Stream.end`."""
+        self._carrier.submit(self._carrier.engine.send_trailers, self.id, trailers)
+
+    def reset(self, code: int = CANCEL) -> None:
+        """As `Stream.reset`."""
+        if self._carrier.forget(self):
+            self._carrier.submit(self._carrier.engine.reset_stream, self.id, code)
+
+    def pause(self) -> None:
+        """As `Stream.pause`."""
+        if not self.is_paused:
+            self.is_paused = True
+            self.apply_window()
+
+    def resume(self) -> None:
+        """As `Stream.resume`."""
+        if self.is_paused:
+            self.is_paused = False
+            self.apply_window()
+
+    def apply_window(self) -> None:
+        """Tell the engine how much of this stream may arrive."""
+        window_bytes = 0 if self.is_paused else self._carrier.settings.stream_window_bytes
+        self._carrier.submit(self._set_window, window_bytes)
+
+    def _set_window(self, window_bytes: int) -> None:
+        self._carrier.engine.set_local_window_size(window_bytes, stream_id=self.id)
