@@ -10,7 +10,7 @@ unless it is paused: then its peer can send what is left of it, and no more.
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import ngh2
 from ngh2 import DataReceived
@@ -135,8 +135,8 @@ class H2Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """As `asyncio.Protocol`."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are no subclasses of asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
         settings = {
             ngh2.Setting.INITIAL_WINDOW_SIZE: self.settings.stream_window_bytes,
             ngh2.Setting.MAX_HEADER_LIST_SIZE: self.settings.max_header_bytes,
