@@ -147,8 +147,8 @@ class MessageReader:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"a message of more than {self._max_bytes} bytes, decompressed",
             )
-        if not inflater.eof:
-            raise WireError(grpc.StatusCode.INTERNAL, "a message whose gzip is cut off")
+        if not inflater.eof or inflater.unused_data:
+            raise WireError(grpc.StatusCode.INTERNAL, "a message whose gzip has another end")
         return data
 
 
