@@ -12,7 +12,7 @@ DYNAMO_RUNTIME := ai-dynamo-runtime==1.6.1
 # What profiles are made from: 165 MB, so not for every run.
 AICONFIGURATOR := aiconfigurator==0.12.0
 
-.PHONY: dev demo test test-long check fmt lint types proto proto-check wheel-smoke bench clean
+.PHONY: dev demo test test-long fuzz check fmt lint types proto proto-check wheel-smoke bench clean
 
 dev: $(STAMP) .types/slagate
 
@@ -41,6 +41,9 @@ test: dev
 test-long: dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(AICONFIGURATOR)
 	SLAGATE_SEEDS=6000 $(BIN)/python -m pytest $(PARALLEL) tests/property tests/long
+
+fuzz: dev
+	SLAGATE_SEEDS=50000 $(BIN)/python -m pytest $(PARALLEL) tests/property/test_h2_fuzz.py
 
 check: dev lint types proto-check test wheel-smoke
 	@echo "check: ok"

@@ -7,6 +7,7 @@ https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
 import binascii
 import math
 import re
+import struct
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterable
@@ -19,8 +20,10 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 CONTENT_TYPE = b"application/grpc"
 
-PREFIX_BYTES = 5
+_PREFIX = struct.Struct(">BI")
 """In front of each message: whether it is compressed, and its length."""
+
+PREFIX_BYTES = _PREFIX.size
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -80,7 +83,7 @@ def prefix(message: bytes) -> bytes:
     >>> prefix(b"abc").hex()
     '0000000003'
     """
-    return b"\0" + len(message).to_bytes(4, "big")
+    return _PREFIX.pack(0, len(message))
 
 
 class MessageReader:
@@ -109,10 +112,14 @@ class MessageReader:
                 return []
             data = bytes(waiting)
             waiting.clear()
+        elif PREFIX_BYTES <= len(data) <= self._max_bytes:
+            if _PREFIX.unpack_from(data) == (0, len(data) - PREFIX_BYTES):
+                # A frame that is one plain message, as most are.
+                return [data[PREFIX_BYTES:]]
         messages: list[bytes] = []
         at, n_bytes = 0, len(data)
         while n_bytes - at >= PREFIX_BYTES:
-            length = int.from_bytes(data[at + 1 : at + PREFIX_BYTES], "big")
+            is_compressed, length = _PREFIX.unpack_from(data, at)
             if length > self._max_bytes:
                 raise WireError(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -123,7 +130,7 @@ class MessageReader:
                 self._need_bytes = PREFIX_BYTES + length
                 break
             message = data[at + PREFIX_BYTES : end]
-            messages.append(self._decompressed(message) if data[at] else message)
+            messages.append(self._decompressed(message) if is_compressed else message)
             at = end
         else:
             self._need_bytes = PREFIX_BYTES

@@ -92,6 +92,8 @@ def spoilt(data: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.choice((1, 1, 2, 5))):
         at = rng.randrange(len(parts))
         frame = bytearray(parts[at])
+        if not frame:
+            continue
         match rng.randrange(9):
             case 0:
                 parts.pop(at) if len(parts) > 1 else None
