@@ -112,10 +112,12 @@ class MessageReader:
                 return []
             data = bytes(waiting)
             waiting.clear()
-        elif PREFIX_BYTES <= len(data) <= self._max_bytes:
-            if _PREFIX.unpack_from(data) == (0, len(data) - PREFIX_BYTES):
-                # A frame that is one plain message, as most are.
-                return [data[PREFIX_BYTES:]]
+        elif PREFIX_BYTES <= len(data) <= self._max_bytes and _PREFIX.unpack_from(data) == (
+            0,
+            len(data) - PREFIX_BYTES,
+        ):
+            # A frame that is one plain message, as most are.
+            return [data[PREFIX_BYTES:]]
         messages: list[bytes] = []
         at, n_bytes = 0, len(data)
         while n_bytes - at >= PREFIX_BYTES:
