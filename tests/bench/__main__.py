@@ -10,10 +10,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import cancel, decisions, double, event_burst, prefix_index, relay, reload, worker
+from bench import (
+    cancel,
+    channel,
+    decisions,
+    double,
+    event_burst,
+    prefix_index,
+    relay,
+    reload,
+    worker,
+)
 
 BENCHMARKS = {
     "cancel": cancel.measure,
+    "channel": channel.measure,
     "relay": relay.measure,
     "double": double.measure,
     "worker": worker.measure,
