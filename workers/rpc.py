@@ -56,12 +56,14 @@ class Rpc:
         metadata: Headers,
         sink: Sink,
         *,
+        authority: bytes,
         timeout_s: float | None,
         on_end: Callable[["Rpc"], None],
         again: Callable[["Rpc"], None],
     ) -> None:
         """`on_end` is called before the sink's `end`; `again` when the worker has not looked at it."""
         self._path = path
+        self._authority = authority
         self._request = request
         self._metadata = metadata
         self._sink = sink
@@ -84,13 +86,13 @@ class Rpc:
         self._was_refused = False
         self.has_ended = False
 
-    def start(self, connection: H2Connection, authority: bytes) -> bool:
-        """Send the request over this connection; false: it takes no more streams."""
+    def start(self, connection: H2Connection, /) -> bool:
+        """As `Starter.start`: send the request."""
         headers = [
             (b":method", b"POST"),
             (b":scheme", b"http"),
             (b":path", self._path),
-            (b":authority", authority),
+            (b":authority", self._authority),
             *_FIXED_HEADERS,
             *self._metadata,
         ]
@@ -210,8 +212,8 @@ class Rpc:
         else:
             self.end(status)
 
-    def end(self, status: Status) -> None:
-        """End it now, once. The worker is told where it may still be at work."""
+    def end(self, status: Status, /) -> None:
+        """As `Starter.end`. End it now, once. The worker is told where it may still be at work."""
         if self.has_ended:
             return
         self.has_ended = True

@@ -173,8 +173,8 @@ def test_whatever_a_worker_says_each_call_ends_once_and_the_next_connection_is_g
                         call.pause()
                 for sink in sinks:
                     await sink.done()
-                for link in list(channel._links):
-                    link.connection.close("was spoilt")
+                for connection in channel.links.connections:
+                    connection.close("was spoilt")
                 channel.reachable()
                 last = BytesSink()
                 channel.generate(b"r", (), last, timeout_s=TIMEOUT_S)

@@ -307,7 +307,7 @@ def test_more_streams_than_a_connection_may_have_get_connections_of_their_own(
 
 
 def test_calls_beyond_all_connections_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slagate.workers.channel.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("slagate.workers.links.MAX_CONNECTIONS", 2)
 
     async def scene(peer: Peer, channel: StreamChannel) -> None:
         sinks = [BytesSink() for _ in range(5)]
@@ -345,7 +345,7 @@ def test_a_server_that_says_goodbye_finishes_what_it_has_and_gets_nothing_new() 
         call.pause()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(peer.server.stop, 10)
-            while not channel._links[0].connection.is_retiring:
+            while not channel.links.connections[0].is_retiring:
                 await anyio.lowlevel.checkpoint()
             refused = await ask(channel, Order())
             assert refused.code is grpc.StatusCode.UNAVAILABLE
