@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import anyio
@@ -21,7 +22,7 @@ from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.router.admin import AdminService
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Draining
-from slagate.router.front import Front
+from slagate.router.front import Front, serve_front
 from slagate.router.handoff import Releaser
 from slagate.router.live import LiveRequests
 from slagate.router.metrics import Metrics
@@ -34,8 +35,13 @@ from slagate.router.settings import Settings
 from slagate.router.turn import Gateway
 from slagate.workers.client import connect_worker
 from slagate.workers.clock import monotonic_s, unix_s
+from slagate.workers.h2_port import Settings as Http2Settings
+from slagate.workers.links import Links, dial_unix
 from slagate.workers.listen import Address, bind, ready_line, stopped
 from slagate.workers.server import SERVER_OPTIONS
+
+LOCAL = Http2Settings(ping_after_s=1e6)
+"""Of the connections to the local server, which is this process."""
 
 CUT_S = 2.0
 """For requests that outlived the drain to get their last status out."""
@@ -143,8 +149,7 @@ async def serve(
                 return "draining"
             return app.fleet.not_ready()
 
-        front = grpc.aio.server(options=SERVER_OPTIONS)
-        front.add_generic_rpc_handlers((Front(gateway),))
+        local = grpc.aio.server(options=SERVER_OPTIONS)
         control = ControlService(
             app.fleet,
             gateway.live,
@@ -152,7 +157,7 @@ async def serve(
             version=version("slagate"),
             not_ready=not_ready,
         )
-        oe_grpc.add_ControlServicer_to_server(control, front)
+        oe_grpc.add_ControlServicer_to_server(control, local)
         operators = grpc.aio.server(options=SERVER_OPTIONS)
         service = AdminService(
             gateway.dispatcher,
@@ -163,12 +168,21 @@ async def serve(
             now_s=monotonic_s,
         )
         gw_grpc.add_GatewayServicer_to_server(service, operators)
-        listen_at, admin_at = bind(front, listen), bind(operators, admin)
+        admin_at = bind(operators, admin)
         registry = gateway.metrics.registry
-        with serve_probes(*http, registry=registry, not_ready=not_ready) as http_port:
-            await front.start()
+        with (
+            serve_probes(*http, registry=registry, not_ready=not_ready) as http_port,
+            TemporaryDirectory(prefix="slagate-") as folder,
+        ):
+            socket = f"{folder}/local"
+            local.add_insecure_port(f"unix:{socket}")
+            await local.start()
             await operators.start()
             async with (
+                anyio.create_task_group() as connecting,
+                serve_front(
+                    gateway, listen, Links(socket, connecting, settings=LOCAL, dial=dial_unix)
+                ) as (front, listen_at),
                 stopped() as signals,
                 reloading(app.reloader, source, watch=settings.watch_config, stamp=stamp),
             ):
@@ -184,12 +198,14 @@ async def serve(
                 await _drain(front, gateway, settings.drain_s)
                 gateway.receipts.close()
                 await operators.stop(RECEIPTS_S)
+                await local.stop(None)
 
 
-async def _drain(front: grpc.aio.Server, gateway: Gateway, drain_s: float) -> None:
+async def _drain(front: Front, gateway: Gateway, drain_s: float) -> None:
     """Take no new request, let running ones finish for `drain_s`, end the rest with a status of ours."""
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(front.stop, drain_s + CUT_S)
-        with anyio.move_on_after(drain_s):
-            await gateway.live.none_left()
-        gateway.live.end_all(Draining("the gateway is shutting down"))
+    front.retire()
+    with anyio.move_on_after(drain_s):
+        await gateway.live.none_left()
+    gateway.live.end_all(Draining("the gateway is shutting down"))
+    with anyio.move_on_after(CUT_S):
+        await front.emptied()

@@ -1,86 +1,282 @@
-"""The client-facing side of Generate: the only module of the gateway that carries tokens to clients.
+"""The client-facing side: the only module of the gateway that carries tokens to clients.
 
-A first cut over `grpc.aio`; what replaces it hands the same `ClientCall` to the same request path.
+Generate is served here. Every other method goes, as it is, to the local server behind `local`.
 """
 
-import contextlib
-import math
-from typing import Any
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 import grpc
-import grpc.aio
+from anyio.abc import TaskGroup
 
+from slagate.router.forward import Forward
 from slagate.router.generate import generate
 from slagate.router.turn import ClientCall, Gateway
 from slagate.workers.channel import GENERATE
-from slagate.workers.stream import BufferedSink
-from slagate.workers.worker import Status
+from slagate.workers.grpc_wire import (
+    CONTENT_TYPE,
+    MessageReader,
+    WireError,
+    decode_timeout,
+    prefix,
+    status_headers,
+    supported_encoding,
+    to_metadata,
+)
+from slagate.workers.h2 import LOW_WATER_BYTES, H2Connection
+from slagate.workers.h2_port import CANCEL, Headers, Settings, Stream, StreamEnd, StreamHandler
+from slagate.workers.links import Links
+from slagate.workers.listen import Address
+from slagate.workers.rpc import MAX_MESSAGE_BYTES
+from slagate.workers.worker import OK, Status
 
 FLUSH_S = 2.0
 """For a client to take the last of its answer, when the request itself took all its time."""
 
-LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the client did not take its answer in time")
+_PATH = GENERATE.encode()
+_ANSWER = ((b":status", b"200"), (b"content-type", CONTENT_TYPE))
+_EMPTY = Status(grpc.StatusCode.INTERNAL, "the call has no request message")
+_SEVERAL = Status(grpc.StatusCode.INTERNAL, "the call has more than one request message")
+_NOT_GRPC = ((b":status", b"415"),)
 
 
-class Front(grpc.GenericRpcHandler):
-    """Serves Generate on raw bytes."""
+class Front:
+    """Has the clients' connections. `tasks` owns the requests."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
-            self._generate
-        )
+    def __init__(self, gateway: Gateway, tasks: TaskGroup, local: Links) -> None:
+        self.gateway = gateway
+        self.tasks = tasks
+        self.local = local
+        self.clients: set[_Client] = set()
+        self.server: asyncio.Server | None = None
+        self._emptied = anyio.Event()
 
-    def service(
-        self, handler_call_details: grpc.HandlerCallDetails
-    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Claim Generate, leave every other method to the other handlers."""
-        return self._handler if handler_call_details.method == GENERATE else None
+    def protocol(self) -> H2Connection:
+        """The end of a new connection."""
+        client = _Client(self)
+        self.clients.add(client)
+        return client.connection
 
-    async def _generate(
-        self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
-    ) -> None:
-        timeout_s = context.time_remaining()
-        limit_s = self._gateway.settings.default_timeout_s if timeout_s is None else timeout_s
-        ends_at_s = anyio.current_time() + limit_s
-        out = BufferedSink()
+    def retire(self) -> None:
+        """Take nothing new; what runs goes on."""
+        if self.server is not None:
+            self.server.close()
+        for client in list(self.clients):
+            client.connection.retire()
+
+    async def emptied(self) -> None:
+        """Wait until no client is connected."""
+        while self.clients:
+            self._emptied = anyio.Event()
+            await self._emptied.wait()
+
+    def left(self, client: "_Client") -> None:
+        """A client's connection is over."""
+        self.clients.discard(client)
+        self._emptied.set()
+
+    def close(self) -> None:
+        """End every connection."""
+        for client in list(self.clients):
+            client.connection.close("the gateway is shutting down")
+
+
+class _Client:
+    """One connection of a client: its `Owner`."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self.connection = H2Connection(self, Settings(), accept=self._accept)
+
+    def _accept(self, stream: Stream, headers: Headers) -> StreamHandler:
+        fields = dict(headers)
+        if fields.get(b":path") == _PATH:
+            return ClientStream(stream, headers, self._front, self.connection.peer)
+        return Forward(stream, headers, self._front.local, peer=self.connection.peer)
+
+    def ready(self) -> None:
+        """As `Owner.ready`."""
+
+    def freed(self) -> None:
+        """As `Owner.freed`."""
+
+    def retiring(self, code: int, /) -> None:
+        """As `Owner.retiring`."""
+
+    def lost(self, reason: str, /) -> None:
+        """As `Owner.lost`."""
+        self._front.left(self)
+
+
+class ClientStream:
+    """One Generate call: its stream's handler, and the sink that its answer goes to.
+
+    What the client does not take at once waits here, where it can be dropped: the engine is given a
+    message only when little of the stream is unsent.
+    """
+
+    def __init__(self, stream: Stream, headers: Headers, front: Front, peer: str) -> None:
+        self._stream = stream
+        self._front = front
+        self._peer = peer
+        self._headers = headers
+        self._loop = asyncio.get_running_loop()
+        self._request: bytes | None = None
+        self._refusal: Status | None = None
+        self._reader = MessageReader(MAX_MESSAGE_BYTES)
+        self._ends_at_s: float | None = None
+        self._scope = anyio.CancelScope()
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._has_answered = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.status: Status | None = None
+        self.discarded = False
+        fields = dict(headers)
+        try:
+            self._reader = MessageReader(MAX_MESSAGE_BYTES, encoding=supported_encoding(headers))
+            if b"grpc-timeout" in fields:
+                self._ends_at_s = self._loop.time() + decode_timeout(fields[b"grpc-timeout"])
+        except WireError as error:
+            self._refuse(error.status)
+        except ValueError as error:
+            self._refuse(Status(grpc.StatusCode.INTERNAL, str(error)))
+        if not fields.get(b"content-type", b"").startswith(CONTENT_TYPE):
+            self._refusal = _EMPTY
+            stream.respond(_NOT_GRPC, last=True)
+
+    def __repr__(self) -> str:
+        """State in one line, for people and for tests."""
+        return f"ClientStream({self.n_bytes} bytes wait, {self.status})"
+
+    # --- as `StreamHandler`
+
+    def headers(self, headers: Headers, /) -> None:
+        """As `StreamHandler.headers`: none come to a server."""
+
+    def data(self, data: bytes, /) -> None:
+        """As `StreamHandler.data`."""
+        if self._refusal is not None:
+            return
+        try:
+            for message in self._reader.feed(data):
+                if self._request is not None:
+                    self._refuse(_SEVERAL)
+                self._request = message
+        except WireError as error:
+            self._refuse(error.status)
+
+    def trailers(self, headers: Headers, /) -> None:
+        """As `StreamHandler.trailers`."""
+
+    def ended(self) -> None:
+        """As `StreamHandler.ended`: the request is whole."""
+        if self._refusal is not None:
+            return
+        if self._request is None or self._reader.waiting_bytes:
+            self._refuse(_EMPTY)
+            return
+        self._front.tasks.start_soon(self._serve, self._request)
+
+    def writable(self) -> None:
+        """As `StreamHandler.writable`."""
+        self._pass_on()
+
+    def closed(self, _end: StreamEnd, /) -> None:
+        """As `StreamHandler.closed`: the client has its answer, or has left."""
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        self._scope.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _serve(self, request: bytes) -> None:
+        now_s = self._loop.time()
+        remaining_s = None if self._ends_at_s is None else max(self._ends_at_s - now_s, 0.0)
+        try:
+            metadata = to_metadata(self._headers)
+        except WireError as error:
+            self.end(error.status)
+            return
         call = ClientCall(
-            data=request,
-            metadata=tuple(context.invocation_metadata() or ()),
-            peer=context.peer(),
-            timeout_s=timeout_s,
-            out=out,
+            data=request, metadata=metadata, peer=self._peer, timeout_s=remaining_s, out=self
         )
-        gone = False
-        async with anyio.create_task_group() as tasks:
+        with self._scope:
+            await generate(call, self._front.gateway)
 
-            async def write() -> None:
-                nonlocal gone
-                try:
-                    while (data := await out.next()) is not None:
-                        await context.write(data)
-                except grpc.aio.InternalError:
-                    # The client has left; the news of it may still be on its way to this task.
-                    gone = True
-                    tasks.cancel_scope.cancel()
+    def _refuse(self, status: Status) -> None:
+        if self._refusal is None:
+            self._refusal = status
+            self.end(status)
 
-            tasks.start_soon(write)
-            await generate(call, self._gateway)
-            # What the client does not take by the end of its time it never gets; nor does one that lets
-            # its buffer run full, whose writer hangs in a write.
-            flushed_s = max(ends_at_s, anyio.current_time() + FLUSH_S)
-            tasks.cancel_scope.deadline = -math.inf if out.discarded else flushed_s
-        if gone:
-            return
-        assert out.status is not None
-        code, message, trailers = out.status
-        if tasks.cancel_scope.cancelled_caught and code is grpc.StatusCode.OK:
-            out.discard()
-            code, message, trailers = LATE
-        if code is grpc.StatusCode.OK:
-            context.set_trailing_metadata(trailers)
-            return
-        # An RPC that ended meanwhile takes no status any more, and nobody waits for one.
-        with contextlib.suppress(grpc.aio.InternalError):
-            await context.abort(code, message, trailers)
+    # --- as `Outlet`
+
+    @property
+    def n_bytes(self) -> int:
+        """As `Outlet.n_bytes`."""
+        return self._waiting_bytes + self._stream.unsent_bytes
+
+    def message(self, data: bytes, /) -> None:
+        """As `Sink.message`."""
+        if not self._has_answered:
+            self._has_answered = True
+            self._stream.respond(_ANSWER)
+        if self._waiting or self._stream.unsent_bytes > LOW_WATER_BYTES:
+            self._waiting.append(data)
+            self._waiting_bytes += len(data)
+            self._stream.tell_writable()
+        else:
+            self._stream.send(prefix(data) + data)
+
+    def discard(self) -> None:
+        """As `Outlet.discard`."""
+        self.discarded = True
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def end(self, status: Status = OK, /) -> None:
+        """As `Sink.end`."""
+        if self.status is None:
+            self.status = status
+            now_s = self._loop.time()
+            flushed_s = max(self._ends_at_s or now_s, now_s + FLUSH_S)
+            self._timer = self._loop.call_at(flushed_s, self._stream.reset, CANCEL)
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting and self._stream.unsent_bytes <= LOW_WATER_BYTES:
+            data = self._waiting.popleft()
+            self._waiting_bytes -= len(data)
+            self._stream.send(prefix(data) + data)
+        if self._waiting:
+            self._stream.tell_writable()
+        elif self.status is not None:
+            trailers = status_headers(self.status)
+            if self._has_answered:
+                self._stream.end(trailers)
+            else:
+                self._stream.respond([*_ANSWER, *trailers], last=True)
+
+
+@asynccontextmanager
+async def serve_front(
+    gateway: Gateway, listen: Address, local: Links
+) -> AsyncIterator[tuple[Front, Address]]:
+    """Listen for clients for the time of the block. Raises `OSError` when it cannot be bound."""
+    loop = asyncio.get_running_loop()
+    async with anyio.create_task_group() as tasks:
+        front = Front(gateway, tasks, local)
+        try:
+            front.server = await loop.create_server(front.protocol, listen.host, listen.port)
+        except OSError as error:
+            raise OSError(f"cannot listen on {listen}") from error
+        port = front.server.sockets[0].getsockname()[1]
+        try:
+            yield front, listen._replace(port=port)
+        finally:
+            front.retire()
+            front.close()
+            tasks.cancel_scope.cancel()

@@ -13,6 +13,7 @@ from slagate.pools.member import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.router.errors import Aborted
+from slagate.router.forward import PEER
 from slagate.router.live import LiveRequests
 from slagate.workers.trtllm_info import SCHEMA_RELEASE
 
@@ -112,7 +113,7 @@ class ControlService(oe_grpc.ControlServicer):
                 f"{target}: a client may abort its own requests only, by request_id",
             )
         aborted = Aborted("aborted by the client")
-        if not self._live.abort(context.peer(), request.request_id, aborted):
+        if not self._live.abort(_peer(context), request.request_id, aborted):
             await _abort(
                 context,
                 grpc.StatusCode.NOT_FOUND,
@@ -145,3 +146,8 @@ def _logprobs(offers: Sequence[oe.LogprobCapabilities]) -> oe.LogprobCapabilitie
         if limits:
             common.max_top_n = min(limits)
     return common
+
+
+def _peer(context: Any) -> str:
+    """Who called: as the front says, behind whose socket nobody else is."""
+    return str(dict(context.invocation_metadata() or ()).get(PEER, ""))

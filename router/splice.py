@@ -15,7 +15,7 @@ from slagate.router.errors import ErrorRelayed, SlowClient
 from slagate.router.leg import LegSink
 from slagate.workers.errors import scrub
 from slagate.workers.legs import client_id_suffix
-from slagate.workers.stream import BufferedSink
+from slagate.workers.stream import Outlet
 
 
 class Tally(msgspec.Struct, gc=False):
@@ -48,7 +48,7 @@ class Splice(LegSink):
     def __init__(
         self,
         stage: Stage,
-        client: BufferedSink,
+        client: Outlet,
         *,
         leg_id: str,
         client_id: str,

@@ -29,7 +29,7 @@ from slagate.router.settings import Settings
 from slagate.router.sla import PRIORITY
 from slagate.router.splice import Splice
 from slagate.workers.legs import DECODE_RANK, TARGET_RANK
-from slagate.workers.stream import BufferedSink
+from slagate.workers.stream import Outlet
 from slagate.workers.worker import OK, Metadata, Status
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class ClientCall:
     metadata: Metadata
     peer: str  # who may abort it
     timeout_s: float | None  # what is left of the client's deadline
-    out: BufferedSink  # what the front writes to the client
+    out: Outlet  # what the front writes to the client
 
 
 @dataclass(slots=True)

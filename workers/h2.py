@@ -30,6 +30,9 @@ from slagate.workers.keepalive import Keepalive
 WRITE_BYTES = 256 << 10
 """Given to the transport at once; what it does not take stays in the engine, where it is counted."""
 
+LOW_WATER_BYTES = 16 << 10
+"""Unsent of a stream: little enough that it is worth having more."""
+
 _UNLIMITED = (1 << 31) - 1
 
 
@@ -56,6 +59,7 @@ class H2Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._streams: dict[int, H2Stream] = {}
+        self._watched: set[H2Stream] = set()  # to be told when they are writable
         self._n_leaving = 0  # forgotten here, and not closed by the engine yet
         self._max_streams = 0  # of ours, at once; 0 until the peer has said
         self._is_ready = False
@@ -98,6 +102,18 @@ class H2Connection(asyncio.Protocol):
         self.flush_soon()
         return self._add(stream_id, handler)
 
+    @property
+    def peer(self) -> str:
+        """The other end's address, empty where it has none."""
+        found = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return f"{found[0]}:{found[1]}" if isinstance(found, tuple) else ""
+
+    def retire(self) -> None:
+        """Take no new streams; those that are open go on, and the connection ends with the last."""
+        if not self.is_retiring:
+            self.is_retiring = True
+            self.submit(self.engine.send_goaway)
+
     def close(self, reason: str) -> None:
         """Say goodbye and close the transport. Streams that are open are closed for this reason."""
         if self._lost is None and self._transport is not None:
@@ -124,6 +140,12 @@ class H2Connection(asyncio.Protocol):
             return False
         self._n_leaving += 1
         return True
+
+    def watch(self, stream: H2Stream) -> None:
+        """Tell it when little of it is unsent."""
+        if stream.id in self._streams:
+            self._watched.add(stream)
+            self.flush_soon()
 
     def flush_soon(self) -> None:
         """Write what is queued in the next turn of the loop, with what else is queued until then."""
@@ -204,7 +226,18 @@ class H2Connection(asyncio.Protocol):
             # What was queued may close streams only when it is taken.
             self._dispatch(self.engine.events())
             if len(data) < WRITE_BYTES:
-                return
+                break
+        if self._watched:
+            self._tell_writable()
+
+    def _tell_writable(self) -> None:
+        for stream in list(self._watched):
+            if stream.id not in self._streams:
+                self._watched.discard(stream)
+            elif stream.unsent_bytes <= LOW_WATER_BYTES:
+                self._watched.discard(stream)
+                if stream.handler is not None:
+                    stream.handler.writable()
 
     def _dispatch(self, events: list[ngh2.Event]) -> None:
         streams = self._streams

@@ -72,6 +72,9 @@ class StreamHandler(Protocol):
     def ended(self) -> None:
         """Take the end of the peer's direction."""
 
+    def writable(self) -> None:
+        """Most of what was unsent has gone; told once for each `Stream.tell_writable`."""
+
     def closed(self, end: StreamEnd, /) -> None:
         """Take the end of the stream. The last call; not made after the user's own `reset`."""
 
@@ -83,8 +86,8 @@ class Stream(Protocol):
     def unsent_bytes(self) -> int:
         """Of the body: what neither the peer's windows nor the transport have taken yet."""
 
-    def respond(self, headers: Headers) -> None:
-        """Answer a request; the body follows."""
+    def respond(self, headers: Headers, *, last: bool = False) -> None:
+        """Answer a request; the body follows, unless these are the `last` words."""
 
     def send(self, data: bytes) -> None:
         """Queue bytes of the body."""
@@ -97,6 +100,9 @@ class Stream(Protocol):
 
     def reset(self, code: int = CANCEL) -> None:
         """Close the stream both ways, now. Its handler is told nothing any more."""
+
+    def tell_writable(self) -> None:
+        """Have `StreamHandler.writable` called when few bytes are unsent."""
 
     def pause(self) -> None:
         """Let the peer send what its window still permits, and no more until `resume`. Idempotent."""

@@ -15,6 +15,9 @@ class Carrier(Protocol):
     def submit(self, action: Callable[..., None], *args: Any) -> None:
         """Ask something of the engine, which may know already that the stream is closed."""
 
+    def watch(self, stream: "H2Stream") -> None:
+        """Tell it when little of it is unsent."""
+
     def forget(self, stream: "H2Stream") -> bool:
         """Tell this stream nothing any more. False: it was closed."""
 
@@ -37,9 +40,11 @@ class H2Stream:
         n_bytes: int = self._carrier.engine.queued_body_size(self.id)
         return n_bytes
 
-    def respond(self, headers: Headers) -> None:
+    def respond(self, headers: Headers, *, last: bool = False) -> None:
         """As `Stream.respond`."""
-        self._carrier.submit(self._carrier.engine.send_response, self.id, headers)
+        self._carrier.submit(
+            lambda: self._carrier.engine.send_response(self.id, headers, end_stream=last)
+        )
 
     def send(self, data: bytes) -> None:
         """As `Stream.send`."""
@@ -57,6 +62,10 @@ class H2Stream:
         """As `Stream.reset`."""
         if self._carrier.forget(self):
             self._carrier.submit(self._carrier.engine.reset_stream, self.id, code)
+
+    def tell_writable(self) -> None:
+        """As `Stream.tell_writable`."""
+        self._carrier.watch(self)
 
     def pause(self) -> None:
         """As `Stream.pause`."""

@@ -38,6 +38,11 @@ async def dial_tcp(address: str, make: MakeProtocol) -> None:
     await asyncio.get_running_loop().create_connection(make, host, port)
 
 
+async def dial_unix(path: str, make: MakeProtocol) -> None:
+    """A socket of this machine. As `Dial`."""
+    await asyncio.get_running_loop().create_unix_connection(make, path)
+
+
 class Starter(Protocol):
     """A call that waits for a connection."""
 

@@ -182,6 +182,9 @@ class Rpc:
             status = _CUT_OFF
         self._finish(status)
 
+    def writable(self) -> None:
+        """As `StreamHandler.writable`. The request was given whole."""
+
     def closed(self, end: StreamEnd, /) -> None:
         """As `StreamHandler.closed`."""
         if self.has_ended or self._status is not None:

@@ -2,10 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import anyio
 
-from slagate.workers.worker import OK, Status
+from slagate.workers.worker import OK, Sink, Status
 
 
 class BufferedSink:
@@ -18,7 +19,7 @@ class BufferedSink:
     def __init__(self, on_message: Callable[["BufferedSink"], None] | None = None) -> None:
         """`on_message` is told after each message that was queued, whatever the reader does."""
         self._on_message = on_message
-        self.n_bytes = 0
+        self.n_bytes: int = 0
         self.discarded = False
         self.status: Status | None = None
         self._messages: deque[bytes] = deque()
@@ -59,6 +60,17 @@ class BufferedSink:
         data = self._messages.popleft()
         self.n_bytes -= len(data)
         return data
+
+
+class Outlet(Sink, Protocol):
+    """A sink whose owner may look at what waits in it. `BufferedSink` is one."""
+
+    @property
+    def n_bytes(self) -> int:
+        """What waits for the reader."""
+
+    def discard(self) -> None:
+        """Drop what waits: its reader does not take it."""
 
 
 class Gate:

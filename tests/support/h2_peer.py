@@ -32,6 +32,8 @@ class PeerStream:
         self.has_ended = True
         self._on_request(self)
 
+    def writable(self) -> None: ...
+
     def closed(self, end: StreamEnd, /) -> None:
         self.end = end
 
