@@ -5,7 +5,7 @@ import itertools
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from importlib.metadata import version
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.router.admin import AdminService
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Draining
-from slagate.router.front import Front, serve_front
+from slagate.router.front import Front, listen_on, serve_front
 from slagate.router.handoff import Releaser
 from slagate.router.live import LiveRequests
 from slagate.router.metrics import Metrics
@@ -171,9 +171,11 @@ async def serve(
         admin_at = bind(operators, admin)
         registry = gateway.metrics.registry
         with (
+            closing(listen_on(listen)) as listening,
             serve_probes(*http, registry=registry, not_ready=not_ready) as http_port,
             TemporaryDirectory(prefix="slagate-") as folder,
         ):
+            listen_at = listen._replace(port=listening.getsockname()[1])
             socket = f"{folder}/local"
             local.add_insecure_port(f"unix:{socket}")
             await local.start()
@@ -181,8 +183,10 @@ async def serve(
             async with (
                 anyio.create_task_group() as connecting,
                 serve_front(
-                    gateway, listen, Links(socket, connecting, settings=LOCAL, dial=dial_unix)
-                ) as (front, listen_at),
+                    gateway,
+                    listening,
+                    Links(socket, connecting, settings=LOCAL, dial=dial_unix),
+                ) as front,
                 stopped() as signals,
                 reloading(app.reloader, source, watch=settings.watch_config, stamp=stamp),
             ):

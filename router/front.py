@@ -4,6 +4,7 @@ Generate is served here. Every other method goes, as it is, to the local server 
 """
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -35,6 +36,9 @@ from slagate.workers.worker import OK, Status
 
 FLUSH_S = 2.0
 """For a client to take the last of its answer, when the request itself took all its time."""
+
+BACKLOG = 1024
+"""Connections that wait to be accepted."""
 
 _PATH = GENERATE.encode()
 _ANSWER = ((b":status", b"200"), (b"content-type", CONTENT_TYPE))
@@ -261,21 +265,39 @@ class ClientStream:
                 self._stream.respond([*_ANSWER, *trailers], last=True)
 
 
+def listen_on(address: Address) -> socket.socket:
+    """A socket that listens there. Raises `OSError` when that cannot be."""
+    try:
+        family, kind, protocol, _, at = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                # A wildcard means every address, also those of IPv4.
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listening.bind(at)
+            listening.listen(BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+    except OSError as error:
+        raise OSError(f"cannot listen on {address}") from error
+    return listening
+
+
 @asynccontextmanager
 async def serve_front(
-    gateway: Gateway, listen: Address, local: Links
-) -> AsyncIterator[tuple[Front, Address]]:
-    """Listen for clients for the time of the block. Raises `OSError` when it cannot be bound."""
+    gateway: Gateway, listening: socket.socket, local: Links
+) -> AsyncIterator[Front]:
+    """Serve clients on this socket for the time of the block."""
     loop = asyncio.get_running_loop()
     async with anyio.create_task_group() as tasks:
         front = Front(gateway, tasks, local)
+        front.server = await loop.create_server(front.protocol, sock=listening)
         try:
-            front.server = await loop.create_server(front.protocol, listen.host, listen.port)
-        except OSError as error:
-            raise OSError(f"cannot listen on {listen}") from error
-        port = front.server.sockets[0].getsockname()[1]
-        try:
-            yield front, listen._replace(port=port)
+            yield front
         finally:
             front.retire()
             front.close()

@@ -34,9 +34,6 @@ from slagate.workers.worker import OK, Status
 
 log = logging.getLogger(__name__)
 
-TIMER_SLACK_S = 0.01
-"""How early a timer may be: loops count in milliseconds, and from the beginning of a turn."""
-
 RECEIPT_TRAILER = "slagate-receipt-bin"
 
 
@@ -46,18 +43,15 @@ async def generate(call: ClientCall, gateway: Gateway) -> None:
     outcome, status = Outcome.INTERNAL, INTERNAL
     limit_s = gateway.settings.default_timeout_s if call.timeout_s is None else call.timeout_s
     deadline_s = record.started_s + limit_s
-    late = DeadlineExceeded(f"the limit of {limit_s:.3f} s has passed")
     try:
         with anyio.fail_after(limit_s):
             await _serve(call, gateway, record, deadline_s)
         outcome, status = Outcome.COMPLETED, OK
     except TimeoutError:
+        late = DeadlineExceeded(f"the limit of {limit_s:.3f} s has passed")
         outcome, status = late.outcome, late.status()
     except RequestError as error:
-        # A leg ends by the same limit, and its timer may come first.
-        is_own = error.code is late.code and gateway.now_s() >= deadline_s - TIMER_SLACK_S
-        ending = late if is_own else error
-        outcome, status = ending.outcome, ending.status()
+        outcome, status = error.outcome, error.status()
     except anyio.get_cancelled_exc_class():
         is_late = call.timeout_s is not None and gateway.now_s() >= deadline_s - _slack_s(limit_s)
         outcome, status = Outcome.DEADLINE if is_late else Outcome.CANCELLED, CANCELLED

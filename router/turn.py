@@ -39,6 +39,10 @@ FORWARDED_KEYS = ("traceparent", "tracestate")
 
 GIVEN_UP = Status(grpc.StatusCode.CANCELLED, "given up by the gateway")
 
+LEG_SLACK_S = 0.05
+"""Of a leg's limit, behind the request's own: that one cancels the leg, and says whose limit it was. Loops
+count in milliseconds, so of two timers for one moment either may come first."""
+
 TRAILER_LIMIT_S = 1.0
 """How long a worker may take to close a call behind its terminal event."""
 
@@ -173,7 +177,7 @@ class Turn:
             return
         remaining_s = max(self.deadline_s - self.gateway.now_s(), 0.0)
         leg_call = member.worker.generate(
-            leg, self._leg_metadata(lease), sink, timeout_s=remaining_s
+            leg, self._leg_metadata(lease), sink, timeout_s=remaining_s + LEG_SLACK_S
         )
         member.legs.add(sink)
         try:

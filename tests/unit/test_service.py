@@ -8,6 +8,7 @@ from slagate.pools.fleet import Fleet
 from slagate.pools.member import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.router import errors
+from slagate.router.forward import PEER
 from slagate.router.live import LiveRequests
 from slagate.router.service import ControlService
 from support.builders import MODEL, fleet, model_info
@@ -177,7 +178,7 @@ def test_a_clients_abort_ends_its_request_by_an_error_that_says_so() -> None:
             tasks.start_soon(serve)
             await anyio.wait_all_tasks_blocked()
             service = control(fleet(), live=live)
-            answer = await service.Abort(oe.AbortRequest(request_id="r"), Context(peer="me"))
+            answer = await service.Abort(oe.AbortRequest(request_id="r"), Context((PEER, "me")))
             assert answer.status == oe.ABORT_STATUS_ABORTED
         assert ended == ["aborted by the client"]
 
