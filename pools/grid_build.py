@@ -16,6 +16,7 @@ from slagate.pools.grid_build_cells import (
     build_cells,
     crossings,
 )
+from slagate.pools.grid_build_defaults import assumed_targets
 from slagate.pools.grid_build_dynamo import Range, Version, dynamo_mapping
 from slagate.pools.grid_build_merge import emitted, merged
 from slagate.pools.grid_build_pools import StagePools, stage_pools
@@ -29,6 +30,7 @@ from slagate.pools.grid_build_spec import (
     stages_of,
 )
 from slagate.pools.grid_config import parse_config
+from slagate.pools.grid_file import ANY_CLASS
 from slagate.pools.grid_keys import STAGES
 from slagate.pools.json_text import shown
 
@@ -74,6 +76,9 @@ class BuiltFleet:
 
     content: dict[str, object]
     stages: dict[str, BuiltStage]
+    assumed: dict[
+        str, int | float
+    ]  # targets in ms of requests that name none, where the spec did not say
 
     @property
     def has_gaps(self) -> bool:
@@ -99,11 +104,10 @@ def build_fleet(
     content: dict[str, object] = {"mode": spec.mode}
     if spec.enable_priority_retry:
         content["enable_priority_retry"] = True
-    if spec.objectives:
-        content["objectives"] = {
-            name: objective.model_dump(exclude_unset=True)
-            for name, objective in spec.objectives.items()
-        }
+    objectives = {
+        name: objective.model_dump(exclude_unset=True)
+        for name, objective in spec.objectives.items()
+    }
     stages = {}
     entries: dict[str, object] = {}
     loaded = stage_pools(spec, source)
@@ -127,9 +131,17 @@ def build_fleet(
             keys.strategy: {**axes, keys.mapping: mapping},
         }
         entries |= {pool.name: _entry(pool) for pool in used}
+    assumed: dict[str, int | float] = {}
+    if algorithm == "slagate":
+        axes_of_all = [axis for built in stages.values() for axis in built.targets]
+        assumed = assumed_targets(spec.objectives, axes_of_all)
+        if assumed:
+            objectives[ANY_CLASS] = {**objectives.get(ANY_CLASS, {}), **assumed}
+    if objectives:
+        content["objectives"] = objectives
     content["pools"] = entries
     parse_config(content, source=f"the file built from {source}")
-    return BuiltFleet(content, stages)
+    return BuiltFleet(content, stages, assumed)
 
 
 def priorities(stage: BuiltStage, sizes: Sequence[float]) -> list[int]:

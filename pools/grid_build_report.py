@@ -7,6 +7,7 @@ from slagate.pools.grid_build import BuiltFleet, BuiltStage
 from slagate.pools.grid_build_bands import Bands
 from slagate.pools.grid_build_cells import BEYOND, INFEASIBLE, MET, BuiltCell
 from slagate.pools.grid_build_spec import BuildSpec
+from slagate.pools.grid_words import number_text
 
 _NAMES = {"isl": "ISL", "context_length": "context", "ttft_ms": "TTFT", "itl_ms": "ITL"}
 
@@ -14,11 +15,12 @@ _NAMES = {"isl": "ISL", "context_length": "context", "ttft_ms": "TTFT", "itl_ms"
 def report_json(fleet: BuiltFleet, spec: BuildSpec, algorithm: str) -> dict[str, object]:
     """Everything, as JSON values: what every pool takes in the worst case of every cell; null: never."""
     # Dynamo's algorithms have no margin; load counts there for what an idle worker cannot tell.
-    margin = {"margin": spec.margin} if algorithm == "slagate" else {}
+    ours = algorithm == "slagate"
+    own = {"margin": spec.margin, "assumed_targets": fleet.assumed} if ours else {}
     return {
         "algorithm": algorithm,
         "utilisation": spec.utilisation,
-        **margin,
+        **own,
         "stages": {name: _stage_json(stage, spec.margin) for name, stage in fleet.stages.items()},
     }
 
@@ -29,6 +31,11 @@ def report_lines(fleet: BuiltFleet, spec: BuildSpec) -> Iterator[str]:
         yield (
             "Dynamo's algorithms do not look for cells that no pool meets; utilisation"
             f" {spec.utilisation:g} counts for the ITL of profiles and for pool priorities only"
+        )
+    for field, ms in fleet.assumed.items():
+        yield (
+            f"{_NAMES[field]}: a request that names no target counts as {number_text(ms)} ms, the middle of"
+            f' what was asked for; objectives["*"].{field} is where to say otherwise'
         )
     for name, stage in fleet.stages.items():
         if not stage.cells:

@@ -8,6 +8,7 @@ from slagate.pools.grid_build import BuiltFleet, build_fleet
 from slagate.pools.grid_build_report import report_json, report_lines
 from slagate.pools.grid_build_spec import parse_spec
 from slagate.pools.grid_config import parse_config
+from slagate.pools.grid_file import Objective
 
 CLOSED = {"beyond": False}
 
@@ -139,3 +140,22 @@ def test_what_is_contested_below_the_first_edge_is_told_where_that_has_no_band_o
     assert cell.contested_beyond
     assert not fleet.has_gaps
     assert any("1 cell is contested beyond the range" in line for line in report_lines(fleet, spec))
+
+
+def test_what_the_spec_says_for_any_class_stays_and_what_it_leaves_out_is_added_and_told() -> None:
+    isl, ttft = {"edges": [0, 1000]}, {"min": 100, "max": 500, "resolution": 2}
+    spec: dict[str, Any] = content(isl, ttft, SLOW, FAST)
+    spec["objectives"] = {"batch": {"ttft_ms": 450}, "*": {"itl_ms": 12, "priority": 3}}
+    fleet, _ = built(spec)
+    objectives: Any = fleet.content["objectives"]
+    assert objectives["batch"] == {"ttft_ms": 450}
+    assert objectives["*"] == {"itl_ms": 12, "priority": 3, **fleet.assumed}
+    assert fleet.assumed.keys() == {"ttft_ms"}
+    parsed = parse_spec(json.dumps(spec), "spec")
+    told = [line for line in report_lines(fleet, parsed) if "names no target" in line]
+    assert len(told) == 1
+    assert told[0].startswith("TTFT: ")
+    assert report_json(fleet, parsed, "slagate")["assumed_targets"] == fleet.assumed
+    spec["objectives"]["*"] = Objective(ttft_ms=450, itl_ms=12).model_dump(exclude_none=True)
+    fleet, _ = built(spec)
+    assert (fleet.assumed, fleet.content["objectives"]) == ({}, spec["objectives"])
