@@ -39,6 +39,7 @@ test: dev
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-long: dev
+	@$(BIN)/python -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"$(AICONFIGURATOR) needs Python 3.11 to 3.13, {sys.executable} is {v[0]}.{v[1]}")'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(AICONFIGURATOR)
 	SLAGATE_SEEDS=6000 $(BIN)/python -m pytest $(PARALLEL) tests/property tests/long
 

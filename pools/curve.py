@@ -25,7 +25,7 @@ Function = Callable[[float], float]
 class Curve:
     """Milliseconds at a number of tokens; not finite or not above 0 where nothing is known.
 
-    Beyond `measured_tokens` it is extrapolated.
+    Beyond `measured_tokens` it is extrapolated. `knots` are numbers of tokens, in any order.
     """
 
     raw_ms: Function
@@ -57,7 +57,7 @@ class Load:
     def wait(self, busy: float) -> float:
         """Mean time in a queue for one of the replicas, as a multiple of one prompt's time.
 
-        Sakasegawa's approximation for G/G/c with Poisson arrivals (Ann. Inst. Stat. Math. 29, 1977):
+        Sakasegawa's approximation for M/G/c (Ann. Inst. Stat. Math. 29, 1977), which has Poisson arrivals:
         `(1 + variability) / 2 * busy^(sqrt(2 (c + 1)) - 1) / (c (1 - busy))`. For one replica that is the
         Pollaczek-Khinchine formula, and M/D/1 with a variability of 0.
         """
@@ -72,14 +72,12 @@ class Load:
 def linear_curve(points: Sequence[Sequence[float]]) -> Curve:
     """Straight lines through (tokens, ms), and straight on beyond the first and the last.
 
-    `points` are in order of their tokens, none of which repeats.
+    `points` are two or more, in order of their tokens, none of which repeats.
     """
     xs = [float(point[0]) for point in points]
     ys = [float(point[1]) for point in points]
 
     def at(tokens: float) -> float:
-        if len(xs) == 1:
-            return ys[0]
         left = min(max(bisect_right(xs, tokens) - 1, 0), len(xs) - 2)
         slope = (ys[left + 1] - ys[left]) / (xs[left + 1] - xs[left])
         return ys[left] + slope * (tokens - xs[left])
@@ -122,9 +120,11 @@ def profile_decode(profile: TpProfile, load: Load) -> Curve:
         return profile.itl_s(batch, context_tokens) * 1000.0 if batch else math.inf
 
     capacity = profile.kv_capacity_tokens
-    # Below capacity / batch the batch is the engine's limit, above it is what the cache has room for,
-    # until a single request is more than the utilisation would leave.
-    turns = (capacity / load.batch, capacity * load.utilisation)
+    # Below capacity / batch the batch is the engine's limit, above it is what the cache has room for, and
+    # on its way down it passes the rows of the table, until a single request is more than the utilisation
+    # would leave.
+    room = capacity * load.utilisation
+    turns = (capacity / load.batch, room, *(room / b for b in _column(profile, "decode", 0)))
     knots = _column(profile, "decode", 1)
     return Curve(at, knots[-1], (*knots, *turns, *_end(capacity)))
 
@@ -133,7 +133,8 @@ def mixed_curves(profile: TpProfile, load: Load) -> tuple[Curve, Curve]:
     """TTFT and ITL of an aggregated pool over ISL, each with what the other phase takes from it.
 
     The batch decodes at a mean context of the prompt and half the answer. In a steady state
-    `batch / osl_tokens` prompts start for each step of it, and their prefill comes in between:
+    `batch / osl_tokens` prompts start for each step of it, and their prefill comes in between. This balance
+    is derived here, from no publication:
 
         itl  = D(batch, context) + batch / osl * P(isl')
         busy = batch / osl * P(isl') / itl                       the share of time that prefills take
@@ -176,7 +177,7 @@ def _rows(profile: TpProfile, table: str) -> list[list[float]]:
 
 
 def _column(profile: TpProfile, table: str, column: int) -> list[float]:
-    """The tokens at which the profile's table has rows: it does not turn in between."""
+    """The values of one column of the profile's table: it does not turn in between."""
     return sorted({float(row[column]) for row in _rows(profile, table)})
 
 

@@ -3,19 +3,17 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from slagate.pools.errors import ConfigError, Problem
 from slagate.pools.estimator import Estimator
 from slagate.pools.grid import StageGrid
-from slagate.pools.grid_config import FleetConfig, require_workers
+from slagate.pools.grid_config import FleetConfig
 from slagate.pools.grid_file import Objective, PoolSpec
-from slagate.pools.json_text import json_path
 from slagate.pools.member import Member, Stage
 from slagate.pools.overlap import Prompt
 from slagate.pools.pool import Pool, PoolView
 from slagate.pools.ranks import Limits
 from slagate.pools.table import UNLIMITED, State
 from slagate.workers.clock import monotonic_s
-from slagate.workers.profile import ProfileError, load_profile
+from slagate.workers.profile import TpProfile
 
 
 class Prepared(NamedTuple):
@@ -26,9 +24,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: FleetConfig) -> Prepared:
-    """Raises `ConfigError` for a pool without workers or with a profile that cannot be read."""
-    require_workers(config)
-    return Prepared(config, _estimators(config))
+    """For a configuration that was checked for serving."""
+    assert config.profiles is not None, "it was read with serving=True"
+    return Prepared(config, _estimators(config, config.profiles))
 
 
 class Fleet:
@@ -71,7 +69,8 @@ class Fleet:
         self.warnings = config.warnings
         self.objectives = config.objectives
         self.grids = {Stage(name): grid for name, grid in config.stages.items()}
-        self.pools = {}
+        # Scrapes and probes read from a thread of their own: never half a fleet.
+        pools: dict[str, Pool] = {}
         for stage, grid in self.grids.items():
             for index, name in enumerate(grid.pool_names):
                 estimator, spec = prepared.estimators[name], config.pools[name]
@@ -83,16 +82,17 @@ class Fleet:
                     prefix=self._prefix,
                     now_s=self._now_s,
                 )
-                self.pools[name] = pool
+                pools[name] = pool
                 pool.index, pool.limits = index, _limits(spec)
                 if not pool.estimator.starts_as(estimator):
                     pool.estimator = estimator
+        self.pools = pools
         for pool in before.values():
-            if self.pools.get(pool.name) is not pool:
+            if pools.get(pool.name) is not pool:
                 self._leaving.append(pool)
                 for address in list(pool.members):
                     pool.drain(address)
-        for name, pool in self.pools.items():
+        for name, pool in pools.items():
             addresses = config.pools[name].workers
             stay = set(addresses)
             for address in [each for each in pool.members if each not in stay]:
@@ -136,13 +136,24 @@ class Fleet:
     @property
     def all_pools(self) -> Iterator[Pool]:
         """Every pool of the configuration, and those of which only workers that drain are left."""
-        yield from self.pools.values()
-        yield from (pool for pool in self._leaving if not pool.is_empty)
+        yield from list(self.pools.values())
+        yield from [pool for pool in list(self._leaving) if not pool.is_empty]
 
     def members(self) -> Iterator[Member]:
         """Every worker of the configuration, pool by pool."""
-        for pool in self.pools.values():
-            yield from pool.members.values()
+        for pool in list(self.pools.values()):
+            yield from list(pool.members.values())
+
+    def standing(self) -> Iterator[Member]:
+        """Members, and where one of a stage has not been looked at yet, those of the stage that drain.
+
+        They are up as far as anybody knows: what comes for such a stage waits a moment, and is served.
+        """
+        members = list(self.members())
+        yield from members
+        joining = {member.stage for member in members if member.state is State.JOINING}
+        if joining:
+            yield from (m for m in self.all_members() if m.is_draining and m.stage in joining)
 
     def all_members(self) -> Iterator[Member]:
         """As `members`, and those that drain."""
@@ -195,9 +206,7 @@ class Fleet:
         return [
             stage
             for stage in self.stages
-            if not any(
-                member.state is State.READY for member in self.members() if member.stage is stage
-            )
+            if not any(member.is_up for member in self.standing() if member.stage is stage)
         ]
 
     def not_ready(self) -> str:
@@ -205,12 +214,7 @@ class Fleet:
         if unready := self.unready_stages():
             return ", ".join(f"no {stage.value} worker is ready" for stage in unready)
         served = [
-            {
-                name
-                for m in self.members()
-                if m.stage is stage and m.state is State.READY
-                for name in m.models
-            }
+            {name for m in self.standing() if m.stage is stage and m.is_up for name in m.models}
             for stage in self.stages
         ]
         return "" if set.intersection(*served) else "no model is served by every stage"
@@ -233,22 +237,9 @@ def _limits(spec: PoolSpec) -> Limits:
     return Limits(spec.max_inflight, spec.max_queued_tokens)
 
 
-def _estimators(config: FleetConfig) -> dict[str, Estimator]:
-    found: dict[str, Estimator] = {}
-    problems: list[Problem] = []
-    for name, spec in config.pools.items():
-        key = "profile"
-        try:
-            if spec.profile is None:
-                found[name] = Estimator()
-                continue
-            profile = load_profile(spec.profile)
-            assert spec.tp is not None, "the file's rules ask for tp beside profile"
-            key = "tp"
-            source = f"profile {spec.profile} tp {spec.tp}"
-            found[name] = Estimator(profile.tp(spec.tp), source=source)
-        except ProfileError as error:
-            problems.append(Problem(json_path(("pools", name, key)), str(error)))
-    if problems:
-        raise ConfigError(config.source, problems)
+def _estimators(config: FleetConfig, profiles: Mapping[str, TpProfile]) -> dict[str, Estimator]:
+    found = {name: Estimator() for name in config.pools}
+    for name, profile in profiles.items():
+        spec = config.pools[name]
+        found[name] = Estimator(profile, source=f"profile {spec.profile} tp {spec.tp}")
     return found

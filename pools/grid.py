@@ -4,7 +4,8 @@ Selection, priority rules and retry order are those of Dynamo's global router (d
 checks a grid: `grid_config` does, once.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,12 @@ from slagate.pools.axis import AXIS_FIELDS, Axis, Number, UnevenAxis
 from slagate.pools.errors import SelectError
 from slagate.pools.json_text import is_finite_number, shown
 
+INT32 = (-(2**31), 2**31 - 1)
+"""What a request can bring as its priority, both ends included."""
+
 _KNOWN_FIELDS = frozenset(AXIS_FIELDS)
+
+_Range = tuple[int, int]
 
 
 class PriorityRule(NamedTuple):
@@ -92,11 +98,14 @@ class StageGrid:
 
     def pool_order(self, cell: Cell) -> tuple[int, ...]:
         """All pools a request of this cell may use, in order: those of the cell, then those of a retry."""
-        retries = self.retry_order(cell.pool)
-        if not cell.spill:
+        return self.order((cell.pool, *cell.spill))
+
+    def order(self, pools: tuple[int, ...]) -> tuple[int, ...]:
+        """As `pool_order`, from the pools of a cell; a retry starts from the first of them."""
+        retries = self.retry_order(pools[0])
+        if len(pools) == 1:
             return retries
-        listed = (cell.pool, *cell.spill)
-        return (*listed, *(at for at in retries if at not in listed))
+        return (*pools, *(at for at in retries if at not in pools))
 
     def retry_order(self, pool_index: int) -> tuple[int, ...]:
         """The pools to try for a request of pool `pool_index`: itself, then the strictly faster ones.
@@ -109,6 +118,39 @@ class StageGrid:
         mine = self.priorities[pool_index]
         faster = [at for at, priority in enumerate(self.priorities) if priority < mine]
         return (pool_index, *sorted(faster, key=lambda at: (-self.priorities[at], at)))
+
+    def starts(self) -> list[tuple[int, ...]]:
+        """The lists of pools that a request can start with: of a cell, or of a rule that can match."""
+        live = [rule for rule, left in zip(self.rules, self.matched(), strict=True) if left]
+        return [*self.cells, *((rule.pool,) for rule in live)]
+
+    def reached(self) -> set[int]:
+        """The pools that some request can come to, by cell, by rule or by retry."""
+        starts = set(self.starts())
+        listed = {pool for pools in starts for pool in pools}
+        if not self.retry:
+            return listed
+        slowest = max(self.priorities[pools[0]] for pools in starts)
+        return listed | {at for at, priority in enumerate(self.priorities) if priority < slowest}
+
+    def sendable(self, rule: PriorityRule) -> _Range | None:
+        """The whole numbers of a rule that a request can bring as its priority."""
+        least = 0 if self.negative_is_none else INT32[0]
+        low, high = max(math.ceil(rule.low), least), min(math.floor(rule.high), INT32[1])
+        return (low, high) if low <= high else None
+
+    def matched(self) -> Iterator[list[_Range]]:
+        """For each rule the ranges of priorities that come to it, after the rules before it."""
+        free: list[_Range] = [INT32]
+        for rule in self.rules:
+            sendable = self.sendable(rule)
+            if sendable is None:
+                yield []
+                continue
+            low, high = sendable
+            yield [(max(a, low), min(b, high)) for a, b in free if a <= high and b >= low]
+            below = [(a, min(b, low - 1)) for a, b in free if a < low]
+            free = below + [(max(a, high + 1), b) for a, b in free if b > high]
 
     def _given(self, axis: Axis | UnevenAxis, values: Mapping[str, Number | None]) -> Number | None:
         value = values.get(axis.field)

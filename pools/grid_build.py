@@ -1,22 +1,24 @@
 """Builds a fleet file from pools and SLA axes: for each cell the cheapest pool that meets all of it."""
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from slagate.pools.curve import Curve
 from slagate.pools.errors import ConfigError, Problem
 from slagate.pools.grid_build_bands import Bands, as_asked, size_bands, target_bands
 from slagate.pools.grid_build_cells import (
-    BEYOND,
     INFEASIBLE,
     BuildPool,
     BuiltCell,
+    Status,
     build_cells,
     crossings,
 )
+from slagate.pools.grid_build_defaults import assumed_targets
 from slagate.pools.grid_build_dynamo import Range, Version, dynamo_mapping
+from slagate.pools.grid_build_merge import emitted, merged
 from slagate.pools.grid_build_pools import StagePools, stage_pools
 from slagate.pools.grid_build_spec import (
     AXES,
@@ -28,7 +30,9 @@ from slagate.pools.grid_build_spec import (
     stages_of,
 )
 from slagate.pools.grid_config import parse_config
+from slagate.pools.grid_file import ANY_CLASS
 from slagate.pools.grid_keys import STAGES
+from slagate.pools.json_text import shown
 
 Algorithm = Literal["slagate"] | Version
 ALGORITHMS: tuple[Algorithm, ...] = ("slagate", "dynamo", "dynamo-first")
@@ -39,22 +43,31 @@ MAX_SPLITS = 8
 
 @dataclass(frozen=True, slots=True)
 class BuiltStage:
-    """The grid of one stage. `cells` is empty where an algorithm of Dynamo's made the mapping."""
+    """The grid of one stage. `cells` is empty where an algorithm of Dynamo's made the mapping.
+
+    `pools` are all of the spec; the file has those numbered in `used`, in that order.
+    """
 
     pools: tuple[BuildPool, ...]
     size: Bands | None  # None: a grid without sizes
     targets: tuple[Bands, ...]
     cells: tuple[BuiltCell, ...]
+    used: tuple[int, ...]
     added_edges: tuple[int, ...] = ()
 
-    def cells_of(self, status: str) -> list[BuiltCell]:
+    def cells_of(self, status: Status) -> list[BuiltCell]:
         """The cells with this status."""
         return [cell for cell in self.cells if cell.status == status]
 
     @property
     def contested(self) -> list[BuiltCell]:
-        """Cells of the range asked for that no single pool is right for."""
-        return [c for c in self.cells if c.contested_tokens is not None and c.status != BEYOND]
+        """Cells that no single pool is right for, in the range asked for."""
+        return [c for c in self.cells if c.contested_tokens is not None and not c.contested_beyond]
+
+    @property
+    def contested_beyond(self) -> list[BuiltCell]:
+        """Cells that no single pool is right for beyond the range asked for."""
+        return [c for c in self.cells if c.contested_beyond]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +76,9 @@ class BuiltFleet:
 
     content: dict[str, object]
     stages: dict[str, BuiltStage]
+    assumed: dict[
+        str, int | float
+    ]  # targets in ms of requests that name none, where the spec did not say
 
     @property
     def has_gaps(self) -> bool:
@@ -84,22 +100,21 @@ def build_fleet(
     cell that no pool meets. Dynamo's algorithms have neither, and no margin. Raises `ConfigError`.
     """
     if algorithm != "slagate":
-        _check_for_dynamo(spec, source, algorithm)
+        _check_for_dynamo(spec, source, algorithm, spill=spill, split=split)
     content: dict[str, object] = {"mode": spec.mode}
     if spec.enable_priority_retry:
         content["enable_priority_retry"] = True
-    if spec.objectives:
-        content["objectives"] = {
-            name: objective.model_dump(exclude_unset=True)
-            for name, objective in spec.objectives.items()
-        }
+    objectives = {
+        name: objective.model_dump(exclude_unset=True)
+        for name, objective in spec.objectives.items()
+    }
     stages = {}
     entries: dict[str, object] = {}
     loaded = stage_pools(spec, source)
     for stage, keys in STAGES[spec.mode].items():
         part, pools = stages_of(spec)[stage], loaded[stage]
         if algorithm == "slagate":
-            built = _built(spec, stage, part, pools, split=split)
+            built = _built(spec, stage, part, pools, spill=spill, split=split)
             mapping: Sequence[object] = _nested(built, spill=spill)
         else:
             built = _plain(stage, part, pools)
@@ -108,47 +123,64 @@ def build_fleet(
         axes = {} if built.size is None else built.size.keys()
         for target in built.targets:
             axes |= target.keys()
+        used = [part.pools[at] for at in built.used]
         content |= {
-            keys.pool_count: len(part.pools),
-            keys.names: [pool.name for pool in part.pools],
-            keys.priorities: priorities(built),
+            keys.pool_count: len(used),
+            keys.names: [pool.name for pool in used],
+            keys.priorities: priorities(built, _asked_sizes(stage, part)),
             keys.strategy: {**axes, keys.mapping: mapping},
         }
-        entries |= {pool.name: _entry(pool) for pool in part.pools}
+        entries |= {pool.name: _entry(pool) for pool in used}
+    assumed: dict[str, int | float] = {}
+    if algorithm == "slagate":
+        axes_of_all = [axis for built in stages.values() for axis in built.targets]
+        assumed = assumed_targets(spec.objectives, axes_of_all)
+        if assumed:
+            objectives[ANY_CLASS] = {**objectives.get(ANY_CLASS, {}), **assumed}
+    if objectives:
+        content["objectives"] = objectives
     content["pools"] = entries
     parse_config(content, source=f"the file built from {source}")
-    return BuiltFleet(content, stages)
+    return BuiltFleet(content, stages, assumed)
 
 
-def priorities(stage: BuiltStage) -> list[int]:
-    """How fast each pool is among those of its stage, 0 first: by the mean logarithm of its latencies.
+def priorities(stage: BuiltStage, sizes: Sequence[float]) -> list[int]:
+    """How fast each used pool is among those of its stage, 0 first: by the mean logarithm of its latencies.
 
-    They are taken at the upper edges of the bands asked for; equal pools share a number.
+    They are taken at these sizes; equal pools share a number.
     """
-    edges = [1.0] if stage.size is None else list(stage.size.edges[1:])
-    if stage.size is not None:
-        edges = [edge for edge in edges if edge <= stage.size.asked[1]]
     slowness = [
-        sum(math.log(curve.ms(edge)) for curve in pool.curves for edge in edges)
-        for pool in stage.pools
+        sum(math.log(curve.ms(tokens)) for curve in stage.pools[at].curves for tokens in sizes)
+        for at in stage.used
     ]
     ranks = sorted(set(slowness))
     return [ranks.index(value) for value in slowness]
 
 
+def _asked_sizes(stage: str, part: StageSpec) -> Sequence[float]:
+    """The upper edges of the size bands that were asked for."""
+    size_field = AXES[stage][0]
+    if getattr(part, size_field) is None:
+        return (1.0,)  # curves are level there
+    return as_asked(size_field, _axis(part, size_field)).edges[1:]
+
+
 def _built(
-    spec: BuildSpec, stage: str, part: StageSpec, pools: StagePools, *, split: bool
+    spec: BuildSpec, stage: str, part: StageSpec, pools: StagePools, *, spill: bool, split: bool
 ) -> BuiltStage:
     size_field, *target_fields = AXES[stage]
     targets = [target_bands(field, _axis(part, field)) for field in target_fields]
+    asked = [as_asked(field, _axis(part, field)) for field in target_fields]
     loaded = pools.loaded
     has_sizes = getattr(part, size_field) is not None
     if has_sizes:
         size = size_bands(size_field, _axis(part, size_field), longest_tokens=pools.longest_tokens)
+        asked = [as_asked(size_field, _axis(part, size_field)), *asked]
     else:
         assert spec.traffic.isl is not None
         loaded = [_at_one_size(pool, spec.traffic.isl) for pool in loaded]
         size = Bands(size_field, (0, 1), uniform=True, asked=(0, 1))
+        asked = [size, *asked]
     cells = build_cells(loaded, size, targets, margin=spec.margin)
     added: set[int] = set()
     for _ in range(MAX_SPLITS if split and has_sizes and len(targets) == 1 else 0):
@@ -158,38 +190,15 @@ def _built(
         added |= found
         size = size.split(found)
         cells = build_cells(loaded, size, targets, margin=spec.margin)
-    # A band for what lies beyond that has the pools of the one next to it says nothing.
-    if size.beyond and _alike(cells, 0, (*size.beyond, size.beyond[0] - 1)):
-        cells = _without(cells, 0, size.beyond)
-        size = size.without_beyond()
-    for at, target in enumerate(targets, start=1):
-        if target.beyond and _alike(cells, at, (*target.beyond, target.beyond[-1] + 1)):
-            cells = _without(cells, at, target.beyond)
-            targets[at - 1] = as_asked(target.field, _axis(part, target.field))
+    cells, (size, *targets) = merged(cells, [size, *targets], asked, spill=spill)
     return BuiltStage(
         pools=tuple(loaded),
         size=size if has_sizes else None,
         targets=tuple(targets),
         cells=tuple(cells),
-        added_edges=tuple(sorted(added)),
+        used=tuple(sorted({at for cell in cells for at in emitted(cell, spill=spill)})),
+        added_edges=tuple(sorted(added.intersection(size.edges))),
     )
-
-
-def _alike(cells: Sequence[BuiltCell], axis: int, bands: Collection[int]) -> bool:
-    """Whether these bands of an axis have the same pools."""
-    columns = [tuple(cell.pools[0] for cell in cells if cell.index[axis] == band) for band in bands]
-    return len(set(columns)) == 1
-
-
-def _without(cells: Sequence[BuiltCell], axis: int, bands: Collection[int]) -> list[BuiltCell]:
-    """The cells of the other bands of an axis, counted anew."""
-
-    def moved(index: tuple[int, ...]) -> tuple[int, ...]:
-        n_before = sum(band < index[axis] for band in bands)
-        return (*index[:axis], index[axis] - n_before, *index[axis + 1 :])
-
-    kept = [cell for cell in cells if cell.index[axis] not in bands]
-    return [replace(cell, index=moved(cell.index)) for cell in kept]
 
 
 def _at_one_size(pool: BuildPool, tokens: int) -> BuildPool:
@@ -201,9 +210,9 @@ def _level(ms: float) -> Curve:
 
 
 def _nested(stage: BuiltStage, *, spill: bool) -> list[object]:
-    cells: list[object] = [
-        list(cell.pools) if spill and len(cell.pools) > 1 else cell.pools[0] for cell in stage.cells
-    ]
+    numbers = {at: number for number, at in enumerate(stage.used)}
+    named = [[numbers[at] for at in emitted(cell, spill=spill)] for cell in stage.cells]
+    cells: list[object] = [pools if len(pools) > 1 else pools[0] for pools in named]
     axes = stage.targets if stage.size is None else (stage.size, *stage.targets)
     for axis in reversed(axes[1:]):
         n = axis.resolution
@@ -213,7 +222,9 @@ def _nested(stage: BuiltStage, *, spill: bool) -> list[object]:
 
 def _plain(stage: str, part: StageSpec, pools: StagePools) -> BuiltStage:
     size, target = (as_asked(field, _axis(part, field)) for field in AXES[stage])
-    return BuiltStage(tuple(pools.loaded), size, (target,), ())
+    return BuiltStage(
+        tuple(pools.loaded), size, (target,), (), used=tuple(range(len(pools.loaded)))
+    )
 
 
 def _dynamo(part: StageSpec, stage: str, pools: StagePools, version: Version) -> list[list[int]]:
@@ -227,18 +238,31 @@ def _dynamo(part: StageSpec, stage: str, pools: StagePools, version: Version) ->
     )
 
 
-def _check_for_dynamo(spec: BuildSpec, source: str, algorithm: str) -> None:
+def _check_for_dynamo(
+    spec: BuildSpec, source: str, algorithm: str, *, spill: bool, split: bool
+) -> None:
     problems = []
+    if spill:
+        problems.append(Problem("--spill", f"does not go together with the algorithm {algorithm}"))
+    if not split:
+        reason = f"does not go together with the algorithm {algorithm}, which parts no bands"
+        problems.append(Problem("--no-split", reason))
     if not isinstance(spec, DisaggBuildSpec):
         problems.append(Problem("mode", f"must be disagg with the algorithm {algorithm}"))
     if spec.margin:
-        problems.append(Problem("margin", f"must be 0 with the algorithm {algorithm}"))
+        reason = f"must be 0 with the algorithm {algorithm} (got {shown(spec.margin)})"
+        problems.append(Problem("margin", reason))
     for stage, part in stages_of(spec).items():
         for field in AXES[stage]:
-            axis = getattr(part, field)
-            if axis is not None and axis.edges is not None:
+            axis: AxisSpec | None = getattr(part, field)
+            if axis is None:
+                continue
+            if axis.edges is not None:
                 reason = f"must be min, max and resolution with the algorithm {algorithm}"
                 problems.append(Problem(f"{stage}.{field}.edges", reason))
+            if axis.beyond and "beyond" in axis.model_fields_set:
+                reason = f"must be false or left out with the algorithm {algorithm}"
+                problems.append(Problem(f"{stage}.{field}.beyond", reason))
     if problems:
         raise ConfigError(source, problems)
 
@@ -263,7 +287,7 @@ def _entry(pool: PoolBuildSpec) -> dict[str, object]:
         "profile": pool.profile,
         "tp": pool.tp,
         "cost": cost,
-        "workers": list(pool.workers),
+        "workers": list(pool.workers) or None,
         "max_inflight": pool.max_inflight,
         "max_queued_tokens": pool.max_queued_tokens,
     }

@@ -9,13 +9,17 @@ the first, unless that makes no difference:
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from slagate.pools.grid_build_spec import AxisSpec
 
 _N_BETWEEN = 24
-_N_FAR = 160
+"""Sizes of a band that are looked at besides its ends and knots, as curves are bent in between.
+
+Even where one band has all sizes up to 131072, the ITL of each packaged profile is then within 2 % of the
+straight lines between these sizes; with 4 of them it is 18 % off, with 1 more than twice as high.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +75,16 @@ class Bands:
         all_edges = tuple(sorted({first, *self.edges[1:-1], *edges, last}))
         return replace(self, edges=all_edges, uniform=False)
 
-    def without_beyond(self) -> "Bands":
-        """These bands, with what lies beyond left to the one next to it."""
+    def joined(self, groups: Sequence[range]) -> "Bands":
+        """One band for each of these groups of them; an outer one that was asked for in part ends there."""
         low, high = self.asked
-        edges = tuple(edge for edge in self.edges if low <= edge <= high)
-        return replace(self, edges=edges, far_tokens=0)
+        edges = [self.edges[group.start] for group in groups] + [self.edges[-1]]
+        far_tokens = self.far_tokens
+        if edges[0] < low < edges[1]:
+            edges[0] = low
+        if edges[-2] < high < edges[-1]:
+            edges[-1], far_tokens = high, 0
+        return replace(self, edges=tuple(edges), far_tokens=far_tokens)
 
     def sizes(self, band: int) -> tuple[int, int]:
         """The first and the last whole number of tokens that lands in `band`."""
@@ -90,9 +99,8 @@ class Bands:
         found = {first, last}
         for knot in knots:
             found |= {n for n in (math.floor(knot), math.ceil(knot)) if first < n < last}
-        n_between = _N_FAR if self.is_beyond(band) else _N_BETWEEN
-        ratio = (last / first) ** (1.0 / (n_between + 1))
-        found |= {round(first * ratio**step) for step in range(1, n_between + 1)}
+        ratio = (last / first) ** (1.0 / (_N_BETWEEN + 1))
+        found |= {round(first * ratio**step) for step in range(1, _N_BETWEEN + 1)}
         return sorted(found)
 
     def targets(self, band: int) -> tuple[float, float]:

@@ -10,12 +10,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from slagate.pools.curve import Curve
 from slagate.pools.grid_build_bands import Bands
 
-MET, INFEASIBLE, BEYOND = "met", "infeasible", "beyond"
+Status = Literal["met", "infeasible", "beyond"]
+MET: Final = "met"
+INFEASIBLE: Final = "infeasible"
+BEYOND: Final = "beyond"
 
 _HAIR = 1e-9
 """Of a segment: where curves cross in less than that, they touch."""
@@ -34,14 +37,15 @@ class BuiltCell:
     """One cell: pools in order, the first of which gets it, and why.
 
     `worst_ms` is by pool and latency. `contested_tokens` is a size at which another pool meets a target of
-    this cell that the first one misses.
+    this cell that the first one misses; `contested_beyond`: only outside of the range asked for.
     """
 
     index: tuple[int, ...]
     pools: tuple[int, ...]
-    status: str
+    status: Status
     worst_ms: tuple[tuple[float, ...], ...]
     contested_tokens: int | None = None
+    contested_beyond: bool = False
 
 
 class _Row(NamedTuple):
@@ -130,12 +134,12 @@ def _built(
     if meets:
         order = sorted(meets, key=lambda at: (pools[at].gpus, slowness[at], at))
         return BuiltCell(index, tuple(order), MET, row.worst_ms)
-    status = BEYOND if cell.is_beyond else INFEASIBLE
+    status: Status = BEYOND if cell.is_beyond else INFEASIBLE
     order = sorted(range(len(pools)), key=lambda at: (slowness[at], pools[at].gpus, at))
     missed = [_missed(row, at, cell) for at in order]
     if None in missed:
         return BuiltCell(index, (order[missed.index(None)],), status, row.worst_ms)
-    return BuiltCell(index, (order[0],), status, row.worst_ms, contested_tokens=missed[0])
+    return BuiltCell(index, (order[0],), status, row.worst_ms, missed[0], cell.is_beyond)
 
 
 def _slowness(row: _Row, pool: int, cell: _Cell) -> float:
@@ -171,7 +175,11 @@ def _misses_at(row: _Row, pool: int, other: int, cell: _Cell, at: int) -> bool:
 
 
 def _misses_between(row: _Row, pool: int, other: int, cell: _Cell, at: int) -> bool:
-    """As `_misses_at`, anywhere between this sample and the one before, where curves are straight."""
+    """As `_misses_at`, anywhere between this sample and the one before, as if curves were straight there.
+
+    Curves of points are. Those of profiles are power laws, or bent more: samples are as close as to leave
+    little of that.
+    """
     if row.samples[at] - row.samples[at - 1] < 2:
         return False
     mine = [values[at - 1 : at + 1] for values in row.ms[pool]]

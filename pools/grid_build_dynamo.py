@@ -32,7 +32,7 @@ def dynamo_mapping(
     *,
     size: Range,
     latency: Range,
-    version: Version = "dynamo",
+    version: Version,
 ) -> list[list[int]]:
     """Pool numbers as `[size][latency]`; a curve is milliseconds over tokens.
 

@@ -16,9 +16,9 @@ from slagate.pools.curve import (
 )
 from slagate.pools.errors import ConfigError, Problem
 from slagate.pools.grid_build_cells import BuildPool
+from slagate.pools.grid_build_profiles import stage_profiles
 from slagate.pools.grid_build_spec import BuildSpec, Point, PoolBuildSpec, stages_of
-from slagate.pools.json_text import json_path, shown
-from slagate.workers.profile import ProfileError, TpProfile, load_profile
+from slagate.workers.profile import TpProfile
 
 
 class StagePools(NamedTuple):
@@ -42,29 +42,20 @@ def stage_pools(spec: BuildSpec, source: str) -> dict[str, StagePools]:
     problems: list[Problem] = []
     found = {}
     for stage, part in stages_of(spec).items():
+        named = {at: (p.profile, p.tp) for at, p in enumerate(part.pools) if p.profile is not None}
+        profiles, faults = stage_profiles(stage, named)
+        problems += faults
+        if faults:
+            continue
         stage_found = StagePools([], [])
         for at, pool in enumerate(part.pools):
-            try:
-                profile = None if pool.profile is None else _profile(pool)
-            except ProfileError as error:
-                key = "tp" if "tensor-parallel size" in str(error) else "profile"
-                path = json_path((stage, "pools", at, key))
-                value = pool.tp if key == "tp" else pool.profile
-                problems.append(Problem(path, f"{error} (got {shown(value)})"))
-                continue
-            curves, idle = _curves(stage, pool, profile, _load(spec, pool))
+            curves, idle = _curves(stage, pool, profiles.get(at), _load(spec, pool))
             stage_found.loaded.append(BuildPool(pool.name, pool.gpus, curves))
             stage_found.idle.append(idle)
         found[stage] = stage_found
     if problems:
         raise ConfigError(source, problems)
     return found
-
-
-def _profile(pool: PoolBuildSpec) -> TpProfile:
-    assert pool.profile is not None
-    assert pool.tp is not None
-    return load_profile(pool.profile).tp(pool.tp)
 
 
 def _load(spec: BuildSpec, pool: PoolBuildSpec) -> Load:

@@ -14,6 +14,9 @@ Path = tuple[str | int, ...]
 _CURVES = {"prefill": ("ttft_curve",), "decode": ("itl_curve",), "agg": ("ttft_curve", "itl_curve")}
 _UNIFORM = ("min", "max", "resolution")
 
+MAX_EDGE = 2**31 - 1
+"""Of every axis, tokens or milliseconds: no prompt is longer and no target of 24 days is one."""
+
 
 def contradictions(
     content: Mapping[str, Any], stages: Sequence[str], axes: Mapping[str, Sequence[str]]
@@ -53,8 +56,12 @@ def _axis(path: Path, axis: Mapping[str, Any]) -> Iterator[Problem]:
             yield _problem((*path, uniform[0]), "does not go together with edges", axis[uniform[0]])
         edges = axis["edges"]
         if isinstance(edges, list):
-            yield from _ascending((*path, "edges"), edges, at_least=2)
+            if len(edges) < 2:
+                yield _problem((*path, "edges"), "must have at least 2 entries", edges)
+            yield from _ascending((*path, "edges"), edges)
             yield from _not_negative((*path, "edges", 0), edges[0] if edges else None)
+            for at, edge in enumerate(edges):
+                yield from _not_huge((*path, "edges", at), edge)
         return
     for key in _UNIFORM:
         if key not in axis:
@@ -63,6 +70,12 @@ def _axis(path: Path, axis: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _not_negative((*path, "min"), low)
     if is_finite_number(low) and is_finite_number(high) and low >= high:
         yield _problem((*path, "max"), f"must be above min, which is {shown(low)}", high)
+    yield from _not_huge((*path, "max"), high)
+
+
+def _not_huge(path: Path, value: object) -> Iterator[Problem]:
+    if is_finite_number(value) and value > MAX_EDGE:
+        yield _problem(path, f"must be at most {MAX_EDGE}", value)
 
 
 def _not_negative(path: Path, value: object) -> Iterator[Problem]:
@@ -70,9 +83,7 @@ def _not_negative(path: Path, value: object) -> Iterator[Problem]:
         yield _problem(path, "must be at least 0", value)
 
 
-def _ascending(path: Path, values: Sequence[Any], *, at_least: int) -> Iterator[Problem]:
-    if len(values) < at_least:
-        yield _problem(path, f"must have at least {at_least} entries", values)
+def _ascending(path: Path, values: Sequence[Any]) -> Iterator[Problem]:
     for at in range(1, len(values)):
         before, value = values[at - 1], values[at]
         if is_finite_number(before) and is_finite_number(value) and value <= before:
@@ -95,8 +106,10 @@ def _speed(path: Path, pool: Mapping[str, Any], curves: Sequence[str]) -> Iterat
             yield _problem((*path, key), "does not go together with profile", pool[key])
         elif isinstance(pool[key], list):
             points = pool[key]
+            if len(points) < 2:
+                yield _problem((*path, key), "must have at least 2 points", points)
             tokens = [p[0] if isinstance(p, list) and len(p) == 2 else None for p in points]
-            yield from _ascending((*path, key), tokens, at_least=1)
+            yield from _ascending((*path, key), tokens)
     if "profile" in pool:
         if "tp" not in pool:
             yield _problem((*path, "tp"), "is required with profile (got nothing)")

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from slagate.pools.errors import ConfigError, Problem
+from slagate.pools.grid_build_profiles import profile_problems
 from slagate.pools.grid_build_rules import contradictions
 from slagate.pools.grid_file import Objective
 from slagate.pools.grid_values import Address, Array, Count, Limit, Maybe, Name, Number, Word
@@ -21,6 +22,10 @@ _REASONS = {
     "int_type": "must be an integer",
     "bool_type": "must be true or false",
     "string_type": "must be a string",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "dict_type": "must be an object",
+    "too_short": "must not be empty",
     "model_type": "must be an object",
     "greater_than": "must be above {gt:g}",
     "greater_than_equal": "must be at least {ge:g}",
@@ -185,6 +190,7 @@ def parse_spec(text: str, source: str) -> BuildSpec:
         problems += [_problem(item, mode) for item in error.errors(include_url=False)]
     # Rules come last: of a place that cannot be read at all they have nothing better to say.
     problems += contradictions(content, STAGES[mode], AXES)
+    problems += profile_problems(content, STAGES[mode])
     by_path: dict[str, Problem] = {}
     for problem in problems:
         by_path.setdefault(problem.path, problem)

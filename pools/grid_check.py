@@ -14,8 +14,10 @@ from slagate.pools.grid_keys import STAGES, Form, form_of
 from slagate.pools.grid_overlay import from_file, from_options, lay_over
 from slagate.pools.grid_rules import check_rules
 from slagate.pools.grid_spelling import drop_second_spellings, respelled
-from slagate.pools.grid_workers import HALF, profile_faults, worker_faults
+from slagate.pools.grid_workers import HALF, worker_faults
 from slagate.pools.json_text import ReadJson
+from slagate.pools.pool_profiles import read_profiles
+from slagate.workers.profile import TpProfile
 
 # pydantic's kinds of error, in words for someone who edits a file. Our own kinds bring theirs.
 _REASONS = {
@@ -50,6 +52,7 @@ class Checked(NamedTuple):
     form: Form
     file: PrefillFile | AggFile | None  # None: `draft` has problems
     kept: Mapping[str, Any]
+    profiles: Mapping[str, TpProfile] | None  # by pool; None: not asked for
 
 
 def checked(content: Mapping[str, Any], extras: Extras) -> Checked:
@@ -75,9 +78,8 @@ def checked(content: Mapping[str, Any], extras: Extras) -> Checked:
                 item["loc"], reason, ABSENT if item["type"] == "missing" else item["input"]
             )
     check_rules(draft, form)
-    if extras.serving:
-        _check_workers(draft, form)
-    return Checked(draft, form, file, kept)
+    profiles = _check_serving(draft, form) if extras.serving else None
+    return Checked(draft, form, file, kept, profiles)
 
 
 def _merged(content: Mapping[str, Any], form: Form, draft: Draft, extras: Extras) -> dict[str, Any]:
@@ -112,7 +114,9 @@ def _lay_pools(
     if not isinstance(pools.value, dict):
         draft.refuse((name,), "must be an object", pools.value)
         return
-    for key in pools.value.keys() - {"pools"}:
+    for key in pools.value:
+        if key == "pools":
+            continue
         if lenient:
             draft.ignore((name, key))
         else:
@@ -124,7 +128,8 @@ def _lay_pools(
         lay_over(kept, from_file(deepcopy(pools.value), name), draft)
 
 
-def _check_workers(draft: Draft, form: Form) -> None:
+def _check_serving(draft: Draft, form: Form) -> dict[str, TpProfile]:
+    """Check what a gateway needs besides; the profiles of the pools that name one."""
     if form.mode == "prefill":
         draft.refuse((), HALF, ABSENT)
     roles = {
@@ -133,19 +138,19 @@ def _check_workers(draft: Draft, form: Form) -> None:
         for name in draft.get(keys.names) or ()
         if isinstance(name, str) and name
     }
-    specs = (
-        draft.get(
-            "pools",
-        )
-        if "pools" in draft.content
-        else {}
-    )
+    specs = draft.get("pools") if "pools" in draft.content else {}
     if not isinstance(specs, dict):
-        return
-    addresses = {
-        name: draft.get("pools", name, "workers") if "workers" in spec else ()
-        for name, spec in specs.items()
-        if isinstance(spec, dict)
-    }
-    for fault in (*worker_faults(roles, addresses), *profile_faults(draft.get("pools"))):
+        return {}
+    addresses: dict[str, Any] = {}
+    named: dict[str, tuple[str, int | None]] = {}
+    for name, spec in specs.items():
+        if not isinstance(spec, dict):
+            continue
+        addresses[name] = draft.get("pools", name, "workers") if "workers" in spec else ()
+        profile = draft.get("pools", name, "profile")
+        if profile is not None:
+            named[name] = profile, draft.get("pools", name, "tp")
+    profiles, faults = read_profiles(named)
+    for fault in (*worker_faults(roles, addresses), *faults):
         draft.refuse(fault.path, fault.reason, fault.got)
+    return profiles

@@ -12,9 +12,12 @@ from slagate.pools.grid import StageGrid
 from slagate.pools.grid_check import Extras, checked
 from slagate.pools.grid_file import Objective, PoolSpec
 from slagate.pools.grid_keys import STAGES
-from slagate.pools.grid_stage import stage_grid, unreachable
-from slagate.pools.grid_workers import HALF, worker_faults
-from slagate.pools.json_text import ROOT, ReadJson, json_path, read_json, shown
+from slagate.pools.grid_stage import stage_grid
+from slagate.pools.json_text import ROOT, ReadJson, read_json, shown
+from slagate.workers.profile import TpProfile
+
+UNREACHED = "no cell, override or retry leads to this pool"
+"""The end of the warning of a pool that no request can come to."""
 
 _NOTHING = ReadJson(None, None, ())
 
@@ -26,7 +29,8 @@ class FleetConfig:
     `stages` has "prefill" and "decode" in mode disagg, "agg" in mode agg; a file of Dynamo's endpoint
     picker alone has mode "prefill" and that stage. `warnings` are lines to show to the operator. `ignored`
     has the paths of unknown keys that were left out. `text` is the content as JSON, the same for the same
-    content, with what was ignored left out and what other sources gave put in.
+    content, with what was ignored left out and what other sources gave put in. `profiles` are by pool, of
+    those that name one; None: nobody asked whether a gateway can serve with this file.
     """
 
     source: str
@@ -37,6 +41,7 @@ class FleetConfig:
     objectives: Mapping[str, Objective]
     warnings: tuple[str, ...]
     ignored: tuple[str, ...]
+    profiles: Mapping[str, TpProfile] | None
 
 
 def load_config(
@@ -72,26 +77,11 @@ def load_config(
     return _parsed(read.value, source, extras)
 
 
-def parse_config(obj: object, *, source: str, lenient: bool = False) -> FleetConfig:
-    """The fleet file with the content `obj`; `source` names it. Raises `ConfigError`."""
-    return _parsed(obj, source, Extras(lenient=lenient))
-
-
-def require_workers(config: FleetConfig) -> None:
-    """Check that the pools of the grids and those with workers are the same.
-
-    Raises `ConfigError` for a pool without workers, workers of no pool, an address given twice, and a
-    file with the prefill half of a fleet only.
-    """
-    problems = [Problem(ROOT, HALF)] if config.mode == "prefill" else []
-    roles = {name: stage for stage, grid in config.stages.items() for name in grid.pool_names}
-    addresses = {name: spec.workers for name, spec in config.pools.items()}
-    problems += [
-        Problem(json_path(fault.path), f"{fault.reason} (got {fault.shown})")
-        for fault in worker_faults(roles, addresses)
-    ]
-    if problems:
-        raise ConfigError(config.source, problems)
+def parse_config(
+    obj: object, *, source: str, lenient: bool = False, serving: bool = False
+) -> FleetConfig:
+    """As `load_config`, of the content `obj`; `source` names it. Raises `ConfigError`."""
+    return _parsed(obj, source, Extras(lenient=lenient, serving=serving))
 
 
 def _read(path: str | os.PathLike[str], prefix: str, problems: list[Problem]) -> ReadJson:
@@ -126,8 +116,10 @@ def _parsed(content: object, source: str, extras: Extras) -> FleetConfig:
         for stage, keys in STAGES[found.form.mode].items()
     }
     for stage, keys in STAGES[found.form.mode].items():
-        for at in unreachable(stages[stage]):
-            draft.warn((keys.names, at), "no cell, override or retry leads to this pool")
+        reached = stages[stage].reached()
+        for at in range(len(stages[stage].pool_names)):
+            if at not in reached:
+                draft.warn((keys.names, at), UNREACHED)
     return FleetConfig(
         source=source,
         text=json.dumps(found.kept, separators=(",", ":"), sort_keys=True),
@@ -137,4 +129,5 @@ def _parsed(content: object, source: str, extras: Extras) -> FleetConfig:
         objectives=MappingProxyType(file.objectives),
         warnings=tuple(draft.warnings),
         ignored=tuple(draft.ignored),
+        profiles=None if found.profiles is None else MappingProxyType(found.profiles),
     )

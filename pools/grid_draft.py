@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from slagate.pools.errors import Problem
-from slagate.pools.json_text import json_path, shown
+from slagate.pools.json_text import short_path, shown
 
 Path = tuple[str | int, ...]
 ABSENT = object()
@@ -32,8 +32,8 @@ class Draft:
         for at in range(len(path), 0, -1):
             if path[:at] in self._places:
                 prefix, start = self._places[path[:at]]
-                return prefix + json_path((*start, *path[at:]))
-        return json_path(path)
+                return prefix + short_path((*start, *path[at:]))
+        return short_path(path)
 
     def written(self, *path: str | int) -> str:
         """The last key of `path` as it is spelled."""
@@ -82,10 +82,6 @@ class Draft:
             else:
                 return None
         return None if path in self._bad else value
-
-    def is_bad(self, *path: str | int) -> bool:
-        """Whether the value at `path` itself was refused."""
-        return path in self._bad
 
     def problems(self) -> list[Problem]:
         """All problems, in the order in which they were found, each once."""

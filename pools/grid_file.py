@@ -4,6 +4,7 @@ These models state keys, types and single-value bounds. What one value says abou
 `grid_rules`; docs/grid.md is the page for operators. The descriptions go into `slagate grid schema`.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,6 +24,9 @@ from slagate.pools.grid_values import (
     Whole,
     Word,
 )
+
+ANY_CLASS = "*"
+"""The entry of `objectives` for requests of no class, or of one that is not listed."""
 
 # How deep the table goes depends on the axes, so its content is a cross-field rule.
 Table = Array[object]
@@ -154,6 +158,11 @@ class Objective(_Part):
     ] = None
 
 
+def default_for(objectives: Mapping[str, Objective], name: str) -> Objective | None:
+    """What requests of class `name` (empty: of none) ask for where they do not say; None: nothing."""
+    return objectives.get(name) or objectives.get(ANY_CLASS)
+
+
 class _File(_Part):
     enable_priority_retry: Annotated[
         bool, _says("Whether a request that failed before its first output may go to faster pools.")
@@ -163,7 +172,9 @@ class _File(_Part):
     ] = {}
     objectives: Annotated[
         dict[str, Objective],
-        _says('Defaults by class; "*" is for requests of no class, or of one that is not here.'),
+        _says(
+            f'Defaults by class; "{ANY_CLASS}" is for requests of no class, or of one that is not here.'
+        ),
     ] = {}
 
 

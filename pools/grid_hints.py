@@ -14,7 +14,6 @@ from slagate.pools.grid_keys import (
     PREFILL,
     STAGES,
     Form,
-    StageKeys,
 )
 
 
@@ -42,7 +41,7 @@ def hint(path: Path, form: Form) -> str:
         if level != here and key in keys:
             return f"unknown key at this level, it belongs {level}"
     for mode in ("disagg", "agg"):
-        if any(key in _top_keys(keys) for keys in STAGES[mode].values()) and not form.epp:
+        if any(key in keys.top for keys in STAGES[mode].values()) and not form.epp:
             return f'unknown key in mode "{form.mode}", it belongs to mode "{mode}"'
     meant = _camel_case(key) if form.epp else None
     if meant in levels[here]:
@@ -57,21 +56,17 @@ def _known(form: Form) -> _Keys:
     rule = _Entries(dict.fromkeys(OverrideRule.model_fields))
     known: dict[str, object] = {"mode": None, "enable_priority_retry": None}
     for keys in form.stages:
-        known |= dict.fromkeys(_top_keys(keys))
+        known |= dict.fromkeys(keys.top)
         fields = STRATEGIES[keys.strategy].model_fields
         known[keys.strategy] = {**dict.fromkeys((*fields, *keys.deprecated)), OVERRIDES: rule}
     if form.epp:
-        for key in (*_top_keys(PREFILL), PREFILL.strategy):
+        for key in PREFILL.top:
             known.pop(key, None)
         known |= dict.fromkeys((PREFILL.priorities, EPP_LABEL, *EPP_KEYS))
         known["priorityOverrides"] = _Entries(dict.fromkeys(EPP_RULE_KEYS))
     known["pools"] = _Entries(dict.fromkeys(PoolSpec.model_fields))
     known["objectives"] = _Entries(dict.fromkeys(Objective.model_fields))
     return known
-
-
-def _top_keys(keys: StageKeys) -> tuple[str, ...]:
-    return keys.pool_count, keys.names, keys.short_names, keys.priorities, keys.strategy
 
 
 def _unknown(content: Mapping[str, object], known: _Keys, path: Path) -> Iterator[Path]:

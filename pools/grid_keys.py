@@ -33,6 +33,11 @@ class StageKeys(NamedTuple):
     axes: tuple[AxisKeys, ...]
 
     @property
+    def top(self) -> tuple[str, ...]:
+        """The keys of the stage at the top level."""
+        return self.pool_count, self.names, self.short_names, self.priorities, self.strategy
+
+    @property
     def deprecated(self) -> Mapping[str, str]:
         """Old key to current key: Dynamo's latency bounds once had no unit in their names."""
         bounds = [key for axis in self.axes for key in axis.even[:2] if key.endswith("_ms")]
@@ -122,16 +127,12 @@ def form_of(content: Mapping[str, object]) -> Form:
     if mode == "agg" or (mode == "disagg" and not epp):
         return Form(mode, epp=False)
     if epp:
-        has_decode = mode is not None or any(key in content for key in _top_keys(DECODE))
+        has_decode = mode is not None or any(key in content for key in DECODE.top)
         return Form("disagg" if has_decode else "prefill", epp=True)
     if "mode" not in content:
         return Form("disagg", epp=False)
     n_keys = {
-        name: sum(key in content for keys in STAGES[name].values() for key in _top_keys(keys))
+        name: sum(key in content for keys in STAGES[name].values() for key in keys.top)
         for name in ("disagg", "agg")
     }
     return Form(max(n_keys, key=lambda name: n_keys[name]), epp=False)
-
-
-def _top_keys(keys: StageKeys) -> tuple[str, ...]:
-    return keys.pool_count, keys.names, keys.short_names, keys.priorities, keys.strategy

@@ -6,7 +6,7 @@ from slagate.pools.grid_config import FleetConfig
 from slagate.pools.grid_lint_axes import axes
 from slagate.pools.grid_lint_codes import Finding
 from slagate.pools.grid_lint_cost import cost
-from slagate.pools.grid_lint_overrides import live_rules, overrides, retry_changes_nothing
+from slagate.pools.grid_lint_overrides import overrides, retry_changes_nothing
 from slagate.pools.grid_lint_profiles import profile_findings
 from slagate.pools.grid_lint_shape import shape
 from slagate.pools.grid_lint_traffic import traffic_findings
@@ -27,7 +27,7 @@ def lint(
     ]
     found: list[Finding] = []
     for view in views:
-        found += shape(view, live_rules(view.grid))
+        found += shape(view)
         found += axes(view, config.objectives, has_traffic=bool(traffic))
         found += cost(view)
         found += traffic_findings(view, traffic)

@@ -4,13 +4,11 @@ import math
 from collections.abc import Iterator, Mapping
 
 from slagate.pools.axis import Axis, Number, UnevenAxis
-from slagate.pools.grid_file import Objective
+from slagate.pools.grid_file import ANY_CLASS, Objective, default_for
 from slagate.pools.grid_lint_codes import Finding
-from slagate.pools.grid_lint_view import StageView, band, band_words, number, word
+from slagate.pools.grid_lint_view import StageView, band, band_words, word
+from slagate.pools.grid_words import number_text
 from slagate.pools.json_text import json_path
-
-ANY_CLASS = "*"
-"""The entry of `objectives` for requests of no class, or of one that is not listed."""
 
 _NARROW_MS = {"ttft_ms": 1.0, "itl_ms": 0.1}
 
@@ -44,7 +42,7 @@ def _no_target(
     view: StageView, axis_at: int, objectives: Mapping[str, Objective]
 ) -> Iterator[Finding]:
     axis = view.grid.axes[axis_at]
-    if _default(objectives.get(ANY_CLASS), axis.field) is not None:
+    if _default(default_for(objectives, ""), axis.field) is not None:
         return
     at = axis.index(None)
     for line in view.lines(axis_at):
@@ -60,8 +58,9 @@ def _no_target(
             yield Finding(
                 "G201",
                 view.places.bands(axis.field),
-                f"a request that names no {name} target counts as {number(axis.midpoint)} ms ({why}) and"
-                f" gets {view.names[mine]}, the slowest pool of its row, in {view.cell_words(line[at])}:"
+                f"a request that names no {name} target counts as {number_text(axis.midpoint)} ms ({why})"
+                f" and gets {view.names[mine]}, the slowest pool of its row, in"
+                f" {view.cell_words(line[at])}:"
                 f" {view.why_slower(mine, tighter[0], size, (axis.field,))} of {view.names[tighter[0]]}",
                 f'Say what such a request gets: objectives["{ANY_CLASS}"].{axis.field}.',
             )
@@ -82,8 +81,9 @@ def _class_defaults(
             yield Finding(
                 "G203",
                 where,
-                f"{number(target)} ms is outside {number(axis.low)} to {number(axis.high)} ms, so"
-                f" the class counts to the {end} band of the {view.stage} grid",
+                f"{number_text(target)} ms is outside {number_text(axis.low)} to"
+                f" {number_text(axis.high)} ms, so the class counts to the {end} band of the"
+                f" {view.stage} grid",
                 "Choose a target on the axis, or extend the axis.",
             )
         elif _is_first_of_band(axis, target):
@@ -100,7 +100,7 @@ def _on_edge(view: StageView, axis_at: int, target: Number, where: str) -> Itera
             yield Finding(
                 "G202",
                 where,
-                f"{number(target)} ms is the edge between two bands and counts to the looser one,"
+                f"{number_text(target)} ms is the edge between two bands and counts to the looser one,"
                 f" {band_words(axis, at)}, which in {view.cell_words(line[at])} goes to"
                 f" {view.names[mine]} instead of {view.names[tight]}:"
                 f" {view.why_slower(mine, tight, size, (axis.field,))}",
@@ -117,8 +117,8 @@ def _late_start(view: StageView, axis: Axis | UnevenAxis) -> Finding:
     return Finding(
         "G204",
         view.places.end(axis.field, last=False),
-        f"the {word(axis.field)} axis begins at {number(axis.low)} tokens; shorter prompts count to the"
-        f" band {band_words(axis, 0)}",
+        f"the {word(axis.field)} axis begins at {number_text(axis.low)} tokens; shorter prompts count to"
+        f" the band {band_words(axis, 0)}",
         "Begin at 0: it costs nothing, and shows where short prompts go.",
     )
 

@@ -4,8 +4,9 @@ G1 shape of the mapping, G2 axes and default targets, G3 time and cost by profil
 and retry, G6 profiles. docs/lint.md has a section for each.
 """
 
+from collections.abc import Callable
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 CODES = MappingProxyType(
     {
@@ -46,6 +47,9 @@ CODES = MappingProxyType(
 )
 
 
+_P = ParamSpec("_P")
+
+
 class Finding(NamedTuple):
     """One thing to look at in a fleet file that loads: where, what with its figures, and what to do."""
 
@@ -63,17 +67,31 @@ class Hit(NamedTuple):
     message: str
 
 
-_LISTED = 6
+LISTED = 6
+"""As many more places, or pools, are named where a finding is about several."""
 
 
-def grouped(code: str, hits: list[Hit], advice: str) -> list[Finding]:
-    """One finding for all `hits`, told at the first of them; none for none."""
-    if not hits:
-        return []
-    first, *others = hits
-    message = first.message
-    if others:
-        listed = ", ".join(hit.short for hit in others[:_LISTED])
-        more = ", ..." if len(others) > _LISTED else ""
-        message += f"; the same at {len(others)} more: {listed}{more}"
-    return [Finding(code, first.path, message, advice)]
+class Hits:
+    """The places with one finding, of which only as many are put in words as the finding names."""
+
+    def __init__(self) -> None:
+        self._told: list[Hit] = []
+        self._n = 0
+
+    def add(self, hit: Callable[_P, Hit], *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """One more place; `hit` is called with the rest at once, or never."""
+        self._n += 1
+        if len(self._told) <= LISTED:
+            self._told.append(hit(*args, **kwargs))
+
+    def findings(self, code: str, advice: str) -> list[Finding]:
+        """One finding for all places, told at the first of them; none for none."""
+        if not self._told:
+            return []
+        first, *others = self._told
+        message = first.message
+        if others:
+            listed = ", ".join(hit.short for hit in others)
+            more = ", ..." if self._n > len(self._told) else ""
+            message += f"; the same at {self._n - 1:,} more: {listed}{more}"
+        return [Finding(code, first.path, message, advice)]

@@ -1,28 +1,21 @@
 """Lint, G5: priority overrides, and what a retry can change."""
 
-import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from slagate.pools.grid import PriorityRule, StageGrid
-from slagate.pools.grid_lint_codes import Finding, Hit, grouped
-from slagate.pools.grid_lint_view import StageView, brackets, number
-
-_INT32 = (-(2**31), 2**31 - 1)
-
-_Range = tuple[int, int]
-
-
-def live_rules(grid: StageGrid) -> list[PriorityRule]:
-    """The overrides that some priority on the wire can match."""
-    return [rule for rule, left in zip(grid.rules, _matched(grid), strict=True) if left]
+from slagate.pools.grid import INT32, PriorityRule
+from slagate.pools.grid_lint_codes import LISTED, Finding, Hit, Hits
+from slagate.pools.grid_lint_view import Index, StageView, brackets
+from slagate.pools.grid_words import number_text
 
 
 def overrides(view: StageView) -> Iterator[Finding]:
     """The findings of G5 about one stage."""
     grid = view.grid
-    for at, (rule, left) in enumerate(zip(grid.rules, _matched(grid), strict=True)):
-        if not _sendable(grid, rule):
-            sent = f"{0 if grid.negative_is_none else _INT32[0]:,} to {_INT32[1]:,}"
+    for at, (rule, left) in enumerate(zip(grid.rules, grid.matched(), strict=True)):
+        if not grid.sendable(rule):
+            sent = f"{0 if grid.negative_is_none else INT32[0]:,} to {INT32[1]:,}"
             yield Finding(
                 "G502",
                 view.places.rule(at),
@@ -44,9 +37,9 @@ def overrides(view: StageView) -> Iterator[Finding]:
 
 def retry_changes_nothing(views: Sequence[StageView]) -> Iterator[Finding]:
     """G505, which is about the whole file."""
-    if not any(view.grid.retry for view in views) or any(_has_retry(view) for view in views):
+    if not any(view.grid.retry for view in views) or any(map(_goes_on, views)):
         return
-    firsts = sum(len({pools[0] for pools in _orders(view)}) for view in views)
+    firsts = sum(len({pools[0] for pools in view.starts}) for view in views)
     yield Finding(
         "G505",
         "enable_priority_retry",
@@ -56,95 +49,109 @@ def retry_changes_nothing(views: Sequence[StageView]) -> Iterator[Finding]:
     )
 
 
-def _orders(view: StageView) -> list[tuple[int, ...]]:
-    """The lists of pools that a request can start with: of a cell, or of an override."""
-    return [*view.cells.values(), *((rule.pool,) for rule in live_rules(view.grid))]
-
-
-def _has_retry(view: StageView) -> bool:
-    return any(set(view.grid.retry_order(pools[0])) - set(pools) for pools in _orders(view))
+def _goes_on(view: StageView) -> bool:
+    """Whether a retry adds a pool to some list: one that is strictly faster than the first."""
+    numbers = view.grid.priorities
+    ordered = sorted(numbers)
+    return view.grid.retry and any(
+        bisect_left(ordered, numbers[first]) > sum(numbers[at] < numbers[first] for at in spill)
+        for first, *spill in view.starts
+    )
 
 
 def _demotion(view: StageView, at: int, rule: PriorityRule) -> Iterator[Finding]:
     if rule.low <= 0:
         return  # what is less important than the rest may well get less
-    hits = []
+    hits = Hits()
     for index, (own, *_) in view.cells.items():
-        size = view.sizes(index).high
-        if view.slower(rule.pool, own, size):
-            message = (
-                f"{_range(rule)} goes to {view.names[rule.pool]}, but in {view.cell_words(index)}"
-                f" requests without a priority get the faster {view.names[own]}:"
-                f" {view.why_slower(rule.pool, own, size)}"
-            )
-            hits.append(Hit(view.places.rule(at), brackets(index), message))
+        if own != rule.pool and view.slower(rule.pool, own, view.sizes(index).high):
+            hits.add(_demoted, view, at, rule, index)
     advice = "Send high priorities to the fastest pool; to hold work back, use priorities below 0."
-    yield from grouped("G503", hits, advice)
+    yield from hits.findings("G503", advice)
+
+
+def _demoted(view: StageView, at: int, rule: PriorityRule, index: Index) -> Hit:
+    own = view.cells[index][0]
+    message = (
+        f"{_range(rule)} goes to {view.names[rule.pool]}, but in {view.cell_words(index)} requests without"
+        f" a priority get the faster {view.names[own]}:"
+        f" {view.why_slower(rule.pool, own, view.sizes(index).high)}"
+    )
+    return Hit(view.places.rule(at), brackets(index), message)
 
 
 def _equals(view: StageView) -> Iterator[Finding]:
     if not view.grid.retry:
         return
-    lists = _orders(view)
-    tried = [{*pools, *view.grid.retry_order(pools[0])} for pools in lists]
-    for a in range(view.n_pools):
-        for b in range(a + 1, view.n_pools):
-            level = view.grid.priorities[a]
-            if view.grid.priorities[b] != level:
-                continue
-            apart = any(
-                pools[0] in (a, b) and not {a, b} <= order
-                for pools, order in zip(lists, tried, strict=True)
+    # What every list that starts with a pool has of its equals; the rest of them it cannot go on to.
+    common: dict[int, set[int]] = {}
+    for first, *spill in view.starts:
+        common[first] = common.get(first, {*spill}).intersection(spill)
+    for level, pools in _by_priority(view).items():
+        apart: set[int] = set()
+        for first in pools:
+            if len(apart) == len(pools):
+                break
+            if first in common and (others := pools - common[first] - {first}):
+                apart |= {first, *others}
+        if apart:
+            yield Finding(
+                "G504",
+                view.places.priorities(),
+                f"pools {_listed(view, sorted(apart))} have the same priority, {level}; a retry goes to"
+                " strictly faster pools only, so none of them takes what another could not",
+                "Give them different priorities, or list the other one as spill in the cells.",
             )
-            if apart:
-                yield Finding(
-                    "G504",
-                    view.places.priorities(),
-                    f"{view.names[a]} and {view.names[b]} both have priority {level}; a retry goes to"
-                    " strictly faster pools only, so neither takes what the other could not",
-                    "Give them different priorities, or list the other one as spill in the cells.",
-                )
 
 
-def _contradictions(view: StageView) -> Iterator[Finding]:
+def _by_priority(view: StageView) -> dict[int, set[int]]:
+    """The pools by number, where two or more have it."""
+    times = Counter(view.grid.priorities)
+    levels: dict[int, set[int]] = {level: set() for level, n in times.items() if n > 1}
+    for pool, level in enumerate(view.grid.priorities):
+        if level in levels:
+            levels[level].add(pool)
+    return levels
+
+
+def _listed(view: StageView, pools: Sequence[int]) -> str:
+    names = [view.names[pool] for pool in pools]
+    if len(names) > LISTED:
+        return f"{', '.join(names[:LISTED])}, ... ({len(names):,} pools)"
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _contradictions(view: StageView) -> list[Finding]:
     if not view.grid.retry:
-        return
-    sizes = sorted({size for index in view.cells for size in view.sizes(index)})
-    for a in range(view.n_pools):
-        for b in range(view.n_pools):
-            has_profiles = view.profiles[a] is not None and view.profiles[b] is not None
-            faster_by_number = view.grid.priorities[a] < view.grid.priorities[b]
-            if has_profiles and faster_by_number and all(view.slower(a, b, s) for s in sizes):
-                yield Finding(
-                    "G506",
-                    view.places.priorities(),
-                    f"{view.names[a]} has priority {view.grid.priorities[a]}, faster than"
-                    f" {view.grid.priorities[b]} of {view.names[b]}, but is slower at every size:"
-                    f" {view.why_slower(a, b, sizes[-1])}; a retry would go to it from there",
-                    "Number the pools from fast to slow.",
-                )
+        return []
+    sizes = sorted({size for band in view.size_bands for size in band})
+    numbers = view.grid.priorities
+    measured = [pool for pool in range(view.n_pools) if view.profiles[pool] is not None]
+    slowest: dict[int, int] = {}  # by number, of pools that are as fast as each other
+    for pool in measured:
+        kind = view.kinds[pool]
+        if numbers[pool] > numbers[slowest.setdefault(kind, pool)]:
+            slowest[kind] = pool
+    faster = {
+        a: [slowest[b] for b in slowest if all(view.slower(a, b, size) for size in sizes)]
+        for a in slowest
+    }
+    hits = Hits()
+    for a in measured:
+        b = max(faster[view.kinds[a]], key=lambda pool: numbers[pool], default=a)
+        if numbers[a] < numbers[b]:
+            hits.add(_contradicted, view, a, b, sizes[-1])
+    return hits.findings("G506", "Number the pools from fast to slow.")
+
+
+def _contradicted(view: StageView, a: int, b: int, size: float) -> Hit:
+    message = (
+        f"pool {view.names[a]} has priority {view.grid.priorities[a]}, faster than"
+        f" {view.grid.priorities[b]} of {view.names[b]}, but is slower at every size:"
+        f" {view.why_slower(a, b, size)}; a retry would go to it from there"
+    )
+    return Hit(view.places.priorities(), f"{view.names[a]} before {view.names[b]}", message)
 
 
 def _range(rule: PriorityRule) -> str:
-    return f"priority {number(rule.low)} to {number(rule.high)}"
-
-
-def _sendable(grid: StageGrid, rule: PriorityRule) -> _Range | None:
-    """The whole numbers of a rule that a request can bring as its priority."""
-    least = 0 if grid.negative_is_none else _INT32[0]
-    low, high = max(math.ceil(rule.low), least), min(math.floor(rule.high), _INT32[1])
-    return (low, high) if low <= high else None
-
-
-def _matched(grid: StageGrid) -> Iterator[list[_Range]]:
-    """For each rule the ranges of priorities that come to it, after the rules before it."""
-    free: list[_Range] = [_INT32]
-    for rule in grid.rules:
-        sendable = _sendable(grid, rule)
-        if sendable is None:
-            yield []
-            continue
-        low, high = sendable
-        yield [(max(a, low), min(b, high)) for a, b in free if a <= high and b >= low]
-        below = [(a, min(b, low - 1)) for a, b in free if a < low]
-        free = below + [(max(a, high + 1), b) for a, b in free if b > high]
+    return f"priority {number_text(rule.low)} to {number_text(rule.high)}"

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from slagate.pools.grid_lint_codes import Finding
-from slagate.pools.grid_lint_view import StageView, number
+from slagate.pools.grid_lint_view import StageView
+from slagate.pools.grid_words import number_text
 from slagate.pools.json_text import json_path
 from slagate.workers.profile import TpProfile
 
@@ -20,26 +21,31 @@ def profile_findings(views: Sequence[StageView]) -> Iterator[Finding]:
 def _sizes(view: StageView) -> Iterator[Finding]:
     if view.size_axis is None:
         return
+    served: dict[int, float] = {}
+    for index, pools in view.cells.items():
+        size = view.sizes(index).high
+        for pool in pools:
+            if size > served.get(pool, 0):
+                served[pool] = size
     for pool, (name, profile) in enumerate(zip(view.names, view.profiles, strict=True)):
-        served = [view.sizes(index).high for index, pools in view.cells.items() if pool in pools]
-        if profile is None or not served:
+        if profile is None or pool not in served:
             continue
-        longest = max(served)
+        longest = served[pool]
         measured = _measured_tokens(profile, view.stage)
         if longest > measured:
             yield Finding(
                 "G601",
                 json_path(("pools", name, "profile")),
-                f"{name} serves prompts of up to {number(longest)} tokens; its profile measured up to"
-                f" {number(measured)}, beyond that it is a guess",
+                f"pool {name} serves prompts of up to {number_text(longest)} tokens; its profile measured"
+                f" up to {number_text(measured)}, beyond that it is a guess",
                 "End the axis where the profile ends, or measure longer prompts.",
             )
         if longest > profile.kv_capacity_tokens:
             yield Finding(
                 "G602",
                 json_path(("pools", name, "tp")),
-                f"{name} serves prompts of up to {number(longest)} tokens; the KV cache of one of its"
-                f" workers holds {number(profile.kv_capacity_tokens)}",
+                f"pool {name} serves prompts of up to {number_text(longest)} tokens; the KV cache of one of"
+                f" its workers holds {number_text(profile.kv_capacity_tokens)}",
                 "Send such prompts to a pool with more memory, or end the axis earlier.",
             )
 
@@ -61,7 +67,7 @@ def _missing(view: StageView) -> Iterator[Finding]:
             yield Finding(
                 "G605",
                 json_path(("pools", name)),
-                f"{name} has no profile, other {view.stage} pools have: its cells were not checked"
+                f"pool {name} has no profile, other {view.stage} pools have: its cells were not checked"
                 " against times, and its workers are predicted from nothing at first",
                 "Name a profile and tp for it.",
             )
@@ -78,7 +84,7 @@ def _models(views: Sequence[StageView]) -> Iterator[Finding]:
                 yield Finding(
                     "G603",
                     json_path(("pools", name, "profile")),
-                    f"{name} has a profile of {profile.model}, {first_name} one of {model}; any"
+                    f"pool {name} has a profile of {profile.model}, {first_name} one of {model}; any"
                     f" {view.stage} pool may get any request",
                     "Use one model in a fleet file; a second model is a second fleet.",
                 )
@@ -87,7 +93,7 @@ def _models(views: Sequence[StageView]) -> Iterator[Finding]:
         yield Finding(
             "G604",
             json_path(("pools", b, "profile")),
-            f"{b} has a profile of {b_model}, {a} one of {a_model}; what one prefills the other has"
+            f"pool {b} has a profile of {b_model}, {a} one of {a_model}; what one prefills the other has"
             " to go on with",
             "Use profiles of the same model in both stages.",
         )

@@ -4,80 +4,89 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from slagate.pools.axis import Axis
-from slagate.pools.grid import PriorityRule
-from slagate.pools.grid_lint_codes import Finding, Hit, grouped
-from slagate.pools.grid_lint_view import StageView, band_words, brackets, word
+from slagate.pools.grid_lint_codes import Finding, Hit, Hits
+from slagate.pools.grid_lint_view import Index, StageView, band_words, brackets, word
 
 
-def shape(view: StageView, live_rules: Sequence[PriorityRule]) -> Iterator[Finding]:
-    """The findings of G1; `live_rules` are the overrides that can match."""
+def shape(view: StageView) -> Iterator[Finding]:
+    """The findings of G1."""
     if view.n_pools == 1:
         return  # nothing to choose, so nothing to be said about choices
     yield from _tighter_is_slower(view)
     yield from _longer_is_slower(view)
-    yield from _reach(view, live_rules)
+    yield from _reach(view)
     yield from _sameness(view)
     yield from _spill_order(view)
 
 
 def _tighter_is_slower(view: StageView) -> list[Finding]:
-    hits = []
+    hits = Hits()
     for axis_at in view.latency_axes:
-        field = view.grid.axes[axis_at].field
+        fields = (view.grid.axes[axis_at].field,)
         for line in view.lines(axis_at):
             for tight, loose in pairwise(line):
                 a, b = view.cells[tight][0], view.cells[loose][0]
-                size = view.sizes(tight).high
-                if view.slower(a, b, size, (field,)):
-                    message = (
-                        f"{view.cell_words(tight)} goes to {view.names[a]}, which is slower than"
-                        f" {view.names[b]} of the looser {brackets(loose)}:"
-                        f" {view.why_slower(a, b, size, (field,))}"
-                    )
-                    hits.append(Hit(view.places.cell(tight), brackets(tight), message))
+                if a != b and view.slower(a, b, view.sizes(tight).high, fields):
+                    hits.add(_tighter, view, tight, loose, fields)
     advice = "Swap the pools of the two cells, or correct the pool priorities or profiles."
-    return grouped("G101", hits, advice)
+    return hits.findings("G101", advice)
+
+
+def _tighter(view: StageView, tight: Index, loose: Index, fields: tuple[str, ...]) -> Hit:
+    a, b, size = view.cells[tight][0], view.cells[loose][0], view.sizes(tight).high
+    message = (
+        f"{view.cell_words(tight)} goes to {view.names[a]}, which is slower than {view.names[b]} of the"
+        f" looser {brackets(loose)}: {view.why_slower(a, b, size, fields)}"
+    )
+    return Hit(view.places.cell(tight), brackets(tight), message)
 
 
 def _longer_is_slower(view: StageView) -> list[Finding]:
     if view.size_axis is None:
         return []
-    hits = []
+    hits = Hits()
     for line in view.lines(view.size_axis):
         for short, long in pairwise(line):
             a, b = view.cells[long][0], view.cells[short][0]
-            size = view.sizes(long).high
-            if view.slower(a, b, size):
-                message = (
-                    f"{view.cell_words(long)} goes to {view.names[a]}, which is slower than"
-                    f" {view.names[b]} of the shorter {brackets(short)} with the same target:"
-                    f" {view.why_slower(a, b, size)}"
-                )
-                hits.append(Hit(view.places.cell(long), brackets(long), message))
-    advice = "Longer prompts take longer, so they need the faster pool of the two."
-    return grouped("G102", hits, advice)
+            if a != b and view.slower(a, b, view.sizes(long).high):
+                hits.add(_longer, view, short, long)
+    advice = (
+        "Give the longer prompts the faster pool; or, where the slower one meets the target as it is, the"
+        " shorter prompts that one, too."
+    )
+    return hits.findings("G102", advice)
 
 
-def _reach(view: StageView, live_rules: Sequence[PriorityRule]) -> Iterator[Finding]:
-    first = {pools[0] for pools in view.cells.values()} | {rule.pool for rule in live_rules}
-    spill = {pool for pools in view.cells.values() for pool in pools[1:]}
-    retried = {pool for start in first for pool in view.grid.retry_order(start)}
+def _longer(view: StageView, short: Index, long: Index) -> Hit:
+    a, b = view.cells[long][0], view.cells[short][0]
+    message = (
+        f"{view.cell_words(long)} goes to {view.names[a]}, which is slower than {view.names[b]} of the"
+        f" shorter {brackets(short)} with the same target:"
+        f" {view.why_slower(a, b, view.sizes(long).high)}"
+    )
+    return Hit(view.places.cell(long), brackets(long), message)
+
+
+def _reach(view: StageView) -> Iterator[Finding]:
+    first = {pools[0] for pools in view.starts}
+    listed = {pool for pools in view.starts for pool in pools}
+    reached = view.grid.reached()
     for pool, name in enumerate(view.names):
         where = view.places.pool(pool)
         if pool in first:
             continue
-        if pool in spill:
+        if pool in listed:
             yield Finding(
                 "G105",
                 where,
-                f"{name} is the first choice of no cell and of no override, only spill",
+                f"pool {name} is the first choice of no cell and of no override, only spill",
                 "Give it cells of its own, or leave it as a reserve and ignore this code.",
             )
-        elif pool in retried:
+        elif pool in reached:
             yield Finding(
                 "G104",
                 where,
-                f"{name} is in no cell and no override; only a request that another {view.stage}"
+                f"pool {name} is in no cell and no override; only a request that another {view.stage}"
                 " pool could not take comes to it",
                 "Give it cells of its own, or leave it as a reserve and ignore this code.",
             )
@@ -85,7 +94,7 @@ def _reach(view: StageView, live_rules: Sequence[PriorityRule]) -> Iterator[Find
             yield Finding(
                 "G103",
                 where,
-                f"{name} is in no cell and no override that can match, and no retry leads to it:"
+                f"pool {name} is in no cell and no override that can match, and no retry leads to it:"
                 " its workers never get a request",
                 "Name it in the mapping or in an override, or take it out of the file.",
             )
@@ -107,10 +116,8 @@ def _sameness(view: StageView) -> Iterator[Finding]:
         return
     for axis_at, axis in enumerate(view.grid.axes):
         n_bands = axis.resolution
-        slices = [
-            tuple(pools for index, pools in view.cells.items() if index[axis_at] == band)
-            for band in range(n_bands)
-        ]
+        lines = [[view.cells[index] for index in line] for line in view.lines(axis_at)]
+        slices = list(zip(*lines, strict=True))
         name, where = word(axis.field), view.places.bands(axis.field)
         if n_bands > 1 and len(set(slices)) == 1:
             yield Finding(
@@ -136,9 +143,11 @@ def _sameness(view: StageView) -> Iterator[Finding]:
                     f"the {name} bands {band_words(axis, at)} and {band_words(axis, at + 1)}"
                     " have the same pools"
                 )
-                hits = [Hit(where, f"bands {at} and {at + 1}", message) for at in same]
-                yield from grouped(
-                    "G107", hits, "Join the two bands, unless the finer statistics are wanted."
+                hits = Hits()
+                for at in same:
+                    hits.add(Hit, where, f"bands {at} and {at + 1}", message)
+                yield from hits.findings(
+                    "G107", "Join the two bands, unless the finer statistics are wanted."
                 )
 
 
@@ -153,20 +162,23 @@ def _coarser(slices: Sequence[object]) -> int | None:
 
 
 def _spill_order(view: StageView) -> list[Finding]:
-    hits = []
+    hits = Hits()
     for index, pools in view.cells.items():
-        own, *spill = pools
-        size = view.sizes(index).high
-        for before, after in pairwise(spill):
+        own, size = pools[0], view.sizes(index).high
+        for before, after in pairwise(pools[1:]):
             if view.slower(before, own, size) and view.slower(own, after, size):
-                message = (
-                    f"{view.cell_words(index)} spills from {view.names[own]} to the slower"
-                    f" {view.names[before]} before the faster {view.names[after]}:"
-                    f" {view.why_slower(before, own, size)}"
-                )
-                hits.append(Hit(view.places.cell(index), brackets(index), message))
+                hits.add(_spilled, view, index, before, after)
                 break
     advice = (
         "List the faster pools first: what the cell's own pool just meets, a slower one misses."
     )
-    return grouped("G109", hits, advice)
+    return hits.findings("G109", advice)
+
+
+def _spilled(view: StageView, index: Index, before: int, after: int) -> Hit:
+    own = view.cells[index][0]
+    message = (
+        f"{view.cell_words(index)} spills from {view.names[own]} to the slower {view.names[before]} before"
+        f" the faster {view.names[after]}: {view.why_slower(before, own, view.sizes(index).high)}"
+    )
+    return Hit(view.places.cell(index), brackets(index), message)

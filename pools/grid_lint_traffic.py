@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from slagate.pools.grid_lint_codes import Finding
-from slagate.pools.grid_lint_view import StageView, band_words, number, share, word
+from slagate.pools.grid_lint_view import StageView, band_words, share, word
+from slagate.pools.grid_words import number_text
 
 MISSED_SHARE = 0.01
 """Fewer requests than this outside of an axis are outliers."""
@@ -22,8 +23,8 @@ def traffic_findings(view: StageView, traffic: Sequence[int]) -> Iterator[Findin
         yield Finding(
             "G401",
             view.places.end(axis.field, last=True),
-            f"{share(above, total)} of the trace are longer than {number(axis.high)} tokens and count"
-            f" to the last {name} band; the longest has {number(max(traffic))}",
+            f"{share(above, total)} of the trace are longer than {number_text(axis.high)} tokens and count"
+            f" to the last {name} band; the longest has {number_text(max(traffic))}",
             "Extend the axis to the longest prompts: the last band was planned for shorter ones.",
         )
     below = sum(size < axis.low for size in traffic)
@@ -31,8 +32,8 @@ def traffic_findings(view: StageView, traffic: Sequence[int]) -> Iterator[Findin
         yield Finding(
             "G402",
             view.places.end(axis.field, last=False),
-            f"{share(below, total)} of the trace are shorter than {number(axis.low)} tokens and"
-            f" count to the first {name} band; the shortest has {number(min(traffic))}",
+            f"{share(below, total)} of the trace are shorter than {number_text(axis.low)} tokens and"
+            f" count to the first {name} band; the shortest has {number_text(min(traffic))}",
             "Begin the axis at 0, or cut a band for the short prompts.",
         )
     used = {axis.index(size) for size in traffic}

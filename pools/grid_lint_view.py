@@ -10,6 +10,7 @@ from slagate.pools.axis import Axis, Number, UnevenAxis
 from slagate.pools.curve import CHUNK_TOKENS, DEFAULT_BATCH
 from slagate.pools.grid_config import FleetConfig
 from slagate.pools.grid_lint_places import Places
+from slagate.pools.grid_words import number_text
 from slagate.workers.profile import TpProfile
 
 TYPICAL_TOKENS = 2048
@@ -19,6 +20,9 @@ AHEAD = 3
 """Prompts that a busy worker has to prefill first, each as long as the axis goes."""
 
 _FAR_TOKENS = 2.0**32
+
+Index = tuple[int, ...]
+"""The bands of a cell, one for each axis."""
 
 
 class Band(NamedTuple):
@@ -62,15 +66,19 @@ class StageView:
         latencies = [axis.field.endswith("_ms") for axis in grid.axes]
         self.latency_axes = tuple(at for at, is_latency in enumerate(latencies) if is_latency)
         self.size_axis = latencies.index(False) if False in latencies else None
-        self.cells = {
-            index: grid.pools_at(index)
-            for index in product(*(range(axis.resolution) for axis in grid.axes))
-        }
+        indices = product(*(range(axis.resolution) for axis in grid.axes))
+        self.cells = dict(zip(indices, grid.cells, strict=True))
+        self.starts = frozenset(grid.starts())
+        self.kinds = _kinds(self.profiles, self._limits)
         self._bands = tuple(_bands(axis) for axis in grid.axes)
         self._longest_seen_tokens = max(traffic, default=0)
         self._typical_tokens = median(traffic) if traffic else TYPICAL_TOKENS
-        self._longest_tokens = max(self.sizes(index).high for index in self.cells)
+        typical = Band(self._typical_tokens, self._typical_tokens)
+        self.size_bands = (typical,) if self.size_axis is None else self._bands[self.size_axis]
+        self._longest_tokens = max(band.high for band in self.size_bands)
+        self._targets: dict[Index, dict[str, Band]] = {}
         self._times_ms: dict[tuple[int, float, str], Times] = {}
+        self._slower: dict[tuple[int, int, float, Sequence[str]], bool] = {}
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -79,21 +87,25 @@ class StageView:
 
     def lines(self, axis_at: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Rows of cells that differ in one axis only, each in the order of its bands."""
-        n_bands = self.grid.axes[axis_at].resolution
-        for index in self.cells:
-            if index[axis_at] == 0:
-                head, tail = index[:axis_at], index[axis_at + 1 :]
-                yield tuple((*head, band, *tail) for band in range(n_bands))
+        n_bands, *inner = (axis.resolution for axis in self.grid.axes[axis_at:])
+        step = math.prod(inner)
+        indices = tuple(self.cells)
+        for block in range(0, len(indices), n_bands * step):
+            for first in range(block, block + step):
+                yield indices[first : block + n_bands * step : step]
 
     def sizes(self, index: tuple[int, ...]) -> Band:
         """The sizes of a cell; one size where the grid has no axis for it."""
-        if self.size_axis is None:
-            return Band(self._typical_tokens, self._typical_tokens)
-        return self._bands[self.size_axis][index[self.size_axis]]
+        return self.size_bands[0 if self.size_axis is None else index[self.size_axis]]
 
     def targets(self, index: tuple[int, ...]) -> dict[str, Band]:
         """The latency targets of a cell by field."""
-        return {self.grid.axes[at].field: self._bands[at][index[at]] for at in self.latency_axes}
+        key = index[self.latency_axes[0] :]  # a size comes first, if there is one
+        if key not in self._targets:
+            self._targets[key] = {
+                self.grid.axes[at].field: self._bands[at][index[at]] for at in self.latency_axes
+            }
+        return self._targets[key]
 
     def is_open_ended(self, index: tuple[int, ...]) -> bool:
         """Whether the cell is in the last of several size bands, which takes longer prompts, too.
@@ -111,7 +123,7 @@ class StageView:
         profile, limit = self.profiles[pool], self._limits[pool]
         if profile is None:
             return None
-        key = pool, size_tokens, field
+        key = self.kinds[pool], size_tokens, field
         if key in self._times_ms:
             return self._times_ms[key]
         prefill_s = profile.prefill_s(size_tokens, 0)
@@ -135,11 +147,21 @@ class StageView:
         the one with less memory runs smaller batches, and may be faster at its limit. Elsewhere the pool
         priorities say it.
         """
+        if a == b:
+            return False
+        if self.profiles[a] is None or self.profiles[b] is None:
+            return self.grid.priorities[a] > self.grid.priorities[b]
+        key = self.kinds[a], self.kinds[b], size_tokens, fields
+        if key not in self._slower:
+            self._slower[key] = self._takes_longer(a, b, size_tokens, fields or self.fields)
+        return self._slower[key]
+
+    def _takes_longer(self, a: int, b: int, size_tokens: float, fields: Sequence[str]) -> bool:
         faster_somewhere = slower_somewhere = False
-        for field in fields or self.fields:
+        for field in fields:
             a_ms, b_ms = (self.times_ms(pool, size_tokens, field) for pool in (a, b))
-            if a_ms is None or b_ms is None:
-                return self.grid.priorities[a] > self.grid.priorities[b]
+            assert a_ms is not None, "it has a profile"
+            assert b_ms is not None, "it has a profile"
             slower_somewhere |= a_ms.idle > b_ms.idle and a_ms.busy >= b_ms.busy
             faster_somewhere |= a_ms.idle < b_ms.idle and a_ms.busy <= b_ms.busy
         return slower_somewhere and not faster_somewhere
@@ -173,7 +195,7 @@ def band_words(axis: Axis | UnevenAxis, at: int) -> str:
     """The ends of a band."""
     unit = " ms" if axis.field.endswith("_ms") else ""
     low, high = band(axis, at)
-    return f"{number(low)} to {number(high)}{unit}"
+    return f"{number_text(low)} to {number_text(high)}{unit}"
 
 
 def brackets(index: tuple[int, ...]) -> str:
@@ -186,13 +208,6 @@ def word(field: str) -> str:
     return {"context_length": "context"}.get(field, field.removesuffix("_ms").upper())
 
 
-def number(value: Number) -> str:
-    """A number as people write it."""
-    if abs(value) < 1e15 and value == int(value):
-        return f"{int(value):,}"
-    return f"{value:g}"
-
-
 def ms(value_ms: float) -> str:
     """A time in ms, to three digits."""
     return f"{value_ms:,.0f} ms" if value_ms >= 100 else f"{value_ms:.3g} ms"
@@ -200,12 +215,21 @@ def ms(value_ms: float) -> str:
 
 def tokens(size: Number) -> str:
     """A number of tokens."""
-    return "1 token" if size == 1 else f"{number(size)} tokens"
+    return "1 token" if size == 1 else f"{number_text(size)} tokens"
 
 
 def share(part: int, whole: int) -> str:
     """A part of a whole in percent."""
     return f"{part:,} of {whole:,} requests ({100 * part / whole:.3g} %)"
+
+
+def _kinds(profiles: Sequence[TpProfile | None], limits: Sequence[int | None]) -> tuple[int, ...]:
+    """For each pool the first one that is as fast, as both have the same profile and limit."""
+    first: dict[tuple[int, int | None], int] = {}
+    return tuple(
+        first.setdefault((id(profile), limit), pool)
+        for pool, (profile, limit) in enumerate(zip(profiles, limits, strict=True))
+    )
 
 
 def _bands(axis: Axis | UnevenAxis) -> tuple[Band, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from slagate.pools.axis import Axis, Number
 from slagate.pools.grid_draft import ABSENT, Draft, Path, dicts_in
+from slagate.pools.grid_file import ANY_CLASS
 from slagate.pools.grid_keys import OVERRIDES, PREFILL, STAGES, AxisKeys, Form, StageKeys
 from slagate.pools.grid_mapping import MappingCheck, PoolNames, Side
 from slagate.pools.grid_values import is_number
@@ -34,7 +35,7 @@ def check_rules(draft: Draft, form: Form) -> None:
         if "profile" in spec and "tp" not in spec:
             draft.refuse(("pools", name, "tp"), "is required with profile", ABSENT)
     if "" in (draft.get("objectives") or {}):
-        reason = 'must be a class, or "*" for requests of none'
+        reason = f'must be a class, or "{ANY_CLASS}" for requests of none'
         draft.refuse(("objectives", ""), reason, draft.get("objectives", ""))
 
 

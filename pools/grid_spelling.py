@@ -41,7 +41,8 @@ def respelled(kept: Mapping[str, Any], form: Form, draft: Draft) -> dict[str, An
             _from_epp(content, draft)
         else:
             _rename(content, keys, draft)
-        _take_odd_names(content, keys, draft)
+        if keys.short_names not in kept:  # a key that Dynamo does not have
+            _take_odd_names(content, keys, draft)
         if content.get(keys.priorities, 0) is None:
             del content[keys.priorities]
         strategy = content.get(keys.strategy)

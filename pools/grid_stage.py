@@ -32,13 +32,6 @@ def stage_grid(file: PrefillFile | AggFile, keys: StageKeys, *, epp: bool) -> St
     )
 
 
-def unreachable(grid: StageGrid) -> list[int]:
-    """The pools that no request can come to."""
-    listed = {pool for cell in grid.cells for pool in cell} | {rule.pool for rule in grid.rules}
-    reached = {pool for first in listed for pool in grid.retry_order(first)}
-    return [at for at in range(len(grid.pool_names)) if at not in reached]
-
-
 def _axis(strategy: BaseModel, keys: AxisKeys, *, doubles: bool) -> Axis | UnevenAxis | None:
     edges = getattr(strategy, keys.edges)
     if edges is not None:

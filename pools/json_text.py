@@ -42,6 +42,11 @@ def json_path(parts: Sequence[str | int]) -> str:
     return text or ROOT
 
 
+def short_path(parts: Sequence[str | int]) -> str:
+    """As `json_path`, each key cut to a length that fits into a message."""
+    return json_path([_cut(part) if isinstance(part, str) else part for part in parts])
+
+
 def shown(value: object) -> str:
     """`value` as it stands in JSON, cut to a length that fits into a message."""
     try:
@@ -49,6 +54,10 @@ def shown(value: object) -> str:
     except (TypeError, ValueError, RecursionError):
         # Not JSON, or an integer of more digits than Python will print.
         text = f"a value of type {type(value).__name__}"
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 

@@ -4,7 +4,8 @@ A request that the worker did not even take (UNAVAILABLE before any answer) coun
 worker gives its leases back at once, looks idle, and would draw all traffic until the next looks.
 
 A member that the configuration has no place for any more drains: whatever its health, it takes no new work.
-It has left once nothing is leased on it and no KV is parked there, or when its time is up.
+It has left once nothing is leased on it and no KV is parked there. When its time is up its legs are ended;
+what is parked there is let go of by the requests that it belongs to.
 """
 
 import logging
@@ -232,12 +233,14 @@ class Member:
             self._show_state()
             self.on_change()
 
-    def drained_s(self, now_s: float) -> float:
-        """How long it has been draining."""
-        return 0.0 if self.draining_since_s is None else now_s - self.draining_since_s
+    def has_drained_for(self, seconds: float, now_s: float) -> bool:
+        """Whether it drains, and has for so long."""
+        since_s = self.draining_since_s
+        return since_s is not None and now_s - since_s >= seconds
 
     def cut(self) -> bool:
         """End what is still running there: it has drained for long enough. True when it was not cut yet."""
+        assert self.is_draining, self
         was_cut, self._is_cut = self._is_cut, True
         if not was_cut:
             log.warning("member.cut", extra={"worker": self.address, "pool": self.pool})

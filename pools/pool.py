@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
 
 import msgspec
 import numpy as np
@@ -79,7 +78,7 @@ class Pool:
     @property
     def all_members(self) -> Iterator[Member]:
         """Members, and those that drain."""
-        return chain(self.members.values(), self._leaving.values())
+        yield from [*self.members.values(), *self._leaving.values()]
 
     @property
     def is_empty(self) -> bool:

@@ -132,7 +132,7 @@ async def _look_for_ever(
             else:
                 follower.identified(member.info)
         pool.tidy()
-        if member.drained_s(shared.now_s()) >= shared.drain_s and member.cut():
+        if member.has_drained_for(shared.drain_s, shared.now_s()) and member.cut():
             shared.on_cut()
         await anyio.sleep(interval_s * (1 + JITTER_RATIO * rng.uniform(-1, 1)))
 

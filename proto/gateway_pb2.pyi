@@ -986,15 +986,18 @@ class CellStatus(google.protobuf.message.Message):
     REQUESTS_FIELD_NUMBER: builtins.int
     JUDGED_FIELD_NUMBER: builtins.int
     MET_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
     stage: Global___Stage.ValueType
     requests: builtins.int
-    """however they ended"""
+    """however they ended, without those that ended in a stage before"""
     judged: builtins.int
-    """of these, with a latency to compare with a target of this stage's:"""
+    """of these, with a target of this stage's (prefill TTFT, decode ITL, agg"""
     met: builtins.int
-    """prefill TTFT, decode ITL, agg both
+    """both), and a latency to compare with it or a failure, which missed it
     of those, with every such target met
     """
+    failed: builtins.int
+    """of the requests, ended in this stage by no fault of the client's:"""
     @property
     def cell(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """as StageChoice.cell"""
@@ -1007,8 +1010,9 @@ class CellStatus(google.protobuf.message.Message):
         requests: builtins.int = ...,
         judged: builtins.int = ...,
         met: builtins.int = ...,
+        failed: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cell", b"cell", "judged", b"judged", "met", b"met", "requests", b"requests", "stage", b"stage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cell", b"cell", "failed", b"failed", "judged", b"judged", "met", b"met", "requests", b"requests", "stage", b"stage"]) -> None: ...
 
 Global___CellStatus: typing_extensions.TypeAlias = CellStatus
 

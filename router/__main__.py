@@ -28,6 +28,7 @@ from slagate.router.demo import run_demo
 from slagate.router.grid_cli import grid
 from slagate.router.profile_cli import profile
 from slagate.router.receipts_cli import receipts, recompute
+from slagate.router.reload import ignore_hangups
 from slagate.router.reload_cli import reload
 from slagate.router.settings import POLICIES, Settings
 from slagate.router.worker_cli import worker
@@ -117,6 +118,7 @@ def serve(
     log_level: LogLevel = "info",
 ) -> None:
     """Run the gateway until SIGTERM."""
+    ignore_hangups()  # until there is something that can reload
     _check_policy(policy)
     source = FleetSource(config, lenient, pools, pool_workers(pool or ()))
     stamp = source.stamp()

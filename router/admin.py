@@ -133,6 +133,7 @@ class AdminService(gw_grpc.GatewayServicer):
                     requests=traffic.n_requests,
                     judged=traffic.n_judged,
                     met=traffic.n_met,
+                    failed=traffic.n_failed,
                 )
                 for (stage, index), traffic in attainment.cells.items()
             ],

@@ -72,9 +72,9 @@ async def build(
 ) -> AsyncIterator[App]:
     """The graph of a gateway, watching its workers, for the time of the block.
 
-    `now_s` measures, `unix_s` dates receipts and tells how late KV events are.
-    Raises `ConfigError` for a fleet file that cannot be served. At the end of the block, handoffs that
-    are being released get their chance first, then the watch loops stop.
+    `config` was checked for serving. `now_s` measures, `unix_s` dates receipts and tells how late KV events
+    are. At the end of the block, handoffs that are being released get their chance first, then the watch
+    loops stop.
     """
     prepared = prepare(config)
     in_force = Proposal(prepared, config_message(prepared, policy=settings.policy))
@@ -134,8 +134,8 @@ async def serve(
 ) -> None:
     """Run a gateway until SIGTERM or SIGINT; prints the ready line once every listener is bound.
 
-    `config` is what was read from `source`, and `stamp` the source's from before that. Raises
-    `ConfigError`, or `OSError` for an address that cannot be bound.
+    `config` is what was read from `source` and checked for serving, and `stamp` the source's from before
+    that. Raises `OSError` for an address that cannot be bound.
     """
     # A second series beside each counter and histogram, and nobody asks when they were created.
     disable_created_metrics()  # type: ignore[no-untyped-call]

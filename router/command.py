@@ -1,8 +1,10 @@
 """What the commands of the CLI share: option types, usage errors, and running to an exit status."""
 
 import math
+import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -34,6 +36,17 @@ def _address(text: str) -> Address:
         return parse_address(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+@contextmanager
+def until_reader_leaves() -> Iterator[None]:
+    """Print to stdout in the block; it ends, without error, where the reader of a pipe has enough."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still buffered must go somewhere at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_to_exit(main_coroutine: Callable[[], Coroutine[Any, Any, int]]) -> None:
@@ -104,21 +117,29 @@ def start_log(level: str) -> None:
 
 
 def read_fleet(
-    path: Path, *, lenient: bool, pools: Path | None, pool: Sequence[str] | None
+    path: Path,
+    *,
+    lenient: bool,
+    pools: Path | None,
+    pool: Sequence[str] | None,
+    untold: str | None = None,
 ) -> FleetConfig:
     """The fleet file with what the options add, to look at; see `checked`."""
     workers = pool_workers(pool or ())
-    return checked(lambda: load_config(path, lenient=lenient, pools=pools, workers=workers))
+    return checked(
+        lambda: load_config(path, lenient=lenient, pools=pools, workers=workers), untold=untold
+    )
 
 
-def checked(read: Callable[[], FleetConfig]) -> FleetConfig:
-    """What `read` returns, its warnings on stderr; a `ConfigError` ends the command."""
+def checked(read: Callable[[], FleetConfig], *, untold: str | None = None) -> FleetConfig:
+    """What `read` returns, its warnings on stderr but for `untold`; a `ConfigError` ends the command."""
     try:
         config = read()
     except ConfigError as error:
         fail(error)
     for warning in config.warnings:
-        errors.print(f"slagate: warning: {warning}")
+        if untold is None or not warning.endswith(f": {untold}"):
+            errors.print(f"slagate: warning: {warning}")
     return config
 
 

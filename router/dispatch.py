@@ -17,6 +17,7 @@ from slagate.pools.lease import Lease
 from slagate.pools.member import Member, Stage
 from slagate.pools.overlap import Prompt
 from slagate.pools.pool import Pool
+from slagate.pools.table import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.assignment import Assignment
 from slagate.router.errors import NoWorker, Overloaded, RequestError, UnknownModel
@@ -105,11 +106,13 @@ class Dispatcher:
         """Another configuration, for the fleet and for those who wait; receipts call it `config`."""
         # Out of the lanes before anything changes: what changes has them looked at, by half of it.
         waiting = self._lanes.clear()
-        self.fleet.apply(prepared)
-        self._config = config
-        for ticket in waiting:
-            if not self._try(ticket, self._lanes.kept()):
-                self._lanes.add(ticket)
+        try:
+            self.fleet.apply(prepared)
+            self._config = config
+        finally:
+            for ticket in waiting:
+                if not self._try(ticket, self._lanes.kept()):
+                    self._lanes.add(ticket)
 
     def step(self, pool: str | None = None) -> None:
         """Assign as many waiting requests as fit, and refuse those that no worker is left for.
@@ -211,6 +214,10 @@ class Dispatcher:
         if not self.fleet.serves(ask.model):
             if not self.fleet.models():
                 raise NoWorker("no worker has been reached yet")
+            if any(member.state is State.JOINING for member in self.fleet.members()):
+                raise NoWorker(
+                    "no worker of the model has been reached yet, and not all were asked"
+                )
             raise UnknownModel(f"model: {ask.model[:100]!r} is not served here")
 
 

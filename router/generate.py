@@ -11,6 +11,7 @@ handoff is freed by a task that outlives it. How a leg is called, tried elsewher
 import logging
 
 import anyio
+from msgspec import structs
 
 from slagate.pools.member import Stage
 from slagate.router.assignment import Assignment
@@ -78,6 +79,9 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
     ask = Ask(request.model, request.isl_tokens, sla)
     with gateway.live.listed(call.peer, request.id):
         assignment = await _assigned(gateway, record, ask, request)
+        # What it is decided by does not change any more, whatever a reload says its class means.
+        final = structs.replace(assignment.decision.ask.sla, is_final=True)
+        ask = structs.replace(ask, sla=final)
         turn = Turn(call, gateway, record, request, ask, assignment, deadline_s)
         try:
             infos = [member.models.get(request.model) for member in assignment.members]

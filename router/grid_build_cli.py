@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -24,6 +24,12 @@ EXIT_GAPS = 1
 _ROW = re.compile(r"\[[^\[\]{}]*\]")
 
 
+def _share(value: float | None) -> float | None:
+    if value is not None and not 0.0 <= value < 1.0:
+        raise typer.BadParameter(f"must be at least 0 and below 1 (got {value:g})")
+    return value
+
+
 def build(
     spec: Annotated[Path, typer.Argument(help="Pools and axes, JSON; see docs/build.md.")],
     *,
@@ -33,10 +39,10 @@ def build(
         Path | None, typer.Option(help="Why each cell has the pool it has, JSON.")
     ] = None,
     utilisation: Annotated[
-        float | None, typer.Option(min=0.0, max=0.99, help="In place of the spec's.")
+        float | None, typer.Option(callback=_share, help="In place of the spec's: 0 to below 1.")
     ] = None,
     margin: Annotated[
-        float | None, typer.Option(min=0.0, max=0.99, help="In place of the spec's.")
+        float | None, typer.Option(callback=_share, help="In place of the spec's: 0 to below 1.")
     ] = None,
     spill: Annotated[
         bool, typer.Option("--spill", help="List the further pools that meet a cell in it.")
@@ -51,19 +57,36 @@ def build(
     """Build a fleet file: for each cell the cheapest pool that meets it."""
     try:
         chosen = _algorithm(algorithm)
+        if strict and chosen != "slagate":
+            fail(f"--strict: the algorithm {chosen} does not look for cells that cannot be met")
         read = _read(spec, utilisation, margin)
-        fleet = build_fleet(read, str(spec), algorithm=chosen, spill=spill, split=split)
     except ConfigError as error:
         fail(error)
-    for line in report_lines(fleet, read):
-        errors.print(f"slagate: {line}")
+    try:
+        fleet = build_fleet(read, str(spec), algorithm=chosen, spill=spill, split=split)
+    except ConfigError as error:
+        _refuse(error, has_margin=margin is not None)
     _write(report, report_json(fleet, read, algorithm))
     text = fleet_text(fleet.content)
     if out is None:
         sys.stdout.write(text)
     else:
         _write_text(out, text)
+    for line in report_lines(fleet, read):
+        errors.print(f"slagate: {line}")
     raise typer.Exit(EXIT_GAPS if strict and fleet.has_gaps else 0)
+
+
+def _refuse(error: ConfigError, *, has_margin: bool) -> NoReturn:
+    """End the command with what is wrong: with options, and with the spec, where they were not given."""
+    options: list[Problem] = []
+    others: list[Problem] = []
+    for path, message in error.problems:
+        name = "--margin" if path == "margin" and has_margin else path
+        (options if name.startswith("--") else others).append(Problem(name, message))
+    for problem in options[: None if others else -1]:
+        errors.print(f"slagate: {problem}")
+    fail(ConfigError(error.source, others) if others else options[-1])
 
 
 def fleet_text(content: object) -> str:
@@ -104,4 +127,4 @@ def _write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        fail(f"{path} cannot be written: {error.strerror}")
+        fail(f"{path}: cannot be written: {error.strerror}")

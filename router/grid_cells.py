@@ -4,8 +4,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slagate.router.grid_colours import shade
-from slagate.router.grid_legend import MAX_WIDTH, SMALL, TEXT, TINY
-from slagate.router.grid_scene import LINE_RATIO, Label, text_width, wrapped
+from slagate.router.grid_scene import (
+    LINE_RATIO,
+    MAX_WIDTH,
+    SMALL,
+    TEXT,
+    TINY,
+    Label,
+    text_width,
+    wrapped,
+)
 from slagate.router.grid_view import AxisView, Panel, StageView
 
 NAME_WIDTH = 130.0
@@ -32,7 +40,8 @@ def axis_title(axis: AxisView) -> str:
 
 def _cells_with_names(view: StageView) -> Cells | None:
     """Cells that name their pools; None where that makes them too large."""
-    names = [wrapped(pool.name, NAME_WIDTH, TEXT, bold=True) for pool in view.pools]
+    pools = range(len(view.pools))
+    names = [wrapped(view.cell_name(pool), NAME_WIDTH, TEXT, bold=True) for pool in pools]
     if max(map(len, names)) > 3:
         return None
     written = {}
@@ -43,14 +52,11 @@ def _cells_with_names(view: StageView) -> Cells | None:
         labels += [
             Label(0, 0, text, TINY)
             for pool in spill
-            for text in wrapped(f"> {view.pools[pool].name}", NAME_WIDTH, TINY)
+            for text in wrapped(f"> {view.cell_name(pool)}", NAME_WIDTH, TINY)
         ]
         if view.traffic is not None:
             labels.append(Label(0, 0, f"{view.share(index)} of traffic", SMALL))
-            met = view.attainment(index)
-            mark = "! " if view.is_low(index) else ""
-            if met:
-                labels.append(Label(0, 0, f"{mark}{met} met", SMALL, bold=bool(mark)))
+            labels += _figures(view, index, SMALL)
         written[index] = labels
     cells = _sized(view, written, pad=8.0, least=(64.0, 38.0))
     too_wide = cells.width * len(view.columns.bands) > MAX_WIDTH
@@ -65,16 +71,20 @@ def _cells_with_numbers(view: StageView) -> Cells:
         labels = [Label(0, 0, ">".join(map(str, view.order(index))), TEXT, bold=True)]
         if view.traffic is not None:
             labels.append(Label(0, 0, view.share(index), TINY))
-            met = view.attainment(index)
-            mark = "!" if view.is_low(index) else ""
-            if met:
-                labels.append(Label(0, 0, f"{mark}{met}", TINY, bold=bool(mark)))
+            labels += _figures(view, index, TINY)
         written[index] = labels
     # Room for the numbers, and more where there are few.
     n_rows, n_columns = len(view.rows.bands), len(view.columns.bands)
     least = (min(60.0, 480 / n_columns), min(34.0, 320 / n_rows))
     # A frame takes some of the room.
     return _sized(view, written, pad=4.0 if view.traffic is None else 7.0, least=least)
+
+
+def _figures(view: StageView, index: tuple[int, ...], size: float) -> list[Label]:
+    return [
+        Label(0, 0, f"{'! ' * figure.is_bad}{figure.text}", size, bold=figure.is_bad)
+        for figure in view.figures(index)
+    ]
 
 
 def _places(view: StageView) -> list[tuple[Panel, int, int]]:

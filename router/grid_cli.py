@@ -1,4 +1,4 @@
-"""`slagate grid ...`: pool grids, offline."""
+"""`slagate grid ...`: pool grids, made, checked and looked at."""
 
 import json
 import sys
@@ -6,14 +6,24 @@ from typing import Annotated
 
 import typer
 
+from slagate.pools.grid_file import ANY_CLASS
 from slagate.pools.grid_schema import fleet_schema
-from slagate.router.command import FleetFile, Lenient, PoolsFile, PoolWorkers, fail, read_fleet
+from slagate.pools.json_text import shown
+from slagate.router.command import (
+    FleetFile,
+    Lenient,
+    PoolsFile,
+    PoolWorkers,
+    errors,
+    fail,
+    read_fleet,
+)
 from slagate.router.grid_build_cli import build
 from slagate.router.grid_lint_cli import lint
 from slagate.router.grid_select import select_lines
 from slagate.router.grid_show import show
 
-grid = typer.Typer(no_args_is_help=True, help="Look at pool grids, offline.")
+grid = typer.Typer(no_args_is_help=True, help="Make, check and show pool grids.")
 grid.command()(lint)
 grid.command()(show)
 grid.command()(build)
@@ -32,8 +42,17 @@ def select(
     fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool)
     if stage not in fleet.stages:
         fail(f"--stage must be one of {', '.join(fleet.stages)} in this file (got {stage!r})")
-    for line in select_lines(fleet.stages[stage], sys.stdin, objectives=fleet.objectives):
+    lines = select_lines(
+        fleet.stages[stage], sys.stdin, objectives=fleet.objectives, note=_note_class
+    )
+    for line in lines:
         sys.stdout.write(line + "\n")
+
+
+def _note_class(name: str) -> None:
+    errors.print(
+        f'slagate: note: class {shown(name)} is not in objectives, it counts as "{ANY_CLASS}"'
+    )
 
 
 @grid.command()

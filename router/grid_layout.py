@@ -6,18 +6,15 @@ from typing import NamedTuple
 
 from slagate.router.grid_cells import Cells, axis_title, cells_of
 from slagate.router.grid_colours import shade
-from slagate.router.grid_legend import (
+from slagate.router.grid_legend import add_legend, add_notes
+from slagate.router.grid_scene import (
     GAP,
+    LINE_RATIO,
     MARGIN,
     MAX_WIDTH,
     SMALL,
     TEXT,
     TITLE,
-    add_legend,
-    add_notes,
-)
-from slagate.router.grid_scene import (
-    LINE_RATIO,
     Arrow,
     Box,
     Label,
@@ -144,8 +141,8 @@ def _add_cell(
 ) -> None:
     x, y = frame.left + index[-1] * cells.width, frame.top + index[-2] * cells.height
     colours = shade(view.order(index)[0])
-    is_low = view.is_low(index)
-    shapes.append(Box(x, y, cells.width, cells.height, colours.fill, colours.hatched, is_low))
+    is_bad = view.is_bad(index)
+    shapes.append(Box(x, y, cells.width, cells.height, colours.fill, colours.hatched, is_bad))
     middle = x + cells.width / 2
     shapes.extend(label._replace(x=middle, y=y + label.y) for label in cells.lines[index])
 

@@ -1,14 +1,20 @@
 """Below the cells of a picture: a table of the pools, and the notes. All lengths are points."""
 
 from slagate.router.grid_colours import shade
-from slagate.router.grid_scene import LINE_RATIO, Box, Label, Shape, text_width, wrapped
+from slagate.router.grid_scene import (
+    GAP,
+    LINE_RATIO,
+    MARGIN,
+    MAX_WIDTH,
+    SMALL,
+    TEXT,
+    Box,
+    Label,
+    Shape,
+    text_width,
+    wrapped,
+)
 from slagate.router.grid_view import POOL_COLUMNS, StageView
-
-MARGIN, GAP = 18.0, 16.0
-TITLE, TEXT, SMALL, TINY = 13.0, 9.0, 8.0, 7.0
-
-MAX_WIDTH = 1200.0
-"""Of cells with names, and of panels side by side; 16 inches."""
 
 
 def add_legend(shapes: list[Shape], view: StageView, y: float) -> float:

@@ -14,13 +14,22 @@ from typing import Annotated
 import typer
 
 from slagate.pools.errors import ConfigError, Problem
-from slagate.pools.grid_config import FleetConfig
+from slagate.pools.grid_config import UNREACHED, FleetConfig
 from slagate.pools.grid_lint import lint as findings_of
 from slagate.pools.grid_lint_codes import CODES, Finding
-from slagate.pools.json_text import json_path
-from slagate.router.command import FleetFile, Lenient, PoolsFile, PoolWorkers, fail, read_fleet
+from slagate.pools.json_text import json_path, shown
+from slagate.pools.pool_profiles import read_profiles
+from slagate.router.command import (
+    FleetFile,
+    Lenient,
+    PoolsFile,
+    PoolWorkers,
+    fail,
+    read_fleet,
+    until_reader_leaves,
+)
 from slagate.router.replay import TraceError, load_trace
-from slagate.workers.profile import ProfileError, TpProfile, load_profile
+from slagate.workers.profile import TpProfile
 
 EXIT_FINDINGS = 1
 COLUMNS = 100
@@ -45,33 +54,34 @@ def lint(
 ) -> None:
     """Look for what is probably not meant; exit status 1 where something is found."""
     ignored = {_known_code(code) for code in ignore or ()}
-    fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool)
+    fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool, untold=UNREACHED)
     try:
         traffic = [] if trace is None else [request.isl_tokens for request in load_trace(trace)]
         found = findings_of(fleet, profiles=pool_profiles(fleet), traffic=traffic)
     except (ConfigError, TraceError) as error:
         fail(error)
     kept = [finding for finding in found if finding.code not in ignored]
-    for line in json_lines(kept) if as_json else text_lines(kept, n_ignored=len(found) - len(kept)):
-        typer.echo(line)
+    with until_reader_leaves():
+        for line in (
+            json_lines(kept) if as_json else text_lines(kept, n_ignored=len(found) - len(kept))
+        ):
+            typer.echo(line)
     raise typer.Exit(EXIT_FINDINGS if kept else 0)
 
 
 def pool_profiles(config: FleetConfig) -> dict[str, TpProfile]:
     """The profiles of the pools that name one. Raises `ConfigError` for those that cannot be read."""
-    profiles: dict[str, TpProfile] = {}
-    problems: list[Problem] = []
-    for name, spec in config.pools.items():
-        if spec.profile is None or spec.tp is None:
-            continue
-        key = "profile"
-        try:
-            profile = load_profile(spec.profile)
-            key = "tp"
-            profiles[name] = profile.tp(spec.tp)
-        except ProfileError as error:
-            problems.append(Problem(json_path(("pools", name, key)), str(error)))
-    if problems:
+    named = {
+        name: (spec.profile, spec.tp)
+        for name, spec in config.pools.items()
+        if spec.profile is not None
+    }
+    profiles, faults = read_profiles(named)
+    if faults:
+        problems = [
+            Problem(json_path(fault.path), f"{fault.reason} (got {shown(fault.got)})")
+            for fault in faults
+        ]
         raise ConfigError(config.source, problems)
     return profiles
 
@@ -86,6 +96,7 @@ def text_lines(found: Sequence[Finding], *, n_ignored: int = 0) -> Iterator[str]
     """The findings for people, then how many of which code."""
     for finding in found:
         yield f"{finding.code}  {finding.path}"
+        # Each message begins with a word of ours, never with a name.
         yield from _indented(f"{finding.message[:1].upper()}{finding.message[1:]}.")
         yield from _indented(f"Fix: {finding.advice}")
         yield ""

@@ -11,14 +11,33 @@ DPI = 150
 _FRAME = "#c00000"
 
 # Text stays text in SVG, where it can be searched; and the same scene gives the same bytes, wherever.
+_FONT = "DejaVu Sans"
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "slagate",
-    "font.family": ["DejaVu Sans"],
+    "font.family": [_FONT],
     "text.parse_math": False,
     "hatch.linewidth": 0.6,
     "hatch.color": "#ffffff",
 }
+
+
+def missing_glyphs(scene: Scene) -> str:
+    """Characters of `scene` that the font of PNG files lacks, each once.
+
+    Raises `UsageError` without matplotlib.
+    """
+    _need_matplotlib()
+    from matplotlib.font_manager import FontProperties, findfont
+    from matplotlib.ft2font import FT2Font
+
+    used = {char for shape in scene.shapes if isinstance(shape, Label) for char in shape.text}
+    missing: set[str] = set()
+    for weight in ("normal", "bold"):
+        font = findfont(FontProperties(family=_FONT, weight=weight))
+        known = FT2Font(font).get_charmap()
+        missing |= {char for char in used if ord(char) not in known}
+    return "".join(sorted(missing))
 
 
 def write_picture(scene: Scene, path: Path, *, kind: str) -> None:
@@ -26,18 +45,15 @@ def write_picture(scene: Scene, path: Path, *, kind: str) -> None:
 
     Raises `UsageError` without matplotlib, and for a file that cannot be written.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError(
-            f"pictures need the extra plots: pip install 'slagate[plots]' (for matplotlib: {error})"
-        ) from error
+    _need_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(), warnings.catch_warnings():
         # Not what a file of the user's makes of it.
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
-        # A name may be in a script that the font of PNG files lacks; its pool has a number, too.
+        # In SVG files text stays text, for whichever font shows it.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure = Figure(figsize=(scene.width / 72, scene.height / 72), dpi=DPI, facecolor="white")
         axes: Any = figure.add_axes((0, 0, 1, 1))
@@ -50,6 +66,15 @@ def write_picture(scene: Scene, path: Path, *, kind: str) -> None:
             figure.savefig(path, format=kind, dpi=DPI, metadata=metadata)
         except OSError as error:
             raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _need_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"pictures need the extra plots: pip install 'slagate[plots]' (for matplotlib: {error})"
+        ) from error
 
 
 def _draw(axes: Any, shape: Shape) -> None:

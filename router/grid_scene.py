@@ -7,6 +7,13 @@ wherever it is made and leaves room for whichever font shows it.
 import unicodedata
 from typing import NamedTuple
 
+MARGIN, GAP = 18.0, 16.0
+TITLE, TEXT, SMALL, TINY = 13.0, 9.0, 8.0, 7.0
+"""Sizes of fonts."""
+
+MAX_WIDTH = 1200.0
+"""Of cells with names, of panels side by side, and of lines; 16 inches."""
+
 LINE_RATIO = 1.3
 """Height of a line of text by the size of its font."""
 

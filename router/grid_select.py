@@ -2,14 +2,14 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from slagate.pools.axis import AXIS_FIELDS
 from slagate.pools.errors import SelectError
 from slagate.pools.grid import StageGrid
-from slagate.pools.grid_file import Objective
-from slagate.pools.json_text import is_finite_number, json_path, read_json, shown
+from slagate.pools.grid_file import Objective, default_for
+from slagate.pools.json_text import is_finite_number, read_json, short_path, shown
 
 _NUMBERS = (*AXIS_FIELDS, "priority")
 _FIELDS = (*_NUMBERS, "objective")
@@ -20,28 +20,42 @@ def select_lines(
     lines: Iterable[str],
     *,
     objectives: Mapping[str, Objective] = MappingProxyType({}),
+    note: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
     """One JSON object without a line end for each of `lines`, in order.
 
     `lines` are those of a text file as iterating over it gives them, so the newline that ends the file
     starts no line, and an empty line elsewhere is one. A request without a cell gives
-    `{"error": "..."}`; no content of a line raises.
+    `{"error": "..."}`; no content of a line raises. The first class that counts as "*", as it
+    is not in `objectives`, is told to `note`.
     """
+    told = False
     for line in lines:
-        yield json.dumps(_answer(grid, line, objectives))
+        unlisted: list[str] = []
+        yield json.dumps(_answer(grid, line, objectives, unlisted))
+        if unlisted and note is not None and not told:
+            note(unlisted[0])
+            told = True
 
 
-def _answer(grid: StageGrid, line: str, objectives: Mapping[str, Objective]) -> dict[str, object]:
+def _answer(
+    grid: StageGrid, line: str, objectives: Mapping[str, Objective], unlisted: list[str]
+) -> dict[str, object]:
+    if not line.strip():
+        return {"error": "the line is empty"}
     request, problem, repeated = read_json(line)
     if problem is not None:
         return {"error": str(problem)}
     if not isinstance(request, dict):
         return {"error": f"a line must be an object (got {shown(request)})"}
-    faults = [f"{json_path(path)}: is given more than once, keep one" for path in repeated]
+    faults = [f"{short_path(path)}: is given more than once, keep one" for path in repeated]
     faults += [fault for key, value in request.items() if (fault := _fault(key, value))]
     if faults:
         return {"error": "; ".join(faults)}
-    objective = objectives.get(request.pop("objective", None) or "") or objectives.get("*")
+    name = request.pop("objective", None) or ""
+    objective = default_for(objectives, name)
+    if name and name not in objectives and objective is not None:
+        unlisted.append(name)
     for key in ("ttft_ms", "itl_ms", "priority") if objective is not None else ():
         if request.get(key) is None:
             request[key] = getattr(objective, key)
@@ -66,7 +80,7 @@ def _fault(key: str, value: object) -> str | None:
     if key not in _FIELDS:
         close = difflib.get_close_matches(key, _FIELDS, n=1)
         hint = f', did you mean "{close[0]}"?' if close else ""
-        return f"{key}: unknown key{hint} (got {shown(value)})"
+        return f"{short_path((key,))}: unknown key{hint} (got {shown(value)})"
     if key == "objective":
         fits, must = isinstance(value, str), "must be a string"
     else:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -16,17 +17,31 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.router.attainment import CellTraffic
 from slagate.router.client_cli import admin_channel, failed
-from slagate.router.command import Lenient, PoolsFile, PoolWorkers, fail, read_fleet, run_to_exit
+from slagate.router.command import (
+    Lenient,
+    PoolsFile,
+    PoolWorkers,
+    errors,
+    fail,
+    read_fleet,
+    run_to_exit,
+    until_reader_leaves,
+)
 from slagate.router.decision_message import WIRE_STAGE
 from slagate.router.grid_layout import scene
-from slagate.router.grid_picture import write_picture
+from slagate.router.grid_picture import missing_glyphs, write_picture
+from slagate.router.grid_scene import Scene
 from slagate.router.grid_terminal import print_stage
-from slagate.router.grid_view import Traffic, stage_view
+from slagate.router.grid_text import printable
+from slagate.router.grid_view import StageView, Traffic, spelled, stage_view
 from slagate.workers.errors import UsageError
 from slagate.workers.worker import Status
 
 PIPED_COLUMNS = 120
 """Where no terminal says how wide it is."""
+
+TIMEOUT_S = 10.0
+"""For an answer that the gateway has at hand: one that takes longer is not there."""
 
 _STAGE_NAMES = {wire: stage.value for stage, wire in WIRE_STAGE.items()}
 
@@ -86,7 +101,7 @@ async def show_grids(config: FleetConfig | None, target: str | None, options: Sh
         try:
             async with admin_channel(target) as channel:
                 stub: Any = gw_grpc.GatewayStub(channel)
-                cells = await stub.ListCells(gw.ListCellsRequest(), timeout=10)
+                cells = await stub.ListCells(gw.ListCellsRequest(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             return failed(Status(error.code(), error.details() or ""))
         config, traffic = with_cells(config, cells, target), cell_traffic(cells)
@@ -116,7 +131,7 @@ def cell_traffic(cells: gw.ListCellsResponse) -> Traffic:
     """The counts of a gateway's cells."""
     return {
         (_STAGE_NAMES[each.stage], tuple(each.cell)): CellTraffic(
-            each.requests, each.met, each.judged
+            each.requests, each.met, each.judged, each.failed
         )
         for each in cells.cells
     }
@@ -129,17 +144,37 @@ def show_stages(config: FleetConfig, traffic: Traffic | None, options: ShowOptio
         raise UsageError(f"--stage must be one of {known} in this file (got {options.stage!r})")
     stages = config.stages if options.stage is None else (options.stage,)
     views = [stage_view(config, stage, traffic) for stage in stages]
-    pictures = {"svg": options.svg, "png": options.png}
-    for kind, path in pictures.items():
-        if path is not None:
-            write_picture(scene(views), path, kind=kind)
-            sys.stdout.write(f"{path}: written\n")
-    if not any(pictures.values()):
-        console = _console(options.width)
-        for view in views:
-            print_stage(console, view)
+    with until_reader_leaves():
+        if options.svg is not None:
+            write_picture(scene(views), options.svg, kind="svg")
+            sys.stdout.write(f"{options.svg}: written\n")
+        if options.png is not None:
+            write_picture(_png_scene(views), options.png, kind="png")
+            sys.stdout.write(f"{options.png}: written\n")
+        if options.svg is None and options.png is None:
+            console = _console(options.width)
+            for view in views:
+                print_stage(console, view)
+
+
+def _png_scene(views: Sequence[StageView]) -> Scene:
+    """The picture in characters that the font of PNG files has; says on stderr which it lacks."""
+    made = scene(views)
+    if missing := missing_glyphs(made):
+        errors.print(
+            f"slagate: the font has no glyphs for {printable(missing)};"
+            " PNG has numbers and escapes, SVG keeps the text"
+        )
+        made = scene([spelled(view, missing) for view in views])
+    return made
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the caller: rich would end the process with status 1."""
+        raise BrokenPipeError
 
 
 def _console(width: int | None) -> Console:
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=width or (PIPED_COLUMNS if piped else None), highlight=False)
+    return _Console(width=width or (PIPED_COLUMNS if piped else None), highlight=False)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slagate.router.grid_colours import shade
-from slagate.router.grid_view import POOL_COLUMNS, Band, Panel, StageView
+from slagate.router.grid_view import POOL_COLUMNS, BandLabel, Panel, StageView
 
 BORDER = 3
 """Columns of a terminal that a column of a table takes besides its text."""
@@ -72,7 +72,7 @@ def _blocks(widths: Sequence[int], room: int) -> Iterator[range]:
     yield range(start, len(widths))
 
 
-def _header(band: Band, to: str, before_mark: str) -> str:
+def _header(band: BandLabel, to: str, before_mark: str) -> str:
     return f"{band.low}{to}{band.high}" + (f"{before_mark}default" if band.is_default else "")
 
 
@@ -97,7 +97,7 @@ def _cell_table(view: StageView, panel: Panel, written: _Written, columns: range
             index = (*panel.layer, row, col)
             style = _style(view.order(index)[0])
             line.append(
-                _padded(written.cells[row][col], f"bold {style}" if view.is_low(index) else style)
+                _padded(written.cells[row][col], f"bold {style}" if view.is_bad(index) else style)
             )
         table.add_row(*line)
     return table
@@ -115,15 +115,12 @@ def _padded(text: str, style: str = "") -> Padding:
 
 def _cell_text(view: StageView, index: tuple[int, ...], *, with_names: bool) -> str:
     order = view.order(index)
-    names = [view.pools[pool].name if with_names else str(pool) for pool in order]
+    names = [view.cell_name(pool) if with_names else str(pool) for pool in order]
     lines = [names[0], *(f"> {name}" for name in names[1:])] if with_names else [">".join(names)]
     if view.traffic is not None:
-        met = view.attainment(index)
-        mark = "! " if view.is_low(index) else ""
-        if with_names:
-            lines.append(f"{view.share(index)}{f', {mark}{met} met' if met else ''}")
-        else:
-            lines += [view.share(index), f"{mark}{met}"]
+        figures = [f"{'! ' * figure.is_bad}{figure.text}" for figure in view.figures(index)]
+        shown = [view.share(index), *figures]
+        lines += [", ".join(shown)] if with_names else shown
     return "\n".join(lines)
 
 

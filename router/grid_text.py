@@ -1,8 +1,6 @@
-"""Names and numbers of a grid as short text on one line."""
+"""Names and shares of a grid as short text on one line."""
 
 import math
-
-from slagate.pools.axis import Number
 
 MAX_NAME = 60
 
@@ -19,17 +17,6 @@ def printable(text: str, most: int = MAX_NAME) -> str:
     if len(escaped) <= most:
         return escaped
     return f"{escaped[: (most - 1) // 2]}…{escaped[-(most // 2) :]}"
-
-
-def number_text(value: Number) -> str:
-    """A number of tokens or milliseconds, to six digits where it is no whole number.
-
-    >>> number_text(16384.0), number_text(1333.333333333), number_text(1e300)
-    ('16,384', '1,333.33', '1e+300')
-    """
-    if abs(value) < 1e15 and value == int(value):
-        return f"{int(value):,}"
-    return f"{value:,.6g}"
 
 
 def percent(part: int, whole: int) -> str:

@@ -1,21 +1,26 @@
 """What a table or a picture of a pool grid says: names, units, bands, figures and notes, as text."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from slagate.pools.axis import SIZE_FIELDS, AnyAxis, Axis, Number
 from slagate.pools.grid import StageGrid
 from slagate.pools.grid_config import FleetConfig
+from slagate.pools.grid_file import ANY_CLASS, default_for
+from slagate.pools.grid_words import number_text
 from slagate.router.attainment import CellTraffic
-from slagate.router.grid_text import number_text, percent, printable
+from slagate.router.grid_text import percent, printable
 
 Traffic = Mapping[tuple[str, tuple[int, ...]], CellTraffic]
 """By stage and index of a cell; a cell that is not there had no request."""
 
 LOW_RATIO = 0.95
 """Of requests that met their targets: below it, a cell is marked."""
+
+FAILED_RATIO = 0.05
+"""Of requests that failed: from it on, a cell is marked."""
 
 _TITLES = {
     "isl": "ISL (tokens)",
@@ -25,7 +30,7 @@ _TITLES = {
 }
 
 
-class Band(NamedTuple):
+class BandLabel(NamedTuple):
     """One band of an axis, between two edges."""
 
     low: str
@@ -40,11 +45,11 @@ class AxisView(NamedTuple):
     """One axis: its name with the unit, and its bands."""
 
     title: str
-    bands: tuple[Band, ...]
+    bands: tuple[BandLabel, ...]
     is_even: bool
 
 
-class PoolView(NamedTuple):
+class PoolRow(NamedTuple):
     """What is said of a pool; figures as text, `-` where there is none."""
 
     number: int
@@ -56,6 +61,13 @@ class PoolView(NamedTuple):
 
 
 POOL_COLUMNS = ("pool", "tp", "GPUs per worker", "workers", "priority (lower is faster)")
+
+
+class Figure(NamedTuple):
+    """What became of a cell's requests."""
+
+    text: str
+    is_bad: bool
 
 
 class Panel(NamedTuple):
@@ -75,10 +87,17 @@ class StageView:
     rows: AxisView
     columns: AxisView
     panels: tuple[Panel, ...]
-    pools: tuple[PoolView, ...]
+    pools: tuple[PoolRow, ...]
     notes: tuple[str, ...]
     traffic: Mapping[tuple[int, ...], CellTraffic] | None  # None: was not asked for
     n_requests: int
+    unspelled: frozenset[int] = (
+        frozenset()
+    )  # pools that cells have the number of, whatever the room
+
+    def cell_name(self, pool: int) -> str:
+        """What a cell with room for names calls a pool."""
+        return str(pool) if pool in self.unspelled else self.pools[pool].name
 
     def order(self, index: tuple[int, ...]) -> tuple[int, ...]:
         """The pools of a cell: first choice, then where it spills to."""
@@ -90,16 +109,21 @@ class StageView:
         cell = self.traffic.get(index)
         return percent(cell.n_requests, self.n_requests) if cell and self.n_requests else "0%"
 
-    def attainment(self, index: tuple[int, ...]) -> str:
-        """How many of those with a target met it; empty where there was none."""
-        assert self.traffic is not None
-        cell = self.traffic.get(index)
-        return percent(cell.n_met, cell.n_judged) if cell and cell.n_judged else ""
+    def figures(self, index: tuple[int, ...]) -> list[Figure]:
+        """How many of the cell's requests failed, and how many of those judged met; none of none."""
+        cell = CellTraffic() if self.traffic is None else self.traffic.get(index, CellTraffic())
+        found = []
+        if cell.n_failed:
+            text = f"{percent(cell.n_failed, cell.n_requests)} failed"
+            found.append(Figure(text, cell.n_failed / cell.n_requests >= FAILED_RATIO))
+        if cell.n_judged:
+            text = f"{percent(cell.n_met, cell.n_judged)} met"
+            found.append(Figure(text, cell.n_met < LOW_RATIO * cell.n_judged))
+        return found
 
-    def is_low(self, index: tuple[int, ...]) -> bool:
-        """Whether fewer met their targets than should."""
-        cell = None if self.traffic is None else self.traffic.get(index)
-        return cell is not None and cell.n_met < LOW_RATIO * cell.n_judged
+    def is_bad(self, index: tuple[int, ...]) -> bool:
+        """Whether too many of the cell's requests failed, or too few met their targets."""
+        return any(figure.is_bad for figure in self.figures(index))
 
 
 def stage_view(config: FleetConfig, stage: str, traffic: Traffic | None = None) -> StageView:
@@ -121,16 +145,31 @@ def stage_view(config: FleetConfig, stage: str, traffic: Traffic | None = None) 
         rows=_axis_view(rows, defaults.get(rows.field)),
         columns=_axis_view(columns, defaults.get(columns.field)),
         panels=tuple(panels),
-        pools=tuple(_pool_view(config, grid, number) for number in range(len(grid.pool_names))),
+        pools=tuple(_pool_row(config, grid, number) for number in range(len(grid.pool_names))),
         notes=(*_notes(config, grid, defaults), *_traffic_notes(mine)),
         traffic=mine,
         n_requests=sum(cell.n_requests for cell in (mine or {}).values()),
     )
 
 
+def spelled(view: StageView, missing: Collection[str]) -> StageView:
+    """The view without these characters: escaped, and cells have the numbers of pools named with them."""
+    escapes = {ord(char): char.encode("unicode_escape").decode() for char in missing}
+    pools = [pool._replace(name=printable(pool.name.translate(escapes))) for pool in view.pools]
+    return replace(
+        view,
+        title=view.title.translate(escapes),
+        pools=tuple(pools),
+        notes=tuple(note.translate(escapes) for note in view.notes),
+        unspelled=frozenset(
+            old.number for old, new in zip(view.pools, pools, strict=True) if old != new
+        ),
+    )
+
+
 def _defaults(config: FleetConfig, grid: StageGrid) -> dict[str, Number]:
     """The target of a request that has none and no class, by axis field."""
-    everyone = config.objectives.get("*")
+    everyone = default_for(config.objectives, "")
     found: dict[str, Number] = {}
     for axis in grid.axes:
         if axis.field not in SIZE_FIELDS:
@@ -142,14 +181,14 @@ def _defaults(config: FleetConfig, grid: StageGrid) -> dict[str, Number]:
 def _axis_view(axis: AnyAxis, default: Number | None) -> AxisView:
     at = None if default is None else axis.index(default)
     edges = [number_text(edge) for edge in axis.edges]
-    bands = [Band(*pair, at == band) for band, pair in enumerate(pairwise(edges))]
-    return AxisView(_TITLES[axis.field], tuple(bands), isinstance(axis, Axis))
+    bands = [BandLabel(*pair, at == band) for band, pair in enumerate(pairwise(edges))]
+    return AxisView(_TITLES[axis.field], tuple(bands), isinstance(axis, Axis) or len(bands) == 1)
 
 
-def _pool_view(config: FleetConfig, grid: StageGrid, number: int) -> PoolView:
+def _pool_row(config: FleetConfig, grid: StageGrid, number: int) -> PoolRow:
     name = grid.pool_names[number]
     spec = config.pools.get(name)
-    return PoolView(
+    return PoolRow(
         number=number,
         name=printable(name),
         tp="-" if spec is None or spec.tp is None else str(spec.tp),
@@ -160,11 +199,11 @@ def _pool_view(config: FleetConfig, grid: StageGrid, number: int) -> PoolView:
 
 
 def _notes(config: FleetConfig, grid: StageGrid, defaults: Mapping[str, Number]) -> list[str]:
-    everyone = config.objectives.get("*")
+    everyone = default_for(config.objectives, "")
     notes = []
     for field, ms in defaults.items():
         is_given = everyone is not None and getattr(everyone, field) is not None
-        why = 'as objective "*" says' if is_given else "the middle of the range"
+        why = f'as objective "{ANY_CLASS}" says' if is_given else "the middle of the range"
         name = field.removesuffix("_ms").upper()
         notes.append(f"default: without a target the {name} counts as {number_text(ms)} ms, {why}.")
     notes.append("A value on an edge is in the upper band, one outside in the first or last band.")
@@ -185,11 +224,14 @@ def _traffic_notes(traffic: Mapping[tuple[int, ...], CellTraffic] | None) -> lis
     if traffic is None:
         return []
     n_requests = sum(cell.n_requests for cell in traffic.values())
+    n_failed = sum(cell.n_failed for cell in traffic.values())
     n_judged = sum(cell.n_judged for cell in traffic.values())
     n_met = sum(cell.n_met for cell in traffic.values())
+    failed = f", {n_failed:,} of them failed here" if n_failed else ""
     met = f", {percent(n_met, n_judged)} of those met it" if n_judged else ""
     return [
-        f"Traffic: {n_requests:,} requests have ended, {n_judged:,} had a target to meet{met}.",
-        "In a cell: its share of them, and how many of those with a target met it"
+        f"Traffic: {n_requests:,} requests have ended{failed}, {n_judged:,} are judged by a target{met}.",
+        "In a cell: its share of them, how many of its own failed"
+        f" (!: {FAILED_RATIO:.0%} or more), and how many of those judged met their target"
         f" (!: below {LOW_RATIO:.0%}).",
     ]

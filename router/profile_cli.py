@@ -5,6 +5,7 @@ import random
 import uuid
 from contextlib import AsyncExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -23,7 +24,7 @@ from slagate.router.profile_measure import (
 )
 from slagate.workers.client import connect_worker
 from slagate.workers.errors import UsageError, WorkerError
-from slagate.workers.profile import load_profile
+from slagate.workers.profile import ProfileError, load_profile
 
 profile = typer.Typer(no_args_is_help=True, help="Timing profiles of models on GPUs.")
 
@@ -51,12 +52,12 @@ def build(
     """Make a profile from AIConfigurator's TensorRT-LLM database (extra `aiconfigurator`)."""
     sizes = _numbers("--tp", tp, least=1)
     try:
-        estimator = AiConfigurator(model, system, engine_version)
+        timings = AiConfigurator(model, system, engine_version)
         content = profile_content(
             model,
             system,
             sizes,
-            estimator,
+            timings,
             on_size=lambda size: errors.print(f"slagate: tp {size}"),
         )
     except UsageError as error:
@@ -94,8 +95,9 @@ def measure(
         int | None, typer.Option(min=1, help="KV cache in tokens; default: what the worker says.")
     ] = None,
     kv_bytes: Annotated[
-        int, typer.Option(min=1, help="KV cache of a token, bytes.")
-    ] = NOMINAL_KV_BYTES_PER_TOKEN,
+        int | None,
+        typer.Option(min=1, help=f"KV cache of a token; default: {NOMINAL_KV_BYTES_PER_TOKEN}."),
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds of one request.")] = 600.0,
 ) -> None:
     """Measure a live worker that has nothing else to do; takes minutes on a real one."""
@@ -107,6 +109,10 @@ def measure(
         repeats=repeats,
         steps=steps,
     )
+
+    if kv_bytes is None:
+        kv_bytes = NOMINAL_KV_BYTES_PER_TOKEN
+        errors.print(f"slagate: without --kv-bytes, {kv_bytes} bytes a token is a guess")
 
     async def main_coroutine() -> int:
         content = await _measured(
@@ -177,8 +183,14 @@ def _check_roles(server: oe.ServerInfo, decoder: oe.ServerInfo, decode: str | No
 
 
 def _write(out: Path, content: dict[str, object]) -> None:
+    text = json.dumps(content, separators=(",", ":")) + "\n"
     try:
-        out.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+        with TemporaryDirectory() as folder:
+            aside = Path(folder, "profile.json")
+            aside.write_text(text, encoding="utf-8")
+            load_profile(aside)
+        out.write_text(text, encoding="utf-8")
+    except ProfileError as error:
+        fail(f"{out} was not written: {error}")
     except OSError as error:
         fail(f"{out} cannot be written: {error.strerror}")
-    load_profile(out)

@@ -59,9 +59,9 @@ class DecodeRow(NamedTuple):
 
 
 def capacity(server: oe.ServerInfo, model: oe.ModelInfo, kv_tokens: int | None) -> Capacity:
-    """What the worker says of itself; `kv_tokens` is what it has when it does not say.
+    """What the worker says of itself; `kv_tokens`, where given, in place of the KV cache that it says.
 
-    Raises `UsageError` where it is not known.
+    Raises `UsageError` where neither is known.
     """
     ranks = max(1, server.parallelism.data_parallel_size)
     said = server.capacity.total_kv_blocks * server.capacity.kv_block_size // ranks

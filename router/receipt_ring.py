@@ -44,7 +44,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def configs(self) -> list[gw.GatewayConfig]:
         """What its choices were made under."""
-        return list({each.config_version: each.config for each in self.record.choices}.values())
+        return _configs(self.record)
 
     def receipt(self) -> Steps[gw.Receipt]:
         """The full receipt."""
@@ -71,6 +71,7 @@ class ReceiptRing:
         self._max_bytes = max_bytes
         self._entries: deque[Entry] = deque()
         self._next_number = 1
+        self._last_version = ""
         self._closed = False
         self._news: anyio.Event | None = None  # somebody waits for it
 
@@ -93,8 +94,13 @@ class ReceiptRing:
         decided = record.decision
         version = self.config.version if decided is None else decided.stages[-1].config_version
         stamp = Stamp(self._next_number, self._unix_s(), version)
-        self.attainment.count(record)
-        entry = Entry(record, outcome, now_s, stamp, _n_bytes(record))
+        self.attainment.count(record, outcome)
+        n_bytes = _n_bytes(record)
+        if decided is not None and version != self._last_version:
+            # Receipts of one version share its configuration; as good as each version has one that pays.
+            self._last_version = version
+            n_bytes += sum(config.ByteSize() for config in _configs(record))
+        entry = Entry(record, outcome, now_s, stamp, n_bytes)
         self._next_number += 1
         self._entries.append(entry)
         self.n_bytes += entry.n_bytes
@@ -146,6 +152,10 @@ async def in_turns(steps: Steps[T]) -> T:
             made: T = end.value
             return made
         await anyio.lowlevel.checkpoint()
+
+
+def _configs(record: Record) -> list[gw.GatewayConfig]:
+    return list({each.config_version: each.config for each in record.choices}.values())
 
 
 def _n_bytes(record: Record) -> int:

@@ -80,10 +80,10 @@ def _rules(place: str, version: str, configs: Mapping[str, Rules]) -> Rules:
 
 def _check_stages(receipt: gw.Receipt, configs: Mapping[str, Rules]) -> None:
     """One choice for each stage of the fleet, in order, or none where none was ever made."""
-    rules = _rules("receipt", receipt.config_version, configs)
     found = [_STAGES.get(choice.stage) for choice in receipt.decision.stages]
     if not found and not receipt.replaced and not receipt.attempts:
         return
+    rules = _rules("receipt", receipt.config_version, configs)
     if found != list(rules.grids):
         wanted = ", ".join(stage.value for stage in rules.grids)
         got = ", ".join("no stage" if stage is None else stage.value for stage in found[:9])

@@ -7,11 +7,14 @@ What is read is checked off the event loop; what is put in force waits for nothi
 half of it.
 """
 
+import asyncio
 import logging
 import signal
+import threading
 from collections.abc import AsyncIterable, AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -27,6 +30,8 @@ from slagate.router.receipt_config import config_message
 from slagate.router.receipt_ring import ReceiptRing
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 WATCH_INTERVAL_S = 1.0
 
@@ -104,9 +109,10 @@ class Reloader:
         """Put in force what `read` gives. Raises `ConfigError`: then nothing has changed."""
         async with self._one_at_a_time:
             try:
-                found = await anyio.to_thread.run_sync(self.propose, read)
+                found = await _aside(lambda: self.propose(read))
             except ConfigError as error:
-                self._refused(error)
+                if not dry_run:
+                    self._refused(error)
                 raise
             return self.put(found, dry_run=dry_run)
 
@@ -139,10 +145,10 @@ class Reloader:
         )
         if not result.applied:
             return result
+        self._dispatcher.put_in_force(found.prepared, found.message)
+        self._receipts.put_in_force(found.message)
         self._current = found
         self._before = [*self._before, old][-MAX_HISTORY:]
-        self._receipts.put_in_force(found.message)
-        self._dispatcher.put_in_force(found.prepared, found.message)
         self.since_s = self._now_s()
         self._metrics.reloads.labels(result="applied").inc()
         about = {"version": result.version, "previous_version": result.previous_version}
@@ -159,21 +165,49 @@ class Reloader:
         log.error("config.refused", extra=about)
 
 
+async def _aside(reads: Callable[[], T]) -> T:
+    """`reads()` on a thread of its own, which ends with the process.
+
+    Reading a file may take for ever (a dead mount), and the interpreter would wait at its end for a thread
+    of anyio's: a gateway has to end all the same.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(reads())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is for who waits
+            future.set_exception(error)
+
+    future.set_running_or_notify_cancel()  # from here on nobody who stops waiting for it cancels it
+    threading.Thread(target=run, name="slagate config", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def ignore_hangups() -> None:
+    """SIGHUP does nothing from now on; by default it ends the process."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 @asynccontextmanager
 async def reloading(
     reloader: Reloader, source: Source, *, watch: bool, stamp: object
 ) -> AsyncIterator[None]:
     """Within the block, read the source again with each SIGHUP, and with `watch` when it has changed.
 
-    `stamp` is the source's from before it was read for what is in force now.
+    `stamp` is the source's from before it was read for what is in force now. After the block SIGHUP does
+    nothing: a gateway that shuts down has better things to do than to die of it.
     """
     async with anyio.create_task_group() as tasks:
-        with anyio.open_signal_receiver(signal.SIGHUP) as signals:
-            tasks.start_soon(_on_signal, reloader, source, signals)
-            if watch:
-                tasks.start_soon(_on_change, reloader, source, stamp)
-            yield
-            tasks.cancel_scope.cancel()
+        try:
+            with anyio.open_signal_receiver(signal.SIGHUP) as signals:
+                tasks.start_soon(_on_signal, reloader, source, signals)
+                if watch:
+                    tasks.start_soon(_on_change, reloader, source, stamp)
+                yield
+                tasks.cancel_scope.cancel()
+        finally:
+            ignore_hangups()
 
 
 async def _on_signal(
@@ -188,7 +222,7 @@ async def _on_change(reloader: Reloader, source: Source, read: object) -> None:
     seen = read
     while True:
         await anyio.sleep(WATCH_INTERVAL_S)
-        before, seen = seen, await anyio.to_thread.run_sync(source.stamp)
+        before, seen = seen, await _aside(source.stamp)
         if seen == before and seen != read:
             read = seen
             await _reload(reloader, source)

@@ -15,6 +15,8 @@ from slagate.router.command import EXIT_USAGE, fail, run_to_exit
 from slagate.workers.worker import Status
 
 TIMEOUT_S = 60.0
+"""The gateway reads and checks the whole file first, which for a large one takes seconds, and other reloads
+may come before it."""
 
 
 def reload(

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import structs
 
-from slagate.pools.grid_file import Objective
+from slagate.pools.grid_file import Objective, default_for
 from slagate.router.errors import InvalidRequest
 from slagate.workers.legs import TARGET_RANK
 from slagate.workers.worker import Metadata
@@ -62,16 +62,12 @@ class Sla(msgspec.Struct, frozen=True, gc=False):
     fairness_id: str = ""
     session_id: str = ""
     receipt: bool = False
-    by_objective: tuple[
-        str, ...
-    ] = ()  # what the request did not say, and the default of its class did
+    by_objective: tuple[str, ...] = ()  # not said by the request, but by the default of its class
+    is_final: bool = False  # it was decided by, and no default is looked up again
 
     def with_defaults(self, objectives: Mapping[str, Objective]) -> "Sla":
-        """What it asks for, with what its class means by saying nothing.
-
-        "*" is for requests of no class, or of one that has no entry.
-        """
-        default = objectives.get(self.objective) or objectives.get("*")
+        """What it asks for, with what its class means by saying nothing."""
+        default = None if self.is_final else default_for(objectives, self.objective)
         if default is None:
             return self
         found = {

@@ -13,10 +13,11 @@ import anyio
 
 from slagate.pools.member import Stage
 from slagate.pools.overlap import Prompt
+from slagate.pools.table import State
 from slagate.router.assignment import Assignment
 from slagate.router.errors import Overloaded, RequestError
 from slagate.router.policy import Decision, StageChoice
-from slagate.router.score import Ask
+from slagate.router.score import LIMITS, Ask
 
 MAX_HINT_S = 30.0
 """A client is never told to come back later than this."""
@@ -72,17 +73,25 @@ class _Lane:
         self.key = key
         self.tickets: deque[Ticket] = deque()
         self.pools: set[str] = set()  # that its first request waits for
+        self._only_joining = False
         self._interval_s: float | None = None  # between two assignments, lately
         self._last_s: float | None = None
 
     def wait_for(self, choices: Collection[StageChoice]) -> None:
         self.pools = {pool for choice in choices for pool in choice.pool_order}
+        self._only_joining = all(
+            choice.row is None and choice.reasons & LIMITS == {State.JOINING.value}
+            for choice in choices
+        )
 
     @property
     def kept(self) -> set[str]:
         """Pools that younger requests of other lanes leave to it."""
-        # It may not go everywhere there, so what it cannot take is nobody's loss.
-        return set() if not self.tickets or self.tickets[0].ask.excluded else self.pools
+        # It may not go everywhere there, so what it cannot take is nobody's loss. Nor is anything that
+        # others could take what it waits for where that is only to know a worker that has just joined.
+        if not self.tickets or self.tickets[0].ask.excluded or self._only_joining:
+            return set()
+        return self.pools
 
     def served(self, now_s: float) -> None:
         self.tickets.popleft()

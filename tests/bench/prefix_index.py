@@ -34,6 +34,7 @@ N_TURNS = 2500
 N_MEASURED_TURNS = 1500
 ROUNDS = 5
 SEGMENT_OPS = 400
+PAUSE_RUNS = 3
 N_PROMPTS = 16
 
 BOUND_QUERY = 3.5
@@ -50,7 +51,13 @@ def measure(folder: Path) -> dict[str, Any]:
         return {"missed": missed}
     result = _beside_the_other()
     result["at_1m_pairs"] = small = _in_a_process(1_000_000)
-    result["at_5m_pairs"] = large = _in_a_process(5_000_000)
+    # The operations are the same each time, so a pause of theirs comes back; one of the machine's does not.
+    runs = sorted(
+        (_in_a_process(5_000_000) for _ in range(PAUSE_RUNS)),
+        key=lambda run: run["longest_pause_ms"],
+    )
+    result["at_5m_pairs"] = large = runs[len(runs) // 2]
+    large["longest_pause_ms_of_runs"] = [run["longest_pause_ms"] for run in runs]
     result["growth"] = {"holders": _by_holders(), "tokens": _by_tokens()}
     missed = result["missed"]
     if small["pair_bytes"] > BOUND_PAIR_BYTES:

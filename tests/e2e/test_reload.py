@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from support.processes import (
     Cluster,
     Gateway,
     Pool,
+    Process,
     cluster,
     eventually,
     fleet_config,
     gateway,
     run_cli,
+    serve_arguments,
+    starting,
 )
 from support.reloads import reload_under_load
 from support.sim_tokens import prompt
@@ -179,6 +183,54 @@ def test_a_hang_up_reloads_and_a_bad_file_is_logged_and_changes_nothing(
     served.write(whole(fleet))
     os.kill(process.popen.pid, signal.SIGHUP)
     eventually(lambda: gone in served.workers(), "it is back")
+
+
+def survives_hang_ups(process: Process) -> bool:
+    """Whether the process ignores SIGHUP, or has a handler for it."""
+    status = Path(f"/proc/{process.popen.pid}/status").read_text()
+    masks = [line.split()[1] for line in status.splitlines() if line[:6] in ("SigIgn", "SigCgt")]
+    return any(int(mask, 16) >> (signal.SIGHUP - 1) & 1 for mask in masks)
+
+
+def test_a_hang_up_ends_no_gateway_that_starts_or_that_ends(fleet: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.json"
+    path.write_text(json.dumps(whole(fleet)))
+    with starting("hung-up", serve_arguments(path), tmp_path) as process:
+
+        def hangs_up_until_it_ends() -> bool:
+            process.popen.send_signal(signal.SIGHUP)
+            return process.popen.poll() is not None
+
+        eventually(lambda: survives_hang_ups(process), "it has begun")
+        process.popen.send_signal(signal.SIGHUP)
+        process.wait_ready()
+        process.popen.send_signal(signal.SIGTERM)
+        eventually(hangs_up_until_it_ends, "it has ended")
+        assert process.popen.returncode == 0
+        assert "config.bug" not in process.stderr()
+
+
+def test_a_file_that_cannot_be_read_for_ever_keeps_no_gateway_from_its_end(
+    fleet: Cluster, tmp_path: Path
+) -> None:
+    """As on a mount that is dead: here a pipe that nobody writes to."""
+    with gateway(tmp_path, whole(fleet)) as running:
+        path = tmp_path / "gateway.json"
+        path.unlink()
+        os.mkfifo(path)
+        writers: list[int] = []
+
+        def is_read() -> bool:
+            with suppress(OSError):
+                writers.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            return bool(writers)
+
+        os.kill(running.process.popen.pid, signal.SIGHUP)
+        eventually(is_read, "the gateway reads it")
+        try:
+            assert running.process.terminate() == 0
+        finally:
+            os.close(writers[0])
 
 
 def test_a_watched_file_is_taken_over_by_itself(fleet: Cluster, tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ SEEDS = range(40)
 
 def value_at(points: Points, tokens: float) -> float:
     """Straight lines through the points, and on; worked out apart from the builder's."""
-    if len(points) == 1:
-        return points[0][1]
     right = min(max(bisect_right([p[0] for p in points], tokens), 1), len(points) - 1)
     (x0, y0), (x1, y1) = points[right - 1], points[right]
     return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
@@ -53,7 +51,7 @@ def random_spec(rng: random.Random) -> dict[str, Any]:
         {"name": f"p{at}", "cost": cost, "ttft_curve": curve, "replicas": rng.randint(1, 4)}
         for at, (curve, cost) in enumerate(zip(curves, costs, strict=True))
     ]
-    decode = [{"name": "d", "itl_curve": [[0, 10]]}]
+    decode = [{"name": "d", "itl_curve": [[0, 10], [1, 10]]}]
     return {
         "utilisation": rng.choice([0.0, 0.3, 0.8]),
         "margin": rng.choice([0.0, 0.2]),
@@ -106,7 +104,9 @@ def test_no_pool_is_picked_that_misses_where_another_one_meets(seed: int) -> Non
     ]
     assert not contested, seed
     for tokens, target_ms in sweep_points(rng, fleet):
-        picked = grid.select({"isl": tokens, "ttft_ms": target_ms}).pool
+        picked = fleet.stages["prefill"].used[
+            grid.select({"isl": tokens, "ttft_ms": target_ms}).pool
+        ]
         taken = [curve(tokens) for curve in curves]
         # A hair's breadth: both sides compute the same numbers in another order.
         if taken[picked] > target_ms * (1 + 1e-9):
@@ -134,7 +134,9 @@ def test_a_met_cell_has_the_cheapest_pool_that_meets_its_worst_request(seed: int
             order = sorted(meets, key=lambda at: (costs[at], worst[at], at))
             assert (cell.status, cell.pools) == ("met", tuple(order)), (seed, cell)
         else:
-            assert cell.status == "infeasible", (seed, cell)
+            # A band that was joined with some of what lies beyond is not met there.
+            reaches_beyond = stage.size.edges[row + 1] > stage.size.asked[1]
+            assert cell.status in ("infeasible", "beyond" if reaches_beyond else "-"), (seed, cell)
             assert len(cell.pools) == 1
 
 

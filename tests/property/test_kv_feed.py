@@ -15,7 +15,7 @@ from support.virtual_loop import run
 
 SEEDS = {salt: seed_state("m", salt) for salt in ("", "s")}
 BLOCK_TOKENS = 3
-N_HISTORIES = 800
+N_HISTORIES = 2000
 N_STEPS = 40
 
 

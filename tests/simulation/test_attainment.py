@@ -4,37 +4,27 @@ import random
 from collections.abc import Sequence
 
 import anyio
+import grpc
 import pytest
 
-from slagate.pools.grid_config import FleetConfig, parse_config
+from slagate.pools.grid_config import parse_config
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.admin import AdminService
 from slagate.router.settings import Settings
+from slagate.workers.worker import Metadata, Sink, Status
 from support import virtual_loop
 from support.context import Context
+from support.reloads import Nowhere
 from support.simulation import Fleet, Plan, Seen, fleet_file, running, simulate
 
-Counts = dict[tuple[int, tuple[int, ...]], tuple[int, int, int]]
-"""Requests, judged and met, by stage and cell."""
+Counts = dict[tuple[int, tuple[int, ...]], tuple[int, int, int, int]]
+"""Requests, judged, met and failed, by stage and cell."""
 
 JUDGED_BY = {
-    gw.STAGE_PREFILL: ("ttft_met",),
-    gw.STAGE_DECODE: ("itl_met",),
-    gw.STAGE_AGG: ("ttft_met", "itl_met"),
+    gw.STAGE_PREFILL: ("ttft",),
+    gw.STAGE_DECODE: ("itl",),
+    gw.STAGE_AGG: ("ttft", "itl"),
 }
-
-
-class Nowhere:
-    """A source that nobody reads."""
-
-    def read(self) -> FleetConfig:
-        raise AssertionError
-
-    def parse(self, text: str) -> FleetConfig:
-        raise AssertionError(text)
-
-    def stamp(self) -> object:
-        raise AssertionError
 
 
 async def list_cells(fleet: Fleet) -> gw.ListCellsResponse:
@@ -52,7 +42,7 @@ async def list_cells(fleet: Fleet) -> gw.ListCellsResponse:
 
 def told(answer: gw.ListCellsResponse) -> Counts:
     return {
-        (each.stage, tuple(each.cell)): (each.requests, each.judged, each.met)
+        (each.stage, tuple(each.cell)): (each.requests, each.judged, each.met, each.failed)
         for each in answer.cells
     }
 
@@ -60,13 +50,30 @@ def told(answer: gw.ListCellsResponse) -> Counts:
 def received(seen: Sequence[Seen]) -> Counts:
     counts: Counts = {}
     for one in seen:
-        actual = one.receipt.actual
-        for choice in one.receipt.decision.stages:
-            fields = [name for name in JUDGED_BY[choice.stage] if actual.HasField(name)]
-            met = bool(fields) and all(getattr(actual, name) for name in fields)
+        receipt, actual = one.receipt, one.receipt.actual
+        is_answered = actual.outcome == "completed"
+        stages = list(receipt.decision.stages)
+        if not is_answered:
+            tried = [attempt.stage for attempt in receipt.attempts]
+            # Without any call: where no worker was.
+            last = tried[-1] if tried else next(c.stage for c in stages if not c.worker)
+            stages = stages[: [choice.stage for choice in stages].index(last) + 1]
+        for choice in stages:
+            is_here = not is_answered and choice is stages[-1]
+            verdicts = []
+            for name in JUDGED_BY[choice.stage]:
+                if actual.HasField(f"{name}_met"):
+                    verdicts.append(getattr(actual, f"{name}_met") and not is_here)
+                elif not is_answered and receipt.decision.sla.HasField(f"{name}_ms"):
+                    verdicts.append(False)
             key = (choice.stage, tuple(choice.cell))
-            n_requests, n_judged, n_met = counts.get(key, (0, 0, 0))
-            counts[key] = (n_requests + 1, n_judged + bool(fields), n_met + met)
+            n_requests, n_judged, n_met, n_failed = counts.get(key, (0, 0, 0, 0))
+            counts[key] = (
+                n_requests + 1,
+                n_judged + bool(verdicts),
+                n_met + (bool(verdicts) and all(verdicts)),
+                n_failed + is_here,
+            )
     return counts
 
 
@@ -94,14 +101,16 @@ def test_cells_count_what_clients_were_told(stages: dict[str, int]) -> None:
             counts = received(await simulate(fleet, first_plans))
             answer = await list_cells(fleet)
             assert told(answer) == counts, f"seed {seed}"
-            for n_requests, n_judged, n_met in counts.values():
-                assert 0 < n_met < n_judged < n_requests == 60
+            for n_requests, n_judged, n_met, n_failed in counts.values():
+                assert 0 < n_met < n_judged < n_requests <= 60
+                assert n_failed < n_requests
+            assert sum(n_failed for *_, n_failed in counts.values()) > 0
             assert answer.config_version == fleet.app.reloader.version
 
             pools = {stage: {"new": [f"{stage}:1"]} for stage in stages}
             if len(stages) > 1:
                 pools = {stage: {f"new-{stage}": [f"{stage}:1"]} for stage in stages}
-            config = parse_config(fleet_file(pools), source="reload")
+            config = parse_config(fleet_file(pools), source="reload", serving=True)
             fleet.app.reloader.put(fleet.app.reloader.propose(lambda: config))
             empty = await list_cells(fleet)
             assert not empty.cells
@@ -109,5 +118,37 @@ def test_cells_count_what_clients_were_told(stages: dict[str, int]) -> None:
             assert "new" in empty.fleet
             more = received(await simulate(fleet, more_plans))
             assert told(await list_cells(fleet)) == more
+
+    virtual_loop.run(main)
+
+
+@pytest.mark.parametrize("down", ["prefill", "decode"])
+def test_an_outage_shows_in_the_cells_of_its_stage(
+    down: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request had both targets, and nobody got a token."""
+    seed = 5
+    slo = (("slagate-receipt", "1"), ("x-slo-ttft-ms", "900"), ("x-slo-tpot-ms", "50"))
+    planned = [Plan(at / 10, list(range(100 * at, 100 * at + 50)), 5, slo) for at in range(20)]
+
+    def refuse(request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None) -> None:
+        sink.end(Status(grpc.StatusCode.UNAVAILABLE, "connection refused"))
+
+    async def main() -> None:
+        async with running({"prefill": 2, "decode": 2}, seed=seed) as fleet:
+            for address, worker in fleet.workers.items():
+                if address.startswith(down):
+                    monkeypatch.setattr(worker, "generate", refuse)
+            seen = await simulate(fleet, planned)
+            assert {one.receipt.actual.outcome for one in seen} <= {"unavailable", "worker_failed"}
+            failed = (20, 20, 0, 20)
+            expected = {
+                "prefill": {(gw.STAGE_PREFILL, (0, 0)): failed},
+                "decode": {
+                    (gw.STAGE_PREFILL, (0, 0)): (20, 20, 0, 0),
+                    (gw.STAGE_DECODE, (0, 0)): failed,
+                },
+            }
+            assert told(await list_cells(fleet)) == expected[down] == received(seen)
 
     virtual_loop.run(main)

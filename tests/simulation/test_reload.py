@@ -41,7 +41,7 @@ Files = dict[str, dict[str, list[str]]]
 def put(fleet: Fleet, pools: Files) -> Reloaded:
     """Put pools with these workers in force, at once."""
     reloader = fleet.app.reloader
-    config = parse_config(fleet_file(pools), source="reload")
+    config = parse_config(fleet_file(pools), source="reload", serving=True)
     return reloader.put(reloader.propose(lambda: config))
 
 
@@ -240,7 +240,9 @@ async def beside(fleet: Fleet) -> AsyncIterator[Fleet]:
         yield worker
 
     async with build(
-        parse_config(fleet_file({"agg": {"agg-pool": list(workers)}}), source="again"),
+        parse_config(
+            fleet_file({"agg": {"agg-pool": list(workers)}}), source="again", serving=True
+        ),
         Settings(),
         connect=connect,
         now_s=anyio.current_time,

@@ -149,7 +149,7 @@ def config(
         content[f"{stage}_pool_selection_strategy"] = strategy
         workers = [f"{stage[0]}1:1", f"{stage[0]}2:1"]
         content["pools"][stage] = {"workers": workers, **(pools or {}).get(stage, {})}
-    return parse_config(content, source="fleet.json")
+    return parse_config(content, source="fleet.json", serving=True)
 
 
 def fleet(mode: str = "disagg", *, ready: bool = True, **more: Any) -> Fleet:

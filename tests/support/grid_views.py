@@ -86,7 +86,7 @@ def layers() -> FleetConfig:
 
 
 def some_traffic(config: FleetConfig, seed: int = 1) -> Traffic:
-    """Counts for most cells: with and without targets, met by all, most, and few."""
+    """Counts for most cells: with and without targets, met by all, most, and few; some with failures."""
     rng = random.Random(seed)
     found = {}
     for stage, grid in config.stages.items():
@@ -95,5 +95,6 @@ def some_traffic(config: FleetConfig, seed: int = 1) -> Traffic:
             n_judged = rng.choice([0, n_requests // 2, n_requests])
             if n_requests:
                 n_met = int(n_judged * rng.choice([1, 1, 0.97, 0.8, 0.3]))
-                found[stage, index] = CellTraffic(n_requests, n_met, n_judged)
+                n_failed = int((n_requests - n_met) * rng.choice([0, 0, 0.02, 0.5, 1]))
+                found[stage, index] = CellTraffic(n_requests, n_met, n_judged, n_failed)
     return found

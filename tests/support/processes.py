@@ -129,14 +129,21 @@ def _end(process: Process) -> None:
 
 
 @contextmanager
-def running(name: str, arguments: Sequence[str], folder: Path) -> Iterator[Process]:
-    """`slagate ARGUMENTS`, ready, for the time of the block."""
+def starting(name: str, arguments: Sequence[str], folder: Path) -> Iterator[Process]:
+    """`slagate ARGUMENTS`, from its first moment on, for the time of the block."""
     process = _start(name, arguments, folder)
     try:
-        process.wait_ready()
         yield process
     finally:
         _end(process)
+
+
+@contextmanager
+def running(name: str, arguments: Sequence[str], folder: Path) -> Iterator[Process]:
+    """`slagate ARGUMENTS`, ready, for the time of the block."""
+    with starting(name, arguments, folder) as process:
+        process.wait_ready()
+        yield process
 
 
 def worker_arguments(role: str, *options: str, listen: str = f"{LOOPBACK}:0") -> list[str]:

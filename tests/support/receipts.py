@@ -51,7 +51,7 @@ class RandomFleet:
         overrides = {"min_priority": 5, "max_priority": 9, "target_pool": 1}
         for stage in stages:
             content[f"{stage}_pool_selection_strategy"]["priority_overrides"] = [overrides]
-        prepared = prepare(parse_config(content, source="fleet.json"))
+        prepared = prepare(parse_config(content, source="fleet.json", serving=True))
         self.config = config_message(prepared, policy="prefix")
         self._fleet = Fleet(prepared)
 

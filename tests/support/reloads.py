@@ -1,4 +1,4 @@
-"""Steady load through a real gateway while its configuration changes again and again."""
+"""Reloads: a source of none, and steady load through a real gateway while its configuration changes."""
 
 import copy
 import json
@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import grpc.aio
 
+from slagate.pools.grid_config import FleetConfig
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
@@ -23,6 +24,19 @@ MAX_ISL_TOKENS = 1000
 MAX_OSL_TOKENS = 16
 
 RECEIPT = (("slagate-receipt", "1"),)
+
+
+class Nowhere:
+    """A source that nobody reads."""
+
+    def read(self) -> FleetConfig:
+        raise AssertionError
+
+    def parse(self, text: str) -> FleetConfig:
+        raise AssertionError(text)
+
+    def stamp(self) -> object:
+        raise AssertionError
 
 
 @dataclass

@@ -133,7 +133,7 @@ async def running(
 
         app = await stack.enter_async_context(
             build(
-                parse_config(fleet_file(pools), source="simulation"),
+                parse_config(fleet_file(pools), source="simulation", serving=True),
                 settings or Settings(),
                 connect=connect,
                 now_s=anyio.current_time,

@@ -24,8 +24,8 @@ PACKAGES = ("configs", "proto", "workers", "pools", "router")
 STEP_LIMIT_S = 600
 
 
-def run(command: list[str | Path], cwd: Path) -> str:
-    """Output of a command; exits with its output when it fails.
+def run(command: list[str | Path], cwd: Path, *, status: int = 0) -> str:
+    """Output of a command; exits with its output unless it ends with `status`.
 
     The command leads a process group, so that a hang takes the processes it started down with it.
     """
@@ -46,7 +46,7 @@ def run(command: list[str | Path], cwd: Path) -> str:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         raise SystemExit(f"no end after {STEP_LIMIT_S} s: {shown}\n{output}") from None
-    if process.returncode:
+    if process.returncode != status:
         raise SystemExit(f"exit code {process.returncode}: {shown}\n{output}")
     return output
 
@@ -92,6 +92,22 @@ def install(wheel: Path, environment: Path) -> Path:
     return commands
 
 
+def check_commands(commands: Path, empty: Path) -> None:
+    """Runs what needs no gateway, with the data of the package and with no extra installed."""
+    slagate = commands / "slagate"
+    for words in ("--help", "reload --help", "profile --help"):
+        run([slagate, *words.split()], empty)
+    json.loads(run([slagate, "grid", "schema"], empty))
+    where = "import slagate.configs as c; print(*c.__path__)"
+    configs = Path(run([commands / "python", "-c", where], empty).strip())
+    fleet = configs / "grids" / "two-workers.json"
+    run([slagate, "grid", "lint", fleet], empty)
+    run([slagate, "grid", "show", fleet], empty)
+    refused = run([slagate, "grid", "show", fleet, "--svg", "x"], empty, status=2)
+    if "slagate[plots]" not in refused:
+        raise SystemExit(f"without matplotlib, grid show --svg does not name its extra:\n{refused}")
+
+
 def check_demo(commands: Path, empty: Path) -> None:
     """Runs the demo in an empty folder outside the repository and reads the report it leaves."""
     run([commands / "slagate", "demo", "--requests", "5"], empty)
@@ -114,8 +130,8 @@ def main() -> None:
         print(f"wheel: {check_contents(wheel, files)} files, none forgotten", flush=True)
         commands = install(wheel, Path(scratch) / "venv")
         print("wheel: installed in a fresh environment", flush=True)
-        run([commands / "slagate", "--help"], empty)
-        print("wheel: slagate --help works", flush=True)
+        check_commands(commands, empty)
+        print("wheel: the commands work without a gateway and without extras", flush=True)
         check_demo(commands, empty)
         print("wheel: slagate demo --requests 5 works", flush=True)
 

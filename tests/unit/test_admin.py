@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from slagate.pools.fleet import Fleet, prepare
-from slagate.pools.grid_config import FleetConfig, parse_config
+from slagate.pools.grid_config import parse_config
 from slagate.pools.ranks import Work
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
@@ -25,23 +25,11 @@ from slagate.router.sla import Sla
 from support.builders import MODEL, config, fleet, request, rng
 from support.context import Aborted, Context
 from support.fleet_files import disagg_file
+from support.reloads import Nowhere
 from support.virtual_loop import run
 
 Code = grpc.StatusCode
 CONFIG = gw.GatewayConfig(version="v1", policy="prefix")
-
-
-class Nowhere:
-    """A source that nobody reads."""
-
-    def read(self) -> FleetConfig:
-        raise AssertionError
-
-    def parse(self, text: str) -> FleetConfig:
-        raise AssertionError(text)
-
-    def stamp(self) -> object:
-        raise AssertionError
 
 
 def service(
@@ -127,7 +115,7 @@ def test_cfg_11_list_pools_says_how_often_and_where_a_request_may_be_tried() -> 
     content = disagg_file() | {"enable_priority_retry": True}
     names = [*content["prefill_pools"], *content["decode_pools"]]
     content["pools"] = {name: {"workers": [f"{name}:1"]} for name in names}
-    of = Fleet(prepare(parse_config(content, source="f")))
+    of = Fleet(prepare(parse_config(content, source="f", serving=True)))
     answer = run(admin(of).ListPools, gw.ListPoolsRequest(), Context())
     assert answer.max_attempts == 4
     orders = {pool.name: list(pool.pool_order) for pool in answer.pools}

@@ -2,22 +2,34 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import grpc
+import pytest
 
 from slagate.pools.axis import Axis
 from slagate.pools.grid import StageGrid
 from slagate.pools.member import Stage
+from slagate.pools.table import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.attainment import Attainment, CellTraffic
+from slagate.router.errors import Outcome
 from slagate.router.policy import choose
 from slagate.router.receipts import Record
 from slagate.router.sla import Sla
+from slagate.workers.worker import OK, Status
 from support.builders import ask, pool_view, rng, view
 
 STAGES = {
     "disagg": (Stage.PREFILL, Stage.DECODE),
     "agg": (Stage.AGG,),
 }
-ONE_POOL = {"pool": pool_view("pool", [view()])}
+POOLS = {
+    "pool": pool_view("pool", [view()]),
+    "down": pool_view("down", [view(state=State.CONNECTING)]),
+}
+FAILED = Status(grpc.StatusCode.UNAVAILABLE, "gone")
 
 
 def grid(field: str) -> StageGrid:
@@ -41,23 +53,35 @@ def record(
     itl_ms: float | None = None,
     tokens_at_s: tuple[float, ...] = (),
     version: str = "v1",
+    down: Sequence[Stage] = (),
+    attempts: Sequence[tuple[Stage, Status]] = (),
 ) -> Record:
-    """A request that has ended, with a token at each of these times after its arrival."""
+    """A request that has ended, with a token at each of these times after its arrival.
+
+    Stages that are `down` had no worker for it.
+    """
     made = Record(10.0)
     sla = made.sla = Sla(ttft_ms, itl_ms)
-    stages = {stage: GRIDS[stage] for stage in STAGES[mode]}
-    made.decision = choose(ask(isl_tokens=isl_tokens, sla=sla), stages, ONE_POOL, rng=rng())
+    stages = {
+        stage: replace(GRIDS[stage], pool_names=("down" if stage in down else "pool",))
+        for stage in STAGES[mode]
+    }
+    made.decision = choose(ask(isl_tokens=isl_tokens, sla=sla), stages, POOLS, rng=rng())
     for choice in made.decision.stages:
         choice.config = gw.GatewayConfig(version=version)
     for at_s in tokens_at_s:
         made.tally.tokens(1, made.started_s + at_s)
+    for stage, status in attempts:
+        made.attempt(stage, status)
     return made
 
 
-def counted(*records: Record) -> dict[str, dict[tuple[int, ...], CellTraffic]]:
+def counted(
+    *records: Record, outcome: Outcome = Outcome.COMPLETED
+) -> dict[str, dict[tuple[int, ...], CellTraffic]]:
     of = Attainment("v1")
     for each in records:
-        of.count(each)
+        of.count(each, outcome)
     found: dict[str, dict[tuple[int, ...], CellTraffic]] = {}
     for (stage, index), traffic in of.cells.items():
         found.setdefault(stage.value, {})[index] = traffic
@@ -117,11 +141,70 @@ def test_counts_add_up_cell_by_cell() -> None:
 
 def test_counts_are_of_one_configuration() -> None:
     of = Attainment("v1")
-    of.count(record(version="v1"))
+    of.count(record(version="v1"), Outcome.COMPLETED)
     of.restart("v2")
     assert (of.version, of.cells) == ("v2", {})
     # It was decided before the change and ends behind it.
-    of.count(record(version="v1"))
+    of.count(record(version="v1"), Outcome.COMPLETED)
     assert of.cells == {}
-    of.count(record(version="v2"))
+    of.count(record(version="v2"), Outcome.COMPLETED)
     assert len(of.cells) == 2
+
+
+BOTH = {"ttft_ms": 20.0, "itl_ms": 10.0}
+
+
+@pytest.mark.parametrize(
+    "outcome", ["overloaded", "unavailable", "worker_failed", "deadline", "internal"]
+)
+def test_a_failure_of_the_fleet_has_missed_its_targets(outcome: str) -> None:
+    one = record(**BOTH, down=[Stage.PREFILL])
+    assert counted(one, outcome=Outcome(outcome)) == {
+        "prefill": {(0, 0): CellTraffic(1, n_met=0, n_judged=1, n_failed=1)}
+    }
+    without_target = counted(record(down=[Stage.PREFILL]), outcome=Outcome(outcome))
+    assert without_target == {"prefill": {(0, 1): CellTraffic(1, n_failed=1)}}
+
+
+@pytest.mark.parametrize("outcome", ["cancelled", "slow_client", "invalid", "too_large"])
+def test_what_the_client_did_is_no_failure_and_no_verdict(outcome: str) -> None:
+    one = record(**BOTH, attempts=[(Stage.PREFILL, FAILED)])
+    assert counted(one, outcome=Outcome(outcome)) == {"prefill": {(0, 0): CellTraffic(1)}}
+
+
+def test_a_request_counts_up_to_the_stage_that_failed() -> None:
+    gone = CellTraffic(1, n_met=0, n_judged=1, n_failed=1)
+    missed = gone._replace(n_failed=0)
+    prefill_failed = record(**BOTH, attempts=[(Stage.PREFILL, FAILED)])
+    decode_failed = record(**BOTH, attempts=[(Stage.PREFILL, OK), (Stage.DECODE, FAILED)])
+    no_decode = record(**BOTH, down=[Stage.DECODE])
+    nobody = record(**BOTH, down=[Stage.PREFILL, Stage.DECODE])
+    waited = record(**BOTH)  # in vain, while others had those that could take it
+    in_prefill, in_decode = (
+        {"prefill": {(0, 0): gone}},
+        {"prefill": {(0, 0): missed}, "decode": {(0, 0): gone}},
+    )
+    for one, expected in (
+        (prefill_failed, in_prefill),
+        (decode_failed, in_decode),
+        (no_decode, in_decode),
+        (nobody, in_prefill),
+        (waited, in_prefill),
+    ):
+        assert counted(one, outcome=Outcome.UNAVAILABLE) == expected
+
+
+def test_a_stage_that_had_met_its_target_before_a_later_one_failed_keeps_that() -> None:
+    made = record(
+        **BOTH,
+        tokens_at_s=(0.019, 0.02),
+        attempts=[(Stage.PREFILL, OK), (Stage.DECODE, FAILED)],
+    )
+    assert counted(made, outcome=Outcome.WORKER_FAILED) == {
+        "prefill": {(0, 0): CellTraffic(1, n_met=1, n_judged=1)},
+        "decode": {(0, 0): CellTraffic(1, n_met=0, n_judged=1, n_failed=1)},
+    }
+    agg = record("agg", **BOTH, tokens_at_s=(0.019, 0.02), attempts=[(Stage.AGG, FAILED)])
+    assert counted(agg, outcome=Outcome.WORKER_FAILED) == {
+        "agg": {(0, 0): CellTraffic(1, n_met=0, n_judged=1, n_failed=1)}
+    }

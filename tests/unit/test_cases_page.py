@@ -5,6 +5,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 IDS = [
+    *(f"CFG-{n:02}" for n in range(1, 12)),
     *(f"KV-{n:02}" for n in range(1, 20)),
     *(f"SCORE-{n:02}" for n in range(1, 12)),
     *(f"OPS-{n:02}" for n in range(1, 8)),

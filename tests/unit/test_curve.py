@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -15,7 +16,8 @@ from slagate.pools.curve import (
     profile_prefill,
     queued_prefill,
 )
-from slagate.workers.profile import load_profile
+from slagate.pools.grid_build_bands import Bands
+from slagate.workers.profile import available_profiles, load_profile
 
 TP1 = load_profile("llama-3.1-8b-h100").tp(1)
 
@@ -29,7 +31,6 @@ def test_lines_go_through_their_points_and_straight_on() -> None:
     curve = linear_curve([(100, 10), (200, 20), (400, 100)])
     assert [curve.ms(x) for x in (100, 150, 200, 300, 400)] == [10, 15, 20, 60, 100]
     assert (curve.ms(50), curve.ms(500)) == (5, 140)
-    assert linear_curve([(7, 3)]).ms(1000) == 3
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -1.0])
@@ -88,6 +89,16 @@ def test_a_decode_batch_is_what_the_limit_or_the_cache_leaves() -> None:
     assert profile_decode(TP1, load()).ms(capacity + 1) == math.inf
 
 
+def test_a_decode_curve_turns_where_its_batch_is_that_of_a_row() -> None:
+    capacity = TP1.kv_capacity_tokens
+    curve = profile_decode(TP1, load())
+    assert {capacity / 64, capacity / 2, capacity, capacity + 1} <= set(curve.knots)
+    for batch in (2, 4, 8, 16):
+        turn = capacity / 2 / batch
+        assert decode_batch(TP1, load(), turn) == batch
+        assert turn in curve.knots
+
+
 def test_an_agg_pool_has_prefills_between_its_steps() -> None:
     """A worked example: 32 requests of 1000 + 256 tokens, 32/256 prompts a step."""
     ttft, itl = mixed_curves(TP1, load())
@@ -109,3 +120,19 @@ def test_more_utilisation_never_makes_a_pool_faster() -> None:
             itl = [profile_decode(TP1, one).ms(tokens) for one in at]
             assert ttft[0] < ttft[1]
             assert itl[0] <= itl[1] * 1.1  # the measurements of short contexts are that noisy
+
+
+@pytest.mark.parametrize("name", available_profiles())
+def test_a_curve_is_nearly_straight_between_the_sizes_that_are_looked_at(name: str) -> None:
+    """In the widest of bands; the builder looks for crossings as if it were straight there."""
+    band = Bands("context_length", (0, 131_072), uniform=True, asked=(0, 131_072))
+    for tp in load_profile(name).tp_sizes.values():
+        at = load(utilisation=0.7, batch=256)
+        for curve, limit in (
+            (profile_decode(tp, at), 0.02),
+            (queued_prefill(profile_prefill(tp), at), 0.04),
+        ):
+            for a, b in pairwise(band.samples(0, curve.knots)):
+                for share in (0.2, 0.4, 0.6, 0.8):
+                    line_ms = curve.ms(a) + share * (curve.ms(b) - curve.ms(a))
+                    assert curve.ms(a + share * (b - a)) == pytest.approx(line_ms, rel=limit)

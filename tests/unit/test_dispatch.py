@@ -154,7 +154,7 @@ def test_cfg_11_enable_priority_retry_alone_sends_a_failed_request_to_the_faster
         content = disagg_file() | {"enable_priority_retry": retry}
         workers = {"p-fast": "pf:1", "p-bulk": "pb:1", "d-fast": "df:1", "d-bulk": "db:1"}
         content["pools"] = {name: {"workers": [address]} for name, address in workers.items()}
-        of = Fleet(prepare(parse_config(content, source="f")))
+        of = Fleet(prepare(parse_config(content, source="f", serving=True)))
         for member in of.members():
             member.models = {MODEL: model_info()}
             member.probe_ok()
@@ -176,7 +176,7 @@ def spilling() -> Dispatcher:
     content = disagg_file() | {"enable_priority_retry": True}
     workers = {"p-fast": "pf:1", "p-bulk": "pb:1", "d-fast": "df:1", "d-bulk": "db:1"}
     content["pools"] = {name: {"workers": [address]} for name, address in workers.items()}
-    of = Fleet(prepare(parse_config(content, source="f")))
+    of = Fleet(prepare(parse_config(content, source="f", serving=True)))
     for member in of.members():
         member.models = {MODEL: model_info()}
         member.probe_ok()

@@ -9,7 +9,7 @@ import pytest
 from slagate.pools.axis import Axis, UnevenAxis
 from slagate.pools.errors import ConfigError
 from slagate.pools.grid import PriorityRule
-from slagate.pools.grid_config import load_config, parse_config, require_workers
+from slagate.pools.grid_config import load_config, parse_config
 from slagate.router.grid_select import select_lines
 from support.fleet_files import agg_file, disagg_file
 from support.fleet_problems import AGG, DECODE, MAPPING, PREFILL, lines
@@ -174,6 +174,11 @@ def test_a_pool_that_nothing_leads_to_is_reported_and_loads() -> None:
     content[PREFILL]["priority_overrides"] = [rule]
     content["enable_priority_retry"] = False
     assert parse_config(content, source="f").warnings == ()
+    never = rule | {"min_priority": 2**31, "max_priority": 2**40}
+    content[PREFILL]["priority_overrides"] = [never]
+    assert parse_config(content, source="f").warnings != ()
+    content[PREFILL]["priority_overrides"] = [rule | {"target_pool": 1}, rule]
+    assert parse_config(content, source="f").warnings != ()
 
 
 # --- classes and costs -----------------------------------------------------------------------------
@@ -287,7 +292,6 @@ def test_pools_come_from_the_file_a_second_file_and_options_and_the_later_wins(
     )
     pools = write(tmp_path / "pools.json", {"pools": WORKERS})
     config = load_config(fleet, pools=pools, workers={"p-bulk": ["a:1", "b:1"]}, serving=True)
-    require_workers(config)
     assert config.pools["p-fast"].workers == ("p-fast:1",)
     assert config.pools["p-fast"].tp == 2
     assert (config.pools["p-bulk"].workers, config.pools["p-bulk"].tp) == (("a:1", "b:1"), 1)
@@ -330,6 +334,28 @@ def test_a_file_of_pools_that_has_none_is_refused(tmp_path: Path, text: str, lin
         load_config(fleet, pools=pools)
     (problem,) = caught.value.problems
     assert str(problem).startswith(f"{pools}: {line}")
+
+
+def test_unknown_keys_of_a_file_of_pools_are_told_in_its_order(tmp_path: Path) -> None:
+    fleet = write(tmp_path / "fleet.json", disagg_file())
+    keys = ["zebra", "b", "pools", "mode", "a", "yak", "n"]
+    pools = write(tmp_path / "pools.json", {key: {} for key in keys})
+    with pytest.raises(ConfigError) as caught:
+        load_config(fleet, pools=pools)
+    places = [problem.path for problem in caught.value.problems]
+    assert places == [f"{pools}: {key}" for key in keys if key != "pools"]
+    assert load_config(fleet, pools=pools, lenient=True).ignored == tuple(places)
+
+
+def test_what_a_file_of_pools_gives_twice_is_told_with_its_name(tmp_path: Path) -> None:
+    fleet = write(tmp_path / "fleet.json", disagg_file())
+    pools = tmp_path / "pools.json"
+    pools.write_text('{"pools": {"p-fast": {"tp": 1, "tp": 2}}}')
+    config = load_config(fleet, pools=pools)
+    assert config.warnings == (
+        f"{pools}: pools.p-fast.tp: is given more than once, the last one counts",
+    )
+    assert config.pools["p-fast"].tp == 2
 
 
 def test_serving_asks_for_workers_along_with_all_other_problems(tmp_path: Path) -> None:

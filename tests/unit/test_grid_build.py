@@ -22,6 +22,16 @@ from slagate.workers.profile import load_profile
 QWEN = "qwen3-32b-fp8-h200"
 SIZES = (1, 2, 4, 8)
 PROFILE = load_profile(QWEN)
+PROFILE_FILE = {
+    "schema": 1,
+    "model": "m",
+    "system": "s",
+    "engine": "e",
+    "source": "t",
+    "prefill_columns": ["new_tokens", "cached_tokens", "ms"],
+    "decode_columns": ["batch_size", "context_tokens", "itl_ms"],
+    "kv_bytes_per_token": 1,
+}
 command = typer.Typer()
 command.command()(build)
 TARGETS = {"*": {"ttft_ms": 600, "itl_ms": 19}}
@@ -121,14 +131,21 @@ def test_over_all_sizes_and_targets_no_pool_is_picked_that_misses_where_another_
         tokens = rng.randint(1, (longest, 131_072, 200)[at % 3])
         target_ms = rng.uniform(tightest, (loosest, loosest, loosest / 100)[at % 3])
         taken = [at_load(tp, tokens, stage=stage, batch=batch) for tp in SIZES]
-        picked = grid.select({size: tokens, target: target_ms}).pool
-        if taken[picked] > target_ms:
+        pool = fleet.stages[stage].used[grid.select({size: tokens, target: target_ms}).pool]
+        if taken[pool] > target_ms:
             n_infeasible += 1
             # Where curves touch, pools differ by less than any clock can tell.
-            assert min(taken) > target_ms * 0.9999, (seed, tokens, target_ms, taken, picked)
+            assert min(taken) > target_ms * 0.9999, (seed, tokens, target_ms, taken, pool)
         else:
             n_met += 1
     assert min(n_met, n_infeasible) > 500
+
+
+def picked(fleet: BuiltFleet, stage: str, tokens: int, target_ms: float) -> int:
+    """The number in the spec of the pool that such a request gets."""
+    grid = parse_config(fleet.content, source="built").stages[stage]
+    size, target = (axis.field for axis in grid.axes)
+    return fleet.stages[stage].used[grid.select({size: tokens, target: target_ms}).pool]
 
 
 def test_margin_and_utilisation_only_ever_ask_for_faster_pools() -> None:
@@ -145,8 +162,12 @@ def test_margin_and_utilisation_only_ever_ask_for_faster_pools() -> None:
     plain = closed(utilisation=0.3)
     for other in (closed(utilisation=0.3, margin=0.3), closed(utilisation=0.8)):
         for stage in plain.stages:
-            pairs = zip(plain.stages[stage].cells, other.stages[stage].cells, strict=True)
-            changes = [(a.pools[0], b.pools[0]) for a, b in pairs]
+            sizes, targets = ((1, 3000, 6000, 15_000), (9, 17, 21, 410, 900, 1500, 1900))
+            changes = [
+                [picked(fleet, stage, tokens, target_ms) for fleet in (plain, other)]
+                for tokens in sizes
+                for target_ms in targets
+            ]
             assert all(a <= b for a, b in changes)
             assert any(a < b for a, b in changes)
 
@@ -184,6 +205,47 @@ def test_a_target_that_nothing_meets_is_said_and_never_silent() -> None:
     assert cells[-1]["worst_ms"]["prefill-tp8"][0] > limit
 
 
+def attainable(margin: float, *pools_ms: tuple[float | None, ...]) -> tuple[list[str], Any]:
+    """What the report says of a band that is not met, of pools with these times: lines, and JSON."""
+    is_agg = len(pools_ms[0]) == 2
+    keys = ("ttft_curve", "itl_curve") if is_agg else ("ttft_curve",)
+    some_pools = [
+        {"name": name, **{key: [[1, ms], [2, ms]] for key, ms in zip(keys, values, strict=True)}}
+        for name, values in zip("abcd", pools_ms, strict=False)
+    ]
+    stage = {
+        "isl": bands(0, 1000, 1, beyond=False),
+        "ttft_ms": bands(100, 300, 2, beyond=False),
+        "pools": some_pools,
+    }
+    content = disagg(utilisation=0, margin=margin) | {"prefill": stage}
+    if is_agg:
+        stage["itl_ms"] = bands(10, 30, 2, beyond=False)
+        content = {"mode": "agg", "utilisation": 0, "margin": margin, "agg": stage}
+    spec = parse_spec(json.dumps(content), "spec")
+    fleet = build_fleet(spec, "spec")
+    stages: Any = report_json(fleet, spec, "slagate")["stages"]
+    lines = [line.split(": ", 2)[2] for line in report_lines(fleet, spec) if ": infeasible" in line]
+    return lines, stages["agg" if is_agg else "prefill"]["attainable_from_ms"]
+
+
+def test_the_targets_that_are_attainable_have_the_margin_on_top() -> None:
+    assert attainable(0, (150,), (225,)) == (["TTFT targets below 150 ms"], [[[150]]])
+    assert attainable(0.25, (150,), (225,)) == (["TTFT targets below 200 ms"], [[[200]]])
+    assert attainable(0, (None,)) == (["every target"], [[]])
+
+
+def test_of_two_targets_is_said_what_each_pool_meets_of_both() -> None:
+    """The lowest TTFT of one pool and the lowest ITL of another are together what no pool meets."""
+    lines, pairs = attainable(0.5, (75, 12.5), (125, 7.5), (130, 7.5), (75, None))
+    assert lines == [
+        "what no pool meets; a meets from TTFT 150 ms and ITL 25 ms",
+        "what no pool meets; b meets from TTFT 250 ms and ITL 15 ms",
+    ]
+    assert pairs == [[[150, 25], [250, 15]]]
+    assert attainable(0, (None, 5)) == (["every target"], [[]])
+
+
 def test_a_pool_without_a_time_is_never_picked_while_another_has_one() -> None:
     """Dynamo's builder took a missing time for 0 ms."""
     for missing in (None, 0, -5):
@@ -194,14 +256,17 @@ def test_a_pool_without_a_time_is_never_picked_while_another_has_one() -> None:
         ]
         fleet = built(content)
         assert {cell.pools for cell in fleet.stages["prefill"].cells} == {(1,)}
-        assert fleet.content["prefill_pool_priorities"] == [1, 0]
+        assert fleet.content["prefill_pool_dynamo_namespaces"] == ["known"]
+        report: Any = report_json(fleet, parse_spec(json.dumps(content), "spec"), "slagate")
+        left_out = {"unknown": "each band has sizes for which no time of it is known"}
+        assert report["stages"]["prefill"]["left_out"] == left_out
 
 
 def test_equal_pools_the_cheaper_then_the_faster_then_the_first_gets_the_cell() -> None:
     def cell(*given: tuple[float, float]) -> int:
         content = disagg(utilisation=0)
         content["prefill"]["pools"] = [
-            {"name": f"p{at}", "cost": cost, "ttft_curve": [[0, ms]]}
+            {"name": f"p{at}", "cost": cost, "ttft_curve": [[0, ms], [1, ms]]}
             for at, (cost, ms) in enumerate(given)
         ]
         return built(content).stages["prefill"].cells[-1].pools[0]
@@ -242,7 +307,7 @@ def test_an_agg_grid_meets_both_targets_with_what_each_phase_takes_from_the_othe
         taken = [[curve.ms(values["isl"]) for curve in pool] for pool in curves]
         if cell.status == "met":
             n_met += 1
-            for pool in grid.pools_at(index):
+            for pool in (stage.used[number] for number in grid.pools_at(index)):
                 assert taken[pool][0] <= values["ttft_ms"], (seed, values)
                 assert taken[pool][1] <= values["itl_ms"], (seed, values)
     assert n_met > 200
@@ -287,7 +352,8 @@ def test_names_come_through_the_layout_of_the_file_unchanged(tmp_path: Path) -> 
     names = ("two  blanks", "[a  b]", "{x}\n[ y ]", "ü")
     content = disagg()
     content["prefill"]["pools"] = [{**pools("p")[0], "name": name} for name in names]
-    assert loaded(built(content), tmp_path).stages["prefill"].pool_names == names
+    fleet = built(content, algorithm="dynamo")  # which leaves no pool out
+    assert loaded(fleet, tmp_path).stages["prefill"].pool_names == names
 
 
 def test_the_command_refuses_what_it_cannot_use(tmp_path: Path) -> None:
@@ -301,6 +367,37 @@ def test_the_command_refuses_what_it_cannot_use(tmp_path: Path) -> None:
     assert (missing.exit_code, "cannot be read" in missing.stderr) == (2, True)
     other = CliRunner().invoke(command, [str(spec), "--algorithm", "best"])
     assert (other.exit_code, "--algorithm must be one of" in other.stderr) == (2, True)
+
+
+def test_the_command_names_options_as_options_and_takes_any_share(tmp_path: Path) -> None:
+    spec, out = tmp_path / "spec.json", tmp_path / "fleet.json"
+    content = disagg()
+    content["prefill"]["isl"]["beyond"] = True
+    spec.write_text(json.dumps(content))
+    arguments = [str(spec), "--algorithm", "dynamo", "--margin", "0.1", "--spill"]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 2
+    spill, margin, *others = result.stderr.splitlines()
+    assert spill.startswith("slagate: --spill: does not go together")
+    assert margin == "slagate: --margin: must be 0 with the algorithm dynamo (got 0.1)"
+    assert others[0] == f"slagate: {spec}: 1 problem"
+    assert others[1].startswith("  prefill.isl.beyond: must be")
+    result = CliRunner().invoke(command, [str(spec), "--utilisation", "0.995", "--out", str(out)])
+    assert (result.exit_code, "utilisation 0.995" in result.stderr) == (0, True)
+    for share in ("1", "-0.1", "nan"):
+        result = CliRunner().invoke(command, [str(spec), "--utilisation", share])
+        assert (result.exit_code, result.stdout) == (2, "")
+    spec.write_text(json.dumps(disagg(margin=0.1)))
+    result = CliRunner().invoke(command, [str(spec), "--algorithm", "dynamo"])
+    assert "  margin: must be 0 with the algorithm dynamo (got 0.1)" in result.stderr.splitlines()
+
+
+def test_what_cannot_be_written_is_all_that_is_said(tmp_path: Path) -> None:
+    spec, out = tmp_path / "spec.json", tmp_path / "none" / "fleet.json"
+    spec.write_text(json.dumps(disagg()))
+    result = CliRunner().invoke(command, [str(spec), "--out", str(out)])
+    assert result.exit_code == 2
+    assert result.stderr == f"slagate: {out}: cannot be written: No such file or directory\n"
 
 
 def test_the_example_of_the_page_is_what_comes_out() -> None:
@@ -335,3 +432,55 @@ def test_a_crossing_that_matters_only_between_two_sizes_looked_at_is_found() -> 
     assert parted.added_edges == (901,)
     assert [cell.pools for cell in parted.cells] == [(0,), (1,)]
     assert not parted.contested
+
+
+def test_an_itl_that_is_highest_between_two_rows_of_its_profile_is_seen(tmp_path: Path) -> None:
+    """Contexts grow and the batch that has room shrinks: the product is bent, and most in the middle."""
+    rows = [[1, 256, 10], [256, 256, 20], [1, 32768, 10], [256, 32768, 800]]
+    size = {"kv_capacity_tokens": 200_000, "prefill": [[64, 0, 10]], "decode": rows}
+    path = tmp_path / "bent.json"
+    path.write_text(json.dumps(PROFILE_FILE | {"tp": {"1": size}}))
+    load = Load(utilisation=0.5, replicas=1, batch=256)
+    curve = profile_decode(load_profile(path).tp(1), load)
+    in_band = [x for x in curve.knots if 1 < x < 16_384]
+    peak_ms = max(curve.ms(n) for n in range(1, 16_384))
+    level_ms = 0.99 * peak_ms
+    assert max(curve.ms(x) for x in (1, 16_384, *in_band)) < 0.9 * level_ms
+    content = disagg(utilisation=0.5)
+    content["decode"] = {
+        "context_length": {"edges": [0, 16_384], "beyond": False},
+        "itl_ms": {"edges": [level_ms, 2 * level_ms], "beyond": False},
+        "pools": [
+            {"name": "bent", "cost": 1, "tp": 1, "profile": str(path)},
+            {"name": "flat", "cost": 8, "itl_curve": [[0, level_ms], [1, level_ms]]},
+        ],
+    }
+    (cell,) = built(content).stages["decode"].cells
+    assert (cell.status, cell.pools) == ("met", (1,))
+
+
+def test_pool_priorities_go_by_the_sizes_asked_for() -> None:
+    """The band for what lies beyond is slower with one of them by far."""
+    content = disagg(utilisation=0)
+    content["prefill"] = {
+        "isl": {"edges": [0, 1000]},
+        "ttft_ms": {"edges": [130, 230], "beyond": False},
+        "pools": [
+            {"name": "steep", "ttft_curve": [[0, 10], [1000, 100]]},
+            {"name": "flat", "ttft_curve": [[0, 120], [1000, 120]]},
+        ],
+    }
+    fleet = built(content)
+    stage = fleet.stages["prefill"]
+    assert stage.size is not None
+    assert stage.size.edges == (0, 1000, 2000)
+    assert [cell.pools[0] for cell in stage.cells] == [0, 1]
+    assert fleet.content["prefill_pool_priorities"] == [0, 1]
+
+
+@pytest.mark.parametrize(("batch", "max_inflight"), [(8, 64), (64, 8)])
+def test_the_lower_of_two_limits_is_what_decodes_together(batch: int, max_inflight: int) -> None:
+    content = disagg()
+    content["decode"]["pools"] = pools("decode", batch=batch, max_inflight=max_inflight)
+    curve = built(content).stages["decode"].pools[0].curves[0]
+    assert curve.ms(2000) == at_load(1, 2000, stage="decode", batch=8)

@@ -2,14 +2,20 @@
 
 import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from slagate.pools.curve import Function
 from slagate.pools.errors import ConfigError
 from slagate.pools.grid_build import build_fleet
 from slagate.pools.grid_build_dynamo import Range, Version, dynamo_mapping
 from slagate.pools.grid_build_spec import parse_spec
 from slagate.pools.grid_config import parse_config
+from slagate.router.grid_build_cli import build
 
 LINES = ((50, 0.05), (40, 0.03), (30, 0.02))
 COSTS = (1, 2, 4)
@@ -34,7 +40,7 @@ def spec_text(size: Range, latency: Range, **changed: object) -> str:
     decode = {
         "context_length": bands[0],
         "itl_ms": bands[1],
-        "pools": [{"name": "d", "itl_curve": [[0, 10]]}],
+        "pools": [{"name": "d", "itl_curve": [[0, 10], [1, 10]]}],
     }
     prefill = {"isl": bands[0], "ttft_ms": bands[1], "pools": points}
     return json.dumps({"prefill": prefill, "decode": decode, **changed})
@@ -76,24 +82,32 @@ def test_what_the_builders_refuse() -> None:
             dynamo_mapping(CURVES, [1, 2], size=size, latency=latency, version=version)
     for wrong in (Range(0, 4000, 0), Range(4000, 4000, 2), Range(5, 4, 2)):
         with pytest.raises(ValueError, match="size"):
-            dynamo_mapping(CURVES, COSTS, size=wrong, latency=latency)
+            dynamo_mapping(CURVES, COSTS, size=wrong, latency=latency, version="dynamo")
         with pytest.raises(ValueError, match="latency"):
-            dynamo_mapping(CURVES, COSTS, size=size, latency=wrong)
+            dynamo_mapping(CURVES, COSTS, size=size, latency=wrong, version="dynamo")
 
 
 def test_equal_costs_and_latencies_go_to_the_first_pool() -> None:
     flat = [lambda _x: 10.0, lambda _x: 10.0]
     for low in (0, 20):  # none qualifies in the first column, both qualify
-        built = dynamo_mapping(flat, [3, 3], size=Range(0, 10, 1), latency=Range(low, 40, 1))
+        built = dynamo_mapping(
+            flat, [3, 3], size=Range(0, 10, 1), latency=Range(low, 40, 1), version="dynamo"
+        )
         assert built == [[0]]
 
 
 def test_a_latency_that_is_no_number_never_meets_and_wins_the_fallback_only_as_the_first() -> None:
     curves = [lambda _x: math.nan, lambda _x: 10.0]
-    wide = Range(0, 10, 1)
-    assert dynamo_mapping(curves, [1, 2], size=wide, latency=Range(20, 40, 1)) == [[1]]
-    assert dynamo_mapping(curves, [1, 2], size=wide, latency=Range(0, 40, 1)) == [[0]]
-    assert dynamo_mapping(curves[::-1], [1, 2], size=wide, latency=Range(0, 40, 1)) == [[0]]
+
+    def built(curves: list[Function], low: int) -> list[list[int]]:
+        latency = Range(low, 40, 1)
+        return dynamo_mapping(
+            curves, [1, 2], size=Range(0, 10, 1), latency=latency, version="dynamo"
+        )
+
+    assert built(curves, 20) == [[1]]
+    assert built(curves, 0) == [[0]]
+    assert built(curves[::-1], 0) == [[0]]
 
 
 def test_dynamos_algorithms_take_no_margin_no_edges_and_no_agg_grid() -> None:
@@ -107,7 +121,53 @@ def test_dynamos_algorithms_take_no_margin_no_edges_and_no_agg_grid() -> None:
     with pytest.raises(ConfigError, match=r"prefill\.ttft_ms\.edges: must be min, max"):
         build_fleet(parse_spec(text, "spec"), "spec", algorithm="dynamo-first")
     agg = {"ttft_ms": {"edges": [1, 2]}, "itl_ms": {"edges": [1, 2]}, "pools": []}
-    agg["pools"] = [{"name": "a", "ttft_curve": [[0, 1]], "itl_curve": [[0, 1]]}]
+    agg["pools"] = [{"name": "a", "ttft_curve": [[0, 1], [1, 1]], "itl_curve": [[0, 1], [1, 1]]}]
     text = json.dumps({"mode": "agg", "agg": agg, "traffic": {"isl": 10}})
     with pytest.raises(ConfigError, match="mode: must be disagg"):
         build_fleet(parse_spec(text, "spec"), "spec", algorithm="dynamo")
+
+
+def test_what_dynamos_algorithms_would_ignore_is_refused_all_of_it_at_once() -> None:
+    text = spec_text(*TWO).replace('"resolution": 2}', '"resolution": 2, "beyond": true}', 1)
+    with pytest.raises(ConfigError) as caught:
+        build_fleet(parse_spec(text, "s"), "s", algorithm="dynamo", spill=True, split=False)
+    paths = [problem.path for problem in caught.value.problems]
+    assert paths == ["--spill", "--no-split", "prefill.isl.beyond"]
+    alike = parse_spec(text.replace('"beyond": true', '"beyond": false'), "s")
+    assert build_fleet(alike, "s", algorithm="dynamo").stages["prefill"].cells == ()
+
+
+def test_the_command_says_what_dynamos_algorithms_do_not_look_for(tmp_path: Path) -> None:
+    command = typer.Typer()
+    command.command()(build)
+    spec, report = tmp_path / "spec.json", tmp_path / "report.json"
+    spec.write_text(spec_text(*TWO))
+    arguments = [str(spec), "--algorithm", "dynamo", "--utilisation", "0.9"]
+    result = CliRunner().invoke(command, [*arguments, "--report", str(report)])
+    assert result.exit_code == 0, result.output
+    (line,) = result.stderr.splitlines()
+    assert "do not look for cells that no pool meets; utilisation 0.9 counts for the ITL" in line
+    told: Any = json.loads(report.read_text())
+    assert told.keys() == {"algorithm", "utilisation", "stages"}
+    assert told["stages"]["prefill"].keys() == {"axes", "pools"}
+    strict = CliRunner().invoke(command, [*arguments, "--strict"])
+    assert (strict.exit_code, strict.stdout) == (2, "")
+    assert strict.stderr.startswith("slagate: --strict: the algorithm dynamo")
+
+
+def test_utilisation_makes_the_batch_that_an_itl_is_of() -> None:
+    def mapping(utilisation: float) -> object:
+        content = json.loads(spec_text(*TWO, utilisation=utilisation))
+        content["decode"] = {
+            "context_length": {"min": 0, "max": 16384, "resolution": 2},
+            "itl_ms": {"min": 8, "max": 24, "resolution": 4},
+            "pools": [
+                {"name": f"d{tp}", "tp": tp, "profile": "qwen3-32b-fp8-h200", "batch": 64}
+                for tp in (1, 2, 4, 8)
+            ],
+        }
+        built = build_fleet(parse_spec(json.dumps(content), "s"), "s", algorithm="dynamo").content
+        strategy: Any = built["decode_pool_selection_strategy"]
+        return strategy["decode_pool_mapping"]
+
+    assert mapping(0.1) != mapping(0.9)

@@ -60,14 +60,33 @@ CASES = [
     ("prefill.isl", {"edges": [0, 5, 5]}, "prefill.isl.edges[2]: must be above the one before, 5"),
     ("prefill.isl", {"edges": [7]}, "prefill.isl.edges: must have at least 2 entries (got [7])"),
     ("prefill.isl", {"max": 5}, "prefill.isl.min: is required without edges (got nothing)"),
-    ("prefill.pools", [], "prefill.pools: "),
+    ("prefill.isl.max", 1e308, "prefill.isl.max: must be at most 2147483647 (got 1e+308)"),
+    ("decode.itl_ms.max", 1e308, "decode.itl_ms.max: must be at most 2147483647 (got 1e+308)"),
+    (
+        "decode.context_length",
+        {"edges": [0, 9, 2**31]},
+        "decode.context_length.edges[2]: must be at most 2147483647 (got 2147483648)",
+    ),
+    ("prefill.pools", [], "prefill.pools: must not be empty (got [])"),
+    (
+        "prefill.pools.0.ttft_curve",
+        [[100, 50]],
+        "prefill.pools[0].ttft_curve: must have at least 2 points (got [[100, 50]])",
+    ),
+    (
+        "traffic",
+        {"service_variability": "x"},
+        'traffic.service_variability: must be a number (got "x")',
+    ),
+    ("utilisation", [], "utilisation: must be a number (got [])"),
+    ("objectives", [], "objectives: must be an object (got [])"),
     ("prefill.pools.0.name", "", "prefill.pools[0].name: must not be empty"),
     ("decode.pools.0.name", "p0", "decode.pools[0].name: is the name of prefill.pools[0] already"),
     ("prefill.pools.0.profile", "x", "prefill.pools[0].ttft_curve: does not go together"),
     ("prefill.pools.0.itl_curve", [[0, 1]], "prefill.pools[0].itl_curve: says nothing of a pool"),
     ("prefill.pools.0.ttft_curve", [[0, 1], [0, 2]], "prefill.pools[0].ttft_curve[1]: must be"),
     ("prefill.pools.0.ttft_curve", [[0]], "prefill.pools[0].ttft_curve[0]: must be a pair"),
-    ("prefill.pools.0.ttft_curve", [], "prefill.pools[0].ttft_curve: must have at least 1"),
+    ("prefill.pools.0.ttft_curve", [], "prefill.pools[0].ttft_curve: must have at least 2"),
     ("prefill.pools.0.workers", ["a"], "prefill.pools[0].workers[0]: must be host:port"),
     ("prefill.pools.0.cost", 0, "prefill.pools[0].cost: must be above 0"),
     (
@@ -77,6 +96,11 @@ CASES = [
     ),
     ("decode.pools.0", {"name": "d"}, "decode.pools[0].itl_curve: is required without profile"),
     ("decode.pools.0.profile", "nope", "decode.pools[0].profile: profile 'nope' is not packaged"),
+    (
+        "decode.pools.0.profile",
+        "no/tensor-parallel size.json",
+        "decode.pools[0].profile: profile no/tensor-parallel size.json: No such file",
+    ),
     ("decode.pools.0.tp", 3, "decode.pools[0].tp: profile llama-3.1-8b-h100: no tensor-parallel"),
     (
         "decode.pools.0",
@@ -103,6 +127,29 @@ def test_all_problems_come_at_once() -> None:
         "decode.pools[1].name",
         "prefill.isl.max",
         "prefill.isl.resolution",
+        "utilisation",
+    ]
+
+
+def test_profiles_are_looked_at_whatever_else_is_wrong() -> None:
+    """Also of pools that share a name, and where the size is wrong by itself."""
+    content = changed("utilisation", 2)
+    qwen = "qwen3-32b-fp8-h200"
+    content["decode"]["pools"] = [
+        {"name": "d", "tp": 1, "profile": "nope"},
+        {"name": "d", "tp": 3, "profile": qwen, "cost": 0},
+        {"name": "e", "tp": 0, "profile": qwen},
+        {"name": "f", "tp": True, "profile": 7},
+    ]
+    paths = [line.split(": ")[0] for line in problems(content)]
+    assert sorted(paths) == [
+        "decode.pools[0].profile",
+        "decode.pools[1].cost",
+        "decode.pools[1].name",
+        "decode.pools[1].tp",
+        "decode.pools[2].tp",
+        "decode.pools[3].profile",
+        "decode.pools[3].tp",
         "utilisation",
     ]
 

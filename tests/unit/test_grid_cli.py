@@ -79,6 +79,14 @@ def test_a_pool_option_without_a_name_ends_the_command(tmp_path: Path, option: s
     assert ended.stderr == f"slagate: --pool must be NAME=HOST:PORT,... (got {option!r})\n"
 
 
+def test_select_notes_a_class_that_is_not_listed_once(tmp_path: Path) -> None:
+    fleet = write(tmp_path / "fleet.json", disagg_file() | {"objectives": {"*": {"ttft_ms": 100}}})
+    ended = select(fleet, stdin='{"isl": 1, "objective": "bach"}\n' * 2)
+    assert len(ended.stdout.splitlines()) == 2
+    note = 'slagate: note: class "bach" is not in objectives, it counts as "*"\n'
+    assert (ended.exit_code, ended.stderr) == (0, note)
+
+
 def test_schema_prints_the_schema() -> None:
     ended = CliRunner().invoke(cli, ["grid", "schema"])
     assert (ended.exit_code, ended.stderr) == (0, "")

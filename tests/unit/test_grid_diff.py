@@ -20,7 +20,7 @@ def file() -> dict[str, Any]:
 
 
 def lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    old, new = (prepare(parse_config(each, source="f")) for each in (before, after))
+    old, new = (prepare(parse_config(each, source="f", serving=True)) for each in (before, after))
     return list(changes(old, new))
 
 
@@ -182,7 +182,7 @@ def test_at_most_so_many_cells_of_a_stage_are_listed() -> None:
 def test_a_profile_of_another_content_is_a_change() -> None:
     with_profile = file()
     with_profile["pools"]["p-fast"] |= {"profile": PROFILE, "tp": 1}
-    old = prepare(parse_config(with_profile, source="f"))
+    old = prepare(parse_config(with_profile, source="f", serving=True))
     # The file at the profile's path was written since.
     new = Prepared(old.config, {**old.estimators, "p-fast": old.estimators["d-fast"]})
     assert list(changes(old, new)) == [f"pool p-fast: profile {PROFILE} has another content"]

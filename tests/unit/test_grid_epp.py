@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slagate.pools.errors import ConfigError
-from slagate.pools.grid_config import parse_config, require_workers
+from slagate.pools.grid_config import parse_config
 from support.fleet_files import disagg_file
 from support.fleet_problems import DECODE, lines
 from support.random_fleets import inputs, random_ends
@@ -36,9 +36,9 @@ def test_alone_it_is_the_prefill_half_of_a_fleet() -> None:
     assert grid.pool_names == ("tp1", "tp2")
     assert grid.select({"isl": 100, "ttft_ms": 800}).index == (0, 1)
     with pytest.raises(ConfigError) as caught:
-        require_workers(config)
+        parse_config(epp_file(), source="f", serving=True)
     assert str(caught.value.problems[0]) == (
-        "$: is the prefill half of a fleet; add the decode keys to serve requests"
+        "$: is the prefill half of a fleet; add the decode keys to serve requests (got nothing)"
     )
 
 
@@ -46,8 +46,7 @@ def test_with_the_decode_half_beside_it_it_is_a_fleet() -> None:
     whole = disagg_file() | {"enable_priority_retry": False}
     decode = {key: value for key, value in whole.items() if "decode" in key}
     pools = {name: {"workers": [f"{name}:1"]} for name in ("tp1", "tp2", "d-fast", "d-bulk")}
-    config = parse_config({**epp_file(), **decode, "pools": pools}, source="f")
-    require_workers(config)
+    config = parse_config({**epp_file(), **decode, "pools": pools}, source="f", serving=True)
     assert (config.mode, list(config.stages)) == ("disagg", ["prefill", "decode"])
     assert config.stages["decode"] == parse_config(whole, source="f").stages["decode"]
     again = parse_config(json.loads(config.text), source="f")

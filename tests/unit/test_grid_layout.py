@@ -8,7 +8,7 @@ import pytest
 from slagate.pools.grid_config import FleetConfig
 from slagate.router.grid_layout import scene
 from slagate.router.grid_scene import Box, Label, Line, Scene, text_width, wrapped
-from slagate.router.grid_view import stage_view
+from slagate.router.grid_view import spelled, stage_view
 from slagate.workers.errors import UsageError
 from support.grid_views import (
     example,
@@ -139,6 +139,22 @@ def test_bands_of_uneven_edges_are_said_to_be_drawn_alike() -> None:
     assert "ITL target (ms)" in shown
 
 
+def test_a_single_band_is_to_scale_whatever_its_edges() -> None:
+    config = prefill_config(["p"], [[0]], isl_edges=[0, 4096], ttft_edges_ms=[10.5, 1028806.584362])
+    shown = texts(pictured(config))
+    assert not any("not to scale" in text for text in shown)
+    assert {"10.5", "1,028,807"} <= set(shown)
+
+
+def test_names_that_a_font_lacks_are_numbers_in_cells_and_escapes_below() -> None:
+    config = prefill_config(["数据池", "mid", "😀"], [[[0, 1], 1, [1, 2]]])
+    view = stage_view(config, "prefill")
+    shown = texts(scene([spelled(view, "数据池😀")]))
+    assert [shown.count(text) for text in ("0", "mid", "> mid", "> 2")][1:] == [3, 1, 1]
+    assert {r"\u6570\u636e\u6c60", r"\U0001f600"} <= set(shown)
+    assert not any(char in text for text in shown for char in "数据池😀")
+
+
 def test_the_legend_has_every_pool_with_its_figures() -> None:
     of = pictured(example("example-disagg"))
     lines: dict[float, list[str]] = {}
@@ -185,6 +201,22 @@ def test_two_pools_never_look_alike() -> None:
     assert len({(box.fill, box.hatched) for box in boxes[:12]}) == 12
 
 
+def test_the_legend_has_the_colours_of_the_cells() -> None:
+    config = twelve_pools(1, 12)
+    view = stage_view(config, "prefill")
+    of = scene([view])
+    boxes = [shape for shape in of.shapes if isinstance(shape, Box)]
+    inside = [[label for label in labels(of) if area(box).holds(area(label))] for box in boxes]
+    looks = [
+        (box.fill, box.hatched, {label.ink for label in found})
+        for box, found in zip(boxes, inside, strict=True)
+    ]
+    # Of the cells, by the order of their pools, and then of the legend.
+    assert [view.order((0, col)) for col in range(12)] == [(pool,) for pool in range(12)]
+    assert [found[0].text for found in inside[12:]] == [str(pool) for pool in range(12)]
+    assert looks[:12] == looks[12:]
+
+
 def test_three_axes_are_a_panel_for_each_band_of_the_first() -> None:
     of = pictured(layers())
     panels = [label for label in labels(of) if label.text.startswith("ISL (tokens) ")]
@@ -200,16 +232,20 @@ def test_three_axes_are_a_panel_for_each_band_of_the_first() -> None:
 
 
 def test_cells_that_miss_targets_are_framed_and_marked() -> None:
-    config = spilling()
+    config = twelve_pools(6, 6)
     traffic = some_traffic(config)
     of = scene([stage_view(config, "prefill", traffic)])
-    low = [
-        c for (stage, _), c in traffic.items() if stage == "prefill" and c.n_met < 0.95 * c.n_judged
-    ]
-    assert low
+    mine = [cell for (stage, _), cell in traffic.items() if stage == "prefill"]
+    low = [cell.n_met < 0.95 * cell.n_judged for cell in mine]
+    failed = [cell.n_failed >= 0.05 * cell.n_requests for cell in mine]
+    n_bad = sum(map(max, low, failed))
+    # Some for one reason, some for both.
+    assert 0 < n_bad < sum(low) + sum(failed)
+    assert n_bad < len(mine)
     framed = [area(shape) for shape in of.shapes if isinstance(shape, Box) and shape.frame]
     marked = [area(label) for label in labels(of) if label.text.startswith("! ")]
-    assert len(framed) == len(marked) == len(low)
+    assert len(framed) == n_bad
+    assert len(marked) == sum(low) + sum(failed)
     assert all(any(frame.holds(mark) for frame in framed) for mark in marked)
 
 

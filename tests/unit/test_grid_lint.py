@@ -79,10 +79,27 @@ def test_every_code_has_a_fixture_and_a_section_and_neither_has_more() -> None:
     assert {path.stem for path in FIXTURES.glob("G*.json")} == set(CODES)
 
 
+@pytest.mark.parametrize("code", CODES)
+def test_no_message_begins_with_a_name(code: str) -> None:
+    """The command begins it with a capital letter."""
+    config = load_config(FIXTURES / f"{code}.json")
+    (finding,) = found_in(config, traffic=TRACE if code.startswith("G4") else [])
+    names = [*config.objectives, *config.pools]
+    names += [name for grid in config.stages.values() for name in grid.pool_names]
+    assert not finding.message.startswith(tuple(names))
+
+
+def test_a_slower_pool_for_longer_prompts_has_two_remedies() -> None:
+    """It may be the shorter prompts that are in the wrong pool: one that is more than they need."""
+    (finding,) = found_in(load_config(FIXTURES / "G102.json"))
+    assert "Give the longer prompts the faster pool; or" in finding.advice
+    assert finding.advice.endswith("the shorter prompts that one, too.")
+
+
 ACCEPTED = {
     "demo": {"G201", "G303", "G304"},
-    "example-agg": {"G201"},
-    "example-disagg": {"G201"},
+    "example-agg": set(),
+    "example-disagg": set(),
     "two-workers": set(),
 }
 """Files in configs/grids, with the codes that they may have."""
@@ -154,6 +171,15 @@ def test_a_missing_target_may_land_in_the_slowest_pool_if_the_file_says_so() -> 
     assert codes_of(content) == []
 
 
+@pytest.mark.parametrize(("row", "codes"), [([0, 1, 2], []), ([0, 2, 2], ["G201"])])
+def test_a_missing_target_may_land_in_a_pool_that_is_not_the_slowest_of_its_row(
+    row: list[object], codes: list[str]
+) -> None:
+    content = prefill([row, [0, 0, 1]])
+    content |= {"num_prefill_pools": 3, "prefill_pools": ["fast", "middle", "slow"]}
+    assert codes_of(content) == codes
+
+
 def test_cfg_03_the_middle_of_an_even_axis_is_an_edge_and_the_message_says_so() -> None:
     (even,) = found_in(load_config(FIXTURES / "G201.json"))
     assert (
@@ -175,6 +201,13 @@ def test_a_class_default_may_lie_on_an_edge_between_equal_pools() -> None:
     content = fixture("G202")
     content["objectives"]["standard"]["ttft_ms"] = 160
     assert codes_of(content) == []
+
+
+def test_numbers_are_written_as_the_picture_of_a_grid_has_them() -> None:
+    content = fixture("G203")
+    content["objectives"]["batch"]["ttft_ms"] = 4000 / 3
+    (finding,) = found_in(parse_config(content, source="f"))
+    assert finding.message.startswith("1,333.33 ms is outside 60 to 360 ms, so the class")
 
 
 @pytest.mark.parametrize("end", [60, 360])
@@ -219,6 +252,19 @@ def test_spill_may_go_on_to_slower_pools_after_the_faster_ones(spill: list[int])
     assert codes_of(content) == []
 
 
+def test_no_retry_starts_from_a_pool_that_is_only_spilled_to() -> None:
+    """X is faster than S, where requests come by spill alone, and not than F, where they start."""
+    content = disagg_file() | {"num_prefill_pools": 3, "prefill_pools": ["F", "S", "X"]}
+    content |= {"prefill_pool_priorities": [0, 2, 1], "enable_priority_retry": True}
+    content[PREFILL][MAPPING] = [[["F", "S"], "F"], ["F", ["F", "S"]]]
+    config = parse_config(content, source="f")
+    assert config.warnings == ("prefill_pools[2]: no cell, override or retry leads to this pool",)
+    reach = [(f.code, f.path) for f in found_in(config) if f.code in ("G103", "G104", "G105")]
+    assert reach == [("G103", "prefill_pools[2]"), ("G105", "prefill_pools[1]")]
+    grid = config.stages["prefill"]
+    assert {pool for pools in grid.starts() for pool in grid.order(pools)} == {0, 1}
+
+
 def test_an_override_that_cannot_match_reaches_no_pool() -> None:
     content = prefill([[0, 0, 0], [0, 0, 0]])
     dead = {"min_priority": 2**31, "max_priority": 2**40, "target_pool": 1}
@@ -226,11 +272,14 @@ def test_an_override_that_cannot_match_reaches_no_pool() -> None:
     assert codes_of(content) == ["G103", "G108", "G502"]
 
 
-def test_a_low_priority_may_get_a_slower_pool() -> None:
+@pytest.mark.parametrize(
+    ("low", "high", "codes"), [(-20, 0, []), (0, 0, []), (0, 20, []), (1, 20, ["G503"])]
+)
+def test_a_low_priority_may_get_a_slower_pool(low: int, high: int, codes: list[str]) -> None:
     content = fixture("G503")
     rule = content[PREFILL]["priority_overrides"][0]
-    rule |= {"min_priority": -20, "max_priority": 0}
-    assert codes_of(content) == []
+    rule |= {"min_priority": low, "max_priority": high}
+    assert codes_of(content) == codes
 
 
 def test_equal_pools_that_are_each_others_spill_are_fine() -> None:
@@ -286,6 +335,13 @@ def test_fewer_than_one_request_in_a_hundred_are_outliers() -> None:
     content = fixture("clean")
     assert codes_of(content, traffic=[1000, 5000] * 50 + [9000]) == []
     assert codes_of(content, traffic=[1000, 5000] * 49 + [9000]) == ["G401", "G401"]
+
+
+def test_one_request_in_a_hundred_is_no_outlier_any_more() -> None:
+    above = [1000, 5000] * 49 + [1000, 9000]
+    assert codes_of(fixture("clean"), traffic=above) == ["G401", "G401"]
+    below = [600, 5000] * 49 + [600, 500]
+    assert codes_of(fixture("G204"), traffic=below) == ["G402"]
 
 
 def test_a_prompt_on_the_last_edge_is_on_the_axis() -> None:
@@ -430,6 +486,22 @@ def test_a_profile_has_measured_what_it_has_rows_for_with_nothing_cached() -> No
     (finding,) = lint(config, profiles={"p-tp2": short, "p-tp1": long})
     assert finding.code == "G601"
     assert "up to 8,192 tokens; its profile measured up to 4,096" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("longest", "cold", "measured"), [(8192, 4096, 4096), (20_000, 32_768, 16_384)]
+)
+def test_a_pool_of_both_phases_has_measured_what_both_of_them_have(
+    longest: int, cold: int, measured: int
+) -> None:
+    """Of decode the profile has contexts of up to 16384 tokens."""
+    content = agg_with_profiles([[[0, 0], [0, 0]], [[0, 0], [0, 1]]], isl_max=longest)
+    profile = made_up(ttft_ms=50, itl_ms=10, busy_itl_ms=20, cold=cold)
+    config = parse_config(content, source="f")
+    found = lint(config, profiles=dict.fromkeys(config.pools, profile))
+    messages = [f.message for f in found if f.code == "G601"]
+    assert len(messages) == 2
+    assert all(f"its profile measured up to {measured:,}," in message for message in messages)
 
 
 def test_a_pool_needs_memory_only_for_the_prompts_of_its_own_cells() -> None:

@@ -5,6 +5,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from slagate.router.__main__ import cli as slagate
 from slagate.router.grid_lint_cli import COLUMNS, lint
 
 REPOSITORY = Path(__file__).parents[2]
@@ -36,6 +37,29 @@ def test_findings_are_status_1_and_readable_in_100_columns() -> None:
         "",
         "1 finding: G303",
     ]
+
+
+def test_a_finding_about_a_pool_has_its_name_as_it_is() -> None:
+    result = run(FIXTURES / "G605.json")
+    assert "\n      Pool p-tp1 has no profile" in result.stdout
+
+
+def test_a_pool_that_nothing_reaches_is_told_once() -> None:
+    result = run(FIXTURES / "G103.json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert "G103 " in result.stdout
+    looked = CliRunner().invoke(slagate, ["grid", "show", str(FIXTURES / "G103.json")])
+    assert "no cell, override or retry leads to this pool" in looked.stderr
+
+
+def test_the_other_warnings_of_a_file_are_told(tmp_path: Path) -> None:
+    content = json.loads((FIXTURES / "G103.json").read_text())
+    strategy = content["prefill_pool_selection_strategy"]
+    strategy["ttft_min"] = strategy.pop("ttft_min_ms")
+    (tmp_path / "f.json").write_text(json.dumps(content))
+    result = run(tmp_path / "f.json")
+    assert result.stderr.count("warning: ") == 1
+    assert "ttft_min: deprecated, write ttft_min_ms" in result.stderr
 
 
 def test_json_is_an_object_a_line() -> None:

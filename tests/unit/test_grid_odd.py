@@ -56,6 +56,20 @@ def test_names_are_whatever_has_a_text(
     assert parse_config(json.loads(config.text), source="f").stages == config.stages
 
 
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [
+        ("ab", 'prefill_pools: must be a list (got "ab")'),
+        ([None, "p"], "prefill_pools[0]: must be a string (got null)"),
+        ([7, "p"], "prefill_pools[0]: must be a string (got 7)"),
+    ],
+)
+def test_names_under_the_short_key_that_dynamo_does_not_have_are_strings(
+    names: object, line: str
+) -> None:
+    assert lines(disagg_file() | {"prefill_pools": names}) == [line]
+
+
 @pytest.mark.parametrize("rules", ["", {}])
 def test_nothing_for_overrides_is_none(tmp_path: Path, rules: object) -> None:
     content = long_file()

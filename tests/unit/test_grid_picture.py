@@ -8,7 +8,7 @@ import pytest
 
 from slagate.pools.grid_config import FleetConfig
 from slagate.router.grid_layout import scene
-from slagate.router.grid_picture import DPI, write_picture
+from slagate.router.grid_picture import DPI, missing_glyphs, write_picture
 from slagate.router.grid_scene import Label, Scene
 from slagate.router.grid_view import stage_view
 from slagate.workers.errors import UsageError
@@ -66,6 +66,14 @@ def test_a_png_is_as_large_as_the_scene(tmp_path: Path) -> None:
     assert abs(height - of.height / 72 * DPI) <= 1
 
 
+def test_the_glyphs_that_a_font_lacks_are_known() -> None:
+    assert missing_glyphs(pictured(CONFIGS["odd names"]())) == "据数池"
+    assert missing_glyphs(pictured(prefill_config(["é-ж-Ω", "…→"], [[0, 1]]))) == ""
+    # One is missing where letters are bold, the other where they are not.
+    either = "\U0001d5a0\U0001d5d4"
+    assert missing_glyphs(pictured(prefill_config([either], [[0]]))) == either
+
+
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_the_same_scene_gives_the_same_bytes(tmp_path: Path, kind: str) -> None:
     of = pictured(twelve_pools(2, 12), live=True)
@@ -79,7 +87,23 @@ def test_the_same_scene_gives_the_same_bytes(tmp_path: Path, kind: str) -> None:
 def test_the_picture_of_the_documentation_is_fresh(tmp_path: Path) -> None:
     of = pictured(example("example-disagg"))
     committed = (REPOSITORY / "docs" / "example-disagg.svg").read_bytes()
-    assert svg_texts(committed) == svg_texts(written(of, tmp_path, "svg"))
+    assert written(of, tmp_path, "svg") == committed, (
+        "slagate grid show configs/grids/example-disagg.json --svg docs/example-disagg.svg"
+    )
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_what_a_user_has_set_for_matplotlib_changes_nothing_and_stays(
+    tmp_path: Path, kind: str
+) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    of = pictured(spilling())
+    plain = written(of, tmp_path, kind)
+    theirs = {"savefig.bbox": "tight", "lines.solid_capstyle": "butt", "text.parse_math": True}
+    with matplotlib.rc_context(theirs):
+        before = dict(matplotlib.rcParams)
+        assert written(of, tmp_path, kind) == plain
+        assert dict(matplotlib.rcParams) == before
 
 
 def test_without_matplotlib_the_extra_is_named(

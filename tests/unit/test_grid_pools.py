@@ -5,7 +5,7 @@ from importlib.resources import files
 import pytest
 
 from slagate.pools.errors import ConfigError
-from slagate.pools.grid_config import load_config, parse_config, require_workers
+from slagate.pools.grid_config import load_config, parse_config
 from support.fleet_files import disagg_file
 from support.fleet_problems import lines
 
@@ -75,16 +75,25 @@ def test_workers_are_required_of_exactly_the_pools_of_the_grids() -> None:
         "d-fast": {"workers": ["h:2", "h:3", "h:2"]},
         "d-bluk": {"workers": ["H:1"]},
     }
-    config = parse_config(disagg_file() | {"pools": pools}, source="fleet.json")
     with pytest.raises(ConfigError) as caught:
-        require_workers(config)
+        parse_config(disagg_file() | {"pools": pools}, source="fleet.json", serving=True)
     assert caught.value.source == "fleet.json"
     assert [str(problem) for problem in caught.value.problems] == [
-        "pools.p-bulk.workers: must not be empty (got [])",
+        "pools.p-bulk.workers: must not be empty (got nothing)",
         "pools.d-bulk: is required, as a decode pool has this name (got nothing)",
         'pools.d-fast.workers[2]: is at pools.d-fast.workers[0] already (got "h:2")',
         'pools.d-bluk: is not one of the pools p-fast, p-bulk, d-fast, d-bulk (got "d-bluk")',
         'pools.d-bluk.workers[0]: is at pools.p-fast.workers[0] already (got "H:1")',
+    ]
+
+
+def test_an_empty_list_of_workers_is_shown_as_what_is_there() -> None:
+    pools = {"p-fast": {"workers": []}, "p-bulk": {"cost": 1}}
+    with pytest.raises(ConfigError) as caught:
+        parse_config(disagg_file() | {"pools": pools}, source="fleet.json", serving=True)
+    assert [str(problem) for problem in caught.value.problems][:2] == [
+        "pools.p-fast.workers: must not be empty (got [])",
+        "pools.p-bulk.workers: must not be empty (got nothing)",
     ]
 
 
@@ -96,6 +105,5 @@ def test_the_shipped_examples_load_without_warnings_and_have_workers(
     name: str, stages: list[str]
 ) -> None:
     path = files("slagate.configs") / "grids" / f"{name}.json"
-    config = load_config(str(path))
-    require_workers(config)
+    config = load_config(str(path), serving=True)
     assert (list(config.stages), config.warnings) == (stages, ())

@@ -229,6 +229,18 @@ def test_the_isl_keys_of_agg_go_together(kept: str) -> None:
     assert lines(content) == [f"{AGG}.{key}: {together}" for key in missing]
 
 
+def test_a_long_key_is_cut_as_a_long_value_is() -> None:
+    content = disagg_file() | {
+        "k" * 100_000: 1,
+        "pools": {"p" * 61: {"cost": 0}, "p" * 60: {"cost": 0}},
+    }
+    assert lines(content) == [
+        f'["{"k" * 57}..."]: unknown key (got 1)',
+        f'pools["{"p" * 57}..."].cost: must be a finite number above 0 (got 0)',
+        f"pools.{'p' * 60}.cost: must be a finite number above 0 (got 0)",
+    ]
+
+
 def test_everything_that_is_wrong_is_reported_at_once() -> None:
     content = disagg_file()
     content["mode"] = "disag"

@@ -106,6 +106,22 @@ def test_an_axis_is_even_or_has_edges_and_never_both() -> None:
     assert errors(content)
 
 
+def test_a_cell_lists_a_pool_once_and_old_keys_are_marked() -> None:
+    content = disagg_file()
+    content[PREFILL][MAPPING][0][0] = [0, 1]
+    assert errors(content) == []
+    content[PREFILL][MAPPING][0][0] = [0, 0]
+    assert errors(content)
+    strategies = fleet_schema()["$defs"]
+    marked = {
+        key
+        for strategy in ("PrefillStrategy", "DecodeStrategy", "AggStrategy")
+        for key, said in strategies[strategy]["properties"].items()
+        if said.get("deprecated")
+    }
+    assert marked == {"ttft_min", "ttft_max", "itl_min", "itl_max"}
+
+
 # What only the rules can tell: sizes against tables, numbers against each other, names against names.
 OF_THE_RULES = {
     "cfg-05-every-axis",

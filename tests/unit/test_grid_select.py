@@ -6,6 +6,7 @@ import pytest
 
 from slagate.pools.grid import StageGrid
 from slagate.pools.grid_config import parse_config
+from slagate.pools.grid_file import Objective
 from slagate.router.grid_select import select_lines
 from support.fleet_files import agg_file, disagg_file
 
@@ -65,6 +66,27 @@ def test_every_line_has_one_answer_and_an_error_stops_nothing() -> None:
         "row",
         "error",
     ]
+
+
+@pytest.mark.parametrize("line", ["\n", " \t\n"])
+def test_an_empty_line_is_told_as_such(line: str) -> None:
+    assert error(line) == "the line is empty"
+
+
+def test_a_long_key_is_cut_in_the_answer() -> None:
+    assert len(error(json.dumps({"k" * 100_000: 1}))) < 200
+
+
+def test_the_first_class_that_counts_as_any_is_noted_and_no_further_one() -> None:
+    objectives = {"*": Objective(ttft_ms=100), "batch": Objective(ttft_ms=900)}
+    names = ["batch", "*", "", "bach", "bach", "other"]
+    lines = [json.dumps({"isl": 1, "objective": name}) for name in names]
+    noted: list[str] = []
+    assert len(list(select_lines(prefill(), lines, objectives=objectives, note=noted.append))) == 6
+    assert noted == ["bach"]
+    del objectives["*"]
+    assert list(select_lines(prefill(), lines, objectives=objectives, note=noted.append))
+    assert noted == ["bach"]
 
 
 def test_the_newline_at_the_end_of_the_file_starts_no_line() -> None:
@@ -129,6 +151,6 @@ def test_a_request_that_has_no_cell_says_why(line: str, message: str) -> None:
     assert error(line) == message
 
 
-@pytest.mark.parametrize("line", ["\n", "{", '{"isl": 1} x', "\ufeff{}", "[" * 200_000, "isl=5"])
+@pytest.mark.parametrize("line", ["{", '{"isl": 1} x', "\ufeff{}", "[" * 200_000, "isl=5"])
 def test_what_is_not_json_is_an_error(line: str) -> None:
     assert error(line).startswith("$: is not JSON: ")

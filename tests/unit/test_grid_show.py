@@ -1,6 +1,10 @@
 """`slagate grid show`, the command: what it reads, writes and refuses."""
 
 import json
+import os
+import subprocess
+import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from support.fleet_files import agg_file, disagg_file
 from support.grid_views import REPOSITORY
 
 EXAMPLE = REPOSITORY / "configs" / "grids" / "example-disagg.json"
+LINT = REPOSITORY / "tests" / "golden" / "lint"
 
 
 def run(*arguments: str | Path) -> Result:
@@ -55,6 +60,41 @@ def test_a_picture_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> No
     assert "grid.svg: cannot be written: No such file or directory" in done.stderr
 
 
+def test_a_png_says_what_its_font_lacks_and_an_svg_keeps_it(tmp_path: Path) -> None:
+    svg, png, path = tmp_path / "grid.svg", tmp_path / "grid.png", tmp_path / "fleet.json"
+    text = EXAMPLE.read_text(encoding="utf-8").replace("prefill-tp4", "数据")
+    path.write_text(text, encoding="utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        done = run(path, "--svg", svg, "--png", png)
+    assert (done.exit_code, done.stdout) == (0, f"{svg}: written\n{png}: written\n")
+    assert done.stderr == (
+        "slagate: the font has no glyphs for 据数; PNG has numbers and escapes, SVG keeps the text\n"
+    )
+    assert "数据" in svg.read_text(encoding="utf-8")
+    assert run(EXAMPLE, "--png", png).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [(["show", EXAMPLE], 0), (["lint", LINT / "clean.json"], 0), (["lint", LINT / "G204.json"], 1)],
+    ids=["show", "lint", "lint with findings"],
+)
+def test_a_closed_pipe_is_no_error(command: list[str | Path], status: int) -> None:
+    """It ends as it would have, without a word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "slagate.router", "grid", *command],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
 def test_every_problem_of_a_bad_file_is_told(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(json.dumps(disagg_file() | {"num_prefill_pools": 0, "num_decode_pools": "x"}))
@@ -79,7 +119,9 @@ def test_a_gateway_that_is_not_there_is_a_failure() -> None:
 def cells_of(content: object) -> gw.ListCellsResponse:
     return gw.ListCellsResponse(
         cells=[
-            gw.CellStatus(stage=gw.STAGE_AGG, cell=[1, 2, 0], requests=9, judged=5, met=4),
+            gw.CellStatus(
+                stage=gw.STAGE_AGG, cell=[1, 2, 0], requests=9, judged=5, met=4, failed=1
+            ),
             gw.CellStatus(stage=gw.STAGE_DECODE, cell=[0, 1], requests=3),
         ],
         config_version="v7",
@@ -89,7 +131,7 @@ def cells_of(content: object) -> gw.ListCellsResponse:
 
 def test_counts_go_to_their_cells() -> None:
     assert cell_traffic(cells_of(agg_file())) == {
-        ("agg", (1, 2, 0)): CellTraffic(9, n_met=4, n_judged=5),
+        ("agg", (1, 2, 0)): CellTraffic(9, n_met=4, n_judged=5, n_failed=1),
         ("decode", (0, 1)): CellTraffic(3),
     }
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from slagate.pools.grid_config import FleetConfig
 from slagate.router.attainment import CellTraffic
+from slagate.router.grid_colours import shade
 from slagate.router.grid_terminal import print_stage
 from slagate.router.grid_view import Traffic, stage_view
 from support.grid_views import example, layers, long_names, prefill_config, spilling, twelve_pools
@@ -87,11 +88,41 @@ def test_live_figures_are_in_the_cells() -> None:
     assert "60%, ! 94.9% met" in text
     assert "20%, 95% met" in text
     assert re.search(r"│ 20% +│", text)
-    assert (
-        "Traffic: 50 requests have ended, 10,100 had a target to meet, 94.9% of those met it."
-        in (text)
+    footer = (
+        "Traffic: 50 requests have ended, 10,100 are judged by a target, 94.9% of those met it."
     )
-    assert "Traffic: 7 requests have ended, 0 had a target to meet." in text
+    assert footer in text
+    assert "Traffic: 7 requests have ended, 0 are judged by a target." in text
+
+
+def test_an_outage_is_in_every_cell_that_it_hit_and_in_the_footer() -> None:
+    outage = {
+        ("prefill", (0, 0)): CellTraffic(7, n_met=0, n_judged=7, n_failed=7),
+        ("prefill", (0, 1)): CellTraffic(6, n_failed=6),
+        ("prefill", (2, 2)): CellTraffic(7, n_met=6, n_judged=7),
+    }
+    names, numbers = (printed(spilling(), width=width, traffic=outage) for width in (120, 70))
+    assert "35%, ! 100% failed, ! 0% met" in names
+    assert "30%, ! 100% failed " in names
+    assert "35%, ! 85.7% met" in names
+    for mark in ("! 100% failed", "! 0% met", "! 85.7% met"):
+        assert re.search(rf"│ {mark} +│", numbers)
+    for text in (names, numbers):
+        assert (
+            "Traffic: 20 requests have ended, 13 of them failed here, 14 are judged by a target,"
+            " 42.8% of those met it."
+        ) in text
+
+
+def test_a_few_failures_are_shown_without_a_mark() -> None:
+    for n_failed, shown in ((1, "0.1% failed"), (49, "4.9% failed"), (50, "! 5% failed")):
+        traffic = {("prefill", (0, 0)): CellTraffic(1000, n_failed=n_failed)}
+        assert f"│ 100%, {shown} " in re.sub(
+            r"│ > [a-z]+ +", "", printed(spilling(), traffic=traffic)
+        ).replace("\n", " ")
+    for n_requests in range(20, 4000, 20):
+        traffic = {("prefill", (0, 0)): CellTraffic(n_requests, n_failed=n_requests // 20)}
+        assert stage_view(spilling(), "prefill", traffic).is_bad((0, 0)), n_requests
 
 
 def test_colours_add_nothing_to_the_text() -> None:
@@ -99,6 +130,20 @@ def test_colours_add_nothing_to_the_text() -> None:
         coloured = printed(config, colour=True)
         assert coloured != printed(config)
         assert ANSI.sub("", coloured) == printed(config)
+
+
+def test_each_pool_has_its_colour_in_its_cells_and_in_the_table_of_pools() -> None:
+    config = twelve_pools(1, 12)
+    text = printed(config, width=300, colour=True).split("context length")[0]
+    parts = re.findall(r"\x1b\[([0-9;]*)m([^\x1b\n]+)", text)
+    for pool, name in enumerate(config.stages["prefill"].pool_names):
+        found = [codes.split(";") for codes, part in parts if part.strip() == name]
+        assert len(found) == 2, name
+        fill, _, hatched = shade(pool)
+        rgb = [str(int(fill[at : at + 2], 16)) for at in (1, 3, 5)]
+        for codes in found:
+            assert codes[-5:] == ["48", "2", *rgb], name
+            assert ("4" in codes[:-8]) == hatched, name
 
 
 def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from slagate.router.grid_text import number_text, percent, printable
+from slagate.pools.grid_words import number_text
+from slagate.router.grid_text import percent, printable
 
 
 @pytest.mark.parametrize("text", ["a\nb", "\x1b[2J", "\ud800", "\u202e", "\x00", "tab\tbed"])
@@ -24,6 +25,17 @@ def test_long_names_keep_both_ends(length: int) -> None:
 def test_different_numbers_look_different() -> None:
     values = [0, 0.5, 1, 1000, 1000.5, 1e14, 1e15, 1e300, -3, -0.25]
     assert len({number_text(value) for value in values}) == len(values)
+
+
+def test_large_numbers_have_all_their_digits() -> None:
+    for value, text in (
+        (1028806.584362, "1,028,807"),
+        (999_999.7, "1,000,000"),
+        (99_999.97, "100,000"),
+        (-2.5e9 - 0.25, "-2,500,000,000"),
+        (-0.0, "0"),
+    ):
+        assert number_text(value) == text
 
 
 def test_a_percentage_below_the_mark_never_reads_as_the_mark() -> None:

@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from slagate.router import profile_cli as profile_cli_module
 from slagate.router.profile_build import KvCache, profile_content
 from slagate.router.profile_cli import profile as profile_cli
 from slagate.workers.errors import UsageError
@@ -19,7 +20,7 @@ command.add_typer(profile_cli, name="profile")
 
 
 class Table:
-    """An estimator that knows what a profile file says."""
+    """A source that knows what a profile file says."""
 
     engine = "tensorrt-llm 1.3.0rc20"
     source = "AIConfigurator 0.12.0, silicon database, static context and generation modes"
@@ -74,5 +75,38 @@ def test_without_aiconfigurator_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "aiconfigurator", None)
     result = CliRunner().invoke(command, arguments(tmp_path / "o.json"))
     assert result.exit_code == 2
-    assert "pip install 'slagate[aiconfigurator]'" in result.stderr
+    assert "pip install 'slagate[aiconfigurator]', which needs Python 3.11 to 3.13" in result.stderr
     assert not (tmp_path / "o.json").exists()
+
+
+def test_a_profile_that_could_not_be_read_back_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times that rise without end: no row of them is wrong, and the file before stays as it was."""
+
+    class Steep(Table):
+        def __init__(self, *_: object) -> None:
+            super().__init__(QWEN)
+
+        def itl_ms(self, tp: int, batch_size: int, context_tokens: int) -> float:
+            return math.pow(10.0, min(300, 40 * math.log2(batch_size) + 1))
+
+    monkeypatch.setattr(profile_cli_module, "AiConfigurator", Steep)
+    out = tmp_path / "o.json"
+    out.write_text("before")
+    result = CliRunner().invoke(command, arguments(out))
+    assert result.exit_code == 2, result.output
+    assert f"{out} was not written: profile " in result.stderr
+    assert "tp.1.decode: rows too steep" in result.stderr
+    assert out.read_text() == "before"
+
+
+def test_the_kv_cache_of_a_token_is_that_of_the_smallest_size() -> None:
+    """Larger sizes have more GPUs than KV heads: each head is there twice, and is no more of a cache."""
+
+    class Doubled(Table):
+        def kv_cache(self, tp: int) -> KvCache:
+            return KvCache(100_000, 131_072 // min(tp, 4))
+
+    content = profile_content("m", "s", [8, 2], Doubled(QWEN), on_size=lambda _: None)
+    assert content["kv_bytes_per_token"] == 131_072

@@ -148,6 +148,29 @@ def test_only_prompts_with_the_cached_tokens_of_their_row_count() -> None:
     in_virtual_time(scenario)
 
 
+def test_in_the_middle_of_the_output_the_context_is_that_of_the_row() -> None:
+    class Noting(Forgetful):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: list[tuple[int, int]] = []
+
+        async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[Stream]:
+            self.asked += [(len(prompt), n_tokens) for prompt in prompts]
+            return await super().decode(prompts, n_tokens)
+
+    async def scenario() -> None:
+        bench = Noting()
+        plan = MeasurePlan((), (), (2,), (10, 100), repeats=1, steps=32)
+        limit = Capacity(1000, 1000)
+        rows = await measure_decode(
+            bench, plan, limit, max_batch=8, rng=random.Random(1), on_row=lambda _: None
+        )
+        assert [row.context_tokens for row in rows] == [10, 100]
+        assert bench.asked == [(1, 32), (1, 32), (84, 32), (84, 32)]
+
+    in_virtual_time(scenario)
+
+
 def streams(*ticks: list[tuple[float, int]]) -> list[Stream]:
     return [Stream(lambda: 0.0, ticks=[Tick(*tick) for tick in of]) for of in ticks]
 
@@ -210,6 +233,10 @@ def test_what_cannot_be_a_profile_is_refused() -> None:
     with pytest.raises(UsageError, match="--kv-capacity"):
         capacity(oe.ServerInfo(), oe.ModelInfo(), None)
     assert capacity(oe.ServerInfo(), oe.ModelInfo(), 100) == (100, 100)
+    says = oe.ServerInfo()
+    says.capacity.total_kv_blocks, says.capacity.kv_block_size = 10, 32
+    assert capacity(says, oe.ModelInfo(), None) == (320, 320)
+    assert capacity(says, oe.ModelInfo(), 100) == (100, 100)
     for prefill, decode, reason in (
         ([PrefillRow(1, 0, 1.0)], [], "no decode row"),
         ([], [DecodeRow(1, 1, 1.0)], "no prefill row"),

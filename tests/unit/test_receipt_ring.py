@@ -196,3 +196,38 @@ def test_a_large_receipt_lets_others_run_while_it_is_put_together() -> None:
         assert n_turns >= 200 // 32
 
     run(main)
+
+
+def of_version(config: gw.GatewayConfig, n_rows: int = 1) -> Decision:
+    decided = decision(n_rows)
+    for choice in decided.stages:
+        choice.config = config
+    return decided
+
+
+def test_a_configuration_is_counted_once_for_each_version_in_a_row() -> None:
+    """A large fleet file that changes again and again is kept as often as some receipt names it."""
+    configs = [gw.GatewayConfig(version=f"v{n}", fleet=" " * 100_000) for n in range(6)]
+    one_bytes = RECEIPT_BYTES + CHOICE_BYTES + ROW_BYTES
+    config_bytes = configs[0].ByteSize()
+    of = ring(max_receipts=100, max_bytes=3 * (config_bytes + 2 * one_bytes))
+    # What was refused before it was decided names a version and keeps nothing of it.
+    add(of, 1)
+    assert of.n_bytes == RECEIPT_BYTES
+    n_bytes = []
+    for config in configs[:3]:
+        of.put_in_force(config)
+        add(of, 1)
+        for _ in range(2):
+            add(of, 1, of_version(config))
+        n_bytes.append(of.n_bytes)
+    each = RECEIPT_BYTES + 2 * one_bytes + config_bytes
+    assert n_bytes[:2] == [RECEIPT_BYTES + each, RECEIPT_BYTES + 2 * each]
+    assert n_bytes[2] <= 3 * (config_bytes + 2 * one_bytes)
+    for config in configs[3:]:
+        of.put_in_force(config)
+        add(of, 1, of_version(config))
+    assert of.n_bytes <= 3 * (config_bytes + 2 * one_bytes)
+    # Of v2 one is left that it was not counted with.
+    kept = [entry.stamp.config_version for entry in of._entries]
+    assert kept == ["v2", "v3", "v4", "v5"]

@@ -15,7 +15,8 @@ from slagate.router.decision_message import at_once
 from slagate.router.errors import Outcome
 from slagate.router.receipt_config import Damaged, read_config
 from slagate.router.receipts import Record, Stamp
-from slagate.router.receipts_cli import json_line, recompute_file
+from slagate.router.receipts_cli import json_line, parsed, recompute_file
+from slagate.router.recompute import decide_again
 from slagate.workers.errors import UsageError
 from support.receipts import RandomFleet
 
@@ -126,6 +127,28 @@ def test_a_run_without_a_decision_is_no_success(
     assert run(tmp_path, CONFIG) == 1
     assert run(tmp_path, CONFIG, line) == 1
     assert capsys.readouterr().out.count("nothing to decide again") == 2
+
+
+def refused(version: str) -> dict[str, Any]:
+    """The line of a request that was refused before it was decided."""
+    stamp = Stamp(1, 1.0, version)
+    made = at_once(Record(0.0).full(Outcome.INVALID, 1.0, stamp))
+    parsed: dict[str, Any] = json.loads(json_line(gw.WatchReceiptsResponse(receipt=made)))
+    return parsed
+
+
+def test_what_was_refused_before_it_was_decided_needs_no_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what some choice was made under is printed, and it may have ended under another version."""
+    line = refused("0123456789abcdef")
+    assert list(decide_again(gw_receipt(line), {})) == []
+    assert run(tmp_path, CONFIG, line, receipt()) == 0
+    assert capsys.readouterr().out == "2 receipts, 2 choices: 2 agree, 0 differ\n"
+
+
+def gw_receipt(line: dict[str, Any]) -> gw.Receipt:
+    return parsed(json.dumps(line).encode()).receipt
 
 
 def stages(line: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,9 +15,12 @@ import pytest
 from slagate.pools.errors import ConfigError, Problem
 from slagate.pools.fleet import Fleet, prepare
 from slagate.pools.grid_config import FleetConfig, parse_config
+from slagate.pools.member import Member
+from slagate.pools.pool import Pool
 from slagate.proto import gateway_pb2 as gw
 from slagate.router import reload as reload_module
 from slagate.router.admin import AdminService
+from slagate.router.assignment import Assignment
 from slagate.router.dispatch import Dispatcher
 from slagate.router.metrics import Metrics
 from slagate.router.receipt_config import config_message
@@ -31,7 +34,7 @@ from slagate.router.reload import (
     reloading,
 )
 from slagate.router.settings import Settings
-from support.builders import PROFILE, config, rng
+from support.builders import MODEL, PROFILE, ask, config, model_info, rng
 from support.context import Aborted, Context
 from support.fleet_state import state_of
 
@@ -120,21 +123,22 @@ def test_a_changed_file_is_in_force_under_its_version_everywhere() -> None:
 def with_axis(**bounds: int) -> FleetConfig:
     content = json.loads(FIRST.text)
     content["agg_pool_selection_strategy"] |= bounds
-    return parse_config(content, source="f")
+    return parse_config(content, source="f", serving=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"dry_run": True}])
-def test_cfg_05_a_refused_file_changes_nothing_at_all(options: dict[str, Any]) -> None:
+def test_cfg_05_a_refused_file_changes_nothing_at_all(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     of = Running()
     of.put(workers("w1:1", "w4:1", max_inflight=3))
     of.dispatcher.fleet.pools["agg"].members["w1:1"].probe_ok()
     before = of.state()
-    # Not found by the parser only, but by what comes behind it as well: no worker, no such profile.
-    no_profile = workers("w1:1", profile="nowhere", tp=1)
+    # What no file may be, and what loads and cannot be served: no worker, no such profile.
     broken: list[Callable[[], FleetConfig]] = [
         refuse,
         lambda: workers(),
-        lambda: no_profile,
+        lambda: workers("w1:1", profile="nowhere", tp=1),
         lambda: workers("w1:1", profile=PROFILE, tp=77),
         lambda: with_axis(ttft_min_ms=900),
         lambda: with_axis(itl_min_ms=46),
@@ -145,7 +149,10 @@ def test_cfg_05_a_refused_file_changes_nothing_at_all(options: dict[str, Any]) -
             of.reload(read, **options)
         assert caught.value.problems
         assert of.state() == before
-        assert of.counted() == {"applied": 1, "refused": number}
+        # Whoever only asks is told, and nobody else: nothing was tried.
+        n_refused = 0 if options else number
+        assert of.counted() == {"applied": 1, "refused": n_refused}
+        assert [each.message for each in caplog.records].count("config.refused") == n_refused
 
 
 def test_a_dry_run_says_what_would_change_and_changes_nothing() -> None:
@@ -178,11 +185,15 @@ def test_a_version_is_of_the_content_and_not_of_how_it_is_written() -> None:
     turned = {key: content[key] for key in reversed(content)}
     turned["pools"] = {key: content["pools"][key] for key in reversed(content["pools"])}
     versions = {
-        config_message(prepare(parse_config(each, source=source)), policy="prefix").version
+        config_message(
+            prepare(parse_config(each, source=source, serving=True)), policy="prefix"
+        ).version
         for each, source in ((content, "a"), (turned, "b"))
     }
     assert len(versions) == 1
-    other = config_message(prepare(parse_config(content, source="a")), policy="least_loaded")
+    other = config_message(
+        prepare(parse_config(content, source="a", serving=True)), policy="least_loaded"
+    )
     assert other.version not in versions
 
 
@@ -261,6 +272,87 @@ def test_reloads_are_one_at_a_time_and_each_is_compared_with_the_one_before() ->
     assert of.addresses() == ["b:1"]
 
 
+def test_a_file_that_cannot_be_read_for_ever_keeps_no_gateway_from_its_end() -> None:
+    of, source = Running(), Written(1)
+    begun: list[str] = []
+    ended: list[bool] = []
+    go_on = threading.Event()
+
+    def blocked() -> None:
+        begun.append("a thread")
+        ended.append(go_on.wait(5))
+
+    source.on_read = source.on_stamp = blocked
+
+    async def main() -> None:
+        for watch in (False, True):
+            n_begun = len(begun)
+            async with reloading(of.reloader, source, watch=watch, stamp=0):
+                if not watch:
+                    os.kill(os.getpid(), signal.SIGHUP)
+                while len(begun) == n_begun:
+                    await anyio.lowlevel.checkpoint()
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reload_module, "WATCH_INTERVAL_S", 0.0)
+            anyio.run(main)
+        assert (len(begun), ended) == (2, [])
+    finally:
+        go_on.set()
+    assert of.addresses() == ["w1:1", "w2:1", "w3:1"]
+
+
+def test_after_the_block_a_sighup_does_nothing() -> None:
+    of, source = Running(), Written(1)
+
+    async def main() -> None:
+        async with reloading(of.reloader, source, watch=False, stamp=0):
+            pass
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        anyio.run(main)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert source.reads == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_bug_while_it_is_put_in_force_loses_nobody_who_waits_and_claims_nothing() -> None:
+    of = Running(workers("w1:1", max_inflight=1))
+    (member,) = of.fleet.members()
+    member.models = {MODEL: model_info()}
+    member.probe_ok()
+    before = (of.reloader.version, of.receipts.config.version, of.dispatcher._config.version)
+
+    def bug(_pool: Pool, member: Member) -> None:
+        if member.address == "bug:1":
+            raise ZeroDivisionError
+
+    of.fleet.on_join(bug)
+    with of.dispatcher.submit(ask()) as first, of.dispatcher.submit(ask()) as second:
+        assert isinstance(first.outcome, Assignment)
+        assert (second.outcome, of.dispatcher.n_waiting) == (None, 1)
+        with pytest.raises(ZeroDivisionError):
+            of.put(workers("w1:1", "bug:1", max_inflight=1))
+        assert (second.outcome, of.dispatcher.n_waiting) == (None, 1)
+        after = (of.reloader.version, of.receipts.config.version, of.dispatcher._config.version)
+        assert after == before
+        assert of.counted() == {"applied": 0, "refused": 0}
+        first.outcome.release()
+        assert isinstance(second.outcome, Assignment)
+        assert of.dispatcher.n_waiting == 0
+        second.outcome.release()
+    with pytest.raises(NothingBefore):
+        of.roll_back()
+    assert of.put(workers("w1:1", max_inflight=2)).previous_version == before[0]
+    with of.dispatcher.submit(ask()) as third:
+        assert isinstance(third.outcome, Assignment)
+        third.outcome.release()
+
+
 class Written:
     """A source as its files are written: `stamps` one by one, then the last for ever."""
 
@@ -271,6 +363,7 @@ class Written:
         self.reads: list[object] = []
         self.fails = False
         self.on_read: Callable[[], None] = lambda: None
+        self.on_stamp: Callable[[], None] = lambda: None
 
     def read(self) -> FleetConfig:
         self.reads.append(self.last)
@@ -282,6 +375,7 @@ class Written:
 
     def stamp(self) -> object:
         self.n_stamps += 1
+        self.on_stamp()
         self.last = next(self.stamps, self.last)
         return self.last
 

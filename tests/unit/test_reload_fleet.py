@@ -2,10 +2,12 @@
 
 import json
 import struct
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
+from slagate.pools.estimator import Estimator
 from slagate.pools.fleet import Fleet, prepare
 from slagate.pools.grid_config import FleetConfig, parse_config
 from slagate.pools.lease import Lease
@@ -143,11 +145,11 @@ def test_who_comes_back_after_it_was_cut_may_work_again() -> None:
     pool, member = of.pools["agg"], of.pools["agg"].members["a1:1"]
     held = lease(pool, member)
     put(of, agg=workers("a2:1"))
-    assert member.drained_s(80.0) == 30.0
+    assert [member.has_drained_for(30.0, now_s) for now_s in (79.0, 80.0)] == [False, True]
     assert member.cut()
     assert not member.is_up
     put(of, agg=workers("a1:1", "a2:1"))
-    assert (member.is_up, member.reason, member.drained_s(80.0)) == (True, "", 0.0)
+    assert (member.is_up, member.reason, member.has_drained_for(0.0, 80.0)) == (True, "", False)
     held.release()
     put(of, agg=workers("a2:1"))
     assert member.state is State.LEFT
@@ -301,7 +303,7 @@ def under_another_name(name: str, *addresses: str) -> FleetConfig:
         if key in content:
             content[key] = [name]
     content["pools"] = {name: {"workers": list(addresses)}}
-    return parse_config(content, source="f")
+    return parse_config(content, source="f", serving=True)
 
 
 def test_pools_that_are_empty_are_let_go_of() -> None:
@@ -322,7 +324,7 @@ def test_pools_of_each_others_name_are_other_pools() -> None:
     content = json.loads(text)
     for stage in ("prefill", "decode"):
         content[f"{stage}_pool_selection_strategy"][f"{stage}_pool_mapping"] = [[0]]
-    of.apply(prepare(parse_config(content, source="f")))
+    of.apply(prepare(parse_config(content, source="f", serving=True)))
     assert {name: pool.stage.value for name, pool in of.pools.items()} == {
         "decode": "prefill",
         "prefill": "decode",
@@ -332,6 +334,86 @@ def test_pools_of_each_others_name_are_other_pools() -> None:
     assert len(list(of.all_members())) == 5
     held.release()
     assert set(of.all_members()) == set(of.members())
+
+
+def test_who_reads_while_another_configuration_is_put_in_force_reads_on() -> None:
+    """Scrapes and readiness look from a thread of their own, so at any moment."""
+    of = running("disagg")
+    files: list[tuple[str, dict[str, dict[str, Any]]]] = [
+        ("disagg", {"prefill": workers("p2:1", "p3:1", "p4:1"), "decode": workers("d2:1", "d3:1")}),
+        ("agg", {"agg": workers("a1:1", "a2:1")}),
+        ("disagg", {}),
+    ]
+    for mode, pools in files:
+        make_ready(of)
+        for pool in of.pools.values():
+            for member in pool.members.values():
+                lease(pool, member)
+        readers: list[Iterator[object]] = [of.members(), of.all_members(), of.standing()]
+        readers += [of.all_pools, *(pool.all_members for pool in of.pools.values())]
+        for reader in readers:
+            next(reader)
+        put(of, mode, **pools)
+        assert [len(list(reader)) > 0 for reader in readers] == [True] * len(readers)
+
+
+class Peeked(dict[str, Estimator]):
+    """What is prepared for each pool; looks at the fleet whenever it is asked for some."""
+
+    def __init__(self, of: Fleet, estimators: Mapping[str, Estimator]) -> None:
+        super().__init__(estimators)
+        self._of = of
+        self.seen: list[tuple[set[str], list[str]]] = []
+
+    def __getitem__(self, name: str) -> Estimator:
+        self.seen.append((set(self._of.pools), [m.address for m in self._of.members()]))
+        return super().__getitem__(name)
+
+
+def test_nobody_reads_half_of_the_pools() -> None:
+    of = running("disagg")
+    whole = [m.address for m in of.members()]
+    prepared = prepare(config("disagg", {"prefill": workers("p9:1")}))
+    peeked = Peeked(of, prepared.estimators)
+    of.apply(prepared._replace(estimators=peeked))
+    assert len(peeked.seen) == 2
+    assert all(seen == ({"prefill", "decode"}, whole) for seen in peeked.seen)
+
+
+def test_ops_03_a_fleet_whose_workers_are_all_replaced_is_ready_until_the_new_ones_are_down() -> (
+    None
+):
+    of = running("disagg")
+    for pool in of.pools.values():
+        for member in pool.members.values():
+            lease(pool, member)
+    old = list(of.members())
+    put(of, "disagg", prefill=workers("p8:1", "p9:1"), decode=workers("d8:1", "d9:1"))
+    new = list(of.members())
+    assert {m.state for m in new} == {State.JOINING}
+    assert (of.unready_stages(), of.not_ready()) == ([], "")
+    assert set(of.standing()) == {*new, *old}
+    # Of those that are joining one stage turns out to be down; the other one waits on.
+    for member in new[:2]:
+        assert of.unready_stages() == []
+        member.probe_failed("connection refused")
+    assert of.unready_stages() == [Stage.PREFILL]
+    assert of.not_ready() == "no prefill worker is ready"
+    assert not any(m.stage is Stage.PREFILL for m in of.standing() if m.is_draining)
+    make_ready(of)
+    assert (of.unready_stages(), set(of.standing())) == ([], set(new))
+
+
+def test_workers_that_drain_and_are_down_stand_for_nobody() -> None:
+    of = running()
+    members = list(of.members())
+    for member in members:
+        lease(of.pools["agg"], member)
+    put(of, agg=workers("a9:1"))
+    members[0].refuse("another model")
+    assert of.not_ready() == ""
+    members[1].cut()
+    assert of.not_ready() == "no agg worker is ready"
 
 
 def test_a_table_gives_rows_that_were_given_up_to_the_next_the_last_first() -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+import grpc
 import pytest
 
 from slagate.pools.fleet import Fleet, prepare
@@ -14,9 +15,10 @@ from slagate.pools.grid_config import FleetConfig, parse_config
 from slagate.pools.member import Member, Stage
 from slagate.pools.table import State
 from slagate.proto import gateway_pb2 as gw
+from slagate.proto import openengine_pb2 as oe
 from slagate.router.assignment import Assignment
 from slagate.router.dispatch import Dispatcher
-from slagate.router.errors import NoWorker, RequestError
+from slagate.router.errors import NoWorker, RequestError, UnknownModel
 from slagate.router.score import Ask
 from slagate.router.sla import Sla
 from support.builders import MODEL, STAGE_NAMES, ask, config, fleet, model_info, rng
@@ -211,7 +213,7 @@ def two_pools(workers: dict[str, list[str]], most: int) -> FleetConfig:
         "agg_pool_selection_strategy": strategy,
         "pools": pools,
     }
-    return parse_config(content, source="two")
+    return parse_config(content, source="two", serving=True)
 
 
 def test_the_oldest_is_first_where_lanes_become_one() -> None:
@@ -240,6 +242,88 @@ def test_the_oldest_is_first_where_lanes_become_one() -> None:
                 assert requests.order[-1] == then
             requests.release_all()
             assert {m.address for m in of.all_members()} == {"a1:1", "a2:1"}
+
+    run(main)
+
+
+OTHER = "other"
+
+
+def two_models() -> Fleet:
+    """One worker of each model; the one of `OTHER` has just been replaced by one that nobody knows yet."""
+    of = fleet("agg")
+    of.pools["agg"].members["a2:1"].models = {OTHER: model_info(OTHER)}
+    of.models()
+    of.apply(prepare(config("agg", {"agg": {"workers": ["a1:1", "a3:1"], "max_inflight": 1}})))
+    return of
+
+
+def test_who_waits_only_for_a_worker_that_joins_keeps_its_pool_from_nobody() -> None:
+    async def main() -> None:
+        of = two_models()
+        async with waiting(of, 1, asked=ask(model=OTHER)) as requests:
+            assert (requests.held, requests.failed, requests.dispatcher.n_waiting) == ({}, {}, 1)
+            await requests.submit(1)
+            assert requests.workers(1) == ["a1:1"]
+            # And so for those of the other lane that waited before it is clear that the worker is down.
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(requests.submit, 2)
+                await anyio.sleep(1)
+                assert requests.dispatcher.n_waiting == 2
+                requests.held.pop(1).release()
+                await anyio.sleep(1)
+                assert requests.workers(2) == ["a1:1"]
+            new = of.pools["agg"].members["a3:1"]
+            new.models = {OTHER: model_info(OTHER)}
+            new.probe_ok()
+            await anyio.sleep(1)
+            assert requests.workers(0) == ["a3:1"]
+
+    run(main)
+
+
+def test_who_waits_for_a_worker_that_joins_and_for_a_full_one_keeps_its_place() -> None:
+    """A younger request of another lane does not take what both wait for."""
+
+    async def main() -> None:
+        of = fleet("disagg")
+        for member in of.members():
+            member.models = {name: model_info(name) for name in (MODEL, OTHER)}
+        capacity = oe.DeploymentCapacity(total_kv_blocks=100, kv_block_size=32)
+        of.pools["decode"].members["d1:1"].info = oe.ServerInfo(capacity=capacity)
+        of.apply(prepare(config("disagg", {"decode": {"workers": ["d1:1", "d3:1"]}})))
+        first = ask(isl_tokens=2000)
+        async with waiting(of, 1, asked=first) as requests, anyio.create_task_group() as tasks:
+            # The first of them needs more KV cache than is left, the second would fit.
+            for number, model, isl_tokens in ((1, OTHER, 3000), (2, MODEL, 150)):
+                asked = ask(model=model, isl_tokens=isl_tokens)
+                tasks.start_soon(partial(requests.submit, number, asked=asked))
+                await anyio.sleep(1)
+            assert (requests.order, requests.dispatcher.n_waiting) == ([0], 2)
+            for number in (0, 1):
+                requests.held.pop(number).release()
+                await anyio.sleep(1)
+            assert requests.order == [0, 1, 2]
+
+    run(main)
+
+
+def test_a_model_that_nobody_knows_may_be_that_of_a_worker_that_joins() -> None:
+    async def main() -> None:
+        of = fleet("agg")
+        of.apply(prepare(config("agg", {"agg": {"workers": ["a1:1", "new:1"]}})))
+        async with waiting(of, 1, asked=ask(model="tiny")) as requests:
+            refused = requests.failed[0]
+            assert isinstance(refused, NoWorker)
+            assert refused.code is grpc.StatusCode.UNAVAILABLE
+            of.pools["agg"].members["new:1"].probe_failed("connection refused")
+            await requests.submit(1, asked=ask(model="tiny"))
+            assert isinstance(requests.failed[1], UnknownModel)
+            make_ready(of)
+            of.pools["agg"].members["new:1"].models = {"tiny": model_info("tiny")}
+            of.pools["agg"].members["new:1"].probe_ok()
+            await requests.submit(2, asked=ask(model="tiny"))
+            assert requests.workers(2) == ["new:1"]
 
     run(main)
 

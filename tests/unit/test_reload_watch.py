@@ -21,12 +21,21 @@ from slagate.pools.overlap import Prompt
 from slagate.pools.ranks import Work
 from slagate.pools.table import State
 from slagate.pools.watch import INTERVAL_S, JITTER_RATIO, watch_fleet
+from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
+from slagate.router.admin import AdminService
 from slagate.router.errors import Outcome
+from slagate.router.receipt_config import read_config
+from slagate.router.receipt_ring import in_turns
+from slagate.router.receipts_cli import Recheck, json_line
+from slagate.router.recompute import decide_again
+from slagate.router.settings import Settings
 from slagate.workers.worker import OK, Status
 from support.builders import PROFILE, config, finished, prefill_ready, request, rng, token
+from support.context import Context
 from support.fake_worker import HANG, ROLES, FakeWorker, Wait
 from support.followed import BLOCK_TOKENS, CLEARED, batch, stored, tokens_of
+from support.reloads import Nowhere
 from support.request_path import Bench, bench
 from support.virtual_loop import run
 from support.watched import LOOK_S
@@ -185,6 +194,26 @@ def test_ops_01_time_is_up_within_a_look_once_for_each_worker() -> None:
     run(main)
 
 
+def test_ops_01_with_no_time_to_drain_who_drains_is_cut_at_the_next_look_and_nobody_else() -> None:
+    async def main() -> None:
+        async with probing("w1:1", "w2:1", drain_s=0.0) as of:
+            pool = of.fleet.pools["agg"]
+            legs = [Cut(pool.lease(m.ranks.rows[0], WORK)) for m in of.fleet.members()]
+            for member, leg in zip(of.fleet.members(), legs, strict=True):
+                member.legs.add(leg)
+            await anyio.sleep(5)
+            assert (of.n_cut, [leg.told for leg in legs]) == (0, [[], []])
+            assert all(member.is_up for member in of.fleet.members())
+            of.put("w1:1")
+            await anyio.sleep(LOOK_S)
+            assert (of.n_cut, [len(leg.told) for leg in legs]) == (1, [0, 1])
+            with pytest.raises(AssertionError):
+                of.member("w1:1").cut()
+            assert of.member("w1:1").is_up
+
+    run(main)
+
+
 def test_who_came_back_has_its_time_from_the_start() -> None:
     async def main() -> None:
         async with probing("w1:1", "w2:1", drain_s=5.0) as of:
@@ -327,6 +356,70 @@ def test_requests_that_were_predicted_by_another_profile_teach_this_one_nothing(
                 await check_served(at)
             # TTFT and ITL.
             assert at.app.fleet.pools["agg"].estimator.n_observed == (0 if profile else 2)
+
+    run(main)
+
+
+@pytest.mark.parametrize("after", [{"ttft_ms": 800}, {"ttft_ms": 800, "itl_ms": 20}, {}])
+def test_what_a_request_was_decided_by_it_is_retried_by(after: dict[str, int]) -> None:
+    """Whatever its class means by then, and the receipt decides it again so."""
+
+    async def main() -> None:
+        lost = (Wait(2), DOWN)
+        async with bench("agg", n_workers=2, agg=[lost, SLOW]) as at:
+            pools = {"agg": {"workers": list(at.workers)}}
+            put(at, config("agg", pools, objectives={"*": {"ttft_ms": 300}}))
+            first = at.app.reloader.version
+
+            async def change() -> None:
+                await anyio.sleep(1)
+                put(at, config("agg", pools, objectives={"*": after}))
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(change)
+                await check_served(at)
+            (entry,) = [entry async for entry, _ in at.app.gateway.receipts.watch()]
+            receipt = await in_turns(entry.receipt())
+            (replaced,), (last,) = receipt.replaced, receipt.decision.stages
+            versions = [replaced.config_version, last.config_version]
+            assert versions == [first, at.app.reloader.version]
+            assert len(set(versions)) == 2
+            sla = receipt.decision.sla
+            assert (sla.ttft_ms, sla.HasField("itl_ms")) == (300, False)
+            assert list(sla.by_objective) == ["ttft_ms"]
+            targets = [[(t.field, t.ms) for t in each.targets] for each in (replaced, last)]
+            assert targets[0] == targets[1]
+            known = {each.version: read_config(each) for each in entry.configs}
+            assert list(decide_again(receipt, known)) == [None, None]
+
+    run(main)
+
+
+def test_what_the_admin_service_gives_of_requests_before_and_after_a_reload_recomputes() -> None:
+    """Also of one that was refused before it was decided, under a version that nobody prints any more."""
+
+    async def main() -> None:
+        async with bench("agg", n_workers=2) as at:
+            gateway = at.app.gateway
+            await at.call(request(model="unheard of"))
+            put(at, listing("a2:1"))
+            await at.call()
+            service = AdminService(
+                gateway.dispatcher,
+                Settings(),
+                reloader=at.app.reloader,
+                source=Nowhere(),
+                receipts=gateway.receipts,
+                now_s=anyio.current_time,
+            )
+            watched = service.WatchReceipts(gw.WatchReceiptsRequest(), Context())
+            said = [each async for each in watched]
+            receipts = [each.receipt for each in said if each.HasField("receipt")]
+            assert (len(said), len(receipts)) == (3, 2)
+            assert receipts[0].config_version != receipts[1].config_version
+            recheck = Recheck()
+            assert list(recheck.read(json_line(each).encode() for each in said)) == []
+            assert (recheck.n_receipts, recheck.n_choices, recheck.ok) == (2, 1, True)
 
     run(main)
 

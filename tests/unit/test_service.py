@@ -4,14 +4,15 @@ import anyio
 import grpc
 import pytest
 
-from slagate.pools.fleet import Fleet
+from slagate.pools.fleet import Fleet, prepare
 from slagate.pools.member import Stage
+from slagate.pools.ranks import Work
 from slagate.proto import openengine_pb2 as oe
 from slagate.router import errors
 from slagate.router.forward import PEER
 from slagate.router.live import LiveRequests
 from slagate.router.service import ControlService
-from support.builders import MODEL, fleet, model_info
+from support.builders import MODEL, config, fleet, model_info
 from support.context import Aborted, Context
 from support.virtual_loop import run
 
@@ -53,6 +54,22 @@ def test_a_model_can_do_what_its_least_worker_can() -> None:
     with pytest.raises(Aborted) as caught:
         run(control(of).GetModelInfo, oe.GetModelInfoRequest(model="x"), Context())
     assert caught.value.code is Code.NOT_FOUND
+
+
+def test_a_fleet_whose_workers_are_all_replaced_says_what_the_old_ones_can_do() -> None:
+    of = fleet("agg")
+    for member in of.members():
+        member.models = {MODEL: model_info(window=4000)}
+    held = of.pools["agg"].lease(0, Work())
+    of.apply(prepare(config("agg", {"agg": {"workers": ["a8:1", "a9:1"]}})))
+    asked = oe.GetModelInfoRequest(model=MODEL)
+    assert run(control(of).GetModelInfo, asked, Context()).max_context_length == 4000
+    assert run(control(of).Health, oe.HealthRequest(), Context()).state == oe.HEALTH_STATE_READY
+    for member in of.members():
+        member.models = {MODEL: model_info(window=6000)}
+        member.probe_ok()
+    assert run(control(of).GetModelInfo, asked, Context()).max_context_length == 6000
+    held.release()
 
 
 def test_health_names_the_stage_that_is_down() -> None:

@@ -51,7 +51,7 @@ def two_kinds(**decode: Any) -> Fleet:
     workers = {"p-fast": "pf:1", "p-bulk": "pb:1", "d-fast": "df:1", "d-bulk": "db:1"}
     content["pools"] = {name: {"workers": [address]} for name, address in workers.items()}
     content["pools"]["d-bulk"] |= decode
-    of = Fleet(prepare(parse_config(content, source="f")))
+    of = Fleet(prepare(parse_config(content, source="f", serving=True)))
     for member in of.members():
         member.models = {MODEL: model_info()}
         member.probe_ok()
