@@ -122,6 +122,10 @@ class H2Connection(asyncio.Protocol):
             self._transport.close()
         self._lose(reason)
 
+    def abandon(self, reason: str) -> None:
+        """As `close`, without a word to the peer: the transport may be gone already."""
+        self._abort(reason)
+
     # --- what the streams call
 
     def submit(self, action: Callable[..., None], *args: Any) -> None:

@@ -125,9 +125,11 @@ class Links:
 
     async def _connect(self) -> None:
         link = _Link(self, self._settings)
+        is_dialed = False
         try:
             with anyio.fail_after(CONNECT_LIMIT_S):
                 await self._dial(self._address, lambda: link.connection)
+                is_dialed = True
                 await link.settled.wait()
             self._failure = link.lost_by or ""
         except TimeoutError:
@@ -136,7 +138,11 @@ class Links:
             self._failure = str(error) or type(error).__name__
         finally:
             self._is_dialing = False
-            if link not in self._links:
+            if not is_dialed:
+                # It may be in use by now. uvloop frees the transport of a dial that is given up, and tells
+                # nobody: a word on it would raise.
+                link.connection.abandon("given up")
+            elif link not in self._links:
                 link.connection.close("given up")
         if self._failure:
             delay_s = min(FIRST_BACKOFF_S * 2**self._n_failed, MAX_BACKOFF_S)

@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import anyio
+
 HIGH_WATER_BYTES = 64 << 10
 
 
@@ -24,6 +26,7 @@ class MemoryTransport(asyncio.Transport):
         self.n_writes = 0
         self.is_cut = False  # everything written is lost
         self.is_stalled = False  # the other end does not read
+        self._is_freed = False
 
     def join(self, other: "MemoryTransport") -> None:
         self._other = other
@@ -32,6 +35,8 @@ class MemoryTransport(asyncio.Transport):
         self._protocol.connection_made(self)
 
     def write(self, data: Any) -> None:
+        if self._is_freed:
+            raise RuntimeError("the handler is closed")
         if self._is_closed or self.is_cut or not data:
             return
         self.n_writes += 1
@@ -82,6 +87,11 @@ class MemoryTransport(asyncio.Transport):
     def abort(self) -> None:
         self.close()
 
+    def free(self) -> None:
+        """As uvloop does it to a dial that is given up: this end is told nothing, and may not write."""
+        self._is_closed = self._is_freed = True
+        self._send(None)
+
     def is_closing(self) -> bool:
         return self._is_closed
 
@@ -106,10 +116,17 @@ class Network:
         self._latency_s = latency_s
         self.links: list[tuple[MemoryTransport, MemoryTransport]] = []
         self.refuses = ""  # why it cannot be connected
+        self.hangs = False  # it connects, and does not come to its end
         self.n_dials = 0
 
     async def dial(self, _address: str, make: Callable[[], asyncio.Protocol]) -> None:
         self.n_dials += 1
         if self.refuses:
             raise OSError(self.refuses)
-        self.links.append(joined(make(), self._serve(), self._latency_s))
+        near, far = joined(make(), self._serve(), self._latency_s)
+        self.links.append((near, far))
+        if self.hangs:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                near.free()

@@ -206,6 +206,26 @@ def test_a_peer_that_says_nothing_is_given_up_and_so_are_its_calls() -> None:
     run(main)
 
 
+def test_a_dial_that_is_given_up_takes_its_connection_along_though_it_is_in_use() -> None:
+    """Its transport is freed then, as uvloop does it: nothing may write on it any more."""
+
+    async def scene(channel: StreamChannel, server: PeerServer, network: Network) -> None:
+        server.on_request = hold
+        network.hangs = True
+        early = BytesSink()
+        start(channel, early)
+        await anyio.sleep(1)
+        assert len(server.streams) == 1
+        assert (await early.done()).code is UNAVAILABLE
+        assert anyio.current_time() == pytest.approx(CONNECT_LIMIT_S)
+        await anyio.sleep(MAX_BACKOFF_S)
+        start(channel, BytesSink())
+        await anyio.sleep(1)
+        assert (network.n_dials, len(server.streams)) == (2, 2)
+
+    play(scene)
+
+
 class Shouting(asyncio.Protocol):
     """Says something that is not HTTP/2."""
 
