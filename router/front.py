@@ -30,15 +30,12 @@ from slagate.workers.grpc_wire import (
 from slagate.workers.h2 import LOW_WATER_BYTES, H2Connection
 from slagate.workers.h2_port import CANCEL, Headers, Settings, Stream, StreamEnd, StreamHandler
 from slagate.workers.links import Links
-from slagate.workers.listen import Address
+from slagate.workers.listen import BACKLOG
 from slagate.workers.rpc import MAX_MESSAGE_BYTES
 from slagate.workers.worker import OK, Status
 
 FLUSH_S = 2.0
 """For a client to take the last of its answer, when the request itself took all its time."""
-
-BACKLOG = 1024
-"""Connections that wait to be accepted."""
 
 _PATH = GENERATE.encode()
 _ANSWER = ((b":status", b"200"), (b"content-type", CONTENT_TYPE))
@@ -265,28 +262,6 @@ class ClientStream:
                 self._stream.respond([*_ANSWER, *trailers], last=True)
 
 
-def listen_on(address: Address) -> socket.socket:
-    """A socket that listens there. Raises `OSError` when that cannot be."""
-    try:
-        family, kind, protocol, _, at = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listening = socket.socket(family, kind, protocol)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                # A wildcard means every address, also those of IPv4.
-                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listening.bind(at)
-            listening.listen(BACKLOG)
-        except OSError:
-            listening.close()
-            raise
-    except OSError as error:
-        raise OSError(f"cannot listen on {address}") from error
-    return listening
-
-
 @asynccontextmanager
 async def serve_front(
     gateway: Gateway, listening: socket.socket, local: Links
@@ -295,7 +270,7 @@ async def serve_front(
     loop = asyncio.get_running_loop()
     async with anyio.create_task_group() as tasks:
         front = Front(gateway, tasks, local)
-        front.server = await loop.create_server(front.protocol, sock=listening)
+        front.server = await loop.create_server(front.protocol, sock=listening, backlog=BACKLOG)
         try:
             yield front
         finally:
