@@ -4,6 +4,7 @@ Generate is served here. Every other method goes, as it is, to the local server 
 """
 
 import asyncio
+import logging
 import socket
 from collections import deque
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ import anyio
 import grpc
 from anyio.abc import TaskGroup
 
+from slagate.router.errors import INTERNAL
 from slagate.router.forward import Forward
 from slagate.router.generate import generate
 from slagate.router.turn import ClientCall, Gateway
@@ -33,6 +35,8 @@ from slagate.workers.links import Links
 from slagate.workers.listen import BACKLOG
 from slagate.workers.rpc import MAX_MESSAGE_BYTES
 from slagate.workers.worker import OK, Status
+
+log = logging.getLogger(__name__)
 
 FLUSH_S = 2.0
 """For a client to take the last of its answer, when the request itself took all its time."""
@@ -128,19 +132,21 @@ class ClientStream:
         self._request: bytes | None = None
         self._refusal: Status | None = None
         self._reader = MessageReader(MAX_MESSAGE_BYTES)
-        self._ends_at_s: float | None = None
+        self._began_s = self._loop.time()
+        self._timeout_s: float | None = None  # the client's
         self._scope = anyio.CancelScope()
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._has_answered = False
         self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
         self.status: Status | None = None
         self.discarded = False
         fields = dict(headers)
         try:
             self._reader = MessageReader(MAX_MESSAGE_BYTES, encoding=supported_encoding(headers))
             if b"grpc-timeout" in fields:
-                self._ends_at_s = self._loop.time() + decode_timeout(fields[b"grpc-timeout"])
+                self._timeout_s = decode_timeout(fields[b"grpc-timeout"])
         except WireError as error:
             self._refuse(error.status)
         except ValueError as error:
@@ -188,6 +194,7 @@ class ClientStream:
 
     def closed(self, _end: StreamEnd, /) -> None:
         """As `StreamHandler.closed`: the client has its answer, or has left."""
+        self._is_closed = True
         self._waiting.clear()
         self._waiting_bytes = 0
         self._scope.cancel()
@@ -195,8 +202,9 @@ class ClientStream:
             self._timer.cancel()
 
     async def _serve(self, request: bytes) -> None:
-        now_s = self._loop.time()
-        remaining_s = None if self._ends_at_s is None else max(self._ends_at_s - now_s, 0.0)
+        remaining_s = None
+        if self._timeout_s is not None:
+            remaining_s = max(self._began_s + self._timeout_s - self._loop.time(), 0.0)
         try:
             metadata = to_metadata(self._headers)
         except WireError as error:
@@ -206,7 +214,12 @@ class ClientStream:
             data=request, metadata=metadata, peer=self._peer, timeout_s=remaining_s, out=self
         )
         with self._scope:
-            await generate(call, self._front.gateway)
+            try:
+                await generate(call, self._front.gateway)
+            except Exception:
+                # A bug with one request must not end them all.
+                log.exception("front.bug")
+                self.end(INTERNAL)
 
     def _refuse(self, status: Status) -> None:
         if self._refusal is None:
@@ -240,12 +253,16 @@ class ClientStream:
 
     def end(self, status: Status = OK, /) -> None:
         """As `Sink.end`."""
-        if self.status is None:
-            self.status = status
-            now_s = self._loop.time()
-            flushed_s = max(self._ends_at_s or now_s, now_s + FLUSH_S)
-            self._timer = self._loop.call_at(flushed_s, self._stream.reset, CANCEL)
-            self._pass_on()
+        if self.status is not None:
+            return
+        self.status = status
+        if self._is_closed:
+            return
+        limit_s = self._front.gateway.settings.default_timeout_s
+        ends_at_s = self._began_s + (limit_s if self._timeout_s is None else self._timeout_s)
+        flushed_s = max(ends_at_s, self._loop.time() + FLUSH_S)
+        self._timer = self._loop.call_at(flushed_s, self._stream.reset, CANCEL)
+        self._pass_on()
 
     def _pass_on(self) -> None:
         while self._waiting and self._stream.unsent_bytes <= LOW_WATER_BYTES:
