@@ -6,6 +6,7 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
+from functools import partial
 from importlib.metadata import version
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from slagate.router.admin import AdminService
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Draining
 from slagate.router.front import Front, serve_front
+from slagate.router.generate import generate
 from slagate.router.handoff import Releaser
 from slagate.router.live import LiveRequests
 from slagate.router.metrics import Metrics
@@ -183,9 +185,10 @@ async def serve(
             async with (
                 anyio.create_task_group() as connecting,
                 serve_front(
-                    gateway,
+                    partial(generate, gateway=gateway),
                     listening,
                     Links(socket, connecting, settings=LOCAL, dial=dial_unix),
+                    limit_s=settings.default_timeout_s,
                 ) as front,
                 stopped() as signals,
                 reloading(app.reloader, source, watch=settings.watch_config, stamp=stamp),

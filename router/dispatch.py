@@ -6,8 +6,7 @@ worker can take more, `step` assigns as many as fit.
 
 import logging
 import random
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import partial
 
 from msgspec.structs import replace
@@ -63,7 +62,6 @@ class Dispatcher:
         rng.setstate(self._rng.getstate())
         return self._choose(ask, prompt, None, rng)
 
-    @contextmanager
     def submit(
         self,
         ask: Ask,
@@ -71,12 +69,11 @@ class Dispatcher:
         *,
         stages: tuple[Stage, ...] | None = None,
         since_s: float | None = None,
-    ) -> Iterator[Ticket]:
-        """A request for workers, for the time of the block; `Ticket.assigned` waits for them.
+    ) -> Ticket:
+        """A request for workers, for the time of a block; `Ticket.assigned` waits for them.
 
         They are for all stages, or for some of a request that lost its workers there and has waited since
-        `since_s`. An assignment that nobody fetched by the end of the block is given back, else it is the
-        caller's. Raises `UnknownModel` or `NoWorker`.
+        `since_s`. Raises `UnknownModel` or `NoWorker`.
         """
         ticket = Ticket(
             ask,
@@ -84,23 +81,19 @@ class Dispatcher:
             stages=stages,
             decision=self._choose(ask, prompt, stages, self._rng),
             since_s=self._now_s() if since_s is None else since_s,
+            leave=self._left,
         )
         if not (self._refused(ticket) or (self._lanes.is_free(ticket) and self._taken(ticket))):
             self._wait(ticket)
             if since_s is not None:
                 # It may be older than who keeps the place that it was refused.
                 self.step()
-        try:
-            yield ticket
-        except BaseException:
-            if isinstance(ticket.outcome, Assignment):
-                ticket.outcome.release()
-            raise
-        finally:
-            if ticket.outcome is None:
-                self._lanes.remove(ticket)
-                # It may have been the one that did not fit.
-                self.step()
+        return ticket
+
+    def _left(self, ticket: Ticket) -> None:
+        self._lanes.remove(ticket)
+        # It may have been the one that did not fit.
+        self.step()
 
     def put_in_force(self, prepared: Prepared, config: gw.GatewayConfig) -> None:
         """Another configuration, for the fleet and for those who wait; receipts call it `config`."""

@@ -7,17 +7,16 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 
 import anyio
 import grpc
-from anyio.abc import TaskGroup
 
 from slagate.router.errors import INTERNAL
 from slagate.router.forward import Forward
-from slagate.router.generate import generate
-from slagate.router.turn import ClientCall, Gateway
+from slagate.router.live import Running
+from slagate.router.turn import ClientCall
 from slagate.workers.channel import GENERATE
 from slagate.workers.grpc_wire import (
     CONTENT_TYPE,
@@ -34,7 +33,7 @@ from slagate.workers.h2_port import CANCEL, Headers, Settings, Stream, StreamEnd
 from slagate.workers.links import Links
 from slagate.workers.listen import BACKLOG
 from slagate.workers.rpc import MAX_MESSAGE_BYTES
-from slagate.workers.worker import OK, Status
+from slagate.workers.worker import OK, Metadata, Status
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +47,18 @@ _SEVERAL = Status(grpc.StatusCode.INTERNAL, "the call has more than one request 
 _NOT_GRPC = ((b":status", b"415"),)
 
 
-class Front:
-    """Has the clients' connections. `tasks` owns the requests."""
+Serve = Callable[[ClientCall], Coroutine[object, object, None]]
+"""Serves one Generate call; ends its `out`, whatever happens."""
 
-    def __init__(self, gateway: Gateway, tasks: TaskGroup, local: Links) -> None:
-        self.gateway = gateway
-        self.tasks = tasks
+
+class Front:
+    """Has the clients' connections, and the requests that `serve` is at work on."""
+
+    def __init__(self, serve: Serve, local: Links, *, limit_s: float) -> None:
+        """`limit_s` is that of a request without one."""
+        self.serve = serve
+        self.limit_s = limit_s
+        self.requests: set[asyncio.Task[None]] = set()
         self.local = local
         self.clients: set[_Client] = set()
         self.server: asyncio.Server | None = None
@@ -84,9 +89,14 @@ class Front:
         self._emptied.set()
 
     def close(self) -> None:
-        """End every connection."""
+        """End every connection, and with it the requests of it."""
         for client in list(self.clients):
             client.connection.close("the gateway is shutting down")
+
+    async def finished(self) -> None:
+        """Wait until no request is being served."""
+        while self.requests:
+            await asyncio.wait(self.requests)
 
 
 class _Client:
@@ -134,7 +144,7 @@ class ClientStream:
         self._reader = MessageReader(MAX_MESSAGE_BYTES)
         self._began_s = self._loop.time()
         self._timeout_s: float | None = None  # the client's
-        self._scope = anyio.CancelScope()
+        self._running = Running()
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._has_answered = False
@@ -186,7 +196,13 @@ class ClientStream:
         if self._request is None or self._reader.waiting_bytes:
             self._refuse(_EMPTY)
             return
-        self._front.tasks.start_soon(self._serve, self._request)
+        try:
+            metadata = to_metadata(self._headers)
+        except WireError as error:
+            self._refuse(error.status)
+            return
+        serving = self._serve(self._request, metadata)
+        self._front.requests.add(self._loop.create_task(serving))
 
     def writable(self) -> None:
         """As `StreamHandler.writable`."""
@@ -197,29 +213,24 @@ class ClientStream:
         self._is_closed = True
         self._waiting.clear()
         self._waiting_bytes = 0
-        self._scope.cancel()
+        self._running.end()
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _serve(self, request: bytes) -> None:
+    async def _serve(self, request: bytes, metadata: Metadata) -> None:
         remaining_s = None
         if self._timeout_s is not None:
             remaining_s = max(self._began_s + self._timeout_s - self._loop.time(), 0.0)
+        call = ClientCall(request, metadata, self._peer, remaining_s, self, self._running)
         try:
-            metadata = to_metadata(self._headers)
-        except WireError as error:
-            self.end(error.status)
-            return
-        call = ClientCall(
-            data=request, metadata=metadata, peer=self._peer, timeout_s=remaining_s, out=self
-        )
-        with self._scope:
-            try:
-                await generate(call, self._front.gateway)
-            except Exception:
-                # A bug with one request must not end them all.
-                log.exception("front.bug")
-                self.end(INTERNAL)
+            await self._front.serve(call)
+        except Exception:
+            log.exception("front.bug")
+            self.end(INTERNAL)
+        finally:
+            task = asyncio.current_task()
+            assert task is not None
+            self._front.requests.discard(task)
 
     def _refuse(self, status: Status) -> None:
         if self._refusal is None:
@@ -243,7 +254,7 @@ class ClientStream:
             self._waiting_bytes += len(data)
             self._stream.tell_writable()
         else:
-            self._stream.send(prefix(data) + data)
+            self._stream.send(prefix(data), data)
 
     def discard(self) -> None:
         """As `Outlet.discard`."""
@@ -258,8 +269,8 @@ class ClientStream:
         self.status = status
         if self._is_closed:
             return
-        limit_s = self._front.gateway.settings.default_timeout_s
-        ends_at_s = self._began_s + (limit_s if self._timeout_s is None else self._timeout_s)
+        limit_s = self._front.limit_s if self._timeout_s is None else self._timeout_s
+        ends_at_s = self._began_s + limit_s
         flushed_s = max(ends_at_s, self._loop.time() + FLUSH_S)
         self._timer = self._loop.call_at(flushed_s, self._stream.reset, CANCEL)
         self._pass_on()
@@ -268,7 +279,7 @@ class ClientStream:
         while self._waiting and self._stream.unsent_bytes <= LOW_WATER_BYTES:
             data = self._waiting.popleft()
             self._waiting_bytes -= len(data)
-            self._stream.send(prefix(data) + data)
+            self._stream.send(prefix(data), data)
         if self._waiting:
             self._stream.tell_writable()
         elif self.status is not None:
@@ -281,16 +292,16 @@ class ClientStream:
 
 @asynccontextmanager
 async def serve_front(
-    gateway: Gateway, listening: socket.socket, local: Links
+    serve: Serve, listening: socket.socket, local: Links, *, limit_s: float
 ) -> AsyncIterator[Front]:
-    """Serve clients on this socket for the time of the block."""
+    """Serve clients on this socket for the time of the block. `limit_s` as for `Front`."""
     loop = asyncio.get_running_loop()
-    async with anyio.create_task_group() as tasks:
-        front = Front(gateway, tasks, local)
-        front.server = await loop.create_server(front.protocol, sock=listening, backlog=BACKLOG)
-        try:
-            yield front
-        finally:
-            front.retire()
-            front.close()
-            tasks.cancel_scope.cancel()
+    front = Front(serve, local, limit_s=limit_s)
+    front.server = await loop.create_server(front.protocol, sock=listening, backlog=BACKLOG)
+    try:
+        yield front
+    finally:
+        front.retire()
+        front.close()
+        with anyio.CancelScope(shield=True):
+            await front.finished()

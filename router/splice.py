@@ -99,7 +99,7 @@ class Splice(LegSink):
             waiting = self._client.n_bytes
             self._failure = SlowClient(f"the client reads too slowly: {waiting} bytes wait for it")
             self._client.discard()
-            self.complete.set()
+            self._completed()
             return False
         self._committed = True
         if self._preface:

@@ -1,8 +1,9 @@
 """One request's hold on the fleet: its leases, its handoff, and the calls to its workers."""
 
+import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import anyio
@@ -18,7 +19,7 @@ from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import LegFailed, RequestError
 from slagate.router.handoff import Handoff, Releaser
 from slagate.router.leg import LegSink
-from slagate.router.live import LiveRequests
+from slagate.router.live import LiveRequests, Running
 from slagate.router.metrics import Metrics
 from slagate.router.policy import StageChoice
 from slagate.router.receipt_ring import ReceiptRing
@@ -56,6 +57,7 @@ class ClientCall:
     peer: str  # who may abort it
     timeout_s: float | None  # what is left of the client's deadline
     out: Outlet  # what the front writes to the client
+    running: Running = field(default_factory=Running)
 
 
 @dataclass(slots=True)
@@ -153,7 +155,7 @@ class Turn:
             self.leg_started_s = self.gateway.now_s()
             try:
                 await self._run(lease, data, sink)
-            except anyio.get_cancelled_exc_class():
+            except asyncio.CancelledError:
                 self.record.attempt(stage, GIVEN_UP)
                 raise
             finally:
@@ -181,12 +183,13 @@ class Turn:
         )
         member.legs.add(sink)
         try:
-            await sink.complete.wait()
-            if sink.failure() is None:
-                # The status behind the terminal event changes nothing, so it is not waited for long. Nor do
-                # a deadline and an abort, where the client has its whole answer.
-                with anyio.move_on_after(TRAILER_LIMIT_S, shield=sink.answers_client):
-                    await sink.ended.wait()
+            await sink.completed()
+            if not sink.has_ended and sink.failure() is None:
+                # Neither a deadline nor an abort changes anything where the client has its whole answer.
+                self.call.running.is_answered = sink.answers_client
+                # The status behind the terminal event changes nothing either: not waited for long.
+                with anyio.move_on_after(TRAILER_LIMIT_S):
+                    await sink.ended()
         finally:
             member.legs.discard(sink)
             leg_call.cancel()

@@ -5,11 +5,10 @@ all of it. Between lanes age decides too: what an older request waits for no you
 takes.
 """
 
+import asyncio
 import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator
-
-import anyio
 
 from slagate.pools.member import Stage
 from slagate.pools.overlap import Prompt
@@ -24,7 +23,10 @@ MAX_HINT_S = 30.0
 
 
 class Ticket:
-    """A request's place: assigned, refused, or waiting."""
+    """A request's place, for the time of a block: assigned, refused, or waiting.
+
+    An assignment that the block failed with is given back, else it is whose the block is.
+    """
 
     def __init__(
         self,
@@ -34,24 +36,38 @@ class Ticket:
         stages: tuple[Stage, ...] | None,
         decision: Decision,
         since_s: float,
+        leave: Callable[["Ticket"], None],
     ) -> None:
+        """`leave` is called where it still waits at the end of the block."""
         self.ask = ask
         self.prompt = prompt
         self.stages = stages  # None: all that the configuration has
         self.decision = decision  # the newest one
         self.since_s = since_s
         self.outcome: Assignment | RequestError | None = None
-        self._settled = anyio.Event()
+        self._leave = leave
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> "Ticket":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and isinstance(self.outcome, Assignment):
+            self.outcome.release()
+        if self.outcome is None:
+            self._leave(self)
 
     def settle(self, outcome: Assignment | RequestError) -> None:
         """Assign or refuse it."""
         self.outcome = outcome
-        self._settled.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def assigned(self) -> Assignment:
         """Wait for the workers. Raises `NoWorker` or `Overloaded`."""
         if self.outcome is None:
-            await self._settled.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if isinstance(self.outcome, RequestError):
             raise self.outcome
         assert self.outcome is not None

@@ -59,6 +59,8 @@ class H2Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._streams: dict[int, H2Stream] = {}
+        self._queued: dict[H2Stream, None] = {}  # that have something for the engine
+        self._behind: set[H2Stream] = set()  # of which the engine still has something
         self._watched: set[H2Stream] = set()  # to be told when they are writable
         self._n_leaving = 0  # forgotten here, and not closed by the engine yet
         self._max_streams = 0  # of ours, at once; 0 until the peer has said
@@ -145,6 +147,12 @@ class H2Connection(asyncio.Protocol):
         self._n_leaving += 1
         return True
 
+    def queue(self, stream: H2Stream) -> None:
+        """Have `H2Stream.give` called before the next write."""
+        self._queued[stream] = None
+        if not self._will_flush:
+            self.flush_soon()
+
     def watch(self, stream: H2Stream) -> None:
         """Tell it when little of it is unsent."""
         if stream.id in self._streams:
@@ -219,6 +227,8 @@ class H2Connection(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._will_flush = False
+        if self._queued:
+            self._give()
         while self._lost is None and self._transport is not None and not self._is_blocked:
             try:
                 data = self.engine.data_to_send(WRITE_BYTES)
@@ -231,8 +241,30 @@ class H2Connection(asyncio.Protocol):
             self._dispatch(self.engine.events())
             if len(data) < WRITE_BYTES:
                 break
+        if self._behind:
+            self._look_behind()
         if self._watched:
             self._tell_writable()
+
+    def _give(self) -> None:
+        queued, self._queued = self._queued, {}
+        for stream in queued:
+            if stream.id in self._streams:
+                try:
+                    stream.give()
+                except ngh2.NGH2Error:
+                    continue  # as in `submit`
+                self._behind.add(stream)
+
+    def _look_behind(self) -> None:
+        """How much of each stream the engine still has: asked once for each write."""
+        self._behind = {stream for stream in self._behind if self._is_behind(stream)}
+
+    def _is_behind(self, stream: H2Stream) -> bool:
+        if stream.id not in self._streams:
+            return False
+        stream.behind_bytes = self.engine.queued_body_size(stream.id)
+        return stream.behind_bytes > 0
 
     def _tell_writable(self) -> None:
         for stream in list(self._watched):

@@ -89,10 +89,10 @@ class Stream(Protocol):
     def respond(self, headers: Headers, *, last: bool = False) -> None:
         """Answer a request; the body follows, unless these are the `last` words."""
 
-    def send(self, data: bytes) -> None:
+    def send(self, *parts: bytes) -> None:
         """Queue bytes of the body."""
 
-    def finish(self, data: bytes = b"") -> None:
+    def finish(self, *parts: bytes) -> None:
         """Queue the last bytes of the body: our direction ends behind them."""
 
     def end(self, trailers: Headers) -> None:

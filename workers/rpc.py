@@ -103,8 +103,7 @@ class Rpc:
         if stream is None:
             return False
         self._stream = stream
-        stream.send(prefix(self._request))
-        stream.finish(self._request)
+        stream.finish(prefix(self._request), self._request)
         if self._is_paused:
             stream.pause()
         return True
