@@ -249,12 +249,13 @@ class ClientStream:
         if not self._has_answered:
             self._has_answered = True
             self._stream.respond(_ANSWER)
-        if self._waiting or self._stream.unsent_bytes > LOW_WATER_BYTES:
+        stream = self._stream
+        if self._waiting or stream.unsent_bytes > LOW_WATER_BYTES:
             self._waiting.append(data)
             self._waiting_bytes += len(data)
-            self._stream.tell_writable()
+            stream.tell_writable()
         else:
-            self._stream.send(prefix(data), data)
+            stream.send(prefix(data) + data)
 
     def discard(self) -> None:
         """As `Outlet.discard`."""
@@ -279,7 +280,7 @@ class ClientStream:
         while self._waiting and self._stream.unsent_bytes <= LOW_WATER_BYTES:
             data = self._waiting.popleft()
             self._waiting_bytes -= len(data)
-            self._stream.send(prefix(data), data)
+            self._stream.send(prefix(data) + data)
         if self._waiting:
             self._stream.tell_writable()
         elif self.status is not None:

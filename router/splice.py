@@ -13,6 +13,7 @@ from slagate.pools.member import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import ErrorRelayed, SlowClient
 from slagate.router.leg import LegSink
+from slagate.router.peek import TOKEN_TAG, plain_tokens
 from slagate.workers.errors import scrub
 from slagate.workers.legs import client_id_suffix
 from slagate.workers.stream import Outlet
@@ -60,12 +61,30 @@ class Splice(LegSink):
     ) -> None:
         super().__init__(stage, leg_id)
         self._client = client
+        id_of_leg = client_id_suffix(leg_id)
+        self._head = id_of_leg + TOKEN_TAG
+        self._event_at = len(id_of_leg)
+        self._is_flowing = False  # a token was passed on
         self._suffix = client_id_suffix(client_id)
         self._tally = tally
         self._max_buffer_bytes = max_buffer_bytes
         self._now_s = now_s
         self._on_token = on_token
         self._preface = preface
+
+    def message(self, data: bytes, /) -> None:
+        """As `Sink.message`. Nearly all of them are one token event behind the first, and nothing else."""
+        if self._is_flowing and not self.is_complete and data.startswith(self._head):
+            n_tokens = plain_tokens(data, self._event_at)
+            client = self._client
+            if n_tokens >= 0 and client.n_bytes + len(data) <= self._max_buffer_bytes:
+                tally = self._tally
+                tally.n_messages += 1
+                tally.n_tokens += n_tokens
+                tally.last_token_s = self._now_s()
+                client.message(data + self._suffix)
+                return
+        super().message(data)
 
     def take(self, response: oe.GenerateResponse, data: bytes) -> None:
         """Pass one response on."""
@@ -76,6 +95,7 @@ class Splice(LegSink):
             if event == "token":
                 self._tally.tokens(len(response.token.tokens), self._now_s())
                 self._on_token()
+                self._is_flowing = True
             elif event == "finished":
                 self._finish()
             if response.HasField("usage") and response.usage.HasField("cached_prompt_tokens"):

@@ -89,11 +89,11 @@ class Stream(Protocol):
     def respond(self, headers: Headers, *, last: bool = False) -> None:
         """Answer a request; the body follows, unless these are the `last` words."""
 
-    def send(self, *parts: bytes) -> None:
+    def send(self, data: bytes) -> None:
         """Queue bytes of the body."""
 
-    def finish(self, *parts: bytes) -> None:
-        """Queue the last bytes of the body: our direction ends behind them."""
+    def finish(self) -> None:
+        """Our direction ends behind what is queued."""
 
     def end(self, trailers: Headers) -> None:
         """End our direction with these headers, behind what is queued."""

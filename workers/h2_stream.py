@@ -65,17 +65,15 @@ class H2Stream:
             lambda: self._carrier.engine.send_response(self.id, headers, end_stream=last)
         )
 
-    def send(self, *parts: bytes) -> None:
+    def send(self, data: bytes) -> None:
         """As `Stream.send`."""
         if not self._parts:
             self._carrier.queue(self)
-        self._parts += parts
-        for part in parts:
-            self._parts_bytes += len(part)
+        self._parts.append(data)
+        self._parts_bytes += len(data)
 
-    def finish(self, *parts: bytes) -> None:
+    def finish(self) -> None:
         """As `Stream.finish`."""
-        self.send(*parts)
         self._end = ()
         self._carrier.queue(self)
 

@@ -103,7 +103,9 @@ class Rpc:
         if stream is None:
             return False
         self._stream = stream
-        stream.finish(prefix(self._request), self._request)
+        stream.send(prefix(self._request))
+        stream.send(self._request)
+        stream.finish()
         if self._is_paused:
             stream.pause()
         return True
@@ -129,8 +131,13 @@ class Rpc:
             self._loop.call_soon(self._hand_over)
 
     def _hand_over(self) -> None:
-        while self._kept and not self._is_paused and not self.has_ended:
-            self._give(self._kept.popleft())
+        try:
+            while self._kept and not self._is_paused and not self.has_ended:
+                self._sink.message(self._kept.popleft())
+        except Exception:
+            # One call's sink must not end the connection of them all.
+            log.exception("channel.call")
+            self.end(_UNTAKEN)
         if self._is_paused or self.has_ended:
             return
         if self._status is not None:
@@ -164,11 +171,17 @@ class Rpc:
         except WireError as error:
             self._finish(error.status)
             return
-        for message in messages:
-            if self._is_paused or self._kept:
-                self._kept.append(message)
-            elif not self.has_ended:
-                self._give(message)
+        sink, at = self._sink, 0
+        try:
+            while at < len(messages) and not (self._is_paused or self._kept or self.has_ended):
+                at += 1
+                sink.message(messages[at - 1])
+        except Exception:
+            # One call's sink must not end the connection of them all.
+            log.exception("channel.call")
+            self.end(_UNTAKEN)
+        if at < len(messages) and not self.has_ended:
+            self._kept.extend(messages[at:])
 
     def trailers(self, headers: Headers, /) -> None:
         """As `StreamHandler.trailers`."""
@@ -199,14 +212,6 @@ class Rpc:
             self._finish(status_of_reset(end.code, end.reason))
 
     # ---
-
-    def _give(self, message: bytes) -> None:
-        try:
-            self._sink.message(message)
-        except Exception:
-            # One call's sink must not end the connection of them all.
-            log.exception("channel.call")
-            self.end(_UNTAKEN)
 
     def _finish(self, status: Status) -> None:
         if self._kept:
