@@ -6,7 +6,7 @@ import grpc
 from slagate.workers.grpc_wire import to_headers
 from slagate.workers.h2_port import Settings
 from slagate.workers.links import Dial, Links, dial_tcp
-from slagate.workers.rpc import Rpc
+from slagate.workers.rpc import Rpc, call_headers
 from slagate.workers.stream import EndedCall
 from slagate.workers.worker import Call, Metadata, Sink, Status
 
@@ -28,7 +28,10 @@ class StreamChannel:
         dial: Dial = dial_tcp,
     ) -> None:
         """`tasks` owns the connecting."""
-        self._authority = address.encode(errors="replace")
+        authority = address.encode(errors="replace")
+        self._headers = {
+            path: call_headers(path, authority) for path in (GENERATE, SUBSCRIBE_KV_EVENTS)
+        }
         self._calls: set[Rpc] = set()
         self._is_closed = False
         self.links = Links(address, tasks, settings=settings or Settings(), dial=dial)
@@ -62,16 +65,15 @@ class StreamChannel:
         self, path: str, request: bytes, metadata: Metadata, sink: Sink, timeout_s: float | None
     ) -> Call:
         try:
-            headers = to_headers(metadata)
+            headers = to_headers(metadata) if metadata else ()
         except ValueError as error:
             sink.end(Status(grpc.StatusCode.INTERNAL, str(error)))
             return EndedCall()
         call = Rpc(
-            path.encode(),
+            self._headers[path],
             request,
             headers,
             sink,
-            authority=self._authority,
             timeout_s=timeout_s,
             on_end=self._ended,
             again=self.links.start,

@@ -11,14 +11,16 @@ import struct
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterable
+from functools import lru_cache
 
 import grpc
 
-from slagate.workers.worker import Metadata, Status
+from slagate.workers.worker import OK, Metadata, Status
 
 Headers = Iterable[tuple[bytes, bytes]]
 
 CONTENT_TYPE = b"application/grpc"
+IDENTITY = b"identity"
 
 _PREFIX = struct.Struct(">BI")
 """In front of each message: whether it is compressed, and its length."""
@@ -48,6 +50,11 @@ _CODE_OF_RESET = {
 # What belongs to a call itself; everything else that a peer sends is metadata.
 _OWN = frozenset(
     (
+        b":method",
+        b":scheme",
+        b":path",
+        b":authority",
+        b":status",
         b"te",
         b"content-type",
         b"grpc-timeout",
@@ -63,6 +70,7 @@ _VALUE = re.compile(r"[\x20-\x7e]*")
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _MAX_TIMEOUT = 99_999_999  # eight digits
+_MAX_MICROSECONDS_S = 99.9
 _ESCAPED = re.compile(rb"%([0-9a-fA-F]{2})")
 
 
@@ -172,6 +180,21 @@ def supported_encoding(headers: Headers) -> bytes:
     return encoding
 
 
+@lru_cache(maxsize=64)
+def answer_of(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[Status | None, bytes]:
+    """What is wrong with the headers of an answer, if anything, and how its messages are compressed.
+
+    Remembered: a server's answers mostly begin with the same headers.
+    """
+    refusal = refused_by_http(headers)
+    if refusal is not None:
+        return refusal, IDENTITY
+    try:
+        return None, supported_encoding(headers)
+    except WireError as error:
+        return error.status, IDENTITY
+
+
 # --- deadlines -------------------------------------------------------------------------------------
 
 
@@ -183,7 +206,9 @@ def encode_timeout(timeout_s: float) -> bytes:
     """
     if timeout_s <= 0:
         return b"0n"
-    for unit in (b"u", b"m", b"S"):
+    if timeout_s < _MAX_MICROSECONDS_S:
+        return b"%du" % max(math.ceil(round(timeout_s * 1e6, 3)), 1)
+    for unit in (b"m", b"S"):
         count = math.ceil(round(timeout_s / _UNIT_S[unit], 3))
         if count <= _MAX_TIMEOUT:
             return b"%d%s" % (max(count, 1), unit)
@@ -234,7 +259,7 @@ def to_metadata(headers: Headers) -> tuple[tuple[str, str | bytes], ...]:
     """The metadata among header fields. Raises `WireError` naming a key whose value cannot be read."""
     metadata: list[tuple[str, str | bytes]] = []
     for name, value in headers:
-        if name in _OWN or name.startswith(b":"):
+        if name in _OWN:
             continue
         key = name.decode("latin-1")
         if not name.endswith(b"-bin"):
@@ -279,8 +304,13 @@ def decode_message(value: bytes) -> str:
     return raw.decode(errors="replace")
 
 
+_OK_TRAILERS = ((b"grpc-status", b"0"),)
+
+
 def status_headers(status: Status) -> list[tuple[bytes, bytes]]:
     """The trailers of a call that ends so. Raises `ValueError` naming a key of bad metadata."""
+    if status is OK:
+        return [*_OK_TRAILERS]
     headers = [(b"grpc-status", b"%d" % status.code.value[0])]
     if status.message:
         headers.append((b"grpc-message", encode_message(status.message)))
@@ -290,6 +320,8 @@ def status_headers(status: Status) -> list[tuple[bytes, bytes]]:
 def status_of_headers(headers: Headers) -> Status:
     """How a call ended, by its trailers (or by its only headers)."""
     fields = tuple(headers)
+    if fields == _OK_TRAILERS:
+        return OK
     code: grpc.StatusCode | None = None
     message = ""
     for name, value in fields:

@@ -16,6 +16,7 @@ import ngh2
 from ngh2 import DataReceived
 
 from slagate.workers.h2_port import (
+    NO_ERROR,
     RESET_NAMES,
     Accept,
     Headers,
@@ -34,6 +35,8 @@ LOW_WATER_BYTES = 16 << 10
 """Unsent of a stream: little enough that it is worth having more."""
 
 _UNLIMITED = (1 << 31) - 1
+
+_DONE = StreamEnd(NO_ERROR, "the peer reset the stream: NO_ERROR")
 
 
 def unindexed(name: bytes, value: bytes) -> tuple[bytes, bytes]:
@@ -54,6 +57,7 @@ class H2Connection(asyncio.Protocol):
             ),
         )
         self.is_retiring = False
+        self.peer = ""  # the other end's address, empty where it has none
         self._owner = owner
         self._accept = accept
         self._loop = asyncio.get_running_loop()
@@ -103,12 +107,6 @@ class H2Connection(asyncio.Protocol):
             return None
         self.flush_soon()
         return self._add(stream_id, handler)
-
-    @property
-    def peer(self) -> str:
-        """The other end's address, empty where it has none."""
-        found = self._transport.get_extra_info("peername") if self._transport is not None else None
-        return f"{found[0]}:{found[1]}" if isinstance(found, tuple) else ""
 
     def retire(self) -> None:
         """Take no new streams; those that are open go on, and the connection ends with the last."""
@@ -171,6 +169,9 @@ class H2Connection(asyncio.Protocol):
         """As `asyncio.Protocol`."""
         # uvloop's transports are no subclasses of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
+        name = transport.get_extra_info("peername")
+        if isinstance(name, tuple):
+            self.peer = f"{name[0]}:{name[1]}"
         settings = {
             ngh2.Setting.INITIAL_WINDOW_SIZE: self.settings.stream_window_bytes,
             ngh2.Setting.MAX_HEADER_LIST_SIZE: self.settings.max_header_bytes,
@@ -278,30 +279,26 @@ class H2Connection(asyncio.Protocol):
     def _dispatch(self, events: list[ngh2.Event]) -> None:
         streams = self._streams
         for event in events:
-            if isinstance(event, DataReceived):
+            if type(event) is DataReceived:
                 stream = streams.get(event.stream_id)
                 if stream is not None and stream.handler is not None:
                     stream.handler.data(event.data)
                     if event.end_stream:
                         self._ended(stream)
-            elif isinstance(event, ngh2.ResponseReceived):
-                self._response(event)
-            elif isinstance(event, ngh2.TrailersReceived):
-                stream = streams.get(event.stream_id)
-                if stream is not None and stream.handler is not None:
-                    stream.handler.trailers(event.headers)
-                    self._ended(stream)
-            elif isinstance(event, ngh2.StreamClosed):
-                self._closed(event)
-            elif isinstance(event, ngh2.RequestReceived):
-                self._request(event)
-            elif isinstance(event, ngh2.SettingsReceived):
-                self._permitted(event)
-            elif isinstance(event, ngh2.GoAwayReceived):
-                self.is_retiring = True
-                self._owner.retiring(event.error_code)
-            elif isinstance(event, ngh2.ConnectionClosed):
-                self._gone(event)
+            else:
+                told = _TOLD.get(type(event))
+                if told is not None:
+                    told(self, event)
+
+    def _trailers(self, event: ngh2.TrailersReceived) -> None:
+        stream = self._streams.get(event.stream_id)
+        if stream is not None and stream.handler is not None:
+            stream.handler.trailers(event.headers)
+            self._ended(stream)
+
+    def _going_away(self, event: ngh2.GoAwayReceived) -> None:
+        self.is_retiring = True
+        self._owner.retiring(event.error_code)
 
     def _response(self, event: ngh2.ResponseReceived) -> None:
         stream = self._streams.get(event.stream_id)
@@ -330,9 +327,12 @@ class H2Connection(asyncio.Protocol):
         if stream is None:
             self._n_leaving -= 1
         elif stream.handler is not None:
-            name = RESET_NAMES.get(event.error_code, str(event.error_code))
-            reason = event.local_error or f"the peer reset the stream: {name}"
-            stream.handler.closed(StreamEnd(event.error_code, str(reason)))
+            if event.error_code == NO_ERROR and event.local_error is None:
+                stream.handler.closed(_DONE)
+            else:
+                name = RESET_NAMES.get(event.error_code, str(event.error_code))
+                reason = event.local_error or f"the peer reset the stream: {name}"
+                stream.handler.closed(StreamEnd(event.error_code, str(reason)))
         self._owner.freed()
 
     def _permitted(self, event: ngh2.SettingsReceived) -> None:
@@ -371,3 +371,15 @@ class H2Connection(asyncio.Protocol):
             if stream.handler is not None:
                 stream.handler.closed(StreamEnd(None, reason))
         self._owner.lost(reason)
+
+
+_TOLD: dict[type[ngh2.Event], Callable[[H2Connection, Any], None]] = {
+    ngh2.RequestReceived: H2Connection._request,
+    ngh2.ResponseReceived: H2Connection._response,
+    ngh2.TrailersReceived: H2Connection._trailers,
+    ngh2.StreamClosed: H2Connection._closed,
+    ngh2.SettingsReceived: H2Connection._permitted,
+    ngh2.GoAwayReceived: H2Connection._going_away,
+    ngh2.ConnectionClosed: H2Connection._gone,
+}
+"""What is done with each event but data."""

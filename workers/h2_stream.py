@@ -28,28 +28,30 @@ class Carrier(Protocol):
 class H2Stream:
     """As `Stream`.
 
-    What is to be sent is collected here and given to the engine in one piece, before the next write: most
-    of a short stream's cost would else be the calls for each of its messages.
+    What is to be sent is collected here and given to the engine in one piece before the next write: to
+    call it for each message would cost more than all the rest of a short stream.
     """
 
     __slots__ = (
+        "_answer",
         "_carrier",
         "_end",
         "_parts",
-        "_parts_bytes",
         "behind_bytes",
         "handler",
         "id",
         "is_paused",
+        "parts_bytes",
     )
 
     def __init__(self, carrier: Carrier, stream_id: int, handler: StreamHandler | None) -> None:
         """`handler` is None only as long as a server makes up its mind about the request."""
         self._carrier = carrier
+        self._answer: Headers | None = None
         self._parts: list[bytes] = []
-        self._parts_bytes = 0
-        self._end: Headers | None = None  # trailers; none for an end without any
-        self.behind_bytes = 0  # in the engine, after the last write
+        self._end: Headers | None = None  # the trailers; empty: an end without any
+        self.parts_bytes = 0
+        self.behind_bytes = 0  # that the engine still had after the last write
         self.handler = handler
         self.id = stream_id
         self.is_paused = False
@@ -57,20 +59,21 @@ class H2Stream:
     @property
     def unsent_bytes(self) -> int:
         """As `Stream.unsent_bytes`."""
-        return self._parts_bytes + self.behind_bytes
+        return self.parts_bytes + self.behind_bytes
 
     def respond(self, headers: Headers, *, last: bool = False) -> None:
         """As `Stream.respond`."""
-        self._carrier.submit(
-            lambda: self._carrier.engine.send_response(self.id, headers, end_stream=last)
-        )
+        self._answer = headers
+        if last:
+            self._end = ()
+        self._carrier.queue(self)
 
     def send(self, data: bytes) -> None:
         """As `Stream.send`."""
         if not self._parts:
             self._carrier.queue(self)
         self._parts.append(data)
-        self._parts_bytes += len(data)
+        self.parts_bytes += len(data)
 
     def finish(self) -> None:
         """As `Stream.finish`."""
@@ -83,24 +86,26 @@ class H2Stream:
         self._carrier.queue(self)
 
     def give(self) -> None:
-        """Give the engine what was collected."""
-        engine, parts, end = self._carrier.engine, self._parts, self._end
+        """Give the engine what was collected. Raises its error where it has closed the stream."""
+        engine, stream_id, parts, end = self._carrier.engine, self.id, self._parts, self._end
+        is_last = end is not None and not end
+        if self._answer is not None:
+            engine.send_response(stream_id, self._answer, end_stream=is_last and not parts)
+            is_last = is_last and bool(parts)
+            self._answer = None
         if parts:
             data = parts[0] if len(parts) == 1 else b"".join(parts)
             self._parts = []
-            self._parts_bytes = 0
-            engine.send_data(self.id, data, end_stream=end is not None and not end)
-        elif end is not None and not end:
-            engine.send_data(self.id, b"", end_stream=True)
+            self.parts_bytes = 0
+            engine.send_data(stream_id, data, end_stream=is_last)
+        elif is_last:
+            engine.end_stream(stream_id)
         if end:
-            engine.send_trailers(self.id, end)
+            engine.send_trailers(stream_id, end)
         self._end = None
 
     def reset(self, code: int = CANCEL) -> None:
         """As `Stream.reset`."""
-        self._parts = []
-        self._parts_bytes = 0
-        self._end = None
         if self._carrier.forget(self):
             self._carrier.submit(self._carrier.engine.reset_stream, self.id, code)
 

@@ -82,8 +82,17 @@ class Links:
         """Those that are open."""
         return [link.connection for link in self._links]
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether calls wait for room."""
+        return bool(self._waiting)
+
     def start(self, call: Starter) -> None:
         """Start it as soon as there is room."""
+        if not self._waiting:
+            for link in self._links:
+                if link.connection.room > 0 and call.start(link.connection):
+                    return
         self._waiting[call] = None
         self.serve()
 
@@ -195,7 +204,8 @@ class _Link:
 
     def freed(self) -> None:
         """As `Owner.freed`."""
-        self._links.serve()
+        if self._links.has_waiting:
+            self._links.serve()
 
     def retiring(self, code: int, /) -> None:
         """As `Owner.retiring`."""

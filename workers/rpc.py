@@ -9,14 +9,14 @@ import grpc
 
 from slagate.workers.grpc_wire import (
     CONTENT_TYPE,
+    IDENTITY,
     MessageReader,
     WireError,
+    answer_of,
     encode_timeout,
     prefix,
-    refused_by_http,
     status_of_headers,
     status_of_reset,
-    supported_encoding,
 )
 from slagate.workers.h2 import H2Connection, unindexed
 from slagate.workers.h2_port import REFUSED_STREAM, Headers, Stream, StreamEnd
@@ -40,6 +40,17 @@ _FIXED_HEADERS = (
 )
 
 
+def call_headers(path: str, authority: bytes) -> Headers:
+    """The headers that all calls of a method have in common."""
+    return (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", path.encode()),
+        (b":authority", authority),
+        *_FIXED_HEADERS,
+    )
+
+
 class Rpc:
     """The handler of its stream, and what its consumer asks.
 
@@ -49,33 +60,54 @@ class Rpc:
     behind what is kept, unless it is the consumer's own or that of the deadline.
     """
 
+    __slots__ = (
+        "_again",
+        "_base",
+        "_deadline_s",
+        "_is_answered",
+        "_is_paused",
+        "_kept",
+        "_loop",
+        "_metadata",
+        "_on_end",
+        "_reader",
+        "_request",
+        "_sink",
+        "_status",
+        "_stream",
+        "_timer",
+        "_trailers",
+        "_was_refused",
+        "has_ended",
+    )
+
     def __init__(
         self,
-        path: bytes,
+        base: Headers,
         request: bytes,
         metadata: Headers,
         sink: Sink,
         *,
-        authority: bytes,
         timeout_s: float | None,
         on_end: Callable[["Rpc"], None],
         again: Callable[["Rpc"], None],
     ) -> None:
-        """`on_end` is called before the sink's `end`; `again` when the worker has not looked at it."""
-        self._path = path
-        self._authority = authority
+        """`base` are the headers of all such calls, from `call_headers`.
+
+        `on_end` is called before the sink's `end`; `again` when the worker has not looked at it.
+        """
+        self._base = base
         self._request = request
         self._metadata = metadata
         self._sink = sink
         self._on_end = on_end
         self._again = again
-        self._loop = asyncio.get_running_loop()
-        self._deadline_s = None if timeout_s is None else self._loop.time() + timeout_s
-        self._timer = (
-            None
-            if self._deadline_s is None
-            else self._loop.call_at(self._deadline_s, self.end, _LATE)
-        )
+        self._loop = loop = asyncio.get_running_loop()
+        self._deadline_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            self._deadline_s = loop.time() + timeout_s
+            self._timer = loop.call_later(timeout_s, self.end, _LATE)
         self._stream: Stream | None = None
         self._reader = MessageReader(MAX_MESSAGE_BYTES)
         self._trailers: Headers = ()
@@ -88,14 +120,7 @@ class Rpc:
 
     def start(self, connection: H2Connection, /) -> bool:
         """As `Starter.start`: send the request."""
-        headers = [
-            (b":method", b"POST"),
-            (b":scheme", b"http"),
-            (b":path", self._path),
-            (b":authority", self._authority),
-            *_FIXED_HEADERS,
-            *self._metadata,
-        ]
+        headers = [*self._base, *self._metadata]
         if self._deadline_s is not None:
             remaining_s = self._deadline_s - self._loop.time()
             headers.append(unindexed(b"grpc-timeout", encode_timeout(remaining_s)))
@@ -152,17 +177,12 @@ class Rpc:
         """As `StreamHandler.headers`."""
         self._is_answered = True
         self._request = b""
-        refusal = refused_by_http(headers)
+        self._trailers = headers  # where there are no others
+        refusal, encoding = answer_of(tuple(headers))
         if refusal is not None:
             self.end(refusal)
-            return
-        self._trailers = headers  # where there are no others
-        try:
-            encoding = supported_encoding(headers)
-        except WireError as error:
-            self.end(error.status)
-            return
-        self._reader = MessageReader(MAX_MESSAGE_BYTES, encoding=encoding)
+        elif encoding != IDENTITY:
+            self._reader = MessageReader(MAX_MESSAGE_BYTES, encoding=encoding)
 
     def data(self, data: bytes, /) -> None:
         """As `StreamHandler.data`."""
@@ -189,6 +209,7 @@ class Rpc:
 
     def ended(self) -> None:
         """As `StreamHandler.ended`."""
+        self._stream = None  # both directions have ended: there is nothing to reset
         status = status_of_headers(self._trailers)
         if status.code is grpc.StatusCode.OK and self._reader.waiting_bytes:
             status = _CUT_OFF
