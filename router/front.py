@@ -23,7 +23,7 @@ from slagate.workers.grpc_wire import (
     MessageReader,
     WireError,
     decode_timeout,
-    prefix,
+    framed,
     status_headers,
     supported_encoding,
     to_metadata,
@@ -246,16 +246,20 @@ class ClientStream:
 
     def message(self, data: bytes, /) -> None:
         """As `Sink.message`."""
+        self.messages([data])
+
+    def messages(self, batch: list[bytes], /) -> None:
+        """As `StreamSink.messages`."""
+        stream = self._stream
         if not self._has_answered:
             self._has_answered = True
-            self._stream.respond(_ANSWER)
-        stream = self._stream
+            stream.respond(_ANSWER)
         if self._waiting or stream.unsent_bytes > LOW_WATER_BYTES:
-            self._waiting.append(data)
-            self._waiting_bytes += len(data)
+            self._waiting.extend(batch)
+            self._waiting_bytes += sum(map(len, batch))
             stream.tell_writable()
         else:
-            stream.send(prefix(data) + data)
+            stream.send(framed(batch))
 
     def discard(self) -> None:
         """As `Outlet.discard`."""
@@ -280,7 +284,7 @@ class ClientStream:
         while self._waiting and self._stream.unsent_bytes <= LOW_WATER_BYTES:
             data = self._waiting.popleft()
             self._waiting_bytes -= len(data)
-            self._stream.send(prefix(data) + data)
+            self._stream.send(framed([data]))
         if self._waiting:
             self._stream.tell_writable()
         elif self.status is not None:

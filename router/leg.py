@@ -69,6 +69,11 @@ class LegSink(ABC):
             return
         self.take(response, data)
 
+    def messages(self, batch: list[bytes], /) -> None:
+        """As `StreamSink.messages`."""
+        for data in batch:
+            self.message(data)
+
     def end(self, status: Status, /) -> None:
         """As `Sink.end`. After the terminal event a status changes nothing."""
         if not self._terminal and self._failure is None:

@@ -72,19 +72,39 @@ class Splice(LegSink):
         self._on_token = on_token
         self._preface = preface
 
-    def message(self, data: bytes, /) -> None:
-        """As `Sink.message`. Nearly all of them are one token event behind the first, and nothing else."""
-        if self._is_flowing and not self.is_complete and data.startswith(self._head):
-            n_tokens = plain_tokens(data, self._event_at)
-            client = self._client
-            if n_tokens >= 0 and client.n_bytes + len(data) <= self._max_buffer_bytes:
-                tally = self._tally
-                tally.n_messages += 1
-                tally.n_tokens += n_tokens
-                tally.last_token_s = self._now_s()
-                client.message(data + self._suffix)
-                return
-        super().message(data)
+    def messages(self, batch: list[bytes], /) -> None:
+        """As `StreamSink.messages`. Nearly all are one token event and nothing else, behind the first."""
+        at = 0
+        while at < len(batch):
+            at += self._flow(batch[at:] if at else batch)
+            if at < len(batch):
+                self.message(batch[at])
+                at += 1
+
+    def _flow(self, batch: list[bytes]) -> int:
+        """Pass token events on, up to the first message that is something else; how many it were."""
+        if not self._is_flowing or self.is_complete:
+            return 0
+        head, event_at, suffix = self._head, self._event_at, self._suffix
+        room_bytes = self._max_buffer_bytes - self._client.n_bytes
+        found: list[bytes] = []
+        n_tokens = 0
+        for data in batch:
+            if not data.startswith(head):
+                break
+            n_plain = plain_tokens(data, event_at)
+            room_bytes -= len(data)
+            if n_plain < 0 or room_bytes < 0:
+                break
+            n_tokens += n_plain
+            found.append(data + suffix)
+        if found:
+            tally = self._tally
+            tally.n_messages += len(found)
+            tally.n_tokens += n_tokens
+            tally.last_token_s = self._now_s()
+            self._client.messages(found)
+        return len(found)
 
     def take(self, response: oe.GenerateResponse, data: bytes) -> None:
         """Pass one response on."""

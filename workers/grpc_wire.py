@@ -94,6 +94,20 @@ def prefix(message: bytes) -> bytes:
     return _PREFIX.pack(0, len(message))
 
 
+def framed(messages: list[bytes]) -> bytes:
+    """Messages with their prefixes, none of them compressed.
+
+    >>> framed([b"abc", b""]).hex()
+    '00000000036162630000000000'
+    """
+    pack = _PREFIX.pack
+    parts: list[bytes] = []
+    for message in messages:
+        parts.append(pack(0, len(message)))
+        parts.append(message)
+    return b"".join(parts)
+
+
 class MessageReader:
     """Cuts the bytes of one direction of a call into messages, wherever the frames end."""
 

@@ -75,6 +75,7 @@ class Rpc:
         "_sink",
         "_status",
         "_stream",
+        "_take",
         "_timer",
         "_trailers",
         "_was_refused",
@@ -100,6 +101,7 @@ class Rpc:
         self._request = request
         self._metadata = metadata
         self._sink = sink
+        self._take: Callable[[list[bytes]], None] = getattr(sink, "messages", self._take_each)
         self._on_end = on_end
         self._again = again
         self._loop = loop = asyncio.get_running_loop()
@@ -191,17 +193,26 @@ class Rpc:
         except WireError as error:
             self._finish(error.status)
             return
-        sink, at = self._sink, 0
+        if not messages or self.has_ended:
+            return
+        if self._is_paused or self._kept:
+            self._kept.extend(messages)
+            return
         try:
-            while at < len(messages) and not (self._is_paused or self._kept or self.has_ended):
-                at += 1
-                sink.message(messages[at - 1])
+            self._take(messages)
         except Exception:
             # One call's sink must not end the connection of them all.
             log.exception("channel.call")
             self.end(_UNTAKEN)
-        if at < len(messages) and not self.has_ended:
-            self._kept.extend(messages[at:])
+
+    def _take_each(self, messages: list[bytes]) -> None:
+        for at, message in enumerate(messages):
+            self._sink.message(message)
+            if self._is_paused:
+                self._kept.extend(messages[at + 1 :])
+                break
+            if self.has_ended:
+                break
 
     def trailers(self, headers: Headers, /) -> None:
         """As `StreamHandler.trailers`."""

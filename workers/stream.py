@@ -6,7 +6,7 @@ from typing import Protocol
 
 import anyio
 
-from slagate.workers.worker import OK, Sink, Status
+from slagate.workers.worker import OK, Status, StreamSink
 
 
 class BufferedSink:
@@ -38,6 +38,11 @@ class BufferedSink:
         if self._on_message is not None:
             self._on_message(self)
 
+    def messages(self, batch: list[bytes], /) -> None:
+        """As `StreamSink.messages`."""
+        for data in batch:
+            self.message(data)
+
     def end(self, status: Status = OK, /) -> None:
         """Mark the end; what is queued is still written first."""
         if self.status is None:
@@ -62,7 +67,7 @@ class BufferedSink:
         return data
 
 
-class Outlet(Sink, Protocol):
+class Outlet(StreamSink, Protocol):
     """A sink whose owner may look at what waits in it. `BufferedSink` is one."""
 
     @property
