@@ -22,7 +22,7 @@ from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.router.admin import AdminService
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Draining
-from slagate.router.front import Front, listen_on, serve_front
+from slagate.router.front import Front, serve_front
 from slagate.router.handoff import Releaser
 from slagate.router.live import LiveRequests
 from slagate.router.metrics import Metrics
@@ -37,7 +37,7 @@ from slagate.workers.client import connect_worker
 from slagate.workers.clock import monotonic_s, unix_s
 from slagate.workers.h2_port import Settings as Http2Settings
 from slagate.workers.links import Links, dial_unix
-from slagate.workers.listen import Address, bind, ready_line, stopped
+from slagate.workers.listen import Address, bind, listen_on, ready_line, stopped
 from slagate.workers.server import SERVER_OPTIONS
 
 LOCAL = Http2Settings(ping_after_s=1e6)

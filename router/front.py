@@ -4,6 +4,7 @@ Generate is served here. Every other method goes, as it is, to the local server 
 """
 
 import asyncio
+import logging
 import socket
 from collections import deque
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ import anyio
 import grpc
 from anyio.abc import TaskGroup
 
+from slagate.router.errors import INTERNAL
 from slagate.router.forward import Forward
 from slagate.router.generate import generate
 from slagate.router.turn import ClientCall, Gateway
@@ -30,15 +32,14 @@ from slagate.workers.grpc_wire import (
 from slagate.workers.h2 import LOW_WATER_BYTES, H2Connection
 from slagate.workers.h2_port import CANCEL, Headers, Settings, Stream, StreamEnd, StreamHandler
 from slagate.workers.links import Links
-from slagate.workers.listen import Address
+from slagate.workers.listen import BACKLOG
 from slagate.workers.rpc import MAX_MESSAGE_BYTES
 from slagate.workers.worker import OK, Status
 
+log = logging.getLogger(__name__)
+
 FLUSH_S = 2.0
 """For a client to take the last of its answer, when the request itself took all its time."""
-
-BACKLOG = 1024
-"""Connections that wait to be accepted."""
 
 _PATH = GENERATE.encode()
 _ANSWER = ((b":status", b"200"), (b"content-type", CONTENT_TYPE))
@@ -131,19 +132,21 @@ class ClientStream:
         self._request: bytes | None = None
         self._refusal: Status | None = None
         self._reader = MessageReader(MAX_MESSAGE_BYTES)
-        self._ends_at_s: float | None = None
+        self._began_s = self._loop.time()
+        self._timeout_s: float | None = None  # the client's
         self._scope = anyio.CancelScope()
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._has_answered = False
         self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
         self.status: Status | None = None
         self.discarded = False
         fields = dict(headers)
         try:
             self._reader = MessageReader(MAX_MESSAGE_BYTES, encoding=supported_encoding(headers))
             if b"grpc-timeout" in fields:
-                self._ends_at_s = self._loop.time() + decode_timeout(fields[b"grpc-timeout"])
+                self._timeout_s = decode_timeout(fields[b"grpc-timeout"])
         except WireError as error:
             self._refuse(error.status)
         except ValueError as error:
@@ -191,6 +194,7 @@ class ClientStream:
 
     def closed(self, _end: StreamEnd, /) -> None:
         """As `StreamHandler.closed`: the client has its answer, or has left."""
+        self._is_closed = True
         self._waiting.clear()
         self._waiting_bytes = 0
         self._scope.cancel()
@@ -198,8 +202,9 @@ class ClientStream:
             self._timer.cancel()
 
     async def _serve(self, request: bytes) -> None:
-        now_s = self._loop.time()
-        remaining_s = None if self._ends_at_s is None else max(self._ends_at_s - now_s, 0.0)
+        remaining_s = None
+        if self._timeout_s is not None:
+            remaining_s = max(self._began_s + self._timeout_s - self._loop.time(), 0.0)
         try:
             metadata = to_metadata(self._headers)
         except WireError as error:
@@ -209,7 +214,12 @@ class ClientStream:
             data=request, metadata=metadata, peer=self._peer, timeout_s=remaining_s, out=self
         )
         with self._scope:
-            await generate(call, self._front.gateway)
+            try:
+                await generate(call, self._front.gateway)
+            except Exception:
+                # A bug with one request must not end them all.
+                log.exception("front.bug")
+                self.end(INTERNAL)
 
     def _refuse(self, status: Status) -> None:
         if self._refusal is None:
@@ -243,12 +253,16 @@ class ClientStream:
 
     def end(self, status: Status = OK, /) -> None:
         """As `Sink.end`."""
-        if self.status is None:
-            self.status = status
-            now_s = self._loop.time()
-            flushed_s = max(self._ends_at_s or now_s, now_s + FLUSH_S)
-            self._timer = self._loop.call_at(flushed_s, self._stream.reset, CANCEL)
-            self._pass_on()
+        if self.status is not None:
+            return
+        self.status = status
+        if self._is_closed:
+            return
+        limit_s = self._front.gateway.settings.default_timeout_s
+        ends_at_s = self._began_s + (limit_s if self._timeout_s is None else self._timeout_s)
+        flushed_s = max(ends_at_s, self._loop.time() + FLUSH_S)
+        self._timer = self._loop.call_at(flushed_s, self._stream.reset, CANCEL)
+        self._pass_on()
 
     def _pass_on(self) -> None:
         while self._waiting and self._stream.unsent_bytes <= LOW_WATER_BYTES:
@@ -265,28 +279,6 @@ class ClientStream:
                 self._stream.respond([*_ANSWER, *trailers], last=True)
 
 
-def listen_on(address: Address) -> socket.socket:
-    """A socket that listens there. Raises `OSError` when that cannot be."""
-    try:
-        family, kind, protocol, _, at = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listening = socket.socket(family, kind, protocol)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                # A wildcard means every address, also those of IPv4.
-                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listening.bind(at)
-            listening.listen(BACKLOG)
-        except OSError:
-            listening.close()
-            raise
-    except OSError as error:
-        raise OSError(f"cannot listen on {address}") from error
-    return listening
-
-
 @asynccontextmanager
 async def serve_front(
     gateway: Gateway, listening: socket.socket, local: Links
@@ -295,7 +287,7 @@ async def serve_front(
     loop = asyncio.get_running_loop()
     async with anyio.create_task_group() as tasks:
         front = Front(gateway, tasks, local)
-        front.server = await loop.create_server(front.protocol, sock=listening)
+        front.server = await loop.create_server(front.protocol, sock=listening, backlog=BACKLOG)
         try:
             yield front
         finally:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,9 @@ from typing import NamedTuple
 import anyio
 import grpc.aio
 from anyio.abc import TaskStatus
+
+BACKLOG = 1024
+"""Connections that wait to be accepted."""
 
 
 class Address(NamedTuple):
@@ -47,6 +51,28 @@ def bind(server: grpc.aio.Server, address: Address) -> Address:
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}") from error
     return Address(address.host, port)
+
+
+def listen_on(address: Address) -> socket.socket:
+    """A socket that listens there. Raises `OSError` when that cannot be."""
+    try:
+        family, kind, protocol, _, at = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                # A wildcard means every address, also those of IPv4.
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listening.bind(at)
+            listening.listen(BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+    except OSError as error:
+        raise OSError(f"cannot listen on {address}") from error
+    return listening
 
 
 def ready_line(**fields: str | int) -> None:

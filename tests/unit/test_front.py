@@ -1,6 +1,7 @@
 """The clients' side over real connections and grpcio clients: Generate, and what is passed on."""
 
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -14,11 +15,11 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.forward import PEER
-from slagate.router.front import Front, listen_on, serve_front
+from slagate.router.front import Front, serve_front
 from slagate.workers.channel import GENERATE
 from slagate.workers.h2_port import Settings
 from slagate.workers.links import Links, dial_unix
-from slagate.workers.listen import Address
+from slagate.workers.listen import Address, listen_on
 from slagate.workers.worker import OK
 from support.builders import finished, request, token
 from support.fake_worker import HANG, Script, refusal
@@ -183,6 +184,17 @@ def test_a_client_that_stops_reading_is_ended_and_the_others_are_not(tmp_path: P
             assert await slow.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     play(tmp_path, scene, large, ANSWER)
+
+
+def test_a_burst_of_connections_waits_while_the_loop_is_busy(tmp_path: Path) -> None:
+    async def scene(s: Served, channel: grpc.aio.Channel) -> None:
+        host, port = s.address.split(":")
+        with contextlib.ExitStack() as burst:
+            for _ in range(120):  # event loops let 100 wait, unless told otherwise
+                burst.enter_context(socket.create_connection((host, int(port)), timeout=0.5))
+            assert await tokens(generate(channel)) == [1, 2]
+
+    play(tmp_path, scene, ANSWER)
 
 
 def test_every_other_method_is_passed_on_both_ways(tmp_path: Path) -> None:
