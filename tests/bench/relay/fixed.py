@@ -19,7 +19,7 @@ import uvloop
 from slagate.pools.member import Stage
 from slagate.router import front
 from slagate.router.errors import RequestError
-from slagate.router.front import listen_on, serve_front
+from slagate.router.front import serve_front
 from slagate.router.request import parse_request
 from slagate.router.settings import Settings
 from slagate.router.splice import Splice, Tally
@@ -29,7 +29,7 @@ from slagate.workers.clock import monotonic_s
 from slagate.workers.h2_port import Settings as Http2Settings
 from slagate.workers.legs import agg_leg
 from slagate.workers.links import Links, dial_unix
-from slagate.workers.listen import Address
+from slagate.workers.listen import Address, listen_on
 from slagate.workers.worker import OK
 
 
@@ -39,12 +39,12 @@ class FixedChoice:
     def __init__(self, channels: list[StreamChannel]) -> None:
         self._channels = itertools.cycle(channels)
         self._numbers: Iterator[int] = itertools.count()
-        self._settings = Settings()
+        self.settings = Settings()
 
     async def serve(self, call: ClientCall) -> None:
         """One request from its arrival to its end."""
         try:
-            request = parse_request(call.data, max_bytes=self._settings.max_request_bytes)
+            request = parse_request(call.data, max_bytes=self.settings.max_request_bytes)
         except RequestError as error:
             call.out.end(error.status())
             return
@@ -56,7 +56,7 @@ class FixedChoice:
             leg_id=leg_id,
             client_id=request.id,
             tally=Tally(),
-            max_buffer_bytes=self._settings.max_buffer_bytes,
+            max_buffer_bytes=self.settings.max_buffer_bytes,
             now_s=monotonic_s,
             on_token=_nothing,
         )
@@ -64,7 +64,7 @@ class FixedChoice:
             agg_leg(request.data, leg_id, max_tokens=None),
             (),
             splice,
-            timeout_s=self._settings.default_timeout_s,
+            timeout_s=self.settings.default_timeout_s,
         )
         try:
             await splice.ended.wait()
