@@ -17,7 +17,6 @@ from bench import (
     double,
     event_burst,
     prefix_index,
-    relay,
     reload,
     worker,
 )
@@ -25,7 +24,6 @@ from bench import (
 BENCHMARKS = {
     "cancel": cancel.measure,
     "channel": channel.measure,
-    "relay": relay.measure,
     "double": double.measure,
     "worker": worker.measure,
     "prefix": prefix_index.measure,

@@ -1,0 +1,261 @@
+"""Processes of a run: the C programs, nginx and the relays, each on its core, and their CPU time."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.relay.workloads import Workload, write_answer, write_requests
+
+HERE = Path(__file__).parent
+N_WORKERS = 2
+END_S = 10.0
+
+
+class Cores(NamedTuple):
+    """Where things run: what is measured has a core to itself."""
+
+    measured: int
+    others: int
+
+
+def two_cores() -> Cores:
+    """The last one, and the first. Raises `SystemExit` where there is but one."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit("bench-relay needs two cores")
+    return Cores(measured=cores[-1], others=cores[0])
+
+
+def compiled(name: str, folder: Path) -> Path:
+    """A C program of ours, compiled where it was not yet. Raises `CalledProcessError`."""
+    program, source = folder / name, HERE / f"{name}.c"
+    newest_s = max(path.stat().st_mtime for path in (source, HERE / "common.h"))
+    if not program.exists() or program.stat().st_mtime < newest_s:
+        folder.mkdir(parents=True, exist_ok=True)
+        made = ["gcc", "-O2", "-Wall", "-Wextra", "-o", str(program), str(source), "-lnghttp2"]
+        subprocess.run(made, check=True)
+    return program
+
+
+# --- what is running --------------------------------------------------------------------------------
+
+
+@contextmanager
+def running(
+    command: Sequence[str], core: int, *, log: Path, env: Mapping[str, str] | None = None
+) -> Iterator["subprocess.Popen[str]"]:
+    """A process on one core, for the time of the block; what it says on stderr goes into `log`."""
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            ["taskset", "-c", str(core), *command],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=None if env is None else {**os.environ, **env},
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def port_of(process: "subprocess.Popen[str]", log: Path) -> int:
+    """What it has printed. Raises `RuntimeError` with its last words where it has ended instead."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{process.args}: {log.read_text()[-2000:]}")
+    return int(line)
+
+
+@contextmanager
+def workers(
+    workload: Workload, folder: Path, core: int, *, packed: bool = False
+) -> Iterator[list[str]]:
+    """Addresses of the backends."""
+    messages = folder / "answer"
+    pace = [str(workload.pace_us), "spread" if workload.spread else "together"]
+    backend = str(compiled("backend", folder.parent))
+    command = [backend, str(messages), *(pace if workload.pace_us else [])]
+    with ExitStack() as stack:
+        addresses = []
+        for number in range(N_WORKERS):
+            log = folder / f"backend-{number}.log"
+            env = {"PACKED": "1"} if packed else None
+            process = stack.enter_context(running(command, core, log=log, env=env))
+            addresses.append(f"127.0.0.1:{port_of(process, log)}")
+        yield addresses
+
+
+class Files(NamedTuple):
+    """What a load is made of."""
+
+    requests: Path
+    salt_at: int
+    answer_bytes: int
+
+
+def files_of(workload: Workload, folder: Path) -> Files:
+    """Written anew."""
+    requests = folder / "requests"
+    return Files(
+        requests, write_requests(requests, workload), write_answer(folder / "answer", workload)
+    )
+
+
+# --- load -------------------------------------------------------------------------------------------
+
+
+def load(
+    program: Path, addresses: Sequence[str], core: int, options: Mapping[str, object]
+) -> dict[str, Any]:
+    """What the client found. Raises `RuntimeError` for an answer that was not as it must be."""
+    command = [str(program), *addresses, *(f"{key}={value}" for key, value in options.items())]
+    done = subprocess.run(["taskset", "-c", str(core), *command], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {done.stdout} {done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+# --- CPU and memory ---------------------------------------------------------------------------------
+
+
+def tree(pid: int) -> list[int]:
+    """A process and what descends from it."""
+    found = [pid]
+    for parent in found:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += map(int, children.read_text().split())
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """User and system seconds of a process and its descendants, by the scheduler's nanoseconds."""
+    tasks = (path for each in tree(pid) for path in Path(f"/proc/{each}/task").glob("*/schedstat"))
+    return sum(int(path.read_text().split()[0]) for path in tasks) / 1e9
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- what is measured -------------------------------------------------------------------------------
+
+
+class Proxy(NamedTuple):
+    """A relay that is running."""
+
+    pid: int
+    addresses: list[str]
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+@contextmanager
+def python_relay(
+    module: str, options: Sequence[str], folder: Path, core: int, addresses: list[str]
+) -> Iterator[Proxy]:
+    """One of ours."""
+    name = "-".join([module, *options]).replace("/", "_")
+    log = folder / f"{name}.log"
+    command = [sys.executable, "-m", f"bench.relay.{module}", *options, *addresses]
+    with running(command, core, log=log) as process:
+        yield Proxy(process.pid, [f"127.0.0.1:{port_of(process, log)}"])
+
+
+NGINX = """
+daemon off;
+worker_processes 1;
+{user}
+pid {folder}/nginx.pid;
+error_log {folder}/nginx-error.log warn;
+events {{ worker_connections 8192; }}
+http {{
+  access_log off;
+  client_body_temp_path {folder}/nginx-body;
+  proxy_temp_path {folder}/nginx-proxy;
+  fastcgi_temp_path {folder}/nginx-fastcgi;
+  uwsgi_temp_path {folder}/nginx-uwsgi;
+  scgi_temp_path {folder}/nginx-scgi;
+  upstream workers {{
+    {servers}
+    keepalive 512;
+    keepalive_requests 1000000000;
+    keepalive_time 24h;
+  }}
+  server {{
+    listen 127.0.0.1:{port} http2;
+    keepalive_requests 1000000000;
+    keepalive_time 24h;
+    http2_max_concurrent_streams 4096;
+    http2_body_preread_size 256k;
+    client_max_body_size 0;
+    client_body_buffer_size 1m;
+    location / {{
+      grpc_pass grpc://workers;
+      grpc_buffer_size 64k;
+      grpc_read_timeout 600s;
+      grpc_send_timeout 600s;
+    }}
+  }}
+}}
+"""
+
+
+@contextmanager
+def nginx(folder: Path, core: int, addresses: list[str]) -> Iterator[Proxy]:
+    """One worker process, connections to the backends that are kept, nothing on disk."""
+    program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
+        raise RuntimeError("nginx is not installed")
+    port = free_port()
+    file = folder / "nginx.conf"
+    file.write_text(
+        NGINX.format(
+            folder=folder,
+            port=port,
+            servers=" ".join(f"server {address};" for address in addresses),
+            user="user root;" if os.geteuid() == 0 else "",
+        )
+    )
+    log = folder / "nginx.log"
+    with running([program, "-e", str(log), "-c", str(file)], core, log=log) as process:
+        _wait_for(port, process, log)
+        yield Proxy(process.pid, [f"127.0.0.1:{port}"])
+
+
+def _wait_for(port: int, process: "subprocess.Popen[str]", log: Path) -> None:
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except ConnectionRefusedError:
+            if process.poll() is not None:
+                raise RuntimeError(f"nginx: {log.read_text()[-2000:]}") from None
+            try:
+                process.wait(0.05)
+            except subprocess.TimeoutExpired:
+                continue
+        else:
+            return
