@@ -11,15 +11,13 @@ import itertools
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
-from typing import Any
 
 import anyio
 import uvloop
 
 from slagate.pools.member import Stage
-from slagate.router import front
 from slagate.router.errors import RequestError
-from slagate.router.front import serve_front
+from slagate.router.front import Serve, serve_front
 from slagate.router.request import parse_request
 from slagate.router.settings import Settings
 from slagate.router.splice import Splice, Tally
@@ -31,6 +29,8 @@ from slagate.workers.legs import agg_leg
 from slagate.workers.links import Links, dial_unix
 from slagate.workers.listen import Address, listen_on
 from slagate.workers.worker import OK
+
+LIMIT_S = 300.0
 
 
 class FixedChoice:
@@ -67,7 +67,7 @@ class FixedChoice:
             timeout_s=self.settings.default_timeout_s,
         )
         try:
-            await splice.ended.wait()
+            await splice.ended()
         finally:
             leg.cancel()
         failure = splice.failure()
@@ -92,12 +92,12 @@ async def channels_to(workers: list[str]) -> AsyncIterator[list[StreamChannel]]:
 
 
 @asynccontextmanager
-async def fronted(serving: Any) -> AsyncIterator[None]:
+async def fronted(serving: Serve) -> AsyncIterator[None]:
     """A front for clients that has nothing behind it but Generate; prints its port when it serves."""
     async with anyio.create_task_group() as connecting:
         nobody = Links("", connecting, settings=Http2Settings(), dial=dial_unix)
         with closing(listen_on(Address("127.0.0.1", 0))) as listening:
-            async with serve_front(serving, listening, nobody):
+            async with serve_front(serving, listening, nobody, limit_s=LIMIT_S):
                 # As the gateway does once it serves.
                 gc.collect()
                 gc.freeze()
@@ -107,13 +107,8 @@ async def fronted(serving: Any) -> AsyncIterator[None]:
 
 async def main(workers: list[str]) -> None:
     """Relay until the process is ended."""
-    front.generate = _serve  # type: ignore[assignment]
-    async with channels_to(workers) as channels, fronted(FixedChoice(channels)):
+    async with channels_to(workers) as channels, fronted(FixedChoice(channels).serve):
         await anyio.sleep_forever()
-
-
-async def _serve(call: ClientCall, choice: FixedChoice) -> None:
-    await choice.serve(call)
 
 
 if __name__ == "__main__":

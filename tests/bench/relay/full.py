@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count, islice
 
 import anyio
@@ -26,6 +27,7 @@ from bench.relay.workloads import N_PROMPTS, cached_halves
 from slagate.pools.fleet import Fleet
 from slagate.pools.watch import Connect
 from slagate.router.app import build
+from slagate.router.generate import generate
 from slagate.router.settings import Settings
 from slagate.workers.channel import StreamChannel
 from slagate.workers.clock import monotonic_s
@@ -102,7 +104,7 @@ async def main(n_tokens: int, workers: list[str]) -> None:
         while app.fleet.not_ready() or any(not member.is_up for member in app.fleet.members()):
             await anyio.sleep(0.01)
         cache(app.fleet, n_tokens)
-        async with fronted(app.gateway):
+        async with fronted(partial(generate, gateway=app.gateway)):
             await anyio.sleep_forever()
 
 
