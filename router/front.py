@@ -216,6 +216,7 @@ class ClientStream:
         self._running.end()
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
     async def _serve(self, request: bytes, metadata: Metadata) -> None:
         remaining_s = None

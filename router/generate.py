@@ -65,7 +65,7 @@ async def generate(call: ClientCall, gateway: Gateway) -> None:
         log.exception("request.bug", extra={"request_id": record.request_id})
     finally:
         timer.cancel()
-        call.running.is_answered = True
+        call.running.over()
         _finish(call, gateway, record, outcome, status)
 
 

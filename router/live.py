@@ -36,6 +36,11 @@ class Running:
             if self._task is not None:
                 self._task.cancel()
 
+    def over(self) -> None:
+        """The task is about to be done."""
+        self.is_answered = True
+        self._task = None
+
     def caught(self) -> RequestError | None:
         """What it was ended by, if anything; its task then goes on, as if it had not been cancelled."""
         if self.ended_by is not None and self._task is not None and hasattr(self._task, "uncancel"):

@@ -161,7 +161,7 @@ class H2Connection(asyncio.Protocol):
         """Write what is queued in the next turn of the loop, with what else is queued until then."""
         if not self._will_flush:
             self._will_flush = True
-            self._loop.call_soon(self._flush_queued)
+            self._loop.call_soon(self._hop)
 
     # --- what the transport calls
 
@@ -221,6 +221,10 @@ class H2Connection(asyncio.Protocol):
             self._keepalive.watch()
         stream = self._streams[stream_id] = H2Stream(self, stream_id, handler)
         return stream
+
+    def _hop(self) -> None:
+        # Who was woken along with this gets to say its last words in the same write.
+        self._loop.call_soon(self._flush_queued)
 
     def _flush_queued(self) -> None:
         if self._will_flush:
@@ -326,13 +330,12 @@ class H2Connection(asyncio.Protocol):
         stream = self._streams.pop(event.stream_id, None)
         if stream is None:
             self._n_leaving -= 1
-        elif stream.handler is not None:
-            if event.error_code == NO_ERROR and event.local_error is None:
-                stream.handler.closed(_DONE)
-            else:
-                name = RESET_NAMES.get(event.error_code, str(event.error_code))
-                reason = event.local_error or f"the peer reset the stream: {name}"
-                stream.handler.closed(StreamEnd(event.error_code, str(reason)))
+        elif event.error_code == NO_ERROR and event.local_error is None:
+            stream.close(_DONE)
+        else:
+            name = RESET_NAMES.get(event.error_code, str(event.error_code))
+            reason = event.local_error or f"the peer reset the stream: {name}"
+            stream.close(StreamEnd(event.error_code, str(reason)))
         self._owner.freed()
 
     def _permitted(self, event: ngh2.SettingsReceived) -> None:
@@ -368,8 +371,7 @@ class H2Connection(asyncio.Protocol):
         streams = list(self._streams.values())
         self._streams.clear()
         for stream in streams:
-            if stream.handler is not None:
-                stream.handler.closed(StreamEnd(None, reason))
+            stream.close(StreamEnd(None, reason))
         self._owner.lost(reason)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from slagate.workers.h2_port import CANCEL, Headers, Settings, StreamHandler
+from slagate.workers.h2_port import CANCEL, Headers, Settings, StreamEnd, StreamHandler
 
 
 class Carrier(Protocol):
@@ -104,9 +104,16 @@ class H2Stream:
             engine.send_trailers(stream_id, end)
         self._end = None
 
+    def close(self, end: StreamEnd) -> None:
+        """Tell the handler the end, and let go of it: they refer to each other."""
+        handler, self.handler = self.handler, None
+        if handler is not None:
+            handler.closed(end)
+
     def reset(self, code: int = CANCEL) -> None:
         """As `Stream.reset`."""
         if self._carrier.forget(self):
+            self.handler = None
             self._carrier.submit(self._carrier.engine.reset_stream, self.id, code)
 
     def tell_writable(self) -> None:
