@@ -247,20 +247,20 @@ class ClientStream:
 
     def message(self, data: bytes, /) -> None:
         """As `Sink.message`."""
-        self.messages([data])
+        self.batch([data])
 
-    def messages(self, batch: list[bytes], /) -> None:
-        """As `StreamSink.messages`."""
+    def batch(self, messages: list[bytes], /) -> None:
+        """As `StreamSink.batch`."""
         stream = self._stream
         if not self._has_answered:
             self._has_answered = True
             stream.respond(_ANSWER)
         if self._waiting or stream.unsent_bytes > LOW_WATER_BYTES:
-            self._waiting.extend(batch)
-            self._waiting_bytes += sum(map(len, batch))
+            self._waiting.extend(messages)
+            self._waiting_bytes += sum(map(len, messages))
             stream.tell_writable()
         else:
-            stream.send(framed(batch))
+            stream.send(framed(messages))
 
     def discard(self) -> None:
         """As `Outlet.discard`."""

@@ -69,9 +69,9 @@ class LegSink(ABC):
             return
         self.take(response, data)
 
-    def messages(self, batch: list[bytes], /) -> None:
-        """As `StreamSink.messages`."""
-        for data in batch:
+    def batch(self, messages: list[bytes], /) -> None:
+        """As `StreamSink.batch`."""
+        for data in messages:
             self.message(data)
 
     def end(self, status: Status, /) -> None:

@@ -72,16 +72,16 @@ class Splice(LegSink):
         self._on_token = on_token
         self._preface = preface
 
-    def messages(self, batch: list[bytes], /) -> None:
-        """As `StreamSink.messages`. Nearly all are one token event and nothing else, behind the first."""
+    def batch(self, messages: list[bytes], /) -> None:
+        """As `StreamSink.batch`. Nearly all are one token event and nothing else, behind the first."""
         at = 0
-        while at < len(batch):
-            at += self._flow(batch[at:] if at else batch)
-            if at < len(batch):
-                self.message(batch[at])
+        while at < len(messages):
+            at += self._flow(messages[at:] if at else messages)
+            if at < len(messages):
+                self.message(messages[at])
                 at += 1
 
-    def _flow(self, batch: list[bytes]) -> int:
+    def _flow(self, messages: list[bytes]) -> int:
         """Pass token events on, up to the first message that is something else; how many it were."""
         if not self._is_flowing or self.is_complete:
             return 0
@@ -89,7 +89,7 @@ class Splice(LegSink):
         room_bytes = self._max_buffer_bytes - self._client.n_bytes
         found: list[bytes] = []
         n_tokens = 0
-        for data in batch:
+        for data in messages:
             if not data.startswith(head):
                 break
             n_plain = plain_tokens(data, event_at)
@@ -103,7 +103,7 @@ class Splice(LegSink):
             tally.n_messages += len(found)
             tally.n_tokens += n_tokens
             tally.last_token_s = self._now_s()
-            self._client.messages(found)
+            self._client.batch(found)
         return len(found)
 
     def take(self, response: oe.GenerateResponse, data: bytes) -> None:

@@ -101,7 +101,7 @@ class Rpc:
         self._request = request
         self._metadata = metadata
         self._sink = sink
-        self._take: Callable[[list[bytes]], None] = getattr(sink, "messages", self._take_each)
+        self._take: Callable[[list[bytes]], None] = getattr(sink, "batch", self._take_each)
         self._on_end = on_end
         self._again = again
         self._loop = loop = asyncio.get_running_loop()

@@ -38,9 +38,9 @@ class BufferedSink:
         if self._on_message is not None:
             self._on_message(self)
 
-    def messages(self, batch: list[bytes], /) -> None:
-        """As `StreamSink.messages`."""
-        for data in batch:
+    def batch(self, messages: list[bytes], /) -> None:
+        """As `StreamSink.batch`."""
+        for data in messages:
             self.message(data)
 
     def end(self, status: Status = OK, /) -> None:

@@ -56,7 +56,7 @@ class StreamSink(Sink, Protocol):
     Of what it was given at once it takes all: to pause is about what comes after.
     """
 
-    def messages(self, batch: list[bytes], /) -> None:
+    def batch(self, messages: list[bytes], /) -> None:
         """Take serialised responses of the stream, in order, as `message` would."""
 
 

@@ -309,12 +309,14 @@ def no_status(stream: PeerStream) -> None:
 
 def a_web_page(stream: PeerStream) -> None:
     stream.stream.respond([(b":status", b"200"), (b"content-type", b"text/html")])
-    stream.stream.finish(b"<html>")
+    stream.stream.send(b"<html>")
+    stream.stream.finish()
 
 
 def a_proxys_error(stream: PeerStream) -> None:
     stream.stream.respond([(b":status", b"503")])
-    stream.stream.finish(b"nobody there")
+    stream.stream.send(b"nobody there")
+    stream.stream.finish()
 
 
 def an_unknown_encoding(stream: PeerStream) -> None:

@@ -31,9 +31,8 @@ def play(scene: Scene, *scripts: Script) -> None:
     async def main() -> None:
         async with bench("agg", agg=list(scripts)) as b, anyio.create_task_group() as tasks:
             local = Network(asyncio.Protocol)
-            front = Front(
-                b.app.gateway, tasks, Links("local", tasks, settings=Settings(), dial=local.dial)
-            )
+            links = Links("local", tasks, settings=Settings(), dial=local.dial)
+            front = Front(b.serve, links, limit_s=b.limit_s)
             channel = StreamChannel("gw", tasks, dial=Network(front.protocol, 0.001).dial)
             await scene(b, channel)
             channel.close()

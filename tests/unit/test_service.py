@@ -14,6 +14,7 @@ from slagate.router.live import LiveRequests
 from slagate.router.service import ControlService
 from support.builders import MODEL, config, fleet, model_info
 from support.context import Aborted, Context
+from support.running import listed
 from support.virtual_loop import run
 
 Code = grpc.StatusCode
@@ -187,7 +188,7 @@ def test_a_clients_abort_ends_its_request_by_an_error_that_says_so() -> None:
         ended: list[str] = []
 
         async def serve() -> None:
-            with pytest.raises(errors.Aborted) as caught, live.listed("me", "r"):
+            with pytest.raises(errors.Aborted) as caught, listed(live, "me", "r"):
                 await anyio.sleep_forever()
             ended.append(str(caught.value))
 
