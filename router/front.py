@@ -7,7 +7,7 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 
 import anyio
@@ -20,10 +20,12 @@ from slagate.router.turn import ClientCall
 from slagate.workers.channel import GENERATE
 from slagate.workers.grpc_wire import (
     CONTENT_TYPE,
+    PREFIX_BYTES,
     MessageReader,
     WireError,
     decode_timeout,
     framed,
+    is_one_message,
     status_headers,
     supported_encoding,
     to_metadata,
@@ -39,6 +41,9 @@ log = logging.getLogger(__name__)
 
 FLUSH_S = 2.0
 """For a client to take the last of its answer, when the request itself took all its time."""
+
+SWEEP_S = 0.5
+"""Between two looks at answers that clients have not taken."""
 
 _PATH = GENERATE.encode()
 _ANSWER = ((b":status", b"200"), (b"content-type", CONTENT_TYPE))
@@ -58,7 +63,10 @@ class Front:
         """`limit_s` is that of a request without one."""
         self.serve = serve
         self.limit_s = limit_s
+        self.loop = asyncio.get_running_loop()
         self.requests: set[asyncio.Task[None]] = set()
+        self.answered: dict[ClientStream, float] = {}  # and not taken yet, until when it may be
+        self._will_sweep = False
         self.local = local
         self.clients: set[_Client] = set()
         self.server: asyncio.Server | None = None
@@ -69,6 +77,23 @@ class Front:
         client = _Client(self)
         self.clients.add(client)
         return client.connection
+
+    def wait_for_reader(self, stream: "ClientStream", until_s: float) -> None:
+        """Its answer is complete; the client may take it until then, or for a moment."""
+        self.answered[stream] = max(until_s, self.loop.time() + FLUSH_S)
+        if not self._will_sweep:
+            self._will_sweep = True
+            self.loop.call_later(SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        # One timer for all of them: nearly every answer is taken at once.
+        now_s = self.loop.time()
+        for stream in [each for each, until_s in self.answered.items() if until_s <= now_s]:
+            del self.answered[stream]
+            stream.give_up()
+        self._will_sweep = bool(self.answered)
+        if self._will_sweep:
+            self.loop.call_later(SWEEP_S, self._sweep)
 
     def retire(self) -> None:
         """Take nothing new; what runs goes on."""
@@ -109,7 +134,7 @@ class _Client:
     def _accept(self, stream: Stream, headers: Headers) -> StreamHandler:
         fields = dict(headers)
         if fields.get(b":path") == _PATH:
-            return ClientStream(stream, headers, self._front, self.connection.peer)
+            return ClientStream(stream, headers, fields, self._front, self.connection.peer)
         return Forward(stream, headers, self._front.local, peer=self.connection.peer)
 
     def ready(self) -> None:
@@ -133,28 +158,54 @@ class ClientStream:
     message only when little of the stream is unsent.
     """
 
-    def __init__(self, stream: Stream, headers: Headers, front: Front, peer: str) -> None:
+    __slots__ = (
+        "_began_s",
+        "_front",
+        "_has_answered",
+        "_headers",
+        "_is_closed",
+        "_peer",
+        "_reader",
+        "_refusal",
+        "_request",
+        "_running",
+        "_stream",
+        "_timeout_s",
+        "_waiting",
+        "_waiting_bytes",
+        "discarded",
+        "status",
+    )
+
+    def __init__(
+        self,
+        stream: Stream,
+        headers: Headers,
+        fields: Mapping[bytes, bytes],
+        front: Front,
+        peer: str,
+    ) -> None:
+        """`fields` are the headers by name, as far as each is there once."""
         self._stream = stream
         self._front = front
         self._peer = peer
         self._headers = headers
-        self._loop = asyncio.get_running_loop()
         self._request: bytes | None = None
         self._refusal: Status | None = None
-        self._reader = MessageReader(MAX_MESSAGE_BYTES)
-        self._began_s = self._loop.time()
+        self._reader: MessageReader | None = None
+        self._began_s = front.loop.time()
         self._timeout_s: float | None = None  # the client's
         self._running = Running()
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._has_answered = False
-        self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.status: Status | None = None
         self.discarded = False
-        fields = dict(headers)
         try:
-            self._reader = MessageReader(MAX_MESSAGE_BYTES, encoding=supported_encoding(headers))
+            if b"grpc-encoding" in fields:
+                encoding = supported_encoding(headers)
+                self._reader = MessageReader(MAX_MESSAGE_BYTES, encoding=encoding)
             if b"grpc-timeout" in fields:
                 self._timeout_s = decode_timeout(fields[b"grpc-timeout"])
         except WireError as error:
@@ -178,6 +229,11 @@ class ClientStream:
         """As `StreamHandler.data`."""
         if self._refusal is not None:
             return
+        if self._reader is None:
+            if self._request is None and is_one_message(data, MAX_MESSAGE_BYTES):
+                self._request = data[PREFIX_BYTES:]
+                return
+            self._reader = MessageReader(MAX_MESSAGE_BYTES)
         try:
             for message in self._reader.feed(data):
                 if self._request is not None:
@@ -193,7 +249,7 @@ class ClientStream:
         """As `StreamHandler.ended`: the request is whole."""
         if self._refusal is not None:
             return
-        if self._request is None or self._reader.waiting_bytes:
+        if self._request is None or (self._reader is not None and self._reader.waiting_bytes):
             self._refuse(_EMPTY)
             return
         try:
@@ -201,8 +257,10 @@ class ClientStream:
         except WireError as error:
             self._refuse(error.status)
             return
-        serving = self._serve(self._request, metadata)
-        self._front.requests.add(self._loop.create_task(serving))
+        front = self._front
+        front.requests.add(front.loop.create_task(self._serve(self._request, metadata)))
+        self._request = b""
+        self._headers = ()
 
     def writable(self) -> None:
         """As `StreamHandler.writable`."""
@@ -214,14 +272,12 @@ class ClientStream:
         self._waiting.clear()
         self._waiting_bytes = 0
         self._running.end()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._front.answered.pop(self, None)
 
     async def _serve(self, request: bytes, metadata: Metadata) -> None:
         remaining_s = None
         if self._timeout_s is not None:
-            remaining_s = max(self._began_s + self._timeout_s - self._loop.time(), 0.0)
+            remaining_s = max(self._began_s + self._timeout_s - self._front.loop.time(), 0.0)
         call = ClientCall(request, metadata, self._peer, remaining_s, self, self._running)
         try:
             await self._front.serve(call)
@@ -276,10 +332,13 @@ class ClientStream:
         if self._is_closed:
             return
         limit_s = self._front.limit_s if self._timeout_s is None else self._timeout_s
-        ends_at_s = self._began_s + limit_s
-        flushed_s = max(ends_at_s, self._loop.time() + FLUSH_S)
-        self._timer = self._loop.call_at(flushed_s, self._stream.reset, CANCEL)
+        self._front.wait_for_reader(self, self._began_s + limit_s)
         self._pass_on()
+
+    def give_up(self) -> None:
+        """The client has not taken its answer."""
+        self._waiting.clear()
+        self._stream.reset(CANCEL)
 
     def _pass_on(self) -> None:
         while self._waiting and self._stream.unsent_bytes <= LOW_WATER_BYTES:

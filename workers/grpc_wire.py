@@ -108,6 +108,16 @@ def framed(messages: list[bytes]) -> bytes:
     return b"".join(parts)
 
 
+def is_one_message(data: bytes, max_bytes: int) -> bool:
+    """Whether this is one message with its prefix, not compressed, as most frames are.
+
+    >>> is_one_message(framed([b"abc"]), 3), is_one_message(framed([b"abc"]), 2)
+    (True, False)
+    """
+    n_bytes = len(data) - PREFIX_BYTES
+    return 0 <= n_bytes <= max_bytes and _PREFIX.unpack_from(data) == (0, n_bytes)
+
+
 class MessageReader:
     """Cuts the bytes of one direction of a call into messages, wherever the frames end."""
 
@@ -134,11 +144,7 @@ class MessageReader:
                 return []
             data = bytes(waiting)
             waiting.clear()
-        elif PREFIX_BYTES <= len(data) <= self._max_bytes and _PREFIX.unpack_from(data) == (
-            0,
-            len(data) - PREFIX_BYTES,
-        ):
-            # A frame that is one plain message, as most are.
+        elif is_one_message(data, self._max_bytes):
             return [data[PREFIX_BYTES:]]
         messages: list[bytes] = []
         at, n_bytes = 0, len(data)
