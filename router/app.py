@@ -209,6 +209,7 @@ async def _drain(front: Front, gateway: Gateway, drain_s: float) -> None:
     """Take no new request, let running ones finish for `drain_s`, end the rest with a status of ours."""
     front.retire()
     with anyio.move_on_after(drain_s):
+        await front.settled()
         await gateway.live.none_left()
     gateway.live.end_all(Draining("the gateway is shutting down"))
     with anyio.move_on_after(CUT_S):

@@ -9,6 +9,7 @@ import socket
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import grpc
@@ -17,6 +18,8 @@ from anyio.abc import TaskGroup
 from slagate.router.errors import INTERNAL
 from slagate.router.forward import Forward
 from slagate.router.generate import generate
+from slagate.router.intake import FULL, Intake
+from slagate.router.overdue import Overdue
 from slagate.router.turn import ClientCall, Gateway
 from slagate.workers.channel import GENERATE
 from slagate.workers.grpc_wire import (
@@ -30,10 +33,17 @@ from slagate.workers.grpc_wire import (
     to_metadata,
 )
 from slagate.workers.h2 import LOW_WATER_BYTES, H2Connection
-from slagate.workers.h2_port import CANCEL, Headers, Settings, Stream, StreamEnd, StreamHandler
+from slagate.workers.h2_port import (
+    CANCEL,
+    NO_ERROR,
+    Headers,
+    Settings,
+    Stream,
+    StreamEnd,
+    StreamHandler,
+)
 from slagate.workers.links import Links
 from slagate.workers.listen import BACKLOG
-from slagate.workers.rpc import MAX_MESSAGE_BYTES
 from slagate.workers.worker import OK, Status
 
 log = logging.getLogger(__name__)
@@ -57,36 +67,77 @@ class Front:
         self.local = local
         self.clients: set[_Client] = set()
         self.server: asyncio.Server | None = None
-        self._emptied = anyio.Event()
+        self.limits = gateway.settings.clients
+        self.intake = Intake(
+            max_bytes=self.limits.max_arriving_bytes, limit_s=self.limits.arrival_s
+        )
+        self.silent: Overdue[_Client] = Overdue(
+            self.limits.handshake_s, lambda client: client.connection.close("it said nothing")
+        )
+        self.http2 = Settings(
+            max_streams=self.limits.max_streams,
+            max_header_bytes=self.limits.max_header_bytes,
+            resets=self.limits.resets,
+            chatter=self.limits.chatter,
+        )
+        self.max_message_bytes = gateway.settings.max_request_bytes
+        self._untold: set[_Client] = set()  # may send something new, though it was asked not to
+        self._changed = anyio.Event()
 
-    def protocol(self) -> H2Connection:
+    def protocol(self) -> asyncio.Protocol:
         """The end of a new connection."""
+        if len(self.clients) >= self.limits.max_connections:
+            return TurnedAway()
         client = _Client(self)
         self.clients.add(client)
+        self.silent.add(client)
         return client.connection
 
     def retire(self) -> None:
-        """Take nothing new; what runs goes on."""
+        """Ask for nothing new; what runs, or was on its way, goes on."""
         if self.server is not None:
             self.server.close()
+        self._untold = set(self.clients)
         for client in list(self.clients):
-            client.connection.retire()
+            client.connection.retire(partial(self._told, client))
+
+    async def settled(self) -> None:
+        """After `retire`: wait until every request that was on its way has arrived."""
+        while self._untold:
+            self._changed = anyio.Event()
+            await self._changed.wait()
+        await self.intake.emptied()
 
     async def emptied(self) -> None:
         """Wait until no client is connected."""
         while self.clients:
-            self._emptied = anyio.Event()
-            await self._emptied.wait()
+            self._changed = anyio.Event()
+            await self._changed.wait()
 
     def left(self, client: "_Client") -> None:
         """A client's connection is over."""
         self.clients.discard(client)
-        self._emptied.set()
+        self.silent.discard(client)
+        self._changed.set()
+
+    def _told(self, client: "_Client") -> None:
+        self._untold.discard(client)
+        self._changed.set()
 
     def close(self) -> None:
         """End every connection."""
         for client in list(self.clients):
             client.connection.close("the gateway is shutting down")
+        self.silent.close()
+        self.intake.close()
+
+
+class TurnedAway(asyncio.Protocol):
+    """The end of a connection beyond the limit."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As `asyncio.Protocol`."""
+        transport.close()
 
 
 class _Client:
@@ -94,7 +145,7 @@ class _Client:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self.connection = H2Connection(self, Settings(), accept=self._accept)
+        self.connection = H2Connection(self, front.http2, accept=self._accept)
 
     def _accept(self, stream: Stream, headers: Headers) -> StreamHandler:
         fields = dict(headers)
@@ -104,6 +155,7 @@ class _Client:
 
     def ready(self) -> None:
         """As `Owner.ready`."""
+        self._front.silent.discard(self)
 
     def freed(self) -> None:
         """As `Owner.freed`."""
@@ -131,7 +183,8 @@ class ClientStream:
         self._loop = asyncio.get_running_loop()
         self._request: bytes | None = None
         self._refusal: Status | None = None
-        self._reader = MessageReader(MAX_MESSAGE_BYTES)
+        self._reader = MessageReader(front.max_message_bytes)
+        self._is_whole = False
         self._began_s = self._loop.time()
         self._timeout_s: float | None = None  # the client's
         self._scope = anyio.CancelScope()
@@ -143,14 +196,19 @@ class ClientStream:
         self.status: Status | None = None
         self.discarded = False
         fields = dict(headers)
+        if not front.intake.begin(self):
+            self.refuse(FULL)
+            return
         try:
-            self._reader = MessageReader(MAX_MESSAGE_BYTES, encoding=supported_encoding(headers))
+            self._reader = MessageReader(
+                front.max_message_bytes, encoding=supported_encoding(headers)
+            )
             if b"grpc-timeout" in fields:
                 self._timeout_s = decode_timeout(fields[b"grpc-timeout"])
         except WireError as error:
-            self._refuse(error.status)
+            self.refuse(error.status)
         except ValueError as error:
-            self._refuse(Status(grpc.StatusCode.INTERNAL, str(error)))
+            self.refuse(Status(grpc.StatusCode.INTERNAL, str(error)))
         if not fields.get(b"content-type", b"").startswith(CONTENT_TYPE):
             self._refusal = _EMPTY
             stream.respond(_NOT_GRPC, last=True)
@@ -171,20 +229,26 @@ class ClientStream:
         try:
             for message in self._reader.feed(data):
                 if self._request is not None:
-                    self._refuse(_SEVERAL)
+                    self.refuse(_SEVERAL)
                 self._request = message
         except WireError as error:
-            self._refuse(error.status)
+            self.refuse(error.status)
+            return
+        if not self._front.intake.holds(
+            self, self._reader.waiting_bytes + len(self._request or b"")
+        ):
+            self.refuse(FULL)
 
     def trailers(self, headers: Headers, /) -> None:
         """As `StreamHandler.trailers`."""
 
     def ended(self) -> None:
         """As `StreamHandler.ended`: the request is whole."""
+        self._is_whole = True
         if self._refusal is not None:
             return
         if self._request is None or self._reader.waiting_bytes:
-            self._refuse(_EMPTY)
+            self.refuse(_EMPTY)
             return
         self._front.tasks.start_soon(self._serve, self._request)
 
@@ -195,6 +259,7 @@ class ClientStream:
     def closed(self, _end: StreamEnd, /) -> None:
         """As `StreamHandler.closed`: the client has its answer, or has left."""
         self._is_closed = True
+        self._front.intake.done(self)
         self._waiting.clear()
         self._waiting_bytes = 0
         self._scope.cancel()
@@ -202,6 +267,7 @@ class ClientStream:
             self._timer.cancel()
 
     async def _serve(self, request: bytes) -> None:
+        self._front.intake.done(self)
         remaining_s = None
         if self._timeout_s is not None:
             remaining_s = max(self._began_s + self._timeout_s - self._loop.time(), 0.0)
@@ -221,10 +287,18 @@ class ClientStream:
                 log.exception("front.bug")
                 self.end(INTERNAL)
 
-    def _refuse(self, status: Status) -> None:
-        if self._refusal is None:
-            self._refusal = status
-            self.end(status)
+    def refuse(self, status: Status, /) -> None:
+        """As `Arriving.refuse`: nothing of the request is kept, and nothing more of it is wanted."""
+        if self._refusal is not None:
+            return
+        self._refusal = status
+        self._front.intake.done(self)
+        self._reader = MessageReader(0)
+        self._request = None
+        self.end(status)
+        if not self._is_whole:
+            # When the answer is written, which a reset would overtake; RFC 9113, section 8.1.
+            self._loop.call_soon(self._stream.reset, NO_ERROR)
 
     # --- as `Outlet`
 

@@ -15,7 +15,11 @@ from typing import Any, cast
 import ngh2
 from ngh2 import DataReceived
 
+from slagate.workers.budget import Budget
+from slagate.workers.farewell import Farewell
 from slagate.workers.h2_port import (
+    ENHANCE_YOUR_CALM,
+    NO_ERROR,
     RESET_NAMES,
     Accept,
     Headers,
@@ -34,6 +38,9 @@ LOW_WATER_BYTES = 16 << 10
 """Unsent of a stream: little enough that it is worth having more."""
 
 _UNLIMITED = (1 << 31) - 1
+
+_CHATTER = (ngh2.PingReceived, ngh2.SettingsReceived, ngh2.GoAwayReceived, ngh2.PingAcknowledged)
+"""What costs a peer nothing, and libnghttp2 does not count as it does empty and unknown frames and resets."""
 
 
 def unindexed(name: bytes, value: bytes) -> tuple[bytes, bytes]:
@@ -65,6 +72,7 @@ class H2Connection(asyncio.Protocol):
         self._is_ready = False
         self._is_blocked = False  # by the transport
         self._will_flush = False
+        self._is_leaving = False
         self._lost: str | None = None
         self._keepalive = Keepalive(
             settings.ping_after_s,
@@ -72,6 +80,12 @@ class H2Connection(asyncio.Protocol):
             wanted=lambda: bool(self._streams),
             ping=lambda: self.submit(self.engine.ping),
             dead=lambda: self._abort(f"no answer to a ping in {settings.ping_limit_s:g} s"),
+        )
+        self._chatter = Budget(*settings.chatter)
+        self._farewell = Farewell(
+            notice=lambda: self.submit(self.engine.send_shutdown_notice),
+            ping=lambda about: self.submit(self.engine.ping, about),
+            last_word=lambda: self.submit(self.engine.send_goaway),
         )
 
     def __repr__(self) -> str:
@@ -108,16 +122,21 @@ class H2Connection(asyncio.Protocol):
         found = self._transport.get_extra_info("peername") if self._transport is not None else None
         return f"{found[0]}:{found[1]}" if isinstance(found, tuple) else ""
 
-    def retire(self) -> None:
-        """Take no new streams; those that are open go on, and the connection ends with the last."""
-        if not self.is_retiring:
-            self.is_retiring = True
-            self.submit(self.engine.send_goaway)
+    def retire(self, told: Callable[[], None] = lambda: None) -> None:
+        """A server's: ask for no new streams; the open ones go on, and the connection ends with the last.
 
-    def close(self, reason: str) -> None:
+        `told` is called, once, when no new one can come any more.
+        """
+        if self._lost is not None or self._is_leaving:
+            told()
+            return
+        self._is_leaving = self.is_retiring = True
+        self._farewell.begin(told)
+
+    def close(self, reason: str, code: int = NO_ERROR) -> None:
         """Say goodbye and close the transport. Streams that are open are closed for this reason."""
         if self._lost is None and self._transport is not None:
-            self.submit(self.engine.terminate_connection)
+            self.submit(self.engine.terminate_connection, code)
             self._flush()
             self._transport.close()
         self._lose(reason)
@@ -263,11 +282,8 @@ class H2Connection(asyncio.Protocol):
                 self._closed(event)
             elif isinstance(event, ngh2.RequestReceived):
                 self._request(event)
-            elif isinstance(event, ngh2.SettingsReceived):
-                self._permitted(event)
-            elif isinstance(event, ngh2.GoAwayReceived):
-                self.is_retiring = True
-                self._owner.retiring(event.error_code)
+            elif isinstance(event, _CHATTER):
+                self._heard(event)
             elif isinstance(event, ngh2.ConnectionClosed):
                 self._gone(event)
 
@@ -303,6 +319,17 @@ class H2Connection(asyncio.Protocol):
             stream.handler.closed(StreamEnd(event.error_code, str(reason)))
         self._owner.freed()
 
+    def _heard(self, event: ngh2.Event) -> None:
+        if self._lost is None and not self._chatter.take(self._loop.time()):
+            self.close("the peer talks too much", ENHANCE_YOUR_CALM)
+        elif isinstance(event, ngh2.SettingsReceived):
+            self._permitted(event)
+        elif isinstance(event, ngh2.GoAwayReceived):
+            self.is_retiring = True
+            self._owner.retiring(event.error_code)
+        elif isinstance(event, ngh2.PingAcknowledged):
+            self._farewell.answered(event.opaque_data)
+
     def _permitted(self, event: ngh2.SettingsReceived) -> None:
         key = ngh2.Setting.MAX_CONCURRENT_STREAMS
         if self._is_ready:
@@ -333,6 +360,7 @@ class H2Connection(asyncio.Protocol):
             return
         self._lost = reason
         self._keepalive.stop()
+        self._farewell.stop()
         streams = list(self._streams.values())
         self._streams.clear()
         for stream in streams:
