@@ -25,8 +25,8 @@ class ClientLimits:
     resets: tuple[int, int] = (1000, 100)
     """Calls given up on one connection: at once, and each second. More of them end the connection."""
     chatter: tuple[int, int] = (200, 20)
-    """Pings, settings and the like on one connection: at once, and each second. grpcio measures bandwidth with
-    ten pings a second at most. More of them end the connection (ENHANCE_YOUR_CALM)."""
+    """Pings, settings and the like on one connection: at once, and each second; grpcio, which measures
+    bandwidth with them, sends ten. More of them end the connection (ENHANCE_YOUR_CALM)."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ LOW_WATER_BYTES = 16 << 10
 _UNLIMITED = (1 << 31) - 1
 
 _CHATTER = (ngh2.PingReceived, ngh2.SettingsReceived, ngh2.GoAwayReceived, ngh2.PingAcknowledged)
-"""What costs a peer nothing, and libnghttp2 does not count as it does empty and unknown frames and resets."""
+"""What libnghttp2 does not count, as it does empty frames, unknown ones and resets."""
 
 
 def unindexed(name: bytes, value: bytes) -> tuple[bytes, bytes]:

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 
 QUICK_PINGS = 3
-"""In a row, while the peer says nothing but that it is there. gRPC's servers end a connection with the fourth,
-unless it comes `RARE_S` later or they were told otherwise (its document A8)."""
+"""In a row, while the peer says nothing else. At the fourth a gRPC server ends the connection, unless it
+comes `RARE_S` later or the server was told otherwise (gRPC's proposal A8)."""
 
 RARE_S = 300.0
 
