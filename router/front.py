@@ -268,6 +268,9 @@ class ClientStream:
 
     async def _serve(self, request: bytes) -> None:
         self._front.intake.done(self)
+        if self._is_closed:
+            # Given up as soon as it came: no worker need hear of it.
+            return
         remaining_s = None
         if self._timeout_s is not None:
             remaining_s = max(self._began_s + self._timeout_s - self._loop.time(), 0.0)

@@ -17,7 +17,7 @@ from slagate.router.settings import Settings
 from slagate.workers.channel import GENERATE
 from support.builders import request
 from support.grpc_clients import Caller, Client, Connect, aio_client, rest, sync_client
-from support.grpc_gateway import Order, Serve, Whole, aio_worker, sync_worker, whole
+from support.grpc_gateway import Order, Serve, Whole, aio_worker, sync_worker, until, whole
 
 LIMIT_S = 30
 
@@ -150,13 +150,12 @@ async def reach(w: Whole, call: Caller, order: Order) -> None:
     """Let the call get as far as its worker goes."""
     for _ in range(order.hang_after):
         assert await call.read() is not None
-    while not w.worker.n_running:
-        await anyio.sleep(0.002)
+    await until(lambda: w.worker.n_running)
 
 
 @stages
 def test_a_cancel_reaches_the_worker_and_frees_everything(play: Play, order: Order) -> None:
-    """STREAM-02"""
+    """STREAM-02: whatever the worker is at."""
 
     async def scene(w: Whole, client: Client) -> None:
         call = ask(client, order)
@@ -317,8 +316,7 @@ def test_a_reader_for_whom_too_much_waits_is_ended_with_words(play: Play, ends: 
             calls = [ask(client, Order(n_messages=5, message_bytes=2000)) for _ in range(200)]
             for call in calls:
                 assert numbers(await rest(call)) == list(range(5))
-            while "slow_client" not in w.outcomes():
-                await anyio.sleep(0.01)
+            await until(lambda: "slow_client" in w.outcomes())
             await rest(slow)
             code, details, _ = await slow.end()
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

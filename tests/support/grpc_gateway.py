@@ -33,7 +33,14 @@ from slagate.workers.trtllm_info import SCHEMA_RELEASE
 from support.builders import MODEL, config, finished, model_info, token
 
 ORDER = "traceparent"
+LOOK_S = 0.002
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Return once it holds. What threads and other processes do can only be looked at."""
+    while not holds():  # noqa: ASYNC110 - nobody would set an event
+        await anyio.sleep(LOOK_S)
 
 
 class Order(NamedTuple):
@@ -252,8 +259,7 @@ class Whole(NamedTuple):
     async def free(self) -> None:
         """Wait until nothing is held."""
         with anyio.move_on_after(5):
-            while self.held():
-                await anyio.sleep(0.002)
+            await until(lambda: not self.held())
             return
         raise AssertionError(self.held())
 
@@ -289,8 +295,7 @@ async def whole(
             ) as app,
             anyio.create_task_group() as tasks,
         ):
-            while app.fleet.not_ready():
-                await anyio.sleep(0.005)
+            await until(lambda: not app.fleet.not_ready())
             links = Links(f"{folder}/local", tasks, settings=Http2Settings(), dial=dial_unix)
             with closing(listen_on(Address("127.0.0.1", 0))) as listening:
                 port = listening.getsockname()[1]
