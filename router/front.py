@@ -82,11 +82,12 @@ class Front:
         )
         self.max_message_bytes = gateway.settings.max_request_bytes
         self._untold: set[_Client] = set()  # may send something new, though it was asked not to
+        self._is_leaving = False
         self._changed = anyio.Event()
 
     def protocol(self) -> asyncio.Protocol:
         """The end of a new connection."""
-        if len(self.clients) >= self.limits.max_connections:
+        if self._is_leaving or len(self.clients) >= self.limits.max_connections:
             return TurnedAway()
         client = _Client(self)
         self.clients.add(client)
@@ -94,7 +95,10 @@ class Front:
         return client.connection
 
     def retire(self) -> None:
-        """Ask for nothing new; what runs, or was on its way, goes on."""
+        """Ask for nothing new; what runs, or was on its way, goes on. Idempotent."""
+        if self._is_leaving:
+            return
+        self._is_leaving = True
         if self.server is not None:
             self.server.close()
         self._untold = set(self.clients)
@@ -133,7 +137,7 @@ class Front:
 
 
 class TurnedAway(asyncio.Protocol):
-    """The end of a connection beyond the limit."""
+    """The end of a connection that comes too late, or is one too many."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """As `asyncio.Protocol`."""
