@@ -81,6 +81,7 @@ def test_what_comes_before_the_client_has_read_the_notice_is_served() -> None:
             await anyio.sleep(0.1)
             assert last_ids(raw) == [ALL, 3]
             await s.front.emptied()
+            await anyio.sleep(0.1)  # what was written arrives
             assert raw.is_over
             s.check_free()
 
@@ -103,6 +104,7 @@ def test_what_comes_behind_the_last_word_is_not_taken_and_the_client_can_tell() 
             assert len(s.bench.calls("agg")) == 1
             s.bench.calls("agg")[0].say(finished(), OK)
             await s.front.emptied()
+            await anyio.sleep(0.1)  # what was written arrives
             assert n_ended(raw) == 1
             s.check_free()
 
@@ -118,6 +120,7 @@ def test_a_client_that_does_not_answer_is_told_the_end_all_the_same() -> None:
             await s.front.settled()
             assert anyio.current_time() == pytest.approx(ANSWER_LIMIT_S, abs=0.3)
             await s.front.emptied()
+            await anyio.sleep(0.1)  # what was written arrives
             assert last_ids(raw) == [ALL, 0]
             assert raw.is_over
 
@@ -139,6 +142,7 @@ def test_a_drain_waits_for_what_is_still_arriving() -> None:
             raw.send(frame(DATA, END_STREAM, 1, prefix(BODY) + BODY))
             await s.front.settled()
             await s.front.emptied()
+            await anyio.sleep(0.1)  # what was written arrives
             assert n_ended(raw) == 1
             assert s.bench.outcomes() == {"completed": 1}
 
