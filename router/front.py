@@ -7,7 +7,7 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -195,6 +195,7 @@ class ClientStream:
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._has_answered = False
+        self._on_room: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.status: Status | None = None
@@ -259,6 +260,9 @@ class ClientStream:
     def writable(self) -> None:
         """As `StreamHandler.writable`."""
         self._pass_on()
+        if not self._waiting and self._on_room is not None:
+            tell, self._on_room = self._on_room, None
+            tell()
 
     def closed(self, _end: StreamEnd, /) -> None:
         """As `StreamHandler.closed`: the client has its answer, or has left."""
@@ -331,6 +335,11 @@ class ClientStream:
         self.discarded = True
         self._waiting.clear()
         self._waiting_bytes = 0
+
+    def on_room(self, tell: Callable[[], None], /) -> None:
+        """As `Outlet.on_room`."""
+        self._on_room = tell
+        self._stream.tell_writable()
 
     def end(self, status: Status = OK, /) -> None:
         """As `Sink.end`."""

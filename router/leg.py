@@ -10,7 +10,7 @@ from slagate.pools.member import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import LegFailed, RequestError
 from slagate.workers.errors import scrub, status_of_engine_error
-from slagate.workers.worker import Status
+from slagate.workers.worker import Call, Status
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -50,6 +50,14 @@ class LegSink(ABC):
     def failure(self) -> RequestError | None:
         """Why the leg did not do what it was for; None when it did."""
         return self._failure
+
+    def started(self, call: Call, /) -> None:
+        """Take the call whose sink this is; it may be paused."""
+        return
+
+    def over(self) -> None:
+        """Nobody waits for it any more."""
+        return
 
     def message(self, data: bytes, /) -> None:
         """As `Sink.message`."""

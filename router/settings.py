@@ -36,7 +36,9 @@ class Settings:
     max_request_bytes: int = 8 << 20
     """A serialised request: about 2.7 million tokens, above any context window of today."""
     max_buffer_bytes: int = 1 << 20
-    """Output that may wait for one client before its stream is ended."""
+    """Output that may wait for one client before its worker is asked to wait too."""
+    stuck_s: float = 2.0
+    """How long such a client may then take nothing before its stream is ended (RESOURCE_EXHAUSTED)."""
     default_timeout_s: float = 600.0
     """Limit of a request whose client set no deadline."""
     drain_s: float = 30.0

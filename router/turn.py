@@ -180,6 +180,7 @@ class Turn:
             leg, self._leg_metadata(lease), sink, timeout_s=remaining_s + LEG_SLACK_S
         )
         member.legs.add(sink)
+        sink.started(leg_call)
         try:
             await sink.complete.wait()
             if sink.failure() is None:
@@ -189,6 +190,7 @@ class Turn:
                     await sink.ended.wait()
         finally:
             member.legs.discard(sink)
+            sink.over()
             leg_call.cancel()
 
     def splice(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Splice:
@@ -200,6 +202,7 @@ class Turn:
             client_id=self.request.id,
             tally=self.record.tally,
             max_buffer_bytes=self.gateway.settings.max_buffer_bytes,
+            stuck_s=self.gateway.settings.stuck_s,
             now_s=self.gateway.now_s,
             on_token=on_token,
             preface=self.preface,
