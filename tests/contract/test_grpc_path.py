@@ -15,6 +15,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router.forward import PEER
 from slagate.router.settings import Settings
 from slagate.workers.channel import GENERATE
+from slagate.workers.rpc import MAX_MESSAGE_BYTES
 from support.builders import request
 from support.grpc_clients import Caller, Client, Connect, aio_client, rest, sync_client
 from support.grpc_gateway import Order, Serve, Whole, aio_worker, sync_worker, until, whole
@@ -269,6 +270,25 @@ def test_a_message_over_the_limit_is_refused_with_both_numbers(play: Play) -> No
         assert numbers(await rest(ask(client))) == [0, 1]
 
     play(scene, Settings(max_request_bytes=1_000_000))
+
+
+def test_stream_07_large_answers_pass_and_larger_ones_are_refused_by_name(
+    ends: tuple[Connect, Serve], tmp_path: Path
+) -> None:
+    """STREAM-07: 6 MB, and more than any hop of ours takes."""
+    serve = partial(ends[1], ("grpc.max_send_message_length", -1))
+
+    async def scene(_w: Whole, client: Client) -> None:
+        call = ask(client, Order(n_messages=1, message_bytes=6 << 20))
+        assert numbers(await rest(call)) == [0]
+        assert (await call.end())[0] is grpc.StatusCode.OK
+        call = ask(client, Order(n_messages=1, message_bytes=MAX_MESSAGE_BYTES + 1))
+        assert await rest(call) == []
+        code, details, _ = await call.end()
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert str(MAX_MESSAGE_BYTES) in details
+
+    _play(tmp_path, ends[0], serve, scene)
 
 
 def test_header_lists_over_the_limit_end_that_call_with_a_status(play: Play, ends: Any) -> None:
