@@ -44,7 +44,7 @@ test-long: dev
 	SLAGATE_SEEDS=6000 $(BIN)/python -m pytest $(PARALLEL) tests/property tests/long
 
 fuzz: dev
-	SLAGATE_SEEDS=50000 $(BIN)/python -m pytest $(PARALLEL) tests/property/test_h2_fuzz.py
+	SLAGATE_SEEDS=25000 $(BIN)/python -m pytest $(PARALLEL) tests/property/test_h2_fuzz.py tests/property/test_path_fuzz.py
 
 check: dev lint types proto-check test wheel-smoke
 	@echo "check: ok"

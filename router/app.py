@@ -188,7 +188,7 @@ async def serve(
                     partial(generate, gateway=gateway),
                     listening,
                     Links(socket, connecting, settings=LOCAL, dial=dial_unix),
-                    limit_s=settings.default_timeout_s,
+                    settings,
                 ) as front,
                 stopped() as signals,
                 reloading(app.reloader, source, watch=settings.watch_config, stamp=stamp),
@@ -212,6 +212,7 @@ async def _drain(front: Front, gateway: Gateway, drain_s: float) -> None:
     """Take no new request, let running ones finish for `drain_s`, end the rest with a status of ours."""
     front.retire()
     with anyio.move_on_after(drain_s):
+        await front.settled()
         await gateway.live.none_left()
     gateway.live.end_all(Draining("the gateway is shutting down"))
     with anyio.move_on_after(CUT_S):

@@ -40,7 +40,10 @@ class Forward:
         self.server = server
         for data in self._early:
             server.send(data)
-        self._early.clear()
+        if self._early:
+            self._early.clear()
+            # It was asked to wait for this; by way of the other end, as it may have to wait for that.
+            server.tell_writable()
         if self._has_ended:
             server.finish()
         return True

@@ -10,7 +10,7 @@ from slagate.pools.member import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import LegFailed, RequestError
 from slagate.workers.errors import scrub, status_of_engine_error
-from slagate.workers.worker import Status
+from slagate.workers.worker import Call, Status
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -27,9 +27,6 @@ class LegSink(ABC):
     A worker that breaks the protocol (cannot be read, another request's id, no terminal event) counts as
     unavailable: the request may be fine with another one.
     """
-
-    answers_client = False
-    """Whether the terminal event of such a leg completes the client's answer."""
 
     def __init__(self, stage: Stage, leg_id: str) -> None:
         self.is_complete = False
@@ -51,6 +48,14 @@ class LegSink(ABC):
     def failure(self) -> RequestError | None:
         """Why the leg did not do what it was for; None when it did."""
         return self._failure
+
+    def started(self, call: Call, /) -> None:
+        """Take the call whose sink this is; it may be paused."""
+        return
+
+    def over(self) -> None:
+        """Nobody waits for it any more."""
+        return
 
     def message(self, data: bytes, /) -> None:
         """As `Sink.message`."""

@@ -36,6 +36,10 @@ class Running:
             if self._task is not None:
                 self._task.cancel()
 
+    def answered(self) -> None:
+        """The client has its whole answer: neither a deadline nor an abort changes anything any more."""
+        self.is_answered = True
+
     def over(self) -> None:
         """The task is about to be done."""
         self.is_answered = True

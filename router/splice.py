@@ -14,9 +14,11 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import ErrorRelayed, SlowClient
 from slagate.router.leg import LegSink
 from slagate.router.peek import TOKEN_TAG, plain_tokens
+from slagate.router.valve import Valve
 from slagate.workers.errors import scrub
 from slagate.workers.legs import client_id_suffix
 from slagate.workers.stream import Outlet
+from slagate.workers.worker import Call
 
 
 class Tally(msgspec.Struct, gc=False):
@@ -44,8 +46,6 @@ class Splice(LegSink):
     an earlier leg, goes in front of that first one.
     """
 
-    answers_client = True
-
     def __init__(
         self,
         stage: Stage,
@@ -55,8 +55,10 @@ class Splice(LegSink):
         client_id: str,
         tally: Tally,
         max_buffer_bytes: int,
+        stuck_s: float,
         now_s: Callable[[], float],
         on_token: Callable[[], None],
+        on_answered: Callable[[], None],
         preface: bytes = b"",
     ) -> None:
         super().__init__(stage, leg_id)
@@ -68,8 +70,10 @@ class Splice(LegSink):
         self._suffix = client_id_suffix(client_id)
         self._tally = tally
         self._max_buffer_bytes = max_buffer_bytes
+        self._valve = Valve(client, limit_s=stuck_s, stuck=self._too_slow)
         self._now_s = now_s
         self._on_token = on_token
+        self._on_answered = on_answered
         self._preface = preface
 
     def batch(self, messages: list[bytes], /) -> None:
@@ -134,12 +138,10 @@ class Splice(LegSink):
 
     def _relay(self, data: bytes) -> bool:
         """False: the client's buffer is full, and its stream is over."""
-        # One message may be larger than the buffer: a client that has taken all before it is not slow.
-        if self._client.n_bytes and self._client.n_bytes + len(data) > self._max_buffer_bytes:
-            waiting = self._client.n_bytes
-            self._failure = SlowClient(f"the client reads too slowly: {waiting} bytes wait for it")
-            self._client.discard()
-            self._completed()
+        # What does not fit is the last for now: one message may be larger than the buffer.
+        n_bytes = self._client.n_bytes
+        if n_bytes and n_bytes + len(data) > self._max_buffer_bytes and not self._valve.shut():
+            self._too_slow()
             return False
         self._committed = True
         if self._preface:
@@ -147,6 +149,26 @@ class Splice(LegSink):
             self._preface = b""
         self._pass_on(data)
         return True
+
+    def _too_slow(self) -> None:
+        if self._terminal or self._failure is not None:
+            return
+        waiting = self._client.n_bytes
+        self._failure = SlowClient(f"the client reads too slowly: {waiting} bytes wait for it")
+        self._client.discard()
+        self._completed()
+
+    def _finish(self) -> None:
+        self._on_answered()
+        super()._finish()
+
+    def started(self, call: Call, /) -> None:
+        """As `LegSink.started`."""
+        self._valve.call = call
+
+    def over(self) -> None:
+        """As `LegSink.over`."""
+        self._valve.close()
 
     def _pass_on(self, data: bytes) -> None:
         self._tally.n_messages += 1

@@ -182,16 +182,16 @@ class Turn:
             leg, self._leg_metadata(lease), sink, timeout_s=remaining_s + LEG_SLACK_S
         )
         member.legs.add(sink)
+        sink.started(leg_call)
         try:
             await sink.completed()
             if not sink.has_ended and sink.failure() is None:
-                # Neither a deadline nor an abort changes anything where the client has its whole answer.
-                self.call.running.is_answered = sink.answers_client
-                # The status behind the terminal event changes nothing either: not waited for long.
+                # The status behind the terminal event changes nothing, so it is not waited for long.
                 with anyio.move_on_after(TRAILER_LIMIT_S):
                     await sink.ended()
         finally:
             member.legs.discard(sink)
+            sink.over()
             leg_call.cancel()
 
     def splice(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Splice:
@@ -203,8 +203,10 @@ class Turn:
             client_id=self.request.id,
             tally=self.record.tally,
             max_buffer_bytes=self.gateway.settings.max_buffer_bytes,
+            stuck_s=self.gateway.settings.stuck_s,
             now_s=self.gateway.now_s,
             on_token=on_token,
+            on_answered=self.call.running.answered,
             preface=self.preface,
         )
 

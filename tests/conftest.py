@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,6 +37,25 @@ def pytest_collection_finish() -> None:
     """What collection made stays until the end: looking at it in each full collection costs a tenth."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many inputs of bytes were tried: the line that `make fuzz` ends with."""
+    done = {
+        outcome: [
+            number
+            for report in terminalreporter.stats.get(outcome, [])
+            for name, number in getattr(report, "user_properties", ())
+            if name == "fuzz inputs"
+        ]
+        for outcome in ("passed", "failed")
+    }
+    if any(done.values()):
+        n_inputs, n_failed = sum(map(sum, done.values())), len(done["failed"])
+        n_tests = sum(map(len, done.values()))
+        terminalreporter.write_line(
+            f"fuzz: {n_inputs} inputs in {n_tests} tests, {n_failed} of them failed"
+        )
 
 
 @pytest.fixture

@@ -7,25 +7,15 @@ https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
 import binascii
 import math
 import re
-import struct
-import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Iterable
 from functools import lru_cache
 
 import grpc
 
+from slagate.workers.grpc_frames import IDENTITY, Headers, WireError, supported_encoding
 from slagate.workers.worker import OK, Metadata, Status
 
-Headers = Iterable[tuple[bytes, bytes]]
-
 CONTENT_TYPE = b"application/grpc"
-IDENTITY = b"identity"
-
-_PREFIX = struct.Struct(">BI")
-"""In front of each message: whether it is compressed, and its length."""
-
-PREFIX_BYTES = _PREFIX.size
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -72,147 +62,6 @@ _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e
 _MAX_TIMEOUT = 99_999_999  # eight digits
 _MAX_MICROSECONDS_S = 99.9
 _ESCAPED = re.compile(rb"%([0-9a-fA-F]{2})")
-
-
-class WireError(Exception):
-    """A peer broke the format, or a limit; `status` is what the call ends with."""
-
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(message)
-        self.status = Status(code, message)
-
-
-# --- messages --------------------------------------------------------------------------------------
-
-
-def prefix(message: bytes) -> bytes:
-    """What goes in front of a message that is not compressed.
-
-    >>> prefix(b"abc").hex()
-    '0000000003'
-    """
-    return _PREFIX.pack(0, len(message))
-
-
-def framed(messages: list[bytes]) -> bytes:
-    """Messages with their prefixes, none of them compressed.
-
-    >>> framed([b"abc", b""]).hex()
-    '00000000036162630000000000'
-    """
-    pack = _PREFIX.pack
-    parts: list[bytes] = []
-    for message in messages:
-        parts.append(pack(0, len(message)))
-        parts.append(message)
-    return b"".join(parts)
-
-
-def is_one_message(data: bytes, max_bytes: int) -> bool:
-    """Whether this is one message with its prefix, not compressed, as most frames are.
-
-    >>> is_one_message(framed([b"abc"]), 3), is_one_message(framed([b"abc"]), 2)
-    (True, False)
-    """
-    n_bytes = len(data) - PREFIX_BYTES
-    return 0 <= n_bytes <= max_bytes and _PREFIX.unpack_from(data) == (0, n_bytes)
-
-
-class MessageReader:
-    """Cuts the bytes of one direction of a call into messages, wherever the frames end."""
-
-    __slots__ = ("_encoding", "_max_bytes", "_need_bytes", "_waiting")
-
-    def __init__(self, max_bytes: int, *, encoding: bytes = b"identity") -> None:
-        """`max_bytes` bounds one message, before and after it was decompressed."""
-        self._max_bytes = max_bytes
-        self._encoding = encoding
-        self._waiting = bytearray()  # the beginning of one message, its prefix included
-        self._need_bytes = PREFIX_BYTES  # of `_waiting`, before it is worth a look
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Of a message that is not complete; at the end of a call there must be none."""
-        return len(self._waiting)
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The messages that are complete now. Raises `WireError`."""
-        waiting = self._waiting
-        if waiting:
-            waiting += data
-            if len(waiting) < self._need_bytes:
-                return []
-            data = bytes(waiting)
-            waiting.clear()
-        elif is_one_message(data, self._max_bytes):
-            return [data[PREFIX_BYTES:]]
-        messages: list[bytes] = []
-        at, n_bytes = 0, len(data)
-        while n_bytes - at >= PREFIX_BYTES:
-            is_compressed, length = _PREFIX.unpack_from(data, at)
-            if length > self._max_bytes:
-                raise WireError(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    f"a message of {length} bytes, more than {self._max_bytes}",
-                )
-            end = at + PREFIX_BYTES + length
-            if end > n_bytes:
-                self._need_bytes = PREFIX_BYTES + length
-                break
-            message = data[at + PREFIX_BYTES : end]
-            messages.append(self._decompressed(message) if is_compressed else message)
-            at = end
-        else:
-            self._need_bytes = PREFIX_BYTES
-        if at < n_bytes:
-            waiting += data[at:]
-        return messages
-
-    def _decompressed(self, message: bytes) -> bytes:
-        if self._encoding not in (b"gzip", b"deflate"):
-            raise WireError(
-                grpc.StatusCode.INTERNAL, "a compressed message in a stream without an encoding"
-            )
-        # 32: zlib and gzip headers are both understood.
-        inflater = zlib.decompressobj(32 + zlib.MAX_WBITS)
-        try:
-            data = inflater.decompress(message, self._max_bytes + 1)
-        except zlib.error as error:
-            raise WireError(grpc.StatusCode.INTERNAL, "a message that is no gzip") from error
-        if len(data) > self._max_bytes:
-            raise WireError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"a message of more than {self._max_bytes} bytes, decompressed",
-            )
-        if not inflater.eof or inflater.unused_data:
-            raise WireError(grpc.StatusCode.INTERNAL, "a message whose gzip has another end")
-        return data
-
-
-def supported_encoding(headers: Headers) -> bytes:
-    """How compressed messages of this call are compressed. Raises `WireError` for what we cannot read."""
-    encoding = next((value for name, value in headers if name == b"grpc-encoding"), b"identity")
-    if encoding not in (b"identity", b"gzip", b"deflate"):
-        raise WireError(
-            grpc.StatusCode.UNIMPLEMENTED,
-            f"grpc-encoding: {encoding[:40]!r} is not supported, only gzip and deflate",
-        )
-    return encoding
-
-
-@lru_cache(maxsize=64)
-def answer_of(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[Status | None, bytes]:
-    """What is wrong with the headers of an answer, if anything, and how its messages are compressed.
-
-    Remembered: a server's answers mostly begin with the same headers.
-    """
-    refusal = refused_by_http(headers)
-    if refusal is not None:
-        return refusal, IDENTITY
-    try:
-        return None, supported_encoding(headers)
-    except WireError as error:
-        return error.status, IDENTITY
 
 
 # --- deadlines -------------------------------------------------------------------------------------
@@ -380,3 +229,18 @@ def refused_by_http(headers: Headers) -> Status | None:
 def status_of_reset(code: int, reason: str) -> Status:
     """What a call ends with whose stream was reset with an HTTP/2 error code."""
     return Status(_CODE_OF_RESET.get(code, grpc.StatusCode.INTERNAL), reason)
+
+
+@lru_cache(maxsize=64)
+def answer_of(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[Status | None, bytes]:
+    """What is wrong with the headers of an answer, if anything, and how its messages are compressed.
+
+    Remembered: a server's answers mostly begin with the same headers.
+    """
+    refusal = refused_by_http(headers)
+    if refusal is not None:
+        return refusal, IDENTITY
+    try:
+        return None, supported_encoding(headers)
+    except WireError as error:
+        return error.status, IDENTITY

@@ -15,7 +15,11 @@ from typing import Any, cast
 import ngh2
 from ngh2 import DataReceived
 
+from slagate.workers.budget import Budget
+from slagate.workers.farewell import Farewell
+from slagate.workers.h2_outbox import Outbox
 from slagate.workers.h2_port import (
+    ENHANCE_YOUR_CALM,
     NO_ERROR,
     RESET_NAMES,
     Accept,
@@ -30,9 +34,6 @@ from slagate.workers.keepalive import Keepalive
 
 WRITE_BYTES = 256 << 10
 """Given to the transport at once; what it does not take stays in the engine, where it is counted."""
-
-LOW_WATER_BYTES = 16 << 10
-"""Unsent of a stream: little enough that it is worth having more."""
 
 _UNLIMITED = (1 << 31) - 1
 
@@ -63,14 +64,13 @@ class H2Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._streams: dict[int, H2Stream] = {}
-        self._queued: dict[H2Stream, None] = {}  # that have something for the engine
-        self._behind: set[H2Stream] = set()  # of which the engine still has something
-        self._watched: set[H2Stream] = set()  # to be told when they are writable
+        self._outbox = Outbox(self.engine, self._streams, error=ngh2.NGH2Error)
         self._n_leaving = 0  # forgotten here, and not closed by the engine yet
         self._max_streams = 0  # of ours, at once; 0 until the peer has said
         self._is_ready = False
         self._is_blocked = False  # by the transport
         self._will_flush = False
+        self._is_leaving = False
         self._lost: str | None = None
         self._keepalive = Keepalive(
             settings.ping_after_s,
@@ -78,6 +78,12 @@ class H2Connection(asyncio.Protocol):
             wanted=lambda: bool(self._streams),
             ping=lambda: self.submit(self.engine.ping),
             dead=lambda: self._abort(f"no answer to a ping in {settings.ping_limit_s:g} s"),
+        )
+        self._chatter = Budget(*settings.chatter)
+        self._farewell = Farewell(
+            notice=lambda: self.submit(self.engine.send_shutdown_notice),
+            ping=lambda about: self.submit(self.engine.ping, about),
+            last_word=lambda: self.submit(self.engine.send_goaway),
         )
 
     def __repr__(self) -> str:
@@ -108,16 +114,21 @@ class H2Connection(asyncio.Protocol):
         self.flush_soon()
         return self._add(stream_id, handler)
 
-    def retire(self) -> None:
-        """Take no new streams; those that are open go on, and the connection ends with the last."""
-        if not self.is_retiring:
-            self.is_retiring = True
-            self.submit(self.engine.send_goaway)
+    def retire(self, told: Callable[[], None] = lambda: None) -> None:
+        """A server's: ask for no new streams; the open ones go on, and the connection ends with the last.
 
-    def close(self, reason: str) -> None:
+        `told` is called, once, when no new one can come any more.
+        """
+        if self._lost is not None or self._is_leaving:
+            told()
+            return
+        self._is_leaving = self.is_retiring = True
+        self._farewell.begin(told)
+
+    def close(self, reason: str, code: int = NO_ERROR) -> None:
         """Say goodbye and close the transport. Streams that are open are closed for this reason."""
         if self._lost is None and self._transport is not None:
-            self.submit(self.engine.terminate_connection)
+            self.submit(self.engine.terminate_connection, code)
             self._flush()
             self._transport.close()
         self._lose(reason)
@@ -147,15 +158,19 @@ class H2Connection(asyncio.Protocol):
 
     def queue(self, stream: H2Stream) -> None:
         """Have `H2Stream.give` called before the next write."""
-        self._queued[stream] = None
+        self._outbox.queue(stream)
         if not self._will_flush:
             self.flush_soon()
 
+    def reset_behind(self, stream: H2Stream, code: int) -> None:
+        """Reset it when what it has said is written."""
+        self._outbox.reset_behind(stream, code)
+        self.flush_soon()
+
     def watch(self, stream: H2Stream) -> None:
         """Tell it when little of it is unsent."""
-        if stream.id in self._streams:
-            self._watched.add(stream)
-            self.flush_soon()
+        self._outbox.watch(stream)
+        self.flush_soon()
 
     def flush_soon(self) -> None:
         """Write what is queued in the next turn of the loop, with what else is queued until then."""
@@ -198,8 +213,9 @@ class H2Connection(asyncio.Protocol):
         self._dispatch(self.engine.events())
         if broken is not None:
             self._abort(f"the peer broke HTTP/2: {broken}")
-        else:
-            self._flush()
+        elif self.engine.want_write:
+            # Acknowledgements and windows; what the streams say follows together, in a later turn.
+            self.flush_soon()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As `asyncio.Protocol`."""
@@ -232,8 +248,8 @@ class H2Connection(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._will_flush = False
-        if self._queued:
-            self._give()
+        if self._outbox.has_any:
+            self._outbox.give()
         while self._lost is None and self._transport is not None and not self._is_blocked:
             try:
                 data = self.engine.data_to_send(WRITE_BYTES)
@@ -246,39 +262,7 @@ class H2Connection(asyncio.Protocol):
             self._dispatch(self.engine.events())
             if len(data) < WRITE_BYTES:
                 break
-        if self._behind:
-            self._look_behind()
-        if self._watched:
-            self._tell_writable()
-
-    def _give(self) -> None:
-        queued, self._queued = self._queued, {}
-        for stream in queued:
-            if stream.id in self._streams:
-                try:
-                    stream.give()
-                except ngh2.NGH2Error:
-                    continue  # as in `submit`
-                self._behind.add(stream)
-
-    def _look_behind(self) -> None:
-        """How much of each stream the engine still has: asked once for each write."""
-        self._behind = {stream for stream in self._behind if self._is_behind(stream)}
-
-    def _is_behind(self, stream: H2Stream) -> bool:
-        if stream.id not in self._streams:
-            return False
-        stream.behind_bytes = self.engine.queued_body_size(stream.id)
-        return stream.behind_bytes > 0
-
-    def _tell_writable(self) -> None:
-        for stream in list(self._watched):
-            if stream.id not in self._streams:
-                self._watched.discard(stream)
-            elif stream.unsent_bytes <= LOW_WATER_BYTES:
-                self._watched.discard(stream)
-                if stream.handler is not None:
-                    stream.handler.writable()
+        self._outbox.written()
 
     def _dispatch(self, events: list[ngh2.Event]) -> None:
         streams = self._streams
@@ -300,9 +284,16 @@ class H2Connection(asyncio.Protocol):
             stream.handler.trailers(event.headers)
             self._ended(stream)
 
-    def _going_away(self, event: ngh2.GoAwayReceived) -> None:
-        self.is_retiring = True
-        self._owner.retiring(event.error_code)
+    def _heard(self, event: ngh2.Event) -> None:
+        if self._lost is None and not self._chatter.take(self._loop.time()):
+            self.close("the peer talks too much", ENHANCE_YOUR_CALM)
+        elif isinstance(event, ngh2.SettingsReceived):
+            self._permitted(event)
+        elif isinstance(event, ngh2.GoAwayReceived):
+            self.is_retiring = True
+            self._owner.retiring(event.error_code)
+        elif isinstance(event, ngh2.PingAcknowledged):
+            self._farewell.answered(event.opaque_data)
 
     def _response(self, event: ngh2.ResponseReceived) -> None:
         stream = self._streams.get(event.stream_id)
@@ -368,6 +359,7 @@ class H2Connection(asyncio.Protocol):
             return
         self._lost = reason
         self._keepalive.stop()
+        self._farewell.stop()
         streams = list(self._streams.values())
         self._streams.clear()
         for stream in streams:
@@ -380,8 +372,11 @@ _TOLD: dict[type[ngh2.Event], Callable[[H2Connection, Any], None]] = {
     ngh2.ResponseReceived: H2Connection._response,
     ngh2.TrailersReceived: H2Connection._trailers,
     ngh2.StreamClosed: H2Connection._closed,
-    ngh2.SettingsReceived: H2Connection._permitted,
-    ngh2.GoAwayReceived: H2Connection._going_away,
     ngh2.ConnectionClosed: H2Connection._gone,
+    # What libnghttp2 does not count, as it does empty frames, unknown ones and resets.
+    ngh2.PingReceived: H2Connection._heard,
+    ngh2.PingAcknowledged: H2Connection._heard,
+    ngh2.SettingsReceived: H2Connection._heard,
+    ngh2.GoAwayReceived: H2Connection._heard,
 }
 """What is done with each event but data."""

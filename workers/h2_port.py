@@ -43,6 +43,7 @@ class Settings:
         1000,
         100,
     )  # by the peer, of a server's streams: at once, and each second
+    chatter: tuple[int, int] = (200, 20)  # pings, settings and the like of the peer: as `resets`
     ping_after_s: float = 30.0  # of silence, while streams are open
     ping_limit_s: float = 10.0  # of silence behind a ping: the peer has vanished
 
@@ -100,6 +101,9 @@ class Stream(Protocol):
 
     def reset(self, code: int = CANCEL) -> None:
         """Close the stream both ways, now. Its handler is told nothing any more."""
+
+    def reset_behind(self, code: int) -> None:
+        """Reset it when what was said so far is written, as far as it can be."""
 
     def tell_writable(self) -> None:
         """Have `StreamHandler.writable` called when few bytes are unsent."""

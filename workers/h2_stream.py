@@ -18,6 +18,9 @@ class Carrier(Protocol):
     def queue(self, stream: "H2Stream") -> None:
         """Have `H2Stream.give` called before the next write."""
 
+    def reset_behind(self, stream: "H2Stream", code: int) -> None:
+        """Reset it when what it has said is written."""
+
     def watch(self, stream: "H2Stream") -> None:
         """Tell it when little of it is unsent."""
 
@@ -115,6 +118,10 @@ class H2Stream:
         if self._carrier.forget(self):
             self.handler = None
             self._carrier.submit(self._carrier.engine.reset_stream, self.id, code)
+
+    def reset_behind(self, code: int) -> None:
+        """As `Stream.reset_behind`."""
+        self._carrier.reset_behind(self, code)
 
     def tell_writable(self) -> None:
         """As `Stream.tell_writable`."""

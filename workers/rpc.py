@@ -7,14 +7,11 @@ from collections.abc import Callable
 
 import grpc
 
+from slagate.workers.grpc_frames import IDENTITY, MessageReader, WireError, prefix
 from slagate.workers.grpc_wire import (
     CONTENT_TYPE,
-    IDENTITY,
-    MessageReader,
-    WireError,
     answer_of,
     encode_timeout,
-    prefix,
     status_of_headers,
     status_of_reset,
 )

@@ -23,6 +23,7 @@ class BufferedSink:
         self.discarded = False
         self.status: Status | None = None
         self._messages: deque[bytes] = deque()
+        self._on_room: Callable[[], None] | None = None
         self._wake = anyio.Event()
 
     def __repr__(self) -> str:
@@ -55,6 +56,10 @@ class BufferedSink:
         self._messages.clear()
         self.n_bytes = 0
 
+    def on_room(self, tell: Callable[[], None], /) -> None:
+        """As `Outlet.on_room`."""
+        self._on_room = tell
+
     async def next(self) -> bytes | None:
         """The next message in order, or None when the call has ended and all was taken."""
         while not self._messages:
@@ -64,6 +69,9 @@ class BufferedSink:
             await self._wake.wait()
         data = self._messages.popleft()
         self.n_bytes -= len(data)
+        if not self._messages and self._on_room is not None:
+            tell, self._on_room = self._on_room, None
+            tell()
         return data
 
 
@@ -76,6 +84,9 @@ class Outlet(StreamSink, Protocol):
 
     def discard(self) -> None:
         """Drop what waits: its reader does not take it."""
+
+    def on_room(self, tell: Callable[[], None], /) -> None:
+        """Call this once when nothing waits any more."""
 
 
 class Gate:

@@ -7,19 +7,18 @@ from collections.abc import Callable
 import anyio
 
 from slagate.workers.channel import StreamChannel
-from slagate.workers.grpc_wire import prefix
+from slagate.workers.grpc_frames import prefix
 from slagate.workers.worker import OK
 from support.bytes_sink import BytesSink
 from support.h2_peer import ANSWER, PeerServer, PeerStream, echo
+from support.http2_fuzz import PREFACE, Replay, frames, spoilt_client, spoilt_server
 from support.memory_transport import MemoryTransport, Network, joined
-from support.seeds import each_seed
+from support.seeds import each_seed, n_seeds_of
 from support.virtual_loop import VirtualLoop, run
 
-N_INPUTS = 1000
+N_INPUTS = 500
 N_CALLS = 6
 TIMEOUT_S = 20.0
-
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 def talk(stream: PeerStream) -> None:
@@ -77,88 +76,15 @@ def conversation() -> tuple[bytes, bytes]:
 CLIENT_SAID, SERVER_SAID = conversation()
 
 
-def frames(data: bytes) -> list[bytes]:
-    found, at = [], 0
-    while at < len(data):
-        end = at + 9 + int.from_bytes(data[at : at + 3], "big")
-        found.append(data[at:end])
-        at = end
-    return found
+def test_whatever_a_worker_says_each_call_ends_once_and_the_next_connection_is_good(
+    record_property: Callable[[str, object], None],
+) -> None:
+    record_property("fuzz inputs", n_seeds_of(N_INPUTS))
 
-
-def spoilt(data: bytes, rng: random.Random) -> bytes:
-    """The same with a few things wrong, of frames or of bytes."""
-    parts = frames(data)
-    for _ in range(rng.choice((1, 1, 2, 5))):
-        at = rng.randrange(len(parts))
-        frame = bytearray(parts[at])
-        if not frame:
-            continue
-        match rng.randrange(9):
-            case 0:
-                parts.pop(at) if len(parts) > 1 else None
-            case 1:
-                parts.insert(rng.randrange(len(parts) + 1), bytes(frame))
-            case 2:
-                other = rng.randrange(len(parts))
-                parts[at], parts[other] = parts[other], parts[at]
-            case 3:
-                frame[3:4] = bytes((rng.randrange(14),))  # the type
-                parts[at] = bytes(frame)
-            case 4:
-                frame[4:5] = bytes((rng.randrange(256),))  # the flags
-                parts[at] = bytes(frame)
-            case 5:
-                frame[5:9] = rng.choice((0, 1, 2, 3, 9, 99, 1 << 31)).to_bytes(4, "big")
-                parts[at] = bytes(frame)
-            case 6:
-                for _ in range(rng.choice((1, 3))):
-                    frame[rng.randrange(len(frame))] = rng.randrange(256)
-                parts[at] = bytes(frame)
-            case 7:
-                parts[at] = bytes(frame[: rng.randrange(len(frame) + 1)])
-            case _:
-                payload = rng.randbytes(rng.choice((0, 4, 5, 8, 40)))
-                header = len(payload).to_bytes(3, "big") + bytes(
-                    (
-                        rng.randrange(12),
-                        rng.choice((0, 1, 4, 5, 8, 0x20)),
-                        0,
-                        0,
-                        0,
-                        rng.randrange(8),
-                    )
-                )
-                parts.insert(at, header + payload)
-    return b"".join(parts)
-
-
-class Replay(asyncio.Protocol):
-    """Says these bytes in pieces, whatever it is told."""
-
-    def __init__(self, data: bytes, rng: random.Random, first_bytes: int) -> None:
-        cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice((0, 1, 4, 30))))
-        ends = [first_bytes, *(cut for cut in cuts if cut > first_bytes), len(data)]
-        starts = [0, *ends[:-1]]
-        self._pieces = [data[start:end] for start, end in zip(starts, ends, strict=True)]
-        self._says_goodbye = rng.random() < 0.5
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        loop = asyncio.get_running_loop()
-        for at, piece in enumerate(self._pieces):
-            loop.call_later(0.001 * at, transport.write, piece)
-        if self._says_goodbye:
-            loop.call_later(0.001 * len(self._pieces), transport.close)
-
-
-def test_whatever_a_worker_says_each_call_ends_once_and_the_next_connection_is_good() -> None:
     def history(seed: int) -> None:
         rng = random.Random(seed)
         first = len(frames(SERVER_SAID)[0])
-        data = SERVER_SAID[:first] + spoilt(SERVER_SAID[first:], rng)
-        if rng.random() < 0.1:
-            data = spoilt(SERVER_SAID, rng)
+        data = spoilt_server(SERVER_SAID, rng)
 
         async def main() -> None:
             good = PeerServer(echo)
@@ -192,16 +118,18 @@ def test_whatever_a_worker_says_each_call_ends_once_and_the_next_connection_is_g
     each_seed(N_INPUTS, history)
 
 
-def test_whatever_a_client_says_its_connection_alone_suffers() -> None:
+def test_whatever_a_client_says_its_connection_alone_suffers(
+    record_property: Callable[[str, object], None],
+) -> None:
+    record_property("fuzz inputs", n_seeds_of(N_INPUTS))
+
     def history(seed: int) -> None:
         rng = random.Random(seed)
-        data = PREFACE + spoilt(CLIENT_SAID[len(PREFACE) :], rng)
-        if rng.random() < 0.05:
-            data = rng.randbytes(rng.randrange(200))
+        data = spoilt_client(CLIENT_SAID, rng)
 
         async def main() -> None:
             server = PeerServer(talk)
-            joined(server.protocol(), Replay(data, rng, 0))
+            joined(server.protocol(), Replay(data, rng))
             near = Network(server.protocol)
             async with anyio.create_task_group() as tasks:
                 channel = StreamChannel("worker:1", tasks, dial=near.dial)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from slagate.workers.grpc_wire import prefix
+from slagate.workers.grpc_frames import prefix
 from slagate.workers.h2 import H2Connection
 from slagate.workers.h2_port import Headers, Settings, Stream, StreamEnd
 

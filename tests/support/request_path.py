@@ -11,8 +11,8 @@ import anyio
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.app import App, build
+from slagate.router.client_stream import Serve
 from slagate.router.errors import Outcome
-from slagate.router.front import Serve
 from slagate.router.generate import RECEIPT_TRAILER, generate
 from slagate.router.settings import Settings
 from slagate.router.turn import ClientCall
@@ -66,11 +66,6 @@ class Bench:
     def serve(self) -> Serve:
         """What a front serves calls with."""
         return partial(generate, gateway=self.app.gateway)
-
-    @property
-    def limit_s(self) -> float:
-        """Of a request without a deadline."""
-        return self.app.gateway.settings.default_timeout_s
 
     def calls(self, stage: str) -> list[FakeCall]:
         return self.scripts[stage].calls

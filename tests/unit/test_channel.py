@@ -370,3 +370,46 @@ def test_a_server_that_is_stopped_at_once_ends_each_stream_once_with_unavailable
             assert status.message
 
     play(aio_peer, scene)
+
+
+@either
+def test_a_stock_server_takes_our_pings_for_as_long_as_a_stream_is_silent(serve: Serve) -> None:
+    """STREAM-08: one that permits a ping in five minutes ends a connection for the fourth that is quick."""
+
+    async def scene(peer: Peer, channel: StreamChannel) -> None:
+        sink = BytesSink()
+        call = start(channel, Order(n_messages=1, hang=True), sink)
+        await sink.at_least(1)
+        with anyio.move_on_after(1.0):
+            await sink.done()
+        assert sink.status is None
+        assert (await ask(channel, Order())).code is grpc.StatusCode.OK
+        assert len({seen.peer for seen in peer.calls}) == 1
+        call.cancel()
+
+    play(serve, scene, Settings(ping_after_s=0.05, ping_limit_s=0.05))
+
+
+@either
+def test_a_server_whose_connections_age_ends_no_stream_and_refuses_no_call(serve: Serve) -> None:
+    """STREAM-09: its goodbye comes in the middle of a stream that is longer, and new calls go elsewhere."""
+
+    async def scene(peer: Peer, channel: StreamChannel) -> None:
+        slow = BytesSink()
+        call = start(channel, Order(n_messages=40, message_bytes=100_000), slow)
+        await slow.at_least(1)
+        call.pause()
+        n_calls = 0
+        while not channel.links.connections[0].is_retiring:
+            assert (await ask(channel, Order())).code is grpc.StatusCode.OK
+            n_calls += 1
+        for _ in range(10):
+            assert (await ask(channel, Order())).code is grpc.StatusCode.OK
+        assert len({seen.peer for seen in peer.calls}) > 1
+        call.resume()
+        assert (await slow.done()).code is grpc.StatusCode.OK
+        assert slow.messages == [numbered(i, 100_000) for i in range(40)]
+        assert n_calls
+
+    aging = (("grpc.max_connection_age_ms", 400), ("grpc.max_connection_age_grace_ms", 20_000))
+    play(serve, scene, options=aging)

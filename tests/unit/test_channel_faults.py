@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from slagate.workers.channel import StreamChannel
-from slagate.workers.grpc_wire import prefix
+from slagate.workers.grpc_frames import prefix
 from slagate.workers.h2 import WRITE_BYTES
 from slagate.workers.h2_port import (
     CANCEL,

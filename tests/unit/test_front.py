@@ -61,7 +61,7 @@ async def served(folder: Path, *scripts: Script) -> AsyncIterator[Served]:
             links = Links(f"{folder}/local", tasks, settings=Settings(), dial=dial_unix)
             with closing(listen_on(Address("127.0.0.1", 0))) as listening:
                 port = listening.getsockname()[1]
-                async with serve_front(b.serve, listening, links, limit_s=b.limit_s) as front:
+                async with serve_front(b.serve, listening, links, b.app.gateway.settings) as front:
                     yield Served(b, front, f"127.0.0.1:{port}", others)
             links.close("over")
             tasks.cancel_scope.cancel()

@@ -9,7 +9,8 @@ import anyio
 import grpc
 import pytest
 
-from slagate.router.front import FLUSH_S, ClientStream, Front
+from slagate.router.client_stream import FLUSH_S, ClientStream
+from slagate.router.front import Front
 from slagate.workers.channel import StreamChannel
 from slagate.workers.h2_port import Settings
 from slagate.workers.links import Links
@@ -32,7 +33,7 @@ def play(scene: Scene, *scripts: Script) -> None:
         async with bench("agg", agg=list(scripts)) as b, anyio.create_task_group() as tasks:
             local = Network(asyncio.Protocol)
             links = Links("local", tasks, settings=Settings(), dial=local.dial)
-            front = Front(b.serve, links, limit_s=b.limit_s)
+            front = Front(b.serve, links, b.app.gateway.settings)
             channel = StreamChannel("gw", tasks, dial=Network(front.protocol, 0.001).dial)
             await scene(b, channel)
             channel.close()

@@ -10,19 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slagate.workers.grpc_frames import MessageReader, WireError, prefix, supported_encoding
 from slagate.workers.grpc_wire import (
-    MessageReader,
-    WireError,
     decode_message,
     decode_timeout,
     encode_message,
     encode_timeout,
-    prefix,
     refused_by_http,
     status_headers,
     status_of_headers,
     status_of_reset,
-    supported_encoding,
     to_headers,
     to_metadata,
 )

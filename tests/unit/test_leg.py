@@ -27,8 +27,10 @@ def splice(stage: Stage) -> Splice:
         client_id="client",
         tally=Tally(),
         max_buffer_bytes=1 << 20,
+        stuck_s=5.0,
         now_s=lambda: 0.0,
         on_token=lambda: None,
+        on_answered=lambda: None,
     )
 
 

@@ -1,8 +1,10 @@
+import asyncio
+
 import anyio
 import pytest
 
 from slagate.router.errors import Aborted, Draining
-from slagate.router.live import LiveRequests
+from slagate.router.live import LiveRequests, Running
 from support.running import listed
 from support.virtual_loop import run
 
@@ -99,14 +101,27 @@ def test_none_left_waits_for_the_last_one() -> None:
     run(main)
 
 
-def test_a_request_that_is_done_in_the_step_in_which_it_is_ended_keeps_its_answer() -> None:
-    """The scope was cancelled, but nothing in it waited any more."""
-
+def test_a_request_that_is_answered_is_not_ended_any_more() -> None:
     async def main() -> None:
         live = LiveRequests()
-        with listed(live, "p", "r"):
-            assert live.abort("p", "r", ABORTED)
-        assert len(live) == 0
+        one = Running()
+        one.begin()
+        live.add("p", "r", one)
+        one.answered()
+        assert live.abort("p", "r", ABORTED)
+        await anyio.sleep(1.0)
+        assert one.ended_by is None
+        live.remove("p", "r", one)
+
+    run(main)
+
+
+def test_a_request_that_was_ended_before_it_began_is_cancelled_at_once() -> None:
+    async def main() -> None:
+        one = Running()
+        one.end()
+        with pytest.raises(asyncio.CancelledError):
+            one.begin()
 
     run(main)
 

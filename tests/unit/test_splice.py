@@ -30,8 +30,10 @@ class Leg:
             client_id="mine",
             tally=self.tally,
             max_buffer_bytes=max_buffer_bytes,
+            stuck_s=5.0,
             now_s=lambda: self.now_s,
             on_token=self._on_token,
+            on_answered=lambda: None,
             preface=preface,
         )
 

@@ -16,8 +16,9 @@ import anyio
 import uvloop
 
 from slagate.pools.member import Stage
+from slagate.router.client_stream import Serve
 from slagate.router.errors import RequestError
-from slagate.router.front import Serve, serve_front
+from slagate.router.front import serve_front
 from slagate.router.request import parse_request
 from slagate.router.settings import Settings
 from slagate.router.splice import Splice, Tally
@@ -29,8 +30,6 @@ from slagate.workers.legs import agg_leg
 from slagate.workers.links import Links, dial_unix
 from slagate.workers.listen import Address, listen_on
 from slagate.workers.worker import OK
-
-LIMIT_S = 300.0
 
 
 class FixedChoice:
@@ -57,8 +56,10 @@ class FixedChoice:
             client_id=request.id,
             tally=Tally(),
             max_buffer_bytes=self.settings.max_buffer_bytes,
+            stuck_s=self.settings.stuck_s,
             now_s=monotonic_s,
             on_token=_nothing,
+            on_answered=_nothing,
         )
         leg = next(self._channels).generate(
             agg_leg(request.data, leg_id, max_tokens=None),
@@ -97,7 +98,7 @@ async def fronted(serving: Serve) -> AsyncIterator[None]:
     async with anyio.create_task_group() as connecting:
         nobody = Links("", connecting, settings=Http2Settings(), dial=dial_unix)
         with closing(listen_on(Address("127.0.0.1", 0))) as listening:
-            async with serve_front(serving, listening, nobody, limit_s=LIMIT_S):
+            async with serve_front(serving, listening, nobody, Settings()):
                 # As the gateway does once it serves.
                 gc.collect()
                 gc.freeze()
