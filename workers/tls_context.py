@@ -29,7 +29,7 @@ def client_context() -> ssl.SSLContext:
 
 def explained(error: ssl.SSLError) -> str:
     """What went wrong with a handshake, for people."""
-    if error.reason in _NOT_TLS:
+    if getattr(error, "reason", "") in _NOT_TLS:
         return "the other end does not speak TLS"
     return reason(error)
 
@@ -66,7 +66,7 @@ class _Dialled(ssl.SSLObject):
     def do_handshake(self) -> None:
         super().do_handshake()
         if self.selected_alpn_protocol() != "h2":
-            raise ssl.SSLError("the peer does not speak HTTP/2 (ALPN h2)")
+            raise ssl.SSLError(ssl.SSL_ERROR_SSL, "the peer does not speak HTTP/2 (ALPN h2)")
 
 
 class _Accepted(_Dialled):

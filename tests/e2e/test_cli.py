@@ -22,7 +22,14 @@ def numbers(line: str) -> list[int]:
 
 def test_generate_prints_the_token_ids(either: Cluster) -> None:
     printed = output(
-        "generate", "--insecure", "--target", either.gateway.address, "--tokens", "1,2,3", "--max-tokens", "5"
+        "generate",
+        "--insecure",
+        "--target",
+        either.gateway.address,
+        "--tokens",
+        "1,2,3",
+        "--max-tokens",
+        "5",
     )
     assert numbers(printed) == expected([1, 2, 3], 5)
     assert printed.endswith("\n")
@@ -51,7 +58,16 @@ def test_generate_reads_a_file_and_ends_with_the_receipt(disagg: Cluster, tmp_pa
 
 def test_generate_makes_up_a_prompt_of_a_length(agg: Cluster) -> None:
     lines = output(
-        *("generate", "--insecure", "--target", agg.gateway.address, "--isl", "500", "--max-tokens", "3"),
+        *(
+            "generate",
+            "--insecure",
+            "--target",
+            agg.gateway.address,
+            "--isl",
+            "500",
+            "--max-tokens",
+            "3",
+        ),
         "--receipt",
     ).splitlines()
     assert len(numbers(lines[0])) == 3
@@ -116,7 +132,9 @@ def test_explain_decides_and_sends_nothing(disagg: Cluster) -> None:
 
 
 def test_explain_says_it_in_words(disagg: Cluster) -> None:
-    printed = output("explain", "--insecure", "--target", disagg.gateway.admin_address, "--isl", "100")
+    printed = output(
+        "explain", "--insecure", "--target", disagg.gateway.admin_address, "--isl", "100"
+    )
     assert "chosen" in printed
     assert "no target" in printed or "middle" in printed
     assert any(address in printed for address in disagg.addresses("p"))
@@ -125,7 +143,16 @@ def test_explain_says_it_in_words(disagg: Cluster) -> None:
 
 def test_explain_refuses_what_generate_refuses(disagg: Cluster) -> None:
     ended = run_cli(
-        *("explain", "--insecure", "--target", disagg.gateway.admin_address, "--isl", "5", "--ttft-ms", "-1")
+        *(
+            "explain",
+            "--insecure",
+            "--target",
+            disagg.gateway.admin_address,
+            "--isl",
+            "5",
+            "--ttft-ms",
+            "-1",
+        )
     )
     assert ended.returncode == 1
     assert "INVALID_ARGUMENT" in ended.stderr
@@ -133,7 +160,9 @@ def test_explain_refuses_what_generate_refuses(disagg: Cluster) -> None:
 
 
 def test_pools_as_json(disagg: Cluster) -> None:
-    shown = json.loads(output("pools", "--insecure", "--target", disagg.gateway.admin_address, "--json"))
+    shown = json.loads(
+        output("pools", "--insecure", "--target", disagg.gateway.admin_address, "--json")
+    )
     assert [pool["name"] for pool in shown["pools"]] == ["p", "d"]
     for pool in shown["pools"]:
         assert (pool["workers"], pool["workers_ready"], pool["inflight"]) == (2, 2, 0)
