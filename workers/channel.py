@@ -39,6 +39,7 @@ class StreamChannel:
             tasks,
             settings=settings or Settings(),
             dial=dial if tls is None else tls.dial,
+            hint="; it may want TLS" if tls is None else "; it may not take our certificate",
         )
 
     def __repr__(self) -> str:

@@ -81,6 +81,8 @@ class _Accepted(_Dialled):
             raise
         except ssl.SSLError as error:
             self.context.refused(explained(error))  # type: ignore[attr-defined]
+            if getattr(error, "reason", None) in {None, *_NOT_TLS}:
+                raise  # there is no alert, or nobody who reads it
             # Event loops drop at once what failed, with the alert that tells the peer why. They write it
             # when they are told to wait for more, and more, or the end of their patience, ends it.
             self._refusal = error

@@ -114,13 +114,13 @@ REFUSED: dict[str, tuple[Callable[[Ca], Pair], Callable[[Ca], Pair | None], str]
     "no client certificate": (
         lambda ca: ca.issue("server"),
         lambda ca: None,
-        # The alert, unless the server resets the connection behind it first.
-        "certificate required|reset|closed",
+        # grpcio's servers say no more than that.
+        ": the peer closed the connection; it may not take our certificate",
     ),
     "client certificate of another CA": (
         lambda ca: ca.issue("server"),
         lambda ca: Ca(ca.path.parent, "other").issue("client"),
-        "unknown ca|decrypt error|reset|closed",
+        ": the peer closed the connection; it may not take our certificate",
     ),
 }
 
@@ -139,8 +139,7 @@ def test_a_server_that_does_not_fit_is_refused_and_so_are_we(
         async with aio_peer(credentials=credentials(make_server(ca), ca.path)) as peer:
             text = message(await ask(peer.address, tls))
             assert text.startswith(f"cannot connect to {peer.address}: ")
-            assert any(part in text for part in told.split("|")), text
-            assert "_ssl.c" not in text or what.startswith("no client") or "client" in what, text
+            assert told in text
             assert peer.calls == []
 
     run(main, loop)
@@ -199,6 +198,7 @@ def test_plaintext_to_a_tls_server_is_an_error(tmp_path: Path, serve: Serve) -> 
         async with serve(credentials=credentials(server, None)) as peer:
             text = message(await ask(peer.address, None))
             assert text.startswith(f"cannot connect to {peer.address}: "), text
+            assert text.endswith("; it may want TLS"), text
 
     run(main)
 

@@ -96,7 +96,7 @@ def test_a_file_that_cannot_be_used_is_named_with_its_option(tmp_path: Path, wha
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TlsError, match="own.key: Permission denied"):
+    with pytest.raises(TlsError, match=r"own\.key: Permission denied"):
         loaded(tmp_path, lambda folder: (folder / "own.key").chmod(0))
 
 
@@ -145,5 +145,5 @@ def test_times_of_both_forms_are_read(tmp_path: Path, years: float) -> None:
 
 def test_what_is_no_certificate_is_a_value_error() -> None:
     for data in (b"", b"\x30", b"\x30\x80", bytes(100), b"\x30\x03\x30\x01\x00"):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"cut short|does not match format"):
             validity(data)
