@@ -8,7 +8,7 @@ from slagate.workers.h2_port import Settings
 from slagate.workers.links import Dial, Links, dial_tcp
 from slagate.workers.rpc import Rpc
 from slagate.workers.stream import EndedCall
-from slagate.workers.tls import ClientTls
+from slagate.workers.tls import ClientTls, closed_hint
 from slagate.workers.worker import Call, Metadata, Sink, Status
 
 GENERATE = "/openengine.v1.Inference/Generate"
@@ -39,7 +39,7 @@ class StreamChannel:
             tasks,
             settings=settings or Settings(),
             dial=dial if tls is None else tls.dial,
-            hint="; it may want TLS" if tls is None else "; it may not take our certificate",
+            hint=closed_hint(tls),
         )
 
     def __repr__(self) -> str:

@@ -82,7 +82,10 @@ class GrpcWorker:
     ) -> _Response:
         limit_s = CONTROL_TIMEOUT_S if timeout_s is None else timeout_s
         with self._control.stub() as stub:
-            answer = await unary(method(stub), request, timeout_s=limit_s)
+            try:
+                answer = await unary(method(stub), request, timeout_s=limit_s)
+            except WorkerError as error:
+                raise WorkerError(self._control.explained(error.status)) from error
         self._streams.reachable()
         return answer
 

@@ -9,7 +9,8 @@ from anyio.abc import TaskGroup
 
 from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.workers.rpc import MAX_MESSAGE_BYTES
-from slagate.workers.tls import ClientTls
+from slagate.workers.tls import ClientTls, closed_hint
+from slagate.workers.worker import Status
 
 CHANNEL_OPTIONS = (
     # Each hop has its own receive limit, and the default of 4 MiB would cut long prompts and outputs.
@@ -29,6 +30,11 @@ CHANNEL_OPTIONS = (
     # The loopback or fleet network is never behind the proxy of the environment.
     ("grpc.enable_http_proxy", 0),
 )
+
+
+# How grpc begins and ends its message where a server closes a new connection.
+_UNCONNECTED = "failed to connect"
+_CLOSED = "Socket closed"
 
 
 def channel_to(address: str, tls: ClientTls | None) -> grpc.aio.Channel:
@@ -66,6 +72,13 @@ class ControlChannel:
         finally:
             used.n_calls -= 1
             self._let_go(used)
+
+    def explained(self, status: Status) -> Status:
+        """With what may be the matter, where grpc has only seen that the server has closed."""
+        message = status.message
+        if message.startswith(_UNCONNECTED) and message.endswith(_CLOSED):
+            return status._replace(message=message + closed_hint(self._tls))
+        return status
 
     async def close(self) -> None:
         """End every call."""

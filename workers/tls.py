@@ -157,6 +157,11 @@ class ClientTls(Side):
         return client_context()
 
 
+def closed_hint(tls: ClientTls | None) -> str:
+    """What may be the matter where a server closes a new connection without a word."""
+    return "; it may want TLS" if tls is None else "; it may not take our certificate"
+
+
 @asynccontextmanager
 async def following(*sides: Side | None, look_s: float = LOOK_S) -> AsyncIterator[None]:
     """Follow the files of these sides for the time of the block."""
