@@ -193,6 +193,7 @@ def test_a_changed_file_is_read_when_it_has_stayed_so_for_one_look(
                 await renewed(server, before)
                 assert server.current.chain == pair.cert.read_bytes()
 
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         anyio.run(main)
     assert [each.getMessage() for each in caplog.records] == ["tls.renewed"]
