@@ -41,6 +41,8 @@ from slagate.workers.h2_port import Settings as Http2Settings
 from slagate.workers.links import Links, dial_unix
 from slagate.workers.listen import Address, bind, listen_on, ready_line, stopped
 from slagate.workers.server import SERVER_OPTIONS
+from slagate.workers.tls import ClientTls, ServerTls, following
+from slagate.workers.tls_files import TlsFiles
 
 LOCAL = Http2Settings(ping_after_s=1e6)
 """Of the connections to the local server, which is this process."""
@@ -133,17 +135,26 @@ async def serve(
     listen: Address,
     admin: Address,
     http: Address,
+    tls: TlsFiles | None,
+    worker_tls: TlsFiles | None,
 ) -> None:
     """Run a gateway until SIGTERM or SIGINT; prints the ready line once every listener is bound.
 
     `config` is what was read from `source` and checked for serving, and `stamp` the source's from before
-    that. Raises `OSError` for an address that cannot be bound.
+    that. `tls` is for clients and operators, `worker_tls` for what is dialled; each is plaintext where it
+    is None. Raises `OSError` for an address that cannot be bound, `TlsError` for files that cannot be used.
     """
     # A second series beside each counter and histogram, and nobody asks when they were created.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     rng = random.Random(uuid.uuid4().int)
-    async with build(config, settings, connect=connect_worker, now_s=monotonic_s, rng=rng) as app:
+    clients_tls = None if tls is None else ServerTls("clients", tls)
+    workers_tls = None if worker_tls is None else ClientTls("workers", worker_tls)
+    connect = partial(connect_worker, tls=workers_tls)
+    async with build(config, settings, connect=connect, now_s=monotonic_s, rng=rng) as app:
         gateway = app.gateway
+        for side in (clients_tls, workers_tls):
+            if side is not None:
+                gateway.metrics.watch_certificate(side)
         draining = False
 
         def not_ready() -> str:
@@ -170,7 +181,9 @@ async def serve(
             now_s=monotonic_s,
         )
         gw_grpc.add_GatewayServicer_to_server(service, operators)
-        admin_at = bind(operators, admin)
+        admin_at = bind(
+            operators, admin, None if clients_tls is None else clients_tls.grpc_credentials()
+        )
         registry = gateway.metrics.registry
         with (
             closing(listen_on(listen)) as listening,
@@ -189,7 +202,9 @@ async def serve(
                     listening,
                     Links(socket, connecting, settings=LOCAL, dial=dial_unix),
                     settings,
+                    tls=None if clients_tls is None else clients_tls.context,
                 ) as front,
+                following(clients_tls, workers_tls),
                 stopped() as signals,
                 reloading(app.reloader, source, watch=settings.watch_config, stamp=stamp),
             ):

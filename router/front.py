@@ -6,6 +6,7 @@ as it is, to the local server behind `local`.
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,10 +20,11 @@ from slagate.router.overdue import Overdue, Untaken
 from slagate.router.settings import Settings
 from slagate.workers.channel import GENERATE
 from slagate.workers.h2 import H2Connection
-from slagate.workers.h2_port import Headers, Stream, StreamHandler
+from slagate.workers.h2_port import Accept, Headers, Stream, StreamHandler
 from slagate.workers.h2_port import Settings as Http2Settings
 from slagate.workers.links import Links
 from slagate.workers.listen import BACKLOG
+from slagate.workers.tls import HANDSHAKE_LIMIT_S
 
 _PATH = GENERATE.encode()
 
@@ -58,10 +60,12 @@ class Front:
         """The end of a new connection."""
         if self._is_leaving or len(self.clients) >= self.settings.clients.max_connections:
             return TurnedAway()
-        client = _Client(self)
+        return _Client(self).connection
+
+    def joined(self, client: "_Client") -> None:
+        """A client is connected: with TLS, only once it has shown who it is."""
         self.clients.add(client)
         self.silent.add(client)
-        return client.connection
 
     def retire(self) -> None:
         """Ask for nothing new; what runs, or was on its way, goes on. Idempotent."""
@@ -124,13 +128,17 @@ class _Client:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self.connection = H2Connection(self, front.http2, accept=self._accept)
+        self.connection = _ClientConnection(self, front.http2, accept=self._accept)
 
     def _accept(self, stream: Stream, headers: Headers) -> StreamHandler:
         fields = dict(headers)
         if fields.get(b":path") == _PATH:
             return ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
         return Forward(stream, headers, self._front.local, peer=self.connection.peer)
+
+    def connected(self) -> None:
+        """The connection is made."""
+        self._front.joined(self)
 
     def ready(self) -> None:
         """As `Owner.ready`."""
@@ -147,14 +155,35 @@ class _Client:
         self._front.left(self)
 
 
+class _ClientConnection(H2Connection):
+    def __init__(self, client: _Client, settings: Http2Settings, *, accept: Accept) -> None:
+        super().__init__(client, settings, accept=accept)
+        self._client = client
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._client.connected()
+        super().connection_made(transport)
+
+
 @asynccontextmanager
 async def serve_front(
-    serve: Serve, listening: socket.socket, local: Links, settings: Settings
+    serve: Serve,
+    listening: socket.socket,
+    local: Links,
+    settings: Settings,
+    *,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Front]:
-    """Serve clients on this socket for the time of the block."""
+    """Serve clients on this socket, in plaintext without `tls`, for the time of the block."""
     loop = asyncio.get_running_loop()
     front = Front(serve, local, settings)
-    front.server = await loop.create_server(front.protocol, sock=listening, backlog=BACKLOG)
+    front.server = await loop.create_server(
+        front.protocol,
+        sock=listening,
+        backlog=BACKLOG,
+        ssl=tls,
+        ssl_handshake_timeout=None if tls is None else HANDSHAKE_LIMIT_S,
+    )
     try:
         yield front
     finally:

@@ -37,11 +37,11 @@ _FIXED_HEADERS = (
 )
 
 
-def call_headers(path: str, authority: bytes) -> Headers:
+def call_headers(path: str, authority: bytes, *, scheme: bytes) -> Headers:
     """The headers that all calls of a method have in common."""
     return (
         (b":method", b"POST"),
-        (b":scheme", b"http"),
+        (b":scheme", scheme),
         (b":path", path.encode()),
         (b":authority", authority),
         *_FIXED_HEADERS,

@@ -7,7 +7,8 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.channel import SUBSCRIBE_KV_EVENTS
-from slagate.workers.client import CHANNEL_OPTIONS, connect_worker
+from slagate.workers.client import connect_worker
+from slagate.workers.control_channel import CHANNEL_OPTIONS
 from slagate.workers.listen import Address
 from slagate.workers.server import serve_worker
 from slagate.workers.stream import EndedCall
