@@ -67,8 +67,9 @@ def test_a_signal_sets_the_event_and_is_let_go_of_afterwards(number: signal.Sign
 
 
 def test_a_host_that_vanished_does_not_keep_its_connection_for_ever() -> None:
-    with listen_on(Address("127.0.0.1", 0)) as listening:
-        with socket.create_connection(listening.getsockname()):
-            accepted, _ = listening.accept()
-            with accepted:
-                assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    with (
+        listen_on(Address("127.0.0.1", 0)) as listening,
+        socket.create_connection(listening.getsockname()),
+        listening.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
