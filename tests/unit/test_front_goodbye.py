@@ -3,12 +3,13 @@
 import anyio
 import pytest
 
+from slagate.router.app import _drain
 from slagate.router.settings import Settings
 from slagate.workers.farewell import ANSWER_LIMIT_S
 from slagate.workers.grpc_frames import prefix
 from slagate.workers.worker import OK
 from support.builders import finished, request, token
-from support.fake_worker import HANG, Script
+from support.fake_worker import HANG, Script, Wait
 from support.front_path import Served, served
 from support.raw_http2 import (
     ACK,
@@ -145,6 +146,27 @@ def test_a_drain_waits_for_what_is_still_arriving() -> None:
             await anyio.sleep(0.1)  # what was written arrives
             assert n_ended(raw) == 1
             assert s.bench.outcomes() == {"completed": 1}
+
+    run(main)
+
+
+def test_a_drain_serves_what_comes_late_for_as_long_as_any_other() -> None:
+    slow: Script = (token(1), Wait(4.0), finished(), OK)
+
+    async def main() -> None:
+        async with served(slow) as s, anyio.create_task_group() as tasks:
+            raw = await connected(s)
+
+            async def late() -> None:
+                await anyio.sleep(0.5)
+                raw.send(call(1))
+                raw.answer()
+
+            tasks.start_soon(late)
+            await _drain(s.front, s.bench.app.gateway, 30)
+            assert s.bench.outcomes() == {"completed": 1}
+            await anyio.sleep(0.1)
+            assert n_ended(raw) == 1
 
     run(main)
 

@@ -177,6 +177,23 @@ def test_nothing_is_kept_of_a_request_that_is_larger_than_it_may_be() -> None:
     play(scene)
 
 
+def test_what_came_before_the_local_server_was_reached_is_passed_on_and_so_is_the_rest() -> None:
+    async def scene(s: Served) -> None:
+        raw = await hello(s)
+        raw.send(begin(1, b"/other/Echo") + frame(DATA, 0, 1, bytes(100)))
+        for _ in range(40):
+            # More than the window, and never much at once.
+            await anyio.sleep(0.1)
+            raw.send(frame(DATA, 0, 1, bytes(16_000)))
+        raw.send(frame(DATA, END_STREAM, 1))
+        await anyio.sleep(0.1)
+        assert raw.said(RST_STREAM) == []
+        assert len(s.local.streams[0].body) == 640_100
+        assert (640_100).to_bytes(4, "big") in raw.heard
+
+    play(scene)
+
+
 # --- floods ----------------------------------------------------------------------------------------
 
 
