@@ -390,12 +390,15 @@ int main(int argc, char **argv) {
     start_ns = now_ns();
     end_ns = start_ns + (int64_t)(seconds * 1e9);
     int64_t limit_ns = start_ns + (int64_t)(limit_s * 1e9);
-    while (!is_done()) {
+    for (;;) {
         begin_due();
         flush_all();
+        if (is_done()) break;
         set_timer(timer);
+        /* What was cancelled is closed by the flush, and makes room for others. */
+        bool has_room = rate == 0 && n_open < max_in_flight && !is_last(now_ns());
         struct epoll_event events[MAX_EVENTS];
-        int n_events = epoll_wait(epoll, events, MAX_EVENTS, -1);
+        int n_events = epoll_wait(epoll, events, MAX_EVENTS, has_room ? 0 : -1);
         for (int at = 0; at < n_events; at++) {
             struct connection *connection = events[at].data.ptr;
             if (connection == NULL) continue;

@@ -119,16 +119,27 @@ def files_of(workload: Workload, folder: Path) -> Files:
 # --- load -------------------------------------------------------------------------------------------
 
 
-def load(
-    program: Path, addresses: Sequence[str], core: int, options: Mapping[str, object]
-) -> dict[str, Any]:
-    """What the client found. Raises `RuntimeError` for an answer that was not as it must be."""
-    command = [str(program), *addresses, *(f"{key}={value}" for key, value in options.items())]
-    done = subprocess.run(["taskset", "-c", str(core), *command], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: {done.stdout} {done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+class Load:
+    """A client that is at work from the moment it is made."""
+
+    def __init__(
+        self, program: Path, addresses: Sequence[str], core: int, options: Mapping[str, object]
+    ) -> None:
+        self._command = [str(program), *addresses, *(f"{k}={v}" for k, v in options.items())]
+        self._process = subprocess.Popen(
+            ["taskset", "-c", str(core), *self._command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def found(self) -> dict[str, Any]:
+        """Wait for what it has found. Raises `RuntimeError` where an answer was not as it must be."""
+        out, errors = self._process.communicate()
+        if self._process.returncode != 0:
+            raise RuntimeError(f"{' '.join(self._command)}: {out} {errors}")
+        found: dict[str, Any] = json.loads(out)
+        return found
 
 
 # --- CPU and memory ---------------------------------------------------------------------------------
@@ -144,7 +155,12 @@ def tree(pid: int) -> list[int]:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system seconds of a process and its descendants, by the scheduler's nanoseconds."""
+    """User and system seconds of a process and its descendants, by the scheduler's nanoseconds.
+
+    Those of nobody, with the number 0, are none. Threads that have ended do not count any more.
+    """
+    if not pid:
+        return 0.0
     tasks = (path for each in tree(pid) for path in Path(f"/proc/{each}/task").glob("*/schedstat"))
     return sum(int(path.read_text().split()[0]) for path in tasks) / 1e9
 
@@ -224,12 +240,23 @@ http {{
 """
 
 
-@contextmanager
-def nginx(folder: Path, core: int, addresses: list[str]) -> Iterator[Proxy]:
-    """One worker process, connections to the backends that are kept, nothing on disk."""
+def nginx_program() -> str:
+    """Where it is. Raises `RuntimeError`."""
     program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if program is None:
         raise RuntimeError("nginx is not installed")
+    return program
+
+
+def nginx_version() -> str:
+    """As it says itself."""
+    said = subprocess.run([nginx_program(), "-v"], capture_output=True, text=True, check=True)
+    return said.stderr.strip().rpartition("/")[2]
+
+
+@contextmanager
+def nginx(folder: Path, core: int, addresses: list[str]) -> Iterator[Proxy]:
+    """One worker process, connections to the backends that are kept, nothing on disk."""
     port = free_port()
     file = folder / "nginx.conf"
     file.write_text(
@@ -241,7 +268,7 @@ def nginx(folder: Path, core: int, addresses: list[str]) -> Iterator[Proxy]:
         )
     )
     log = folder / "nginx.log"
-    with running([program, "-e", str(log), "-c", str(file)], core, log=log) as process:
+    with running([nginx_program(), "-e", str(log), "-c", str(file)], core, log=log) as process:
         _wait_for(port, process, log)
         yield Proxy(process.pid, [f"127.0.0.1:{port}"])
 

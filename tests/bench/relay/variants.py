@@ -41,9 +41,7 @@ def _full_own(
     return python_relay("full", ("--own", str(workload.n_tokens)), folder, core, workers)
 
 
-def _aio(
-    _: Workload, folder: Path, core: int, workers: list[str]
-) -> AbstractContextManager[Proxy]:
+def _aio(_: Workload, folder: Path, core: int, workers: list[str]) -> AbstractContextManager[Proxy]:
     return python_relay("aio_reference", (), folder, core, workers)
 
 

@@ -4,7 +4,7 @@ import random
 import struct
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slagate.pools.overlap import Prompt
@@ -24,36 +24,42 @@ class Workload:
     """What clients ask for, and how workers answer."""
 
     about: str
-    n_tokens: int  # of a prompt
-    n_messages: int  # of an answer
+    n_tokens: int = 1024  # of a prompt
+    n_messages: int = 16  # of an answer; of a paced one as many as there is time for
     in_flight: int = 32
     rate: float = 0.0  # requests a second; 0: as many as can be with so many in flight
     pace_us: int = 0  # between two messages of a stream; 0: all at once
     spread: bool = False  # each stream in moments of its own
-    per: str = "request"  # what CPU is counted by
+    variants: tuple[str, ...] = ("direct", "nginx", "fixed", "full")
+
+    @property
+    def per(self) -> str:
+        """What CPU is counted by."""
+        return "message" if self.pace_us else "request"
+
+    def lasting(self, seconds: float) -> "Workload":
+        """With streams of that length, where they are paced."""
+        if not self.pace_us:
+            return self
+        return replace(self, n_messages=round(seconds * 1e6 / self.pace_us))
 
 
 WORKLOADS = {
-    "W1": Workload(about="1k prompt, 16 messages, saturated", n_tokens=1024, n_messages=16),
-    "W1h": Workload(
-        about="1k prompt, 16 messages, 400 a second", n_tokens=1024, n_messages=16, rate=400.0
+    "W1": Workload(
+        about="1k prompt, 16 messages, saturated",
+        variants=("direct", "nginx", "fixed", "full", "aio"),
     ),
+    "W1h": Workload(about="1k prompt, 16 messages, 400 requests a second", rate=400.0),
     "W2p": Workload(
         about="64 streams, a message each 10 ms, all of a worker in the same moment",
-        n_tokens=1024,
-        n_messages=500,
         in_flight=64,
         pace_us=10_000,
-        per="message",
     ),
     "W2s": Workload(
         about="64 streams, a message each 10 ms, each in moments of its own",
-        n_tokens=1024,
-        n_messages=500,
         in_flight=64,
         pace_us=10_000,
         spread=True,
-        per="message",
     ),
     "W3": Workload(about="32k prompt, 1 message, saturated", n_tokens=32_768, n_messages=1),
 }
