@@ -107,7 +107,7 @@ async def fronted(serving: Any) -> AsyncIterator[None]:
 
 async def main(workers: list[str]) -> None:
     """Relay until the process is ended."""
-    front.generate = _serve  # type: ignore[assignment]
+    front.generate = _serve  # type: ignore[assignment, attr-defined]
     async with channels_to(workers) as channels, fronted(FixedChoice(channels)):
         await anyio.sleep_forever()
 
