@@ -3,8 +3,8 @@
 python -m bench.relay W1 W3 nginx fixed --rounds 3 --seconds 2
 
 Workloads are W1, W1h, W2p, W2s and W3, and `memory`; none named: all of them. Variants are direct, nginx,
-fixed (our relay with a fixed choice), full (with routing), full_own (the same, a connection for each of the
-64 workers) and aio (grpc.aio with a fixed choice); none named: those of the workload.
+envoy, fixed (our relay with a fixed choice), full (with routing), full_own (the same, a connection to each
+of its 64 workers) and aio (grpc.aio with a fixed choice); none named: those of the workload.
 
 What is measured has one core, the client and the workers the other. CPU is user and system time of the
 process and its descendants, by the scheduler: a request, or in W2 a message. Every answer is checked, and
@@ -22,7 +22,8 @@ from typing import Any
 
 from bench.relay import memory
 from bench.relay.measure import Plan, rounds
-from bench.relay.programs import nginx_version, two_cores
+from bench.relay.programs import two_cores
+from bench.relay.proxies import ENVOY, has_envoy, nginx_version
 from bench.relay.report import checks, lines, summary
 from bench.relay.variants import VARIANTS
 from bench.relay.workloads import WORKLOADS
@@ -39,6 +40,9 @@ def main() -> int:
     with_memory = MEMORY in asked.what
     if not names and not with_memory:
         names, with_memory = list(WORKLOADS), not variants
+    others = ["envoy"] if has_envoy() else []
+    if not others:
+        print(f"without envoy: there is none that runs at {ENVOY}")
     report: dict[str, Any] = {
         "machine": f"{platform.machine()}, Linux {platform.release()}, {_processor()}",
         "versions": {
@@ -64,7 +68,7 @@ def main() -> int:
         )
         for name in names:
             workload = WORKLOADS[name]
-            found = rounds(name, workload, variants or workload.variants, plan)
+            found = rounds(name, workload, variants or (*workload.variants, *others), plan)
             about = {"about": workload.about, "per": workload.per}
             report["workloads"][name] = about | summary(found)
             rows += found

@@ -43,7 +43,7 @@ async def main(workers: list[str]) -> None:
             assert response.request_id == leg_id
             yield message + suffix
 
-    handler = grpc.unary_stream_rpc_method_handler(generate)
+    handler: Any = grpc.unary_stream_rpc_method_handler(generate)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     service, method = GENERATE.strip("/").split("/")
     server.add_generic_rpc_handlers(

@@ -19,11 +19,12 @@ from functools import partial
 from itertools import count, islice
 
 import anyio
+import anyio.lowlevel
 import uvloop
 from prometheus_client import disable_created_metrics
 
 from bench.relay.fixed import channels_to, fronted
-from bench.relay.workloads import N_PROMPTS, cached_halves
+from bench.relay.workloads import cached_halves
 from slagate.pools.fleet import Fleet
 from slagate.pools.watch import Connect
 from slagate.router.app import build
@@ -83,7 +84,15 @@ def cache(fleet: Fleet, n_tokens: int) -> None:
         hashes = list(islice(names, prompt.n_tokens // BLOCK_TOKENS))
         for holder in holders[number % 4 :: 4]:
             index.stored(holder, hashes, None, prompt.tokens)
-    assert len(hashes) * N_PROMPTS > 0
+
+
+async def all_up(fleet: Fleet) -> None:
+    """Wait until every worker was looked at, which takes no time, as they answer from memory."""
+    for _ in range(1000):
+        if all(member.is_up and member.models for member in fleet.members()):
+            return
+        await anyio.lowlevel.checkpoint()
+    raise RuntimeError("the workers do not come up")
 
 
 async def main(n_tokens: int, workers: list[str]) -> None:
@@ -101,8 +110,7 @@ async def main(n_tokens: int, workers: list[str]) -> None:
             rng=random.Random(1),
         ) as app,
     ):
-        while app.fleet.not_ready() or any(not member.is_up for member in app.fleet.members()):
-            await anyio.sleep(0.01)
+        await all_up(app.fleet)
         cache(app.fleet, n_tokens)
         async with fronted(partial(generate, gateway=app.gateway)):
             await anyio.sleep_forever()

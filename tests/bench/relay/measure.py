@@ -12,12 +12,12 @@ from bench.relay.programs import (
     Cores,
     Files,
     Load,
-    Proxy,
     compiled,
     cpu_s,
     files_of,
     workers,
 )
+from bench.relay.proxies import Proxy
 from bench.relay.variants import VARIANTS
 from bench.relay.workloads import Workload
 

@@ -1,11 +1,8 @@
-"""Processes of a run: the C programs, nginx and the relays, each on its core, and their CPU time."""
+"""Processes of a run: each on its core, the C programs, and what a process has used."""
 
 import json
 import os
-import shutil
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -77,7 +74,7 @@ def port_of(process: "subprocess.Popen[str]", log: Path) -> int:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise RuntimeError(f"{process.args}: {log.read_text()[-2000:]}")
+        raise RuntimeError(f"{process.args!r}: {log.read_text()[-2000:]}")
     return int(line)
 
 
@@ -169,120 +166,3 @@ def rss_bytes(pid: int) -> int:
     """Resident memory of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-# --- what is measured -------------------------------------------------------------------------------
-
-
-class Proxy(NamedTuple):
-    """A relay that is running."""
-
-    pid: int
-    addresses: list[str]
-
-
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
-@contextmanager
-def python_relay(
-    module: str, options: Sequence[str], folder: Path, core: int, addresses: list[str]
-) -> Iterator[Proxy]:
-    """One of ours."""
-    name = "-".join([module, *options]).replace("/", "_")
-    log = folder / f"{name}.log"
-    command = [sys.executable, "-m", f"bench.relay.{module}", *options, *addresses]
-    with running(command, core, log=log) as process:
-        yield Proxy(process.pid, [f"127.0.0.1:{port_of(process, log)}"])
-
-
-NGINX = """
-daemon off;
-worker_processes 1;
-{user}
-pid {folder}/nginx.pid;
-error_log {folder}/nginx-error.log warn;
-events {{ worker_connections 8192; }}
-http {{
-  access_log off;
-  client_body_temp_path {folder}/nginx-body;
-  proxy_temp_path {folder}/nginx-proxy;
-  fastcgi_temp_path {folder}/nginx-fastcgi;
-  uwsgi_temp_path {folder}/nginx-uwsgi;
-  scgi_temp_path {folder}/nginx-scgi;
-  upstream workers {{
-    {servers}
-    keepalive 512;
-    keepalive_requests 1000000000;
-    keepalive_time 24h;
-  }}
-  server {{
-    listen 127.0.0.1:{port} http2;
-    keepalive_requests 1000000000;
-    keepalive_time 24h;
-    http2_max_concurrent_streams 4096;
-    http2_body_preread_size 256k;
-    client_max_body_size 0;
-    client_body_buffer_size 1m;
-    location / {{
-      grpc_pass grpc://workers;
-      grpc_buffer_size 64k;
-      grpc_read_timeout 600s;
-      grpc_send_timeout 600s;
-    }}
-  }}
-}}
-"""
-
-
-def nginx_program() -> str:
-    """Where it is. Raises `RuntimeError`."""
-    program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-    if program is None:
-        raise RuntimeError("nginx is not installed")
-    return program
-
-
-def nginx_version() -> str:
-    """As it says itself."""
-    said = subprocess.run([nginx_program(), "-v"], capture_output=True, text=True, check=True)
-    return said.stderr.strip().rpartition("/")[2]
-
-
-@contextmanager
-def nginx(folder: Path, core: int, addresses: list[str]) -> Iterator[Proxy]:
-    """One worker process, connections to the backends that are kept, nothing on disk."""
-    port = free_port()
-    file = folder / "nginx.conf"
-    file.write_text(
-        NGINX.format(
-            folder=folder,
-            port=port,
-            servers=" ".join(f"server {address};" for address in addresses),
-            user="user root;" if os.geteuid() == 0 else "",
-        )
-    )
-    log = folder / "nginx.log"
-    with running([nginx_program(), "-e", str(log), "-c", str(file)], core, log=log) as process:
-        _wait_for(port, process, log)
-        yield Proxy(process.pid, [f"127.0.0.1:{port}"])
-
-
-def _wait_for(port: int, process: "subprocess.Popen[str]", log: Path) -> None:
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except ConnectionRefusedError:
-            if process.poll() is not None:
-                raise RuntimeError(f"nginx: {log.read_text()[-2000:]}") from None
-            try:
-                process.wait(0.05)
-            except subprocess.TimeoutExpired:
-                continue
-        else:
-            return

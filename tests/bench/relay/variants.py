@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from bench.relay.programs import Proxy, nginx, python_relay
+from bench.relay.proxies import Proxy, envoy, nginx, python_relay
 from bench.relay.workloads import Workload
 
 Start = Callable[[Workload, Path, int, list[str]], AbstractContextManager[Proxy]]
@@ -21,6 +21,12 @@ def _nginx(
     _: Workload, folder: Path, core: int, workers: list[str]
 ) -> AbstractContextManager[Proxy]:
     return nginx(folder, core, workers)
+
+
+def _envoy(
+    _: Workload, folder: Path, core: int, workers: list[str]
+) -> AbstractContextManager[Proxy]:
+    return envoy(folder, core, workers)
 
 
 def _fixed(
@@ -48,6 +54,7 @@ def _aio(_: Workload, folder: Path, core: int, workers: list[str]) -> AbstractCo
 VARIANTS: dict[str, Start] = {
     "direct": _direct,
     "nginx": _nginx,
+    "envoy": _envoy,
     "fixed": _fixed,
     "full": _full,
     "full_own": _full_own,
