@@ -11,6 +11,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from slagate.pools.shared_counts import NOBODY, RankCell, SharedCounts
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -76,6 +78,11 @@ _AT = {name: at for names in (_INTS, _FLOATS) for at, name in enumerate(names)}
 _STATE, _SUSPECT, _UNTOLD = range(len(_INTS), len(_INTS) + 3)
 _N_INTS = len(_INTS) + 3
 _FOREIGN = _AT["foreign_requests"], _AT["foreign_s"]
+_SHARED = tuple(
+    (_AT[name], RankCell[name.upper()])
+    for name in ("inflight", "worker_inflight", "queued_tokens", "context_tokens", "last_chosen")
+)
+_QUEUED_S, _LAST_CHOSEN = _AT["queued_s"], _AT["last_chosen"]
 
 
 class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -142,9 +149,15 @@ class Table:
 
     A row keeps its number: leases and caches go by it. One that was given up is the next one's that is
     added; until then it stays among the others, as one that has left.
+
+    With `shared`, `rows` has what every process of the gateway has on the workers; all else is only of this
+    one. `name` is the same in all of them, and no other table's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "", *, shared: SharedCounts | None = None) -> None:
+        self._name = name
+        self._shared = shared
+        self._slots = np.full(4, NOBODY)
         self._names: list[tuple[str, int | None]] = []
         self._row_models: list[frozenset[str]] = []
         self._ints = np.zeros((_N_INTS, 4), dtype=np.int64)
@@ -165,6 +178,10 @@ class Table:
         self._floats[:, row] = 0.0
         self._names[row] = (address, rank)
         self._frozen_names = tuple(self._names)
+        if self._shared is not None:
+            # The first row of a worker is for rank 0, or for whichever the worker takes.
+            slot = self._slots[row] = self._shared.claim(f"{self._name} {address} {rank or 0}")
+            self._ints[_LAST_CHOSEN, row] = self._shared.get(slot, RankCell.LAST_CHOSEN)
         return row
 
     def give_up(self, row: int) -> None:
@@ -175,12 +192,16 @@ class Table:
         self.set_state(row, State.LEFT, suspect=False)
         self.set_foreign(row, None)
         self._free.append(row)
+        if self._shared is not None:
+            self._shared.give_up(int(self._slots[row]))
+            self._slots[row] = NOBODY
 
     def _appended(self) -> int:
         row = len(self._names)
         if row == self._ints.shape[1]:
             self._ints = np.pad(self._ints, ((0, 0), (0, row)))
             self._floats = np.pad(self._floats, ((0, 0), (0, row)))
+            self._slots = np.pad(self._slots, (0, row), constant_values=NOBODY)
         self._names.append(("", None))
         self._row_models.append(frozenset())
         self._models = None
@@ -215,11 +236,21 @@ class Table:
         """Set figures of a row."""
         for name, value in figures.items():
             self._ints[_AT[name], row] = value
+        self._share(row)
 
     def add_to(self, row: int, **figures: int) -> None:
         """Add to figures of a row."""
         for name, value in figures.items():
             self._ints[_AT[name], row] += value
+        self._share(row)
+
+    def _share(self, row: int) -> None:
+        """Show the other processes what this one has there."""
+        if self._shared is not None:
+            slot = int(self._slots[row])
+            for at, cell in _SHARED:
+                self._shared.set(slot, cell, int(self._ints[at, row]))
+            self._shared.set_s(slot, RankCell.QUEUED_S, float(self._floats[_QUEUED_S, row]))
 
     def get_s(self, name: str, row: int) -> float:
         """One figure of a row that is seconds."""
@@ -229,6 +260,7 @@ class Table:
         """Set figures of a row that are seconds."""
         for name, value in seconds.items():
             self._floats[_AT[name], row] = value
+        self._share(row)
 
     def set_foreign(self, row: int, load: tuple[int, float] | None) -> None:
         """Requests and predicted seconds on a row that others sent; None: nobody can tell now."""
@@ -236,12 +268,35 @@ class Table:
         requests, seconds = (0, 0.0) if load is None else load
         self._ints[_FOREIGN[0], row], self._floats[_FOREIGN[1], row] = requests, seconds
 
+    def elsewhere(self, rows: list[int]) -> tuple[int, int]:
+        """Leases, and prompt tokens that wait, that other processes of the gateway have on some rows."""
+        if self._shared is None:
+            return 0, 0
+        others = self._shared.others(self._slots[rows])
+        return int(others.inflight.sum()), int(others.queued_tokens.sum())
+
+    @property
+    def last_turn(self) -> int:
+        """The highest `last_chosen`, of whichever process of the gateway."""
+        n = len(self._names)
+        last = self._ints[_LAST_CHOSEN, :n]
+        if self._shared is not None:
+            last = np.maximum(last, self._shared.others(self._slots[:n]).last_chosen)
+        return int(last.max(initial=0))
+
     def rows(self) -> Rows:
         """All rows as they stand; where nobody can tell what others sent, it is what the rest have."""
         n = len(self._names)
         if self._models is None:
             self._models = _flags(self._row_models)
         ints, floats = self._ints[:, :n].copy(), self._floats[:, :n].copy()
+        if self._shared is not None:
+            others = self._shared.others(self._slots[:n])
+            for name in ("inflight", "worker_inflight", "queued_tokens", "context_tokens"):
+                ints[_AT[name]] += getattr(others, name)
+            floats[_QUEUED_S] += others.queued_s
+            last = ints[_LAST_CHOSEN]
+            np.maximum(last, others.last_chosen, out=last)
         untold = ints[_UNTOLD] != 0
         if 0 < np.count_nonzero(untold) < n:
             # An old report that says "idle" would draw everything to a worker nobody hears of.
