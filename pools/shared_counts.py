@@ -65,6 +65,7 @@ class GatewayCell(IntEnum):
     RUNNING = 0
     WAITING = 1
     SEEN_S = 4  # a float: when the process last said that it is alive
+    RECEIPTS = 5  # requests that have ended
 
 
 class Others(NamedTuple):

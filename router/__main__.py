@@ -1,6 +1,7 @@
 """The `slagate` command."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,8 @@ from slagate.router.command import (
 from slagate.router.config_source import FleetSource
 from slagate.router.demo import run_demo
 from slagate.router.grid_cli import grid
+from slagate.router.process import config_in_force, own_place
+from slagate.router.processes import MAX_PROCESSES, serve_processes
 from slagate.router.profile_cli import profile
 from slagate.router.receipts_cli import receipts, recompute
 from slagate.router.reload import ignore_hangups
@@ -112,6 +115,10 @@ def serve(
     watch: Annotated[
         bool, typer.Option("--watch", help="Reload when a file of the configuration changes.")
     ] = Settings.watch_config,
+    processes: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_PROCESSES, help="Processes that share the clients' port."),
+    ] = 1,
     worker_drain: Annotated[
         float, typer.Option(min=0.0, help="Seconds for requests on workers that a reload removed.")
     ] = Settings.worker_drain_s,
@@ -122,8 +129,13 @@ def serve(
     _check_policy(policy)
     source = FleetSource(config, lenient, pools, pool_workers(pool or ()))
     stamp = source.stamp()
-    fleet = checked(source.read)
-    start_log(log_level)
+    place = own_place()
+    if place is None:
+        fleet = checked(source.read)
+        start_log(log_level)
+    else:
+        fleet = config_in_force(place)
+        start_log(log_level, process=place.number)
     settings = Settings(
         max_request_bytes=max_request_bytes,
         default_timeout_s=default_timeout,
@@ -136,10 +148,20 @@ def serve(
         client_receipts=client_receipts,
     )
 
+    listeners = {"listen": listen, "admin": admin, "http": http}
+
     async def main_coroutine() -> int:
-        await gateway_app.serve(
-            source, fleet, settings, stamp=stamp, listen=listen, admin=admin, http=http
-        )
+        if processes > 1 and place is None:
+            return await serve_processes(
+                source,
+                fleet,
+                settings,
+                stamp=stamp,
+                n_processes=processes,
+                arguments=sys.argv[1:],
+                **listeners,
+            )
+        await gateway_app.serve(source, fleet, settings, stamp=stamp, place=place, **listeners)
         return 0
 
     run_to_exit(main_coroutine)

@@ -108,10 +108,10 @@ def check_transport(transport: str) -> None:
         fail(f"--transport must be one of {', '.join(TRANSPORTS)} (got {transport!r})")
 
 
-def start_log(level: str) -> None:
-    """Log to stderr from this level on; another word ends the command."""
+def start_log(level: str, **about: object) -> None:
+    """Log to stderr from this level on, `about` in each line; another word ends the command."""
     try:
-        log_to_stderr(level)
+        log_to_stderr(level, **about)
     except ValueError:
         fail(f"--log-level must be debug, info, warning or error (got {level!r})")
 

@@ -1,6 +1,6 @@
 """Requests that are running, by who sent them: what a client's own Abort, or a drain, may end."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import anyio
@@ -22,12 +22,20 @@ class _Running:
 class LiveRequests:
     """Ids are the clients' and need not be unique; an entry belongs to the peer that sent it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[int], None] | None = None) -> None:
+        """`tell` gets the number of them with each change."""
         self._running: dict[tuple[str, str], list[_Running]] = {}
+        self._n_running = 0
+        self._tell = tell
         self._gone = anyio.Event()
 
     def __len__(self) -> int:
-        return sum(len(several) for several in self._running.values())
+        return self._n_running
+
+    def _count(self, change: int) -> None:
+        self._n_running += change
+        if self._tell is not None:
+            self._tell(self._n_running)
 
     @contextmanager
     def listed(self, peer: str, request_id: str) -> Iterator[None]:
@@ -35,11 +43,13 @@ class LiveRequests:
         one = _Running()
         several = self._running.setdefault((peer, request_id), [])
         several.append(one)
+        self._count(1)
         try:
             with one.scope:
                 yield
         finally:
             several.remove(one)
+            self._count(-1)
             if not several:
                 del self._running[peer, request_id]
             self._gone.set()
