@@ -135,7 +135,7 @@ def serve(
         start_log(log_level)
     else:
         fleet = config_in_force(place)
-        start_log(log_level, process=place.number)
+        start_log(log_level, process_number=place.number)
     settings = Settings(
         max_request_bytes=max_request_bytes,
         default_timeout_s=default_timeout,
@@ -148,10 +148,11 @@ def serve(
         client_receipts=client_receipts,
     )
 
+    is_parent = processes > 1 and place is None
     listeners = {"listen": listen, "admin": admin, "http": http}
 
     async def main_coroutine() -> int:
-        if processes > 1 and place is None:
+        if is_parent:
             return await serve_processes(
                 source,
                 fleet,
@@ -164,7 +165,7 @@ def serve(
         await gateway_app.serve(source, fleet, settings, stamp=stamp, place=place, **listeners)
         return 0
 
-    run_to_exit(main_coroutine)
+    run_to_exit(main_coroutine, starts_processes=is_parent)
 
 
 @cli.command()

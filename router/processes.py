@@ -58,8 +58,6 @@ async def serve_processes(
     prepared = prepare(config)
     in_force = Proposal(prepared, config_message(prepared, policy=settings.policy))
     rng = random.Random(uuid.uuid4().int)
-    # Processes are started by fork and exec in one, which needs none of gRPC's care, nor its complaints.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="slagate-", dir=_memory()))
         # Nobody else may listen there. Children share the port with each other and with a socket that only

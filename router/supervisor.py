@@ -152,7 +152,7 @@ class Supervisor:
                 try:
                     await child.control.PutInForce(request, timeout=PUT_LIMIT_S)
                 except grpc.aio.AioRpcError as error:
-                    about = {"process": child.number, "code": error.code().name}
+                    about = {"process_number": child.number, "code": error.code().name}
                     log.error("process.does_not_reload", extra=about)
                     child.kill()
 
@@ -237,7 +237,7 @@ class Supervisor:
             for other in self._places:
                 send_wake(sender, other.path("wake"))
         if not self.stopping.is_set():
-            about = {"process": place.number, "pid": process.pid, "exit_status": status}
+            about = {"process_number": place.number, "pid": process.pid, "exit_status": status}
             log.error("process.ended", extra=about)
 
 
