@@ -111,6 +111,10 @@ class SharedCounts:
         """State in one line, for people and for tests."""
         return f"SharedCounts(row {self.number}, {self._n_given[0]} slots)"
 
+    def close(self) -> None:
+        """Nothing is claimed or given up any more. The memory goes when nobody looks at it."""
+        self._file.close()
+
     def claim(self, name: str) -> int:
         """The slot of that name, from now on held by this process; `NOBODY` when all are taken.
 

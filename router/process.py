@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,7 +105,7 @@ def sharing(place: Place, *, now_s: Callable[[], float]) -> Iterator[Share]:
     os.environ[METRICS_FOLDER] = place.folder
     values.ValueClass = values.MultiProcessValue(lambda: place.number)  # type: ignore[no-untyped-call]
     counts = SharedCounts(place.counts, place.number, n_processes=place.n_processes)
-    with _Wakes(place) as wakes:
+    with closing(counts), _Wakes(place) as wakes:
         share = share_of(counts, n_processes=place.n_processes, wake=wakes.wake, now_s=now_s)
         wakes.look = lambda: share.neighbours.look()
         yield share

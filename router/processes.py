@@ -74,6 +74,7 @@ async def serve_processes(
         )
         create(place.counts, n_processes)
         counts = SharedCounts(place.counts, None, n_processes=n_processes)
+        stack.callback(counts.close)
         write_config(place, in_force.message)
         supervisor = Supervisor(
             place,
