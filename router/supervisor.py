@@ -185,6 +185,8 @@ class Supervisor:
             with suppress(ProcessLookupError):
                 process.terminate()
         self.running[place.number] = Child(place, process)
+        about = {"process_number": place.number, "pid": process.pid}
+        log.info("process.ready", extra=about)
 
     async def _keep(self, place: Place) -> None:
         pause_s = FIRST_PAUSE_S
@@ -262,5 +264,8 @@ async def _ready_line(process: Process) -> Mapping[str, object] | None:
         line = await stdout.receive_until(b"\n", MAX_READY_LINE_BYTES)
     except (anyio.IncompleteRead, anyio.ClosedResourceError, anyio.DelimiterNotFound):
         return None
-    found = json.loads(line)
-    return found if isinstance(found, dict) else None
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and found.get("event") == "ready" else None
