@@ -198,8 +198,13 @@ class Pool(Totals):
         else:
             member.ranks.set_foreign((load[0], self.estimator.frozen().work_s(load[1], 0)))
 
-    def lease(self, row: int, work: Work, prompt: Prompt | None = None) -> Lease:
-        """Take capacity on a ready row with room: the policy's choice, in the same step, no await."""
+    def lease(
+        self, row: int, work: Work, prompt: Prompt | None = None, *, n_leases: int | None = None
+    ) -> Lease:
+        """Take capacity on a ready row with room: the policy's choice, in the same step, no await.
+
+        `n_leases` is that of the view that was decided on.
+        """
         address, rank = self._table.name(row)
         member = self.members[address]
         assert member.state is State.READY, member
@@ -210,7 +215,8 @@ class Pool(Totals):
             settle = self.overlaps.expect(row, prompt)
         self.requests_total += 1
         if self.line is not None:
-            self._turn = max(self._turn, self._table.last_turn)
+            before = self._table.last_turn if n_leases is None else n_leases
+            self._turn = max(self._turn, before)
         self._turn += 1
         self._table.set(row, last_chosen=self._turn)
         lease = Lease(member, row, work, rank=rank)

@@ -36,13 +36,16 @@ NOBODY = N_SLOTS - 1
 N_CELLS, N_IN_FLIGHT = 8, 5
 """Cells of a line, and how many of the first a process leaves no trace in when it has ended."""
 
+N_COUNTS = 4
+"""The first cells of a rank's line, in the order of `RankCell`."""
+
 _HEADER_BYTES, _KEY_BYTES, _CELL_BYTES = 64, 16, 8
 
 
 class RankCell(IntEnum):
     """The line of a worker's rank."""
 
-    INFLIGHT = 0
+    INFLIGHT = 0  # of `N_COUNTS` that are summed
     WORKER_INFLIGHT = 1
     QUEUED_TOKENS = 2
     CONTEXT_TOKENS = 3
@@ -71,10 +74,7 @@ class GatewayCell(IntEnum):
 class Others(NamedTuple):
     """What all other processes have on some slots."""
 
-    inflight: Ints
-    worker_inflight: Ints
-    queued_tokens: Ints
-    context_tokens: Ints
+    counts: Ints  # the first `N_COUNTS` cells, one row each
     queued_s: Floats
     last_chosen: Ints  # the highest
 
@@ -101,6 +101,7 @@ class SharedCounts:
         at += n_processes * N_SLOTS
         cells = np.frombuffer(memory, np.int64, n_processes * N_SLOTS * N_CELLS, at)
         self._cells = cells.reshape(n_processes, N_SLOTS, N_CELLS)
+        self._lines = cells.reshape(n_processes * N_SLOTS, N_CELLS)
         # A store through one of these is one of eight aligned bytes.
         row = memoryview(memory)[at + (number or 0) * N_SLOTS * N_CELLS * _CELL_BYTES :]
         self._ints = row.cast("q")
@@ -165,24 +166,22 @@ class SharedCounts:
         """One figure of this process."""
         return self._ints[slot * N_CELLS + cell]
 
-    def others(self, slots: Ints) -> Others:
+    def places(self, slots: Ints) -> Ints:
+        """Where the other processes have their lines of these slots; for `others`."""
+        firsts = np.array(self._others, dtype=np.int64) * N_SLOTS
+        return firsts[:, None] + slots
+
+    def others(self, places: Ints) -> Others:
         """What the other processes have on the slots of ranks."""
-        ints = np.zeros((len(slots), N_CELLS), dtype=np.int64)
-        queued_s = np.zeros(len(slots))
-        last_chosen = ints[:, RankCell.LAST_CHOSEN].copy()
-        for number in self._others:
-            found = self._cells[number].take(slots, axis=0)
-            ints += found
-            queued_s += found.view(np.float64)[:, RankCell.QUEUED_S]
-            np.maximum(last_chosen, found[:, RankCell.LAST_CHOSEN], out=last_chosen)
-        by_cell = ints.T
+        found = self._lines.take(places, axis=0)
+        queued_s = found.view(np.float64)[:, :, RankCell.QUEUED_S]
+        if len(found) == 1:
+            line = found[0].T
+            return Others(line[:N_COUNTS], queued_s[0], line[RankCell.LAST_CHOSEN])
         return Others(
-            inflight=by_cell[RankCell.INFLIGHT],
-            worker_inflight=by_cell[RankCell.WORKER_INFLIGHT],
-            queued_tokens=by_cell[RankCell.QUEUED_TOKENS],
-            context_tokens=by_cell[RankCell.CONTEXT_TOKENS],
-            queued_s=queued_s,
-            last_chosen=last_chosen,
+            found[:, :, :N_COUNTS].sum(axis=0).T,
+            queued_s.sum(axis=0),
+            found[:, :, RankCell.LAST_CHOSEN].max(axis=0, initial=0),
         )
 
     def each_other(self, slot: int, cell: int) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slagate.pools.shared_counts import NOBODY, RankCell, SharedCounts
+from slagate.pools.shared_counts import N_COUNTS, NOBODY, Others, RankCell, SharedCounts
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -68,20 +68,18 @@ class RowView(msgspec.Struct, frozen=True, gc=False):
         return self.device_tokens + self.host_tokens
 
 
-_INTS = tuple(
+_COUNTS = tuple(cell.name.lower() for cell in RankCell)[:N_COUNTS]
+_INTS = _COUNTS + tuple(
     field.name
     for field in msgspec.structs.fields(RowView)
-    if field.type is int and field.name not in ("device_tokens", "host_tokens")
+    if field.type is int and field.name not in ("device_tokens", "host_tokens", *_COUNTS)
 )
 _FLOATS = tuple(field.name for field in msgspec.structs.fields(RowView) if field.type is float)
 _AT = {name: at for names in (_INTS, _FLOATS) for at, name in enumerate(names)}
 _STATE, _SUSPECT, _UNTOLD = range(len(_INTS), len(_INTS) + 3)
 _N_INTS = len(_INTS) + 3
 _FOREIGN = _AT["foreign_requests"], _AT["foreign_s"]
-_SHARED = tuple(
-    (_AT[name], RankCell[name.upper()])
-    for name in ("inflight", "worker_inflight", "queued_tokens", "context_tokens", "last_chosen")
-)
+_CELLS = {cell.name.lower(): int(cell) for cell in RankCell}
 _QUEUED_S, _LAST_CHOSEN = _AT["queued_s"], _AT["last_chosen"]
 
 
@@ -157,7 +155,8 @@ class Table:
     def __init__(self, name: str = "", *, shared: SharedCounts | None = None) -> None:
         self._name = name
         self._shared = shared
-        self._slots = np.full(4, NOBODY)
+        self._slots: list[int] = []  # of its rows
+        self._places: Ints | None = None  # of the same in the other processes
         self._names: list[tuple[str, int | None]] = []
         self._row_models: list[frozenset[str]] = []
         self._ints = np.zeros((_N_INTS, 4), dtype=np.int64)
@@ -180,6 +179,7 @@ class Table:
         self._frozen_names = tuple(self._names)
         if self._shared is not None:
             # The first row of a worker is for rank 0, or for whichever the worker takes.
+            self._places = None
             slot = self._slots[row] = self._shared.claim(f"{self._name} {address} {rank or 0}")
             self._ints[_LAST_CHOSEN, row] = self._shared.get(slot, RankCell.LAST_CHOSEN)
         return row
@@ -193,16 +193,17 @@ class Table:
         self.set_foreign(row, None)
         self._free.append(row)
         if self._shared is not None:
-            self._shared.give_up(int(self._slots[row]))
+            self._shared.give_up(self._slots[row])
             self._slots[row] = NOBODY
+            self._places = None
 
     def _appended(self) -> int:
         row = len(self._names)
         if row == self._ints.shape[1]:
             self._ints = np.pad(self._ints, ((0, 0), (0, row)))
             self._floats = np.pad(self._floats, ((0, 0), (0, row)))
-            self._slots = np.pad(self._slots, (0, row), constant_values=NOBODY)
         self._names.append(("", None))
+        self._slots.append(NOBODY)
         self._row_models.append(frozenset())
         self._models = None
         return row
@@ -236,21 +237,15 @@ class Table:
         """Set figures of a row."""
         for name, value in figures.items():
             self._ints[_AT[name], row] = value
-        self._share(row)
+            if self._shared is not None and name in _CELLS:
+                self._shared.set(self._slots[row], _CELLS[name], value)
 
     def add_to(self, row: int, **figures: int) -> None:
         """Add to figures of a row."""
         for name, value in figures.items():
             self._ints[_AT[name], row] += value
-        self._share(row)
-
-    def _share(self, row: int) -> None:
-        """Show the other processes what this one has there."""
-        if self._shared is not None:
-            slot = int(self._slots[row])
-            for at, cell in _SHARED:
-                self._shared.set(slot, cell, int(self._ints[at, row]))
-            self._shared.set_s(slot, RankCell.QUEUED_S, float(self._floats[_QUEUED_S, row]))
+            if self._shared is not None and name in _CELLS:
+                self._shared.set(self._slots[row], _CELLS[name], int(self._ints[_AT[name], row]))
 
     def get_s(self, name: str, row: int) -> float:
         """One figure of a row that is seconds."""
@@ -260,7 +255,8 @@ class Table:
         """Set figures of a row that are seconds."""
         for name, value in seconds.items():
             self._floats[_AT[name], row] = value
-        self._share(row)
+            if self._shared is not None and name in _CELLS:
+                self._shared.set_s(self._slots[row], _CELLS[name], value)
 
     def set_foreign(self, row: int, load: tuple[int, float] | None) -> None:
         """Requests and predicted seconds on a row that others sent; None: nobody can tell now."""
@@ -272,17 +268,21 @@ class Table:
         """Leases, and prompt tokens that wait, that other processes of the gateway have on some rows."""
         if self._shared is None:
             return 0, 0
-        others = self._shared.others(self._slots[rows])
-        return int(others.inflight.sum()), int(others.queued_tokens.sum())
+        counts = self._others(self._shared).counts[:, rows].sum(axis=1)
+        return int(counts[RankCell.INFLIGHT]), int(counts[RankCell.QUEUED_TOKENS])
 
     @property
     def last_turn(self) -> int:
         """The highest `last_chosen`, of whichever process of the gateway."""
-        n = len(self._names)
-        last = self._ints[_LAST_CHOSEN, :n]
+        last = self._ints[_LAST_CHOSEN, : len(self._names)]
         if self._shared is not None:
-            last = np.maximum(last, self._shared.others(self._slots[:n]).last_chosen)
+            last = np.maximum(last, self._others(self._shared).last_chosen)
         return int(last.max(initial=0))
+
+    def _others(self, shared: SharedCounts) -> Others:
+        if self._places is None:
+            self._places = shared.places(np.array(self._slots, dtype=np.int64))
+        return shared.others(self._places)
 
     def rows(self) -> Rows:
         """All rows as they stand; where nobody can tell what others sent, it is what the rest have."""
@@ -291,9 +291,8 @@ class Table:
             self._models = _flags(self._row_models)
         ints, floats = self._ints[:, :n].copy(), self._floats[:, :n].copy()
         if self._shared is not None:
-            others = self._shared.others(self._slots[:n])
-            for name in ("inflight", "worker_inflight", "queued_tokens", "context_tokens"):
-                ints[_AT[name]] += getattr(others, name)
+            others = self._others(self._shared)
+            ints[:N_COUNTS] += others.counts
             floats[_QUEUED_S] += others.queued_s
             last = ints[_LAST_CHOSEN]
             np.maximum(last, others.last_chosen, out=last)

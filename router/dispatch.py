@@ -233,7 +233,8 @@ class Dispatcher:
                 "request.spilled",
                 extra={"stage": choice.stage.value, "from": choice.pool_order[0], "to": pool.name},
             )
-        return pool.lease(choice.row, choice.work, prompt)
+        n_leases = choice.scored[-1].pool.n_leases
+        return pool.lease(choice.row, choice.work, prompt, n_leases=n_leases)
 
     def _check_model(self, ask: Ask) -> None:
         if not self.fleet.serves(ask.model):

@@ -4,7 +4,7 @@ Leases, queues and counts are summed; of what each process sees for itself (heal
 predictions) the worst is shown. A process that has just ended, or does not answer in time, has no part.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import anyio
@@ -115,13 +115,10 @@ class WholeGateway(ReloadService):
             cells=cells.values(), config_version=of_one[0].config_version, fleet=of_one[0].fleet
         )
 
-    async def WatchReceipts(
-        self, request: Any, context: Any
-    ) -> AsyncIterator[gw.WatchReceiptsResponse]:
+    async def WatchReceipts(self, request: Any, context: Any) -> None:  # type: ignore[override]
         """The configuration, then full receipts of all processes."""
-        async with watch_all(self._supervisor, request) as receipts:
-            async for each in receipts:
-                yield each
+        # No generator: its tasks would outlive it where the caller leaves between two items.
+        await watch_all(self._supervisor, request, context.write)
 
     def _children(self) -> list[Child]:
         return [child for _, child in sorted(self._supervisor.running.items())]

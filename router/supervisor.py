@@ -114,7 +114,8 @@ class Supervisor:
                     if place.number in self.running:
                         tasks.start_soon(self._keep, place)
             if failed:
-                return self._statuses.get(failed[0], FAILED) or FAILED
+                # By a signal, or well but without a word: neither is a status of its own to pass on.
+                return max(self._statuses.get(failed[0], FAILED), FAILED)
             return FAILED if any(self._statuses.values()) else 0
         finally:
             with anyio.CancelScope(shield=True):

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -162,9 +161,7 @@ def test_control_answers_for_all_processes(two: Cluster) -> None:
         assert {client.load().running_requests for client in clients} == {8}
         for client in clients:
             assert client.control("Abort", request_id="r-1").status
-        assert {read(call).code for call in calls} == {grpc.StatusCode.ABORTED} or {
-            read(call).code for call in calls
-        } == {grpc.StatusCode.CANCELLED}
+        assert {read(call).code for call in calls} == {grpc.StatusCode.CANCELLED}
     eventually(two.gateway.is_idle, "all were aborted")
 
 
@@ -262,12 +259,12 @@ def test_a_reload_is_in_force_in_all_processes_or_in_none(two: Cluster, folder: 
         ended = run_cli("reload", "--target", served.admin_address, "--rollback")
         assert ended.returncode == 0
         assert _versions(served) == {first}
+        (folder / "reloaded.json").write_text(json.dumps(changed))
         served.process.popen.send_signal(signal.SIGHUP)
-        eventually(
-            lambda: served.metrics("slagate_reloads_total")['{result="applied"}'] == 2,
-            "two were applied, and the file says what is in force",
-        )
-        assert served.metrics("slagate_reloads_total")['{result="refused"}'] == 1
+        eventually(lambda: _version(served) == second, "the file was read again")
+        assert _versions(served) == {second}
+        reloads = served.metrics("slagate_reloads_total")
+        assert reloads == {'{result="applied"}': 3, '{result="refused"}': 1}
 
 
 @pytest.mark.parametrize("options", [(), ("--processes", "2")], ids=["one", "two"])
@@ -344,4 +341,3 @@ def test_a_bad_file_is_an_error_of_the_parent(folder: Path) -> None:
     ended = run_cli(*serve_arguments(path, "--processes", "2"))
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
-    assert isinstance(ended, subprocess.CompletedProcess)

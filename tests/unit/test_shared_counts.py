@@ -122,8 +122,8 @@ def test_who_found_no_slot_writes_nowhere_and_adds_nothing(several: Several) -> 
     a.set(NOBODY, RankCell.INFLIGHT, 9)
     a.set_s(NOBODY, RankCell.QUEUED_S, 9.0)
     a.give_up(NOBODY)
-    others = b.others(np.array([NOBODY]))
-    assert (others.inflight[0], others.queued_s[0]) == (0, 0.0)
+    others = b.others(b.places(np.array([NOBODY])))
+    assert (others.counts[RankCell.INFLIGHT, 0], others.queued_s[0]) == (0, 0.0)
 
 
 def test_a_crash_takes_along_what_was_in_flight_and_nothing_that_was_counted(
