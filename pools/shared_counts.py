@@ -13,6 +13,7 @@ or gives it up does, for microseconds. A slot that nobody holds has no writer: i
 
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 from collections.abc import Iterator
@@ -24,14 +25,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+log = logging.getLogger(__name__)
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-N_SLOTS = 1 << 16
-"""Eight thousand workers of eight ranks. Pages that nobody wrote to take no memory."""
+N_SLOTS = 1 << 14
+"""Two thousand workers of eight ranks, in a mebibyte for each process."""
 
 NOBODY = N_SLOTS - 1
 """The slot of those that found none: never written, so it adds nothing."""
+
+GATEWAY = "gateway"
+"""The name of the gateway's slot."""
 
 N_CELLS, N_IN_FLIGHT = 8, 5
 """Cells of a line, and how many of the first a process leaves no trace in when it has ended."""
@@ -80,9 +86,12 @@ class Others(NamedTuple):
 
 
 def create(path: Path, n_processes: int) -> None:
-    """Make the file, all zeros. Raises `OSError`."""
+    """Make the file, all zeros. Raises `OSError`.
+
+    They are written, so that no process ends later for want of a page.
+    """
     with path.open("xb") as file:
-        file.truncate(_size(n_processes))
+        file.write(bytes(_size(n_processes)))
 
 
 class SharedCounts:
@@ -117,9 +126,10 @@ class SharedCounts:
         self._file.close()
 
     def claim(self, name: str) -> int:
-        """The slot of that name, from now on held by this process; `NOBODY` when all are taken.
+        """The slot of that name, from now on held by this process.
 
-        What the process left there when it ended, and did not give up, is there again.
+        What the process left there when it ended, and did not give up, is there again. When all are taken
+        it is `NOBODY`, which the log says: the others do not see what this one has there.
         """
         assert self.number is not None, "the parent has no row"
         key = _key(name)
@@ -128,6 +138,7 @@ class SharedCounts:
             if slot is None:
                 slot = self._unused()
                 if slot == NOBODY:
+                    log.error("counts.full", extra={"slot_name": name, "slots": N_SLOTS})
                     return slot
                 self._cells[:, slot] = 0
                 self._keys[slot] = key
@@ -193,10 +204,14 @@ class SharedCounts:
         cells = self._cells.view(np.float64)
         return [(number, float(cells[number, slot, cell])) for number in self._others]
 
+    def each(self, name: str, cell: int) -> list[int]:
+        """A figure of every process, by number; empty where nobody has claimed the name."""
+        slot = self._find(_key(name))
+        return [] if slot is None else [int(value) for value in self._cells[:, slot, cell]]
+
     def total(self, name: str, cell: int) -> int:
         """The sum of a figure over all processes; 0 where nobody has claimed the name."""
-        slot = self._find(_key(name))
-        return 0 if slot is None else int(self._cells[:, slot, cell].sum())
+        return sum(self.each(name, cell))
 
     def _find(self, key: Ints) -> int | None:
         keys = self._keys[: self._n_given[0]]

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class Dispatcher:
     """Assigns requests to workers of one fleet; at most `max_waiting` wait for one.
 
-    `neighbours` are the other processes that send to the same workers.
+    `neighbours` are the other processes that send to the same workers, and whose requests wait for them.
     """
 
     def __init__(
@@ -216,6 +216,8 @@ class Dispatcher:
 
     def _wait(self, ticket: Ticket) -> None:
         n_waiting = self._lanes.n_waiting
+        if self._neighbours is not None:
+            n_waiting += self._neighbours.waiting_elsewhere
         if n_waiting < self._max_waiting:
             self._lanes.add(ticket)
             self._show_waiting()

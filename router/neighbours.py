@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from slagate.pools.pool import Pool
-from slagate.pools.shared_counts import GatewayCell, SharedCounts
+from slagate.pools.shared_counts import GATEWAY, GatewayCell, SharedCounts
 
 BEAT_S = 0.25
 STALE_S = 1.5
@@ -31,7 +31,7 @@ class Neighbours:
         self._shared = shared
         self._wake = wake
         self._now_s = now_s
-        self._slot = shared.claim("gateway")
+        self._slot = shared.claim(GATEWAY)
         self._n_waiting = 0
         self._beat: asyncio.TimerHandle | None = None
 
@@ -39,6 +39,11 @@ class Neighbours:
     def running_elsewhere(self) -> int:
         """Requests that the other processes serve now."""
         return sum(n for _, n in self._shared.each_other(self._slot, GatewayCell.RUNNING))
+
+    @property
+    def waiting_elsewhere(self) -> int:
+        """Requests that wait in the other processes."""
+        return sum(n for _, n in self._shared.each_other(self._slot, GatewayCell.WAITING))
 
     def show_running(self, n_requests: int) -> None:
         """Requests that this one serves."""
@@ -89,8 +94,7 @@ class Neighbours:
 
     def _alive(self) -> set[int]:
         """Processes in which somebody waits, and that run."""
-        each = self._shared.each_other(self._slot, GatewayCell.WAITING)
-        if not any(n_waiting for _, n_waiting in each):
+        if not self.waiting_elsewhere:
             return set()
         limit_s = self._now_s() - STALE_S
         seen = self._shared.each_other_s(self._slot, GatewayCell.SEEN_S)

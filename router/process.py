@@ -19,7 +19,7 @@ import msgspec
 from prometheus_client import values
 
 from slagate.pools.grid_config import FleetConfig
-from slagate.pools.shared_counts import GatewayCell, SharedCounts
+from slagate.pools.shared_counts import GATEWAY, GatewayCell, SharedCounts
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.neighbours import Neighbours
 from slagate.router.receipt_config import prepared_of
@@ -87,7 +87,7 @@ def share_of(
     """A process's part in `counts`; `wake` has the process of that number look again."""
     assert counts.number is not None
     number = counts.number
-    slot = counts.claim("gateway")
+    slot = counts.claim(GATEWAY)
     n_before = counts.get(slot, GatewayCell.RECEIPTS)
 
     def receipt_number(place: int) -> int:

@@ -16,7 +16,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from slagate.pools.shared_counts import PoolCell, SharedCounts
+from slagate.pools.shared_counts import GATEWAY, GatewayCell, PoolCell, SharedCounts
 from slagate.proto import process_pb2 as ps
 from slagate.router.metrics import Metrics
 from slagate.router.supervisor import Supervisor
@@ -81,11 +81,21 @@ class MergedMetrics(Collector):
         yield GaugeMetricFamily(
             "slagate_processes", "Processes that serve", value=len(self._supervisor.running)
         )
+        yield self._running()
         yield CounterMetricFamily(
             "slagate_process_restarts",
             "Processes that ended and were started again",
             value=self._supervisor.n_restarts,
         )
+
+    def _running(self) -> Metric:
+        """How evenly the kernel spreads connections shows in these."""
+        made = GaugeMetricFamily(
+            "slagate_process_running_requests", "Requests that a process serves", labels=["process"]
+        )
+        for number, n_running in enumerate(self._counts.each(GATEWAY, GatewayCell.RUNNING)):
+            made.add_metric([str(number)], n_running)
+        return made
 
     def _spills(self, family: Metric) -> Metric:
         """With those of processes that do not run."""

@@ -159,6 +159,9 @@ def test_control_answers_for_all_processes(two: Cluster) -> None:
         for call in calls:
             next(call)
         assert {client.load().running_requests for client in clients} == {8}
+        of_each = two.gateway.metrics("slagate_process_running_requests")
+        assert set(of_each) == {'{process="0"}', '{process="1"}'}
+        assert sum(of_each.values()) == 8
         for client in clients:
             assert client.control("Abort", request_id="r-1").status
         assert {read(call).code for call in calls} == {grpc.StatusCode.CANCELLED}

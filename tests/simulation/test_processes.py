@@ -54,6 +54,7 @@ async def gateway(
     max_inflight: int | None = MAX_INFLIGHT,
     seed: int = 0,
     wakes: bool = True,
+    settings: Settings | None = None,
 ) -> AsyncIterator[Gateway]:
     """Processes over aggregated workers; without `wakes` nobody tells another one anything."""
     opened = Opened(folder, n_processes)
@@ -88,7 +89,7 @@ async def gateway(
             app = await stack.enter_async_context(
                 build(
                     parse_config(file, source="simulation", serving=True),
-                    Settings(),
+                    settings or Settings(),
                     connect=connect,
                     now_s=anyio.current_time,
                     unix_s=anyio.current_time,
@@ -186,6 +187,28 @@ def test_requests_are_served_in_order_of_arrival_whichever_process_has_them(tmp_
                 for at in range(30):
                     tasks.start_soon(client, int(at % 5 == 4), at * 0.002)
         assert order == sorted(order)
+
+    virtual_loop.run(main)
+
+
+def test_max_waiting_is_for_all_processes_together(tmp_path: Path) -> None:
+    async def main() -> None:
+        settings = Settings(max_waiting=2)
+        async with gateway(tmp_path, n_workers=1, max_inflight=1, settings=settings) as of:
+            codes: list[str] = []
+
+            async def client(number: int, at_s: float) -> None:
+                plan = Plan(
+                    at_s, list(range(int(at_s * 1000) * 40, int(at_s * 1000) * 40 + 33)), 80
+                )
+                (seen,) = await simulate(of.fleets[number], [plan])
+                codes.append(seen.code)
+
+            async with anyio.create_task_group() as tasks:
+                # One runs, one waits in each process, and the last one is one too many.
+                for at in range(4):
+                    tasks.start_soon(client, at % 2, at * 0.002)
+        assert sorted(codes) == ["OK", "OK", "OK", "RESOURCE_EXHAUSTED"]
 
     virtual_loop.run(main)
 

@@ -83,6 +83,10 @@ def test_a_name_has_the_same_slot_in_every_process(several: Several) -> None:
     b.set(first, PoolCell.REQUESTS, 4)
     a.set_s(first, PoolCell.OLDEST_S, 0.5)
     assert (parent.total("x", PoolCell.REQUESTS), parent.total("z", PoolCell.REQUESTS)) == (7, 0)
+    assert (parent.each("x", PoolCell.REQUESTS), parent.each("z", PoolCell.REQUESTS)) == (
+        [3, 4, 0],
+        [],
+    )
     assert a.each_other(first, PoolCell.REQUESTS) == [(1, 4), (2, 0)]
     assert b.each_other_s(first, PoolCell.OLDEST_S) == [(0, 0.5), (2, 0.0)]
 
@@ -103,13 +107,14 @@ def test_a_slot_is_somebody_elses_once_the_last_process_gave_it_up(several: Seve
 
 
 def test_what_a_dead_process_held_is_taken_when_nothing_else_is_left(
-    several: Several, monkeypatch: pytest.MonkeyPatch
+    several: Several, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shared_counts, "N_SLOTS", 4)
     monkeypatch.setattr(shared_counts, "NOBODY", 3)
     opened = several(2)
     a, b = opened(0), opened(1)
     assert [a.claim("a"), a.claim("b"), b.claim("c"), b.claim("d")] == [0, 1, 2, 3]
+    assert [record.message for record in caplog.records] == ["counts.full"]
     a.set(1, RankCell.LAST_CHOSEN, 5)
     a.clear(0)
     assert [b.claim("d"), b.claim("e"), b.claim("f")] == [0, 1, 3]
