@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from slagate.proto import gateway_pb2 as gw
+from slagate.proto import openengine_pb2 as oe
 from support.foreign_client import Client, read, request
 from support.processes import (
     LOOPBACK,
@@ -112,6 +113,8 @@ def test_two_hundred_requests_split_evenly_and_a_killed_process_ends_only_its_ow
         assert 0 < n_left < 200, "both had some"
         assert sum(worker.inflight for worker in served.workers()) <= n_left
         assert sum(served.metrics("slagate_worker_inflight").values()) <= n_left
+        seen = served.admin.Explain(gw.ExplainRequest(request=_explained(range(50))))
+        assert sum(each.inflight for each in seen.stages[0].candidates) <= n_left
         statuses = streams.join()
         lost = [streams.ended[at] for at in streams.ended if streams.ended[at].failed]
         # A connection is of one process, so all or none of its streams have ended.
@@ -208,12 +211,8 @@ def test_receipts_of_all_have_numbers_of_their_own(two: Cluster) -> None:
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
 
 
-def _explained(tokens: range) -> bytes:
-    return gw.ExplainRequest.FromString(
-        b"\n"
-        + bytes([len(request(tokens, 2).SerializeToString())])
-        + request(tokens, 2).SerializeToString()
-    ).request
+def _explained(tokens: range) -> oe.GenerateRequest:
+    return oe.GenerateRequest.FromString(request(tokens, 2).SerializeToString())
 
 
 def _version(of: Gateway) -> str:

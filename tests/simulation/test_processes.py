@@ -191,6 +191,25 @@ def test_requests_are_served_in_order_of_arrival_whichever_process_has_them(tmp_
     virtual_loop.run(main)
 
 
+def test_what_one_process_gives_back_another_takes_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with gateway(tmp_path, n_workers=1, max_inflight=1) as of:
+            ended_s: list[float] = []
+
+            async def client(number: int, at_s: float, n_tokens: int) -> None:
+                plan = Plan(at_s, list(range(number * 1000, number * 1000 + 33)), n_tokens)
+                (seen,) = await simulate(of.fleets[number], [plan])
+                assert seen.code == "OK"
+                ended_s.append(anyio.current_time())
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(client, 0, 0.0, 100)
+                tasks.start_soon(client, 1, 0.1, 1)
+        assert ended_s[1] - ended_s[0] < 0.1, "a beat is 0.25 s"
+
+    virtual_loop.run(main)
+
+
 def test_max_waiting_is_for_all_processes_together(tmp_path: Path) -> None:
     async def main() -> None:
         settings = Settings(max_waiting=2)
