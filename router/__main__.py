@@ -1,6 +1,7 @@
 """The `slagate` command."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,8 @@ from slagate.router.command import (
 from slagate.router.config_source import FleetSource
 from slagate.router.demo import run_demo
 from slagate.router.grid_cli import grid
+from slagate.router.process import config_in_force, own_place
+from slagate.router.processes import MAX_PROCESSES, serve_processes
 from slagate.router.profile_cli import profile
 from slagate.router.receipts_cli import receipts, recompute
 from slagate.router.reload import ignore_hangups
@@ -122,6 +125,10 @@ def serve(
     watch: Annotated[
         bool, typer.Option("--watch", help="Reload when a file of the configuration changes.")
     ] = Settings.watch_config,
+    processes: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_PROCESSES, help="Processes that share the clients' port."),
+    ] = 1,
     worker_drain: Annotated[
         float, typer.Option(min=0.0, help="Seconds for requests on workers that a reload removed.")
     ] = Settings.worker_drain_s,
@@ -159,8 +166,13 @@ def serve(
     )
     source = FleetSource(config, lenient, pools, pool_workers(pool or ()))
     stamp = source.stamp()
-    fleet = checked(source.read)
-    start_log(log_level)
+    place = own_place()
+    if place is None:
+        fleet = checked(source.read)
+        start_log(log_level)
+    else:
+        fleet = config_in_force(place)
+        start_log(log_level, process_number=place.number)
     settings = Settings(
         max_request_bytes=max_request_bytes,
         default_timeout_s=default_timeout,
@@ -173,21 +185,34 @@ def serve(
         client_receipts=client_receipts,
     )
 
+    is_parent = processes > 1 and place is None
+    listeners = {"listen": listen, "admin": admin, "http": http}
+
     async def main_coroutine() -> int:
+        if is_parent:
+            return await serve_processes(
+                source,
+                fleet,
+                settings,
+                stamp=stamp,
+                n_processes=processes,
+                arguments=sys.argv[1:],
+                tls=tls,
+                **listeners,
+            )
         await gateway_app.serve(
             source,
             fleet,
             settings,
             stamp=stamp,
-            listen=listen,
-            admin=admin,
-            http=http,
+            place=place,
             tls=tls,
             worker_tls=worker_tls,
+            **listeners,
         )
         return 0
 
-    run_to_exit(main_coroutine)
+    run_to_exit(main_coroutine, starts_processes=is_parent)
 
 
 @cli.command()

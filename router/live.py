@@ -5,6 +5,7 @@ request cost more than relaying its messages (docs/decisions/0015-the-data-plane
 """
 
 import asyncio
+from collections.abc import Callable
 
 import anyio
 
@@ -55,16 +56,25 @@ class Running:
 class LiveRequests:
     """Ids are the clients' and need not be unique; an entry belongs to the peer that sent it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[int], None] | None = None) -> None:
+        """`tell` gets the number of them with each change."""
         self._running: dict[tuple[str, str], list[Running]] = {}
+        self._n_running = 0
+        self._tell = tell
         self._gone = anyio.Event()
 
     def __len__(self) -> int:
-        return sum(len(several) for several in self._running.values())
+        return self._n_running
+
+    def _count(self, change: int) -> None:
+        self._n_running += change
+        if self._tell is not None:
+            self._tell(self._n_running)
 
     def add(self, peer: str, request_id: str, one: Running) -> None:
         """List a request, until `remove`."""
         self._running.setdefault((peer, request_id), []).append(one)
+        self._count(1)
 
     def remove(self, peer: str, request_id: str, one: Running) -> None:
         """It is not to be ended from here any more."""
@@ -72,8 +82,9 @@ class LiveRequests:
         several.remove(one)
         if not several:
             del self._running[peer, request_id]
-            if not self._running:
-                self._gone.set()
+        self._count(-1)
+        if not self._n_running:
+            self._gone.set()
 
     def abort(self, peer: str, request_id: str, error: RequestError) -> bool:
         """End a peer's requests with this id by `error`; False: there is none."""

@@ -25,6 +25,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.gauges = CollectorRegistry()  # of these, those that `watch` adds
         self.requests = Counter(
             "slagate_requests", "Requests by how they ended", ["outcome"], registry=self.registry
         )
@@ -113,7 +114,9 @@ class Metrics:
 
     def watch(self, dispatcher: Dispatcher) -> None:
         """Add the gauges that read the fleet, and who waits for it, at scrape time."""
-        self.registry.register(_FleetCollector(dispatcher))
+        collector = _FleetCollector(dispatcher)
+        self.registry.register(collector)
+        self.gauges.register(collector)
 
     def watch_certificate(self, side: Side) -> None:
         """Add the gauge of when this side's own certificate expires, where it has one."""

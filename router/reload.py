@@ -9,7 +9,7 @@ half of it.
 
 import logging
 import signal
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
@@ -75,6 +75,16 @@ class Proposal(NamedTuple):
     changes: tuple[str, ...] = ()  # to what was in force when it was made
 
 
+def put_in_process(dispatcher: Dispatcher, receipts: ReceiptRing) -> Callable[[Proposal], None]:
+    """The step that puts a proposal in force in one process."""
+
+    def put_in_force(found: Proposal) -> None:
+        dispatcher.put_in_force(found.prepared, found.message)
+        receipts.put_in_force(found.message)
+
+    return put_in_force
+
+
 class Reloader:
     """The configuration that is in force, and those before it."""
 
@@ -82,16 +92,17 @@ class Reloader:
         self,
         in_force: Proposal,
         *,
-        dispatcher: Dispatcher,
-        receipts: ReceiptRing,
+        put_in_force: Callable[[Proposal], None],
+        agree: Callable[[Proposal], Awaitable[None]] | None = None,
         metrics: Metrics,
         now_s: Callable[[], float],
     ) -> None:
+        """`put_in_force` is the step; before it whoever else decides has to `agree`, else it raises."""
         self._now_s = now_s
         self._current = in_force
         self._before: list[Proposal] = []
-        self._dispatcher = dispatcher
-        self._receipts = receipts
+        self._put_in_force = put_in_force
+        self._agree = agree
         self._metrics = metrics
         self._one_at_a_time = anyio.Lock()
         self.since_s = now_s()
@@ -101,11 +112,17 @@ class Reloader:
         """What is in force."""
         return self._current.message.version
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Of what is in force."""
+        return self._current.prepared.config.warnings
+
     async def reload(self, read: Callable[[], FleetConfig], *, dry_run: bool = False) -> Reloaded:
         """Put in force what `read` gives. Raises `ConfigError`: then nothing has changed."""
         async with self._one_at_a_time:
             try:
                 found = await aside(lambda: self.propose(read))
+                await self._agreed(found, dry_run=dry_run)
             except ConfigError as error:
                 if not dry_run:
                     self._refused(error)
@@ -113,12 +130,17 @@ class Reloader:
             return self.put(found, dry_run=dry_run)
 
     async def roll_back(self, *, dry_run: bool = False) -> Reloaded:
-        """Put in force what was before, with the profiles of then. Raises `NothingBefore`."""
+        """Put in force what was before, with the profiles of then.
+
+        Raises `NothingBefore`, or `ConfigError` where somebody does not agree.
+        """
         async with self._one_at_a_time:
             if not self._before:
                 raise NothingBefore("there is no configuration before this one")
             before, last = self._before[:-1], self._before[-1]
-            result = self.put(await anyio.to_thread.run_sync(self._compared, last), dry_run=dry_run)
+            found = await anyio.to_thread.run_sync(self._compared, last)
+            await self._agreed(found, dry_run=dry_run)
+            result = self.put(found, dry_run=dry_run)
             if result.applied:
                 self._before = before
             return result
@@ -141,8 +163,7 @@ class Reloader:
         )
         if not result.applied:
             return result
-        self._dispatcher.put_in_force(found.prepared, found.message)
-        self._receipts.put_in_force(found.message)
+        self._put_in_force(found)
         self._current = found
         self._before = [*self._before, old][-MAX_HISTORY:]
         self.since_s = self._now_s()
@@ -150,6 +171,10 @@ class Reloader:
         about = {"version": result.version, "previous_version": result.previous_version}
         log.info("config.reloaded", extra=about | {"changes": list(result.changes)})
         return result
+
+    async def _agreed(self, found: Proposal, *, dry_run: bool) -> None:
+        if self._agree is not None and not dry_run and found.message.version != self.version:
+            await self._agree(found)
 
     def _compared(self, found: Proposal) -> Proposal:
         """With the changes; a grid may have a million cells, and comparing them is no work for the loop."""

@@ -8,7 +8,7 @@ takes.
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Set
 
 from slagate.pools.member import Stage
 from slagate.pools.overlap import Prompt
@@ -127,20 +127,30 @@ class _Lane:
 
 
 class Lanes:
-    """Who waits. `settle` is tried on a ticket: true when it was assigned or refused."""
+    """Who waits. `settle` is tried on a ticket: true when it was assigned or refused.
 
-    def __init__(self, *, now_s: Callable[[], float]) -> None:
+    `older` has the pools that a request waits for in another process which came before a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        now_s: Callable[[], float],
+        older: Callable[[float], Set[str]] = lambda _: frozenset(),
+    ) -> None:
         self._now_s = now_s
+        self._older = older
         self._lanes: dict[Hashable, _Lane] = {}
         self._stepping = False
         self.n_waiting = 0
 
     def is_free(self, ticket: Ticket) -> bool:
         """Whether nobody who came before waits for what it would take."""
+        taken = self._older(ticket.since_s)
         if not self.n_waiting:
-            return True
+            return not any(choice.pool in taken for choice in ticket.decision.stages)
         lane = self._lanes.get(ticket.lane)
-        taken = self.kept()
+        taken = taken | self.kept()
         in_line = lane is not None and bool(lane.tickets)
         return not in_line and not any(choice.pool in taken for choice in ticket.decision.stages)
 
@@ -148,7 +158,7 @@ class Lanes:
         """Let it wait, behind those of its lane."""
         lane = self._lanes.setdefault(ticket.lane, _Lane(ticket.lane))
         if not lane.tickets:
-            lane.wait_for(ticket.held_up_by(self.kept()))
+            lane.wait_for(ticket.held_up_by(self.kept() | self._older(ticket.since_s)))
         lane.tickets.append(ticket)
         self.n_waiting += 1
 
@@ -193,6 +203,7 @@ class Lanes:
         self, lane: _Lane, settle: Callable[[Ticket, Collection[str]], bool], taken: set[str]
     ) -> bool:
         ticket = lane.tickets[0]
+        taken = taken | self._older(ticket.since_s)
         if not settle(ticket, taken):
             lane.wait_for(ticket.held_up_by(taken))
             return False
@@ -211,6 +222,15 @@ class Lanes:
 
     def _waiting(self) -> Iterator[_Lane]:
         return (lane for lane in self._lanes.values() if lane.tickets)
+
+    def oldest_s(self) -> dict[str, float]:
+        """Since when the oldest request waits for a pool that younger ones leave to it."""
+        found: dict[str, float] = {}
+        for lane in self._waiting():
+            since_s = lane.tickets[0].since_s
+            for pool in lane.kept:
+                found[pool] = min(since_s, found.get(pool, since_s))
+        return found
 
     def kept(self) -> set[str]:
         """Pools that younger requests of other lanes leave to those who wait."""

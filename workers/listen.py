@@ -63,8 +63,12 @@ def bind(
     return Address(address.host, port)
 
 
-def listen_on(address: Address) -> socket.socket:
-    """A socket that listens there. Raises `OSError` when that cannot be."""
+def listen_on(address: Address, *, shared: bool = False, backlog: int = BACKLOG) -> socket.socket:
+    """A socket that listens there. Raises `OSError` when that cannot be.
+
+    With `shared` others of this user may do so too, and the kernel spreads connections over all. With a
+    `backlog` of 0 it is bound only: that keeps the port, and takes no connection.
+    """
     try:
         family, kind, protocol, _, at = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -77,8 +81,11 @@ def listen_on(address: Address) -> socket.socket:
             if family == socket.AF_INET6:
                 # A wildcard means every address, also those of IPv4.
                 listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            if shared:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listening.bind(at)
-            listening.listen(BACKLOG)
+            if backlog:
+                listening.listen(backlog)
         except OSError:
             listening.close()
             raise
