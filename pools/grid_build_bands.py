@@ -109,15 +109,26 @@ class Bands:
         return low, math.inf if band == self.resolution - 1 else self.edges[band + 1]
 
 
-def size_bands(field: str, axis: AxisSpec, *, longest_tokens: float) -> Bands:
-    """The bands of sizes; `longest_tokens` is the longest that was measured of every pool."""
+def size_bands(
+    field: str, axis: AxisSpec, *, longest_tokens: float, profiled_tokens: float = math.inf
+) -> Bands:
+    """The bands of sizes; shorter prompts than asked for are of the first, longer ones have their own.
+
+    `longest_tokens` is the longest that is known of every pool. No edge that was not asked for is above
+    `profiled_tokens`, which is the longest of those with a profile.
+    """
     edges, uniform = _edges(axis)
     asked = (0.0, edges[-1])
     if not axis.beyond:
         return Bands(field, edges, uniform, asked)
-    last = _tidy(2 * edges[-1] - edges[-2])
+    if edges[0] > 0:
+        edges, uniform = (0, *edges[1:]), False
+    next_edge = _tidy(2 * edges[-1] - edges[-2])
+    last = _tidy(min(next_edge, profiled_tokens))
+    if last <= edges[-1]:
+        return Bands(field, edges, uniform, asked)
     far_tokens = max(int(longest_tokens), math.ceil(last))
-    return Bands(field, (*edges, last), uniform, asked, far_tokens)
+    return Bands(field, (*edges, last), uniform and last == next_edge, asked, far_tokens)
 
 
 def target_bands(field: str, axis: AxisSpec) -> Bands:

@@ -48,7 +48,11 @@ def _longer_is_slower(view: StageView) -> list[Finding]:
     for line in view.lines(view.size_axis):
         for short, long in pairwise(line):
             a, b = view.cells[long][0], view.cells[short][0]
-            if a != b and view.slower(a, b, view.sizes(long).high):
+            if (
+                a != b
+                and view.slower(a, b, view.sizes(long).high)
+                and view.takes_longer_for(a, long, than=short)
+            ):
                 hits.add(_longer, view, short, long)
     advice = (
         "Give the longer prompts the faster pool; or, where the slower one meets the target as it is, the"

@@ -2,12 +2,22 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
+from operator import le
 from statistics import median
 from typing import NamedTuple
 
 from slagate.pools.axis import Axis, Number, UnevenAxis
-from slagate.pools.curve import CHUNK_TOKENS, DEFAULT_BATCH
+from slagate.pools.curve import (
+    DEFAULT_BATCH,
+    Curve,
+    Load,
+    mixed_curves,
+    profile_decode,
+    profile_prefill,
+    queued_prefill,
+)
 from slagate.pools.grid_config import FleetConfig
 from slagate.pools.grid_lint_places import Places
 from slagate.pools.grid_words import number_text
@@ -16,10 +26,13 @@ from slagate.workers.profile import TpProfile
 TYPICAL_TOKENS = 2048
 """The prompt that a grid without a size axis is judged by, where there is no trace."""
 
-AHEAD = 3
-"""Prompts that a busy worker has to prefill first, each as long as the axis goes."""
+LOADS = tuple(step / 20 for step in range(1, 19))
+"""Shares of its time, or of its batch, that a worker is looked at with; the last one is what busy means."""
 
 _FAR_TOKENS = 2.0**32
+
+_LOOKED_AT = 5
+"""Sizes of a band, its ends included."""
 
 Index = tuple[int, ...]
 """The bands of a cell, one for each axis."""
@@ -36,11 +49,23 @@ class Times(NamedTuple):
     """What a worker takes, in milliseconds.
 
     `idle`: with nothing else to do, and nothing of the prompt cached. What misses so misses always.
-    `busy`: above what a plan would count with. What meets so is enough.
+    `loaded`: at each of `LOADS`, among prompts of the same size.
+    `busy`: the most of those, and of a worker among prompts that are as long as the axis goes. What meets
+    so is enough.
     """
 
     idle: float
+    loaded: tuple[float, ...]
     busy: float
+
+    def at_most(self, other: "Times") -> bool:
+        """Whether it is no slower than `other` under any load."""
+        mine, others = (self.idle, *self.loaded, self.busy), (other.idle, *other.loaded, other.busy)
+        return all(map(le, mine, others))
+
+    def less(self, other: "Times") -> bool:
+        """Whether it is faster than `other` when idle, and under no load slower."""
+        return self.idle < other.idle and self.at_most(other)
 
 
 class StageView:
@@ -77,6 +102,7 @@ class StageView:
         self.size_bands = (typical,) if self.size_axis is None else self._bands[self.size_axis]
         self._longest_tokens = max(band.high for band in self.size_bands)
         self._targets: dict[Index, dict[str, Band]] = {}
+        self._curves: dict[int, dict[str, tuple[tuple[Curve, ...], tuple[Curve, ...]]]] = {}
         self._times_ms: dict[tuple[int, float, str], Times] = {}
         self._slower: dict[tuple[int, int, float, Sequence[str]], bool] = {}
 
@@ -108,44 +134,86 @@ class StageView:
         return self._targets[key]
 
     def is_open_ended(self, index: tuple[int, ...]) -> bool:
-        """Whether the cell is in the last of several size bands, which takes longer prompts, too.
+        """Whether requests outside of an axis come to the cell that are harder to serve than its own.
 
-        Not where there is traffic, and none of it is longer.
+        Those are longer prompts in the last of several size bands, unless there is traffic and none of it
+        is longer; and tighter targets in the first of several latency bands.
         """
+        if any(index[at] == 0 < self.grid.axes[at].resolution - 1 for at in self.latency_axes):
+            return True
         if self.size_axis is None:
             return False
         axis = self.grid.axes[self.size_axis]
         is_last = index[self.size_axis] == axis.resolution - 1 > 0
         return is_last and not 0 < self._longest_seen_tokens <= axis.high
 
+    def is_met_when_busy(self, pool: int, index: tuple[int, ...], *, to_spare: float) -> bool:
+        """Whether busy workers of the pool meet all of the cell, with this share of targets to spare.
+
+        Not without a profile.
+        """
+        limits_ms = {f: band.low * (1 - to_spare) for f, band in self.targets(index).items()}
+        return all(
+            (times := self.times_ms(pool, size, field)) is not None and times.busy <= limit_ms
+            for field, limit_ms in limits_ms.items()
+            for size in (*looked_at(self.sizes(index)), *self._turns(pool, field, index))
+        )
+
+    def _turns(self, pool: int, field: str, index: Index) -> Iterator[float]:
+        """The sizes inside of a cell at which what busy workers take may be at its most."""
+        profile = self.profiles[pool]
+        if profile is not None:
+            low, high = self.sizes(index)
+            alike, longest = self._curves_under_load(pool, profile)[field]
+            yield from (size for size in (*alike, *longest)[-1].knots if low < size < high)
+
     def times_ms(self, pool: int, size_tokens: float, field: str) -> Times | None:
         """What workers of the pool take; None without a profile."""
-        profile, limit = self.profiles[pool], self._limits[pool]
+        profile = self.profiles[pool]
         if profile is None:
             return None
         key = self.kinds[pool], size_tokens, field
         if key in self._times_ms:
             return self._times_ms[key]
-        prefill_s = profile.prefill_s(size_tokens, 0)
-        longest_s = profile.prefill_s(self._longest_tokens, 0)
-        fits = max(1, int(profile.kv_capacity_tokens / size_tokens))
-        step_s = profile.itl_s(min(limit or DEFAULT_BATCH, fits), size_tokens)
-        is_agg = len(self.latency_axes) > 1
-        if field == "ttft_ms":
-            # Each chunk of the prompt goes along with a step of the batch.
-            steps_s = is_agg * (1 + size_tokens / CHUNK_TOKENS) * step_s
-            idle_s, busy_s = prefill_s, prefill_s + AHEAD * longest_s + steps_s
-        else:
-            idle_s, busy_s = profile.itl_s(1, size_tokens), step_s + is_agg * longest_s
-        self._times_ms[key] = Times(idle_s * 1000, busy_s * 1000)
-        return self._times_ms[key]
+        is_ttft = field == "ttft_ms"
+        idle_s = profile.prefill_s(size_tokens, 0) if is_ttft else profile.itl_s(1, size_tokens)
+        curves = self._curves_under_load(pool, profile)[field]
+        alike, longest = ([curve.ms(size_tokens) for curve in some] for some in curves)
+        times = Times(idle_s * 1000, tuple(alike), max((*alike, *longest)))
+        self._times_ms[key] = times
+        return times
+
+    def _curves_under_load(
+        self, pool: int, profile: TpProfile
+    ) -> dict[str, tuple[tuple[Curve, ...], tuple[Curve, ...]]]:
+        """By latency: at each of `LOADS` among prompts of the same size, and among the longest.
+
+        TTFT alone is a multiple of what it is idle, so there the largest load among the longest will do.
+        """
+        kind = self.kinds[pool]
+        if kind not in self._curves:
+            batch = self._limits[pool] or DEFAULT_BATCH
+            alike = [Load(share, replicas=1, batch=batch) for share in LOADS]
+            longest = [replace(load, isl_tokens=int(self._longest_tokens)) for load in alike]
+            if len(self.latency_axes) > 1:
+                by_loads = (
+                    zip(*(mixed_curves(profile, load) for load in loads), strict=True)
+                    for loads in (alike, longest)
+                )
+                ttft, itl = zip(*by_loads, strict=True)
+                self._curves[kind] = {"ttft_ms": ttft, "itl_ms": itl}
+            else:
+                busy = queued_prefill(profile_prefill(profile), longest[-1])
+                itl = tuple(profile_decode(profile, load) for load in alike)
+                self._curves[kind] = {"ttft_ms": ((), (busy,)), "itl_ms": (itl, ())}
+        return self._curves[kind]
 
     def slower(self, a: int, b: int, size_tokens: float, fields: Sequence[str] = ()) -> bool:
-        """Whether pool `a` is slower than `b` at this size, in one of `fields` and faster in none.
+        """Whether pool `a` is slower than `b` at this size, in one of `fields` and in none of them faster.
 
-        Where both have profiles, slower is what takes longer idle, and no less when busy: of two workers
-        the one with less memory runs smaller batches, and may be faster at its limit. Elsewhere the pool
-        priorities say it.
+        Where both have profiles, slower is what takes longer idle, and under no load less: of two workers
+        the one with less memory runs smaller batches, and may be faster when both are as full. Elsewhere
+        the pool priorities say it.
         """
         if a == b:
             return False
@@ -156,15 +224,29 @@ class StageView:
             self._slower[key] = self._takes_longer(a, b, size_tokens, fields or self.fields)
         return self._slower[key]
 
+    def takes_longer_for(self, pool: int, index: Index, *, than: Index) -> bool:
+        """Whether a pool takes no less for the longest prompt of a cell than for that of another.
+
+        It may: where there is room for fewer long prompts they have the smaller batch. Without a profile
+        they are taken to take longer.
+        """
+        for field in self.fields:
+            mine = self.times_ms(pool, self.sizes(index).high, field)
+            other = self.times_ms(pool, self.sizes(than).high, field)
+            if mine is not None and other is not None and not other.at_most(mine):
+                return False
+        return True
+
     def _takes_longer(self, a: int, b: int, size_tokens: float, fields: Sequence[str]) -> bool:
-        faster_somewhere = slower_somewhere = False
+        pairs = []
         for field in fields:
             a_ms, b_ms = (self.times_ms(pool, size_tokens, field) for pool in (a, b))
             assert a_ms is not None, "it has a profile"
             assert b_ms is not None, "it has a profile"
-            slower_somewhere |= a_ms.idle > b_ms.idle and a_ms.busy >= b_ms.busy
-            faster_somewhere |= a_ms.idle < b_ms.idle and a_ms.busy <= b_ms.busy
-        return slower_somewhere and not faster_somewhere
+            pairs.append((a_ms, b_ms))
+        return all(b_ms.at_most(a_ms) for a_ms, b_ms in pairs) and any(
+            b_ms.less(a_ms) for a_ms, b_ms in pairs
+        )
 
     def why_slower(self, a: int, b: int, size_tokens: float, fields: Sequence[str] = ()) -> str:
         """The figures behind `slower`."""
@@ -184,6 +266,13 @@ class StageView:
             for axis, at in zip(self.grid.axes, index, strict=True)
         ]
         return f"cell {brackets(index)} ({', '.join(parts)})"
+
+
+def looked_at(sizes: Band) -> tuple[float, ...]:
+    """Some sizes of a band, the longest first."""
+    low, high = sizes
+    n_steps = _LOOKED_AT - 1 if high > low else 1
+    return tuple(int(low + (high - low) * step / n_steps) for step in range(n_steps, -1, -1))
 
 
 def band(axis: Axis | UnevenAxis, at: int) -> Band:

@@ -459,6 +459,17 @@ def test_an_itl_that_is_highest_between_two_rows_of_its_profile_is_seen(tmp_path
     assert (cell.status, cell.pools) == ("met", (1,))
 
 
+def test_where_nothing_is_met_under_the_planned_load_it_is_the_pool_that_is_fastest_idle() -> None:
+    """At 90 % and 26,000 tokens TP 2 and TP 8 are the same, as each is full for its size."""
+    content = disagg(utilisation=0.9)
+    content["decode"]["context_length"] = {"min": 0, "max": 30_000, "resolution": 1}
+    content["decode"]["itl_ms"] = {"edges": [8, 16, 40], "beyond": False}
+    stage = built(content).stages["decode"]
+    tight = [cell for cell in stage.cells if cell.index[1] == 0 and cell.index[0] > 0]
+    assert tight
+    assert {stage.pools[cell.pools[0]].name for cell in tight} == {"decode-tp8"}
+
+
 def test_pool_priorities_go_by_the_sizes_asked_for() -> None:
     """The band for what lies beyond is slower with one of them by far."""
     content = disagg(utilisation=0)
