@@ -21,6 +21,11 @@ CHUNK_TOKENS = 8192
 Function = Callable[[float], float]
 
 
+def planned_batch(*limits: int | None) -> int:
+    """Requests that a worker is planned to run at once: the least of its limits."""
+    return min((limit for limit in limits if limit is not None), default=DEFAULT_BATCH)
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
     """Milliseconds at a number of tokens; not finite or not above 0 where nothing is known.

@@ -294,6 +294,9 @@ def _entry(pool: PoolBuildSpec) -> dict[str, object]:
         "tp": pool.tp,
         "cost": cost,
         "workers": list(pool.workers) or None,
+        # Their number says it where there are workers.
+        "replicas": None if pool.workers else pool.replicas,
+        "batch": pool.batch,
         "max_inflight": pool.max_inflight,
         "max_queued_tokens": pool.max_queued_tokens,
     }

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slagate.pools.curve import (
-    DEFAULT_BATCH,
     Curve,
     Load,
     idle_decode,
     linear_curve,
     mixed_curves,
+    planned_batch,
     profile_decode,
     profile_prefill,
     queued_prefill,
@@ -71,11 +71,10 @@ def _known_tokens(pool: BuildPool) -> float:
 
 
 def _load(spec: BuildSpec, pool: PoolBuildSpec) -> Load:
-    limits = [limit for limit in (pool.batch, pool.max_inflight) if limit is not None]
     return Load(
         utilisation=spec.utilisation,
-        replicas=pool.n_workers,
-        batch=min(limits, default=DEFAULT_BATCH),
+        replicas=pool.planned_workers,
+        batch=planned_batch(pool.batch, pool.max_inflight),
         isl_tokens=spec.traffic.isl,
         osl_tokens=spec.traffic.osl,
         variability=spec.traffic.service_variability,

@@ -495,3 +495,16 @@ def test_the_lower_of_two_limits_is_what_decodes_together(batch: int, max_inflig
     content["decode"]["pools"] = pools("decode", batch=batch, max_inflight=max_inflight)
     curve = built(content).stages["decode"].pools[0].curves[0]
     assert curve.ms(2000) == at_load(1, 2000, stage="decode", batch=8)
+
+
+def test_the_file_has_what_was_counted_with() -> None:
+    """The number of workers only where they are not there to be counted."""
+    addresses = [f"{name}:1" for name in "abc"]
+    content = disagg()
+    content["prefill"]["pools"] = pools("p", replicas=3, batch=512)
+    content["decode"]["pools"] = pools("d", replicas=3, workers=addresses, max_inflight=32)
+    entries: Any = built(content).content["pools"]
+    prefill, decode = entries["p-tp8"], entries["d-tp8"]
+    assert (prefill["replicas"], prefill["batch"]) == (3, 512)
+    assert (decode["workers"], decode["max_inflight"]) == (addresses, 32)
+    assert not {"replicas", "batch"} & decode.keys()
