@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from slagate.pools.grid_lint_codes import Finding, Hit, Hits
+from slagate.pools.grid_lint_times import BUSY, Times
 from slagate.pools.grid_lint_view import (
-    LOADS,
     Band,
     Index,
     StageView,
-    Times,
     band_words,
     brackets,
     is_above,
@@ -42,12 +41,12 @@ _Pairs = tuple[tuple[Times, Times], ...]
 
 
 class _Rival(NamedTuple):
-    """A pool beside that of a cell, and what both take at a size of the cell and for its longest prompt."""
+    """A pool beside that of a cell, and what both take at a size of it and for its longest prompts."""
 
     pool: int
     size: float
     times: _Pairs
-    longest: _Pairs
+    longest: tuple[_Pairs, ...]
 
 
 def _unmet(view: StageView) -> Iterator[Finding]:
@@ -61,10 +60,12 @@ def _unmet(view: StageView) -> Iterator[Finding]:
                 never.add(_never_met, view, axis_at, at, shortest, time_ms, pool)
         if is_above(time_ms, axis.high):
             continue  # then all of its bands are told
-        for band in view.size_bands:
-            time_ms, pool = _fastest(view, band.high, axis.field)
+        *inner, last = view.size_bands
+        # The last of several has everything that is longer, so its end is nobody's longest prompt.
+        for size in (*(band.high for band in inner), last.low if inner else last.high):
+            time_ms, pool = _fastest(view, size, axis.field)
             if is_above(time_ms, axis.high):
-                long.add(_too_long, view, axis_at, band.high, time_ms, pool)
+                long.add(_too_long, view, axis_at, size, time_ms, pool)
     yield from never.findings(
         "G301", "Begin the latency axis at what the fastest pool can do, or add a faster pool."
     )
@@ -122,7 +123,10 @@ def _rivals(view: StageView, sizes: Band, own: int) -> Iterator[_Rival]:
     prompts is none to give the cell to.
     """
     others = sorted({*view.kinds} - {own})
-    longest = {other: _pairs(view, own, other, sizes.high) for other in others}
+    longest = {
+        other: tuple(_pairs(view, own, other, size) for size in view.longest(sizes))
+        for other in others
+    }
     for size in looked_at(sizes):
         for other in others:
             times = _pairs(view, own, other, size)
@@ -142,9 +146,10 @@ def _pairs(view: StageView, own: int, other: int, size: float) -> _Pairs:
 
 def _missed(rival: _Rival, targets: Mapping[str, Band]) -> int | None:
     """The latency, by number, of a target that the cell's own pool misses and the rival meets."""
-    for (own, other), (low_ms, _) in zip(rival.longest, targets.values(), strict=True):
-        if not other.at_most(own) and other.busy > low_ms:
-            return None
+    for pairs in rival.longest:
+        for (own, other), (low_ms, _) in zip(pairs, targets.values(), strict=True):
+            if not other.at_most(own) and other.busy > low_ms:
+                return None
     found = None
     for at, ((own, other), (low_ms, high_ms)) in enumerate(
         zip(rival.times, targets.values(), strict=True)
@@ -185,7 +190,7 @@ def _expensive(view: StageView) -> list[Finding]:
                 hits.add(_cheaper, view, index, pool)
                 break
     advice = (
-        f"Give the cell the cheaper pool. Busy means {LOADS[-1]:.0%} of its time, or of its batch, among"
+        f"Give the cell the cheaper pool. Busy means {BUSY:.0%} of its time, or of its batch, among"
         " prompts that are as long as the axis goes."
     )
     return hits.findings("G304", advice)

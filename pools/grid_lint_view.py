@@ -2,32 +2,19 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise, product
-from operator import le
 from statistics import median
 from typing import NamedTuple
 
 from slagate.pools.axis import Axis, Number, UnevenAxis
-from slagate.pools.curve import (
-    DEFAULT_BATCH,
-    Curve,
-    Load,
-    mixed_curves,
-    profile_decode,
-    profile_prefill,
-    queued_prefill,
-)
 from slagate.pools.grid_config import FleetConfig
 from slagate.pools.grid_lint_places import Places
+from slagate.pools.grid_lint_times import Plan, PoolCurves, Times, measured_tokens, plan_of
 from slagate.pools.grid_words import number_text
 from slagate.workers.profile import TpProfile
 
 TYPICAL_TOKENS = 2048
 """The prompt that a grid without a size axis is judged by, where there is no trace."""
-
-LOADS = tuple(step / 20 for step in range(1, 19))
-"""Shares of its time, or of its batch, that a worker is looked at with; the last one is what busy means."""
 
 _FAR_TOKENS = 2.0**32
 
@@ -43,29 +30,6 @@ class Band(NamedTuple):
 
     low: float
     high: float
-
-
-class Times(NamedTuple):
-    """What a worker takes, in milliseconds.
-
-    `idle`: with nothing else to do, and nothing of the prompt cached. What misses so misses always.
-    `loaded`: at each of `LOADS`, among prompts of the same size.
-    `busy`: the most of those, and of a worker among prompts that are as long as the axis goes. What meets
-    so is enough.
-    """
-
-    idle: float
-    loaded: tuple[float, ...]
-    busy: float
-
-    def at_most(self, other: "Times") -> bool:
-        """Whether it is no slower than `other` under any load."""
-        mine, others = (self.idle, *self.loaded, self.busy), (other.idle, *other.loaded, other.busy)
-        return all(map(le, mine, others))
-
-    def less(self, other: "Times") -> bool:
-        """Whether it is faster than `other` when idle, and under no load slower."""
-        return self.idle < other.idle and self.at_most(other)
 
 
 class StageView:
@@ -87,23 +51,24 @@ class StageView:
         self.profiles = tuple(profiles.get(name) for name in self.names)
         specs = [config.pools.get(name) for name in self.names]
         self.gpus = tuple(1 if spec is None else spec.gpus for spec in specs)
-        self._limits = tuple(None if spec is None else spec.max_inflight for spec in specs)
+        self._plans = tuple(map(plan_of, specs))
         latencies = [axis.field.endswith("_ms") for axis in grid.axes]
         self.latency_axes = tuple(at for at, is_latency in enumerate(latencies) if is_latency)
         self.size_axis = latencies.index(False) if False in latencies else None
         indices = product(*(range(axis.resolution) for axis in grid.axes))
         self.cells = dict(zip(indices, grid.cells, strict=True))
         self.starts = frozenset(grid.starts())
-        self.kinds = _kinds(self.profiles, self._limits)
+        self.kinds = _kinds(self.profiles, self._plans)
         self._bands = tuple(_bands(axis) for axis in grid.axes)
         self._longest_seen_tokens = max(traffic, default=0)
         self._typical_tokens = median(traffic) if traffic else TYPICAL_TOKENS
         typical = Band(self._typical_tokens, self._typical_tokens)
         self.size_bands = (typical,) if self.size_axis is None else self._bands[self.size_axis]
         self._longest_tokens = max(band.high for band in self.size_bands)
+        measured = [measured_tokens(found, stage) for found in self.profiles if found is not None]
+        self._measured_tokens = float(min(measured, default=0))
         self._targets: dict[Index, dict[str, Band]] = {}
-        self._curves: dict[int, dict[str, tuple[tuple[Curve, ...], tuple[Curve, ...]]]] = {}
-        self._times_ms: dict[tuple[int, float, str], Times] = {}
+        self._curves: dict[int, PoolCurves] = {}
         self._slower: dict[tuple[int, int, float, Sequence[str]], bool] = {}
 
     @property
@@ -161,55 +126,28 @@ class StageView:
 
     def _turns(self, pool: int, field: str, index: Index) -> Iterator[float]:
         """The sizes inside of a cell at which what busy workers take may be at its most."""
-        profile = self.profiles[pool]
-        if profile is not None:
+        curves = self._curves_of(pool)
+        if curves is not None:
             low, high = self.sizes(index)
-            alike, longest = self._curves_under_load(pool, profile)[field]
-            yield from (size for size in (*alike, *longest)[-1].knots if low < size < high)
+            yield from (size for size in curves.turns(field) if low < size < high)
 
     def times_ms(self, pool: int, size_tokens: float, field: str) -> Times | None:
         """What workers of the pool take; None without a profile."""
-        profile = self.profiles[pool]
+        curves = self._curves_of(pool)
+        return None if curves is None else curves.times(size_tokens, field)
+
+    def _curves_of(self, pool: int) -> PoolCurves | None:
+        profile, kind = self.profiles[pool], self.kinds[pool]
         if profile is None:
             return None
-        key = self.kinds[pool], size_tokens, field
-        if key in self._times_ms:
-            return self._times_ms[key]
-        is_ttft = field == "ttft_ms"
-        idle_s = profile.prefill_s(size_tokens, 0) if is_ttft else profile.itl_s(1, size_tokens)
-        curves = self._curves_under_load(pool, profile)[field]
-        alike, longest = ([curve.ms(size_tokens) for curve in some] for some in curves)
-        times = Times(idle_s * 1000, tuple(alike), max((*alike, *longest)))
-        self._times_ms[key] = times
-        return times
-
-    def _curves_under_load(
-        self, pool: int, profile: TpProfile
-    ) -> dict[str, tuple[tuple[Curve, ...], tuple[Curve, ...]]]:
-        """By latency: at each of `LOADS` among prompts of the same size, and among the longest.
-
-        TTFT alone is a multiple of what it is idle, so there the largest load among the longest will do.
-        """
-        kind = self.kinds[pool]
         if kind not in self._curves:
-            batch = self._limits[pool] or DEFAULT_BATCH
-            alike = [Load(share, replicas=1, batch=batch) for share in LOADS]
-            longest = [replace(load, isl_tokens=int(self._longest_tokens)) for load in alike]
-            if len(self.latency_axes) > 1:
-                by_loads = (
-                    zip(*(mixed_curves(profile, load) for load in loads), strict=True)
-                    for loads in (alike, longest)
-                )
-                ttft, itl = zip(*by_loads, strict=True)
-                self._curves[kind] = {"ttft_ms": ttft, "itl_ms": itl}
-            else:
-                busy = queued_prefill(profile_prefill(profile), longest[-1])
-                itl = tuple(profile_decode(profile, load) for load in alike)
-                self._curves[kind] = {"ttft_ms": ((), (busy,)), "itl_ms": (itl, ())}
+            self._curves[kind] = PoolCurves(
+                profile, self._plans[pool], self.fields, longest_tokens=self._longest_tokens
+            )
         return self._curves[kind]
 
     def slower(self, a: int, b: int, size_tokens: float, fields: Sequence[str] = ()) -> bool:
-        """Whether pool `a` is slower than `b` at this size, in one of `fields` and in none of them faster.
+        """Whether pool `a` is slower than `b` at this size, in one of `fields` and in no latency faster.
 
         Where both have profiles, slower is what takes longer idle, and under no load less: of two workers
         the one with less memory runs smaller batches, and may be faster when both are as full. Elsewhere
@@ -224,29 +162,45 @@ class StageView:
             self._slower[key] = self._takes_longer(a, b, size_tokens, fields or self.fields)
         return self._slower[key]
 
+    def slower_in(self, index: Index, a: int, b: int, fields: Sequence[str] = ()) -> bool:
+        """Whether pool `a` is slower than `b` for the longest prompts of a cell."""
+        return all(self.slower(a, b, size, fields) for size in self.longest(self.sizes(index)))
+
+    def longest(self, sizes: Band) -> tuple[float, ...]:
+        """The sizes of a band by which pools are compared: the longest.
+
+        In the last of several, to which everything that is longer comes, that is its upper edge; with two
+        latencies, of which now one and now the other decides, also what all profiles have measured.
+        """
+        is_last = len(self.size_bands) > 1 and sizes == self.size_bands[-1]
+        if is_last and len(self.latency_axes) > 1:
+            return sizes.high, max(sizes.high, self._measured_tokens)
+        return (sizes.high,)
+
     def takes_longer_for(self, pool: int, index: Index, *, than: Index) -> bool:
-        """Whether a pool takes no less for the longest prompt of a cell than for that of another.
+        """Whether a pool takes no less for the longest prompt of a cell than for any of another.
 
         It may: where there is room for fewer long prompts they have the smaller batch. Without a profile
         they are taken to take longer.
         """
         for field in self.fields:
             mine = self.times_ms(pool, self.sizes(index).high, field)
-            other = self.times_ms(pool, self.sizes(than).high, field)
-            if mine is not None and other is not None and not other.at_most(mine):
-                return False
+            for size in (*looked_at(self.sizes(than)), *self._turns(pool, field, than)):
+                other = self.times_ms(pool, size, field)
+                if mine is not None and other is not None and not other.at_most(mine):
+                    return False
         return True
 
     def _takes_longer(self, a: int, b: int, size_tokens: float, fields: Sequence[str]) -> bool:
-        pairs = []
-        for field in fields:
+        is_slower = False
+        for field in self.fields:
             a_ms, b_ms = (self.times_ms(pool, size_tokens, field) for pool in (a, b))
             assert a_ms is not None, "it has a profile"
             assert b_ms is not None, "it has a profile"
-            pairs.append((a_ms, b_ms))
-        return all(b_ms.at_most(a_ms) for a_ms, b_ms in pairs) and any(
-            b_ms.less(a_ms) for a_ms, b_ms in pairs
-        )
+            if not b_ms.at_most(a_ms):
+                return False
+            is_slower = is_slower or (field in fields and b_ms.less(a_ms))
+        return is_slower
 
     def why_slower(self, a: int, b: int, size_tokens: float, fields: Sequence[str] = ()) -> str:
         """The figures behind `slower`."""
@@ -312,12 +266,12 @@ def share(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,} requests ({100 * part / whole:.3g} %)"
 
 
-def _kinds(profiles: Sequence[TpProfile | None], limits: Sequence[int | None]) -> tuple[int, ...]:
-    """For each pool the first one that is as fast, as both have the same profile and limit."""
-    first: dict[tuple[int, int | None], int] = {}
+def _kinds(profiles: Sequence[TpProfile | None], plans: Sequence[Plan]) -> tuple[int, ...]:
+    """For each pool the first one that is as fast, as both have the same profile and plan."""
+    first: dict[tuple[int, Plan], int] = {}
     return tuple(
-        first.setdefault((id(profile), limit), pool)
-        for pool, (profile, limit) in enumerate(zip(profiles, limits, strict=True))
+        first.setdefault((id(profile), plan), pool)
+        for pool, (profile, plan) in enumerate(zip(profiles, plans, strict=True))
     )
 
 
