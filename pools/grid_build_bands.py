@@ -27,7 +27,8 @@ class Bands:
     """The bands of axis `field`, between `edges`; those outside of `asked` were added.
 
     `uniform`: those that were asked for are of equal width. Sizes above the last edge are judged up to
-    `far_tokens`: what was not measured is not.
+    `far_tokens`: what was not measured is not. No added edge is above `profiled_tokens`, up to which every
+    profile has measured.
     """
 
     field: str
@@ -35,6 +36,7 @@ class Bands:
     uniform: bool
     asked: tuple[float, float]
     far_tokens: int = 0
+    profiled_tokens: float = math.inf
 
     @property
     def resolution(self) -> int:
@@ -71,7 +73,7 @@ class Bands:
         if min(edges) <= first:
             first = 0
         if max(edges) >= last:
-            last = max(edges) + last - self.edges[-2]
+            last = _tidy(min(max(edges) + last - self.edges[-2], self.profiled_tokens))
         all_edges = tuple(sorted({first, *self.edges[1:-1], *edges, last}))
         return replace(self, edges=all_edges, uniform=False)
 
@@ -114,8 +116,7 @@ def size_bands(
 ) -> Bands:
     """The bands of sizes; shorter prompts than asked for are of the first, longer ones have their own.
 
-    `longest_tokens` is the longest that is known of every pool. No edge that was not asked for is above
-    `profiled_tokens`, which is the longest of those with a profile.
+    `longest_tokens` is the longest that is known of every pool, `profiled_tokens` of those with a profile.
     """
     edges, uniform = _edges(axis)
     asked = (0.0, edges[-1])
@@ -128,7 +129,8 @@ def size_bands(
     if last <= edges[-1]:
         return Bands(field, edges, uniform, asked)
     far_tokens = max(int(longest_tokens), math.ceil(last))
-    return Bands(field, (*edges, last), uniform and last == next_edge, asked, far_tokens)
+    is_even = uniform and last == next_edge
+    return Bands(field, (*edges, last), is_even, asked, far_tokens, profiled_tokens)
 
 
 def target_bands(field: str, axis: AxisSpec) -> Bands:

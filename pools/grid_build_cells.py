@@ -42,7 +42,8 @@ class BuiltCell:
     """One cell: pools in order, the first of which gets it, and why.
 
     `worst_ms` is by pool and latency. `contested_tokens` is a size at which another pool meets a target of
-    this cell that the first one misses; `contested_beyond`: only outside of the range asked for.
+    this cell that the first one misses; `contested_beyond`: only outside of the range asked for. `dead`: no
+    pool meets anything of it even when idle.
     """
 
     index: tuple[int, ...]
@@ -51,6 +52,7 @@ class BuiltCell:
     worst_ms: tuple[tuple[float, ...], ...]
     contested_tokens: int | None = None
     contested_beyond: bool = False
+    dead: bool = False
 
 
 class _Row(NamedTuple):
@@ -147,7 +149,8 @@ def _built(
         order = sorted(
             range(len(pools)), key=lambda at: (idle[at], slowness[at], pools[at].gpus, at)
         )
-        return BuiltCell(index, (order[0],), status, row.worst_ms)
+        dead = not any(_meets_some(values, cell) for values in row.idle_ms)
+        return BuiltCell(index, (order[0],), status, row.worst_ms, dead=dead)
     order = sorted(range(len(pools)), key=lambda at: (slowness[at], pools[at].gpus, at))
     missed = [_missed(row, at, cell) for at in order]
     if None in missed:
