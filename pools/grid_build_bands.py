@@ -136,7 +136,7 @@ def size_bands(
 def target_bands(field: str, axis: AxisSpec) -> Bands:
     """The bands of latency targets; nothing is below 0."""
     edges, uniform = _edges(axis)
-    asked = (edges[0], math.inf)
+    asked = (edges[0], edges[-1])
     if not axis.beyond or edges[0] <= 0:
         return Bands(field, edges, uniform, asked)
     first = _tidy(2 * edges[0] - edges[1])

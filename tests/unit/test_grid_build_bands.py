@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from slagate.pools.grid_build import BuiltFleet, build_fleet
-from slagate.pools.grid_build_bands import size_bands
+from slagate.pools.grid_build_bands import size_bands, target_bands
+from slagate.pools.grid_build_defaults import assumed_targets
 from slagate.pools.grid_build_spec import AxisSpec, parse_spec
 
 MEASURED = 131_072
@@ -20,6 +21,13 @@ def test_no_edge_behind_a_crossing_is_beyond_what_was_measured(edge: int, last: 
     axis = size_bands("isl", AXIS, longest_tokens=MEASURED, profiled_tokens=MEASURED)
     assert axis.edges[-2:] == (65_536, 81_920)
     assert axis.split({edge}).edges[-1] == last
+
+
+def test_a_request_without_a_target_counts_as_the_middle_of_the_range_asked_for() -> None:
+    """So it is with a band for tighter targets, and not in the middle of the last band."""
+    for beyond in (True, False):
+        axis = AxisSpec(edges=(400, 500, 900, 2000), beyond=beyond)
+        assert assumed_targets({}, [target_bands("ttft_ms", axis)]) == {"ttft_ms": 1200}
 
 
 def built(itl: dict[str, Any], *, spill: bool = False) -> BuiltFleet:
