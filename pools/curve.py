@@ -21,6 +21,11 @@ CHUNK_TOKENS = 8192
 Function = Callable[[float], float]
 
 
+def planned_batch(*limits: int | None) -> int:
+    """Requests that a worker is planned to run at once: the least of its limits."""
+    return min((limit for limit in limits if limit is not None), default=DEFAULT_BATCH)
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
     """Milliseconds at a number of tokens; not finite or not above 0 where nothing is known.
@@ -106,18 +111,29 @@ def queued_prefill(idle: Curve, load: Load) -> Curve:
     return replace(idle, raw_ms=lambda tokens: idle.ms(tokens) + wait_ms)
 
 
+def idle_decode(profile: TpProfile) -> Curve:
+    """ITL of a single request over context."""
+    return profile_decode(profile, Load(0.0, replicas=1, batch=1))
+
+
 def decode_batch(profile: TpProfile, load: Load, context_tokens: float) -> float:
     """Requests that decode together at this utilisation and context; 0 where not even one fits."""
     fits = profile.kv_capacity_tokens / max(context_tokens, 1.0)
     return 0.0 if fits < 1.0 else max(1.0, load.utilisation * min(load.batch, fits))
 
 
+def _step_ms(profile: TpProfile, batch: float, context_tokens: float) -> float:
+    """One step of up to `batch` requests: measured tables may have some of them faster than one."""
+    if not batch:
+        return math.inf
+    return max(profile.itl_s(b, context_tokens) for b in (1.0, batch)) * 1000.0
+
+
 def profile_decode(profile: TpProfile, load: Load) -> Curve:
     """ITL over context, at the batch that the utilisation makes of what the worker has room for."""
 
     def at(context_tokens: float) -> float:
-        batch = decode_batch(profile, load, context_tokens)
-        return profile.itl_s(batch, context_tokens) * 1000.0 if batch else math.inf
+        return _step_ms(profile, decode_batch(profile, load, context_tokens), context_tokens)
 
     capacity = profile.kv_capacity_tokens
     # Below capacity / batch the batch is the engine's limit, above it is what the cache has room for, and
@@ -149,9 +165,7 @@ def mixed_curves(profile: TpProfile, load: Load) -> tuple[Curve, Curve]:
         others = tokens if load.isl_tokens is None else float(load.isl_tokens)
         context = tokens + load.osl_tokens / 2.0
         batch = decode_batch(profile, load, context)
-        if not batch:
-            return math.inf, math.inf, math.inf
-        step_ms = profile.itl_s(batch, context) * 1000.0
+        step_ms = _step_ms(profile, batch, context)
         return step_ms, batch / load.osl_tokens * idle.ms(others), idle.ms(others)
 
     def itl(tokens: float) -> float:

@@ -171,10 +171,15 @@ def _built(
     size_field, *target_fields = AXES[stage]
     targets = [target_bands(field, _axis(part, field)) for field in target_fields]
     asked = [as_asked(field, _axis(part, field)) for field in target_fields]
-    loaded = pools.loaded
+    loaded = pools.pools
     has_sizes = getattr(part, size_field) is not None
     if has_sizes:
-        size = size_bands(size_field, _axis(part, size_field), longest_tokens=pools.longest_tokens)
+        size = size_bands(
+            size_field,
+            _axis(part, size_field),
+            longest_tokens=pools.longest_tokens,
+            profiled_tokens=pools.profiled_tokens,
+        )
         asked = [as_asked(size_field, _axis(part, size_field)), *asked]
     else:
         assert spec.traffic.isl is not None
@@ -202,7 +207,10 @@ def _built(
 
 
 def _at_one_size(pool: BuildPool, tokens: int) -> BuildPool:
-    return pool._replace(curves=tuple(_level(curve.ms(tokens)) for curve in pool.curves))
+    curves, idle = (
+        tuple(_level(curve.ms(tokens)) for curve in some) for some in (pool.curves, pool.idle)
+    )
+    return pool._replace(curves=curves, idle=idle)
 
 
 def _level(ms: float) -> Curve:
@@ -222,16 +230,14 @@ def _nested(stage: BuiltStage, *, spill: bool) -> list[object]:
 
 def _plain(stage: str, part: StageSpec, pools: StagePools) -> BuiltStage:
     size, target = (as_asked(field, _axis(part, field)) for field in AXES[stage])
-    return BuiltStage(
-        tuple(pools.loaded), size, (target,), (), used=tuple(range(len(pools.loaded)))
-    )
+    return BuiltStage(tuple(pools.pools), size, (target,), (), used=tuple(range(len(pools.pools))))
 
 
 def _dynamo(part: StageSpec, stage: str, pools: StagePools, version: Version) -> list[list[int]]:
     size, latency = (_range(_axis(part, field)) for field in AXES[stage])
     return dynamo_mapping(
-        [curve.raw_ms for curve in pools.idle],
-        [pool.gpus for pool in pools.loaded],
+        [curve.raw_ms for curve in pools.for_dynamo],
+        [pool.gpus for pool in pools.pools],
         size=size,
         latency=latency,
         version=version,
@@ -288,6 +294,9 @@ def _entry(pool: PoolBuildSpec) -> dict[str, object]:
         "tp": pool.tp,
         "cost": cost,
         "workers": list(pool.workers) or None,
+        # Their number says it where there are workers.
+        "replicas": None if pool.workers else pool.replicas,
+        "batch": pool.batch,
         "max_inflight": pool.max_inflight,
         "max_queued_tokens": pool.max_queued_tokens,
     }

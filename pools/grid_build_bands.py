@@ -27,7 +27,8 @@ class Bands:
     """The bands of axis `field`, between `edges`; those outside of `asked` were added.
 
     `uniform`: those that were asked for are of equal width. Sizes above the last edge are judged up to
-    `far_tokens`: what was not measured is not.
+    `far_tokens`: what was not measured is not. No added edge is above `profiled_tokens`, up to which every
+    profile has measured.
     """
 
     field: str
@@ -35,6 +36,7 @@ class Bands:
     uniform: bool
     asked: tuple[float, float]
     far_tokens: int = 0
+    profiled_tokens: float = math.inf
 
     @property
     def resolution(self) -> int:
@@ -71,7 +73,7 @@ class Bands:
         if min(edges) <= first:
             first = 0
         if max(edges) >= last:
-            last = max(edges) + last - self.edges[-2]
+            last = _tidy(min(max(edges) + last - self.edges[-2], self.profiled_tokens))
         all_edges = tuple(sorted({first, *self.edges[1:-1], *edges, last}))
         return replace(self, edges=all_edges, uniform=False)
 
@@ -109,21 +111,32 @@ class Bands:
         return low, math.inf if band == self.resolution - 1 else self.edges[band + 1]
 
 
-def size_bands(field: str, axis: AxisSpec, *, longest_tokens: float) -> Bands:
-    """The bands of sizes; `longest_tokens` is the longest that was measured of every pool."""
+def size_bands(
+    field: str, axis: AxisSpec, *, longest_tokens: float, profiled_tokens: float = math.inf
+) -> Bands:
+    """The bands of sizes; shorter prompts than asked for are of the first, longer ones have their own.
+
+    `longest_tokens` is the longest that is known of every pool, `profiled_tokens` of those with a profile.
+    """
     edges, uniform = _edges(axis)
     asked = (0.0, edges[-1])
     if not axis.beyond:
         return Bands(field, edges, uniform, asked)
-    last = _tidy(2 * edges[-1] - edges[-2])
+    if edges[0] > 0:
+        edges, uniform = (0, *edges[1:]), False
+    next_edge = _tidy(2 * edges[-1] - edges[-2])
+    last = _tidy(min(next_edge, profiled_tokens))
+    if last <= edges[-1]:
+        return Bands(field, edges, uniform, asked)
     far_tokens = max(int(longest_tokens), math.ceil(last))
-    return Bands(field, (*edges, last), uniform, asked, far_tokens)
+    is_even = uniform and last == next_edge
+    return Bands(field, (*edges, last), is_even, asked, far_tokens, profiled_tokens)
 
 
 def target_bands(field: str, axis: AxisSpec) -> Bands:
     """The bands of latency targets; nothing is below 0."""
     edges, uniform = _edges(axis)
-    asked = (edges[0], math.inf)
+    asked = (edges[0], edges[-1])
     if not axis.beyond or edges[0] <= 0:
         return Bands(field, edges, uniform, asked)
     first = _tidy(2 * edges[0] - edges[1])

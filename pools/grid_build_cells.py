@@ -3,7 +3,8 @@
 Every request: the slowest size of the band, with the tightest target of the cell. A cell that no pool
 meets as a whole is infeasible; requests with looser targets in it may still be met. Then the pool is one
 that meets each request that any pool meets, and where there is none, because curves cross inside of the
-band, the cell is contested.
+band, the cell is contested. Where nothing at all is met under the planned load, it is the pool that is the
+fastest without any: there is no load to go by at which the cell is served.
 """
 
 import math
@@ -25,11 +26,15 @@ _HAIR = 1e-9
 
 
 class BuildPool(NamedTuple):
-    """A pool as its grid sees it: a curve over sizes for each latency that has a target."""
+    """A pool as its grid sees it: a curve over sizes for each latency that has a target.
+
+    `curves` are under the planned load, `idle` of a single request.
+    """
 
     name: str
     gpus: float
     curves: tuple[Curve, ...]
+    idle: tuple[Curve, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,8 @@ class BuiltCell:
     """One cell: pools in order, the first of which gets it, and why.
 
     `worst_ms` is by pool and latency. `contested_tokens` is a size at which another pool meets a target of
-    this cell that the first one misses; `contested_beyond`: only outside of the range asked for.
+    this cell that the first one misses; `contested_beyond`: only outside of the range asked for. `dead`: no
+    pool meets anything of it even when idle.
     """
 
     index: tuple[int, ...]
@@ -46,13 +52,15 @@ class BuiltCell:
     worst_ms: tuple[tuple[float, ...], ...]
     contested_tokens: int | None = None
     contested_beyond: bool = False
+    dead: bool = False
 
 
 class _Row(NamedTuple):
-    """The pools over one band of sizes: `ms[pool][latency][sample]`."""
+    """The pools over one band of sizes: `ms[pool][latency][sample]`, and as `idle_ms` without load."""
 
     samples: list[int]
     ms: list[list[list[float]]]
+    idle_ms: list[list[list[float]]]
     worst_ms: tuple[tuple[float, ...], ...]
     is_beyond: bool
 
@@ -110,6 +118,7 @@ def _row(pools: Sequence[BuildPool], size: Bands, band: int) -> _Row:
         band, [x for pool in pools for curve in pool.curves for x in curve.knots]
     )
     ms = [[[curve.ms(x) for x in samples] for curve in pool.curves] for pool in pools]
+    idle_ms = [[[curve.ms(x) for x in samples] for curve in pool.idle] for pool in pools]
     # The edge itself too: it belongs to the next band, but rounding may put it into this one.
     edge = size.edges[band + 1]
     worst = tuple(
@@ -118,7 +127,7 @@ def _row(pools: Sequence[BuildPool], size: Bands, band: int) -> _Row:
         )
         for of_pool, pool in zip(ms, pools, strict=True)
     )
-    return _Row(samples, ms, worst, size.is_beyond(band))
+    return _Row(samples, ms, idle_ms, worst, size.is_beyond(band))
 
 
 def _built(
@@ -130,11 +139,18 @@ def _built(
         for at, worst in enumerate(row.worst_ms)
         if all(ms <= limit for ms, limit in zip(worst, limits, strict=True))
     ]
-    slowness = [_slowness(row, at, cell) for at in range(len(pools))]
+    slowness = [_slowness(row.worst_ms[at], row.ms[at], row, cell) for at in range(len(pools))]
     if meets:
         order = sorted(meets, key=lambda at: (pools[at].gpus, slowness[at], at))
         return BuiltCell(index, tuple(order), MET, row.worst_ms)
     status: Status = BEYOND if cell.is_beyond else INFEASIBLE
+    if not any(_meets_some(values, cell) for values in row.ms):
+        idle = [_slowness([max(v) for v in values], values, row, cell) for values in row.idle_ms]
+        order = sorted(
+            range(len(pools)), key=lambda at: (idle[at], slowness[at], pools[at].gpus, at)
+        )
+        dead = not any(_meets_some(values, cell) for values in row.idle_ms)
+        return BuiltCell(index, (order[0],), status, row.worst_ms, dead=dead)
     order = sorted(range(len(pools)), key=lambda at: (slowness[at], pools[at].gpus, at))
     missed = [_missed(row, at, cell) for at in order]
     if None in missed:
@@ -142,14 +158,23 @@ def _built(
     return BuiltCell(index, (order[0],), status, row.worst_ms, missed[0], cell.is_beyond)
 
 
-def _slowness(row: _Row, pool: int, cell: _Cell) -> float:
-    """The worst latency, in targets; of a band without an end that of its beginning."""
+def _slowness(
+    worst_ms: Sequence[float], ms: Sequence[Sequence[float]], row: _Row, cell: _Cell
+) -> float:
+    """The worst latency of a pool, in targets; of a band without an end that of its beginning."""
     found = 0.0
     for at, (low, high) in enumerate(zip(cell.low_ms, cell.high_ms, strict=True)):
         unit = low or (high if high < math.inf else 1.0)
-        ms = row.ms[pool][at][0] if row.is_beyond else row.worst_ms[pool][at]
-        found = max(found, ms / unit)
+        found = max(found, (ms[at][0] if row.is_beyond else worst_ms[at]) / unit)
     return found
+
+
+def _meets_some(ms: Sequence[Sequence[float]], cell: _Cell) -> bool:
+    """Whether a pool meets any target of the cell at any of the sizes."""
+    return any(
+        all(value < high for value, high in zip(values, cell.high_ms, strict=True))
+        for values in zip(*ms, strict=True)
+    )
 
 
 def _missed(row: _Row, pool: int, cell: _Cell) -> int | None:

@@ -1,6 +1,7 @@
 """Bands of a built grid that say the same are made one, with everything that was said of their cells.
 
-A band for what lies beyond the range goes where it has the pools of the one beside it. Uneven bands are
+A band for what lies beyond the range goes where it has the pools of the one beside it, and where it is of
+targets that are too tight for every pool even when idle. Uneven bands are
 joined with equal neighbours. Even ones only where what is left is even too: they keep Dynamo's keys.
 """
 
@@ -45,14 +46,17 @@ def _slices(cells: Sequence[BuiltCell], axis: int, n_bands: int, *, spill: bool)
 
 
 def _beyond(cells: Sequence[BuiltCell], bands: Bands, axis: int, *, spill: bool) -> list[range]:
-    """Groups of bands: all beyond the range with the one beside them, where they are alike."""
+    """Groups of bands: all beyond the range with the one beside them, where they can go there."""
     singles = [range(band, band + 1) for band in range(bands.resolution)]
     if not bands.beyond:
         return singles
     first = max(0, bands.beyond[0] - 1)
     last = bands.beyond[-1] if first < bands.beyond[0] else bands.beyond[-1] + 1
     slices = _slices(cells, axis, bands.resolution, spill=spill)[first : last + 1]
-    if len(set(slices)) > 1:
+    is_dead = bands.beyond[0] == 0 and all(
+        cell.dead for cell in cells if bands.is_beyond(cell.index[axis])
+    )
+    if len(set(slices)) > 1 and not is_dead:
         return singles
     return [*singles[:first], range(first, last + 1), *singles[last + 1 :]]
 
@@ -107,4 +111,5 @@ def _one(
         for of_pool in zip(*(cell.worst_ms for cell in inside), strict=True)
     )
     pools = tuple(at for at in inside[0].pools if all(at in cell.pools for cell in inside))
-    return BuiltCell(index, pools, status, worst, tokens, contested_beyond)
+    dead = all(cell.dead for cell in inside)
+    return BuiltCell(index, pools, status, worst, tokens, contested_beyond, dead)

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slagate.pools.curve import (
-    DEFAULT_BATCH,
     Curve,
     Load,
+    idle_decode,
     linear_curve,
     mixed_curves,
+    planned_batch,
     profile_decode,
     profile_prefill,
     queued_prefill,
@@ -22,19 +23,25 @@ from slagate.workers.profile import TpProfile
 
 
 class StagePools(NamedTuple):
-    """The pools of one stage: their speed at the stated utilisation, and that of an idle worker.
+    """The pools of one stage, and for each the curve that Dynamo's builders look at.
 
-    `idle` has what Dynamo's builders look at: one prompt for a prefill pool; there is none for ITL, which
-    is of a batch, so for a decode pool it is the same curve.
+    That is TTFT on an idle worker for a prefill pool, and ITL under the planned load for a decode pool.
     """
 
-    loaded: list[BuildPool]
-    idle: list[Curve]
+    pools: list[BuildPool]
+    for_dynamo: list[Curve]
+    profiled: list[bool]
 
     @property
     def longest_tokens(self) -> float:
-        """The largest size that was measured of every pool."""
-        return min(curve.measured_tokens for pool in self.loaded for curve in pool.curves)
+        """The largest size that is known of every pool."""
+        return min(_known_tokens(pool) for pool in self.pools)
+
+    @property
+    def profiled_tokens(self) -> float:
+        """The largest size that was measured of every pool with a profile; infinity without any."""
+        pools = zip(self.pools, self.profiled, strict=True)
+        return min((_known_tokens(pool) for pool, has in pools if has), default=math.inf)
 
 
 def stage_pools(spec: BuildSpec, source: str) -> dict[str, StagePools]:
@@ -47,23 +54,27 @@ def stage_pools(spec: BuildSpec, source: str) -> dict[str, StagePools]:
         problems += faults
         if faults:
             continue
-        stage_found = StagePools([], [])
+        stage_found = StagePools([], [], [])
         for at, pool in enumerate(part.pools):
             curves, idle = _curves(stage, pool, profiles.get(at), _load(spec, pool))
-            stage_found.loaded.append(BuildPool(pool.name, pool.gpus, curves))
-            stage_found.idle.append(idle)
+            stage_found.pools.append(BuildPool(pool.name, pool.gpus, curves, idle))
+            stage_found.profiled.append(at in profiles)
+            stage_found.for_dynamo.append((idle if stage == "prefill" else curves)[0])
         found[stage] = stage_found
     if problems:
         raise ConfigError(source, problems)
     return found
 
 
+def _known_tokens(pool: BuildPool) -> float:
+    return min(curve.measured_tokens for curve in pool.curves)
+
+
 def _load(spec: BuildSpec, pool: PoolBuildSpec) -> Load:
-    limits = [limit for limit in (pool.batch, pool.max_inflight) if limit is not None]
     return Load(
         utilisation=spec.utilisation,
-        replicas=pool.n_workers,
-        batch=min(limits, default=DEFAULT_BATCH),
+        replicas=pool.planned_workers,
+        batch=planned_batch(pool.batch, pool.max_inflight),
         isl_tokens=spec.traffic.isl,
         osl_tokens=spec.traffic.osl,
         variability=spec.traffic.service_variability,
@@ -72,15 +83,20 @@ def _load(spec: BuildSpec, pool: PoolBuildSpec) -> Load:
 
 def _curves(
     stage: str, pool: PoolBuildSpec, profile: TpProfile | None, load: Load
-) -> tuple[tuple[Curve, ...], Curve]:
-    if stage == "agg" and profile is not None:
-        return mixed_curves(profile, load), profile_prefill(profile)
+) -> tuple[tuple[Curve, ...], tuple[Curve, ...]]:
+    """By latency of the stage: under the load, and idle; a curve of points for ITL is taken for both."""
     if stage == "decode":
-        itl = _given(pool.itl_curve) if profile is None else profile_decode(profile, load)
-        return (itl,), itl
+        if profile is None:
+            itl = _given(pool.itl_curve)
+            return (itl,), (itl,)
+        return (profile_decode(profile, load),), (idle_decode(profile),)
     idle = _given(pool.ttft_curve) if profile is None else profile_prefill(profile)
-    ttft = queued_prefill(idle, load)
-    return ((ttft, _given(pool.itl_curve)) if stage == "agg" else (ttft,)), idle
+    if stage == "prefill":
+        return (queued_prefill(idle, load),), (idle,)
+    if profile is not None:
+        return mixed_curves(profile, load), (idle, idle_decode(profile))
+    itl = _given(pool.itl_curve)
+    return (queued_prefill(idle, load), itl), (idle, itl)
 
 
 def _given(points: Sequence[Point] | None) -> Curve:

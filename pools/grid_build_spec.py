@@ -88,8 +88,8 @@ class PoolBuildSpec(_Part):
         return self.cost if self.cost is not None else float(self.tp or 1)
 
     @property
-    def n_workers(self) -> int:
-        """Workers of the pool."""
+    def planned_workers(self) -> int:
+        """How many workers the plan counts with."""
         return self.replicas or len(self.workers) or 1
 
 

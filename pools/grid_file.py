@@ -122,7 +122,7 @@ class AggStrategy(_Part):
 
 
 class PoolSpec(_Part):
-    """Where the workers of one pool are, and how fast they are before anything was measured."""
+    """Where the workers of one pool are, how fast they are to begin with, and what plans count with."""
 
     workers: Annotated[Array[Address], _says("Addresses as host:port or [IPv6]:port.")] = ()
     profile: Annotated[
@@ -141,6 +141,24 @@ class PoolSpec(_Part):
         _says("A worker with as many prompt tokens left to process gets no further prompt."),
     ] = None
     cost: Annotated[Maybe[Positive], _says("GPUs per worker; without it tp, or else 1.")] = None
+    replicas: Annotated[
+        Maybe[Count],
+        _says(
+            "How many workers plans count with; without it those of workers, or else 1. Serving ignores it."
+        ),
+    ] = None
+    batch: Annotated[
+        Maybe[Limit],
+        _says(
+            "How many requests its engine runs at once, for plans, which take no more than max_inflight; "
+            "without both 256. Serving ignores it."
+        ),
+    ] = None
+
+    @property
+    def planned_workers(self) -> int:
+        """How many workers plans count with."""
+        return self.replicas or len(self.workers) or 1
 
     @property
     def gpus(self) -> int | float:

@@ -49,8 +49,12 @@ def _no_target(
         size = view.sizes(line[at]).high
         pools = [view.cells[index][0] for index in line]
         mine = pools[at]
-        tighter = [pool for pool in pools[:at] if view.slower(mine, pool, size, (axis.field,))]
-        if tighter and not any(view.slower(pool, mine, size, (axis.field,)) for pool in pools):
+        tighter = [
+            pool for pool in pools[:at] if view.slower_in(line[at], mine, pool, (axis.field,))
+        ]
+        if tighter and not any(
+            view.slower_in(line[at], pool, mine, (axis.field,)) for pool in pools
+        ):
             name = word(axis.field)
             why = "the middle of the range"
             if _is_first_of_band(axis, axis.midpoint):
@@ -96,7 +100,7 @@ def _on_edge(view: StageView, axis_at: int, target: Number, where: str) -> Itera
     for line in view.lines(axis_at):
         tight, mine = (view.cells[line[band]][0] for band in (at - 1, at))
         size = view.sizes(line[at]).high
-        if view.slower(mine, tight, size, (axis.field,)):
+        if view.slower_in(line[at], mine, tight, (axis.field,)):
             yield Finding(
                 "G202",
                 where,

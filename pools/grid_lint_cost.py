@@ -1,29 +1,31 @@
 """Lint, G3: cells against what the profiles predict, in time and in GPUs.
 
-A cell has sizes and targets. Its best case is the shortest prompt with the loosest target, its worst case
-the longest with the tightest; the table of Dynamo's planner is made for the worst case, too.
+A cell has sizes and targets. Its worst case is the longest prompt with the tightest target; the table of
+Dynamo's planner is made for that, too. That nothing meets some cell is no finding: long prompts with tight
+targets are in every grid that has both. A band that nothing meets in any of its cells is one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from operator import le
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from slagate.pools.grid_lint_codes import Finding, Hit, Hits
+from slagate.pools.grid_lint_times import BUSY, Times
 from slagate.pools.grid_lint_view import (
-    AHEAD,
     Band,
     Index,
     StageView,
-    Times,
+    band_words,
     brackets,
     is_above,
+    looked_at,
     ms,
     tokens,
     word,
 )
 from slagate.pools.grid_words import number_text
 
-_SIZES_LOOKED_AT = 5
+_TO_SPARE = 0.1
+"""Of its target, that a cheaper pool must have: plans keep some of it free."""
 
 
 def cost(view: StageView) -> Iterator[Finding]:
@@ -34,32 +36,41 @@ def cost(view: StageView) -> Iterator[Finding]:
     yield from _expensive(view)
 
 
+_Pairs = tuple[tuple[Times, Times], ...]
+"""What the cell's own pool and another one take, by latency of the grid."""
+
+
 class _Rival(NamedTuple):
-    """A pool beside that of a cell, and what both take at a size of the cell, by latency of the grid."""
+    """A pool beside that of a cell, and what both take at a size of it and for its longest prompts."""
 
     pool: int
     size: float
-    times: tuple[tuple[Times, Times], ...]  # the cell's own first
+    times: _Pairs
+    longest: tuple[_Pairs, ...]
 
 
 def _unmet(view: StageView) -> Iterator[Finding]:
+    shortest = min(band.low for band in view.size_bands)
     never, long = Hits(), Hits()
-    fastest: dict[float, dict[str, tuple[float, int]]] = {}
-    for band in view.size_bands:
-        for size in band:
-            fastest[size] = {field: _fastest(view, size, field) for field in view.fields}
-    for index in view.cells:
-        targets = view.targets(index)
-        low, high = view.sizes(index)
-        if field := _unmet_field(fastest[low], targets):
-            never.add(_unmet_at, view, index, low, field, *fastest[low][field])
-        elif field := _unmet_field(fastest[high], targets):
-            long.add(_unmet_at, view, index, high, field, *fastest[high][field])
+    for axis_at in view.latency_axes:
+        axis = view.grid.axes[axis_at]
+        time_ms, pool = _fastest(view, shortest, axis.field)
+        for at in range(axis.resolution):
+            if is_above(time_ms, axis.edges[at + 1]):
+                never.add(_never_met, view, axis_at, at, shortest, time_ms, pool)
+        if is_above(time_ms, axis.high):
+            continue  # then all of its bands are told
+        *inner, last = view.size_bands
+        # The last of several has everything that is longer, so its end is nobody's longest prompt.
+        for size in (*(band.high for band in inner), last.low if inner else last.high):
+            time_ms, pool = _fastest(view, size, axis.field)
+            if is_above(time_ms, axis.high):
+                long.add(_too_long, view, axis_at, size, time_ms, pool)
     yield from never.findings(
         "G301", "Begin the latency axis at what the fastest pool can do, or add a faster pool."
     )
     yield from long.findings(
-        "G302", "Widen the band, cut the size axis more finely, or add a faster pool."
+        "G302", "Extend the latency axis to what the fastest pool takes, or add a faster pool."
     )
 
 
@@ -69,25 +80,24 @@ def _fastest(view: StageView, size: float, field: str) -> tuple[float, int]:
     return min((time.idle, pool) for time, pool in times if time is not None)
 
 
-def _unmet_field(
-    fastest: Mapping[str, tuple[float, int]], targets: Mapping[str, Band]
-) -> str | None:
-    """The first latency of which not even the loosest target of a cell is met; None: all are."""
-    for field, (_, loosest_ms) in targets.items():
-        if is_above(fastest[field][0], loosest_ms):
-            return field
-    return None
-
-
-def _unmet_at(
-    view: StageView, index: Index, size: float, field: str, time_ms: float, pool: int
+def _never_met(
+    view: StageView, axis_at: int, at: int, size: float, time_ms: float, pool: int
 ) -> Hit:
-    loosest_ms = view.targets(index)[field].high
+    axis = view.grid.axes[axis_at]
     message = (
-        f"{view.cell_words(index)} promises at most {number_text(loosest_ms)} ms {word(field)};"
-        f" {view.names[pool]}, the fastest, takes {ms(time_ms)} for {tokens(size)} on an idle worker"
+        f"no request of the {word(axis.field)} band {band_words(axis, at)} is ever met; {view.names[pool]},"
+        f" the fastest, takes {ms(time_ms)} for {tokens(size)} on an idle worker"
     )
-    return Hit(view.places.cell(index), brackets(index), message)
+    return Hit(view.places.bands(axis.field), f"{band_words(axis, at)}", message)
+
+
+def _too_long(view: StageView, axis_at: int, size: float, time_ms: float, pool: int) -> Hit:
+    axis = view.grid.axes[axis_at]
+    message = (
+        f"the {word(axis.field)} axis ends at {number_text(axis.high)} ms; {view.names[pool]}, the fastest,"
+        f" takes {ms(time_ms)} for {tokens(size)} on an idle worker"
+    )
+    return Hit(view.places.end(axis.field, last=True), tokens(size), message)
 
 
 def _misses(view: StageView) -> list[Finding]:
@@ -109,36 +119,44 @@ def _misses(view: StageView) -> list[Finding]:
 def _rivals(view: StageView, sizes: Band, own: int) -> Iterator[_Rival]:
     """Pools that are faster than `own` in some latency at some size, longest prompts first.
 
-    A pool that is faster only while it is idle is no better.
+    A pool that is faster only under some loads is no better, and one that is slower for the longest
+    prompts is none to give the cell to.
     """
-    low, high = sizes
-    n_steps = _SIZES_LOOKED_AT - 1 if high > low else 1
     others = sorted({*view.kinds} - {own})
-    for step in range(n_steps, -1, -1):
-        size = int(low + (high - low) * step / n_steps)
+    longest = {
+        other: tuple(_pairs(view, own, other, size) for size in view.longest(sizes))
+        for other in others
+    }
+    for size in looked_at(sizes):
         for other in others:
-            times = []
-            for field in view.fields:
-                own_times, other_times = (view.times_ms(pool, size, field) for pool in (own, other))
-                if own_times is not None and other_times is not None:
-                    times.append((own_times, other_times))
-            if any(_is_better(*pair) for pair in times):
-                yield _Rival(other, size, tuple(times))
+            times = _pairs(view, own, other, size)
+            if any(theirs.less(mine) for mine, theirs in times):
+                yield _Rival(other, size, times, longest[other])
 
 
-def _is_better(own: Times, other: Times) -> bool:
-    return other.busy <= own.busy and other.idle < own.idle
+def _pairs(view: StageView, own: int, other: int, size: float) -> _Pairs:
+    """Empty where one of them has no profile."""
+    pairs = []
+    for field in view.fields:
+        own_times, other_times = (view.times_ms(pool, size, field) for pool in (own, other))
+        if own_times is not None and other_times is not None:
+            pairs.append((own_times, other_times))
+    return tuple(pairs)
 
 
 def _missed(rival: _Rival, targets: Mapping[str, Band]) -> int | None:
     """The latency, by number, of a target that the cell's own pool misses and the rival meets."""
+    for pairs in rival.longest:
+        for (own, other), (low_ms, _) in zip(pairs, targets.values(), strict=True):
+            if not other.at_most(own) and other.busy > low_ms:
+                return None
     found = None
     for at, ((own, other), (low_ms, high_ms)) in enumerate(
         zip(rival.times, targets.values(), strict=True)
     ):
         if other.idle >= high_ms:
             return None  # the other one does not meet it either
-        if found is None and _is_better(own, other) and is_above(own.idle, max(low_ms, other.idle)):
+        if found is None and other.less(own) and is_above(own.idle, max(low_ms, other.idle)):
             found = at
     return found
 
@@ -162,33 +180,20 @@ def _expensive(view: StageView) -> list[Finding]:
         }.values(),
         key=lambda pool: (view.gpus[pool], pool),
     )
-    busy_ms: dict[float, list[tuple[int, list[float]]]] = {}
-    for band in view.size_bands:
-        busy_ms[band.high] = list(_busy(view, by_cost, band.high))
     for index, (own, *_) in view.cells.items():
         if view.is_open_ended(index):
             continue
-        lows = [target.low for target in view.targets(index).values()]
-        for pool, times_ms in busy_ms[view.sizes(index).high]:
+        for pool in by_cost:
             if view.gpus[pool] >= view.gpus[own]:
                 break
-            if all(map(le, times_ms, lows)):
+            if view.is_met_when_busy(pool, index, to_spare=_TO_SPARE):
                 hits.add(_cheaper, view, index, pool)
                 break
     advice = (
-        f"Give the cell the cheaper pool. Busy means a full batch, and {AHEAD} prompts ahead that are as"
-        " long as the axis goes."
+        f"Give the cell the cheaper pool. Busy means {BUSY:.0%} of its time, or of its batch, among"
+        " prompts that are as long as the axis goes."
     )
     return hits.findings("G304", advice)
-
-
-def _busy(view: StageView, pools: Sequence[int], size: float) -> Iterator[tuple[int, list[float]]]:
-    """The pools with a profile, and what their busy workers take in ms, by latency of the grid."""
-    for pool in pools:
-        times = [view.times_ms(pool, size, field) for field in view.fields]
-        busy_ms = [each.busy for each in times if each is not None]
-        if busy_ms:
-            yield pool, busy_ms
 
 
 def _cheaper(view: StageView, index: Index, pool: int) -> Hit:

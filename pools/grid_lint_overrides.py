@@ -64,7 +64,7 @@ def _demotion(view: StageView, at: int, rule: PriorityRule) -> Iterator[Finding]
         return  # what is less important than the rest may well get less
     hits = Hits()
     for index, (own, *_) in view.cells.items():
-        if own != rule.pool and view.slower(rule.pool, own, view.sizes(index).high):
+        if own != rule.pool and view.slower_in(index, rule.pool, own):
             hits.add(_demoted, view, at, rule, index)
     advice = "Send high priorities to the fastest pool; to hold work back, use priorities below 0."
     yield from hits.findings("G503", advice)

@@ -1,13 +1,12 @@
 """Lint, G6: whether the profiles fit the grids, and each other."""
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 from slagate.pools.grid_lint_codes import Finding
+from slagate.pools.grid_lint_times import measured_tokens
 from slagate.pools.grid_lint_view import StageView
 from slagate.pools.grid_words import number_text
 from slagate.pools.json_text import json_path
-from slagate.workers.profile import TpProfile
 
 
 def profile_findings(views: Sequence[StageView]) -> Iterator[Finding]:
@@ -31,7 +30,7 @@ def _sizes(view: StageView) -> Iterator[Finding]:
         if profile is None or pool not in served:
             continue
         longest = served[pool]
-        measured = _measured_tokens(profile, view.stage)
+        measured = measured_tokens(profile, view.stage)
         if longest > measured:
             yield Finding(
                 "G601",
@@ -48,15 +47,6 @@ def _sizes(view: StageView) -> Iterator[Finding]:
                 f" its workers holds {number_text(profile.kv_capacity_tokens)}",
                 "Send such prompts to a pool with more memory, or end the axis earlier.",
             )
-
-
-def _measured_tokens(profile: TpProfile, stage: str) -> int:
-    """The longest prompt that the profile has rows for."""
-    rows = cast("dict[str, list[list[int]]]", profile.to_json())
-    cold = (new_tokens for new_tokens, cached, _ in rows["prefill"] if not cached)
-    prefill = max(cold, default=0)
-    decode = max(context_tokens for _, context_tokens, _ in rows["decode"])
-    return {"prefill": prefill, "decode": decode}.get(stage, min(prefill, decode))
 
 
 def _missing(view: StageView) -> Iterator[Finding]:

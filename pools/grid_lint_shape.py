@@ -26,7 +26,7 @@ def _tighter_is_slower(view: StageView) -> list[Finding]:
         for line in view.lines(axis_at):
             for tight, loose in pairwise(line):
                 a, b = view.cells[tight][0], view.cells[loose][0]
-                if a != b and view.slower(a, b, view.sizes(tight).high, fields):
+                if a != b and view.slower_in(tight, a, b, fields):
                     hits.add(_tighter, view, tight, loose, fields)
     advice = "Swap the pools of the two cells, or correct the pool priorities or profiles."
     return hits.findings("G101", advice)
@@ -48,7 +48,7 @@ def _longer_is_slower(view: StageView) -> list[Finding]:
     for line in view.lines(view.size_axis):
         for short, long in pairwise(line):
             a, b = view.cells[long][0], view.cells[short][0]
-            if a != b and view.slower(a, b, view.sizes(long).high):
+            if a != b and view.slower_in(long, a, b) and view.takes_longer_for(a, long, than=short):
                 hits.add(_longer, view, short, long)
     advice = (
         "Give the longer prompts the faster pool; or, where the slower one meets the target as it is, the"
@@ -164,9 +164,9 @@ def _coarser(slices: Sequence[object]) -> int | None:
 def _spill_order(view: StageView) -> list[Finding]:
     hits = Hits()
     for index, pools in view.cells.items():
-        own, size = pools[0], view.sizes(index).high
+        own = pools[0]
         for before, after in pairwise(pools[1:]):
-            if view.slower(before, own, size) and view.slower(own, after, size):
+            if view.slower_in(index, before, own) and view.slower_in(index, own, after):
                 hits.add(_spilled, view, index, before, after)
                 break
     advice = (

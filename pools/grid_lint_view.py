@@ -7,19 +7,19 @@ from statistics import median
 from typing import NamedTuple
 
 from slagate.pools.axis import Axis, Number, UnevenAxis
-from slagate.pools.curve import CHUNK_TOKENS, DEFAULT_BATCH
 from slagate.pools.grid_config import FleetConfig
 from slagate.pools.grid_lint_places import Places
+from slagate.pools.grid_lint_times import Plan, PoolCurves, Times, measured_tokens, plan_of
 from slagate.pools.grid_words import number_text
 from slagate.workers.profile import TpProfile
 
 TYPICAL_TOKENS = 2048
 """The prompt that a grid without a size axis is judged by, where there is no trace."""
 
-AHEAD = 3
-"""Prompts that a busy worker has to prefill first, each as long as the axis goes."""
-
 _FAR_TOKENS = 2.0**32
+
+_LOOKED_AT = 5
+"""Sizes of a band, its ends included."""
 
 Index = tuple[int, ...]
 """The bands of a cell, one for each axis."""
@@ -30,17 +30,6 @@ class Band(NamedTuple):
 
     low: float
     high: float
-
-
-class Times(NamedTuple):
-    """What a worker takes, in milliseconds.
-
-    `idle`: with nothing else to do, and nothing of the prompt cached. What misses so misses always.
-    `busy`: above what a plan would count with. What meets so is enough.
-    """
-
-    idle: float
-    busy: float
 
 
 class StageView:
@@ -62,22 +51,24 @@ class StageView:
         self.profiles = tuple(profiles.get(name) for name in self.names)
         specs = [config.pools.get(name) for name in self.names]
         self.gpus = tuple(1 if spec is None else spec.gpus for spec in specs)
-        self._limits = tuple(None if spec is None else spec.max_inflight for spec in specs)
+        self._plans = tuple(map(plan_of, specs))
         latencies = [axis.field.endswith("_ms") for axis in grid.axes]
         self.latency_axes = tuple(at for at, is_latency in enumerate(latencies) if is_latency)
         self.size_axis = latencies.index(False) if False in latencies else None
         indices = product(*(range(axis.resolution) for axis in grid.axes))
         self.cells = dict(zip(indices, grid.cells, strict=True))
         self.starts = frozenset(grid.starts())
-        self.kinds = _kinds(self.profiles, self._limits)
+        self.kinds = _kinds(self.profiles, self._plans)
         self._bands = tuple(_bands(axis) for axis in grid.axes)
         self._longest_seen_tokens = max(traffic, default=0)
         self._typical_tokens = median(traffic) if traffic else TYPICAL_TOKENS
         typical = Band(self._typical_tokens, self._typical_tokens)
         self.size_bands = (typical,) if self.size_axis is None else self._bands[self.size_axis]
         self._longest_tokens = max(band.high for band in self.size_bands)
+        measured = [measured_tokens(found, stage) for found in self.profiles if found is not None]
+        self._measured_tokens = float(min(measured, default=0))
         self._targets: dict[Index, dict[str, Band]] = {}
-        self._times_ms: dict[tuple[int, float, str], Times] = {}
+        self._curves: dict[int, PoolCurves] = {}
         self._slower: dict[tuple[int, int, float, Sequence[str]], bool] = {}
 
     @property
@@ -108,44 +99,59 @@ class StageView:
         return self._targets[key]
 
     def is_open_ended(self, index: tuple[int, ...]) -> bool:
-        """Whether the cell is in the last of several size bands, which takes longer prompts, too.
+        """Whether requests outside of an axis come to the cell that are harder to serve than its own.
 
-        Not where there is traffic, and none of it is longer.
+        Those are longer prompts in the last of several size bands, unless there is traffic and none of it
+        is longer; and tighter targets in the first of several latency bands.
         """
+        if any(index[at] == 0 < self.grid.axes[at].resolution - 1 for at in self.latency_axes):
+            return True
         if self.size_axis is None:
             return False
         axis = self.grid.axes[self.size_axis]
         is_last = index[self.size_axis] == axis.resolution - 1 > 0
         return is_last and not 0 < self._longest_seen_tokens <= axis.high
 
+    def is_met_when_busy(self, pool: int, index: tuple[int, ...], *, to_spare: float) -> bool:
+        """Whether busy workers of the pool meet all of the cell, with this share of targets to spare.
+
+        Not without a profile.
+        """
+        limits_ms = {f: band.low * (1 - to_spare) for f, band in self.targets(index).items()}
+        return all(
+            (times := self.times_ms(pool, size, field)) is not None and times.busy <= limit_ms
+            for field, limit_ms in limits_ms.items()
+            for size in (*looked_at(self.sizes(index)), *self._turns(pool, field, index))
+        )
+
+    def _turns(self, pool: int, field: str, index: Index) -> Iterator[float]:
+        """The sizes inside of a cell at which what busy workers take may be at its most."""
+        curves = self._curves_of(pool)
+        if curves is not None:
+            low, high = self.sizes(index)
+            yield from (size for size in curves.turns(field) if low < size < high)
+
     def times_ms(self, pool: int, size_tokens: float, field: str) -> Times | None:
         """What workers of the pool take; None without a profile."""
-        profile, limit = self.profiles[pool], self._limits[pool]
+        curves = self._curves_of(pool)
+        return None if curves is None else curves.times(size_tokens, field)
+
+    def _curves_of(self, pool: int) -> PoolCurves | None:
+        profile, kind = self.profiles[pool], self.kinds[pool]
         if profile is None:
             return None
-        key = self.kinds[pool], size_tokens, field
-        if key in self._times_ms:
-            return self._times_ms[key]
-        prefill_s = profile.prefill_s(size_tokens, 0)
-        longest_s = profile.prefill_s(self._longest_tokens, 0)
-        fits = max(1, int(profile.kv_capacity_tokens / size_tokens))
-        step_s = profile.itl_s(min(limit or DEFAULT_BATCH, fits), size_tokens)
-        is_agg = len(self.latency_axes) > 1
-        if field == "ttft_ms":
-            # Each chunk of the prompt goes along with a step of the batch.
-            steps_s = is_agg * (1 + size_tokens / CHUNK_TOKENS) * step_s
-            idle_s, busy_s = prefill_s, prefill_s + AHEAD * longest_s + steps_s
-        else:
-            idle_s, busy_s = profile.itl_s(1, size_tokens), step_s + is_agg * longest_s
-        self._times_ms[key] = Times(idle_s * 1000, busy_s * 1000)
-        return self._times_ms[key]
+        if kind not in self._curves:
+            self._curves[kind] = PoolCurves(
+                profile, self._plans[pool], self.fields, longest_tokens=self._longest_tokens
+            )
+        return self._curves[kind]
 
     def slower(self, a: int, b: int, size_tokens: float, fields: Sequence[str] = ()) -> bool:
-        """Whether pool `a` is slower than `b` at this size, in one of `fields` and faster in none.
+        """Whether pool `a` is slower than `b` at this size, in one of `fields` and in no latency faster.
 
-        Where both have profiles, slower is what takes longer idle, and no less when busy: of two workers
-        the one with less memory runs smaller batches, and may be faster at its limit. Elsewhere the pool
-        priorities say it.
+        Where both have profiles, slower is what takes longer idle, and under no load less: of two workers
+        the one with less memory runs smaller batches, and may be faster when both are as full. Elsewhere
+        the pool priorities say it.
         """
         if a == b:
             return False
@@ -156,15 +162,45 @@ class StageView:
             self._slower[key] = self._takes_longer(a, b, size_tokens, fields or self.fields)
         return self._slower[key]
 
+    def slower_in(self, index: Index, a: int, b: int, fields: Sequence[str] = ()) -> bool:
+        """Whether pool `a` is slower than `b` for the longest prompts of a cell."""
+        return all(self.slower(a, b, size, fields) for size in self.longest(self.sizes(index)))
+
+    def longest(self, sizes: Band) -> tuple[float, ...]:
+        """The sizes of a band by which pools are compared: the longest.
+
+        In the last of several, to which everything that is longer comes, that is its upper edge; with two
+        latencies, of which now one and now the other decides, also what all profiles have measured.
+        """
+        is_last = len(self.size_bands) > 1 and sizes == self.size_bands[-1]
+        if is_last and len(self.latency_axes) > 1:
+            return sizes.high, max(sizes.high, self._measured_tokens)
+        return (sizes.high,)
+
+    def takes_longer_for(self, pool: int, index: Index, *, than: Index) -> bool:
+        """Whether a pool takes no less for the longest prompt of a cell than for any of another.
+
+        It may: where there is room for fewer long prompts they have the smaller batch. Without a profile
+        they are taken to take longer.
+        """
+        for field in self.fields:
+            mine = self.times_ms(pool, self.sizes(index).high, field)
+            for size in (*looked_at(self.sizes(than)), *self._turns(pool, field, than)):
+                other = self.times_ms(pool, size, field)
+                if mine is not None and other is not None and not other.at_most(mine):
+                    return False
+        return True
+
     def _takes_longer(self, a: int, b: int, size_tokens: float, fields: Sequence[str]) -> bool:
-        faster_somewhere = slower_somewhere = False
-        for field in fields:
+        is_slower = False
+        for field in self.fields:
             a_ms, b_ms = (self.times_ms(pool, size_tokens, field) for pool in (a, b))
             assert a_ms is not None, "it has a profile"
             assert b_ms is not None, "it has a profile"
-            slower_somewhere |= a_ms.idle > b_ms.idle and a_ms.busy >= b_ms.busy
-            faster_somewhere |= a_ms.idle < b_ms.idle and a_ms.busy <= b_ms.busy
-        return slower_somewhere and not faster_somewhere
+            if not b_ms.at_most(a_ms):
+                return False
+            is_slower = is_slower or (field in fields and b_ms.less(a_ms))
+        return is_slower
 
     def why_slower(self, a: int, b: int, size_tokens: float, fields: Sequence[str] = ()) -> str:
         """The figures behind `slower`."""
@@ -184,6 +220,13 @@ class StageView:
             for axis, at in zip(self.grid.axes, index, strict=True)
         ]
         return f"cell {brackets(index)} ({', '.join(parts)})"
+
+
+def looked_at(sizes: Band) -> tuple[float, ...]:
+    """Some sizes of a band, the longest first."""
+    low, high = sizes
+    n_steps = _LOOKED_AT - 1 if high > low else 1
+    return tuple(int(low + (high - low) * step / n_steps) for step in range(n_steps, -1, -1))
 
 
 def band(axis: Axis | UnevenAxis, at: int) -> Band:
@@ -223,12 +266,12 @@ def share(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,} requests ({100 * part / whole:.3g} %)"
 
 
-def _kinds(profiles: Sequence[TpProfile | None], limits: Sequence[int | None]) -> tuple[int, ...]:
-    """For each pool the first one that is as fast, as both have the same profile and limit."""
-    first: dict[tuple[int, int | None], int] = {}
+def _kinds(profiles: Sequence[TpProfile | None], plans: Sequence[Plan]) -> tuple[int, ...]:
+    """For each pool the first one that is as fast, as both have the same profile and plan."""
+    first: dict[tuple[int, Plan], int] = {}
     return tuple(
-        first.setdefault((id(profile), limit), pool)
-        for pool, (profile, limit) in enumerate(zip(profiles, limits, strict=True))
+        first.setdefault((id(profile), plan), pool)
+        for pool, (profile, plan) in enumerate(zip(profiles, plans, strict=True))
     )
 
 

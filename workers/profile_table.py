@@ -1,7 +1,8 @@
 """A table of seconds over two axes, read between its rows and beyond them.
 
 Axes and values are interpolated in log space, except a linear second axis (`log_y=False`). Beyond a table
-the last two rows of that axis set the slope, never a falling one.
+the last two rows of that axis set the slope, never a falling one; below the first value of a second axis in
+log space nothing changes any more.
 
     y slot      0          1 .. n-1          n             (lines y[0] .. y[n-1], at growing y)
     near        0          slot-1            n-1           the line that y is measured from
@@ -90,7 +91,11 @@ class Table:
             far = near + 1 if near < last else max(0, last - 1)
             floor = -math.inf if 0 < slot <= last else 0.0
             sign = 1.0 if near < last else -1.0
-            self._bands.append((ys[near], abs(ys[far] - ys[near]) or 1.0, sign, floor))
+            step = abs(ys[far] - ys[near]) or 1.0
+            if log_y and slot == 0:
+                # With the slope of large batches a full one would soon be faster than a single request.
+                step = math.inf
+            self._bands.append((ys[near], step, sign, floor))
             near_line, far_line = self._lines[near], self._lines[far]
             self._cells.append([near_line.segment(x) + far_line.segment(x) for x in starts])
         self._log_xs_many = np.array(self._log_xs)

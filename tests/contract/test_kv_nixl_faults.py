@@ -63,8 +63,13 @@ def wait_for_agents(side: There, n_agents: int) -> None:
 
 
 def connect(prefill: There, decode: There, session: int = 1000) -> None:
-    assert fetch(decode, export(prefill, session))["text"] == digest(blocks_of(session, 3))
-    wait_for_acks(prefill, [session])
+    """A first pull finds the peer, for which the limit of a pull can be short on a busy machine."""
+    for each in range(session, session + 5):
+        pulled = fetch(decode, export(prefill, each))
+        if pulled["error"] != "KvTimeout":
+            break
+    assert pulled["text"] == digest(blocks_of(each, 3))
+    wait_for_acks(prefill, [each])
 
 
 def test_a_peer_killed_while_idle_is_gone_and_its_successor_is_not(sides: list[There]) -> None:

@@ -459,6 +459,17 @@ def test_an_itl_that_is_highest_between_two_rows_of_its_profile_is_seen(tmp_path
     assert (cell.status, cell.pools) == ("met", (1,))
 
 
+def test_where_nothing_is_met_under_the_planned_load_it_is_the_pool_that_is_fastest_idle() -> None:
+    """At 90 % and 26,000 tokens TP 2 and TP 8 are the same, as each is full for its size."""
+    content = disagg(utilisation=0.9)
+    content["decode"]["context_length"] = {"min": 0, "max": 30_000, "resolution": 1}
+    content["decode"]["itl_ms"] = {"edges": [8, 16, 40], "beyond": False}
+    stage = built(content).stages["decode"]
+    tight = [cell for cell in stage.cells if cell.index[1] == 0 and cell.index[0] > 0]
+    assert tight
+    assert {stage.pools[cell.pools[0]].name for cell in tight} == {"decode-tp8"}
+
+
 def test_pool_priorities_go_by_the_sizes_asked_for() -> None:
     """The band for what lies beyond is slower with one of them by far."""
     content = disagg(utilisation=0)
@@ -484,3 +495,16 @@ def test_the_lower_of_two_limits_is_what_decodes_together(batch: int, max_inflig
     content["decode"]["pools"] = pools("decode", batch=batch, max_inflight=max_inflight)
     curve = built(content).stages["decode"].pools[0].curves[0]
     assert curve.ms(2000) == at_load(1, 2000, stage="decode", batch=8)
+
+
+def test_the_file_has_what_was_counted_with() -> None:
+    """The number of workers only where they are not there to be counted."""
+    addresses = [f"{name}:1" for name in "abc"]
+    content = disagg()
+    content["prefill"]["pools"] = pools("p", replicas=3, batch=512)
+    content["decode"]["pools"] = pools("d", replicas=3, workers=addresses, max_inflight=32)
+    entries: Any = built(content).content["pools"]
+    prefill, decode = entries["p-tp8"], entries["d-tp8"]
+    assert (prefill["replicas"], prefill["batch"]) == (3, 512)
+    assert (decode["workers"], decode["max_inflight"]) == (addresses, 32)
+    assert not {"replicas", "batch"} & decode.keys()

@@ -116,7 +116,7 @@ ALONE: dict[str, tuple[Callable[[dict[str, Any]], object], list[str]]] = {
     ),
     "a pool's figures": (
         lambda f: f["pools"]["p-fast"].update(
-            profile=PROFILE, tp=1, max_inflight=4, max_queued_tokens=9, cost=2
+            profile=PROFILE, tp=1, max_inflight=4, max_queued_tokens=9, cost=2, replicas=3, batch=64
         ),
         [
             f"pool p-fast: profile none -> {PROFILE}",
@@ -124,6 +124,8 @@ ALONE: dict[str, tuple[Callable[[dict[str, Any]], object], list[str]]] = {
             "pool p-fast: max_inflight none -> 4",
             "pool p-fast: max_queued_tokens none -> 9",
             "pool p-fast: cost none -> 2",
+            "pool p-fast: replicas none -> 3",
+            "pool p-fast: batch none -> 64",
         ],
     ),
     "objectives": (

@@ -38,6 +38,10 @@ REFUSED_POOLS: list[tuple[object, str]] = [
     ({"p-fast": {"max_inflight": 0}}, "pools.p-fast.max_inflight"),
     ({"p-fast": {"max_inflight": 1.5}}, "pools.p-fast.max_inflight"),
     ({"p-fast": {"max_inflight": 2**31}}, "pools.p-fast.max_inflight"),
+    ({"p-fast": {"replicas": 0}}, "pools.p-fast.replicas"),
+    ({"p-fast": {"replicas": 2.5}}, "pools.p-fast.replicas"),
+    ({"p-fast": {"batch": 0}}, "pools.p-fast.batch"),
+    ({"p-fast": {"batch": 2**31}}, "pools.p-fast.batch"),
     ({"p-fast": {"max_queued_tokens": 10**20 - 1}}, "pools.p-fast.max_queued_tokens"),
 ]
 
@@ -51,7 +55,7 @@ def test_pools_say_where_workers_are() -> None:
 
 
 def test_the_largest_limit_loads_and_the_next_one_is_refused_with_the_bound() -> None:
-    for name in ("max_inflight", "max_queued_tokens"):
+    for name in ("max_inflight", "max_queued_tokens", "batch"):
         pools = {"p-fast": {name: 2**31 - 1}}
         config = parse_config(disagg_file() | {"pools": pools}, source="f")
         assert getattr(config.pools["p-fast"], name) == 2**31 - 1

@@ -55,7 +55,8 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
     old[PREFILL] |= {"ttft_min": old[PREFILL].pop("ttft_min_ms"), "ttft_max": "ignored"}
     yield "old keys", old
     spec = {"workers": ["h:1", "[::1]:2"], "profile": "x", "tp": 2, "cost": 2.5, "max_inflight": 8}
-    yield "pools", disagg_file() | {"pools": {"p-fast": spec, "p-bulk": {}}}
+    planned = {"replicas": 4, "batch": 64}
+    yield "pools", disagg_file() | {"pools": {"p-fast": spec, "p-bulk": {}, "d-fast": planned}}
     for path in (files("slagate.configs") / "grids").iterdir():
         yield path.name, json.loads(path.read_text())
 

@@ -137,6 +137,13 @@ def test_a_falling_last_slope_is_not_carried_on(tmp_path: Path) -> None:
     assert profile.prefill_s(5, 0) == 0.010
 
 
+def test_contexts_below_the_first_row_take_what_that_row_takes(tmp_path: Path) -> None:
+    """The slope between the first two rows would make a batch faster than one request."""
+    profile = load(tmp_path, small())
+    assert profile.itl_s(4, 1) == profile.itl_s(4, 511) == profile.itl_s(4, 512) == 0.008
+    assert profile.itl_many(np.full(9, 4.0), np.full(9, 1.0)).tolist() == [0.008] * 9
+
+
 def test_time_below_the_first_row_of_cached_tokens_is_never_negative(tmp_path: Path) -> None:
     """A steep rise between two rows leads below 0 in front of them."""
     content = small()
