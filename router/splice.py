@@ -70,7 +70,9 @@ class Splice(LegSink):
         self._suffix = client_id_suffix(client_id)
         self._tally = tally
         self._max_buffer_bytes = max_buffer_bytes
-        self._valve = Valve(client, limit_s=stuck_s, stuck=self._too_slow)
+        self._stuck_s = stuck_s
+        self._call: Call | None = None
+        self._valve: Valve | None = None  # once it was needed
         self._now_s = now_s
         self._on_token = on_token
         self._on_answered = on_answered
@@ -140,7 +142,7 @@ class Splice(LegSink):
         """False: the client's buffer is full, and its stream is over."""
         # What does not fit is the last for now: one message may be larger than the buffer.
         n_bytes = self._client.n_bytes
-        if n_bytes and n_bytes + len(data) > self._max_buffer_bytes and not self._valve.shut():
+        if n_bytes and n_bytes + len(data) > self._max_buffer_bytes and not self._held_up():
             self._too_slow()
             return False
         self._committed = True
@@ -164,11 +166,23 @@ class Splice(LegSink):
 
     def started(self, call: Call, /) -> None:
         """As `LegSink.started`."""
-        self._valve.call = call
+        self._call = call
 
     def over(self) -> None:
         """As `LegSink.over`."""
-        self._valve.close()
+        self._call = None
+        if self._valve is not None:
+            self._valve.close()
+
+    def _held_up(self) -> bool:
+        """Have the worker wait for the client; false: it does already, or cannot."""
+        if self._call is None:
+            return False
+        if self._valve is None:
+            self._valve = Valve(
+                self._client, self._call, limit_s=self._stuck_s, stuck=self._too_slow
+            )
+        return self._valve.shut()
 
     def _pass_on(self, data: bytes) -> None:
         self._tally.n_messages += 1

@@ -13,19 +13,21 @@ class Valve:
     A client that takes nothing for `limit_s` meanwhile is stuck: `stuck` is called, once.
     """
 
-    def __init__(self, client: Outlet, *, limit_s: float, stuck: Callable[[], None]) -> None:
+    def __init__(
+        self, client: Outlet, call: Call, *, limit_s: float, stuck: Callable[[], None]
+    ) -> None:
         self._client = client
+        self._call: Call | None = call  # None: the stream is over
         self._limit_s = limit_s
         self._stuck = stuck
         self._waiting_bytes = 0  # when it was last looked at
         self._timer: asyncio.TimerHandle | None = None  # while it is shut
-        self.call: Call | None = None
 
     def shut(self) -> bool:
         """Let nothing more come; false: it does all the same."""
-        if self.call is None or self._timer is not None:
+        if self._call is None or self._timer is not None:
             return False
-        self.call.pause()
+        self._call.pause()
         self._client.on_room(self._open)
         self._watch()
         return True
@@ -35,14 +37,14 @@ class Valve:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self.call = None
+        self._call = None
 
     def _open(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            if self.call is not None:
-                self.call.resume()
+            if self._call is not None:
+                self._call.resume()
 
     def _watch(self) -> None:
         # With what is passed on right now.

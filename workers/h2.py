@@ -1,7 +1,7 @@
-"""HTTP/2 over one asyncio transport, client or server: the only module that knows the engine (ngh2).
+"""HTTP/2 over one asyncio transport, client or server.
 
     transport ──bytes──▶ engine ──events──▶ handlers of the streams
-    transport ◀──bytes── engine ◀── streams: collected, one write for each read or turn of the loop
+    transport ◀──bytes── engine ◀── streams: collected, one write for each turn of the loop
 
 Framing, HPACK, validation and flow control are libnghttp2's. The windows are our policy: that of the
 connection is opened again as bytes arrive, so that no stream stalls the others. So is that of a stream,
@@ -12,16 +12,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-import ngh2
-from ngh2 import DataReceived
-
 from slagate.workers.budget import Budget
 from slagate.workers.farewell import Farewell
+from slagate.workers.h2_engine import EngineError, begin, new_engine
+from slagate.workers.h2_events import Events
 from slagate.workers.h2_outbox import Outbox
 from slagate.workers.h2_port import (
-    ENHANCE_YOUR_CALM,
     NO_ERROR,
-    RESET_NAMES,
     Accept,
     Headers,
     Owner,
@@ -35,39 +32,20 @@ from slagate.workers.keepalive import Keepalive
 WRITE_BYTES = 256 << 10
 """Given to the transport at once; what it does not take stays in the engine, where it is counted."""
 
-_UNLIMITED = (1 << 31) - 1
-
-_DONE = StreamEnd(NO_ERROR, "the peer reset the stream: NO_ERROR")
-
-
-def unindexed(name: bytes, value: bytes) -> tuple[bytes, bytes]:
-    """A field whose value is a new one each time: it takes no place in the table of header fields."""
-    return ngh2.NeverIndexedHeader(name, value)
-
 
 class H2Connection(asyncio.Protocol):
     """One connection. With `accept` it is a server's, and the peer opens streams; else a client's."""
 
     def __init__(self, owner: Owner, settings: Settings, *, accept: Accept | None = None) -> None:
         self.settings = settings
-        self.engine = ngh2.Connection(
-            ngh2.Role.CLIENT if accept is None else ngh2.Role.SERVER,
-            ngh2.Configuration(
-                stream_reset_rate_limit=settings.resets,
-                max_inbound_header_list_size=settings.max_header_bytes,
-            ),
-        )
-        self.is_retiring = False
+        self.engine = new_engine(settings, is_server=accept is not None)
         self.peer = ""  # the other end's address, empty where it has none
         self._owner = owner
-        self._accept = accept
+        self._is_server = accept is not None
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._streams: dict[int, H2Stream] = {}
-        self._outbox = Outbox(self.engine, self._streams, error=ngh2.NGH2Error)
-        self._n_leaving = 0  # forgotten here, and not closed by the engine yet
-        self._max_streams = 0  # of ours, at once; 0 until the peer has said
-        self._is_ready = False
+        self._outbox = Outbox(self.engine, self._streams, error=EngineError)
         self._is_blocked = False  # by the transport
         self._will_flush = False
         self._is_leaving = False
@@ -79,17 +57,29 @@ class H2Connection(asyncio.Protocol):
             ping=lambda: self.submit(self.engine.ping),
             dead=lambda: self._abort(f"no answer to a ping in {settings.ping_limit_s:g} s"),
         )
-        self._chatter = Budget(*settings.chatter)
         self._farewell = Farewell(
             notice=lambda: self.submit(self.engine.send_shutdown_notice),
             ping=lambda about: self.submit(self.engine.ping, about),
             last_word=lambda: self.submit(self.engine.send_goaway),
+        )
+        self._events = Events(
+            self,
+            owner,
+            accept,
+            self._streams,
+            chatter=Budget(*settings.chatter),
+            farewell=self._farewell,
         )
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
         state = f"lost: {self._lost}" if self._lost else "retiring" if self.is_retiring else "open"
         return f"H2Connection({self.n_streams} streams, {state})"
+
+    @property
+    def is_retiring(self) -> bool:
+        """Whether it takes no new streams, by the peer's word or by ours."""
+        return self._events.is_retiring
 
     @property
     def n_streams(self) -> int:
@@ -99,20 +89,20 @@ class H2Connection(asyncio.Protocol):
     @property
     def room(self) -> int:
         """How many more streams the peer permits us to open."""
-        if self._lost is not None or self.is_retiring:
+        if self._lost is not None or self._events.is_retiring:
             return 0
-        return self._max_streams - len(self._streams) - self._n_leaving
+        return self._events.max_streams - len(self._streams) - self._events.n_leaving
 
     def open(self, headers: Headers, handler: StreamHandler) -> H2Stream | None:
         """Open a stream with a request's headers; the body follows. None: the connection takes no more."""
         try:
             stream_id = self.engine.send_request(headers)
-        except ngh2.NGH2Error:
+        except EngineError:
             # It is closing, which we are about to be told, or it has used up its numbers.
-            self.is_retiring = True
+            self._events.is_retiring = True
             return None
         self.flush_soon()
-        return self._add(stream_id, handler)
+        return self.add(stream_id, handler)
 
     def retire(self, told: Callable[[], None] = lambda: None) -> None:
         """A server's: ask for no new streams; the open ones go on, and the connection ends with the last.
@@ -122,7 +112,7 @@ class H2Connection(asyncio.Protocol):
         if self._lost is not None or self._is_leaving:
             told()
             return
-        self._is_leaving = self.is_retiring = True
+        self._is_leaving = self._events.is_retiring = True
         self._farewell.begin(told)
 
     def close(self, reason: str, code: int = NO_ERROR) -> None:
@@ -143,7 +133,7 @@ class H2Connection(asyncio.Protocol):
         """Ask something of the engine, and see that it is sent."""
         try:
             action(*args)
-        except ngh2.NGH2Error:
+        except EngineError:
             # The engine is ahead of what was told: the stream or the connection is closed in there, and
             # the event that says so is on its way.
             return
@@ -153,7 +143,7 @@ class H2Connection(asyncio.Protocol):
         """Tell this stream nothing any more; false: it was closed. The engine makes room for another."""
         if self._streams.pop(stream.id, None) is None:
             return False
-        self._n_leaving += 1
+        self._events.n_leaving += 1
         return True
 
     def queue(self, stream: H2Stream) -> None:
@@ -187,16 +177,7 @@ class H2Connection(asyncio.Protocol):
         name = transport.get_extra_info("peername")
         if isinstance(name, tuple):
             self.peer = f"{name[0]}:{name[1]}"
-        settings = {
-            ngh2.Setting.INITIAL_WINDOW_SIZE: self.settings.stream_window_bytes,
-            ngh2.Setting.MAX_HEADER_LIST_SIZE: self.settings.max_header_bytes,
-        }
-        if self._accept is None:
-            settings[ngh2.Setting.ENABLE_PUSH] = 0
-        else:
-            settings[ngh2.Setting.MAX_CONCURRENT_STREAMS] = self.settings.max_streams
-        self.engine.initiate_connection(settings)
-        self.engine.set_local_window_size(self.settings.connection_window_bytes)
+        begin(self.engine, self.settings, is_server=self._is_server)
         self._flush()
 
     def data_received(self, data: bytes) -> None:
@@ -207,10 +188,10 @@ class H2Connection(asyncio.Protocol):
         broken: Exception | None = None
         try:
             self.engine.receive_data(data)
-        except (ngh2.NGH2Error, ValueError) as error:
+        except (EngineError, ValueError) as error:
             broken = error
         # Also what came before the peer broke the protocol.
-        self._dispatch(self.engine.events())
+        self._events.tell(self.engine.events())
         if broken is not None:
             self._abort(f"the peer broke HTTP/2: {broken}")
         elif self.engine.want_write:
@@ -230,13 +211,28 @@ class H2Connection(asyncio.Protocol):
         self._is_blocked = False
         self._flush()
 
-    # ---
+    # --- what its events call, besides `close`
 
-    def _add(self, stream_id: int, handler: StreamHandler | None) -> H2Stream:
+    def now_s(self) -> float:
+        """As `Line.now_s`."""
+        return self._loop.time()
+
+    def add(self, stream_id: int, handler: StreamHandler | None) -> H2Stream:
+        """As `Line.add`."""
         if not self._streams:
             self._keepalive.watch()
         stream = self._streams[stream_id] = H2Stream(self, stream_id, handler)
         return stream
+
+    def ended(self, reason: str) -> None:
+        """As `Line.ended`."""
+        if self._transport is not None:
+            # The event may come before the last bytes, which say why.
+            self._transport.write(self.engine.data_to_send())
+            self._transport.close()
+        self._lose(reason)
+
+    # ---
 
     def _hop(self) -> None:
         # Who was woken along with this gets to say its last words in the same write.
@@ -253,101 +249,16 @@ class H2Connection(asyncio.Protocol):
         while self._lost is None and self._transport is not None and not self._is_blocked:
             try:
                 data = self.engine.data_to_send(WRITE_BYTES)
-            except ngh2.NGH2Error as error:
+            except EngineError as error:
                 self._abort(f"HTTP/2: {error}")
                 return
             if data:
                 self._transport.write(data)
             # What was queued may close streams only when it is taken.
-            self._dispatch(self.engine.events())
+            self._events.tell(self.engine.events())
             if len(data) < WRITE_BYTES:
                 break
         self._outbox.written()
-
-    def _dispatch(self, events: list[ngh2.Event]) -> None:
-        streams = self._streams
-        for event in events:
-            if type(event) is DataReceived:
-                stream = streams.get(event.stream_id)
-                if stream is not None and stream.handler is not None:
-                    stream.handler.data(event.data)
-                    if event.end_stream:
-                        self._ended(stream)
-            else:
-                told = _TOLD.get(type(event))
-                if told is not None:
-                    told(self, event)
-
-    def _trailers(self, event: ngh2.TrailersReceived) -> None:
-        stream = self._streams.get(event.stream_id)
-        if stream is not None and stream.handler is not None:
-            stream.handler.trailers(event.headers)
-            self._ended(stream)
-
-    def _heard(self, event: ngh2.Event) -> None:
-        if self._lost is None and not self._chatter.take(self._loop.time()):
-            self.close("the peer talks too much", ENHANCE_YOUR_CALM)
-        elif isinstance(event, ngh2.SettingsReceived):
-            self._permitted(event)
-        elif isinstance(event, ngh2.GoAwayReceived):
-            self.is_retiring = True
-            self._owner.retiring(event.error_code)
-        elif isinstance(event, ngh2.PingAcknowledged):
-            self._farewell.answered(event.opaque_data)
-
-    def _response(self, event: ngh2.ResponseReceived) -> None:
-        stream = self._streams.get(event.stream_id)
-        if stream is None or stream.handler is None:
-            return
-        if stream.is_paused:
-            # It may have been paused when the engine did not know the stream yet.
-            stream.apply_window()
-        stream.handler.headers(event.headers)
-        if event.end_stream:
-            self._ended(stream)
-
-    def _request(self, event: ngh2.RequestReceived) -> None:
-        assert self._accept is not None
-        stream = self._add(event.stream_id, None)
-        stream.handler = self._accept(stream, event.headers)
-        if event.end_stream:
-            self._ended(stream)
-
-    def _ended(self, stream: H2Stream) -> None:
-        if stream.handler is not None and stream.id in self._streams:
-            stream.handler.ended()
-
-    def _closed(self, event: ngh2.StreamClosed) -> None:
-        stream = self._streams.pop(event.stream_id, None)
-        if stream is None:
-            self._n_leaving -= 1
-        elif event.error_code == NO_ERROR and event.local_error is None:
-            stream.close(_DONE)
-        else:
-            name = RESET_NAMES.get(event.error_code, str(event.error_code))
-            reason = event.local_error or f"the peer reset the stream: {name}"
-            stream.close(StreamEnd(event.error_code, str(reason)))
-        self._owner.freed()
-
-    def _permitted(self, event: ngh2.SettingsReceived) -> None:
-        key = ngh2.Setting.MAX_CONCURRENT_STREAMS
-        if self._is_ready:
-            self._max_streams = event.settings.get(key, self._max_streams)
-            self._owner.freed()
-        else:
-            self._is_ready = True
-            self._max_streams = event.settings.get(key, _UNLIMITED)
-            self._owner.ready()
-
-    def _gone(self, event: ngh2.ConnectionClosed) -> None:
-        """Both sides are done with the connection, or the peer broke the protocol."""
-        if self._transport is not None:
-            # The event may come before the last bytes, which say why.
-            self._transport.write(self.engine.data_to_send())
-            self._transport.close()
-        name = RESET_NAMES.get(event.error_code, str(event.error_code))
-        about = event.debug_data[:200].decode(errors="replace")
-        self._lose(f"the connection ended: {name} {about}".rstrip())
 
     def _abort(self, reason: str) -> None:
         if self._transport is not None:
@@ -365,18 +276,3 @@ class H2Connection(asyncio.Protocol):
         for stream in streams:
             stream.close(StreamEnd(None, reason))
         self._owner.lost(reason)
-
-
-_TOLD: dict[type[ngh2.Event], Callable[[H2Connection, Any], None]] = {
-    ngh2.RequestReceived: H2Connection._request,
-    ngh2.ResponseReceived: H2Connection._response,
-    ngh2.TrailersReceived: H2Connection._trailers,
-    ngh2.StreamClosed: H2Connection._closed,
-    ngh2.ConnectionClosed: H2Connection._gone,
-    # What libnghttp2 does not count, as it does empty frames, unknown ones and resets.
-    ngh2.PingReceived: H2Connection._heard,
-    ngh2.PingAcknowledged: H2Connection._heard,
-    ngh2.SettingsReceived: H2Connection._heard,
-    ngh2.GoAwayReceived: H2Connection._heard,
-}
-"""What is done with each event but data."""

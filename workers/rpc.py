@@ -15,7 +15,8 @@ from slagate.workers.grpc_wire import (
     status_of_headers,
     status_of_reset,
 )
-from slagate.workers.h2 import H2Connection, unindexed
+from slagate.workers.h2 import H2Connection
+from slagate.workers.h2_engine import unindexed
 from slagate.workers.h2_port import REFUSED_STREAM, Headers, Stream, StreamEnd
 from slagate.workers.worker import Sink, Status
 

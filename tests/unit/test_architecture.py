@@ -154,7 +154,7 @@ def unsafe_decoding(module: str, source: str) -> list[str]:
 
 def engine_imported(module: str, source: str) -> list[str]:
     """Imports of the HTTP/2 engine, which is alpha: one module is to change when it does."""
-    if module == "workers/h2":
+    if module == "workers/h2_engine":
         return []
     return [n for n in imported_modules(ast.parse(source)) if n.split(".")[0] == "ngh2"]
 
@@ -226,7 +226,7 @@ KEPT = [
     (code_besides_docstring, "pools/__init__", "'''What it owns.'''\n"),
     (generate_on_the_wire, "router/generate", "'''/openengine.v1.Inference/Generate.'''"),
     (generate_on_the_wire, "workers/channel", "PATH = '/openengine.v1.Inference/Generate'"),
-    (engine_imported, "workers/h2", "import ngh2\nfrom ngh2 import DataReceived"),
+    (engine_imported, "workers/h2_engine", "import ngh2\nfrom ngh2 import DataReceived"),
     (outside_the_repository, "workers/load", "Path('/dev/shm')\nPath('/dev/shm/kv')"),
     (outside_the_repository, "workers/load", "PATH = b'/openengine.v1.Inference/Generate'"),
     (outside_the_repository, "router/app", "'try /metrics, /healthz, /readyz'"),
