@@ -67,7 +67,8 @@ class MergedMetrics(Collector):
         """Every family once."""
         files = MultiProcessCollector(None, path=str(self._folder))  # type: ignore[no-untyped-call]
         for family in files.collect():  # type: ignore[no-untyped-call]
-            if family.name not in _OF_THE_PARENT:
+            # A gauge there would be what some process had once.
+            if family.type != "gauge" and family.name not in _OF_THE_PARENT:
                 yield family
         for family in self._own.registry.collect():
             if family.name in _OF_THE_PARENT:

@@ -324,8 +324,12 @@ def test_processes_end_with_their_parent(two: Cluster, folder: Path) -> None:
         place = json.loads(re.search(r"SLAGATE_PROCESS=([^\0]*)", environment)[1])  # type: ignore[index]
         assert Path(place["folder"]).is_dir()
         process.kill()
-        for pid in children.values():
-            eventually(lambda pid=pid: not _is_running(pid), "a child ends")  # type: ignore[misc]
+        try:
+            for pid in children.values():
+                eventually(lambda pid=pid: not _is_running(pid), "a child ends")  # type: ignore[misc]
+        finally:
+            for pid in filter(_is_running, children.values()):
+                os.kill(pid, signal.SIGKILL)
         assert not Path(place["folder"]).exists()
 
 
