@@ -6,6 +6,7 @@ import random
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
+from functools import partial
 from importlib.metadata import version
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -42,6 +43,8 @@ from slagate.workers.h2_port import Settings as Http2Settings
 from slagate.workers.links import Links, dial_unix
 from slagate.workers.listen import Address, bind, listen_on, ready_line, stopped
 from slagate.workers.server import SERVER_OPTIONS
+from slagate.workers.tls import ClientTls, ServerTls, following
+from slagate.workers.tls_files import TlsFiles
 
 LOCAL = Http2Settings(ping_after_s=1e6)
 """Of the connections to the local server, which is this process."""
@@ -146,17 +149,24 @@ async def serve(
     listen: Address,
     admin: Address,
     http: Address,
+    tls: TlsFiles | None,
+    worker_tls: TlsFiles | None,
     place: Place | None = None,
 ) -> None:
     """Run a gateway until SIGTERM or SIGINT; prints the ready line once every listener is bound.
 
     `config` is what was read from `source` and checked for serving, and `stamp` the source's from before
-    that. With `place` it is one of several processes: only the clients' listener is its own, and what else
-    comes to the gateway comes from its parent. Raises `OSError` for an address that cannot be bound.
+    that. `tls` is for clients and operators, `worker_tls` for what is dialled; each is plaintext where it
+    is None. With `place` it is one of several processes: only the clients' listener is its own, and what
+    else comes to the gateway comes from its parent. Raises `OSError` for an address that cannot be bound,
+    `TlsError` for files that cannot be used.
     """
     # A second series beside each counter and histogram, and nobody asks when they were created.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     rng = random.Random(uuid.uuid4().int)
+    clients_tls = None if tls is None else ServerTls("clients", tls)
+    workers_tls = None if worker_tls is None else ClientTls("workers", worker_tls)
+    connect = partial(connect_worker, tls=workers_tls)
     async with AsyncExitStack() as stack:
         share = siblings = None
         if place is not None:
@@ -164,9 +174,12 @@ async def serve(
             siblings = Siblings(place, share.neighbours)
             listen = listen._replace(port=place.port)
         app = await stack.enter_async_context(
-            build(config, settings, connect=connect_worker, now_s=monotonic_s, rng=rng, share=share)
+            build(config, settings, connect=connect, now_s=monotonic_s, rng=rng, share=share)
         )
         gateway = app.gateway
+        for side in (clients_tls, workers_tls):
+            if side is not None:
+                gateway.metrics.watch_certificate(side)
         draining = False
 
         def not_ready() -> str:
@@ -195,7 +208,9 @@ async def serve(
         )
         gw_grpc.add_GatewayServicer_to_server(service, operators)
         if place is None:
-            admin = bind(operators, admin)
+            admin = bind(
+                operators, admin, None if clients_tls is None else clients_tls.grpc_credentials()
+            )
             registry = gateway.metrics.registry
             http_port = stack.enter_context(
                 serve_probes(*http, registry=registry, not_ready=not_ready)
@@ -220,7 +235,9 @@ async def serve(
                     gateway,
                     listening,
                     Links(socket, connecting, settings=LOCAL, dial=dial_unix),
+                    tls=None if clients_tls is None else clients_tls.context,
                 ) as front,
+                following(clients_tls, workers_tls),
                 stopped() as signals,
                 reloading(app.reloader, source, watch=settings.watch_config, stamp=stamp)
                 if place is None

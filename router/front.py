@@ -6,6 +6,7 @@ Generate is served here. Every other method goes, as it is, to the local server 
 import asyncio
 import logging
 import socket
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,10 +31,19 @@ from slagate.workers.grpc_wire import (
     to_metadata,
 )
 from slagate.workers.h2 import LOW_WATER_BYTES, H2Connection
-from slagate.workers.h2_port import CANCEL, Headers, Settings, Stream, StreamEnd, StreamHandler
+from slagate.workers.h2_port import (
+    CANCEL,
+    Accept,
+    Headers,
+    Settings,
+    Stream,
+    StreamEnd,
+    StreamHandler,
+)
 from slagate.workers.links import Links
 from slagate.workers.listen import BACKLOG
 from slagate.workers.rpc import MAX_MESSAGE_BYTES
+from slagate.workers.tls import HANDSHAKE_LIMIT_S
 from slagate.workers.worker import OK, Status
 
 log = logging.getLogger(__name__)
@@ -61,9 +71,11 @@ class Front:
 
     def protocol(self) -> H2Connection:
         """The end of a new connection."""
-        client = _Client(self)
+        return _Client(self).connection
+
+    def joined(self, client: "_Client") -> None:
+        """A client is connected: with TLS, only once it has shown who it is."""
         self.clients.add(client)
-        return client.connection
 
     def retire(self) -> None:
         """Take nothing new; what runs goes on."""
@@ -94,13 +106,17 @@ class _Client:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self.connection = H2Connection(self, Settings(), accept=self._accept)
+        self.connection = _ClientConnection(self, Settings(), accept=self._accept)
 
     def _accept(self, stream: Stream, headers: Headers) -> StreamHandler:
         fields = dict(headers)
         if fields.get(b":path") == _PATH:
             return ClientStream(stream, headers, self._front, self.connection.peer)
         return Forward(stream, headers, self._front.local, peer=self.connection.peer)
+
+    def connected(self) -> None:
+        """The connection is made."""
+        self._front.joined(self)
 
     def ready(self) -> None:
         """As `Owner.ready`."""
@@ -114,6 +130,16 @@ class _Client:
     def lost(self, reason: str, /) -> None:
         """As `Owner.lost`."""
         self._front.left(self)
+
+
+class _ClientConnection(H2Connection):
+    def __init__(self, client: _Client, settings: Settings, *, accept: Accept) -> None:
+        super().__init__(client, settings, accept=accept)
+        self._client = client
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._client.connected()
+        super().connection_made(transport)
 
 
 class ClientStream:
@@ -281,13 +307,23 @@ class ClientStream:
 
 @asynccontextmanager
 async def serve_front(
-    gateway: Gateway, listening: socket.socket, local: Links
+    gateway: Gateway,
+    listening: socket.socket,
+    local: Links,
+    *,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Front]:
-    """Serve clients on this socket for the time of the block."""
+    """Serve clients on this socket, in plaintext without `tls`, for the time of the block."""
     loop = asyncio.get_running_loop()
     async with anyio.create_task_group() as tasks:
         front = Front(gateway, tasks, local)
-        front.server = await loop.create_server(front.protocol, sock=listening, backlog=BACKLOG)
+        front.server = await loop.create_server(
+            front.protocol,
+            sock=listening,
+            backlog=BACKLOG,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else HANDSHAKE_LIMIT_S,
+        )
         try:
             yield front
         finally:

@@ -3,7 +3,7 @@
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -14,6 +14,7 @@ from slagate.pools.table import State
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Outcome
 from slagate.router.receipts import Record
+from slagate.workers.tls import Side
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 60)
 ITL_BUCKETS_S = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
@@ -80,6 +81,14 @@ class Metrics:
             "Workers that drained for too long and had their requests ended",
             registry=self.registry,
         )
+        self.certificates = Gauge(
+            "slagate_tls_certificate_expiry_seconds",
+            "Unix time from which the certificate in use is refused: of the listeners (clients), or as "
+            "workers see it",
+            ["side"],
+            registry=self.registry,
+        )
+        self.gauges.register(self.certificates)
         for result in ("applied", "refused"):
             self.reloads.labels(result=result)
         for outcome in Outcome:
@@ -109,6 +118,12 @@ class Metrics:
         collector = _FleetCollector(dispatcher)
         self.registry.register(collector)
         self.gauges.register(collector)
+
+    def watch_certificate(self, side: Side) -> None:
+        """Add the gauge of when this side's own certificate expires, where it has one."""
+        if side.current.ends_at_s is not None:
+            gauge = self.certificates.labels(side=side.side)
+            gauge.set_function(lambda: side.current.ends_at_s or 0.0)
 
 
 _OF_WORKER: tuple[tuple[str, str, Callable[[Member], float]], ...] = (

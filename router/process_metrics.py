@@ -34,7 +34,13 @@ _SUMMED = frozenset(
         "slagate_waiting_requests",
     }
 )
-_LEAST = frozenset({"slagate_worker_ready", "slagate_worker_events_live"})
+_LEAST = frozenset(
+    {
+        "slagate_worker_ready",
+        "slagate_worker_events_live",
+        "slagate_tls_certificate_expiry_seconds",
+    }
+)
 _OF_THE_FIRST = frozenset({"slagate_pool_workers"})
 """Numbers that belong together, and are the same in all but for a moment."""
 

@@ -32,6 +32,8 @@ from slagate.router.supervisor import Supervisor, write_config
 from slagate.workers.clock import monotonic_s
 from slagate.workers.listen import Address, bind, listen_on, ready_line, stopped
 from slagate.workers.server import SERVER_OPTIONS
+from slagate.workers.tls import ServerTls, following
+from slagate.workers.tls_files import TlsFiles
 
 MAX_PROCESSES = 64
 
@@ -50,13 +52,16 @@ async def serve_processes(
     http: Address,
     n_processes: int,
     arguments: Sequence[str],
+    tls: TlsFiles | None,
 ) -> int:
     """Run a gateway of several processes until SIGTERM or SIGINT; the exit status.
 
-    As `app.serve`; `arguments` are those of `slagate` that each child is started with.
+    As `app.serve`; `arguments` are those of `slagate` that each child is started with, `tls` is for
+    operators. Raises `OSError` or `TlsError`.
     """
     prepared = prepare(config)
     in_force = Proposal(prepared, config_message(prepared, policy=settings.policy))
+    operators_tls = None if tls is None else ServerTls("operators", tls)
     rng = random.Random(uuid.uuid4().int)
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="slagate-", dir=_memory()))
@@ -96,7 +101,9 @@ async def serve_processes(
             supervisor, counts, reloader=reloader, source=source, now_s=monotonic_s
         )
         gw_grpc.add_GatewayServicer_to_server(service, operators)
-        admin = bind(operators, admin)
+        admin = bind(
+            operators, admin, None if operators_tls is None else operators_tls.grpc_credentials()
+        )
         registry = MergedMetrics(supervisor, counts, Path(folder), own=metrics).registry()
         http_port = stack.enter_context(
             serve_probes(*http, registry=registry, not_ready=lambda: not_ready(supervisor))
@@ -108,6 +115,7 @@ async def serve_processes(
             ready_line(listen=str(listen), admin=str(admin), http=str(http))
 
         async with (
+            following(operators_tls),
             stopped() as signals,
             reloading(reloader, source, watch=settings.watch_config, stamp=stamp),
             anyio.create_task_group() as tasks,

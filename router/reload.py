@@ -7,14 +7,11 @@ What is read is checked off the event loop; what is put in force waits for nothi
 half of it.
 """
 
-import asyncio
 import logging
 import signal
-import threading
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import anyio
 import anyio.to_thread
@@ -28,10 +25,9 @@ from slagate.router.dispatch import Dispatcher
 from slagate.router.metrics import Metrics
 from slagate.router.receipt_config import config_message
 from slagate.router.receipt_ring import ReceiptRing
+from slagate.workers.aside import aside
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 WATCH_INTERVAL_S = 1.0
 
@@ -125,7 +121,7 @@ class Reloader:
         """Put in force what `read` gives. Raises `ConfigError`: then nothing has changed."""
         async with self._one_at_a_time:
             try:
-                found = await _aside(lambda: self.propose(read))
+                found = await aside(lambda: self.propose(read))
                 await self._agreed(found, dry_run=dry_run)
             except ConfigError as error:
                 if not dry_run:
@@ -190,25 +186,6 @@ class Reloader:
         log.error("config.refused", extra=about)
 
 
-async def _aside(reads: Callable[[], T]) -> T:
-    """`reads()` on a thread of its own, which ends with the process.
-
-    Reading a file may take for ever (a dead mount), and the interpreter would wait at its end for a thread
-    of anyio's: a gateway has to end all the same.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(reads())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is for who waits
-            future.set_exception(error)
-
-    future.set_running_or_notify_cancel()  # from here on nobody who stops waiting for it cancels it
-    threading.Thread(target=run, name="slagate config", daemon=True).start()
-    return await asyncio.wrap_future(future)
-
-
 def ignore_hangups() -> None:
     """SIGHUP does nothing from now on; by default it ends the process."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -247,7 +224,7 @@ async def _on_change(reloader: Reloader, source: Source, read: object) -> None:
     seen = read
     while True:
         await anyio.sleep(WATCH_INTERVAL_S)
-        before, seen = seen, await _aside(source.stamp)
+        before, seen = seen, await aside(source.stamp)
         if seen == before and seen != read:
             read = seen
             await _reload(reloader, source)

@@ -8,6 +8,7 @@ from slagate.workers.h2_port import Settings
 from slagate.workers.links import Dial, Links, dial_tcp
 from slagate.workers.rpc import Rpc
 from slagate.workers.stream import EndedCall
+from slagate.workers.tls import ClientTls, closed_hint
 from slagate.workers.worker import Call, Metadata, Sink, Status
 
 GENERATE = "/openengine.v1.Inference/Generate"
@@ -26,12 +27,20 @@ class StreamChannel:
         *,
         settings: Settings | None = None,
         dial: Dial = dial_tcp,
+        tls: ClientTls | None = None,
     ) -> None:
-        """`tasks` owns the connecting."""
+        """`tasks` owns the connecting, which is `dial`'s, or that of `tls` where there is one."""
         self._authority = address.encode(errors="replace")
+        self._scheme = b"http" if tls is None else b"https"
         self._calls: set[Rpc] = set()
         self._is_closed = False
-        self.links = Links(address, tasks, settings=settings or Settings(), dial=dial)
+        self.links = Links(
+            address,
+            tasks,
+            settings=settings or Settings(),
+            dial=dial if tls is None else tls.dial,
+            hint=closed_hint(tls),
+        )
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
@@ -72,6 +81,7 @@ class StreamChannel:
             headers,
             sink,
             authority=self._authority,
+            scheme=self._scheme,
             timeout_s=timeout_s,
             on_end=self._ended,
             again=self.links.start,

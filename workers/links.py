@@ -59,8 +59,12 @@ class Links:
     While the address cannot be reached, calls fail at once with UNAVAILABLE until the next attempt is due.
     """
 
-    def __init__(self, address: str, tasks: TaskGroup, *, settings: Settings, dial: Dial) -> None:
+    def __init__(
+        self, address: str, tasks: TaskGroup, *, settings: Settings, dial: Dial, hint: str = ""
+    ) -> None:
+        """`hint` is said behind the reason where a new connection is lost before the peer's first word."""
         self._address = address
+        self._hint = hint
         self._tasks = tasks
         self._settings = settings
         self._dial = dial
@@ -131,7 +135,7 @@ class Links:
                 await self._dial(self._address, lambda: link.connection)
                 is_dialed = True
                 await link.settled.wait()
-            self._failure = link.lost_by or ""
+            self._failure = "" if link.lost_by is None else link.lost_by + self._hint
         except TimeoutError:
             self._failure = f"no answer in {CONNECT_LIMIT_S:g} s"
         except (OSError, ValueError) as error:

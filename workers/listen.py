@@ -44,10 +44,20 @@ def parse_address(text: str) -> Address:
     return Address(host.strip("[]"), int(port))
 
 
-def bind(server: grpc.aio.Server, address: Address) -> Address:
-    """Bind a gRPC server and return the real address. Raises `OSError` when that cannot be."""
+def bind(
+    server: grpc.aio.Server,
+    address: Address,
+    credentials: grpc.ServerCredentials | None = None,
+) -> Address:
+    """Bind a gRPC server and return the real address. Raises `OSError` when that cannot be.
+
+    Without `credentials` it serves plaintext.
+    """
     try:
-        port = server.add_insecure_port(str(address))
+        if credentials is None:
+            port = server.add_insecure_port(str(address))
+        else:
+            port = server.add_secure_port(str(address), credentials)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}") from error
     return Address(address.host, port)

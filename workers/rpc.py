@@ -57,6 +57,7 @@ class Rpc:
         sink: Sink,
         *,
         authority: bytes,
+        scheme: bytes,
         timeout_s: float | None,
         on_end: Callable[["Rpc"], None],
         again: Callable[["Rpc"], None],
@@ -64,6 +65,7 @@ class Rpc:
         """`on_end` is called before the sink's `end`; `again` when the worker has not looked at it."""
         self._path = path
         self._authority = authority
+        self._scheme = scheme
         self._request = request
         self._metadata = metadata
         self._sink = sink
@@ -90,7 +92,7 @@ class Rpc:
         """As `Starter.start`: send the request."""
         headers = [
             (b":method", b"POST"),
-            (b":scheme", b"http"),
+            (b":scheme", self._scheme),
             (b":path", self._path),
             (b":authority", self._authority),
             *_FIXED_HEADERS,

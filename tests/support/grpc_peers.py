@@ -77,7 +77,11 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 @asynccontextmanager
 async def aio_peer(
-    *, options: tuple[tuple[str, Any], ...] = (), serves: bool = True, **server: Any
+    *,
+    options: tuple[tuple[str, Any], ...] = (),
+    serves: bool = True,
+    credentials: grpc.ServerCredentials | None = None,
+    **server: Any,
 ) -> AsyncIterator[Peer]:
     """A `grpc.aio` server; without `serves` it knows no method."""
     peer = Peer()
@@ -99,7 +103,7 @@ async def aio_peer(
     peer.server = grpc.aio.server(options=(*OPTIONS, *options), **server)
     if serves:
         peer.server.add_generic_rpc_handlers((_handlers(answer),))
-    port = peer.server.add_insecure_port("127.0.0.1:0")
+    port = _bound(peer.server, credentials)
     await peer.server.start()
     peer.address = f"127.0.0.1:{port}"
     try:
@@ -110,7 +114,11 @@ async def aio_peer(
 
 @asynccontextmanager
 async def sync_peer(
-    *, options: tuple[tuple[str, Any], ...] = (), serves: bool = True, **server: Any
+    *,
+    options: tuple[tuple[str, Any], ...] = (),
+    serves: bool = True,
+    credentials: grpc.ServerCredentials | None = None,
+    **server: Any,
 ) -> AsyncIterator[Peer]:
     """A grpcio server on threads of its own; without `serves` it knows no method."""
     peer = Peer()
@@ -134,7 +142,7 @@ async def sync_peer(
         peer.server = grpc.server(threads, options=(*OPTIONS, *options), **server)
         if serves:
             peer.server.add_generic_rpc_handlers((_handlers(answer),))
-        port = peer.server.add_insecure_port("127.0.0.1:0")
+        port = _bound(peer.server, credentials)
         peer.server.start()
         peer.address = f"127.0.0.1:{port}"
         try:
@@ -142,6 +150,13 @@ async def sync_peer(
         finally:
             stopped = peer.server.stop(0)
             await anyio.to_thread.run_sync(stopped.wait)
+
+
+def _bound(server: Any, credentials: grpc.ServerCredentials | None) -> int:
+    at = "127.0.0.1:0"
+    if credentials is None:
+        return int(server.add_insecure_port(at))
+    return int(server.add_secure_port(at, credentials))
 
 
 def _handlers(answer: Any) -> grpc.GenericRpcHandler:
