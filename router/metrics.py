@@ -88,6 +88,7 @@ class Metrics:
             ["side"],
             registry=self.registry,
         )
+        self.gauges.register(self.certificates)
         for result in ("applied", "refused"):
             self.reloads.labels(result=result)
         for outcome in Outcome:

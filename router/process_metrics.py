@@ -34,7 +34,13 @@ _SUMMED = frozenset(
         "slagate_waiting_requests",
     }
 )
-_LEAST = frozenset({"slagate_worker_ready", "slagate_worker_events_live"})
+_LEAST = frozenset(
+    {
+        "slagate_worker_ready",
+        "slagate_worker_events_live",
+        "slagate_tls_certificate_expiry_seconds",
+    }
+)
 _OF_THE_FIRST = frozenset({"slagate_pool_workers"})
 """Numbers that belong together, and are the same in all but for a moment."""
 
@@ -67,7 +73,8 @@ class MergedMetrics(Collector):
         """Every family once."""
         files = MultiProcessCollector(None, path=str(self._folder))  # type: ignore[no-untyped-call]
         for family in files.collect():  # type: ignore[no-untyped-call]
-            if family.name not in _OF_THE_PARENT:
+            # A gauge there would be what some process had once.
+            if family.type != "gauge" and family.name not in _OF_THE_PARENT:
                 yield family
         for family in self._own.registry.collect():
             if family.name in _OF_THE_PARENT:

@@ -56,11 +56,13 @@ async def serve_processes(
 ) -> int:
     """Run a gateway of several processes until SIGTERM or SIGINT; the exit status.
 
-    As `app.serve`; `arguments` are those of `slagate` that each child is started with.
+    As `app.serve`; `arguments` are those of `slagate` that each child is started with, `tls` is for
+    operators. Raises `OSError` or `TlsError`.
     """
     operators_tls = None if tls is None else ServerTls("clients", tls)
     prepared = prepare(config)
     in_force = Proposal(prepared, config_message(prepared, policy=settings.policy))
+    operators_tls = None if tls is None else ServerTls("operators", tls)
     rng = random.Random(uuid.uuid4().int)
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="slagate-", dir=_memory()))

@@ -242,14 +242,18 @@ def test_a_reload_is_in_force_in_all_processes_or_in_none(two: Cluster, folder: 
         changed["pools"]["a"]["workers"].pop()
         path = folder / "changed.json"
         path.write_text(json.dumps(changed))
-        ended = run_cli("reload", "--target", served.admin_address, "--config", str(path))
+        ended = run_cli(
+            "reload", "--insecure", "--target", served.admin_address, "--config", str(path)
+        )
         assert (ended.returncode, ended.stderr) == (0, "")
         second = _version(served)
         assert second != first
         assert _versions(served) == {second}
         assert len(served.workers()) == 1
         path.write_text(json.dumps({"mode": "agg"}))
-        assert run_cli("reload", "--target", served.admin_address, "--config", str(path)).returncode
+        assert run_cli(
+            "reload", "--insecure", "--target", served.admin_address, "--config", str(path)
+        ).returncode
         assert _versions(served) == {second}
         # One that starts from now on has what is in force, and not what the file says.
         for number in (0, 1):
@@ -258,7 +262,7 @@ def test_a_reload_is_in_force_in_all_processes_or_in_none(two: Cluster, folder: 
             eventually(lambda: n_running(served) == 2, "it is back", limit_s=60.0)
             eventually(served.is_ready, "it is ready")
         assert _versions(served) == {second}
-        ended = run_cli("reload", "--target", served.admin_address, "--rollback")
+        ended = run_cli("reload", "--insecure", "--target", served.admin_address, "--rollback")
         assert ended.returncode == 0
         assert _versions(served) == {first}
         (folder / "reloaded.json").write_text(json.dumps(changed))
@@ -279,7 +283,8 @@ def test_a_second_server_on_the_port_is_an_error(
         for address in (two.gateway.address, alone.address):
             anywhere = f"{LOOPBACK}:0"
             arguments = ["--listen", address, "--admin", anywhere, "--http", anywhere]
-            ended = run_cli("serve", "--config", str(path), *arguments, *options)
+            plain = ["--insecure", "--worker-insecure"]
+            ended = run_cli("serve", "--config", str(path), *arguments, *plain, *options)
             assert (ended.returncode, ended.stdout) == (2, "")
             assert f"cannot listen on {address}" in ended.stderr
 
@@ -324,8 +329,12 @@ def test_processes_end_with_their_parent(two: Cluster, folder: Path) -> None:
         place = json.loads(re.search(r"SLAGATE_PROCESS=([^\0]*)", environment)[1])  # type: ignore[index]
         assert Path(place["folder"]).is_dir()
         process.kill()
-        for pid in children.values():
-            eventually(lambda pid=pid: not _is_running(pid), "a child ends")  # type: ignore[misc]
+        try:
+            for pid in children.values():
+                eventually(lambda pid=pid: not _is_running(pid), "a child ends")  # type: ignore[misc]
+        finally:
+            for pid in filter(_is_running, children.values()):
+                os.kill(pid, signal.SIGKILL)
         assert not Path(place["folder"]).exists()
 
 
