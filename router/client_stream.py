@@ -29,6 +29,9 @@ from slagate.workers.worker import OK, Metadata, Status
 
 log = logging.getLogger(__name__)
 
+READ_TIMES = 2
+"""Of the limit of a request: so much is read to say which of its fields is too large."""
+
 FLUSH_S = 2.0
 """For a client to take the last of its answer, when the request itself took all its time."""
 
@@ -114,7 +117,8 @@ class ClientStream:
         try:
             if b"grpc-encoding" in fields:
                 encoding = supported_encoding(headers)
-                self._reader = MessageReader(desk.settings.max_request_bytes, encoding=encoding)
+                max_bytes = READ_TIMES * desk.settings.max_request_bytes
+                self._reader = MessageReader(max_bytes, encoding=encoding)
             if b"grpc-timeout" in fields:
                 self._timeout_s = decode_timeout(fields[b"grpc-timeout"])
         except WireError as error:
@@ -138,7 +142,7 @@ class ClientStream:
         """As `StreamHandler.data`."""
         if self._refusal is not None:
             return
-        max_bytes = self._desk.settings.max_request_bytes
+        max_bytes = READ_TIMES * self._desk.settings.max_request_bytes
         if self._reader is None:
             if self._request is None and is_one_message(data, max_bytes):
                 self._request = data[PREFIX_BYTES:]
@@ -152,10 +156,16 @@ class ClientStream:
                     self.refuse(_SEVERAL)
                 self._request = message
         except WireError as error:
-            self.refuse(error.status)
+            self.refuse(self._with_limit(error.status))
             return
         if self._refusal is None:
             self._count(self._reader.waiting_bytes + len(self._request or b""))
+
+    def _with_limit(self, status: Status) -> Status:
+        if status.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return status
+        limit_bytes = self._desk.settings.max_request_bytes
+        return status._replace(message=f"request: {status.message}; the limit is {limit_bytes}")
 
     def _count(self, n_bytes: int) -> None:
         if not self._desk.intake.holds(self, n_bytes):

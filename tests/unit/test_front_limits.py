@@ -166,7 +166,7 @@ def test_a_request_that_does_not_arrive_is_given_up() -> None:
 def test_nothing_is_kept_of_a_request_that_is_larger_than_it_may_be() -> None:
     async def scene(s: Served) -> None:
         raw = await hello(s)
-        raw.send(begin(1, PATH) + frame(DATA, 0, 1, b"\0" + (9 << 20).to_bytes(4, "big")))
+        raw.send(begin(1, PATH) + frame(DATA, 0, 1, b"\0" + (17 << 20).to_bytes(4, "big")))
         await anyio.sleep(0.1)
         assert len(s.front.intake) == 0
         assert len(raw.said(RST_STREAM)) == 1
