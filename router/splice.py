@@ -70,7 +70,7 @@ class Splice(LegSink):
         self._suffix = client_id_suffix(client_id)
         self._tally = tally
         self._max_buffer_bytes = max_buffer_bytes
-        self._valve = Valve(client, limit_s=stuck_s, stuck=self._too_slow)
+        self._valve = Valve(client, limit_s=stuck_s)
         self._now_s = now_s
         self._on_token = on_token
         self._on_answered = on_answered
@@ -140,7 +140,8 @@ class Splice(LegSink):
         """False: the client's buffer is full, and its stream is over."""
         # What does not fit is the last for now: one message may be larger than the buffer.
         n_bytes = self._client.n_bytes
-        if n_bytes and n_bytes + len(data) > self._max_buffer_bytes and not self._valve.shut():
+        is_full = bool(n_bytes) and n_bytes + len(data) > self._max_buffer_bytes
+        if is_full and not self._valve.shut(self._too_slow):
             self._too_slow()
             return False
         self._committed = True

@@ -10,24 +10,28 @@ from slagate.workers.worker import Call
 class Valve:
     """Shut when no more may wait, and open again when nothing does.
 
-    A client that takes nothing for `limit_s` meanwhile is stuck: `stuck` is called, once.
+    A client that takes nothing for `limit_s` meanwhile is stuck.
     """
 
-    def __init__(self, client: Outlet, *, limit_s: float, stuck: Callable[[], None]) -> None:
+    def __init__(self, client: Outlet, *, limit_s: float) -> None:
         self._client = client
         self._limit_s = limit_s
-        self._stuck = stuck
         self._waiting_bytes = 0  # when it was last looked at
         self._timer: asyncio.TimerHandle | None = None  # while it is shut
         self.call: Call | None = None
 
-    def shut(self) -> bool:
-        """Let nothing more come; false: it does all the same."""
+    def shut(self, stuck: Callable[[], None]) -> bool:
+        """Let nothing more come; false: it does all the same. `stuck` is called, once, where it is.
+
+        It is known for that long only: with its owner it would be a cycle, which every stream would leave.
+        """
         if self.call is None or self._timer is not None:
             return False
         self.call.pause()
         self._client.on_room(self._open)
-        self._watch()
+        # With what is passed on right now.
+        self._waiting_bytes = 1 << 62
+        self._timer = self._looked_at_later(stuck)
         return True
 
     def close(self) -> None:
@@ -44,16 +48,14 @@ class Valve:
             if self.call is not None:
                 self.call.resume()
 
-    def _watch(self) -> None:
-        # With what is passed on right now.
-        self._waiting_bytes = 1 << 62
-        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
+    def _looked_at_later(self, stuck: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._limit_s, self._look, stuck)
 
-    def _look(self) -> None:
+    def _look(self, stuck: Callable[[], None]) -> None:
         n_bytes = self._client.n_bytes
         if n_bytes < self._waiting_bytes:
             self._waiting_bytes = n_bytes
-            self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
+            self._timer = self._looked_at_later(stuck)
         else:
             self.close()
-            self._stuck()
+            stuck()
