@@ -32,6 +32,7 @@ from slagate.router.sla import parse_sla
 from slagate.router.splice import Splice
 from slagate.router.turn import ClientCall, Gateway, Turn
 from slagate.workers.legs import agg_leg, decode_leg, prefill_leg
+from slagate.workers.logs import note
 from slagate.workers.worker import OK, Status
 
 log = logging.getLogger(__name__)
@@ -195,9 +196,10 @@ def _finish(
         status = status._replace(trailers=(*status.trailers, trailer))
     call.out.end(status)
     gateway.metrics.measure(record, outcome)
-    log.info(
+    note(
+        log,
         "request.done",
-        extra={
+        {
             "request_id": record.request_id,
             "outcome": outcome.value,
             "workers": [attempt.winner.view.address for attempt in record.attempts],

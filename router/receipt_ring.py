@@ -98,17 +98,17 @@ class ReceiptRing:
         stamp = Stamp(self._number(self._next_number), self._unix_s(), version)
         self.attainment.count(record, outcome)
         n_bytes = _n_bytes(record)
-        if decided is not None and version != self._last_version:
+        if version != self._last_version and decided is not None:
             # Receipts of one version share its configuration; as good as each version has one that pays.
             self._last_version = version
             n_bytes += sum(config.ByteSize() for config in _configs(record))
-        entry = Entry(record, outcome, now_s, stamp, n_bytes)
         self._next_number += 1
-        self._entries.append(entry)
-        self.n_bytes += entry.n_bytes
+        self._entries.append(Entry(record, outcome, now_s, stamp, n_bytes))
+        self.n_bytes += n_bytes
         while len(self._entries) > self._max_receipts or self.n_bytes > self._max_bytes:
             self.n_bytes -= self._entries.popleft().n_bytes
-        self._tell()
+        if self._news is not None:
+            self._tell()
         return stamp
 
     def close(self) -> None:
@@ -161,6 +161,9 @@ def _configs(record: Record) -> list[gw.GatewayConfig]:
 
 
 def _n_bytes(record: Record) -> int:
-    choices = record.choices
-    rows = sum(choice.n_candidates for choice in choices)
-    return RECEIPT_BYTES + CHOICE_BYTES * len(choices) + ROW_BYTES * rows
+    n_bytes = RECEIPT_BYTES
+    for choice in record.choices:
+        n_bytes += CHOICE_BYTES
+        for scored in choice.scored:
+            n_bytes += ROW_BYTES * len(scored.score_s)
+    return n_bytes

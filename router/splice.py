@@ -172,7 +172,9 @@ class Splice(LegSink):
         """As `LegSink.over`."""
         self._call = None
         if self._valve is not None:
+            # Which knows this one, too.
             self._valve.close()
+            self._valve = None
 
     def _held_up(self) -> bool:
         """Have the worker wait for the client; false: it does already, or cannot."""
