@@ -39,6 +39,7 @@ class H2Stream:
         "_answer",
         "_carrier",
         "_end",
+        "_is_queued",
         "_parts",
         "behind_bytes",
         "handler",
@@ -52,6 +53,7 @@ class H2Stream:
         self._carrier = carrier
         self._answer: Headers | None = None
         self._parts: list[bytes] = []
+        self._is_queued = False
         self._end: Headers | None = None  # the trailers; empty: an end without any
         self.parts_bytes = 0
         self.behind_bytes = 0  # that the engine still had after the last write
@@ -69,28 +71,34 @@ class H2Stream:
         self._answer = headers
         if last:
             self._end = ()
-        self._carrier.queue(self)
+        self._queue()
 
     def send(self, data: bytes) -> None:
         """As `Stream.send`."""
-        if not self._parts:
-            self._carrier.queue(self)
+        if not self._is_queued:
+            self._queue()
         self._parts.append(data)
         self.parts_bytes += len(data)
 
     def finish(self) -> None:
         """As `Stream.finish`."""
         self._end = ()
-        self._carrier.queue(self)
+        self._queue()
 
     def end(self, trailers: Headers) -> None:
         """As `Stream.end`."""
         self._end = trailers
-        self._carrier.queue(self)
+        self._queue()
+
+    def _queue(self) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            self._carrier.queue(self)
 
     def give(self) -> None:
         """Give the engine what was collected. Raises its error where it has closed the stream."""
         engine, stream_id, parts, end = self._carrier.engine, self.id, self._parts, self._end
+        self._is_queued = False
         is_last = end is not None and not end
         if self._answer is not None:
             engine.send_response(stream_id, self._answer, end_stream=is_last and not parts)

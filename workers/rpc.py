@@ -128,8 +128,7 @@ class Rpc:
         if stream is None:
             return False
         self._stream = stream
-        stream.send(prefix(self._request))
-        stream.send(self._request)
+        stream.send(prefix(self._request) + self._request)
         stream.finish()
         if self._is_paused:
             stream.pause()
