@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 
 GOLDEN = Path(__file__).parent / "golden"
 
-# With its last object grpc.aio ends its poller thread, and waits for that. Where a garbage collection finds the
-# object, in the middle of whatever runs then, the two can wait for each other for ever.
+# With its last object grpc.aio ends its poller thread, and waits for that. Where a garbage collection finds
+# the object, in the middle of whatever runs then, the two can wait for each other for ever.
 grpc.aio.init_grpc_aio()
 
 # Hypothesis limits the time of an example and of making one; a busy machine would fail right tests.
