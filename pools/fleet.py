@@ -11,6 +11,7 @@ from slagate.pools.member import Member, Stage
 from slagate.pools.overlap import Prompt
 from slagate.pools.pool import Pool, PoolView
 from slagate.pools.ranks import Limits
+from slagate.pools.shared_counts import SharedCounts
 from slagate.pools.table import UNLIMITED, State
 from slagate.workers.clock import monotonic_s
 from slagate.workers.profile import TpProfile
@@ -32,7 +33,8 @@ def prepare(config: FleetConfig) -> Prepared:
 class Fleet:
     """Grids and pools of the configuration that is in force, and who still drains of those before it.
 
-    Without `prefix` nobody asks what is cached where, and workers are chosen by their load alone.
+    Without `prefix` nobody asks what is cached where, and workers are chosen by their load alone. With
+    `shared` other processes of the gateway send to the same workers.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class Fleet:
         prepared: Prepared,
         *,
         prefix: bool = True,
+        shared: SharedCounts | None = None,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
         self._prefix = prefix
+        self._shared = shared
         self._now_s = now_s
         self.warnings: tuple[str, ...] = ()
         self.grids: Mapping[Stage, StageGrid] = {}
@@ -65,6 +69,9 @@ class Fleet:
         config = prepared.config
         self.models()  # those of workers that go now are not forgotten
         before = self.pools
+        for pool in self._leaving:
+            if pool.is_empty:
+                pool.give_up_line()
         self._leaving = [pool for pool in self._leaving if not pool.is_empty]
         self.warnings = config.warnings
         self.objectives = config.objectives
@@ -80,6 +87,7 @@ class Fleet:
                     index=index,
                     estimator=estimator,
                     prefix=self._prefix,
+                    shared=self._shared,
                     now_s=self._now_s,
                 )
                 pools[name] = pool

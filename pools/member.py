@@ -123,6 +123,12 @@ class Member:
         return self.ranks.queued_tokens
 
     @property
+    def everywhere(self) -> tuple[int, int]:
+        """Leases, and prompt tokens not prefilled yet, of all processes of the gateway."""
+        inflight, queued_tokens = self.ranks.elsewhere
+        return self.inflight + inflight, self.queued_tokens + queued_tokens
+
+    @property
     def queued_s(self) -> float:
         """The same as seconds of work."""
         return self.ranks.queued_s

@@ -13,7 +13,9 @@ from slagate.pools.holdings import Holder
 from slagate.pools.lease import Lease
 from slagate.pools.member import Member, Stage
 from slagate.pools.overlap import Overlaps, Prompt
+from slagate.pools.pool_totals import PoolLine, Totals
 from slagate.pools.ranks import Limits, Work
+from slagate.pools.shared_counts import SharedCounts
 from slagate.pools.table import Ints, Rows, RowView, State, Table
 from slagate.pools.turns import Turns
 from slagate.workers.clock import monotonic_s
@@ -28,7 +30,7 @@ class PoolView(msgspec.Struct, frozen=True, gc=False, eq=False):
     rows: Rows
     device_tokens: Ints
     host_tokens: Ints
-    n_leases: int  # all that were ever taken
+    n_leases: int  # all that were ever taken, `last_chosen` of the newest
 
     @property
     def cached_tokens(self) -> Ints:
@@ -44,7 +46,7 @@ class PoolView(msgspec.Struct, frozen=True, gc=False, eq=False):
         )
 
 
-class Pool:
+class Pool(Totals):
     """Owns its members: nobody else takes a lease on one.
 
     With `prefix` it knows what its workers have cached; decode pulls its KV, so there it is of no use.
@@ -59,8 +61,10 @@ class Pool:
         estimator: Estimator,
         limits: Limits | None = None,
         prefix: bool = True,
+        shared: SharedCounts | None = None,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
+        super().__init__()
         self._now_s = now_s
         self.name = name
         self.stage = stage
@@ -68,12 +72,12 @@ class Pool:
         self.estimator = estimator
         self._limits = limits or Limits()
         self.overlaps = Overlaps(now_s=now_s) if prefix and stage is not Stage.DECODE else None
-        self._table = Table()
+        everywhere = f"{stage.value} {name}"
+        self._table = Table(everywhere, shared=shared)
+        self.line = None if shared is None else PoolLine(everywhere, shared)
         self.members: dict[str, Member] = {}
         self._leaving: dict[str, Member] = {}
-        self.requests_total = 0
-        self.retries_total = 0
-        self.spills_total = 0
+        self._turn = 0  # of the newest lease
 
     @property
     def all_members(self) -> Iterator[Member]:
@@ -139,7 +143,10 @@ class Pool:
             device, host = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
         else:
             device, host = self.overlaps.cached_tokens(prompt, len(rows))
-        return PoolView(self.name, self.estimator.frozen(), rows, device, host, self.requests_total)
+        turn = self._turn
+        if self.line is not None:
+            turn = max(turn, int(rows.ints("last_chosen").max(initial=0)))
+        return PoolView(self.name, self.estimator.frozen(), rows, device, host, turn)
 
     def follower(
         self, member: Member, worker: Worker, *, turns: Turns, rng: random.Random
@@ -191,8 +198,13 @@ class Pool:
         else:
             member.ranks.set_foreign((load[0], self.estimator.frozen().work_s(load[1], 0)))
 
-    def lease(self, row: int, work: Work, prompt: Prompt | None = None) -> Lease:
-        """Take capacity on a ready row with room: the policy's choice, in the same step, no await."""
+    def lease(
+        self, row: int, work: Work, prompt: Prompt | None = None, *, n_leases: int | None = None
+    ) -> Lease:
+        """Take capacity on a ready row with room: the policy's choice, in the same step, no await.
+
+        `n_leases` is that of the view that was decided on.
+        """
         address, rank = self._table.name(row)
         member = self.members[address]
         assert member.state is State.READY, member
@@ -202,7 +214,11 @@ class Pool:
         if self.overlaps is not None and prompt is not None and member.has_row_for_each_rank:
             settle = self.overlaps.expect(row, prompt)
         self.requests_total += 1
-        self._table.set(row, last_chosen=self.requests_total)
+        if self.line is not None:
+            before = self._table.last_turn if n_leases is None else n_leases
+            self._turn = max(self._turn, before)
+        self._turn += 1
+        self._table.set(row, last_chosen=self._turn)
         lease = Lease(member, row, work, rank=rank)
         if settle is not None:
             lease.settle = settle

@@ -45,6 +45,11 @@ class Ranks:
         """Tokens whose KV the requests read at each decode step."""
         return sum(self._table.get("context_tokens", row) for row in self.rows)
 
+    @property
+    def elsewhere(self) -> tuple[int, int]:
+        """Leases, and prompt tokens that wait, that other processes of the gateway have there."""
+        return self._table.elsewhere(self.rows)
+
     def set_up(
         self, n_ranks: int, *, limits: Limits, capacity_tokens: int, models: frozenset[str]
     ) -> None:

@@ -11,6 +11,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from slagate.pools.shared_counts import N_COUNTS, NOBODY, Others, RankCell, SharedCounts
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -66,16 +68,19 @@ class RowView(msgspec.Struct, frozen=True, gc=False):
         return self.device_tokens + self.host_tokens
 
 
-_INTS = tuple(
+_COUNTS = tuple(cell.name.lower() for cell in RankCell)[:N_COUNTS]
+_INTS = _COUNTS + tuple(
     field.name
     for field in msgspec.structs.fields(RowView)
-    if field.type is int and field.name not in ("device_tokens", "host_tokens")
+    if field.type is int and field.name not in ("device_tokens", "host_tokens", *_COUNTS)
 )
 _FLOATS = tuple(field.name for field in msgspec.structs.fields(RowView) if field.type is float)
 _AT = {name: at for names in (_INTS, _FLOATS) for at, name in enumerate(names)}
 _STATE, _SUSPECT, _UNTOLD = range(len(_INTS), len(_INTS) + 3)
 _N_INTS = len(_INTS) + 3
 _FOREIGN = _AT["foreign_requests"], _AT["foreign_s"]
+_CELLS = {cell.name.lower(): int(cell) for cell in RankCell}
+_QUEUED_S, _LAST_CHOSEN = _AT["queued_s"], _AT["last_chosen"]
 
 
 class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -142,9 +147,16 @@ class Table:
 
     A row keeps its number: leases and caches go by it. One that was given up is the next one's that is
     added; until then it stays among the others, as one that has left.
+
+    With `shared`, `rows` has what every process of the gateway has on the workers; all else is only of this
+    one. `name` is the same in all of them, and no other table's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "", *, shared: SharedCounts | None = None) -> None:
+        self._name = name
+        self._shared = shared
+        self._slots: list[int] = []  # of its rows
+        self._places: Ints | None = None  # of the same in the other processes
         self._names: list[tuple[str, int | None]] = []
         self._row_models: list[frozenset[str]] = []
         self._ints = np.zeros((_N_INTS, 4), dtype=np.int64)
@@ -165,6 +177,11 @@ class Table:
         self._floats[:, row] = 0.0
         self._names[row] = (address, rank)
         self._frozen_names = tuple(self._names)
+        if self._shared is not None:
+            # The first row of a worker is for rank 0, or for whichever the worker takes.
+            self._places = None
+            slot = self._slots[row] = self._shared.claim(f"{self._name} {address} {rank or 0}")
+            self._ints[_LAST_CHOSEN, row] = self._shared.get(slot, RankCell.LAST_CHOSEN)
         return row
 
     def give_up(self, row: int) -> None:
@@ -175,6 +192,10 @@ class Table:
         self.set_state(row, State.LEFT, suspect=False)
         self.set_foreign(row, None)
         self._free.append(row)
+        if self._shared is not None:
+            self._shared.give_up(self._slots[row])
+            self._slots[row] = NOBODY
+            self._places = None
 
     def _appended(self) -> int:
         row = len(self._names)
@@ -182,6 +203,7 @@ class Table:
             self._ints = np.pad(self._ints, ((0, 0), (0, row)))
             self._floats = np.pad(self._floats, ((0, 0), (0, row)))
         self._names.append(("", None))
+        self._slots.append(NOBODY)
         self._row_models.append(frozenset())
         self._models = None
         return row
@@ -215,11 +237,15 @@ class Table:
         """Set figures of a row."""
         for name, value in figures.items():
             self._ints[_AT[name], row] = value
+            if self._shared is not None and name in _CELLS:
+                self._shared.set(self._slots[row], _CELLS[name], value)
 
     def add_to(self, row: int, **figures: int) -> None:
         """Add to figures of a row."""
         for name, value in figures.items():
             self._ints[_AT[name], row] += value
+            if self._shared is not None and name in _CELLS:
+                self._shared.set(self._slots[row], _CELLS[name], int(self._ints[_AT[name], row]))
 
     def get_s(self, name: str, row: int) -> float:
         """One figure of a row that is seconds."""
@@ -229,6 +255,8 @@ class Table:
         """Set figures of a row that are seconds."""
         for name, value in seconds.items():
             self._floats[_AT[name], row] = value
+            if self._shared is not None and name in _CELLS:
+                self._shared.set_s(self._slots[row], _CELLS[name], value)
 
     def set_foreign(self, row: int, load: tuple[int, float] | None) -> None:
         """Requests and predicted seconds on a row that others sent; None: nobody can tell now."""
@@ -236,12 +264,38 @@ class Table:
         requests, seconds = (0, 0.0) if load is None else load
         self._ints[_FOREIGN[0], row], self._floats[_FOREIGN[1], row] = requests, seconds
 
+    def elsewhere(self, rows: list[int]) -> tuple[int, int]:
+        """Leases, and prompt tokens that wait, that other processes of the gateway have on some rows."""
+        if self._shared is None:
+            return 0, 0
+        counts = self._others(self._shared).counts[:, rows].sum(axis=1)
+        return int(counts[RankCell.INFLIGHT]), int(counts[RankCell.QUEUED_TOKENS])
+
+    @property
+    def last_turn(self) -> int:
+        """The highest `last_chosen`, of whichever process of the gateway."""
+        last = self._ints[_LAST_CHOSEN, : len(self._names)]
+        if self._shared is not None:
+            last = np.maximum(last, self._others(self._shared).last_chosen)
+        return int(last.max(initial=0))
+
+    def _others(self, shared: SharedCounts) -> Others:
+        if self._places is None:
+            self._places = shared.places(np.array(self._slots, dtype=np.int64))
+        return shared.others(self._places)
+
     def rows(self) -> Rows:
         """All rows as they stand; where nobody can tell what others sent, it is what the rest have."""
         n = len(self._names)
         if self._models is None:
             self._models = _flags(self._row_models)
         ints, floats = self._ints[:, :n].copy(), self._floats[:, :n].copy()
+        if self._shared is not None:
+            others = self._others(self._shared)
+            ints[:N_COUNTS] += others.counts
+            floats[_QUEUED_S] += others.queued_s
+            last = ints[_LAST_CHOSEN]
+            np.maximum(last, others.last_chosen, out=last)
         untold = ints[_UNTOLD] != 0
         if 0 < np.count_nonzero(untold) < n:
             # An old report that says "idle" would draw everything to a worker nobody hears of.

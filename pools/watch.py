@@ -164,7 +164,7 @@ async def _look(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], 
 
 
 async def _load(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], float]) -> None:
-    before = member.inflight
+    before, _ = member.everywhere
     try:
         load = await worker.load(oe.GetLoadRequest())
     except WorkerError:
@@ -174,19 +174,20 @@ async def _load(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], 
         pool.set_foreign(member, None)
     else:
         member.load, member.load_at_s = load, now_s()
-        pool.set_foreign(member, _foreign(member, load, most_ours=max(before, member.inflight)))
+        pool.set_foreign(member, _foreign(member, load, most_ours=before))
 
 
 def _foreign(member: Member, load: oe.LoadInfo, *, most_ours: int) -> tuple[int, int] | None:
     """Requests on a worker, and prompt tokens waiting there, that this gateway did not send.
 
-    Ours is counted as high as it was while the worker was asked: what others sent is rather too little
-    than too much. None where it does not say.
+    Ours, in whichever of its processes, is counted as high as it was before (`most_ours`) and after the
+    worker was asked: what others sent is rather too little than too much. None where it does not say.
     """
     if not load.HasField("running_requests"):
         return None
-    requests = max(0, load.running_requests - most_ours)
-    tokens = max(0, load.waiting_tokens - member.queued_tokens) if requests else 0
+    ours, our_tokens = member.everywhere
+    requests = max(0, load.running_requests - max(ours, most_ours))
+    tokens = max(0, load.waiting_tokens - our_tokens) if requests else 0
     return requests, tokens
 
 

@@ -1,6 +1,7 @@
 """The `slagate` command."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -26,14 +27,26 @@ from slagate.router.command import (
 from slagate.router.config_source import FleetSource
 from slagate.router.demo import run_demo
 from slagate.router.grid_cli import grid
+from slagate.router.process import config_in_force, own_place
+from slagate.router.processes import MAX_PROCESSES, serve_processes
 from slagate.router.profile_cli import profile
 from slagate.router.receipts_cli import receipts, recompute
 from slagate.router.reload import ignore_hangups
 from slagate.router.reload_cli import reload
 from slagate.router.settings import POLICIES, Settings
+from slagate.router.tls_cli import (
+    Insecure,
+    TlsCert,
+    TlsClientCa,
+    TlsKey,
+    dial_tls,
+    dials,
+    listener_tls,
+)
 from slagate.router.worker_cli import worker
-from slagate.workers.channel import MAX_MESSAGE_BYTES
 from slagate.workers.errors import UsageError
+from slagate.workers.rpc import MAX_MESSAGE_BYTES
+from slagate.workers.tls_files import TlsFiles
 
 cli = typer.Typer(
     no_args_is_help=True,
@@ -112,18 +125,54 @@ def serve(
     watch: Annotated[
         bool, typer.Option("--watch", help="Reload when a file of the configuration changes.")
     ] = Settings.watch_config,
+    processes: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_PROCESSES, help="Processes that share the clients' port."),
+    ] = 1,
     worker_drain: Annotated[
         float, typer.Option(min=0.0, help="Seconds for requests on workers that a reload removed.")
     ] = Settings.worker_drain_s,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    insecure: Insecure = False,
+    worker_tls_ca: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="CAs (PEM) that workers' certificates are of."),
+    ] = None,
+    worker_tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Certificate (PEM) to show to workers.")
+    ] = None,
+    worker_tls_key: TlsKey = None,
+    worker_tls_name: Annotated[
+        str, typer.Option(help="Name in workers' certificates, if not their addresses' hosts.")
+    ] = "",
+    worker_insecure: Annotated[
+        bool, typer.Option("--worker-insecure", help="Plaintext to workers instead of TLS.")
+    ] = False,
     log_level: LogLevel = "info",
 ) -> None:
     """Run the gateway until SIGTERM."""
     ignore_hangups()  # until there is something that can reload
     _check_policy(policy)
+    tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
+    worker_tls = dial_tls(
+        worker_tls_ca,
+        worker_tls_cert,
+        worker_tls_key,
+        worker_tls_name,
+        insecure=worker_insecure,
+        prefix="worker-",
+    )
     source = FleetSource(config, lenient, pools, pool_workers(pool or ()))
     stamp = source.stamp()
-    fleet = checked(source.read)
-    start_log(log_level)
+    place = own_place()
+    if place is None:
+        fleet = checked(source.read)
+        start_log(log_level)
+    else:
+        fleet = config_in_force(place)
+        start_log(log_level, process_number=place.number)
     settings = Settings(
         max_request_bytes=max_request_bytes,
         default_timeout_s=default_timeout,
@@ -136,19 +185,42 @@ def serve(
         client_receipts=client_receipts,
     )
 
+    is_parent = processes > 1 and place is None
+    listeners = {"listen": listen, "admin": admin, "http": http}
+
     async def main_coroutine() -> int:
+        if is_parent:
+            return await serve_processes(
+                source,
+                fleet,
+                settings,
+                stamp=stamp,
+                n_processes=processes,
+                arguments=sys.argv[1:],
+                tls=tls,
+                **listeners,
+            )
         await gateway_app.serve(
-            source, fleet, settings, stamp=stamp, listen=listen, admin=admin, http=http
+            source,
+            fleet,
+            settings,
+            stamp=stamp,
+            place=place,
+            tls=tls,
+            worker_tls=worker_tls,
+            **listeners,
         )
         return 0
 
-    run_to_exit(main_coroutine)
+    run_to_exit(main_coroutine, starts_processes=is_parent)
 
 
 @cli.command()
+@dials
 def generate(
     *,
     target: Target,
+    tls: TlsFiles | None,
     tokens: Tokens = None,
     isl: Isl = None,
     model: Model = None,
@@ -164,13 +236,17 @@ def generate(
     """Send one request and print its token ids as they come, then the receipt as JSON."""
     prompt = _prompt(tokens, isl)
     options = client_cli.RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
-    run_to_exit(lambda: client_cli.generate(target, options, receipt=receipt, timeout_s=timeout))
+    run_to_exit(
+        lambda: client_cli.generate(target, options, tls=tls, receipt=receipt, timeout_s=timeout)
+    )
 
 
 @cli.command()
+@dials
 def explain(
     *,
     target: Admin,
+    tls: TlsFiles | None,
     tokens: Tokens = None,
     isl: Isl = None,
     model: Model = None,
@@ -183,13 +259,14 @@ def explain(
     """Show the decision for a request; nothing is sent to a worker."""
     prompt = _prompt(tokens, isl)
     options = client_cli.RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
-    run_to_exit(lambda: client_cli.explain(target, options, as_json=as_json))
+    run_to_exit(lambda: client_cli.explain(target, options, tls=tls, as_json=as_json))
 
 
 @cli.command()
-def pools(*, target: Admin, as_json: AsJson = False) -> None:
+@dials
+def pools(*, target: Admin, tls: TlsFiles | None, as_json: AsJson = False) -> None:
     """Show the pools and workers of a running gateway."""
-    run_to_exit(lambda: client_cli.pools(target, as_json=as_json))
+    run_to_exit(lambda: client_cli.pools(target, tls=tls, as_json=as_json))
 
 
 @cli.command()

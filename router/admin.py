@@ -32,8 +32,38 @@ ROLLBACK_ALONE = (
 )
 
 
-class AdminService(gw_grpc.GatewayServicer):
-    """Reads the fleet, and has another configuration put in force."""
+class ReloadService(gw_grpc.GatewayServicer):
+    """Has another configuration put in force."""
+
+    def __init__(self, reloader: Reloader, source: Source) -> None:
+        self._reloader = reloader
+        self._source = source
+
+    async def Reload(self, request: Any, context: Any) -> gw.ReloadResponse:
+        """Put another configuration in force, or say why not."""
+        reloader, dry_run = self._reloader, request.dry_run
+        read = self._source.read
+        if request.HasField("fleet"):
+            read = partial(self._source.parse, request.fleet)
+            if request.rollback:
+                await context.abort(*ROLLBACK_ALONE)
+        try:
+            if request.rollback:
+                result = await reloader.roll_back(dry_run=dry_run)
+            else:
+                result = await reloader.reload(read, dry_run=dry_run)
+        except NothingBefore as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"rollback: {error}")
+            raise AssertionError("context.abort raises") from error
+        except ConfigError as error:
+            version = reloader.version
+            problems = [gw.Problem(path=each.path, reason=each.message) for each in error.problems]
+            return gw.ReloadResponse(version=version, previous_version=version, problems=problems)
+        return gw.ReloadResponse(**result._asdict(), applied=result.applied)
+
+
+class AdminService(ReloadService):
+    """Reads the fleet, too."""
 
     def __init__(
         self,
@@ -45,10 +75,9 @@ class AdminService(gw_grpc.GatewayServicer):
         receipts: ReceiptRing,
         now_s: Callable[[], float],
     ) -> None:
+        super().__init__(reloader, source)
         self._dispatcher = dispatcher
         self._settings = settings
-        self._reloader = reloader
-        self._source = source
         self._receipts = receipts
         self._now_s = now_s
 
@@ -92,28 +121,6 @@ class AdminService(gw_grpc.GatewayServicer):
             config_version=self._reloader.version,
             config_age_s=self._now_s() - self._reloader.since_s,
         )
-
-    async def Reload(self, request: Any, context: Any) -> gw.ReloadResponse:
-        """Put another configuration in force, or say why not."""
-        reloader, dry_run = self._reloader, request.dry_run
-        read = self._source.read
-        if request.HasField("fleet"):
-            read = partial(self._source.parse, request.fleet)
-            if request.rollback:
-                await context.abort(*ROLLBACK_ALONE)
-        try:
-            if request.rollback:
-                result = await reloader.roll_back(dry_run=dry_run)
-            else:
-                result = await reloader.reload(read, dry_run=dry_run)
-        except NothingBefore as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"rollback: {error}")
-            raise AssertionError("context.abort raises") from error
-        except ConfigError as error:
-            version = reloader.version
-            problems = [gw.Problem(path=each.path, reason=each.message) for each in error.problems]
-            return gw.ReloadResponse(version=version, previous_version=version, problems=problems)
-        return gw.ReloadResponse(**result._asdict(), applied=result.applied)
 
     async def ListWorkers(self, request: Any, context: Any) -> gw.ListWorkersResponse:
         """Every worker with its health, leases and last report."""

@@ -5,8 +5,10 @@ import itertools
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from functools import partial
 from importlib.metadata import version
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import anyio
@@ -18,24 +20,35 @@ from slagate.pools.grid_config import FleetConfig
 from slagate.pools.watch import Connect, watch_fleet
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2_grpc as oe_grpc
+from slagate.proto import process_pb2_grpc as ps_grpc
 from slagate.router.admin import AdminService
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Draining
-from slagate.router.front import Front
+from slagate.router.front import Front, serve_front
+from slagate.router.generate import generate
 from slagate.router.handoff import Releaser
 from slagate.router.live import LiveRequests
 from slagate.router.metrics import Metrics
 from slagate.router.probes import serve_probes
+from slagate.router.process import Place, Share, parent_watched, sharing
+from slagate.router.process_service import ProcessService, Siblings
 from slagate.router.receipt_config import config_message
 from slagate.router.receipt_ring import ReceiptRing
-from slagate.router.reload import Proposal, Reloader, Source, reloading
+from slagate.router.reload import Proposal, Reloader, Source, put_in_process, reloading
 from slagate.router.service import ControlService
 from slagate.router.settings import Settings
 from slagate.router.turn import Gateway
 from slagate.workers.client import connect_worker
 from slagate.workers.clock import monotonic_s, unix_s
-from slagate.workers.listen import Address, bind, ready_line, stopped
+from slagate.workers.h2_port import Settings as Http2Settings
+from slagate.workers.links import Links, dial_unix
+from slagate.workers.listen import Address, bind, listen_on, ready_line, stopped
 from slagate.workers.server import SERVER_OPTIONS
+from slagate.workers.tls import ClientTls, ServerTls, following
+from slagate.workers.tls_files import TlsFiles
+
+LOCAL = Http2Settings(ping_after_s=1e6)
+"""Of the connections to the local server, which is this process."""
 
 CUT_S = 2.0
 """For requests that outlived the drain to get their last status out."""
@@ -63,24 +76,33 @@ async def build(
     now_s: Callable[[], float],
     unix_s: Callable[[], float] = unix_s,
     rng: random.Random,
+    share: Share | None = None,
 ) -> AsyncIterator[App]:
     """The graph of a gateway, watching its workers, for the time of the block.
 
     `config` was checked for serving. `now_s` measures, `unix_s` dates receipts and tells how late KV events
-    are. At the end of the block, handoffs that are being released get their chance first, then the watch
-    loops stop.
+    are. With `share` this is one of several processes of the gateway.
+
+    At the end of the block, handoffs that are being released get their chance first, then the watch loops
+    stop.
     """
     prepared = prepare(config)
     in_force = Proposal(prepared, config_message(prepared, policy=settings.policy))
     fleet = Fleet(
         prepared,
         prefix=settings.policy == "prefix",
+        shared=None if share is None else share.counts,
         now_s=now_s,
     )
     instance_id = f"{rng.getrandbits(64):016x}"
     numbers = itertools.count()
     dispatcher = Dispatcher(
-        fleet, rng=rng, config=in_force.message, max_waiting=settings.max_waiting, now_s=now_s
+        fleet,
+        rng=rng,
+        config=in_force.message,
+        max_waiting=settings.max_waiting,
+        neighbours=None if share is None else share.neighbours,
+        now_s=now_s,
     )
     metrics = Metrics()
     metrics.watch(dispatcher)
@@ -100,16 +122,19 @@ async def build(
             dispatcher=dispatcher,
             settings=settings,
             metrics=metrics,
-            receipts=ReceiptRing(in_force.message, unix_s=unix_s),
+            receipts=ReceiptRing(
+                in_force.message,
+                unix_s=unix_s,
+                number=int if share is None else share.receipt_number,
+            ),
             releaser=Releaser(releases, metrics),
-            live=LiveRequests(),
+            live=LiveRequests(None if share is None else share.neighbours.show_running),
             leg_id=lambda: f"{instance_id}-{next(numbers)}",
             now_s=now_s,
         )
         reloader = Reloader(
             in_force,
-            dispatcher=dispatcher,
-            receipts=gateway.receipts,
+            put_in_force=put_in_process(dispatcher, gateway.receipts),
             metrics=metrics,
             now_s=now_s,
         )
@@ -125,17 +150,37 @@ async def serve(
     listen: Address,
     admin: Address,
     http: Address,
+    tls: TlsFiles | None,
+    worker_tls: TlsFiles | None,
+    place: Place | None = None,
 ) -> None:
     """Run a gateway until SIGTERM or SIGINT; prints the ready line once every listener is bound.
 
     `config` is what was read from `source` and checked for serving, and `stamp` the source's from before
-    that. Raises `OSError` for an address that cannot be bound.
+    that. `tls` is for clients and operators, `worker_tls` for what is dialled; each is plaintext where it
+    is None. With `place` it is one of several processes: only the clients' listener is its own, and what
+    else comes to the gateway comes from its parent. Raises `OSError` for an address that cannot be bound,
+    `TlsError` for files that cannot be used.
     """
     # A second series beside each counter and histogram, and nobody asks when they were created.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     rng = random.Random(uuid.uuid4().int)
-    async with build(config, settings, connect=connect_worker, now_s=monotonic_s, rng=rng) as app:
+    clients_tls = None if tls is None else ServerTls("clients", tls)
+    workers_tls = None if worker_tls is None else ClientTls("workers", worker_tls)
+    connect = partial(connect_worker, tls=workers_tls)
+    async with AsyncExitStack() as stack:
+        share = siblings = None
+        if place is not None:
+            share = stack.enter_context(sharing(place, now_s=monotonic_s))
+            siblings = Siblings(place, share.neighbours)
+            listen = listen._replace(port=place.port)
+        app = await stack.enter_async_context(
+            build(config, settings, connect=connect, now_s=monotonic_s, rng=rng, share=share)
+        )
         gateway = app.gateway
+        for side in (clients_tls, workers_tls):
+            if side is not None:
+                gateway.metrics.watch_certificate(side)
         draining = False
 
         def not_ready() -> str:
@@ -143,16 +188,16 @@ async def serve(
                 return "draining"
             return app.fleet.not_ready()
 
-        front = grpc.aio.server(options=SERVER_OPTIONS)
-        front.add_generic_rpc_handlers((Front(gateway),))
+        local = grpc.aio.server(options=SERVER_OPTIONS)
         control = ControlService(
             app.fleet,
             gateway.live,
-            instance_id=app.instance_id,
+            instance_id=app.instance_id if place is None else place.instance_id,
             version=version("slagate"),
             not_ready=not_ready,
+            siblings=siblings,
         )
-        oe_grpc.add_ControlServicer_to_server(control, front)
+        oe_grpc.add_ControlServicer_to_server(control, local)
         operators = grpc.aio.server(options=SERVER_OPTIONS)
         service = AdminService(
             gateway.dispatcher,
@@ -163,33 +208,63 @@ async def serve(
             now_s=monotonic_s,
         )
         gw_grpc.add_GatewayServicer_to_server(service, operators)
-        listen_at, admin_at = bind(front, listen), bind(operators, admin)
-        registry = gateway.metrics.registry
-        with serve_probes(*http, registry=registry, not_ready=not_ready) as http_port:
-            await front.start()
+        if place is None:
+            admin = bind(
+                operators, admin, None if clients_tls is None else clients_tls.grpc_credentials()
+            )
+            registry = gateway.metrics.registry
+            http_port = stack.enter_context(
+                serve_probes(*http, registry=registry, not_ready=not_ready)
+            )
+            http = http._replace(port=http_port)
+        else:
+            asked = ProcessService(app.reloader, gateway.live, gateway.metrics, not_ready=not_ready)
+            ps_grpc.add_ProcessServicer_to_server(asked, operators)
+            operators.add_insecure_port(f"unix:{place.path('admin')}")
+        with (
+            closing(listen_on(listen, shared=place is not None)) as listening,
+            TemporaryDirectory(prefix="slagate-") as folder,
+        ):
+            listen_at = listen._replace(port=listening.getsockname()[1])
+            socket = f"{folder}/local"
+            local.add_insecure_port(f"unix:{socket}")
+            await local.start()
             await operators.start()
             async with (
+                anyio.create_task_group() as connecting,
+                serve_front(
+                    partial(generate, gateway=gateway),
+                    listening,
+                    Links(socket, connecting, settings=LOCAL, dial=dial_unix),
+                    settings,
+                    tls=None if clients_tls is None else clients_tls.context,
+                ) as front,
+                following(clients_tls, workers_tls),
                 stopped() as signals,
-                reloading(app.reloader, source, watch=settings.watch_config, stamp=stamp),
+                reloading(app.reloader, source, watch=settings.watch_config, stamp=stamp)
+                if place is None
+                else parent_watched(place, signals),
             ):
                 # What is there by now stays, modules above all: full collections need not walk it, which
                 # took 10 ms each. What comes later and lives long is no work for them either
                 # (docs/decisions/0011-no-work-for-the-collector.md).
                 gc.collect()
                 gc.freeze()
-                http_at = http._replace(port=http_port)
-                ready_line(listen=str(listen_at), admin=str(admin_at), http=str(http_at))
+                ready_line(listen=str(listen_at), admin=str(admin), http=str(http))
                 await signals.wait()
                 draining = True
                 await _drain(front, gateway, settings.drain_s)
                 gateway.receipts.close()
                 await operators.stop(RECEIPTS_S)
+                await local.stop(None)
 
 
-async def _drain(front: grpc.aio.Server, gateway: Gateway, drain_s: float) -> None:
+async def _drain(front: Front, gateway: Gateway, drain_s: float) -> None:
     """Take no new request, let running ones finish for `drain_s`, end the rest with a status of ours."""
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(front.stop, drain_s + CUT_S)
-        with anyio.move_on_after(drain_s):
-            await gateway.live.none_left()
-        gateway.live.end_all(Draining("the gateway is shutting down"))
+    front.retire()
+    with anyio.move_on_after(drain_s):
+        await front.settled()
+        await gateway.live.none_left()
+    gateway.live.end_all(Draining("the gateway is shutting down"))
+    with anyio.move_on_after(CUT_S):
+        await front.emptied()

@@ -48,7 +48,7 @@ class Attainment:
 
     def __init__(self, version: str) -> None:
         self._version = version
-        self._cells: dict[CellKey, CellTraffic] = {}
+        self._cells: dict[CellKey, list[int]] = {}  # each the fields of a `CellTraffic`
 
     @property
     def version(self) -> str:
@@ -57,8 +57,8 @@ class Attainment:
 
     @property
     def cells(self) -> Mapping[CellKey, CellTraffic]:
-        """Those that had a request."""
-        return self._cells
+        """Those that had a request, as of now."""
+        return {key: CellTraffic(*counts) for key, counts in self._cells.items()}
 
     def restart(self, version: str) -> None:
         """Begin at zero under another configuration: its cells are others, whatever their numbers."""
@@ -67,31 +67,47 @@ class Attainment:
 
     def count(self, record: Record, outcome: Outcome) -> None:
         """Count a request that has ended, as far as it was decided under our version."""
-        if record.decision is None:
+        decision = record.decision
+        if decision is None:
             return
-        is_failed = outcome in FAILURES
-        ended_in = None if outcome is Outcome.COMPLETED else _ended_in(record, record.decision)
-        ttft, itl = (
-            # A failure without a latency has missed the target that it had.
-            False if met is None and is_failed and target_ms is not None else met
-            for met, target_ms in (
-                (record.ttft_met(), record.sla.ttft_ms),
-                (record.itl_met(), record.sla.itl_ms),
-            )
-        )
-        of_stage = {Stage.PREFILL: (ttft,), Stage.DECODE: (itl,), Stage.AGG: (ttft, itl)}
-        for choice in record.decision.stages:
-            has_failed = is_failed and choice.stage is ended_in
+        ttft_met, itl_met = record.ttft_met(), record.itl_met()
+        ended_in = failed_in = None
+        if outcome is not Outcome.COMPLETED:
+            ended_in = _ended_in(record, decision)
+            if outcome in FAILURES:
+                failed_in = ended_in
+                # A failure without a latency has missed the target that it had.
+                if ttft_met is None and record.sla.ttft_ms is not None:
+                    ttft_met = False
+                if itl_met is None and record.sla.itl_ms is not None:
+                    itl_met = False
+        for choice in decision.stages:
+            stage = choice.stage
             if choice.config_version == self._version:
-                verdicts = [met for met in of_stage[choice.stage] if met is not None]
-                is_met = bool(verdicts) and all(verdicts) and not has_failed
-                key = (choice.stage, choice.cell.index)
-                n_requests, n_met, n_judged, n_failed = self._cells.get(key, CellTraffic())
-                self._cells[key] = CellTraffic(
-                    n_requests + 1, n_met + is_met, n_judged + bool(verdicts), n_failed + has_failed
-                )
-            if choice.stage is ended_in:
+                is_judged, is_met = _verdict(stage, ttft_met=ttft_met, itl_met=itl_met)
+                counts = self._counts(stage, choice.cell.index)
+                counts[0] += 1
+                counts[1] += is_met and stage is not failed_in
+                counts[2] += is_judged
+                counts[3] += stage is failed_in
+            if stage is ended_in:
                 return
+
+    def _counts(self, stage: Stage, cell: tuple[int, ...]) -> list[int]:
+        counts = self._cells.get((stage, cell))
+        if counts is None:
+            counts = self._cells[stage, cell] = [0, 0, 0, 0]
+        return counts
+
+
+def _verdict(stage: Stage, *, ttft_met: bool | None, itl_met: bool | None) -> tuple[bool, bool]:
+    """Whether a stage is judged, and whether it met all that it is judged by."""
+    if stage is Stage.PREFILL:
+        return ttft_met is not None, ttft_met is True
+    if stage is Stage.DECODE:
+        return itl_met is not None, itl_met is True
+    is_judged = ttft_met is not None or itl_met is not None
+    return is_judged, is_judged and ttft_met is not False and itl_met is not False
 
 
 def _ended_in(record: Record, decision: Decision) -> Stage:

@@ -18,9 +18,12 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router.client_tables import print_decision, print_pools
 from slagate.router.generate import RECEIPT_TRAILER
 from slagate.router.sla import ITL, PRIORITY, RECEIPT, TTFT
-from slagate.workers.client import CHANNEL_OPTIONS, GrpcWorker, connect_worker
+from slagate.workers.client import GrpcWorker, connect_worker
+from slagate.workers.control_channel import channel_to
 from slagate.workers.errors import UsageError, WorkerError
 from slagate.workers.stream import BufferedSink
+from slagate.workers.tls import ClientTls
+from slagate.workers.tls_files import TlsFiles
 from slagate.workers.worker import Status
 
 EXIT_FAILED = 1
@@ -83,10 +86,16 @@ def read_prompt(tokens: str | None, isl: int | None) -> list[int]:
 
 
 async def generate(
-    target: str, options: RequestOptions, *, receipt: bool, timeout_s: float | None
+    target: str,
+    options: RequestOptions,
+    *,
+    tls: TlsFiles | None,
+    receipt: bool,
+    timeout_s: float | None,
 ) -> int:
     """Stream one request to stdout; the exit status."""
-    async with connect_worker(target) as gateway:
+    side = None if tls is None else ClientTls("command", tls)
+    async with connect_worker(target, tls=side) as gateway:
         try:
             model = options.model or await _only_model(gateway)
         except WorkerError as error:
@@ -135,9 +144,11 @@ async def _only_model(gateway: GrpcWorker) -> str:
     return models[0]
 
 
-async def explain(target: str, options: RequestOptions, *, as_json: bool) -> int:
+async def explain(
+    target: str, options: RequestOptions, *, tls: TlsFiles | None, as_json: bool
+) -> int:
     """Print a decision; the exit status."""
-    async with admin_channel(target) as channel:
+    async with admin_channel(target, tls) as channel:
         stub: Any = gw_grpc.GatewayStub(channel)
         try:
             model = options.model or await _admin_model(stub)
@@ -160,9 +171,9 @@ async def _admin_model(stub: Any) -> str:
     return str(models[0])
 
 
-async def pools(target: str, *, as_json: bool) -> int:
+async def pools(target: str, *, tls: TlsFiles | None, as_json: bool) -> int:
     """Print pools and workers; the exit status."""
-    async with admin_channel(target) as channel:
+    async with admin_channel(target, tls) as channel:
         stub: Any = gw_grpc.GatewayStub(channel)
         try:
             pool_list = await stub.ListPools(gw.ListPoolsRequest(), timeout=10)
@@ -176,9 +187,11 @@ async def pools(target: str, *, as_json: bool) -> int:
     return 0
 
 
-def admin_channel(target: str) -> AbstractAsyncContextManager[grpc.aio.Channel]:
-    """A connection to a gateway's admin listener."""
-    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+def admin_channel(
+    target: str, tls: TlsFiles | None
+) -> AbstractAsyncContextManager[grpc.aio.Channel]:
+    """A connection to a gateway's admin listener, in plaintext without `tls`."""
+    return channel_to(target, None if tls is None else ClientTls("command", tls))
 
 
 def failed(status: Status) -> int:

@@ -49,9 +49,15 @@ def until_reader_leaves() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def run_to_exit(main_coroutine: Callable[[], Coroutine[Any, Any, int]]) -> None:
-    """Run to the end on the fastest loop there is and leave with its status."""
-    use_uvloop = sys.platform != "win32"
+def run_to_exit(
+    main_coroutine: Callable[[], Coroutine[Any, Any, int]], *, starts_processes: bool = False
+) -> None:
+    """Run to the end on the fastest loop there is and leave with its status.
+
+    Who `starts_processes` while gRPC is in use runs on asyncio's own loop: it does so by vfork, of which
+    gRPC's threads, and its log, take no notice.
+    """
+    use_uvloop = sys.platform != "win32" and not starts_processes
     try:
         status = anyio.run(main_coroutine, backend_options={"use_uvloop": use_uvloop})
     except Exception as error:
@@ -108,10 +114,10 @@ def check_transport(transport: str) -> None:
         fail(f"--transport must be one of {', '.join(TRANSPORTS)} (got {transport!r})")
 
 
-def start_log(level: str) -> None:
-    """Log to stderr from this level on; another word ends the command."""
+def start_log(level: str, **about: object) -> None:
+    """Log to stderr from this level on, `about` in each line; another word ends the command."""
     try:
-        log_to_stderr(level)
+        log_to_stderr(level, **about)
     except ValueError:
         fail(f"--log-level must be debug, info, warning or error (got {level!r})")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import anyio
-import grpc.aio
 
 from slagate.pools.grid_config import parse_config
 from slagate.pools.member import Stage
@@ -17,11 +16,15 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.cluster import Cluster, ClusterError
-from slagate.workers.client import CHANNEL_OPTIONS, GrpcWorker, connect_worker, unary
+from slagate.workers.client import GrpcWorker, connect_worker, unary
+from slagate.workers.control_channel import channel_to
 from slagate.workers.errors import WorkerError
 
 WORKERS_PER_POOL = {"prefill-tp1": 3, "prefill-tp2": 2, "decode-tp1": 2, "decode-tp2": 1}
 """For the pools of `configs/grids/demo.json`, which is the fleet file less the addresses."""
+
+PLAINTEXT = ("--insecure", "--worker-insecure")
+"""All of it stays on this machine."""
 
 READY_LIMIT_S = 60.0
 POLL_S = 0.1
@@ -75,7 +78,8 @@ async def start_fleet(
         part for name in ("listen", "admin", "http") for part in (f"--{name}", "127.0.0.1:0")
     ]
     gateway = await cluster.start(
-        "gateway", ["serve", "--config", str(fleet_path), "--policy", policy, *listeners]
+        "gateway",
+        ["serve", "--config", str(fleet_path), "--policy", policy, *listeners, *PLAINTEXT],
     )
     ready = await gateway.wait_ready(limit_s=READY_LIMIT_S)
     try:
@@ -126,7 +130,7 @@ async def _start_workers(
                 [
                     *("worker", "--engine", "sim", "--role", pool.stage.value),
                     *("--profile", str(specs[pool.name]["profile"])),
-                    *("--tp", str(specs[pool.name]["tp"]), "--listen", "127.0.0.1:0"),
+                    *("--tp", str(specs[pool.name]["tp"]), "--listen", "127.0.0.1:0", "--insecure"),
                     *common,
                 ],
             ),
@@ -152,7 +156,7 @@ def _write_key(path: Path) -> None:
 
 
 async def _every_worker_ready(admin: str) -> None:
-    async with grpc.aio.insecure_channel(admin, options=CHANNEL_OPTIONS) as channel:
+    async with channel_to(admin, None) as channel:
         stub = gw_grpc.GatewayStub(channel)
         while True:
             listed: gw.ListPoolsResponse = await unary(stub.ListPools, gw.ListPoolsRequest())

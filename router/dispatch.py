@@ -6,8 +6,7 @@ worker can take more, `step` assigns as many as fit.
 
 import logging
 import random
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import partial
 
 from msgspec.structs import replace
@@ -21,6 +20,7 @@ from slagate.pools.table import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.assignment import Assignment
 from slagate.router.errors import NoWorker, Overloaded, RequestError, UnknownModel
+from slagate.router.neighbours import Neighbours
 from slagate.router.policy import NO_CONFIG, Decision, StageChoice, choose
 from slagate.router.score import LIMITS, Ask
 from slagate.router.waiting import Lanes, Ticket
@@ -30,7 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Assigns requests to workers of one fleet; at most `max_waiting` wait for one."""
+    """Assigns requests to workers of one fleet; at most `max_waiting` wait for one.
+
+    `neighbours` are the other processes that send to the same workers, and whose requests wait for them.
+    """
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class Dispatcher:
         rng: random.Random,
         config: gw.GatewayConfig = NO_CONFIG,
         max_waiting: int = 1024,
+        neighbours: Neighbours | None = None,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
         self.fleet = fleet
@@ -46,11 +50,28 @@ class Dispatcher:
         self._rng = rng
         self._max_waiting = max_waiting
         self._now_s = now_s
-        self._lanes = Lanes(now_s=now_s)
+        self._neighbours = neighbours
+        if neighbours is None:
+            self._lanes = Lanes(now_s=now_s)
+        else:
+            older = neighbours.older
+            self._lanes = Lanes(now_s=now_s, older=lambda since_s: older(since_s, fleet.pools))
+            neighbours.look = self.step
         fleet.on_join(self._joined)
 
     def _joined(self, pool: Pool, member: Member) -> None:
-        member.on_change = partial(self.step, pool.name)
+        member.on_change = partial(self._changed, pool.name)
+
+    def _changed(self, pool: str) -> None:
+        self.step(pool)
+        if self._neighbours is not None:
+            self._neighbours.wake()
+
+    def _show_waiting(self) -> None:
+        """Tell the other processes what waits here."""
+        if self._neighbours is not None:
+            oldest_s = self._lanes.oldest_s()
+            self._neighbours.show_waiting(self._lanes.n_waiting, self.fleet.pools, oldest_s)
 
     @property
     def n_waiting(self) -> int:
@@ -63,7 +84,6 @@ class Dispatcher:
         rng.setstate(self._rng.getstate())
         return self._choose(ask, prompt, None, rng)
 
-    @contextmanager
     def submit(
         self,
         ask: Ask,
@@ -71,12 +91,11 @@ class Dispatcher:
         *,
         stages: tuple[Stage, ...] | None = None,
         since_s: float | None = None,
-    ) -> Iterator[Ticket]:
-        """A request for workers, for the time of the block; `Ticket.assigned` waits for them.
+    ) -> Ticket:
+        """A request for workers, for the time of a block; `Ticket.assigned` waits for them.
 
         They are for all stages, or for some of a request that lost its workers there and has waited since
-        `since_s`. An assignment that nobody fetched by the end of the block is given back, else it is the
-        caller's. Raises `UnknownModel` or `NoWorker`.
+        `since_s`. Raises `UnknownModel` or `NoWorker`.
         """
         ticket = Ticket(
             ask,
@@ -84,23 +103,19 @@ class Dispatcher:
             stages=stages,
             decision=self._choose(ask, prompt, stages, self._rng),
             since_s=self._now_s() if since_s is None else since_s,
+            leave=self._left,
         )
         if not (self._refused(ticket) or (self._lanes.is_free(ticket) and self._taken(ticket))):
             self._wait(ticket)
             if since_s is not None:
                 # It may be older than who keeps the place that it was refused.
                 self.step()
-        try:
-            yield ticket
-        except BaseException:
-            if isinstance(ticket.outcome, Assignment):
-                ticket.outcome.release()
-            raise
-        finally:
-            if ticket.outcome is None:
-                self._lanes.remove(ticket)
-                # It may have been the one that did not fit.
-                self.step()
+        return ticket
+
+    def _left(self, ticket: Ticket) -> None:
+        self._lanes.remove(ticket)
+        # It may have been the one that did not fit.
+        self.step()
 
     def put_in_force(self, prepared: Prepared, config: gw.GatewayConfig) -> None:
         """Another configuration, for the fleet and for those who wait; receipts call it `config`."""
@@ -113,6 +128,7 @@ class Dispatcher:
             for ticket in waiting:
                 if not self._try(ticket, self._lanes.kept()):
                     self._lanes.add(ticket)
+            self._show_waiting()
 
     def step(self, pool: str | None = None) -> None:
         """Assign as many waiting requests as fit, and refuse those that no worker is left for.
@@ -120,6 +136,7 @@ class Dispatcher:
         With `pool` something has changed there only.
         """
         self._lanes.step(self._try, pool)
+        self._show_waiting()
 
     def _try(self, ticket: Ticket, taken: Collection[str]) -> bool:
         try:
@@ -192,8 +209,11 @@ class Dispatcher:
 
     def _wait(self, ticket: Ticket) -> None:
         n_waiting = self._lanes.n_waiting
+        if self._neighbours is not None:
+            n_waiting += self._neighbours.waiting_elsewhere
         if n_waiting < self._max_waiting:
             self._lanes.add(ticket)
+            self._show_waiting()
             return
         others = f"{n_waiting} requests wait already" if n_waiting else "none may wait"
         why = f"{_why(ticket.decision)}, and {others}"
@@ -208,7 +228,8 @@ class Dispatcher:
                 "request.spilled",
                 extra={"stage": choice.stage.value, "from": choice.pool_order[0], "to": pool.name},
             )
-        return pool.lease(choice.row, choice.work, prompt)
+        n_leases = choice.scored[-1].pool.n_leases
+        return pool.lease(choice.row, choice.work, prompt, n_leases=n_leases)
 
     def _check_model(self, ask: Ask) -> None:
         if not self.fleet.serves(ask.model):

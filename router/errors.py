@@ -16,6 +16,8 @@ from slagate.workers.worker import Status
 class Outcome(Enum):
     """How a request ended; exactly one each."""
 
+    __hash__ = object.__hash__  # a member is one object; `Enum` hashes its name, in Python
+
     COMPLETED = "completed"
     INVALID = "invalid"  # the request is wrong, whatever the fleet does
     TOO_LARGE = "too_large"

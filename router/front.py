@@ -1,86 +1,193 @@
-"""The client-facing side of Generate: the only module of the gateway that carries tokens to clients.
+"""The client-facing side: connections, and who serves the calls on them.
 
-A first cut over `grpc.aio`; what replaces it hands the same `ClientCall` to the same request path.
+Generate is served here, by `ClientStream` and the function that a front is given. Every other method goes,
+as it is, to the local server behind `local`.
 """
 
-import contextlib
-import math
-from typing import Any
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
-import grpc
-import grpc.aio
 
-from slagate.router.generate import generate
-from slagate.router.turn import ClientCall, Gateway
+from slagate.router.client_stream import ClientStream, Serve
+from slagate.router.forward import Forward
+from slagate.router.intake import Intake
+from slagate.router.overdue import Overdue, Untaken
+from slagate.router.settings import Settings
 from slagate.workers.channel import GENERATE
-from slagate.workers.stream import BufferedSink
-from slagate.workers.worker import Status
+from slagate.workers.h2 import H2Connection
+from slagate.workers.h2_port import Accept, Headers, Stream, StreamHandler
+from slagate.workers.h2_port import Settings as Http2Settings
+from slagate.workers.links import Links
+from slagate.workers.listen import BACKLOG
+from slagate.workers.tls import HANDSHAKE_LIMIT_S
 
-FLUSH_S = 2.0
-"""For a client to take the last of its answer, when the request itself took all its time."""
-
-LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the client did not take its answer in time")
+_PATH = GENERATE.encode()
 
 
-class Front(grpc.GenericRpcHandler):
-    """Serves Generate on raw bytes."""
+class Front:
+    """Has the clients' connections, and the requests that `serve` is at work on."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
-            self._generate
+    def __init__(self, serve: Serve, local: Links, settings: Settings) -> None:
+        limits = settings.clients
+        self.serve = serve
+        self.settings = settings
+        self.loop = asyncio.get_running_loop()
+        self.requests: set[asyncio.Task[None]] = set()
+        self.local = local
+        self.clients: set[_Client] = set()
+        self.server: asyncio.Server | None = None
+        self.intake = Intake(max_bytes=limits.max_arriving_bytes, limit_s=limits.arrival_s)
+        self.silent: Overdue[_Client] = Overdue(
+            limits.handshake_s, lambda client: client.connection.close("it said nothing")
         )
-
-    def service(
-        self, handler_call_details: grpc.HandlerCallDetails
-    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Claim Generate, leave every other method to the other handlers."""
-        return self._handler if handler_call_details.method == GENERATE else None
-
-    async def _generate(
-        self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
-    ) -> None:
-        timeout_s = context.time_remaining()
-        limit_s = self._gateway.settings.default_timeout_s if timeout_s is None else timeout_s
-        ends_at_s = anyio.current_time() + limit_s
-        out = BufferedSink()
-        call = ClientCall(
-            data=request,
-            metadata=tuple(context.invocation_metadata() or ()),
-            peer=context.peer(),
-            timeout_s=timeout_s,
-            out=out,
+        self.untaken: Untaken[ClientStream] = Untaken(ClientStream.give_up)
+        self.http2 = Http2Settings(
+            max_streams=limits.max_streams,
+            max_header_bytes=limits.max_header_bytes,
+            resets=limits.resets,
+            chatter=limits.chatter,
         )
-        gone = False
-        async with anyio.create_task_group() as tasks:
+        self._untold: set[_Client] = set()  # may send something new, though it was asked not to
+        self._is_leaving = False
+        self._changed = anyio.Event()
 
-            async def write() -> None:
-                nonlocal gone
-                try:
-                    while (data := await out.next()) is not None:
-                        await context.write(data)
-                except grpc.aio.InternalError:
-                    # The client has left; the news of it may still be on its way to this task.
-                    gone = True
-                    tasks.cancel_scope.cancel()
+    def protocol(self) -> asyncio.Protocol:
+        """The end of a new connection."""
+        if self._is_leaving or len(self.clients) >= self.settings.clients.max_connections:
+            return TurnedAway()
+        return _Client(self).connection
 
-            tasks.start_soon(write)
-            await generate(call, self._gateway)
-            # What the client does not take by the end of its time it never gets; nor does one that lets
-            # its buffer run full, whose writer hangs in a write.
-            flushed_s = max(ends_at_s, anyio.current_time() + FLUSH_S)
-            tasks.cancel_scope.deadline = -math.inf if out.discarded else flushed_s
-        if gone:
+    def joined(self, client: "_Client") -> None:
+        """A client is connected: with TLS, only once it has shown who it is."""
+        self.clients.add(client)
+        self.silent.add(client)
+
+    def retire(self) -> None:
+        """Ask for nothing new; what runs, or was on its way, goes on. Idempotent."""
+        if self._is_leaving:
             return
-        assert out.status is not None
-        code, message, trailers = out.status
-        if tasks.cancel_scope.cancelled_caught and code is grpc.StatusCode.OK:
-            out.discard()
-            code, message, trailers = LATE
-        if code is grpc.StatusCode.OK:
-            context.set_trailing_metadata(trailers)
-            return
-        # An RPC that ended meanwhile takes no status any more, and nobody waits for one.
-        with contextlib.suppress(grpc.aio.InternalError):
-            await context.abort(code, message, trailers)
+        self._is_leaving = True
+        if self.server is not None:
+            self.server.close()
+        self._untold = set(self.clients)
+        for client in list(self.clients):
+            client.connection.retire(partial(self._told, client))
+
+    async def settled(self) -> None:
+        """After `retire`: wait until every request that was on its way has arrived."""
+        while self._untold:
+            self._changed = anyio.Event()
+            await self._changed.wait()
+        await self.intake.emptied()
+
+    async def emptied(self) -> None:
+        """Wait until no client is connected."""
+        while self.clients:
+            self._changed = anyio.Event()
+            await self._changed.wait()
+
+    async def finished(self) -> None:
+        """Wait until no request is being served."""
+        while self.requests:
+            await asyncio.wait(self.requests)
+
+    def left(self, client: "_Client") -> None:
+        """A client's connection is over."""
+        self.clients.discard(client)
+        self.silent.discard(client)
+        self._changed.set()
+
+    def _told(self, client: "_Client") -> None:
+        self._untold.discard(client)
+        self._changed.set()
+
+    def close(self) -> None:
+        """End every connection, and with it the requests of it."""
+        for client in list(self.clients):
+            client.connection.close("the gateway is shutting down")
+        self.silent.close()
+        self.intake.close()
+        self.untaken.close()
+
+
+class TurnedAway(asyncio.Protocol):
+    """The end of a connection that comes too late, or is one too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As `asyncio.Protocol`."""
+        transport.close()
+
+
+class _Client:
+    """One connection of a client: its `Owner`."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self.connection = _ClientConnection(self, front.http2, accept=self._accept)
+
+    def _accept(self, stream: Stream, headers: Headers) -> StreamHandler:
+        fields = dict(headers)
+        if fields.get(b":path") == _PATH:
+            return ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
+        return Forward(stream, headers, self._front.local, peer=self.connection.peer)
+
+    def connected(self) -> None:
+        """The connection is made."""
+        self._front.joined(self)
+
+    def ready(self) -> None:
+        """As `Owner.ready`."""
+        self._front.silent.discard(self)
+
+    def freed(self) -> None:
+        """As `Owner.freed`."""
+
+    def retiring(self, code: int, /) -> None:
+        """As `Owner.retiring`."""
+
+    def lost(self, reason: str, /) -> None:
+        """As `Owner.lost`."""
+        self._front.left(self)
+
+
+class _ClientConnection(H2Connection):
+    def __init__(self, client: _Client, settings: Http2Settings, *, accept: Accept) -> None:
+        super().__init__(client, settings, accept=accept)
+        self._client = client
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._client.connected()
+        super().connection_made(transport)
+
+
+@asynccontextmanager
+async def serve_front(
+    serve: Serve,
+    listening: socket.socket,
+    local: Links,
+    settings: Settings,
+    *,
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[Front]:
+    """Serve clients on this socket, in plaintext without `tls`, for the time of the block."""
+    loop = asyncio.get_running_loop()
+    front = Front(serve, local, settings)
+    front.server = await loop.create_server(
+        front.protocol,
+        sock=listening,
+        backlog=BACKLOG,
+        ssl=tls,
+        ssl_handshake_timeout=None if tls is None else HANDSHAKE_LIMIT_S,
+    )
+    try:
+        yield front
+    finally:
+        front.retire()
+        front.close()
+        with anyio.CancelScope(shield=True):
+            await front.finished()

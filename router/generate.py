@@ -8,9 +8,9 @@ handoff is freed by a task that outlives it. How a leg is called, tried elsewher
 `turn`.
 """
 
+import asyncio
 import logging
 
-import anyio
 from msgspec import structs
 
 from slagate.pools.member import Stage
@@ -24,6 +24,7 @@ from slagate.router.errors import (
     RequestError,
 )
 from slagate.router.handoff import Handoff, PrefillSink, guard
+from slagate.router.live import Running
 from slagate.router.receipts import Record
 from slagate.router.request import Request, check_length, output_budget, parse_request
 from slagate.router.score import Ask
@@ -31,6 +32,7 @@ from slagate.router.sla import parse_sla
 from slagate.router.splice import Splice
 from slagate.router.turn import ClientCall, Gateway, Turn
 from slagate.workers.legs import agg_leg, decode_leg, prefill_leg
+from slagate.workers.logs import note
 from slagate.workers.worker import OK, Status
 
 log = logging.getLogger(__name__)
@@ -44,23 +46,32 @@ async def generate(call: ClientCall, gateway: Gateway) -> None:
     outcome, status = Outcome.INTERNAL, INTERNAL
     limit_s = gateway.settings.default_timeout_s if call.timeout_s is None else call.timeout_s
     deadline_s = record.started_s + limit_s
+    timer = asyncio.get_running_loop().call_later(limit_s, _too_late, call.running, limit_s)
     try:
-        with anyio.fail_after(limit_s):
-            await _serve(call, gateway, record, deadline_s)
+        call.running.begin()
+        await _serve(call, gateway, record, deadline_s)
         outcome, status = Outcome.COMPLETED, OK
-    except TimeoutError:
-        late = DeadlineExceeded(f"the limit of {limit_s:.3f} s has passed")
-        outcome, status = late.outcome, late.status()
     except RequestError as error:
         outcome, status = error.outcome, error.status()
-    except anyio.get_cancelled_exc_class():
-        is_late = call.timeout_s is not None and gateway.now_s() >= deadline_s - _slack_s(limit_s)
-        outcome, status = Outcome.DEADLINE if is_late else Outcome.CANCELLED, CANCELLED
-        raise
+    except asyncio.CancelledError:
+        ended_by = call.running.caught()
+        if ended_by is None:
+            is_late = call.timeout_s is not None and gateway.now_s() >= deadline_s - _slack_s(
+                limit_s
+            )
+            outcome, status = Outcome.DEADLINE if is_late else Outcome.CANCELLED, CANCELLED
+            raise
+        outcome, status = ended_by.outcome, ended_by.status()
     except Exception:
         log.exception("request.bug", extra={"request_id": record.request_id})
     finally:
+        timer.cancel()
+        call.running.over()
         _finish(call, gateway, record, outcome, status)
+
+
+def _too_late(running: Running, limit_s: float) -> None:
+    running.end(DeadlineExceeded(f"the limit of {limit_s:.3f} s has passed"))
 
 
 def _slack_s(limit_s: float) -> float:
@@ -77,7 +88,8 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
     request = parse_request(call.data, max_bytes=gateway.settings.max_request_bytes)
     record.request_id = request.id
     ask = Ask(request.model, request.isl_tokens, sla)
-    with gateway.live.listed(call.peer, request.id):
+    gateway.live.add(call.peer, request.id, call.running)
+    try:
         assignment = await _assigned(gateway, record, ask, request)
         # What it is decided by does not change any more, whatever a reload says its class means.
         final = structs.replace(assignment.decision.ask.sla, is_final=True)
@@ -92,6 +104,8 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
                 await _disaggregate(turn)
         finally:
             turn.let_go()
+    finally:
+        gateway.live.remove(call.peer, request.id, call.running)
 
 
 async def _assigned(gateway: Gateway, record: Record, ask: Ask, request: Request) -> Assignment:
@@ -182,9 +196,10 @@ def _finish(
         status = status._replace(trailers=(*status.trailers, trailer))
     call.out.end(status)
     gateway.metrics.measure(record, outcome)
-    log.info(
+    note(
+        log,
         "request.done",
-        extra={
+        {
             "request_id": record.request_id,
             "outcome": outcome.value,
             "workers": [attempt.winner.view.address for attempt in record.attempts],

@@ -34,7 +34,9 @@ from slagate.router.grid_scene import Scene
 from slagate.router.grid_terminal import print_stage
 from slagate.router.grid_text import printable
 from slagate.router.grid_view import StageView, Traffic, spelled, stage_view
+from slagate.router.tls_cli import dials
 from slagate.workers.errors import UsageError
+from slagate.workers.tls_files import TlsFiles
 from slagate.workers.worker import Status
 
 PIPED_COLUMNS = 120
@@ -55,6 +57,7 @@ class ShowOptions(NamedTuple):
     width: int | None  # of the terminal, in columns; None: as it is
 
 
+@dials
 def show(
     config: Annotated[
         Path | None,
@@ -63,6 +66,7 @@ def show(
         ),
     ] = None,
     *,
+    tls: TlsFiles | None,
     stage: Annotated[
         str | None, typer.Option(help="prefill, decode or agg; default: all there are.")
     ] = None,
@@ -87,10 +91,12 @@ def show(
         fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool)
     elif target is None:
         fail("give a CONFIG, or --target for that of a running gateway")
-    run_to_exit(lambda: show_grids(fleet, target, ShowOptions(stage, svg, png, width)))
+    run_to_exit(lambda: show_grids(fleet, target, ShowOptions(stage, svg, png, width), tls=tls))
 
 
-async def show_grids(config: FleetConfig | None, target: str | None, options: ShowOptions) -> int:
+async def show_grids(
+    config: FleetConfig | None, target: str | None, options: ShowOptions, *, tls: TlsFiles | None
+) -> int:
     """Show the grids of `config`, or of the gateway at `target` with its traffic; the exit status.
 
     Raises `UsageError` for a stage that is not there, a file of another grid than the gateway's, and a
@@ -99,7 +105,7 @@ async def show_grids(config: FleetConfig | None, target: str | None, options: Sh
     traffic = None
     if target is not None:
         try:
-            async with admin_channel(target) as channel:
+            async with admin_channel(target, tls) as channel:
                 stub: Any = gw_grpc.GatewayStub(channel)
                 cells = await stub.ListCells(gw.ListCellsRequest(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:

@@ -1,8 +1,8 @@
 """What every leg has in common: one call to a worker, read until it has ended or failed."""
 
+import asyncio
 from abc import ABC, abstractmethod
 
-import anyio
 import grpc
 from google.protobuf.message import DecodeError
 
@@ -10,7 +10,7 @@ from slagate.pools.member import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import LegFailed, RequestError
 from slagate.workers.errors import scrub, status_of_engine_error
-from slagate.workers.worker import Status
+from slagate.workers.worker import Call, Status
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -19,21 +19,19 @@ RETRYABLE = frozenset({UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
 class LegSink(ABC):
-    """The sink of a leg. `await complete.wait()`, then `failure()` says how it went.
+    """The sink of a leg. `await completed()`, then `failure()` says how it went.
 
-    `complete` is set by the terminal event, by a failure, or by the end of the call, whichever is first;
-    `ended` by the end of the call only. What a worker sends behind its terminal event goes nowhere.
+    It is complete by the terminal event, by a failure, or by the end of the call, whichever is first. What
+    a worker sends behind its terminal event goes nowhere.
 
     A worker that breaks the protocol (cannot be read, another request's id, no terminal event) counts as
     unavailable: the request may be fine with another one.
     """
 
-    answers_client = False
-    """Whether the terminal event of such a leg completes the client's answer."""
-
     def __init__(self, stage: Stage, leg_id: str) -> None:
-        self.complete = anyio.Event()
-        self.ended = anyio.Event()
+        self.is_complete = False
+        self.has_ended = False  # the call
+        self._waiter: asyncio.Future[None] | None = None
         self.stage = stage
         self.leg_id = leg_id
         # From here on a repetition might do something twice: tokens for the client, a pull of the handoff.
@@ -50,6 +48,14 @@ class LegSink(ABC):
     def failure(self) -> RequestError | None:
         """Why the leg did not do what it was for; None when it did."""
         return self._failure
+
+    def started(self, call: Call, /) -> None:
+        """Take the call whose sink this is; it may be paused."""
+        return
+
+    def over(self) -> None:
+        """Nobody waits for it any more."""
+        return
 
     def message(self, data: bytes, /) -> None:
         """As `Sink.message`."""
@@ -68,6 +74,11 @@ class LegSink(ABC):
             return
         self.take(response, data)
 
+    def batch(self, messages: list[bytes], /) -> None:
+        """As `StreamSink.batch`."""
+        for data in messages:
+            self.message(data)
+
     def end(self, status: Status, /) -> None:
         """As `Sink.end`. After the terminal event a status changes nothing."""
         if not self._terminal and self._failure is None:
@@ -75,8 +86,20 @@ class LegSink(ABC):
                 self._fail(Status(UNAVAILABLE, "ended without a terminal event"))
             else:
                 self._fail(status)
-        self.complete.set()
-        self.ended.set()
+        self.has_ended = True
+        self._completed()
+
+    async def completed(self) -> None:
+        """Wait until it is complete. One coroutine waits at a time, here or for the end."""
+        if not self.is_complete:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    async def ended(self) -> None:
+        """Wait for the end of the call."""
+        if not self.has_ended:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
 
     def worker_lost(self, reason: str) -> None:
         """The worker is out of service: a leg that can be repeated elsewhere does not wait for it."""
@@ -104,7 +127,13 @@ class LegSink(ABC):
 
     def _finish(self) -> None:
         self._terminal = True
-        self.complete.set()
+        self._completed()
+
+    def _completed(self) -> None:
+        if not self.is_complete or self.has_ended:
+            self.is_complete = True
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
 
     def _fail(self, status: Status) -> None:
         self._give_up(status, helps=status.code in RETRYABLE)
@@ -120,4 +149,4 @@ class LegSink(ABC):
         scrubbed = Status(status.code, scrub(status.message))
         retryable = helps and not self._committed
         self._failure = LegFailed(self.stage, scrubbed, retryable=retryable)
-        self.complete.set()
+        self._completed()

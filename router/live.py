@@ -1,51 +1,90 @@
-"""Requests that are running, by who sent them: what a client's own Abort, or a drain, may end."""
+"""Requests that are running, by who sent them: what a client's own Abort, a limit, or a drain may end.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+The request path uses the event loop's own tasks and futures: cancel scopes and task groups around each
+request cost more than relaying its messages (docs/decisions/0015-the-data-plane.md).
+"""
+
+import asyncio
+from collections.abc import Callable
 
 import anyio
 
 from slagate.router.errors import RequestError
 
 
-class _Running:
-    def __init__(self) -> None:
-        self.scope = anyio.CancelScope()
-        self.ended_by: RequestError | None = None
+class Running:
+    """One request, as those see it who may end it: its task is cancelled, once, and not when answered."""
 
-    def end(self, error: RequestError) -> None:
-        if self.ended_by is None:
+    __slots__ = ("_has_ended", "_task", "ended_by", "is_answered")
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[object] | None = None
+        self._has_ended = False
+        self.ended_by: RequestError | None = None  # None also where the client has left
+        self.is_answered = False  # nobody needs it to end any more
+
+    def begin(self) -> None:
+        """The current task serves it. Raises `asyncio.CancelledError` where it was ended before."""
+        self._task = asyncio.current_task()
+        if self._has_ended:
+            raise asyncio.CancelledError
+
+    def end(self, error: RequestError | None = None) -> None:
+        """Have it end, by `error`, or because nobody waits for it."""
+        if not self._has_ended and not self.is_answered:
+            self._has_ended = True
             self.ended_by = error
-            self.scope.cancel()
+            if self._task is not None:
+                self._task.cancel()
+
+    def answered(self) -> None:
+        """The client has its whole answer: neither a deadline nor an abort changes anything any more."""
+        self.is_answered = True
+
+    def over(self) -> None:
+        """The task is about to be done."""
+        self.is_answered = True
+        self._task = None
+
+    def caught(self) -> RequestError | None:
+        """What it was ended by, if anything; its task then goes on, as if it had not been cancelled."""
+        if self.ended_by is not None and self._task is not None and hasattr(self._task, "uncancel"):
+            self._task.uncancel()  # from Python 3.11 on
+        return self.ended_by
 
 
 class LiveRequests:
     """Ids are the clients' and need not be unique; an entry belongs to the peer that sent it."""
 
-    def __init__(self) -> None:
-        self._running: dict[tuple[str, str], list[_Running]] = {}
+    def __init__(self, tell: Callable[[int], None] | None = None) -> None:
+        """`tell` gets the number of them with each change."""
+        self._running: dict[tuple[str, str], list[Running]] = {}
+        self._n_running = 0
+        self._tell = tell
         self._gone = anyio.Event()
 
     def __len__(self) -> int:
-        return sum(len(several) for several in self._running.values())
+        return self._n_running
 
-    @contextmanager
-    def listed(self, peer: str, request_id: str) -> Iterator[None]:
-        """List a request for the time of the block. Raises the error that it was ended by."""
-        one = _Running()
-        several = self._running.setdefault((peer, request_id), [])
-        several.append(one)
-        try:
-            with one.scope:
-                yield
-        finally:
-            several.remove(one)
-            if not several:
-                del self._running[peer, request_id]
+    def _count(self, change: int) -> None:
+        self._n_running += change
+        if self._tell is not None:
+            self._tell(self._n_running)
+
+    def add(self, peer: str, request_id: str, one: Running) -> None:
+        """List a request, until `remove`."""
+        self._running.setdefault((peer, request_id), []).append(one)
+        self._count(1)
+
+    def remove(self, peer: str, request_id: str, one: Running) -> None:
+        """It is not to be ended from here any more."""
+        several = self._running[peer, request_id]
+        several.remove(one)
+        if not several:
+            del self._running[peer, request_id]
+        self._count(-1)
+        if not self._n_running:
             self._gone.set()
-        if one.scope.cancelled_caught:
-            assert one.ended_by is not None
-            raise one.ended_by
 
     def abort(self, peer: str, request_id: str, error: RequestError) -> bool:
         """End a peer's requests with this id by `error`; False: there is none."""

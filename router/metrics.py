@@ -1,9 +1,11 @@
 """Every metric family, in one place. Labels come from closed sets; workers appear on gauges only."""
 
+from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -14,9 +16,36 @@ from slagate.pools.table import State
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Outcome
 from slagate.router.receipts import Record
+from slagate.workers.tls import Side
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 60)
 ITL_BUCKETS_S = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
+
+
+_FamilyT = TypeVar("_FamilyT", Counter, Histogram)
+
+
+class _Histogram(Histogram):
+    """Finds the bucket by bisection; the library's own looks at one after the other."""
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        """As `Histogram.observe`, but for examples: nobody gives any."""
+        assert exemplar is None
+        self._sum.inc(amount)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
+
+
+class _Children(dict[tuple[str, ...], _FamilyT]):
+    """What a family has for each tuple of label values, made when it is first asked for."""
+
+    def __init__(self, family: _FamilyT) -> None:
+        super().__init__()
+        self._family: _FamilyT = family
+
+    def __missing__(self, labels: tuple[str, ...]) -> _FamilyT:
+        made: _FamilyT = self._family.labels(*labels)
+        self[labels] = made
+        return made
 
 
 class Metrics:
@@ -24,17 +53,18 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.gauges = CollectorRegistry()  # of these, those that `watch` adds
         self.requests = Counter(
             "slagate_requests", "Requests by how they ended", ["outcome"], registry=self.registry
         )
-        self.ttft = Histogram(
+        self.ttft = _Histogram(
             "slagate_ttft_seconds",
             "From the arrival of a request to its first token, by the pool that prefilled it",
             ["pool"],
             buckets=TTFT_BUCKETS_S,
             registry=self.registry,
         )
-        self.itl = Histogram(
+        self.itl = _Histogram(
             "slagate_itl_seconds",
             "Mean time between a request's tokens, by the pool that decoded it",
             ["pool"],
@@ -62,7 +92,7 @@ class Metrics:
             ["result"],
             registry=self.registry,
         )
-        self.waits = Histogram(
+        self.waits = _Histogram(
             "slagate_wait_seconds",
             "Time that requests waited for a worker below its limit, those that did not wait included",
             buckets=TTFT_BUCKETS_S,
@@ -79,33 +109,52 @@ class Metrics:
             "Workers that drained for too long and had their requests ended",
             registry=self.registry,
         )
+        self.certificates = Gauge(
+            "slagate_tls_certificate_expiry_seconds",
+            "Unix time from which the certificate in use is refused: of the listeners (clients), or as "
+            "workers see it",
+            ["side"],
+            registry=self.registry,
+        )
+        self.gauges.register(self.certificates)
         for result in ("applied", "refused"):
             self.reloads.labels(result=result)
-        for outcome in Outcome:
-            self.requests.labels(outcome=outcome.value)
+        self._of_outcome = {
+            outcome: self.requests.labels(outcome=outcome.value) for outcome in Outcome
+        }
+        self._ttft_of, self._itl_of = _Children(self.ttft), _Children(self.itl)
+        self._targets_of = _Children(self.targets)
 
     def measure(self, record: Record, outcome: Outcome) -> None:
         """Count one request that has ended."""
-        self.requests.labels(outcome=outcome.value).inc()
+        self._of_outcome[outcome].inc()
         self.tokens.inc(record.tally.n_tokens)
         if record.decision is None:
             return
         self.waits.observe(record.waited_s)
         prefill_pool, decode_pool = record.decision.stages[0].pool, record.decision.stages[-1].pool
-        if record.ttft_s is not None:
-            self.ttft.labels(pool=prefill_pool).observe(record.ttft_s)
-        if record.itl_s is not None:
-            self.itl.labels(pool=decode_pool).observe(record.itl_s)
-        for target, pool, met in (
-            ("ttft", prefill_pool, record.ttft_met()),
-            ("itl", decode_pool, record.itl_met()),
-        ):
-            if met is not None:
-                self.targets.labels(target=target, pool=pool, met=str(met).lower()).inc()
+        if (ttft_s := record.ttft_s) is not None:
+            self._ttft_of[prefill_pool,].observe(ttft_s)
+            self._judge("ttft", prefill_pool, met=record.ttft_met())
+        if (itl_s := record.itl_s) is not None:
+            self._itl_of[decode_pool,].observe(itl_s)
+            self._judge("itl", decode_pool, met=record.itl_met())
+
+    def _judge(self, target: str, pool: str, *, met: bool | None) -> None:
+        if met is not None:
+            self._targets_of[target, pool, "true" if met else "false"].inc()
 
     def watch(self, dispatcher: Dispatcher) -> None:
         """Add the gauges that read the fleet, and who waits for it, at scrape time."""
-        self.registry.register(_FleetCollector(dispatcher))
+        collector = _FleetCollector(dispatcher)
+        self.registry.register(collector)
+        self.gauges.register(collector)
+
+    def watch_certificate(self, side: Side) -> None:
+        """Add the gauge of when this side's own certificate expires, where it has one."""
+        if side.current.ends_at_s is not None:
+            gauge = self.certificates.labels(side=side.side)
+            gauge.set_function(lambda: side.current.ends_at_s or 0.0)
 
 
 _OF_WORKER: tuple[tuple[str, str, Callable[[Member], float]], ...] = (

@@ -22,9 +22,12 @@ from slagate.router.profile_measure import (
     measure_prefill,
     measured_content,
 )
+from slagate.router.tls_cli import dials
 from slagate.workers.client import connect_worker
 from slagate.workers.errors import UsageError, WorkerError
 from slagate.workers.profile import ProfileError, load_profile
+from slagate.workers.tls import ClientTls
+from slagate.workers.tls_files import TlsFiles
 
 profile = typer.Typer(no_args_is_help=True, help="Timing profiles of models on GPUs.")
 
@@ -66,8 +69,10 @@ def build(
 
 
 @profile.command()
+@dials
 def measure(
     *,
+    tls: TlsFiles | None,
     target: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="An agg worker, or a prefill worker.")
     ],
@@ -116,7 +121,7 @@ def measure(
 
     async def main_coroutine() -> int:
         content = await _measured(
-            target, decode, plan, system=system, kv_capacity=kv_capacity, kv_bytes=kv_bytes,
+            target, decode, plan, tls=tls, system=system, kv_capacity=kv_capacity, kv_bytes=kv_bytes,
             timeout_s=timeout,
         )  # fmt: skip
         _write(out, content)
@@ -130,6 +135,7 @@ async def _measured(
     decode: str | None,
     plan: MeasurePlan,
     *,
+    tls: TlsFiles | None,
     system: str,
     kv_capacity: int | None,
     kv_bytes: int,
@@ -139,11 +145,11 @@ async def _measured(
         errors.print(f"slagate: {line}")
 
     rng = random.Random(uuid.uuid4().int)  # a worker still has the prompts of the run before
+    side = None if tls is None else ClientTls("command", tls)
     async with AsyncExitStack() as stack:
-        worker = await stack.enter_async_context(connect_worker(target))
-        second = (
-            worker if decode is None else await stack.enter_async_context(connect_worker(decode))
-        )
+        worker = second = await stack.enter_async_context(connect_worker(target, tls=side))
+        if decode is not None:
+            second = await stack.enter_async_context(connect_worker(decode, tls=side))
         try:
             server, decoder = await worker.server_info(), await second.server_info()
             model = server.supported_models[0]

@@ -1,5 +1,6 @@
 """What decisions depend on besides their receipts: the fleet file, and what predictions start from."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from msgspec.structs import replace
 
 from slagate.pools.errors import ConfigError
 from slagate.pools.estimator import Coefficients, FrozenEstimator
-from slagate.pools.fleet import Prepared
+from slagate.pools.fleet import Prepared, prepare
 from slagate.pools.grid import StageGrid
 from slagate.pools.grid_config import parse_config
 from slagate.pools.member import Stage
@@ -71,6 +72,24 @@ def read_config(message: gw.GatewayConfig) -> Rules:
         if name not in estimators:
             raise Damaged(f"config.estimators: there is none for pool {name!r}")
     return Rules(message.version, grids, estimators)
+
+
+def prepared_of(message: gw.GatewayConfig) -> Prepared:
+    """The configuration that `config_message` was given, as far as a gateway needs it, from nothing else.
+
+    Its warnings and ignored keys are those of a file with this content. Raises `Damaged`.
+    """
+    read = read_config(message)
+    config = parse_config(json.loads(message.fleet), source="config.fleet")
+    profiles = {
+        name: estimator.profile
+        for name, estimator in read.estimators.items()
+        if estimator.profile is not None
+    }
+    prepared = prepare(dataclasses.replace(config, profiles=profiles))
+    if config_message(prepared, policy=message.policy).version != message.version:
+        raise Damaged("config: comes out otherwise than it was read")
+    return prepared
 
 
 def _digest(message: gw.GatewayConfig) -> str:

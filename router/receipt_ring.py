@@ -61,12 +61,14 @@ class ReceiptRing:
         unix_s: Callable[[], float],
         max_receipts: int = MAX_RECEIPTS,
         max_bytes: int = MAX_BYTES,
+        number: Callable[[int], int] = int,
     ) -> None:
-        """`config` is the one in force."""
+        """`config` is the one in force. `number` makes a receipt's number of its place, from 1 on."""
         self.config = config
         self.attainment = Attainment(config.version)
         self.n_bytes = 0
         self._unix_s = unix_s
+        self._number = number
         self._max_receipts = max_receipts
         self._max_bytes = max_bytes
         self._entries: deque[Entry] = deque()
@@ -93,20 +95,20 @@ class ReceiptRing:
         """Keep what a request leaves behind; it must not change any more."""
         decided = record.decision
         version = self.config.version if decided is None else decided.stages[-1].config_version
-        stamp = Stamp(self._next_number, self._unix_s(), version)
+        stamp = Stamp(self._number(self._next_number), self._unix_s(), version)
         self.attainment.count(record, outcome)
         n_bytes = _n_bytes(record)
-        if decided is not None and version != self._last_version:
+        if version != self._last_version and decided is not None:
             # Receipts of one version share its configuration; as good as each version has one that pays.
             self._last_version = version
             n_bytes += sum(config.ByteSize() for config in _configs(record))
-        entry = Entry(record, outcome, now_s, stamp, n_bytes)
         self._next_number += 1
-        self._entries.append(entry)
-        self.n_bytes += entry.n_bytes
+        self._entries.append(Entry(record, outcome, now_s, stamp, n_bytes))
+        self.n_bytes += n_bytes
         while len(self._entries) > self._max_receipts or self.n_bytes > self._max_bytes:
             self.n_bytes -= self._entries.popleft().n_bytes
-        self._tell()
+        if self._news is not None:
+            self._tell()
         return stamp
 
     def close(self) -> None:
@@ -126,10 +128,10 @@ class ReceiptRing:
         wanted = stop_at - n_kept
         while True:
             while self._entries and wanted < (self._next_number if follow else stop_at):
-                oldest = self._entries[0].stamp.number
+                oldest = self._next_number - len(self._entries)
                 missed = max(0, oldest - wanted)
                 entry = self._entries[max(0, wanted - oldest)]
-                wanted = entry.stamp.number + 1
+                wanted = max(oldest, wanted) + 1
                 yield entry, missed
             if not follow or self._closed:
                 return
@@ -159,6 +161,9 @@ def _configs(record: Record) -> list[gw.GatewayConfig]:
 
 
 def _n_bytes(record: Record) -> int:
-    choices = record.choices
-    rows = sum(choice.n_candidates for choice in choices)
-    return RECEIPT_BYTES + CHOICE_BYTES * len(choices) + ROW_BYTES * rows
+    n_bytes = RECEIPT_BYTES
+    for choice in record.choices:
+        n_bytes += CHOICE_BYTES
+        for scored in choice.scored:
+            n_bytes += ROW_BYTES * len(scored.score_s)
+    return n_bytes

@@ -125,7 +125,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
         last = self.decision.stages
         replaced: list[StageChoice] = []
         for attempt in self.attempts:
-            if not any(attempt.choice is other for other in (*last, *replaced)):
+            if attempt.choice not in last and attempt.choice not in replaced:  # compared as objects
                 replaced.append(attempt.choice)
         return [*replaced, *last]
 

@@ -18,14 +18,18 @@ from slagate.router.client_cli import EXIT_FAILED, admin_channel, failed, to_dic
 from slagate.router.command import fail, run_to_exit
 from slagate.router.receipt_config import Damaged, Rules, read_config
 from slagate.router.recompute import decide_again
+from slagate.router.tls_cli import dials
 from slagate.workers.errors import UsageError
+from slagate.workers.tls_files import TlsFiles
 from slagate.workers.worker import Status
 
 MAX_WORDS = 300
 
 
+@dials
 def receipts(
     *,
+    tls: TlsFiles | None,
     target: Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway's admin listener.")],
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on with new ones until the gateway ends.")
@@ -36,7 +40,7 @@ def receipts(
     ] = None,
 ) -> None:
     """Print a gateway's configuration and its newest receipts, as JSON lines."""
-    run_to_exit(lambda: print_receipts(target, follow=follow, limit=limit))
+    run_to_exit(lambda: print_receipts(target, tls=tls, follow=follow, limit=limit))
 
 
 def recompute(
@@ -50,10 +54,12 @@ def recompute(
     raise typer.Exit(status)
 
 
-async def print_receipts(target: str, *, follow: bool, limit: int | None) -> int:
+async def print_receipts(
+    target: str, *, tls: TlsFiles | None, follow: bool, limit: int | None
+) -> int:
     """Print the configuration and receipts of a running gateway; the exit status."""
     request = gw.WatchReceiptsRequest(follow=follow, limit=limit)
-    async with admin_channel(target) as channel:
+    async with admin_channel(target, tls) as channel:
         stub: Any = gw_grpc.GatewayStub(channel)
         try:
             async for response in stub.WatchReceipts(request):

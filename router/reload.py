@@ -7,14 +7,11 @@ What is read is checked off the event loop; what is put in force waits for nothi
 half of it.
 """
 
-import asyncio
 import logging
 import signal
-import threading
-from collections.abc import AsyncIterable, AsyncIterator, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import anyio
 import anyio.to_thread
@@ -28,10 +25,9 @@ from slagate.router.dispatch import Dispatcher
 from slagate.router.metrics import Metrics
 from slagate.router.receipt_config import config_message
 from slagate.router.receipt_ring import ReceiptRing
+from slagate.workers.aside import aside
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 WATCH_INTERVAL_S = 1.0
 
@@ -79,6 +75,16 @@ class Proposal(NamedTuple):
     changes: tuple[str, ...] = ()  # to what was in force when it was made
 
 
+def put_in_process(dispatcher: Dispatcher, receipts: ReceiptRing) -> Callable[[Proposal], None]:
+    """The step that puts a proposal in force in one process."""
+
+    def put_in_force(found: Proposal) -> None:
+        dispatcher.put_in_force(found.prepared, found.message)
+        receipts.put_in_force(found.message)
+
+    return put_in_force
+
+
 class Reloader:
     """The configuration that is in force, and those before it."""
 
@@ -86,16 +92,17 @@ class Reloader:
         self,
         in_force: Proposal,
         *,
-        dispatcher: Dispatcher,
-        receipts: ReceiptRing,
+        put_in_force: Callable[[Proposal], None],
+        agree: Callable[[Proposal], Awaitable[None]] | None = None,
         metrics: Metrics,
         now_s: Callable[[], float],
     ) -> None:
+        """`put_in_force` is the step; before it whoever else decides has to `agree`, else it raises."""
         self._now_s = now_s
         self._current = in_force
         self._before: list[Proposal] = []
-        self._dispatcher = dispatcher
-        self._receipts = receipts
+        self._put_in_force = put_in_force
+        self._agree = agree
         self._metrics = metrics
         self._one_at_a_time = anyio.Lock()
         self.since_s = now_s()
@@ -105,11 +112,17 @@ class Reloader:
         """What is in force."""
         return self._current.message.version
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Of what is in force."""
+        return self._current.prepared.config.warnings
+
     async def reload(self, read: Callable[[], FleetConfig], *, dry_run: bool = False) -> Reloaded:
         """Put in force what `read` gives. Raises `ConfigError`: then nothing has changed."""
         async with self._one_at_a_time:
             try:
-                found = await _aside(lambda: self.propose(read))
+                found = await aside(lambda: self.propose(read))
+                await self._agreed(found, dry_run=dry_run)
             except ConfigError as error:
                 if not dry_run:
                     self._refused(error)
@@ -117,12 +130,17 @@ class Reloader:
             return self.put(found, dry_run=dry_run)
 
     async def roll_back(self, *, dry_run: bool = False) -> Reloaded:
-        """Put in force what was before, with the profiles of then. Raises `NothingBefore`."""
+        """Put in force what was before, with the profiles of then.
+
+        Raises `NothingBefore`, or `ConfigError` where somebody does not agree.
+        """
         async with self._one_at_a_time:
             if not self._before:
                 raise NothingBefore("there is no configuration before this one")
             before, last = self._before[:-1], self._before[-1]
-            result = self.put(await anyio.to_thread.run_sync(self._compared, last), dry_run=dry_run)
+            found = await anyio.to_thread.run_sync(self._compared, last)
+            await self._agreed(found, dry_run=dry_run)
+            result = self.put(found, dry_run=dry_run)
             if result.applied:
                 self._before = before
             return result
@@ -145,8 +163,7 @@ class Reloader:
         )
         if not result.applied:
             return result
-        self._dispatcher.put_in_force(found.prepared, found.message)
-        self._receipts.put_in_force(found.message)
+        self._put_in_force(found)
         self._current = found
         self._before = [*self._before, old][-MAX_HISTORY:]
         self.since_s = self._now_s()
@@ -154,6 +171,10 @@ class Reloader:
         about = {"version": result.version, "previous_version": result.previous_version}
         log.info("config.reloaded", extra=about | {"changes": list(result.changes)})
         return result
+
+    async def _agreed(self, found: Proposal, *, dry_run: bool) -> None:
+        if self._agree is not None and not dry_run and found.message.version != self.version:
+            await self._agree(found)
 
     def _compared(self, found: Proposal) -> Proposal:
         """With the changes; a grid may have a million cells, and comparing them is no work for the loop."""
@@ -163,25 +184,6 @@ class Reloader:
         self._metrics.reloads.labels(result="refused").inc()
         about = {"source": error.source, "problems": [str(each) for each in error.problems]}
         log.error("config.refused", extra=about)
-
-
-async def _aside(reads: Callable[[], T]) -> T:
-    """`reads()` on a thread of its own, which ends with the process.
-
-    Reading a file may take for ever (a dead mount), and the interpreter would wait at its end for a thread
-    of anyio's: a gateway has to end all the same.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(reads())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is for who waits
-            future.set_exception(error)
-
-    future.set_running_or_notify_cancel()  # from here on nobody who stops waiting for it cancels it
-    threading.Thread(target=run, name="slagate config", daemon=True).start()
-    return await asyncio.wrap_future(future)
 
 
 def ignore_hangups() -> None:
@@ -222,7 +224,7 @@ async def _on_change(reloader: Reloader, source: Source, read: object) -> None:
     seen = read
     while True:
         await anyio.sleep(WATCH_INTERVAL_S)
-        before, seen = seen, await _aside(source.stamp)
+        before, seen = seen, await aside(source.stamp)
         if seen == before and seen != read:
             read = seen
             await _reload(reloader, source)

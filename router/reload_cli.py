@@ -12,6 +12,8 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.router.client_cli import admin_channel, failed, to_dict
 from slagate.router.command import EXIT_USAGE, fail, run_to_exit
+from slagate.router.tls_cli import dials
+from slagate.workers.tls_files import TlsFiles
 from slagate.workers.worker import Status
 
 TIMEOUT_S = 60.0
@@ -19,8 +21,10 @@ TIMEOUT_S = 60.0
 may come before it."""
 
 
+@dials
 def reload(
     *,
+    tls: TlsFiles | None,
     target: Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway's admin listener.")],
     config: Annotated[
         Path | None,
@@ -48,11 +52,13 @@ def reload(
             request.fleet = config.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             fail(f"{config}: {getattr(error, 'strerror', None) or 'is not UTF-8'}")
-    run_to_exit(lambda: _reload(target, request, as_json=as_json))
+    run_to_exit(lambda: _reload(target, request, tls=tls, as_json=as_json))
 
 
-async def _reload(target: str, request: gw.ReloadRequest, *, as_json: bool) -> int:
-    async with admin_channel(target) as channel:
+async def _reload(
+    target: str, request: gw.ReloadRequest, *, tls: TlsFiles | None, as_json: bool
+) -> int:
+    async with admin_channel(target, tls) as channel:
         stub: Any = gw_grpc.GatewayStub(channel)
         try:
             answer = await stub.Reload(request, timeout=TIMEOUT_S)

@@ -2,9 +2,10 @@
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from slagate.pools.overlap import Prompt
@@ -120,10 +121,19 @@ def _prompt(message: oe.GenerateRequest) -> Prompt | None:
     # Where in the prompt a picture stands is for the engine to say, and its tokens do not tell which one.
     if message.media or message.kv.bypass_prefix_cache:
         return None
-    ids = array("I", message.token_ids.ids[:])
+    root = Root(message.lora_name, message.kv.cache_salt)
+    return Prompt(_little_endian(message.token_ids.ids), root)
+
+
+def _little_endian(ids: Sequence[int]) -> bytes:
+    """Token ids as uint32."""
+    # Newer protobuf hands the numbers over as they lie in memory, a hundred times faster than one by one.
+    if hasattr(ids, "__array__"):
+        return np.array(ids, dtype="<u4").tobytes()
+    numbers = array("I", ids[:])
     if sys.byteorder == "big":
-        ids.byteswap()
-    return Prompt(ids.tobytes(), Root(message.lora_name, message.kv.cache_salt))
+        numbers.byteswap()
+    return numbers.tobytes()
 
 
 def _max_tokens(message: oe.GenerateRequest) -> int | None:

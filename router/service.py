@@ -4,7 +4,7 @@ What would show other tenants' tokens or touch their requests is not offered.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import grpc
 
@@ -13,8 +13,22 @@ from slagate.pools.member import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.router.errors import Aborted
+from slagate.router.forward import PEER
 from slagate.router.live import LiveRequests
 from slagate.workers.trtllm_info import SCHEMA_RELEASE
+
+ABORTED = "aborted by the client"
+
+
+class Siblings(Protocol):
+    """The other processes of the gateway."""
+
+    @property
+    def n_running(self) -> int:
+        """Requests that they serve."""
+
+    async def abort(self, peer: str, request_id: str) -> bool:
+        """As `LiveRequests.abort`, in whichever of them has it."""
 
 
 class ControlService(oe_grpc.ControlServicer):
@@ -28,7 +42,9 @@ class ControlService(oe_grpc.ControlServicer):
         instance_id: str,
         version: str,
         not_ready: Callable[[], str],
+        siblings: Siblings | None = None,
     ) -> None:
+        self._siblings = siblings
         self._fleet = fleet
         self._live = live
         self._instance_id = instance_id
@@ -83,7 +99,10 @@ class ControlService(oe_grpc.ControlServicer):
 
     async def GetLoad(self, request: Any, context: Any) -> oe.LoadInfo:
         """The whole gateway's load: requests it is serving now."""
-        return oe.LoadInfo(instance_id=self._instance_id, running_requests=len(self._live))
+        elsewhere = 0 if self._siblings is None else self._siblings.n_running
+        return oe.LoadInfo(
+            instance_id=self._instance_id, running_requests=len(self._live) + elsewhere
+        )
 
     async def Health(self, request: Any, context: Any) -> oe.HealthResponse:
         """READY while every stage has a ready worker and the gateway is not draining."""
@@ -111,8 +130,11 @@ class ControlService(oe_grpc.ControlServicer):
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"{target}: a client may abort its own requests only, by request_id",
             )
-        aborted = Aborted("aborted by the client")
-        if not self._live.abort(context.peer(), request.request_id, aborted):
+        peer = _peer(context)
+        found = self._live.abort(peer, request.request_id, Aborted(ABORTED))
+        if not found and self._siblings is not None:
+            found = await self._siblings.abort(peer, request.request_id)
+        if not found:
             await _abort(
                 context,
                 grpc.StatusCode.NOT_FOUND,
@@ -145,3 +167,8 @@ def _logprobs(offers: Sequence[oe.LogprobCapabilities]) -> oe.LogprobCapabilitie
         if limits:
             common.max_top_n = min(limits)
     return common
+
+
+def _peer(context: Any) -> str:
+    """Who called: as the front says, behind whose socket nobody else is."""
+    return str(dict(context.invocation_metadata() or ()).get(PEER, ""))

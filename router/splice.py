@@ -13,9 +13,12 @@ from slagate.pools.member import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import ErrorRelayed, SlowClient
 from slagate.router.leg import LegSink
+from slagate.router.peek import TOKEN_TAG, plain_tokens
+from slagate.router.valve import Valve
 from slagate.workers.errors import scrub
 from slagate.workers.legs import client_id_suffix
-from slagate.workers.stream import BufferedSink
+from slagate.workers.stream import Outlet
+from slagate.workers.worker import Call
 
 
 class Tally(msgspec.Struct, gc=False):
@@ -43,29 +46,71 @@ class Splice(LegSink):
     an earlier leg, goes in front of that first one.
     """
 
-    answers_client = True
-
     def __init__(
         self,
         stage: Stage,
-        client: BufferedSink,
+        client: Outlet,
         *,
         leg_id: str,
         client_id: str,
         tally: Tally,
         max_buffer_bytes: int,
+        stuck_s: float,
         now_s: Callable[[], float],
         on_token: Callable[[], None],
+        on_answered: Callable[[], None],
         preface: bytes = b"",
     ) -> None:
         super().__init__(stage, leg_id)
         self._client = client
+        id_of_leg = client_id_suffix(leg_id)
+        self._head = id_of_leg + TOKEN_TAG
+        self._event_at = len(id_of_leg)
+        self._is_flowing = False  # a token was passed on
         self._suffix = client_id_suffix(client_id)
         self._tally = tally
         self._max_buffer_bytes = max_buffer_bytes
+        self._stuck_s = stuck_s
+        self._call: Call | None = None
+        self._valve: Valve | None = None  # once it was needed
         self._now_s = now_s
         self._on_token = on_token
+        self._on_answered = on_answered
         self._preface = preface
+
+    def batch(self, messages: list[bytes], /) -> None:
+        """As `StreamSink.batch`. Nearly all are one token event and nothing else, behind the first."""
+        at = 0
+        while at < len(messages):
+            at += self._flow(messages[at:] if at else messages)
+            if at < len(messages):
+                self.message(messages[at])
+                at += 1
+
+    def _flow(self, messages: list[bytes]) -> int:
+        """Pass token events on, up to the first message that is something else; how many it were."""
+        if not self._is_flowing or self.is_complete:
+            return 0
+        head, event_at, suffix = self._head, self._event_at, self._suffix
+        room_bytes = self._max_buffer_bytes - self._client.n_bytes
+        found: list[bytes] = []
+        n_tokens = 0
+        for data in messages:
+            if not data.startswith(head):
+                break
+            n_plain = plain_tokens(data, event_at)
+            room_bytes -= len(data)
+            if n_plain < 0 or room_bytes < 0:
+                break
+            n_tokens += n_plain
+            found.append(data + suffix)
+        if found:
+            tally = self._tally
+            tally.n_messages += len(found)
+            tally.n_tokens += n_tokens
+            tally.last_token_s = self._now_s()
+            self._client.batch(found)
+        return len(found)
 
     def take(self, response: oe.GenerateResponse, data: bytes) -> None:
         """Pass one response on."""
@@ -76,6 +121,7 @@ class Splice(LegSink):
             if event == "token":
                 self._tally.tokens(len(response.token.tokens), self._now_s())
                 self._on_token()
+                self._is_flowing = True
             elif event == "finished":
                 self._finish()
             if response.HasField("usage") and response.usage.HasField("cached_prompt_tokens"):
@@ -94,12 +140,10 @@ class Splice(LegSink):
 
     def _relay(self, data: bytes) -> bool:
         """False: the client's buffer is full, and its stream is over."""
-        # One message may be larger than the buffer: a client that has taken all before it is not slow.
-        if self._client.n_bytes and self._client.n_bytes + len(data) > self._max_buffer_bytes:
-            waiting = self._client.n_bytes
-            self._failure = SlowClient(f"the client reads too slowly: {waiting} bytes wait for it")
-            self._client.discard()
-            self.complete.set()
+        # What does not fit is the last for now: one message may be larger than the buffer.
+        n_bytes = self._client.n_bytes
+        if n_bytes and n_bytes + len(data) > self._max_buffer_bytes and not self._held_up():
+            self._too_slow()
             return False
         self._committed = True
         if self._preface:
@@ -107,6 +151,40 @@ class Splice(LegSink):
             self._preface = b""
         self._pass_on(data)
         return True
+
+    def _too_slow(self) -> None:
+        if self._terminal or self._failure is not None:
+            return
+        waiting = self._client.n_bytes
+        self._failure = SlowClient(f"the client reads too slowly: {waiting} bytes wait for it")
+        self._client.discard()
+        self._completed()
+
+    def _finish(self) -> None:
+        self._on_answered()
+        super()._finish()
+
+    def started(self, call: Call, /) -> None:
+        """As `LegSink.started`."""
+        self._call = call
+
+    def over(self) -> None:
+        """As `LegSink.over`."""
+        self._call = None
+        if self._valve is not None:
+            # Which knows this one, too.
+            self._valve.close()
+            self._valve = None
+
+    def _held_up(self) -> bool:
+        """Have the worker wait for the client; false: it does already, or cannot."""
+        if self._call is None:
+            return False
+        if self._valve is None:
+            self._valve = Valve(
+                self._client, self._call, limit_s=self._stuck_s, stuck=self._too_slow
+            )
+        return self._valve.shut()
 
     def _pass_on(self, data: bytes) -> None:
         self._tally.n_messages += 1

@@ -1,8 +1,9 @@
 """One request's hold on the fleet: its leases, its handoff, and the calls to its workers."""
 
+import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import anyio
@@ -18,7 +19,7 @@ from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import LegFailed, RequestError
 from slagate.router.handoff import Handoff, Releaser
 from slagate.router.leg import LegSink
-from slagate.router.live import LiveRequests
+from slagate.router.live import LiveRequests, Running
 from slagate.router.metrics import Metrics
 from slagate.router.policy import StageChoice
 from slagate.router.receipt_ring import ReceiptRing
@@ -29,7 +30,7 @@ from slagate.router.settings import Settings
 from slagate.router.sla import PRIORITY
 from slagate.router.splice import Splice
 from slagate.workers.legs import DECODE_RANK, TARGET_RANK
-from slagate.workers.stream import BufferedSink
+from slagate.workers.stream import Outlet
 from slagate.workers.worker import OK, Metadata, Status
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,10 @@ FORWARDED_KEYS = ("traceparent", "tracestate")
 """Client metadata that a worker gets; everything else is the gateway's business, or nobody's."""
 
 GIVEN_UP = Status(grpc.StatusCode.CANCELLED, "given up by the gateway")
+
+LEG_SLACK_S = 0.05
+"""Of a leg's limit, behind the request's own: that one cancels the leg, and says whose limit it was. Loops
+count in milliseconds, so of two timers for one moment either may come first."""
 
 TRAILER_LIMIT_S = 1.0
 """How long a worker may take to close a call behind its terminal event."""
@@ -51,7 +56,8 @@ class ClientCall:
     metadata: Metadata
     peer: str  # who may abort it
     timeout_s: float | None  # what is left of the client's deadline
-    out: BufferedSink  # what the front writes to the client
+    out: Outlet  # what the front writes to the client
+    running: Running = field(default_factory=Running)
 
 
 @dataclass(slots=True)
@@ -149,7 +155,7 @@ class Turn:
             self.leg_started_s = self.gateway.now_s()
             try:
                 await self._run(lease, data, sink)
-            except anyio.get_cancelled_exc_class():
+            except asyncio.CancelledError:
                 self.record.attempt(stage, GIVEN_UP)
                 raise
             finally:
@@ -173,18 +179,19 @@ class Turn:
             return
         remaining_s = max(self.deadline_s - self.gateway.now_s(), 0.0)
         leg_call = member.worker.generate(
-            leg, self._leg_metadata(lease), sink, timeout_s=remaining_s
+            leg, self._leg_metadata(lease), sink, timeout_s=remaining_s + LEG_SLACK_S
         )
         member.legs.add(sink)
+        sink.started(leg_call)
         try:
-            await sink.complete.wait()
-            if sink.failure() is None:
-                # The status behind the terminal event changes nothing, so it is not waited for long. Nor do
-                # a deadline and an abort, where the client has its whole answer.
-                with anyio.move_on_after(TRAILER_LIMIT_S, shield=sink.answers_client):
-                    await sink.ended.wait()
+            await sink.completed()
+            if not sink.has_ended and sink.failure() is None:
+                # The status behind the terminal event changes nothing, so it is not waited for long.
+                with anyio.move_on_after(TRAILER_LIMIT_S):
+                    await sink.ended()
         finally:
             member.legs.discard(sink)
+            sink.over()
             leg_call.cancel()
 
     def splice(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Splice:
@@ -196,8 +203,10 @@ class Turn:
             client_id=self.request.id,
             tally=self.record.tally,
             max_buffer_bytes=self.gateway.settings.max_buffer_bytes,
+            stuck_s=self.gateway.settings.stuck_s,
             now_s=self.gateway.now_s,
             on_token=on_token,
+            on_answered=self.call.running.answered,
             preface=self.preface,
         )
 

@@ -5,11 +5,10 @@ all of it. Between lanes age decides too: what an older request waits for no you
 takes.
 """
 
+import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator
-
-import anyio
+from collections.abc import Callable, Collection, Hashable, Iterator, Set
 
 from slagate.pools.member import Stage
 from slagate.pools.overlap import Prompt
@@ -24,7 +23,10 @@ MAX_HINT_S = 30.0
 
 
 class Ticket:
-    """A request's place: assigned, refused, or waiting."""
+    """A request's place, for the time of a block: assigned, refused, or waiting.
+
+    An assignment that the block failed with is given back, else it is whose the block is.
+    """
 
     def __init__(
         self,
@@ -34,24 +36,38 @@ class Ticket:
         stages: tuple[Stage, ...] | None,
         decision: Decision,
         since_s: float,
+        leave: Callable[["Ticket"], None],
     ) -> None:
+        """`leave` is called where it still waits at the end of the block."""
         self.ask = ask
         self.prompt = prompt
         self.stages = stages  # None: all that the configuration has
         self.decision = decision  # the newest one
         self.since_s = since_s
         self.outcome: Assignment | RequestError | None = None
-        self._settled = anyio.Event()
+        self._leave = leave
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> "Ticket":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and isinstance(self.outcome, Assignment):
+            self.outcome.release()
+        if self.outcome is None:
+            self._leave(self)
 
     def settle(self, outcome: Assignment | RequestError) -> None:
         """Assign or refuse it."""
         self.outcome = outcome
-        self._settled.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def assigned(self) -> Assignment:
         """Wait for the workers. Raises `NoWorker` or `Overloaded`."""
         if self.outcome is None:
-            await self._settled.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if isinstance(self.outcome, RequestError):
             raise self.outcome
         assert self.outcome is not None
@@ -111,20 +127,30 @@ class _Lane:
 
 
 class Lanes:
-    """Who waits. `settle` is tried on a ticket: true when it was assigned or refused."""
+    """Who waits. `settle` is tried on a ticket: true when it was assigned or refused.
 
-    def __init__(self, *, now_s: Callable[[], float]) -> None:
+    `older` has the pools that a request waits for in another process which came before a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        now_s: Callable[[], float],
+        older: Callable[[float], Set[str]] = lambda _: frozenset(),
+    ) -> None:
         self._now_s = now_s
+        self._older = older
         self._lanes: dict[Hashable, _Lane] = {}
         self._stepping = False
         self.n_waiting = 0
 
     def is_free(self, ticket: Ticket) -> bool:
         """Whether nobody who came before waits for what it would take."""
+        taken = self._older(ticket.since_s)
         if not self.n_waiting:
-            return True
+            return not any(choice.pool in taken for choice in ticket.decision.stages)
         lane = self._lanes.get(ticket.lane)
-        taken = self.kept()
+        taken = taken | self.kept()
         in_line = lane is not None and bool(lane.tickets)
         return not in_line and not any(choice.pool in taken for choice in ticket.decision.stages)
 
@@ -132,7 +158,7 @@ class Lanes:
         """Let it wait, behind those of its lane."""
         lane = self._lanes.setdefault(ticket.lane, _Lane(ticket.lane))
         if not lane.tickets:
-            lane.wait_for(ticket.held_up_by(self.kept()))
+            lane.wait_for(ticket.held_up_by(self.kept() | self._older(ticket.since_s)))
         lane.tickets.append(ticket)
         self.n_waiting += 1
 
@@ -177,6 +203,7 @@ class Lanes:
         self, lane: _Lane, settle: Callable[[Ticket, Collection[str]], bool], taken: set[str]
     ) -> bool:
         ticket = lane.tickets[0]
+        taken = taken | self._older(ticket.since_s)
         if not settle(ticket, taken):
             lane.wait_for(ticket.held_up_by(taken))
             return False
@@ -195,6 +222,15 @@ class Lanes:
 
     def _waiting(self) -> Iterator[_Lane]:
         return (lane for lane in self._lanes.values() if lane.tickets)
+
+    def oldest_s(self) -> dict[str, float]:
+        """Since when the oldest request waits for a pool that younger ones leave to it."""
+        found: dict[str, float] = {}
+        for lane in self._waiting():
+            since_s = lane.tickets[0].since_s
+            for pool in lane.kept:
+                found[pool] = min(since_s, found.get(pool, since_s))
+        return found
 
     def kept(self) -> set[str]:
         """Pools that younger requests of other lanes leave to those who wait."""

@@ -16,6 +16,7 @@ from slagate.router.command import (
     run_to_exit,
     start_log,
 )
+from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
 from slagate.workers import run, sim_worker
 
 
@@ -102,6 +103,10 @@ def worker(
             help="Seconds for running requests and parked handoffs after SIGTERM.",
         ),
     ] = 10.0,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    insecure: Insecure = False,
     log_level: LogLevel = "info",
 ) -> None:
     """Run one worker until SIGTERM."""
@@ -110,6 +115,7 @@ def worker(
     if engine == "trtllm":
         fail("--engine trtllm is not available in this version; use --engine sim")
     check_transport(transport)
+    tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     start_log(log_level)
     options = sim_worker.SimOptions(
         role=role,
@@ -131,4 +137,4 @@ def worker(
         handoff_key_file=handoff_key_file,
         api=api,
     )
-    run_to_exit(lambda: run.run_sim_worker(options, listen, drain_s=drain))
+    run_to_exit(lambda: run.run_sim_worker(options, listen, drain_s=drain, tls=tls))

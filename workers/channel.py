@@ -1,120 +1,100 @@
-"""A worker's streams over gRPC: the only module on the gateway's worker side that carries tokens.
+"""A worker's streams over gRPC: the only module on the gateway's worker side that carries tokens."""
 
-A first cut over `grpc.aio`; what replaces it keeps the port (`slagate.workers.worker`) as it is.
-"""
-
-import asyncio
-import logging
-from typing import cast
-
+import anyio.abc
 import grpc
-import grpc.aio
-from anyio.abc import TaskGroup
 
-from slagate.workers.stream import Gate
+from slagate.workers.grpc_wire import to_headers
+from slagate.workers.h2_port import Settings
+from slagate.workers.links import Dial, Links, dial_tcp
+from slagate.workers.rpc import Rpc, call_headers
+from slagate.workers.stream import EndedCall
+from slagate.workers.tls import ClientTls, closed_hint
 from slagate.workers.worker import Call, Metadata, Sink, Status
-
-log = logging.getLogger(__name__)
 
 GENERATE = "/openengine.v1.Inference/Generate"
 SUBSCRIBE_KV_EVENTS = "/openengine.v1.Control/SubscribeKvEvents"
 
-MAX_MESSAGE_BYTES = 64 << 20
-"""Of one message on any hop of ours, well above the gateway's own limit of a request."""
+_CLOSING = Status(grpc.StatusCode.CANCELLED, "the channel is closing")
 
 
 class StreamChannel:
-    """Starts streams on one channel. The task group that owns the reading tasks is the caller's."""
+    """Starts streams to one worker, over connections that come and go as they are needed."""
 
-    def __init__(self, channel: grpc.aio.Channel, tasks: TaskGroup) -> None:
-        self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
-            GENERATE
+    def __init__(
+        self,
+        address: str,
+        tasks: anyio.abc.TaskGroup,
+        *,
+        settings: Settings | None = None,
+        dial: Dial = dial_tcp,
+        tls: ClientTls | None = None,
+    ) -> None:
+        """`tasks` owns the connecting, which is `dial`'s, or that of `tls` where there is one."""
+        scheme = b"http" if tls is None else b"https"
+        authority = address.encode(errors="replace")
+        self._headers = {
+            path: call_headers(path, authority, scheme=scheme)
+            for path in (GENERATE, SUBSCRIBE_KV_EVENTS)
+        }
+        self._calls: set[Rpc] = set()
+        self._is_closed = False
+        self.links = Links(
+            address,
+            tasks,
+            settings=settings or Settings(),
+            dial=dial if tls is None else tls.dial,
+            hint=closed_hint(tls),
         )
-        self._kv_events: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
-            SUBSCRIBE_KV_EVENTS
-        )
-        self._tasks = tasks
+
+    def __repr__(self) -> str:
+        """State in one line, for people and for tests."""
+        return f"StreamChannel({len(self._calls)} calls, {self.links})"
 
     def generate(
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
     ) -> Call:
         """As `Worker.generate`."""
-        return self._read(
-            self._generate(request, metadata=tuple(metadata), timeout=timeout_s), sink
-        )
+        return self._begin(GENERATE, request, metadata, sink, timeout_s)
 
     def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         """As `Worker.kv_events`."""
-        return self._read(self._kv_events(request, metadata=tuple(metadata)), sink)
+        return self._begin(SUBSCRIBE_KV_EVENTS, request, metadata, sink, None)
 
-    def _read(self, rpc: grpc.aio.UnaryStreamCall[bytes, bytes], sink: Sink) -> Call:
-        call = _RpcCall(rpc, sink)
-        self._tasks.start_soon(call.run)
+    def reachable(self) -> None:
+        """As `Links.reachable`."""
+        self.links.reachable()
+
+    def close(self) -> None:
+        """End every call and every connection."""
+        self._is_closed = True
+        for call in list(self._calls):
+            call.end(_CLOSING)
+        self.links.close(_CLOSING.message)
+
+    def _begin(
+        self, path: str, request: bytes, metadata: Metadata, sink: Sink, timeout_s: float | None
+    ) -> Call:
+        try:
+            headers = to_headers(metadata) if metadata else ()
+        except ValueError as error:
+            sink.end(Status(grpc.StatusCode.INTERNAL, str(error)))
+            return EndedCall()
+        call = Rpc(
+            self._headers[path],
+            request,
+            headers,
+            sink,
+            timeout_s=timeout_s,
+            on_end=self._ended,
+            again=self.links.start,
+        )
+        self._calls.add(call)
+        if self._is_closed:
+            call.end(_CLOSING)
+        else:
+            self.links.start(call)
         return call
 
-
-class _RpcCall:
-    """One RPC: reads while not paused, so that HTTP/2 flow control carries the pause to the worker."""
-
-    def __init__(self, rpc: grpc.aio.UnaryStreamCall[bytes, bytes], sink: Sink) -> None:
-        self._rpc = rpc
-        self._sink = sink
-        self._gate = Gate()
-        self._cancelled = False
-        self._ended = False
-
-    def cancel(self) -> None:
-        if not self._cancelled and not self._ended:
-            self._cancelled = True
-            self._gate.resume()
-            self._rpc.cancel()
-            self._end(Status(grpc.StatusCode.CANCELLED, "cancelled by the gateway"))
-
-    def pause(self) -> None:
-        if not self._cancelled:
-            self._gate.pause()
-
-    def resume(self) -> None:
-        self._gate.resume()
-
-    def _end(self, status: Status) -> None:
-        if not self._ended:
-            self._ended = True
-            try:
-                self._sink.end(status)
-            except Exception:
-                # As for a message: one call's sink must not end the task group of them all.
-                log.exception("channel.end")
-
-    async def run(self) -> None:
-        """Read to the end. Leaves no RPC behind, however it is left."""
-        status = Status(grpc.StatusCode.CANCELLED, "the channel is closing")
-        try:
-            status = await self._read()
-        except Exception:
-            # One call's sink or one peer's answer must not end the task group of them all.
-            log.exception("channel.call")
-            status = Status(grpc.StatusCode.INTERNAL, "the answer could not be taken")
-        except asyncio.CancelledError:
-            # grpc.aio also raises this where the RPC was cancelled and this task was not.
-            if not self._cancelled:
-                raise
-        finally:
-            self._rpc.cancel()
-            self._end(status)
-
-    async def _read(self) -> Status:
-        try:
-            while (data := await self._rpc.read()) is not grpc.aio.EOF:
-                await self._gate.wait()
-                if self._cancelled:
-                    break
-                self._sink.message(cast("bytes", data))
-            code = await self._rpc.code()
-            return _status(code, await self._rpc.details(), await self._rpc.trailing_metadata())
-        except grpc.aio.AioRpcError as error:
-            return _status(error.code(), error.details(), error.trailing_metadata())
-
-
-def _status(code: grpc.StatusCode, details: str | None, trailers: grpc.aio.Metadata) -> Status:
-    return Status(code, details or "", tuple((key, value) for key, value in trailers or ()))
+    def _ended(self, call: Rpc) -> None:
+        self._calls.discard(call)
+        self.links.drop(call)

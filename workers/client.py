@@ -3,18 +3,19 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.lowlevel
 import grpc
 import grpc.aio
-from anyio.abc import TaskGroup
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto import openengine_pb2_grpc as oe_grpc
-from slagate.workers.channel import MAX_MESSAGE_BYTES, StreamChannel
+from slagate.workers.channel import StreamChannel
+from slagate.workers.control_channel import ControlChannel
 from slagate.workers.errors import WorkerError
+from slagate.workers.h2_port import Settings
+from slagate.workers.tls import ClientTls
 from slagate.workers.worker import Call, Metadata, Sink, Status
 
 CONTROL_TIMEOUT_S = 5.0
@@ -23,26 +24,6 @@ CONTROL_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 35.0
 """Limit of a health check with an inference probe: the worker's own limit of it, and the way there."""
 
-CHANNEL_OPTIONS = (
-    # Each hop has its own receive limit, and the default of 4 MiB would cut long prompts and outputs.
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A worker that restarts must be found again in seconds, not after grpc's two minutes.
-    ("grpc.max_reconnect_backoff_ms", 2000),
-    ("grpc.use_local_subchannel_pool", 1),
-    # Else a stream that only listens would never learn that its host has vanished. Workers permit pings
-    # every 10 s while a call is in flight. grpc waits a minute for an unanswered ping, whatever the
-    # keepalive timeout, unless it is told otherwise; and it would stop pinging a peer that it sends no
-    # data to, which a listener does not.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 0),
-    ("grpc.http2.ping_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # The loopback or fleet network is never behind the proxy of the environment.
-    ("grpc.enable_http_proxy", 0),
-)
-
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 
@@ -50,10 +31,10 @@ _Response = TypeVar("_Response")
 class GrpcWorker:
     """One worker at `address` (host:port). Made by `connect_worker`, which owns its tasks."""
 
-    def __init__(self, address: str, channel: grpc.aio.Channel, tasks: TaskGroup) -> None:
+    def __init__(self, address: str, control: ControlChannel, streams: StreamChannel) -> None:
         self.address = address
-        self._control = oe_grpc.ControlStub(channel)
-        self._streams = StreamChannel(channel, tasks)
+        self._control = control
+        self._streams = streams
 
     def generate(
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
@@ -69,28 +50,44 @@ class GrpcWorker:
         self, request: oe.GetKvEventSourcesRequest
     ) -> oe.GetKvEventSourcesResponse:
         """As `Worker.kv_event_sources`."""
-        return await unary(self._control.GetKvEventSources, request)
+        return await self._ask(lambda stub: stub.GetKvEventSources, request)
 
     async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
         """As `Worker.abort`."""
-        return await unary(self._control.Abort, request)
+        return await self._ask(lambda stub: stub.Abort, request)
 
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
         """As `Worker.load`."""
-        return await unary(self._control.GetLoad, request)
+        return await self._ask(lambda stub: stub.GetLoad, request)
 
     async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
         """As `Worker.health`."""
         limit_s = PROBE_TIMEOUT_S if request.include_inference_probe else CONTROL_TIMEOUT_S
-        return await unary(self._control.Health, request, timeout_s=limit_s)
+        return await self._ask(lambda stub: stub.Health, request, timeout_s=limit_s)
 
     async def server_info(self) -> oe.ServerInfo:
         """As `Worker.server_info`."""
-        return await unary(self._control.GetServerInfo, oe.GetServerInfoRequest())
+        return await self._ask(lambda stub: stub.GetServerInfo, oe.GetServerInfoRequest())
 
     async def model_info(self, model: str) -> oe.ModelInfo:
         """As `Worker.model_info`."""
-        return await unary(self._control.GetModelInfo, oe.GetModelInfoRequest(model=model))
+        return await self._ask(lambda stub: stub.GetModelInfo, oe.GetModelInfoRequest(model=model))
+
+    async def _ask(
+        self,
+        method: Callable[[Any], Callable[..., Awaitable[_Response]]],
+        request: _Request,
+        *,
+        timeout_s: float | None = None,
+    ) -> _Response:
+        limit_s = CONTROL_TIMEOUT_S if timeout_s is None else timeout_s
+        with self._control.stub() as stub:
+            try:
+                answer = await unary(method(stub), request, timeout_s=limit_s)
+            except WorkerError as error:
+                raise WorkerError(self._control.explained(error.status)) from error
+        self._streams.reachable()
+        return answer
 
 
 async def unary(
@@ -112,11 +109,19 @@ async def unary(
 
 
 @asynccontextmanager
-async def connect_worker(address: str) -> AsyncIterator[GrpcWorker]:
-    """A `GrpcWorker` for the time of the block; connects lazily and reconnects by itself."""
-    async with (
-        grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel,
-        anyio.create_task_group() as tasks,
-    ):
-        yield GrpcWorker(address, channel, tasks)
-        tasks.cancel_scope.cancel()
+async def connect_worker(
+    address: str, *, settings: Settings | None = None, tls: ClientTls | None = None
+) -> AsyncIterator[GrpcWorker]:
+    """A `GrpcWorker` for the time of the block; connects lazily and reconnects by itself.
+
+    `settings` are those of the connections that carry streams. Without `tls` all of it is plaintext.
+    """
+    async with anyio.create_task_group() as tasks:
+        control = ControlChannel(address, tls, tasks)
+        streams = StreamChannel(address, tasks, settings=settings, tls=tls)
+        try:
+            yield GrpcWorker(address, control, streams)
+        finally:
+            streams.close()
+            await control.close()
+            tasks.cancel_scope.cancel()

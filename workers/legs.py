@@ -18,6 +18,13 @@ DECODE_RANK = "x-slagate-dp-rank"
 """Metadata, ours: the rank of a decode leg, where the key above must not be given."""
 
 
+_PLAIN_ID_BYTES = 0x7F
+"""An id of at most so many bytes has its length in one byte."""
+
+_HEADS = tuple(bytes((1 << 3 | 2, n_bytes)) for n_bytes in range(_PLAIN_ID_BYTES + 1))
+"""Tag (field 1, bytes) and length of an id: both messages have it in the same field."""
+
+
 def prefill_leg(request: bytes, leg_id: str, *, min_tokens: int = 0) -> bytes:
     """The context-only leg: one token of budget, ends in `prefill_ready`.
 
@@ -42,12 +49,21 @@ def decode_leg(
 
 def agg_leg(request: bytes, leg_id: str, *, max_tokens: int | None) -> bytes:
     """The one leg of an aggregated worker; `max_tokens` as in `decode_leg`."""
+    if max_tokens is None:
+        return request + _id_field(leg_id)
     added = oe.GenerateRequest(request_id=leg_id)
-    if max_tokens is not None:
-        added.stopping.max_tokens = max_tokens
+    added.stopping.max_tokens = max_tokens
     return request + added.SerializeToString()
 
 
 def client_id_suffix(client_id: str) -> bytes:
     """Bytes that give a relayed response the client's own id back: the last value wins."""
-    return oe.GenerateResponse(request_id=client_id).SerializeToString()
+    return _id_field(client_id)
+
+
+def _id_field(text: str) -> bytes:
+    """A message with this id and nothing else, as protobuf has it."""
+    data = text.encode()
+    if 0 < len(data) <= _PLAIN_ID_BYTES:
+        return _HEADS[len(data)] + data
+    return oe.GenerateResponse(request_id=text).SerializeToString()

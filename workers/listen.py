@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,9 @@ from typing import NamedTuple
 import anyio
 import grpc.aio
 from anyio.abc import TaskStatus
+
+BACKLOG = 1024
+"""Connections that wait to be accepted."""
 
 
 class Address(NamedTuple):
@@ -40,13 +44,54 @@ def parse_address(text: str) -> Address:
     return Address(host.strip("[]"), int(port))
 
 
-def bind(server: grpc.aio.Server, address: Address) -> Address:
-    """Bind a gRPC server and return the real address. Raises `OSError` when that cannot be."""
+def bind(
+    server: grpc.aio.Server,
+    address: Address,
+    credentials: grpc.ServerCredentials | None = None,
+) -> Address:
+    """Bind a gRPC server and return the real address. Raises `OSError` when that cannot be.
+
+    Without `credentials` it serves plaintext.
+    """
     try:
-        port = server.add_insecure_port(str(address))
+        if credentials is None:
+            port = server.add_insecure_port(str(address))
+        else:
+            port = server.add_secure_port(str(address), credentials)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}") from error
     return Address(address.host, port)
+
+
+def listen_on(address: Address, *, shared: bool = False, backlog: int = BACKLOG) -> socket.socket:
+    """A socket that listens there. Raises `OSError` when that cannot be.
+
+    With `shared` others of this user may do so too, and the kernel spreads connections over all. With a
+    `backlog` of 0 it is bound only: that keeps the port, and takes no connection.
+    """
+    try:
+        family, kind, protocol, _, at = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Those that are accepted inherit it: a host that vanished does not keep its place for ever.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if family == socket.AF_INET6:
+                # A wildcard means every address, also those of IPv4.
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            if shared:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listening.bind(at)
+            if backlog:
+                listening.listen(backlog)
+        except OSError:
+            listening.close()
+            raise
+    except OSError as error:
+        raise OSError(f"cannot listen on {address}") from error
+    return listening
 
 
 def ready_line(**fields: str | int) -> None:

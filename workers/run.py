@@ -16,22 +16,29 @@ from slagate.workers.listen import Address, ready_line, stopped
 from slagate.workers.profile import load_profile
 from slagate.workers.server import serve_worker
 from slagate.workers.sim_worker import BLOCK_TOKENS, ROLES, SimOptions, check_options, sim_worker
+from slagate.workers.tls import ServerTls, following
+from slagate.workers.tls_files import TlsFiles
 
 FLUSH_S = 2.0
 """For what a stream has produced to be written out, once everything has ended."""
 
 
-async def run_sim_worker(options: SimOptions, listen: Address, *, drain_s: float) -> int:
+async def run_sim_worker(
+    options: SimOptions, listen: Address, *, drain_s: float, tls: TlsFiles | None
+) -> int:
     """Serve a simulated worker until SIGTERM, SIGINT or the engine's end; the exit status.
 
-    After the signal, running requests and parked handoffs together get `drain_s`. Raises `ProfileError`
-    or `UsageError` naming a wrong option, and `OSError` when the address cannot be bound.
+    After the signal, running requests and parked handoffs together get `drain_s`. Without `tls` it serves
+    plaintext. Raises `ProfileError` or `UsageError` naming a wrong option, and `OSError` when the address
+    cannot be bound.
     """
     instance_id = uuid.uuid4().hex
+    side = None if tls is None else ServerTls("clients", tls)
     async with (
         _transport(options, listen, instance_id) as opened,
         sim_worker(options, instance_id=instance_id, transport=opened.transport) as worker,
-        serve_worker(worker, listen, grace_s=FLUSH_S) as address,
+        serve_worker(worker, listen, grace_s=FLUSH_S, tls=side) as address,
+        following(side),
         stopped() as signals,
         anyio.create_task_group() as tasks,
     ):

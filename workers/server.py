@@ -11,10 +11,12 @@ import grpc.aio
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
-from slagate.workers.channel import GENERATE, MAX_MESSAGE_BYTES, SUBSCRIBE_KV_EVENTS
+from slagate.workers.channel import GENERATE, SUBSCRIBE_KV_EVENTS
 from slagate.workers.errors import WorkerError, cut
 from slagate.workers.listen import Address, bind
+from slagate.workers.rpc import MAX_MESSAGE_BYTES
 from slagate.workers.stream import BufferedSink
+from slagate.workers.tls import ServerTls
 from slagate.workers.worker import Call, Sink, Status, Worker
 
 SERVER_OPTIONS = (
@@ -37,9 +39,9 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 @asynccontextmanager
 async def serve_worker(
-    worker: Worker, listen: Address, *, grace_s: float
+    worker: Worker, listen: Address, *, grace_s: float, tls: ServerTls | None = None
 ) -> AsyncIterator[Address]:
-    """Serve on `listen` and yield the real address.
+    """Serve on `listen`, in plaintext without `tls`, and yield the real address.
 
     At the end of the block no new call is taken, and running ones get `grace_s` to finish. Raises
     `OSError` when the address cannot be bound.
@@ -54,7 +56,9 @@ async def serve_worker(
     for path, handler in streams.handlers.items():
         _, service, method = path.split("/")
         server.add_registered_method_handlers(service, {method: handler})
-    address = control.address = bind(server, listen)
+    address = control.address = bind(
+        server, listen, None if tls is None else tls.grpc_credentials()
+    )
     await server.start()
     try:
         yield address

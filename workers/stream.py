@@ -2,10 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import anyio
 
-from slagate.workers.worker import OK, Status
+from slagate.workers.worker import OK, Status, StreamSink
 
 
 class BufferedSink:
@@ -18,10 +19,11 @@ class BufferedSink:
     def __init__(self, on_message: Callable[["BufferedSink"], None] | None = None) -> None:
         """`on_message` is told after each message that was queued, whatever the reader does."""
         self._on_message = on_message
-        self.n_bytes = 0
+        self.n_bytes: int = 0
         self.discarded = False
         self.status: Status | None = None
         self._messages: deque[bytes] = deque()
+        self._on_room: Callable[[], None] | None = None
         self._wake = anyio.Event()
 
     def __repr__(self) -> str:
@@ -37,6 +39,11 @@ class BufferedSink:
         if self._on_message is not None:
             self._on_message(self)
 
+    def batch(self, messages: list[bytes], /) -> None:
+        """As `StreamSink.batch`."""
+        for data in messages:
+            self.message(data)
+
     def end(self, status: Status = OK, /) -> None:
         """Mark the end; what is queued is still written first."""
         if self.status is None:
@@ -49,6 +56,10 @@ class BufferedSink:
         self._messages.clear()
         self.n_bytes = 0
 
+    def on_room(self, tell: Callable[[], None], /) -> None:
+        """As `Outlet.on_room`."""
+        self._on_room = tell
+
     async def next(self) -> bytes | None:
         """The next message in order, or None when the call has ended and all was taken."""
         while not self._messages:
@@ -58,7 +69,24 @@ class BufferedSink:
             await self._wake.wait()
         data = self._messages.popleft()
         self.n_bytes -= len(data)
+        if not self._messages and self._on_room is not None:
+            tell, self._on_room = self._on_room, None
+            tell()
         return data
+
+
+class Outlet(StreamSink, Protocol):
+    """A sink whose owner may look at what waits in it. `BufferedSink` is one."""
+
+    @property
+    def n_bytes(self) -> int:
+        """What waits for the reader."""
+
+    def discard(self) -> None:
+        """Drop what waits: its reader does not take it."""
+
+    def on_room(self, tell: Callable[[], None], /) -> None:
+        """Call this once when nothing waits any more."""
 
 
 class Gate:

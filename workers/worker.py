@@ -50,6 +50,16 @@ class Sink(Protocol):
         """Take the end of the call; the last thing a sink is told."""
 
 
+class StreamSink(Sink, Protocol):
+    """A sink that takes what came together together, where there is a wire to come over.
+
+    Of what it was given at once it takes all: to pause is about what comes after.
+    """
+
+    def batch(self, messages: list[bytes], /) -> None:
+        """Take serialised responses of the stream, in order, as `message` would."""
+
+
 class Call(Protocol):
     """One running stream: what its consumer may ask of the producer."""
 

@@ -10,11 +10,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import cancel, decisions, double, event_burst, prefix_index, relay, reload, worker
+from bench import (
+    cancel,
+    channel,
+    decisions,
+    double,
+    event_burst,
+    prefix_index,
+    reload,
+    worker,
+)
 
 BENCHMARKS = {
     "cancel": cancel.measure,
-    "relay": relay.measure,
+    "channel": channel.measure,
     "double": double.measure,
     "worker": worker.measure,
     "prefix": prefix_index.measure,

@@ -228,7 +228,9 @@ def test_a_worker_gets_an_id_of_the_gateways_own(served: Served) -> None:
 
 def test_explain_reaches_no_worker(served: Served) -> None:
     calls = len(served.worker.calls)
-    explained = run_cli("explain", "--target", served.gateway.admin_address, "--isl", "9", "--json")
+    explained = run_cli(
+        "explain", "--insecure", "--target", served.gateway.admin_address, "--isl", "9", "--json"
+    )
     assert explained.returncode == 0, explained.stderr
     assert served.worker.address in explained.stdout
     assert len(served.worker.calls) == calls

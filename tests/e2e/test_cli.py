@@ -22,7 +22,14 @@ def numbers(line: str) -> list[int]:
 
 def test_generate_prints_the_token_ids(either: Cluster) -> None:
     printed = output(
-        "generate", "--target", either.gateway.address, "--tokens", "1,2,3", "--max-tokens", "5"
+        "generate",
+        "--insecure",
+        "--target",
+        either.gateway.address,
+        "--tokens",
+        "1,2,3",
+        "--max-tokens",
+        "5",
     )
     assert numbers(printed) == expected([1, 2, 3], 5)
     assert printed.endswith("\n")
@@ -32,7 +39,7 @@ def test_generate_reads_a_file_and_ends_with_the_receipt(disagg: Cluster, tmp_pa
     file = tmp_path / "tokens.txt"
     file.write_text("10, 20\n30 40\n")
     lines = output(
-        *("generate", "--target", disagg.gateway.address, "--tokens", f"@{file}"),
+        *("generate", "--insecure", "--target", disagg.gateway.address, "--tokens", f"@{file}"),
         *("--max-tokens", "6", "--ttft-ms", "2000", "--itl-ms", "50", "--priority", "7"),
         *("--model", MODEL, "--receipt"),
     ).splitlines()
@@ -51,7 +58,16 @@ def test_generate_reads_a_file_and_ends_with_the_receipt(disagg: Cluster, tmp_pa
 
 def test_generate_makes_up_a_prompt_of_a_length(agg: Cluster) -> None:
     lines = output(
-        *("generate", "--target", agg.gateway.address, "--isl", "500", "--max-tokens", "3"),
+        *(
+            "generate",
+            "--insecure",
+            "--target",
+            agg.gateway.address,
+            "--isl",
+            "500",
+            "--max-tokens",
+            "3",
+        ),
         "--receipt",
     ).splitlines()
     assert len(numbers(lines[0])) == 3
@@ -74,7 +90,7 @@ def test_generate_makes_up_a_prompt_of_a_length(agg: Cluster) -> None:
 def test_generate_says_what_is_wrong(
     agg: Cluster, options: tuple[str, ...], status: int, naming: str
 ) -> None:
-    ended = run_cli("generate", "--target", agg.gateway.address, *options)
+    ended = run_cli("generate", "--insecure", "--target", agg.gateway.address, *options)
     assert ended.returncode == status, ended.stderr
     assert naming in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -89,7 +105,7 @@ def test_explain_decides_and_sends_nothing(disagg: Cluster) -> None:
     before = total_requests(disagg)
     decision = json.loads(
         output(
-            *("explain", "--target", disagg.gateway.admin_address, "--isl", "9000"),
+            *("explain", "--insecure", "--target", disagg.gateway.admin_address, "--isl", "9000"),
             *("--ttft-ms", "150", "--itl-ms", "40", "--max-tokens", "9", "--json"),
         )
     )
@@ -116,7 +132,9 @@ def test_explain_decides_and_sends_nothing(disagg: Cluster) -> None:
 
 
 def test_explain_says_it_in_words(disagg: Cluster) -> None:
-    printed = output("explain", "--target", disagg.gateway.admin_address, "--isl", "100")
+    printed = output(
+        "explain", "--insecure", "--target", disagg.gateway.admin_address, "--isl", "100"
+    )
     assert "chosen" in printed
     assert "no target" in printed or "middle" in printed
     assert any(address in printed for address in disagg.addresses("p"))
@@ -125,7 +143,16 @@ def test_explain_says_it_in_words(disagg: Cluster) -> None:
 
 def test_explain_refuses_what_generate_refuses(disagg: Cluster) -> None:
     ended = run_cli(
-        *("explain", "--target", disagg.gateway.admin_address, "--isl", "5", "--ttft-ms", "-1")
+        *(
+            "explain",
+            "--insecure",
+            "--target",
+            disagg.gateway.admin_address,
+            "--isl",
+            "5",
+            "--ttft-ms",
+            "-1",
+        )
     )
     assert ended.returncode == 1
     assert "INVALID_ARGUMENT" in ended.stderr
@@ -133,7 +160,9 @@ def test_explain_refuses_what_generate_refuses(disagg: Cluster) -> None:
 
 
 def test_pools_as_json(disagg: Cluster) -> None:
-    shown = json.loads(output("pools", "--target", disagg.gateway.admin_address, "--json"))
+    shown = json.loads(
+        output("pools", "--insecure", "--target", disagg.gateway.admin_address, "--json")
+    )
     assert [pool["name"] for pool in shown["pools"]] == ["p", "d"]
     for pool in shown["pools"]:
         assert (pool["workers"], pool["workers_ready"], pool["inflight"]) == (2, 2, 0)
@@ -148,13 +177,13 @@ def test_pools_as_json(disagg: Cluster) -> None:
 
 
 def test_pools_as_tables(disagg: Cluster) -> None:
-    printed = output("pools", "--target", disagg.gateway.admin_address)
+    printed = output("pools", "--insecure", "--target", disagg.gateway.admin_address)
     for address in (*disagg.addresses("p"), *disagg.addresses("d")):
         assert address in printed
 
 
 def test_asking_nobody_fails_in_words() -> None:
-    ended = run_cli("pools", "--target", "127.0.0.1:9")
+    ended = run_cli("pools", "--insecure", "--target", "127.0.0.1:9")
     assert ended.returncode == 1
     assert ended.stderr.startswith("slagate: UNAVAILABLE:")
     assert "Traceback" not in ended.stderr

@@ -15,7 +15,7 @@ def n_ended(printed: str) -> int:
 
 
 def test_a_running_gateway_shows_its_grid_with_its_traffic(agg: Cluster, tmp_path: Path) -> None:
-    target = ("--target", agg.gateway.admin_address)
+    target = ("--insecure", "--target", agg.gateway.admin_address)
     before = run_cli("grid", "show", *target)
     assert before.returncode == 0, before.stderr
     with Client(agg.gateway.address) as client:

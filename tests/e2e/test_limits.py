@@ -42,7 +42,6 @@ def test_stream_07_a_request_over_the_limit_is_refused_with_both_numbers(wide: C
     with Client(wide.gateway.address) as client:
         answer = client.generate(message)
     assert answer.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert answer.details.startswith("token_ids:")
     assert str(message.ByteSize()) in answer.details
     assert "16000000" in answer.details
 

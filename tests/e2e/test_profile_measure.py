@@ -36,7 +36,16 @@ def check(path: Path) -> None:
 def test_an_agg_worker_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "measured.json"
     with running("worker", worker_arguments("agg"), tmp_path) as worker:
-        arguments = ["profile", "measure", "--target", worker.address, "--out", str(out), *ROWS]
+        arguments = [
+            "profile",
+            "measure",
+            "--insecure",
+            "--target",
+            worker.address,
+            "--out",
+            str(out),
+            *ROWS,
+        ]
         result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output
     assert "decode 8 x 2048: " in result.stderr
@@ -50,7 +59,15 @@ def test_a_prefill_and_a_decode_worker_are_measured_together(tmp_path: Path) -> 
         running("prefill", worker_arguments("prefill"), tmp_path) as prefill,
         running("decode", worker_arguments("decode"), tmp_path) as decode,
     ):
-        arguments = ["profile", "measure", "--target", prefill.address, "--out", str(out)]
+        arguments = [
+            "profile",
+            "measure",
+            "--insecure",
+            "--target",
+            prefill.address,
+            "--out",
+            str(out),
+        ]
         alone = CliRunner().invoke(command, [*arguments, *ROWS])
         assert (alone.exit_code, "--decode" in alone.stderr) == (2, True)
         together = [*arguments, "--decode", decode.address, "--kv-bytes", "1000", *ROWS]
@@ -62,6 +79,14 @@ def test_a_prefill_and_a_decode_worker_are_measured_together(tmp_path: Path) -> 
 
 
 def test_a_worker_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
-    arguments = ["profile", "measure", "--target", "127.0.0.1:9", "--out", str(tmp_path / "o.json")]
+    arguments = [
+        "profile",
+        "measure",
+        "--insecure",
+        "--target",
+        "127.0.0.1:9",
+        "--out",
+        str(tmp_path / "o.json"),
+    ]
     result = CliRunner().invoke(command, arguments)
     assert (result.exit_code, "127.0.0.1:9 cannot be asked" in result.stderr) == (2, True)

@@ -29,7 +29,9 @@ def lines_of(printed: str) -> list[dict[str, Any]]:
 def test_all_receipts_of_a_run_come_out_the_same_offline(agg: Cluster) -> None:
     with Client(agg.gateway.address) as client:
         serve(client, N_REQUESTS)
-    printed = run_cli("receipts", "--target", agg.gateway.admin_address, "--limit", str(N_REQUESTS))
+    printed = run_cli(
+        "receipts", "--insecure", "--target", agg.gateway.admin_address, "--limit", str(N_REQUESTS)
+    )
     assert printed.returncode == 0, printed.stderr
     config, *receipts = lines_of(printed.stdout)
     assert json.loads(config["config"]["fleet"])["mode"] == "agg"
@@ -47,7 +49,9 @@ def test_all_receipts_of_a_run_come_out_the_same_offline(agg: Cluster) -> None:
 def test_a_changed_file_fails_and_a_damaged_one_is_refused(agg: Cluster, tmp_path: Path) -> None:
     with Client(agg.gateway.address) as client:
         serve(client, 2)
-    printed = run_cli("receipts", "--target", agg.gateway.admin_address, "--limit", "2").stdout
+    printed = run_cli(
+        "receipts", "--insecure", "--target", agg.gateway.admin_address, "--limit", "2"
+    ).stdout
     first, second, third = lines_of(printed)
     winner = second["receipt"]["decision"]["stages"][0]["candidates"][0]
     winner["queued_s"] += 100
@@ -65,7 +69,14 @@ def test_a_changed_file_fails_and_a_damaged_one_is_refused(agg: Cluster, tmp_pat
 
 def test_followers_get_new_receipts_and_end_with_the_gateway(tmp_path: Path) -> None:
     with cluster(tmp_path, {"a": Pool("agg", 2)}) as running:
-        command = [*SLAGATE, "receipts", "--follow", "--target", running.gateway.admin_address]
+        command = [
+            *SLAGATE,
+            "receipts",
+            "--follow",
+            "--insecure",
+            "--target",
+            running.gateway.admin_address,
+        ]
         out = tmp_path / "out"
         with out.open("wb") as file:
             follower = subprocess.Popen(command, stdout=file, stderr=subprocess.PIPE)
@@ -86,7 +97,14 @@ def test_followers_get_new_receipts_and_end_with_the_gateway(tmp_path: Path) -> 
 def test_who_has_read_enough_may_leave(agg: Cluster) -> None:
     with Client(agg.gateway.address) as client:
         serve(client, 3)
-    command = [*SLAGATE, "receipts", "--follow", "--target", agg.gateway.admin_address]
+    command = [
+        *SLAGATE,
+        "receipts",
+        "--follow",
+        "--insecure",
+        "--target",
+        agg.gateway.admin_address,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
@@ -105,6 +123,6 @@ def test_who_has_read_enough_may_leave(agg: Cluster) -> None:
 
 
 def test_a_gateway_that_is_not_there_is_named() -> None:
-    ended = run_cli("receipts", "--target", "127.0.0.1:9")
+    ended = run_cli("receipts", "--insecure", "--target", "127.0.0.1:9")
     assert ended.returncode == 1
     assert ended.stderr.startswith("slagate: UNAVAILABLE")

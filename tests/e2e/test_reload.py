@@ -74,7 +74,7 @@ class Served:
         beside.rename(self.path)
 
     def reload(self, *options: str) -> tuple[int, str, str]:
-        ended = run_cli("reload", "--target", self.running.admin_address, *options)
+        ended = run_cli("reload", "--insecure", "--target", self.running.admin_address, *options)
         assert "Traceback" not in ended.stderr
         return ended.returncode, ended.stdout, ended.stderr
 
@@ -162,7 +162,7 @@ def test_a_bad_file_changes_nothing_and_every_problem_is_told(
     assert served.reload("--config", str(tmp_path / "nowhere.json"))[0] == 2
     assert (served.version(), served.workers()) == (version, workers)
     assert served.running.metrics("slagate_reloads_total")['{result="applied"}'] == 0
-    assert run_cli("reload", "--target", "127.0.0.1:9").returncode == 1
+    assert run_cli("reload", "--insecure", "--target", "127.0.0.1:9").returncode == 1
 
 
 def test_a_hang_up_reloads_and_a_bad_file_is_logged_and_changes_nothing(

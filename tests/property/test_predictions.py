@@ -139,6 +139,7 @@ def test_agrees_with_a_list_of_claims_and_leaks_nothing() -> None:
 
 
 def test_however_long_the_prompts_are_claims_keep_to_their_memory() -> None:
+    """MEM-06: at each claim, not when some timer fires; the oldest go first."""
     n_blocks, max_bytes = 100, 1 << 20
     predictions = Predictions(32, max_bytes=max_bytes)
     prompts = [struct.pack("<I", at) * 32 * n_blocks for at in range(200)]

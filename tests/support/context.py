@@ -16,15 +16,11 @@ class Aborted(Exception):
 class Context:
     """A server's context, as far as the services look."""
 
-    def __init__(self, *metadata: tuple[str, str], peer: str = "me") -> None:
+    def __init__(self, *metadata: tuple[str, str]) -> None:
         self._metadata = metadata
-        self._peer = peer
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return self._metadata
-
-    def peer(self) -> str:
-        return self._peer
 
     async def abort(self, code: grpc.StatusCode, details: str, _trailers: Any = ()) -> None:
         raise Aborted(code, details)

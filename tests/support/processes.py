@@ -146,14 +146,18 @@ def running(name: str, arguments: Sequence[str], folder: Path) -> Iterator[Proce
         yield process
 
 
-def worker_arguments(role: str, *options: str, listen: str = f"{LOOPBACK}:0") -> list[str]:
-    return ["worker", "--role", role, "--profile", PROFILE, "--listen", listen, *options]
+def worker_arguments(
+    role: str, *options: str, listen: str = f"{LOOPBACK}:0", tls: Sequence[str] = ("--insecure",)
+) -> list[str]:
+    return ["worker", "--role", role, "--profile", PROFILE, "--listen", listen, *tls, *options]
 
 
-def serve_arguments(config: Path, *options: str) -> list[str]:
+def serve_arguments(
+    config: Path, *options: str, tls: Sequence[str] = ("--insecure", "--worker-insecure")
+) -> list[str]:
     anywhere = f"{LOOPBACK}:0"
     listeners = ["--listen", anywhere, "--admin", anywhere, "--http", anywhere]
-    return ["serve", "--config", str(config), *listeners, *options]
+    return ["serve", "--config", str(config), *listeners, *tls, *options]
 
 
 def run_cli(*arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":

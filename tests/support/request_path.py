@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -10,6 +11,7 @@ import anyio
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.app import App, build
+from slagate.router.client_stream import Serve
 from slagate.router.errors import Outcome
 from slagate.router.generate import RECEIPT_TRAILER, generate
 from slagate.router.settings import Settings
@@ -59,6 +61,11 @@ class Bench:
     app: App
     workers: dict[str, FakeWorker]
     scripts: dict[str, Scripts]
+
+    @property
+    def serve(self) -> Serve:
+        """What a front serves calls with."""
+        return partial(generate, gateway=self.app.gateway)
 
     def calls(self, stage: str) -> list[FakeCall]:
         return self.scripts[stage].calls

@@ -4,10 +4,32 @@ import os
 from collections.abc import Callable
 
 
+def n_seeds_of(n_seeds: int) -> int:
+    """Of SLAGATE_SEEDS, else so many."""
+    return int(os.environ.get("SLAGATE_SEEDS", n_seeds))
+
+
 def each_seed(n_seeds: int, history: Callable[[int], None]) -> None:
     """Run a history for so many seeds, or SLAGATE_SEEDS; a failure names its seed."""
-    for seed in range(int(os.environ.get("SLAGATE_SEEDS", n_seeds))):
+    for seed in range(n_seeds_of(n_seeds)):
         try:
             history(seed)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error!r}") from error
+
+
+def each_batch(
+    n_seeds: int, n_batch: int, history: Callable[[range, Callable[[int], None]], None]
+) -> None:
+    """As `each_seed`, some at a time: the history says at which it is."""
+    n_all = n_seeds_of(n_seeds)
+    for first in range(0, n_all, n_batch):
+        at = [first]
+
+        def begin(seed: int, at: list[int] = at) -> None:
+            at[0] = seed
+
+        try:
+            history(range(first, min(first + n_batch, n_all)), begin)
+        except Exception as error:
+            raise AssertionError(f"seed {at[0]} (batch from {first}): {error!r}") from error

@@ -6,8 +6,8 @@ returns what every client saw, with the invariants of ARCHITECTURE.md checked on
 
 import itertools
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import anyio
@@ -101,12 +101,14 @@ async def running(
     refusals: float = 0.0,
     losses: float = 0.0,
     settings: Settings | None = None,
+    connect_to: Callable[[str, TrtllmWorker], AbstractAsyncContextManager[Worker]] | None = None,
     **options: float,
 ) -> AsyncIterator[Fleet]:
     """A gateway over this many workers a stage, `latency_s` away, all ready.
 
     Workers refuse the share `refusals` of their calls, as a dying or a full one would; of the rest they
-    lose the share `losses` midway, and fall silent in half of those. `options` are `SimOptions`.
+    lose the share `losses` midway, and fall silent in half of those. With `connect_to` the way to them is
+    another one. `options` are `SimOptions`.
     """
     luck = random.Random(seed)
 
@@ -129,6 +131,10 @@ async def running(
 
         @asynccontextmanager
         async def connect(address: str) -> AsyncIterator[Worker]:
+            if connect_to is not None:
+                async with connect_to(address, workers[address]) as worker:
+                    yield worker
+                return
             yield FarWorker(workers[address], latency_s=latency_s, fault=fault)
 
         app = await stack.enter_async_context(
@@ -150,7 +156,7 @@ async def simulate(fleet: Fleet, plans: Sequence[Plan]) -> list[Seen]:
     """Play every plan to its end; all clients use the id `same`, each from a peer of its own."""
     seen = [Seen(plan) for plan in plans]
     async with anyio.create_task_group() as sampling:
-        sampling.start_soon(_sample, fleet)
+        sampling.start_soon(sample, fleet)
         async with anyio.create_task_group() as tasks:
             for number, one in enumerate(seen):
                 tasks.start_soon(_client, fleet, f"peer-{number}", one)
@@ -174,7 +180,7 @@ async def closed_loop(fleet: Fleet, plans: Sequence[Plan], *, clients: int) -> l
     return done
 
 
-async def _sample(fleet: Fleet) -> None:
+async def sample(fleet: Fleet) -> None:
     for step in itertools.count():
         check_always(fleet)
         # Closely while things happen, then rarely: a silent worker holds its request for minutes.

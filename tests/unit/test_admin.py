@@ -17,7 +17,7 @@ from slagate.router.errors import Outcome
 from slagate.router.metrics import Metrics
 from slagate.router.receipt_ring import ReceiptRing
 from slagate.router.receipts import Record
-from slagate.router.reload import Proposal, Reloader
+from slagate.router.reload import Proposal, Reloader, put_in_process
 from slagate.router.request import parse_request
 from slagate.router.score import Ask
 from slagate.router.settings import Settings
@@ -37,8 +37,7 @@ def service(
 ) -> AdminService:
     reloader = Reloader(
         Proposal(prepare(config()), CONFIG),
-        dispatcher=dispatcher,
-        receipts=ring,
+        put_in_force=put_in_process(dispatcher, ring),
         metrics=Metrics(),
         now_s=lambda: 90.0,
     )

@@ -105,6 +105,8 @@ def test_agg_must_meet_both_targets_and_is_judged_by_the_one_it_has() -> None:
     assert one(ttft_ms=18.0, itl_ms=10.0) == CellTraffic(1, n_met=0, n_judged=1)
     fast = record("agg", ttft_ms=20.0, itl_ms=49.0, tokens_at_s=(0.019, 0.06))
     assert counted(fast)["agg"][0, 0] == CellTraffic(1, n_met=1, n_judged=1)
+    late = record("agg", ttft_ms=18.0, itl_ms=49.0, tokens_at_s=(0.019, 0.06))
+    assert counted(late)["agg"][0, 0] == CellTraffic(1, n_met=0, n_judged=1)
     only_itl = record("agg", itl_ms=49.0, tokens_at_s=(5.0, 5.04))
     assert counted(only_itl)["agg"][0, 0] == CellTraffic(1, n_met=1, n_judged=1)
 
@@ -116,6 +118,7 @@ def test_no_target_and_no_token_are_no_verdict_but_a_request() -> None:
         "prefill": {(0, 1): CellTraffic(1)},
         "decode": {(0, 1): CellTraffic(1)},
     }
+    assert counted(record("agg", tokens_at_s=(0.019,)))["agg"] == {(0, 1): CellTraffic(1)}
     assert counted(without_token)["prefill"] == {(0, 1): CellTraffic(1)}
     assert counted(Record(0.0)) == {}
 

@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 from slagate.router.__main__ import cli
 
 FILES = sorted(Path(__file__).parents[1].joinpath("golden", "broken-grids").glob("*.json"))
-NOWHERE = [f"--{listener}=127.0.0.1:0" for listener in ("listen", "admin", "http")]
+NOWHERE = [
+    *(f"--{listener}=127.0.0.1:0" for listener in ("listen", "admin", "http")),
+    *("--insecure", "--worker-insecure"),
+]
 
 
 def outcome(path: Path) -> str:

@@ -8,8 +8,13 @@ IDS = [
     *(f"CFG-{n:02}" for n in range(1, 12)),
     *(f"KV-{n:02}" for n in range(1, 20)),
     *(f"SCORE-{n:02}" for n in range(1, 12)),
+    *(f"STREAM-{n:02}" for n in range(1, 10)),
+    *(f"MEM-{n:02}" for n in range(1, 11)),
     *(f"OPS-{n:02}" for n in range(1, 8)),
+    "PEER-02",
 ]
+NOT_OURS = {"STREAM-04", "MEM-03"}
+"""About something that slagate does not have; the page says what."""
 
 
 def test_every_case_is_on_the_page_and_in_the_tests_it_names() -> None:
@@ -20,7 +25,7 @@ def test_every_case_is_on_the_page_and_in_the_tests_it_names() -> None:
         found[row] = [page.parent / target for target in re.findall(r"\]\(([^)]+)\)", line)]
     assert list(found) == IDS
     for name, files in found.items():
-        assert files, name
+        assert bool(files) == (name not in NOT_OURS), name
         for file in files:
             text = file.read_text()
             assert name in text or name.lower().replace("-", "_") in text, (name, file)

@@ -66,7 +66,7 @@ def test_a_bug_in_one_stage_leaves_no_lease_in_another(monkeypatch: pytest.Monke
     dispatcher = Dispatcher(of, rng=rng())
     real = of.pools["decode"].lease
 
-    def broken(row: int, work: Work, prompt: Prompt | None = None) -> object:
+    def broken(row: int, work: Work, prompt: Prompt | None = None, **_: object) -> object:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(of.pools["decode"], "lease", broken)

@@ -111,7 +111,7 @@ def test_without_a_file_and_a_gateway_there_is_nothing_to_show() -> None:
 
 
 def test_a_gateway_that_is_not_there_is_a_failure() -> None:
-    done = run("--target", "127.0.0.1:1")
+    done = run("--insecure", "--target", "127.0.0.1:1")
     assert done.exit_code == 1
     assert "UNAVAILABLE" in done.stderr
 

@@ -38,11 +38,11 @@ def test_a_handoff_is_known_in_the_step_in_which_it_arrives() -> None:
     async def main() -> None:
         leg = Leg().play(token(1), prefill_ready(session("5"), cached=3))
         assert leg.sessions == [session("5")]
-        assert not leg.sink.ended.is_set()
+        assert not leg.sink.has_ended
         leg.play(token(1), OK)
         assert leg.sink.failure() is None
         assert leg.sink.cached_tokens == 3
-        assert leg.sink.ended.is_set()
+        assert leg.sink.has_ended
 
     run(main)
 
@@ -108,7 +108,7 @@ def test_disagg_04_a_prefill_that_failed_says_how(
 def test_what_comes_behind_the_handoff_changes_nothing(late: oe.GenerateResponse | Status) -> None:
     async def main() -> None:
         leg = Leg().play(prefill_ready(), late)
-        assert leg.sink.complete.is_set()
+        assert leg.sink.is_complete
         assert leg.sink.failure() is None
         assert leg.sessions == [session()]
 

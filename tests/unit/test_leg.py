@@ -27,8 +27,10 @@ def splice(stage: Stage) -> Splice:
         client_id="client",
         tally=Tally(),
         max_buffer_bytes=1 << 20,
+        stuck_s=5.0,
         now_s=lambda: 0.0,
         on_token=lambda: None,
+        on_answered=lambda: None,
     )
 
 
@@ -139,13 +141,13 @@ def test_a_leg_is_complete_at_its_terminal_event_and_ended_with_the_call(
 ) -> None:
     async def main() -> None:
         sink = playing(stage, token(1))
-        assert not sink.complete.is_set()
+        assert not sink.is_complete
         step = TERMINAL[stage] if last is None else last
         play(sink, step)
-        assert sink.complete.is_set()
-        assert sink.ended.is_set() == isinstance(step, Status)
+        assert sink.is_complete
+        assert sink.has_ended == isinstance(step, Status)
         sink.end(GONE)
-        assert sink.ended.is_set()
+        assert sink.has_ended
         assert (sink.failure() is None) == (last is None)
 
     run(main)
@@ -162,7 +164,7 @@ def test_a_worker_that_is_out_of_service_fails_only_a_leg_that_can_be_repeated(
         assert isinstance(failed, LegFailed)
         assert (failed.code, failed.retryable) == (Code.UNAVAILABLE, True)
         assert str(failed) == f"{stage.value}: is out of service: reports nothing, at (address)"
-        assert silent.complete.is_set()
+        assert silent.is_complete
         for heard in (token(1), NOTHING):
             sink = playing(stage, heard)
             sink.worker_lost("slow")
@@ -170,7 +172,7 @@ def test_a_worker_that_is_out_of_service_fails_only_a_leg_that_can_be_repeated(
             relayed = stage is Stage.AGG and heard is not NOTHING
             kept = stage is Stage.DECODE or relayed
             assert (sink.failure() is None) == kept
-            assert sink.complete.is_set() != kept
+            assert sink.is_complete != kept
         refused = playing(stage, Status(Code.INVALID_ARGUMENT, "bad"))
         refused.worker_lost("slow")
         assert str(refused.failure()) == f"{stage.value}: bad"

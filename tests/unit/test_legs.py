@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,6 +84,15 @@ def test_the_prompt_is_never_doubled_or_changed(tokens: list[int], leg_id: str) 
         parsed = Request.FromString(leg)
         assert list(parsed.token_ids.ids) == tokens
         assert parsed.request_id == leg_id
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "\u00e9" * 63, "i" * 127, "i" * 128, "\u00e9" * 64, "i" * 1024]
+)
+def test_an_id_written_by_hand_is_protobufs_own(text: str) -> None:
+    assert client_id_suffix(text) == oe.GenerateResponse(request_id=text).SerializeToString()
+    added = Request(request_id=text).SerializeToString()
+    assert agg_leg(b"data", text, max_tokens=None) == b"data" + added
 
 
 def test_a_response_gets_the_clients_id_back() -> None:

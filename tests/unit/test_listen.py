@@ -1,11 +1,12 @@
 import json
 import os
 import signal
+import socket
 
 import anyio
 import pytest
 
-from slagate.workers.listen import Address, parse_address, ready_line, stopped
+from slagate.workers.listen import Address, listen_on, parse_address, ready_line, stopped
 
 
 @pytest.mark.parametrize(
@@ -63,3 +64,12 @@ def test_a_signal_sets_the_event_and_is_let_go_of_afterwards(number: signal.Sign
         assert signal.getsignal(number) != during
 
     anyio.run(main)
+
+
+def test_a_host_that_vanished_does_not_keep_its_connection_for_ever() -> None:
+    with (
+        listen_on(Address("127.0.0.1", 0)) as listening,
+        socket.create_connection(listening.getsockname()),
+        listening.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

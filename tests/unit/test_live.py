@@ -1,8 +1,11 @@
+import asyncio
+
 import anyio
 import pytest
 
 from slagate.router.errors import Aborted, Draining
-from slagate.router.live import LiveRequests
+from slagate.router.live import LiveRequests, Running
+from support.running import listed
 from support.virtual_loop import run
 
 ABORTED = Aborted("aborted by the client")
@@ -15,7 +18,7 @@ def test_an_abort_reaches_every_request_with_that_id_of_that_peer_and_no_other()
         ended: list[str] = []
 
         async def serve(peer: str, request_id: str, name: str) -> None:
-            with pytest.raises(Aborted) as caught, live.listed(peer, request_id):
+            with pytest.raises(Aborted) as caught, listed(live, peer, request_id):
                 await anyio.sleep_forever()
             assert caught.value is ABORTED
             ended.append(name)
@@ -46,7 +49,7 @@ def test_an_abort_reaches_every_request_with_that_id_of_that_peer_and_no_other()
 def test_a_request_that_fails_is_no_longer_listed() -> None:
     async def main() -> None:
         live = LiveRequests()
-        with pytest.raises(ValueError, match="boom"), live.listed("p", "r"):
+        with pytest.raises(ValueError, match="boom"), listed(live, "p", "r"):
             raise ValueError("boom")
         assert len(live) == 0
         assert not live.abort("p", "r", ABORTED)
@@ -61,7 +64,7 @@ def test_a_drain_ends_every_request_by_its_error_and_the_first_error_counts() ->
 
         async def serve(peer: str) -> None:
             try:
-                with live.listed(peer, "r"):
+                with listed(live, peer, "r"):
                     await anyio.sleep_forever()
             except (Aborted, Draining) as error:
                 ended[peer] = error
@@ -85,7 +88,7 @@ def test_none_left_waits_for_the_last_one() -> None:
         await live.none_left()
 
         async def serve(seconds: float) -> None:
-            with live.listed("p", "r"):
+            with listed(live, "p", "r"):
                 await anyio.sleep(seconds)
 
         async with anyio.create_task_group() as tasks:
@@ -98,14 +101,27 @@ def test_none_left_waits_for_the_last_one() -> None:
     run(main)
 
 
-def test_a_request_that_is_done_in_the_step_in_which_it_is_ended_keeps_its_answer() -> None:
-    """The scope was cancelled, but nothing in it waited any more."""
-
+def test_a_request_that_is_answered_is_not_ended_any_more() -> None:
     async def main() -> None:
         live = LiveRequests()
-        with live.listed("p", "r"):
-            assert live.abort("p", "r", ABORTED)
-        assert len(live) == 0
+        one = Running()
+        one.begin()
+        live.add("p", "r", one)
+        one.answered()
+        assert live.abort("p", "r", ABORTED)
+        await anyio.sleep(1.0)
+        assert one.ended_by is None
+        live.remove("p", "r", one)
+
+    run(main)
+
+
+def test_a_request_that_was_ended_before_it_began_is_cancelled_at_once() -> None:
+    async def main() -> None:
+        one = Running()
+        one.end()
+        with pytest.raises(asyncio.CancelledError):
+            one.begin()
 
     run(main)
 
@@ -113,7 +129,7 @@ def test_a_request_that_is_done_in_the_step_in_which_it_is_ended_keeps_its_answe
 def test_a_cancellation_from_outside_is_not_taken_for_an_abort() -> None:
     async def main() -> None:
         live = LiveRequests()
-        with anyio.move_on_after(1.0) as outer, live.listed("p", "r"):
+        with anyio.move_on_after(1.0) as outer, listed(live, "p", "r"):
             await anyio.sleep_forever()
         assert outer.cancelled_caught
         assert len(live) == 0

@@ -1,5 +1,8 @@
+import math
+import random
 from collections.abc import Callable
 
+from prometheus_client import Histogram
 from prometheus_client.core import Metric
 
 from slagate.pools.event_view import EventView
@@ -7,7 +10,7 @@ from slagate.pools.member import Stage
 from slagate.pools.ranks import Work
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Outcome
-from slagate.router.metrics import Metrics
+from slagate.router.metrics import TTFT_BUCKETS_S, Metrics
 from slagate.router.policy import choose
 from slagate.router.receipts import Record
 from slagate.router.sla import Sla
@@ -92,6 +95,20 @@ def test_a_refusal_measures_nothing_but_its_outcome() -> None:
     assert [(s.name, s.labels) for s in named] == [
         ("slagate_requests_total", {"outcome": "invalid"})
     ]
+
+
+def test_a_histogram_counts_as_the_librarys_own_does() -> None:
+    seed = 5
+    luck = random.Random(seed)
+    ours, theirs = Metrics(), Histogram("slagate_wait_seconds", "", buckets=TTFT_BUCKETS_S)
+    edges = [0.0, -1.0, math.inf, *TTFT_BUCKETS_S]
+    for amount in (*edges, *(luck.lognormvariate(0, 3) for _ in range(300))):
+        ours.waits.observe(amount)
+        theirs.observe(amount)
+    (got,), (wanted,) = ours.waits.collect(), theirs.collect()
+    assert [each for each in got.samples if not each.name.endswith("_created")] == [
+        each for each in wanted.samples if not each.name.endswith("_created")
+    ], f"seed {seed}"
 
 
 def test_gauges_read_the_fleet_when_they_are_scraped() -> None:

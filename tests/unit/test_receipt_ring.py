@@ -82,6 +82,7 @@ def test_every_choice_of_a_retry_is_counted() -> None:
     record = Record(0.0)
     record.decision = decision()
     record.attempt(Stage.AGG, OK)
+    record.attempt(Stage.AGG, OK)  # of one choice
     record.decision = record.decision.replace(decision().stages[0])
     of = ring()
     of.add(record, Outcome.COMPLETED, 2.0)

@@ -31,6 +31,7 @@ from slagate.router.reload import (
     Proposal,
     Reloaded,
     Reloader,
+    put_in_process,
     reloading,
 )
 from slagate.router.settings import Settings
@@ -63,8 +64,7 @@ class Running:
         self.metrics = Metrics()
         self.reloader = Reloader(
             in_force,
-            dispatcher=self.dispatcher,
-            receipts=self.receipts,
+            put_in_force=put_in_process(self.dispatcher, self.receipts),
             metrics=self.metrics,
             now_s=lambda: self.clock,
         )

@@ -9,10 +9,12 @@ from slagate.pools.member import Stage
 from slagate.pools.ranks import Work
 from slagate.proto import openengine_pb2 as oe
 from slagate.router import errors
+from slagate.router.forward import PEER
 from slagate.router.live import LiveRequests
 from slagate.router.service import ControlService
 from support.builders import MODEL, config, fleet, model_info
 from support.context import Aborted, Context
+from support.running import listed
 from support.virtual_loop import run
 
 Code = grpc.StatusCode
@@ -186,7 +188,7 @@ def test_a_clients_abort_ends_its_request_by_an_error_that_says_so() -> None:
         ended: list[str] = []
 
         async def serve() -> None:
-            with pytest.raises(errors.Aborted) as caught, live.listed("me", "r"):
+            with pytest.raises(errors.Aborted) as caught, listed(live, "me", "r"):
                 await anyio.sleep_forever()
             ended.append(str(caught.value))
 
@@ -194,7 +196,7 @@ def test_a_clients_abort_ends_its_request_by_an_error_that_says_so() -> None:
             tasks.start_soon(serve)
             await anyio.wait_all_tasks_blocked()
             service = control(fleet(), live=live)
-            answer = await service.Abort(oe.AbortRequest(request_id="r"), Context(peer="me"))
+            answer = await service.Abort(oe.AbortRequest(request_id="r"), Context((PEER, "me")))
             assert answer.status == oe.ABORT_STATUS_ABORTED
         assert ended == ["aborted by the client"]
 

@@ -30,8 +30,10 @@ class Leg:
             client_id="mine",
             tally=self.tally,
             max_buffer_bytes=max_buffer_bytes,
+            stuck_s=5.0,
             now_s=lambda: self.now_s,
             on_token=self._on_token,
+            on_answered=lambda: None,
             preface=preface,
         )
 
@@ -77,7 +79,7 @@ def test_what_passes_is_unchanged_but_for_the_id() -> None:
         sent = [token(1, 2), token(3), finished(cached=4)]
         leg = Leg().play(*sent, OK)
         assert leg.splice.failure() is None
-        assert leg.splice.ended.is_set()
+        assert leg.splice.has_ended
         for message in sent:
             message.request_id = "mine"
         assert await leg.taken() == sent
@@ -159,8 +161,8 @@ def test_nothing_passes_behind_a_failure() -> None:
     async def main() -> None:
         leg = Leg()
         leg.splice.message(b"\xff")
-        assert leg.splice.complete.is_set()
-        assert not leg.splice.ended.is_set()
+        assert leg.splice.is_complete
+        assert not leg.splice.has_ended
         leg.play(token(1), finished(), OK)
         assert isinstance(leg.splice.failure(), LegFailed)
         assert leg.tally.n_tokens == 0
@@ -187,7 +189,7 @@ def test_the_buffer_is_bounded_and_a_client_that_reads_may_have_far_more() -> No
             leg.play(token(*range(10)))
             assert leg.client.n_bytes <= 200 + len("mine") + 2
         assert isinstance(leg.splice.failure(), SlowClient)
-        assert leg.splice.complete.is_set()
+        assert leg.splice.is_complete
         assert (leg.client.discarded, leg.client.n_bytes) == (True, 0)
 
         reading = Leg(max_buffer_bytes=200)
@@ -228,7 +230,7 @@ def test_stream_07_one_message_over_the_limit_passes_to_a_client_that_has_taken_
 def test_i7_nothing_passes_behind_the_terminal_event(late: oe.GenerateResponse) -> None:
     async def main() -> None:
         leg = Leg().play(token(1), finished())
-        assert leg.splice.complete.is_set()
+        assert leg.splice.is_complete
         leg.play(late, OK)
         assert leg.splice.failure() is None
         assert [r.WhichOneof("event") for r in await leg.taken()] == ["token", "finished"]

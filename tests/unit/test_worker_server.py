@@ -7,11 +7,12 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.channel import SUBSCRIBE_KV_EVENTS
-from slagate.workers.client import CHANNEL_OPTIONS, connect_worker
+from slagate.workers.client import connect_worker
+from slagate.workers.control_channel import CHANNEL_OPTIONS
 from slagate.workers.listen import Address
 from slagate.workers.server import serve_worker
 from slagate.workers.stream import EndedCall
-from slagate.workers.worker import Metadata, Sink, Status
+from slagate.workers.worker import Call, Metadata, Sink, Status
 from support.fake_worker import FakeWorker
 
 MESSAGE = b"x" * 100_000
@@ -122,24 +123,40 @@ def test_a_stream_whose_reader_is_gone_is_cancelled() -> None:
 class LargeMessages(FakeWorker):
     """A fake whose events are two messages, each far larger than what a connection holds."""
 
-    def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> EndedCall:
+    n_over = 0  # calls that the server is done with
+
+    def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         for _ in range(2):
             sink.message(b"x" * (16 << 20))
-        return EndedCall()
+        return Counted(self)
+
+
+class Counted(EndedCall):
+    """The call of `LargeMessages`."""
+
+    def __init__(self, worker: LargeMessages) -> None:
+        self._worker = worker
+
+    def cancel(self) -> None:
+        self._worker.n_over += 1
 
 
 def test_a_call_that_is_given_up_while_a_write_waits_is_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
+        worker = LargeMessages()
         with anyio.fail_after(30):
-            async with serve_worker(LargeMessages(), Address("127.0.0.1", 0), grace_s=0) as at:
+            async with serve_worker(worker, Address("127.0.0.1", 0), grace_s=0) as at:
                 for _ in range(5):
                     async with grpc.aio.insecure_channel(str(at), options=CHANNEL_OPTIONS) as to:
                         call = to.unary_stream(SUBSCRIBE_KV_EVENTS)(b"")
                         await call.read()
                         # The second one is under way, and nobody reads it.
                         call.cancel()
+                # A server that stops before that cancels the call itself, which grpc.aio logs as an error.
+                while worker.n_over < 5:
+                    await anyio.lowlevel.checkpoint()
 
     anyio.run(main)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []

@@ -1,0 +1,97 @@
+"""What must not take longer than a time that is the same for all of it."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Overdue(Generic[T]):
+    """Calls `late` with what was added and not discarded within `limit_s`. One timer for all of it."""
+
+    def __init__(self, limit_s: float, late: Callable[[T], None]) -> None:
+        self._limit_s = limit_s
+        self._late = late
+        self._loop = asyncio.get_running_loop()
+        self._due_s: dict[T, float] = {}  # in order, as the limit is the same for all
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._due_s)
+
+    def add(self, item: T) -> None:
+        """Its time begins now."""
+        self._due_s[item] = due_s = self._loop.time() + self._limit_s
+        if self._timer is None:
+            self._timer = self._loop.call_at(due_s, self._look)
+
+    def discard(self, item: T) -> bool:
+        """It is done; false: it was not there."""
+        return self._due_s.pop(item, None) is not None
+
+    def close(self) -> None:
+        """Forget all of it."""
+        self._due_s.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        now_s = self._loop.time()
+        late = []
+        for item, due_s in self._due_s.items():
+            if due_s > now_s:
+                self._timer = self._loop.call_at(due_s, self._look)
+                break
+            late.append(item)
+        for item in late:
+            if self.discard(item):
+                self._late(item)
+
+
+LOOK_S = 0.5
+"""Between two looks at what may be untaken."""
+
+
+class Untaken(Generic[T]):
+    """Calls `late` with what was not discarded by its own time, give or take `LOOK_S`.
+
+    Nearly all of it is discarded at once, so that it is not worth a timer for each, nor an order.
+    """
+
+    def __init__(self, late: Callable[[T], None]) -> None:
+        self._late = late
+        self._loop = asyncio.get_running_loop()
+        self._due_s: dict[T, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._due_s)
+
+    def add(self, item: T, due_s: float) -> None:
+        """It has until then, on the loop's clock."""
+        self._due_s[item] = due_s
+        if self._timer is None:
+            self._timer = self._loop.call_later(LOOK_S, self._look)
+
+    def discard(self, item: T) -> None:
+        """It was taken. Harmless when it was not there."""
+        self._due_s.pop(item, None)
+
+    def close(self) -> None:
+        """Forget all of it."""
+        self._due_s.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        late = [item for item, due_s in self._due_s.items() if due_s <= now_s]
+        for item in late:
+            self.discard(item)
+        self._timer = self._loop.call_later(LOOK_S, self._look) if self._due_s else None
+        for item in late:
+            self._late(item)

@@ -1,0 +1,116 @@
+"""The relay with a fixed choice: our front, channel and splice, and nothing between them.
+
+python -m bench.relay.fixed WORKER...    each HOST:PORT, taken in turn; prints its own port
+
+A request is parsed and checked once, as in the gateway, goes to the next worker with an id of ours, and
+its answer is spliced to the client. No policy, no leases, no receipts, no metrics, no log.
+"""
+
+import gc
+import itertools
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
+
+import anyio
+import uvloop
+
+from slagate.pools.member import Stage
+from slagate.router.client_stream import Serve
+from slagate.router.errors import RequestError
+from slagate.router.front import serve_front
+from slagate.router.request import parse_request
+from slagate.router.settings import Settings
+from slagate.router.splice import Splice, Tally
+from slagate.router.turn import ClientCall
+from slagate.workers.channel import StreamChannel
+from slagate.workers.clock import monotonic_s
+from slagate.workers.h2_port import Settings as Http2Settings
+from slagate.workers.legs import agg_leg
+from slagate.workers.links import Links, dial_unix
+from slagate.workers.listen import Address, listen_on
+from slagate.workers.worker import OK
+
+
+class FixedChoice:
+    """In the place of the gateway: what a front needs to serve a call."""
+
+    def __init__(self, channels: list[StreamChannel]) -> None:
+        self._channels = itertools.cycle(channels)
+        self._numbers: Iterator[int] = itertools.count()
+        self.settings = Settings()
+
+    async def serve(self, call: ClientCall) -> None:
+        """One request from its arrival to its end."""
+        try:
+            request = parse_request(call.data, max_bytes=self.settings.max_request_bytes)
+        except RequestError as error:
+            call.out.end(error.status())
+            return
+        # As long as the gateway's own.
+        leg_id = f"0123456789abcdef-{next(self._numbers)}"
+        splice = Splice(
+            Stage.AGG,
+            call.out,
+            leg_id=leg_id,
+            client_id=request.id,
+            tally=Tally(),
+            max_buffer_bytes=self.settings.max_buffer_bytes,
+            stuck_s=self.settings.stuck_s,
+            now_s=monotonic_s,
+            on_token=_nothing,
+            on_answered=_nothing,
+        )
+        leg = next(self._channels).generate(
+            agg_leg(request.data, leg_id, max_tokens=None),
+            (),
+            splice,
+            timeout_s=self.settings.default_timeout_s,
+        )
+        try:
+            await splice.ended()
+        finally:
+            leg.cancel()
+        failure = splice.failure()
+        call.out.end(OK if failure is None else failure.status())
+
+
+def _nothing() -> None:
+    pass
+
+
+@asynccontextmanager
+async def channels_to(workers: list[str]) -> AsyncIterator[list[StreamChannel]]:
+    """A channel to each, for the time of the block."""
+    async with anyio.create_task_group() as connecting:
+        channels = [StreamChannel(worker, connecting) for worker in workers]
+        try:
+            yield channels
+        finally:
+            for channel in channels:
+                channel.close()
+            connecting.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def fronted(serving: Serve) -> AsyncIterator[None]:
+    """A front for clients that has nothing behind it but Generate; prints its port when it serves."""
+    async with anyio.create_task_group() as connecting:
+        nobody = Links("", connecting, settings=Http2Settings(), dial=dial_unix)
+        with closing(listen_on(Address("127.0.0.1", 0))) as listening:
+            async with serve_front(serving, listening, nobody, Settings()):
+                # As the gateway does once it serves.
+                gc.collect()
+                gc.freeze()
+                print(listening.getsockname()[1], flush=True)
+                yield
+
+
+async def main(workers: list[str]) -> None:
+    """Relay until the process is ended."""
+    async with channels_to(workers) as channels, fronted(FixedChoice(channels).serve):
+        await anyio.sleep_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1:]))

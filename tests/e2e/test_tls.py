@@ -1,0 +1,160 @@
+"""TLS of the product as it is run: a gateway and its workers over mTLS, with certificates that change."""
+
+import contextlib
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import pytest
+
+from slagate.proto import gateway_pb2 as gw
+from slagate.proto import gateway_pb2_grpc as gw_grpc
+from support.certificates import Ca, Pair
+from support.processes import (
+    Gateway,
+    Process,
+    eventually,
+    fleet_config,
+    run_cli,
+    running,
+    serve_arguments,
+    worker_arguments,
+)
+from support.sim_tokens import expected
+
+
+class Fleet(NamedTuple):
+    """A ready gateway over a prefill and a decode worker, all of it mTLS with one CA."""
+
+    ca: Ca
+    gateway: Process
+    workers: list[Process]
+    options: tuple[str, ...]  # of a command that calls any of them
+
+    @property
+    def admin_address(self) -> str:
+        return str(self.gateway.ready["admin"])
+
+
+def listens(ca: Ca, name: str) -> tuple[str, ...]:
+    pair = ca.issue(name)
+    files = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
+    return (*files, "--tls-client-ca", str(ca.path))
+
+
+def calls(ca: Ca, pair: Pair, prefix: str = "--") -> tuple[str, ...]:
+    files = (f"{prefix}tls-cert", str(pair.cert), f"{prefix}tls-key", str(pair.key))
+    return (f"{prefix}tls-ca", str(ca.path), *files)
+
+
+@contextlib.contextmanager
+def mtls_fleet(folder: Path, *more: str) -> Iterator[Fleet]:
+    ca = Ca(folder)
+    options = calls(ca, ca.issue("operator", host="operator"))
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                running(role, worker_arguments(role, tls=listens(ca, role)), folder)
+            )
+            for role in ("prefill", "decode")
+        ]
+        config = folder / "fleet.json"
+        pools = {w.name[0]: (w.name, [w.address]) for w in workers}
+        config.write_text(json.dumps(fleet_config(pools)))
+        tls = (*listens(ca, "gateway"), *calls(ca, ca.issue("to-workers"), "--worker-"))
+        gateway = stack.enter_context(
+            running("gw", serve_arguments(config, *more, tls=tls), folder)
+        )
+        fleet = Fleet(ca, gateway, workers, options)
+        eventually(lambda: are_ready(fleet), "every worker is ready")
+        yield fleet
+
+
+def are_ready(fleet: Fleet) -> bool:
+    shown = run_cli("pools", "--json", "--target", fleet.admin_address, *fleet.options)
+    assert shown.returncode == 0, shown.stderr
+    return all(each["state"] == "ready" for each in json.loads(shown.stdout)["workers"])
+
+
+def certificate(address: str, ca: Path, pair: Pair) -> bytes:
+    """What a new connection is shown, as DER; the handshake must succeed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(ca)
+    context.load_cert_chain(pair.cert, pair.key)
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname=host) as to,
+    ):
+        return to.getpeercert(binary_form=True) or b""
+
+
+@pytest.mark.parametrize("n_processes", [1, 2])
+def test_a_fleet_over_mtls_serves_and_takes_over_new_certificates(
+    tmp_path: Path, n_processes: int
+) -> None:
+    with mtls_fleet(tmp_path, "--processes", str(n_processes)) as fleet:
+        answer = run_cli(
+            *("generate", "--target", fleet.gateway.address, "--tokens", "1,2,3"),
+            *("--max-tokens", "5", *fleet.options),
+        )
+        assert answer.returncode == 0, answer.stderr
+        assert [int(word) for word in answer.stdout.split()] == expected([1, 2, 3], 5)
+
+        without = run_cli("pools", "--target", fleet.admin_address, "--tls-ca", str(fleet.ca.path))
+        assert without.returncode == 1
+        assert "UNAVAILABLE" in without.stderr
+        plain = run_cli("pools", "--target", fleet.admin_address, "--insecure")
+        assert plain.returncode == 1
+
+        pair = fleet.ca.issue("other-operator")
+        addresses = {
+            "gateway": [fleet.gateway.address, fleet.admin_address],
+            **{each.name: [each.address] for each in fleet.workers},
+        }
+        for name, places in addresses.items():
+            new = ssl.PEM_cert_to_DER_cert(fleet.ca.issue(name).cert.read_text())
+            for address in places:
+                eventually(
+                    lambda a=address, n=new: certificate(a, fleet.ca.path, pair) == n,  # type: ignore[misc]
+                    f"{name} shows its new certificate at {address}",
+                )
+        again = run_cli(
+            *("generate", "--target", fleet.gateway.address, "--tokens", "1,2,3"),
+            *("--max-tokens", "5", *fleet.options),
+        )
+        assert again.stdout == answer.stdout
+        # With several processes the parent, too, as it has the admin listener.
+        n_of_gateway = 1 if n_processes == 1 else n_processes + 1
+        for process in (fleet.gateway, *fleet.workers):
+            n_wanted = n_of_gateway if process is fleet.gateway else 1
+            eventually(
+                lambda p=process, n=n_wanted: p.stderr().count('"tls.renewed"') == n,  # type: ignore[misc]
+                f"{process.name} has taken over its certificate once in each process",
+            )
+            assert "Traceback" not in process.stderr()
+            assert process.terminate() == 0
+
+
+@pytest.mark.parametrize("n_processes", [1, 2])
+def test_grpcio_reads_the_admin_listener_and_the_metric_says_when_certificates_end(
+    tmp_path: Path, n_processes: int
+) -> None:
+    with mtls_fleet(tmp_path, "--processes", str(n_processes)) as fleet:
+        pair = fleet.ca.issue("grpcio")
+        credentials = grpc.ssl_channel_credentials(
+            fleet.ca.path.read_bytes(), pair.key.read_bytes(), pair.cert.read_bytes()
+        )
+        with grpc.secure_channel(fleet.admin_address, credentials) as channel:
+            pools = gw_grpc.GatewayStub(channel).ListPools(gw.ListPoolsRequest(), timeout=10).pools
+        assert {pool.workers_ready for pool in pools} == {1}
+        gateway = Gateway(fleet.gateway)
+        with gateway.channel:
+            ends = gateway.metrics("slagate_tls_certificate_expiry_seconds")
+        assert set(ends) == {'{side="clients"}', '{side="workers"}'}
+        assert min(ends.values()) > 0

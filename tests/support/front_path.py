@@ -1,0 +1,80 @@
+"""A front over scripted workers, with clients in memory: on virtual time."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import anyio
+
+from slagate.router.front import Front
+from slagate.router.settings import Settings
+from slagate.workers.channel import StreamChannel
+from slagate.workers.h2_port import Settings as Http2Settings
+from slagate.workers.links import Links
+from slagate.workers.worker import Status
+from support.builders import request
+from support.bytes_sink import BytesSink
+from support.fake_worker import Script
+from support.h2_peer import PeerServer
+from support.memory_transport import MemoryTransport, Network, joined
+from support.raw_http2 import RawClient
+from support.request_path import Bench, bench
+
+
+class Served(NamedTuple):
+    """A running front; `good` is a client that behaves."""
+
+    bench: Bench
+    front: Front
+    good: StreamChannel
+    network: Network
+    local: PeerServer
+
+    def raw(self) -> RawClient:
+        """A client that sends whatever it likes."""
+        client = RawClient()
+        joined(client, self.front.protocol())
+        return client
+
+    def join(self, client: asyncio.Protocol) -> tuple[MemoryTransport, MemoryTransport]:
+        return joined(client, self.front.protocol())
+
+    async def ask(self) -> Status:
+        """One call of the client that behaves."""
+        sink = BytesSink()
+        self.good.generate(request().SerializeToString(), (), sink, timeout_s=20)
+        return await sink.done()
+
+    def check_free(self) -> None:
+        """Nothing is held of any call."""
+        gateway = self.bench.app.gateway
+        for member in self.bench.app.fleet.members():
+            held = (member.inflight, member.queued_tokens, member.context_tokens, len(member.legs))
+            assert held == (0, 0, 0, 0), member
+        assert len(gateway.live) == 0
+        assert gateway.releaser.n_open == 0
+        assert (len(self.front.intake), self.front.intake.n_bytes) == (0, 0)
+        for client in self.front.clients:
+            assert client.connection.n_streams == 0
+            assert client.connection.engine.queued_body_size() == 0
+        assert all(connection.n_streams == 0 for connection in self.local.connections)
+
+
+@asynccontextmanager
+async def served(*scripts: Script, settings: Settings | None = None) -> AsyncIterator[Served]:
+    """Calls that are not Generate are answered by `local`, which echoes."""
+    local = PeerServer()
+    async with (
+        bench("agg", agg=list(scripts), settings=settings) as b,
+        anyio.create_task_group() as tasks,
+    ):
+        links = Links("l", tasks, settings=Http2Settings(), dial=Network(local.protocol).dial)
+        front = Front(b.serve, links, b.app.gateway.settings)
+        network = Network(front.protocol, 0.001)
+        good = StreamChannel("gw", tasks, dial=network.dial)
+        yield Served(b, front, good, network, local)
+        good.close()
+        front.close()
+        links.close("over")
+        tasks.cancel_scope.cancel()

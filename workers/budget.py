@@ -1,0 +1,28 @@
+"""How often a peer may do what costs it nothing and us something."""
+
+
+class Budget:
+    """`burst` at once, and `per_s` more each second."""
+
+    __slots__ = ("_burst", "_left", "_per_s", "_since_s")
+
+    def __init__(self, burst: int, per_s: float) -> None:
+        self._burst = burst
+        self._per_s = per_s
+        self._left = float(burst)
+        self._since_s = 0.0
+
+    def take(self, now_s: float) -> bool:
+        """Take one; false: there is none left.
+
+        >>> budget = Budget(2, 1.0)
+        >>> [budget.take(now_s) for now_s in (5.0, 5.0, 5.0, 6.0, 6.0)]
+        [True, True, False, True, False]
+        """
+        passed_s = now_s - self._since_s
+        self._since_s = now_s
+        self._left = min(self._left + passed_s * self._per_s, self._burst)
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True

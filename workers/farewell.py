@@ -1,0 +1,53 @@
+"""A server's goodbye in two steps, so that no request gets lost that is on its way to it."""
+
+import asyncio
+from collections.abc import Callable
+
+ANSWER_LIMIT_S = 1.0
+"""For the client to have read the first notice. Then it is told the end of it all the same."""
+
+_ASKED = b"farewell"
+
+
+class Farewell:
+    """The notice names no stream, so everything that comes is taken; the last word names the last taken.
+
+    In between goes a ping: its answer shows that the client has read the notice, and what it sent before is
+    here by then. RFC 9113, section 6.8.
+    """
+
+    def __init__(
+        self,
+        *,
+        notice: Callable[[], None],
+        ping: Callable[[bytes], None],
+        last_word: Callable[[], None],
+    ) -> None:
+        self._notice = notice
+        self._ping = ping
+        self._last_word = last_word
+        self._told: list[Callable[[], None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, told: Callable[[], None]) -> None:
+        """Say it; `told` is called once nothing new can come."""
+        self._told.append(told)
+        self._notice()
+        self._ping(_ASKED)
+        self._timer = asyncio.get_running_loop().call_later(ANSWER_LIMIT_S, self._finish)
+
+    def answered(self, about: bytes) -> None:
+        """Take the answer to a ping."""
+        if self._timer is not None and about == _ASKED:
+            self._finish()
+
+    def stop(self) -> None:
+        """The connection is over: nobody is left to be told."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._told.pop()()
+
+    def _finish(self) -> None:
+        self._last_word()
+        self.stop()

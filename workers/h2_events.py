@@ -1,0 +1,168 @@
+"""What the engine of an HTTP/2 connection says, to the streams and to the owner of the connection."""
+
+from typing import Any, Protocol
+
+from slagate.workers.budget import Budget
+from slagate.workers.farewell import Farewell
+from slagate.workers.h2_engine import (
+    ConnectionClosed,
+    DataReceived,
+    Event,
+    GoAwayReceived,
+    PingAcknowledged,
+    PingReceived,
+    RequestReceived,
+    ResponseReceived,
+    Setting,
+    SettingsReceived,
+    StreamClosed,
+    TrailersReceived,
+)
+from slagate.workers.h2_port import (
+    ENHANCE_YOUR_CALM,
+    NO_ERROR,
+    RESET_NAMES,
+    Accept,
+    Owner,
+    StreamEnd,
+    StreamHandler,
+)
+from slagate.workers.h2_stream import H2Stream
+
+_UNLIMITED = (1 << 31) - 1
+
+_DONE = StreamEnd(NO_ERROR, "the peer reset the stream: NO_ERROR")
+
+
+class Line(Protocol):
+    """The connection, as its events may change it."""
+
+    def now_s(self) -> float:
+        """The loop's time."""
+
+    def add(self, stream_id: int, handler: StreamHandler | None) -> H2Stream:
+        """A stream is open."""
+
+    def close(self, reason: str, code: int = NO_ERROR) -> None:
+        """Say goodbye and close."""
+
+    def ended(self, reason: str) -> None:
+        """Both sides are done, or the peer broke the protocol."""
+
+
+class Events:
+    """`streams` are those that are open, by their numbers."""
+
+    def __init__(
+        self,
+        line: Line,
+        owner: Owner,
+        accept: Accept | None,
+        streams: dict[int, H2Stream],
+        *,
+        chatter: Budget,
+        farewell: Farewell,
+    ) -> None:
+        self._line = line
+        self._owner = owner
+        self._accept = accept
+        self._streams = streams
+        self._chatter = chatter
+        self._farewell = farewell
+        self._is_ready = False
+        self.is_retiring = False
+        self.max_streams = 0  # that we may open at once; 0 until the peer has said
+        self.n_leaving = 0  # forgotten here, and not closed by the engine yet
+        self._told: dict[type[Event], Any] = {
+            RequestReceived: self._request,
+            ResponseReceived: self._response,
+            TrailersReceived: self._trailers,
+            StreamClosed: self._closed,
+            ConnectionClosed: self._gone,
+            # What libnghttp2 does not count, as it does empty frames, unknown ones and resets.
+            PingReceived: self._heard,
+            PingAcknowledged: self._heard,
+            SettingsReceived: self._heard,
+            GoAwayReceived: self._heard,
+        }
+
+    def tell(self, events: list[Event]) -> None:
+        """Pass them on, in order."""
+        streams = self._streams
+        for event in events:
+            if type(event) is DataReceived:
+                stream = streams.get(event.stream_id)
+                if stream is not None and stream.handler is not None:
+                    stream.handler.data(event.data)
+                    if event.end_stream:
+                        self._ended(stream)
+            else:
+                told = self._told.get(type(event))
+                if told is not None:
+                    told(event)
+
+    def _request(self, event: RequestReceived) -> None:
+        assert self._accept is not None
+        stream = self._line.add(event.stream_id, None)
+        stream.handler = self._accept(stream, event.headers)
+        if event.end_stream:
+            self._ended(stream)
+
+    def _response(self, event: ResponseReceived) -> None:
+        stream = self._streams.get(event.stream_id)
+        if stream is None or stream.handler is None:
+            return
+        if stream.is_paused:
+            # It may have been paused when the engine did not know the stream yet.
+            stream.apply_window()
+        stream.handler.headers(event.headers)
+        if event.end_stream:
+            self._ended(stream)
+
+    def _trailers(self, event: TrailersReceived) -> None:
+        stream = self._streams.get(event.stream_id)
+        if stream is not None and stream.handler is not None:
+            stream.handler.trailers(event.headers)
+            self._ended(stream)
+
+    def _ended(self, stream: H2Stream) -> None:
+        if stream.handler is not None and stream.id in self._streams:
+            stream.handler.ended()
+
+    def _closed(self, event: StreamClosed) -> None:
+        stream = self._streams.pop(event.stream_id, None)
+        if stream is None:
+            self.n_leaving -= 1
+        elif event.error_code == NO_ERROR and event.local_error is None:
+            stream.close(_DONE)
+        else:
+            name = RESET_NAMES.get(event.error_code, str(event.error_code))
+            reason = event.local_error or f"the peer reset the stream: {name}"
+            stream.close(StreamEnd(event.error_code, str(reason)))
+        self._owner.freed()
+
+    def _heard(self, event: Event) -> None:
+        if not self._chatter.take(self._line.now_s()):
+            self._line.close("the peer talks too much", ENHANCE_YOUR_CALM)
+        elif isinstance(event, SettingsReceived):
+            self._permitted(event)
+        elif isinstance(event, GoAwayReceived):
+            self.is_retiring = True
+            self._owner.retiring(event.error_code)
+        elif isinstance(event, PingAcknowledged):
+            self._farewell.answered(event.opaque_data)
+
+    def _permitted(self, event: SettingsReceived) -> None:
+        key = Setting.MAX_CONCURRENT_STREAMS
+        if self._is_ready:
+            self.max_streams = event.settings.get(key, self.max_streams)
+            self._owner.freed()
+        else:
+            self._is_ready = True
+            self.max_streams = event.settings.get(key, _UNLIMITED)
+            self._owner.ready()
+
+    def _gone(self, event: ConnectionClosed) -> None:
+        name = RESET_NAMES.get(event.error_code, str(event.error_code))
+        about = event.debug_data[:200].decode(errors="replace")
+        self._line.ended(f"the connection ended: {name} {about}".rstrip())

@@ -1,0 +1,135 @@
+"""What an HTTP/2 connection and those who use it tell each other."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+# RFC 9113, section 7.
+NO_ERROR = 0x0
+INTERNAL_ERROR = 0x2
+REFUSED_STREAM = 0x7
+CANCEL = 0x8
+ENHANCE_YOUR_CALM = 0xB
+
+RESET_NAMES = {
+    NO_ERROR: "NO_ERROR",
+    0x1: "PROTOCOL_ERROR",
+    INTERNAL_ERROR: "INTERNAL_ERROR",
+    0x3: "FLOW_CONTROL_ERROR",
+    0x4: "SETTINGS_TIMEOUT",
+    0x5: "STREAM_CLOSED",
+    0x6: "FRAME_SIZE_ERROR",
+    REFUSED_STREAM: "REFUSED_STREAM",
+    CANCEL: "CANCEL",
+    0x9: "COMPRESSION_ERROR",
+    0xA: "CONNECT_ERROR",
+    ENHANCE_YOUR_CALM: "ENHANCE_YOUR_CALM",
+    0xC: "INADEQUATE_SECURITY",
+    0xD: "HTTP_1_1_REQUIRED",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What one end permits the other, and how it finds out that the other has vanished."""
+
+    stream_window_bytes: int = 256 << 10  # what may arrive of a stream that is paused
+    connection_window_bytes: int = 16 << 20  # never what limits: it is opened again as bytes arrive
+    max_streams: int = 1000  # open at once, of those that the peer opens
+    max_header_bytes: int = 64 << 10  # of one header list; more of them end the connection
+    resets: tuple[int, int] = (
+        1000,
+        100,
+    )  # by the peer, of a server's streams: at once, and each second
+    chatter: tuple[int, int] = (200, 20)  # pings, settings and the like of the peer: as `resets`
+    ping_after_s: float = 30.0  # of silence, while streams are open
+    ping_limit_s: float = 10.0  # of silence behind a ping: the peer has vanished
+
+
+class StreamEnd(NamedTuple):
+    """Why a stream was closed; `code` is HTTP/2's, None where the whole connection was lost."""
+
+    code: int | None
+    reason: str
+
+
+class StreamHandler(Protocol):
+    """What a stream tells its user. Never raises: the connection carries others too.
+
+    headers ──▶ data* ──▶ trailers? ──▶ ended ──▶ closed        closed may come at any point, once
+    """
+
+    def headers(self, headers: Headers, /) -> None:
+        """Take a server's answer. A client's request comes to `Accept` instead."""
+
+    def data(self, data: bytes, /) -> None:
+        """Take bytes of the body."""
+
+    def trailers(self, headers: Headers, /) -> None:
+        """Take the headers behind the body."""
+
+    def ended(self) -> None:
+        """Take the end of the peer's direction."""
+
+    def writable(self) -> None:
+        """Most of what was unsent has gone; told once for each `Stream.tell_writable`."""
+
+    def closed(self, end: StreamEnd, /) -> None:
+        """Take the end of the stream. The last call; not made after the user's own `reset`."""
+
+
+class Stream(Protocol):
+    """What the user of a stream asks of it. Never raises; harmless once the stream is closed."""
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Of the body: what neither the peer's windows nor the transport have taken yet."""
+
+    def respond(self, headers: Headers, *, last: bool = False) -> None:
+        """Answer a request; the body follows, unless these are the `last` words."""
+
+    def send(self, data: bytes) -> None:
+        """Queue bytes of the body."""
+
+    def finish(self) -> None:
+        """Our direction ends behind what is queued."""
+
+    def end(self, trailers: Headers) -> None:
+        """End our direction with these headers, behind what is queued."""
+
+    def reset(self, code: int = CANCEL) -> None:
+        """Close the stream both ways, now. Its handler is told nothing any more."""
+
+    def reset_behind(self, code: int) -> None:
+        """Reset it when what was said so far is written, as far as it can be."""
+
+    def tell_writable(self) -> None:
+        """Have `StreamHandler.writable` called when few bytes are unsent."""
+
+    def pause(self) -> None:
+        """Let the peer send what its window still permits, and no more until `resume`. Idempotent."""
+
+    def resume(self) -> None:
+        """Open the window again. Idempotent."""
+
+
+class Owner(Protocol):
+    """Who has a connection; told what concerns more than one stream of it. Never raises."""
+
+    def ready(self) -> None:
+        """The peer has said what it permits: streams may be opened."""
+
+    def freed(self) -> None:
+        """There may be room for one more stream."""
+
+    def retiring(self, code: int, /) -> None:
+        """The peer takes no new streams, with its reason; the open ones go on."""
+
+    def lost(self, reason: str, /) -> None:
+        """The connection is over, and each of its streams was told."""
+
+
+Accept = Callable[[Stream, Headers], StreamHandler]
+"""Takes a request that a client has begun, and may answer at once."""
