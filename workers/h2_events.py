@@ -46,8 +46,8 @@ class Line(Protocol):
     def close(self, reason: str, code: int = NO_ERROR) -> None:
         """Say goodbye and close."""
 
-    def ended(self, reason: str) -> None:
-        """Both sides are done, or the peer broke the protocol."""
+    def ended(self, reason: str, code: int) -> None:
+        """Both sides are done, or one broke the protocol, with its HTTP/2 error code."""
 
 
 class Events:
@@ -165,4 +165,5 @@ class Events:
     def _gone(self, event: ConnectionClosed) -> None:
         name = RESET_NAMES.get(event.error_code, str(event.error_code))
         about = event.debug_data[:200].decode(errors="replace")
-        self._line.ended(f"the connection ended: {name} {about}".rstrip())
+        reason = f"the connection ended: {name} {about}".rstrip()
+        self._line.ended(reason, event.error_code)
