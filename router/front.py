@@ -71,10 +71,13 @@ class Front:
             return TurnedAway()
         return _Client(self).connection
 
-    def joined(self, client: "_Client") -> None:
-        """A client is connected: with TLS, only once it has shown who it is."""
+    def joined(self, client: "_Client") -> bool:
+        """A client is connected: with TLS, only once it has shown who it is. False: it comes too late."""
+        if self._is_leaving or len(self.clients) >= self.settings.clients.max_connections:
+            return False
         self.clients.add(client)
         self.silent.add(client)
+        return True
 
     def retire(self) -> None:
         """Ask for nothing new; what runs, or was on its way, goes on. Idempotent."""
@@ -159,9 +162,9 @@ class _Client:
             return ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
         return Forward(stream, headers, self._front.local, peer=self.connection.peer)
 
-    def connected(self) -> None:
-        """The connection is made."""
-        self._front.joined(self)
+    def connected(self) -> bool:
+        """The connection is made. False: it is not wanted."""
+        return self._front.joined(self)
 
     def ready(self) -> None:
         """As `Owner.ready`."""
@@ -186,8 +189,10 @@ class _ClientConnection(H2Connection):
         self._client = client
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._client.connected()
-        super().connection_made(transport)
+        if self._client.connected():
+            super().connection_made(transport)
+        else:
+            transport.close()
 
 
 @asynccontextmanager

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import anyio
 import grpc
 from msgspec.structs import replace
 
@@ -187,8 +186,7 @@ class Turn:
             await sink.completed()
             if not sink.has_ended and sink.failure() is None:
                 # The status behind the terminal event changes nothing, so it is not waited for long.
-                with anyio.move_on_after(TRAILER_LIMIT_S):
-                    await sink.ended()
+                await sink.ended(TRAILER_LIMIT_S)
         finally:
             member.legs.discard(sink)
             sink.over()

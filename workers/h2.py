@@ -120,6 +120,9 @@ class H2Connection(asyncio.Protocol):
         """Say goodbye and close the transport. Streams that are open are closed for this reason."""
         self.is_broken = self.is_broken or code != NO_ERROR
         if self._lost is None and self._transport is not None:
+            # What was said before goes out before.
+            self._flush()
+        if self._lost is None and self._transport is not None:
             self.submit(self.engine.terminate_connection, code)
             self._flush()
             self._transport.close()
@@ -250,6 +253,7 @@ class H2Connection(asyncio.Protocol):
         self._will_flush = False
         if self._outbox.has_any:
             self._outbox.give()
+        is_drained = False
         while self._lost is None and self._transport is not None and not self._is_blocked:
             try:
                 data = self.engine.data_to_send(WRITE_BYTES)
@@ -261,8 +265,9 @@ class H2Connection(asyncio.Protocol):
             # What was queued may close streams only when it is taken.
             self._events.tell(self.engine.events())
             if len(data) < WRITE_BYTES:
+                is_drained = True
                 break
-        self._outbox.written()
+        self._outbox.written(is_drained=is_drained)
 
     def _abort(self, reason: str) -> None:
         self.is_broken = True
@@ -274,6 +279,7 @@ class H2Connection(asyncio.Protocol):
         if self._lost is not None:
             return
         self._lost = reason
+        self._events.is_over = True
         self._keepalive.stop()
         self._farewell.stop()
         streams = list(self._streams.values())

@@ -71,6 +71,7 @@ class Events:
         self._farewell = farewell
         self._is_ready = False
         self.is_retiring = False
+        self.is_over = False  # the connection: what it had still to say is for nobody
         self.max_streams = 0  # that we may open at once; 0 until the peer has said
         self.n_leaving = 0  # forgotten here, and not closed by the engine yet
         self._told: dict[type[Event], Any] = {
@@ -90,6 +91,8 @@ class Events:
         """Pass them on, in order."""
         streams = self._streams
         for event in events:
+            if self.is_over:
+                break
             if type(event) is DataReceived:
                 stream = streams.get(event.stream_id)
                 if stream is not None and stream.handler is not None:

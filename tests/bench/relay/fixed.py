@@ -68,7 +68,7 @@ class FixedChoice:
             timeout_s=self.settings.default_timeout_s,
         )
         try:
-            await splice.ended()
+            await splice.ended(60.0)
         finally:
             leg.cancel()
         failure = splice.failure()
