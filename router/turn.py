@@ -218,11 +218,12 @@ class Turn:
         if lease.rank is not None:
             key = DECODE_RANK if member.stage is Stage.DECODE else TARGET_RANK
             metadata.append((key, str(lease.rank)))
-        model = member.models.get(self.request.model)
-        # TensorRT-LLM fails the whole request over a priority that it does not support.
         priority = self.assignment.decision.ask.sla.priority
-        if priority is not None and model and model.generation.supports_priority:
-            metadata.append((PRIORITY, str(priority)))
+        if priority is not None:
+            model = member.models.get(self.request.model)
+            # TensorRT-LLM fails the whole request over a priority that it does not support.
+            if model and model.generation.supports_priority:
+                metadata.append((PRIORITY, str(priority)))
         return metadata
 
     def park(self, session: oe.KvSessionRef) -> None:
