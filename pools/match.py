@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 Bits = NDArray[np.signedinteger[Any]]
 
+Steps = tuple[tuple[int, int], ...]
+
 _MANY_STEPS = 16
 
 
@@ -17,9 +19,24 @@ class Match(NamedTuple):
     """
 
     n_blocks: int  # full blocks of the query
-    steps: tuple[tuple[int, int], ...] = ()
+    steps: Steps = ()
     n_holders: int = 0  # bits are below this
     capped: bool = False  # the hop cap was reached: an under-count
+
+    def few_holders(self, most: int) -> list[tuple[int, int]] | None:
+        """Holders with their depths, where there are at most so many and both lanes always agree.
+
+        None for more. O(holders that are returned).
+        """
+        found: list[tuple[int, int]] = []
+        for depth, mask in self.steps:
+            while mask:
+                if len(found) == most:
+                    return None
+                bit = (mask & -mask).bit_length() >> 1
+                found.append((bit, depth))
+                mask &= ~(0b11 << 2 * bit)
+        return found
 
     def depths(self, bits: Bits) -> NDArray[np.int32]:
         """Leading blocks that are held in any tier, for each holder's bit; -1 for no holder gives 0."""

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from slagate.pools.cached import Cached, cached_of, nothing_cached
 from slagate.pools.holdings import Holder
-from slagate.pools.match import Bits
+from slagate.pools.match import Bits, Match, Steps
 from slagate.pools.predictions import Predictions
 from slagate.pools.prefix_index import PrefixIndex
 from slagate.pools.run_trie import Root
@@ -35,6 +37,12 @@ DEFAULT_CAPACITY_BLOCKS = 16_384
 
 _TIDY_CLAIMS = 256
 
+_FEW_EXPECTED = 8
+"""Rows with something expected that are looked at faster one by one."""
+
+_MAX_KEPT = 64
+"""Answers of events that are kept; a thousand workers' take 16 KB each."""
+
 
 class Prompt(NamedTuple):
     """A prompt as prefix caches know it."""
@@ -57,6 +65,8 @@ class _Cache:
         self.predictions = Predictions(block_tokens)
         self.bits: Bits = np.zeros(0, dtype=np.int32)
         self.bits_of = (-1, -1, -1)  # what they were made from
+        # By steps and limit; steps are of bits, so none is kept when the bits of rows change.
+        self.by_steps: dict[tuple[Steps, int | None], Cached] = {}
 
 
 class Overlaps:
@@ -108,19 +118,19 @@ class Overlaps:
         for cache in self._caches.values():
             cache.predictions.expire(self._now_s(), _TIDY_CLAIMS)
 
-    def cached_tokens(self, prompt: Prompt | None, n_rows: int) -> tuple[Ints, Ints]:
-        """For each row the leading prompt tokens cached on the device, and those behind them at all.
+    def cached(self, prompt: Prompt, n_rows: int) -> Cached:
+        """For each row the leading prompt tokens that are cached there.
 
         The last prompt token is always computed, as its logits are the first output.
         """
-        if prompt is None or not self._caches:
-            return np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)
-        (device, host), *others = [
-            self._cached_tokens(cache, prompt, n_rows) for cache in self._caches.values()
-        ]
-        for on_device, colder in others:
-            device, host = np.maximum(device, on_device), np.maximum(host, colder)
-        return device, host
+        found = [self._cached(cache, prompt, n_rows) for cache in self._caches.values()]
+        if len(found) == 1:
+            return found[0]
+        device = host = np.zeros(n_rows, np.int64)
+        for each in found:
+            device = np.maximum(device, each.device_tokens)
+            host = np.maximum(host, each.host_tokens)
+        return cached_of(device, device + host)
 
     def expect(self, row: int, prompt: Prompt) -> Callable[..., None]:
         """A prompt was sent to a row, and will be cached there; to be told whether it was `processed`."""
@@ -138,16 +148,47 @@ class Overlaps:
 
         return settle
 
-    def _cached_tokens(self, cache: _Cache, prompt: Prompt, n_rows: int) -> tuple[Ints, Ints]:
-        """As `cached_tokens`, by what is known of the workers of one block size."""
+    def _cached(self, cache: _Cache, prompt: Prompt, n_rows: int) -> Cached:
+        """As `cached`, by what is known of the workers of one block size."""
         held = cache.index.match(prompt.tokens, prompt.root)
         expected = cache.predictions.match(prompt.tokens, prompt.root, now_s=self._now_s())
+        most = max(0, prompt.n_tokens - 1)
+        if not expected.steps:
+            return self._held(cache, held, most, n_rows)
+        few = expected.few_holders(_FEW_EXPECTED)
+        if few is not None:
+            # Most often they are rows that have the same by their events.
+            known = self._held(cache, held, most, n_rows)
+            deeper = [
+                (row, tokens)
+                for row, depth in few
+                if (tokens := min(depth * cache.block_tokens, most)) > known.device_tokens[row]
+            ]
+            if not deeper:
+                return known
+            device, anywhere = known.device_tokens.copy(), known.cached_tokens.copy()
+            for row, tokens in deeper:
+                device[row] = tokens
+                anywhere[row] = max(tokens, anywhere.item(row))
+            return cached_of(device, anywhere)
         depths = held.both_depths(self._bits(cache, n_rows))
-        if expected.steps:
-            np.maximum(depths, expected.depths(np.arange(n_rows)), out=depths)
-        tokens: Ints = np.multiply(depths, cache.block_tokens, dtype=np.int64)
-        anywhere, on_device = np.minimum(tokens, max(0, prompt.n_tokens - 1), out=tokens)
-        return on_device, anywhere - on_device
+        np.maximum(depths, expected.depths(np.arange(n_rows)), out=depths)
+        return _limited(depths, cache.block_tokens, most)
+
+    def _held(self, cache: _Cache, held: Match, most: int, n_rows: int) -> Cached:
+        """What rows have by their events; the same steps of the same rows give the same again."""
+        if not held.steps:
+            return nothing_cached(n_rows)
+        bits = self._bits(cache, n_rows)
+        # A limit that nothing reaches makes no difference.
+        key = (held.steps, most if held.n_blocks * cache.block_tokens > most else None)
+        known = cache.by_steps.get(key)
+        if known is None:
+            known = _limited(held.both_depths(bits), cache.block_tokens, most)
+            if len(cache.by_steps) >= _MAX_KEPT:
+                cache.by_steps.clear()
+            cache.by_steps[key] = known
+        return known
 
     def _cache(self, block_tokens: int) -> _Cache:
         cache = self._caches.get(block_tokens)
@@ -160,8 +201,16 @@ class Overlaps:
         state = (cache.index.n_changes, self._n_set, n_rows)
         if cache.bits_of != state:
             cache.bits_of = state
+            cache.by_steps.clear()
             cache.bits = np.full(n_rows, -1, dtype=np.int32)
             for row, holder in self._holders.items():
                 if self._block_tokens[row] == cache.block_tokens:
                     cache.bits[row] = holder.bit
         return cache.bits
+
+
+def _limited(depths: NDArray[np.int32], block_tokens: int, most: int) -> Cached:
+    """From blocks anywhere and on the device."""
+    tokens: Ints = np.multiply(depths, block_tokens, dtype=np.int64)
+    anywhere, on_device = np.minimum(tokens, most, out=tokens)
+    return cached_of(on_device, anywhere)

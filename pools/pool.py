@@ -5,16 +5,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
-import numpy as np
 
+from slagate.pools.cached import Cached, nothing_cached
 from slagate.pools.estimator import Estimator, FrozenEstimator
 from slagate.pools.follow import Follower
 from slagate.pools.holdings import Holder
 from slagate.pools.lease import Lease
+from slagate.pools.live_table import Table
 from slagate.pools.member import Member, Stage
 from slagate.pools.overlap import Overlaps, Prompt
 from slagate.pools.ranks import Limits, Work
-from slagate.pools.table import Ints, Rows, RowView, State, Table
+from slagate.pools.table import Ints, Rows, RowView
 from slagate.pools.turns import Turns
 from slagate.workers.clock import monotonic_s
 from slagate.workers.worker import Worker
@@ -26,21 +27,31 @@ class PoolView(msgspec.Struct, frozen=True, gc=False, eq=False):
     name: str
     estimator: FrozenEstimator
     rows: Rows
-    device_tokens: Ints
-    host_tokens: Ints
+    cached: Cached
     n_leases: int  # all that were ever taken
 
     @property
     def cached_tokens(self) -> Ints:
         """Leading prompt tokens that each row has cached."""
-        return self.device_tokens + self.host_tokens
+        return self.cached.cached_tokens
+
+    @property
+    def device_tokens(self) -> Ints:
+        """Those of them that are all on the device."""
+        return self.cached.device_tokens
+
+    @property
+    def host_tokens(self) -> Ints:
+        """The others."""
+        return self.cached.host_tokens
 
     def view(self, row: int) -> RowView:
         """One row, as plain values."""
+        cached = self.cached
         return self.rows.view(
             row,
-            device_tokens=int(self.device_tokens[row]),
-            host_tokens=int(self.host_tokens[row]),
+            device_tokens=(device_tokens := cached.device_tokens.item(row)),
+            host_tokens=cached.cached_tokens.item(row) - device_tokens,
         )
 
 
@@ -136,10 +147,10 @@ class Pool:
         """The pool as it stands now, for a prompt; None: nothing of it is cached anywhere."""
         rows = self._table.rows()
         if self.overlaps is None or prompt is None:
-            device, host = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+            cached = nothing_cached(len(rows))
         else:
-            device, host = self.overlaps.cached_tokens(prompt, len(rows))
-        return PoolView(self.name, self.estimator.frozen(), rows, device, host, self.requests_total)
+            cached = self.overlaps.cached(prompt, len(rows))
+        return PoolView(self.name, self.estimator.frozen(), rows, cached, self.requests_total)
 
     def follower(
         self, member: Member, worker: Worker, *, turns: Turns, rng: random.Random
@@ -195,14 +206,13 @@ class Pool:
         """Take capacity on a ready row with room: the policy's choice, in the same step, no await."""
         address, rank = self._table.name(row)
         member = self.members[address]
-        assert member.state is State.READY, member
-        assert member.inflight < member.max_inflight, member
+        assert self._table.is_up(row), member
         settle = None
         # Where the worker chooses between its ranks, the next prompt may meet another cache.
         if self.overlaps is not None and prompt is not None and member.has_row_for_each_rank:
             settle = self.overlaps.expect(row, prompt)
         self.requests_total += 1
-        self._table.set(row, last_chosen=self.requests_total)
+        self._table.set_chosen(row, self.requests_total)
         lease = Lease(member, row, work, rank=rank)
         if settle is not None:
             lease.settle = settle

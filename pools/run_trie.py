@@ -107,7 +107,10 @@ class RunTrie:
         position, end = 0, len(content)
         while position < end and len(segments) != max_segments:
             if at * block_bytes < len(run.tokens):
-                n_blocks = self._n_common(run.tokens, at * block_bytes, content, position)
+                if at == 0 and content.startswith(run.tokens, position):
+                    n_blocks = len(run.tokens) // block_bytes
+                else:
+                    n_blocks = self._n_common(run.tokens, at * block_bytes, content, position)
                 if n_blocks:
                     segments.append(Segment(run, at, n_blocks))
                     at += n_blocks
@@ -253,14 +256,19 @@ class RunTrie:
         low, high = 0, min(len(tokens) - start, len(content) - position) // block_bytes
         # Let go by its last reference: a slice of it may still be open here.
         view = memoryview(tokens)
+        starts_with = content.startswith
         # Most ways part at the end of what one of the two has, or just before it.
-        n_late = 2
+        for _ in range(2):
+            if high <= 0:
+                return 0
+            if starts_with(view[start : start + high * block_bytes], position):
+                return high
+            high -= 1
         while low < high:
             # Halving, and what is known to be equal is not compared again.
-            middle = high if n_late else (low + high + 1) // 2
-            n_late = max(0, n_late - 1)
+            middle = (low + high + 1) // 2
             part = view[start + low * block_bytes : start + middle * block_bytes]
-            if content.startswith(part, position + low * block_bytes):
+            if starts_with(part, position + low * block_bytes):
                 low = middle
             else:
                 high = middle - 1

@@ -1,10 +1,12 @@
 """What is cached of a prompt: by events, by what was just sent, and never mixed up."""
 
+import random
+
 import numpy as np
 import pytest
 
 from slagate.pools.member import Stage
-from slagate.pools.overlap import CONFIRM_S, HISTORY_S, Prompt
+from slagate.pools.overlap import _FEW_EXPECTED, CONFIRM_S, HISTORY_S, Prompt
 from slagate.pools.pool import Pool
 from slagate.pools.prefix_index import DEVICE, HOST
 from slagate.pools.ranks import Work
@@ -189,3 +191,43 @@ def test_a_decode_pool_and_one_without_prefix_know_of_no_cache() -> None:
     of.join("w:1")
     assert of.overlaps is None
     assert cached(of, prompt(100)) == [(0, 0)]
+
+
+def test_few_rows_with_something_expected_are_looked_at_as_many_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seed = random.randrange(10**6)
+    chance = random.Random(seed)
+    for _ in range(60):
+        of = pool(6)
+        for row in range(4):
+            held = BLOCK * chance.randrange(5)
+            follow(of, row, held, tier=chance.choice([DEVICE, HOST]))
+        for _ in range(chance.randrange(5)):
+            expected = prompt(BLOCK * chance.randrange(1, 6) + chance.randrange(2))
+            of.lease(chance.randrange(6), Work(), expected)
+        asked = prompt(BLOCK * chance.randrange(1, 6) + chance.randrange(2))
+        shown = []
+        for few in (_FEW_EXPECTED, 0):
+            monkeypatch.setattr("slagate.pools.overlap._FEW_EXPECTED", few)
+            found = of.view(asked).cached
+            depths = [found.depths[at] for at in found.places]
+            assert depths == found.cached_tokens.tolist(), seed
+            assert list(found.depths) == sorted(set(depths)), seed
+            assert found.has_host == bool(found.host_tokens.any()), seed
+            shown.append((found.device_tokens.tolist(), found.cached_tokens.tolist()))
+        assert shown[0] == shown[1], seed
+
+
+def test_answers_that_are_kept_are_nobodys_to_change_and_end_with_what_they_came_from() -> None:
+    of = pool()
+    follow(of, 0, 64)
+    first = of.view(prompt(100)).cached
+    assert of.view(prompt(100)).cached is first
+    with pytest.raises(ValueError, match="read-only"):
+        first.cached_tokens[0] = 1
+    assert cached(of, prompt(64)) == [(63, 0), (0, 0)]
+    assert cached(of, prompt(100)) == [(64, 0), (0, 0)]
+    assert of.overlaps is not None
+    of.overlaps.set_holder(0, None, block_tokens=BLOCK)
+    assert cached(of, prompt(100)) == [(0, 0), (0, 0)]
