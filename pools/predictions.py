@@ -90,13 +90,10 @@ class Predictions:
 
         Beyond the hop cap the rest of a prompt is left out.
         """
-        whole = len(tokens) - len(tokens) % self._trie.block_bytes
         parts: tuple[tuple[Run, int], ...] = ()
         n_blocks = 0
-        if whole:
-            segments = self._trie.grow(
-                self._trie.root(root), 0, tokens[:whole], max_segments=_MAX_HOPS
-            )
+        if len(tokens) >= self._trie.block_bytes:
+            segments = self._trie.grow(self._trie.root(root), 0, tokens, max_segments=_MAX_HOPS)
             # Each run is there once.
             parts = tuple([(run, at + n) for run, at, n in segments])
             for _, _, n in segments:

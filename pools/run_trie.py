@@ -97,14 +97,15 @@ class RunTrie:
     def grow(
         self, run: Run, at: int, content: bytes, *, max_segments: int | None = None
     ) -> list[Segment]:
-        """The address of full blocks that follow block `at - 1` of a run: a segment for each run.
+        """The address of the full blocks that follow block `at - 1` of a run: a segment for each run.
 
         What is missing is added; with a limit, what lies beyond so many segments is left out. The caller
         says at once who holds them (`Run.move`), or has them trimmed.
         """
         block_bytes = self.block_bytes
         segments: list[Segment] = []
-        position, end = 0, len(content)
+        position, end = 0, len(content) - len(content) % block_bytes
+        view = memoryview(content)
         while position < end and len(segments) != max_segments:
             if at * block_bytes < len(run.tokens):
                 if at == 0 and content.startswith(run.tokens, position):
@@ -123,13 +124,13 @@ class RunTrie:
                 continue
             room = self._max_run_bytes - len(run.tokens)
             if at * block_bytes == len(run.tokens) and room and run.parent is not None:
-                added = content[position : position + room]
-                run.tokens += added
+                n_bytes = min(room, end - position)
+                run.tokens += view[position : position + n_bytes]
             else:
-                added = content[position : position + self._max_run_bytes]
-                run = self._branch(run, at, first, added)
+                n_bytes = min(self._max_run_bytes, end - position)
+                run = self._branch(run, at, first, view[position : position + n_bytes])
                 at = 0
-            n_blocks = len(added) // block_bytes
+            n_blocks = n_bytes // block_bytes
             self.n_blocks += n_blocks
             if segments and segments[-1].run is run:
                 n_before = segments[-1].n_blocks
@@ -137,7 +138,7 @@ class RunTrie:
             else:
                 segments.append(Segment(run, at, n_blocks))
             at += n_blocks
-            position += len(added)
+            position += n_bytes
         return segments
 
     def append(self, run: Run, at: int, block: Tokens) -> bool:
@@ -229,7 +230,7 @@ class RunTrie:
         shard = run.kids.get(at * _SHARDS + hash(first) % _SHARDS)
         return None if shard is None else shard.get(first)
 
-    def _branch(self, parent: Run, at: int, first: bytes, tokens: bytes) -> Run:
+    def _branch(self, parent: Run, at: int, first: bytes, tokens: memoryview) -> Run:
         run = Run(bytearray(tokens), parent, at)
         if parent.kids is _NO_KIDS:
             parent.kids = {}

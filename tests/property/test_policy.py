@@ -1,6 +1,7 @@
 """What holds for every fleet state: the pick is feasible, repeatable, and load never attracts load."""
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -151,35 +152,33 @@ def test_one_more_request_never_makes_a_worker_look_less_loaded(
     assert after >= before * (1 - slack)
 
 
-CAUSES = st.sampled_from(
-    [
-        {},
-        {"suspect": True},
-        {"max_queued_tokens": 100, "queued_tokens": 100},
-        {"capacity_tokens": 99},
-        {"capacity_tokens": 1000, "context_tokens": 901, "inflight": 1},
-        {"capacity_tokens": 1000, "context_tokens": 901, "inflight": 0},
-        {"capacity_tokens": 1000, "context_tokens": 900, "inflight": 1},
-        {"worker_inflight": 4, "max_inflight": 4},
-        {"models": frozenset({"b"})},
-        *[{"state": state} for state in State if state is not State.READY],
-    ]
-)
+CAUSES: list[dict[str, Any]] = [
+    {},
+    {"suspect": True},
+    {"max_queued_tokens": 100, "queued_tokens": 100},
+    {"capacity_tokens": 99},
+    {"capacity_tokens": 1000, "context_tokens": 901, "inflight": 1},
+    {"capacity_tokens": 1000, "context_tokens": 901, "inflight": 0},
+    {"capacity_tokens": 1000, "context_tokens": 900, "inflight": 1},
+    {"worker_inflight": 4, "max_inflight": 4},
+    {"models": frozenset({"b"})},
+    *[{"state": state} for state in State if state is not State.READY],
+]
 
 
-@given(STAGES, st.lists(CAUSES, max_size=3), st.sampled_from([(), ("w0:1",)]))
-def test_rows_that_are_open_are_those_without_a_reason(
-    stage: Stage, causes: list[dict[str, Any]], excluded: tuple[str, ...]
-) -> None:
-    """What is looked at to choose is less than what is told."""
-    rows = [replace(view(f"w{at}:1"), **cause) for at, cause in enumerate([{}, *causes])]
-    asked = ask(isl_tokens=100, excluded=frozenset(excluded))
-    scored = score_pool(stage, asked, pool_view("only", rows))
-    told = list(scored.candidates(range(len(rows))))
-    feasible = [each for each in told if not each.excluded]
-    healthy = [each for each in feasible if not each.view.suspect] or feasible
-    open_ = scored._open()
-    found = range(len(rows)) if open_ is None else open_.tolist()
-    assert list(found) == [each.row for each in healthy]
-    assert scored.n_open == len(feasible)
-    assert (scored.pick(0.0)[0] is None) is (not feasible)
+@pytest.mark.parametrize("stage", Stage)
+def test_rows_that_are_open_are_those_without_a_reason(stage: Stage) -> None:
+    """What is looked at to choose is less than what is told: for each pair of causes."""
+    for first, second, excluded in product(CAUSES, CAUSES, [(), ("w0:1",)]):
+        causes = ({}, first, second)
+        rows = [replace(view(f"w{at}:1"), **cause) for at, cause in enumerate(causes)]
+        asked = ask(isl_tokens=100, excluded=frozenset(excluded))
+        scored = score_pool(stage, asked, pool_view("only", rows))
+        told = list(scored.candidates(range(len(rows))))
+        feasible = [each for each in told if not each.excluded]
+        healthy = [each for each in feasible if not each.view.suspect] or feasible
+        open_ = scored._open()
+        found = range(len(rows)) if open_ is None else open_.tolist()
+        assert list(found) == [each.row for each in healthy], (causes, excluded)
+        assert scored.n_open == len(feasible)
+        assert (scored.pick(0.0)[0] is None) is (not feasible)
