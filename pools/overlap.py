@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slagate.pools.cached import Cached, cached_of, nothing_cached
 from slagate.pools.holdings import Holder
-from slagate.pools.match import Bits, Match, Steps
+from slagate.pools.match import Bits, Match, Steps, holders_of, lanes_of
 from slagate.pools.predictions import Predictions
 from slagate.pools.prefix_index import PrefixIndex
 from slagate.pools.run_trie import Root
@@ -56,6 +55,28 @@ class Prompt(NamedTuple):
         return len(self.tokens) // 4
 
 
+class _Held(NamedTuple):
+    """What rows have of a prompt by their events."""
+
+    cached: Cached
+    reached: (
+        Steps  # tokens, ascending, and the lanes of rows that have so many or more on the device
+    )
+
+    def without(self, steps: Steps, block_tokens: int, most: int) -> Steps:
+        """Of steps in blocks what is more than this on the device, in tokens."""
+        more: list[tuple[int, int]] = []
+        for depth, lanes in steps:
+            tokens = min(depth * block_tokens, most)
+            for reached, rows in self.reached:
+                if reached >= tokens:
+                    lanes &= ~rows
+                    break
+            if lanes and tokens:
+                more.append((tokens, lanes))
+        return tuple(more)
+
+
 class _Cache:
     """Everything about workers of one block size."""
 
@@ -66,7 +87,7 @@ class _Cache:
         self.bits: Bits = np.zeros(0, dtype=np.int32)
         self.bits_of = (-1, -1, -1)  # what they were made from
         # By steps and limit; steps are of bits, so none is kept when the bits of rows change.
-        self.by_steps: dict[tuple[Steps, int | None], Cached] = {}
+        self.by_steps: dict[tuple[Steps, int | None], _Held] = {}
 
 
 class Overlaps:
@@ -153,38 +174,37 @@ class Overlaps:
         held = cache.index.match(prompt.tokens, prompt.root)
         expected = cache.predictions.match(prompt.tokens, prompt.root, now_s=self._now_s())
         most = max(0, prompt.n_tokens - 1)
+        known = self._held(cache, held, most, n_rows)
         if not expected.steps:
-            return self._held(cache, held, most, n_rows)
-        few = expected.few_holders(_FEW_EXPECTED)
-        if few is not None:
-            # Most often they are rows that have the same by their events.
-            known = self._held(cache, held, most, n_rows)
-            deeper = [
-                (row, tokens)
-                for row, depth in few
-                if (tokens := min(depth * cache.block_tokens, most)) > known.device_tokens[row]
-            ]
-            if not deeper:
-                return known
-            device, anywhere = known.device_tokens.copy(), known.cached_tokens.copy()
-            for row, tokens in deeper:
+            return known.cached
+        # Most often only of rows that have as much by their events.
+        deeper = known.without(expected.steps, cache.block_tokens, most)
+        if not deeper:
+            return known.cached
+        device = known.cached.device_tokens
+        few = holders_of(deeper, _FEW_EXPECTED)
+        if few is None:
+            by_row = Match(expected.n_blocks, deeper, expected.n_holders).depths(np.arange(n_rows))
+            device = np.maximum(device, by_row)
+        else:
+            device = device.copy()
+            for row, tokens in few:
                 device[row] = tokens
-                anywhere[row] = max(tokens, anywhere.item(row))
-            return cached_of(device, anywhere)
-        depths = held.both_depths(self._bits(cache, n_rows))
-        np.maximum(depths, expected.depths(np.arange(n_rows)), out=depths)
-        return _limited(depths, cache.block_tokens, most)
+        return cached_of(device, np.maximum(device, known.cached.cached_tokens))
 
-    def _held(self, cache: _Cache, held: Match, most: int, n_rows: int) -> Cached:
+    def _held(self, cache: _Cache, held: Match, most: int, n_rows: int) -> _Held:
         """What rows have by their events; the same steps of the same rows give the same again."""
         if not held.steps:
-            return nothing_cached(n_rows)
+            return _Held(nothing_cached(n_rows), ())
         bits = self._bits(cache, n_rows)
         # A limit that nothing reaches makes no difference.
         key = (held.steps, most if held.n_blocks * cache.block_tokens > most else None)
         known = cache.by_steps.get(key)
         if known is None:
-            known = _limited(held.both_depths(bits), cache.block_tokens, most)
+            tokens: Ints = np.multiply(held.both_depths(bits), cache.block_tokens, dtype=np.int64)
+            anywhere, on_device = np.minimum(tokens, most, out=tokens)
+            reached = [(n, lanes_of(on_device >= n)) for n in np.unique(on_device).tolist() if n]
+            known = _Held(cached_of(on_device, anywhere), tuple(reached))
             if len(cache.by_steps) >= _MAX_KEPT:
                 cache.by_steps.clear()
             cache.by_steps[key] = known
@@ -207,10 +227,3 @@ class Overlaps:
                 if self._block_tokens[row] == cache.block_tokens:
                     cache.bits[row] = holder.bit
         return cache.bits
-
-
-def _limited(depths: NDArray[np.int32], block_tokens: int, most: int) -> Cached:
-    """From blocks anywhere and on the device."""
-    tokens: Ints = np.multiply(depths, block_tokens, dtype=np.int64)
-    anywhere, on_device = np.minimum(tokens, most, out=tokens)
-    return cached_of(on_device, anywhere)

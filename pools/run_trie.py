@@ -111,7 +111,7 @@ class RunTrie:
                 if at == 0 and content.startswith(run.tokens, position):
                     n_blocks = len(run.tokens) // block_bytes
                 else:
-                    n_blocks = self._n_common(run.tokens, at * block_bytes, content, position)
+                    n_blocks = self._n_common(run, at, content, position)
                 if n_blocks:
                     segments.append(Segment(run, at, n_blocks))
                     at += n_blocks
@@ -175,7 +175,7 @@ class RunTrie:
             if content.startswith(run.tokens, position):
                 at = len(run.tokens) // block_bytes
             else:
-                at = self._n_common(run.tokens, 0, content, position)
+                at = self._n_common(run, 0, content, position)
             kept, gone = 0, lanes
             for lead, group in run.groups.items():
                 group &= lanes
@@ -251,26 +251,30 @@ class RunTrie:
         run.parent = None
         self.n_runs -= 1
 
-    def _n_common(self, tokens: bytearray, start: int, content: bytes, position: int) -> int:
-        """Leading blocks that are equal, from a byte of each on."""
+    def _n_common(self, run: Run, at: int, content: bytes, position: int) -> int:
+        """Leading blocks that are equal, from block `at` of a run and a byte of `content` on."""
         block_bytes = self.block_bytes
+        tokens, start = run.tokens, at * block_bytes
         low, high = 0, min(len(tokens) - start, len(content) - position) // block_bytes
         # Let go by its last reference: a slice of it may still be open here.
         view = memoryview(tokens)
         starts_with = content.startswith
-        # Most ways part at the end of what one of the two has, or just before it.
-        for _ in range(2):
-            if high <= 0:
-                return 0
-            if starts_with(view[start : start + high * block_bytes], position):
-                return high
-            high -= 1
+        # Most ways part at the end of what one of the two has, where others have parted, or just
+        # before the end.
+        if high <= 0 or starts_with(view[start : start + high * block_bytes], position):
+            return max(0, high)
+        high -= 1
+        known = run.kid_top - at
+        probe = known if 0 < known < high else high
         while low < high:
-            # Halving, and what is known to be equal is not compared again.
-            middle = (low + high + 1) // 2
-            part = view[start + low * block_bytes : start + middle * block_bytes]
-            if starts_with(part, position + low * block_bytes):
-                low = middle
+            # What is known to be equal is not compared again.
+            part = view[start + low * block_bytes : start + probe * block_bytes]
+            if not starts_with(part, position + low * block_bytes):
+                high = probe - 1
+            elif probe == known:
+                low, known, probe = probe, 0, probe + 1
+                continue
             else:
-                high = middle - 1
+                low = probe
+            probe = (low + high + 1) // 2
         return low

@@ -193,30 +193,39 @@ def test_a_decode_pool_and_one_without_prefix_know_of_no_cache() -> None:
     assert cached(of, prompt(100)) == [(0, 0)]
 
 
-def test_few_rows_with_something_expected_are_looked_at_as_many_are(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("few", [_FEW_EXPECTED, 0])
+def test_a_row_has_the_deeper_of_its_events_and_of_what_is_expected(
+    few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether the rows with something expected are looked at one by one or all together."""
+    monkeypatch.setattr("slagate.pools.overlap._FEW_EXPECTED", few)
     seed = random.randrange(10**6)
     chance = random.Random(seed)
-    for _ in range(60):
+    for _ in range(150):
         of = pool(6)
+        on_device, anywhere = [0] * 6, [0] * 6
         for row in range(4):
-            held = BLOCK * chance.randrange(5)
-            follow(of, row, held, tier=chance.choice([DEVICE, HOST]))
+            held, tier = BLOCK * chance.randrange(6), chance.choice([DEVICE, HOST])
+            follow(of, row, held, tier=tier)
+            on_device[row], anywhere[row] = held if tier == DEVICE else 0, held
         for _ in range(chance.randrange(5)):
-            expected = prompt(BLOCK * chance.randrange(1, 6) + chance.randrange(2))
-            of.lease(chance.randrange(6), Work(), expected)
-        asked = prompt(BLOCK * chance.randrange(1, 6) + chance.randrange(2))
-        shown = []
-        for few in (_FEW_EXPECTED, 0):
-            monkeypatch.setattr("slagate.pools.overlap._FEW_EXPECTED", few)
-            found = of.view(asked).cached
-            depths = [found.depths[at] for at in found.places]
-            assert depths == found.cached_tokens.tolist(), seed
-            assert list(found.depths) == sorted(set(depths)), seed
-            assert found.has_host == bool(found.host_tokens.any()), seed
-            shown.append((found.device_tokens.tolist(), found.cached_tokens.tolist()))
-        assert shown[0] == shown[1], seed
+            row, sent = chance.randrange(6), BLOCK * chance.randrange(1, 6)
+            of.lease(row, Work(), prompt(sent + chance.randrange(2)))
+            on_device[row] = max(sent, on_device[row])
+            anywhere[row] = max(sent, anywhere[row])
+        n_asked = BLOCK * chance.randrange(1, 6) + chance.randrange(2)
+        found = of.view(prompt(n_asked)).cached
+        assert found.device_tokens.tolist() == shown_of(on_device, n_asked), seed
+        assert found.cached_tokens.tolist() == shown_of(anywhere, n_asked), seed
+        depths = [found.depths[at] for at in found.places]
+        assert depths == found.cached_tokens.tolist(), seed
+        assert list(found.depths) == sorted(set(depths)), seed
+        assert found.has_host == bool(found.host_tokens.any()), seed
+
+
+def shown_of(tokens: list[int], n_asked: int) -> list[int]:
+    """What rows with so many tokens have of a prompt of `n_asked`: full blocks, never all of it."""
+    return [min(n, n_asked // BLOCK * BLOCK, n_asked - 1) for n in tokens]
 
 
 def test_answers_that_are_kept_are_nobodys_to_change_and_end_with_what_they_came_from() -> None:
