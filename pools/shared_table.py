@@ -1,5 +1,6 @@
 """The rows of a pool of one process of several: what the others have on a worker counts in a decision."""
 
+import msgspec
 import numpy as np
 
 from slagate.pools.live_table import Table
@@ -8,7 +9,6 @@ from slagate.pools.table import (
     BATCH,
     CONTEXT_TOKENS,
     DOWN,
-    FOREIGN_REQUESTS,
     FOREIGN_S,
     INFLIGHT,
     LAST_CHOSEN,
@@ -18,17 +18,14 @@ from slagate.pools.table import (
     QUEUE_FULL,
     QUEUED_S,
     QUEUED_TOKENS,
-    READY,
     SHUT,
-    STATE,
-    UNLIMITED,
     WIDTH,
     WORKER_INFLIGHT,
-    Counts,
-    Floats,
     Ints,
     Rows,
 )
+
+_LIMITS = slice(MAX_INFLIGHT, MAX_QUEUED_TOKENS + 1)  # of `WORKER_INFLIGHT` and `QUEUED_TOKENS`
 
 
 class SharedTable(Table):
@@ -134,31 +131,19 @@ class SharedTable(Table):
         """As those of a table that has the leases of all processes."""
         n = len(self)
         ints, floats = self._ints[:, :n].copy(), self._floats[:, :n].copy()
-        others = self._others()
+        others, counts = self._others(), self._counted()
         ints[:N_COUNTS] += others.counts
-        floats[QUEUED_S] += others.queued_s
-        np.maximum(ints[LAST_CHOSEN], others.last_chosen, out=ints[LAST_CHOSEN])
-        _derive(ints, floats)
-        # The rest of the counts is what this process knows of the workers, not what any has there.
-        known = self._counted()
-        counts = Counts(
-            int(np.count_nonzero(ints[SHUT])),
-            known.n_suspect,
-            known.n_left,
-            known.n_untold,
-            known.least_capacity_tokens,
-        )
+        ints[BATCH : WIDTH + 1] += others.counts[INFLIGHT]
+        last = ints[LAST_CHOSEN]
+        np.maximum(last, others.last_chosen, out=last)
+        queued_s = floats[QUEUED_S]
+        queued_s += others.queued_s
+        np.add(queued_s, floats[FOREIGN_S], out=floats[LOAD_S])
+        # More leases open no row, so that those which this process alone has shut are right already.
+        at_limit = ints[WORKER_INFLIGHT : QUEUED_TOKENS + 1] >= ints[_LIMITS]
+        if at_limit.any():
+            shut = ints[SHUT]
+            shut |= at_limit[0] * DOWN | at_limit[1] * QUEUE_FULL
+            # All else that is counted is known of the workers, not what any process has there.
+            counts = msgspec.structs.replace(counts, n_shut=int(np.count_nonzero(shut)))
         return self._frozen(ints, floats, counts)
-
-
-def _derive(ints: Ints, floats: Floats) -> None:
-    """What follows from the figures of a row, as `Table` has it after each change, for all rows at once."""
-    np.add(floats[QUEUED_S], floats[FOREIGN_S], out=floats[LOAD_S])
-    width, batch, shut = ints[WIDTH], ints[BATCH], ints[SHUT]
-    np.add(ints[INFLIGHT], 1, out=width)
-    # Not their sum cut off: it may be more than there are numbers.
-    np.minimum(ints[FOREIGN_REQUESTS], UNLIMITED - width, out=batch)
-    batch += width
-    is_down = (ints[WORKER_INFLIGHT] >= ints[MAX_INFLIGHT]) | (ints[STATE] != READY)
-    np.multiply(is_down, DOWN, out=shut)
-    shut += (ints[QUEUED_TOKENS] >= ints[MAX_QUEUED_TOKENS]) * QUEUE_FULL
