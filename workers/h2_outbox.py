@@ -53,7 +53,7 @@ class Outbox:
                 self._behind.add(stream)
 
     def written(self, *, is_drained: bool) -> None:
-        """The engine was asked for what can be sent; `is_drained`: it has no more of it. Tells who waits."""
+        """The engine was asked for what can be sent; `is_drained`: it has no more. Tells who waits."""
         if self._behind:
             self._behind = {stream for stream in self._behind if self._is_behind(stream)}
         if self._watched:
