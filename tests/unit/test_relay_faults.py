@@ -183,7 +183,9 @@ def odd(rng: random.Random) -> bytes:
     if rng.random() < 0.2:
         data += oe.GenerateResponse(usage=oe.Usage(cached_prompt_tokens=3)).SerializeToString()
     if rng.random() < 0.2:
-        data += oe.GenerateResponse(finished=oe.GenerationFinished(output_index=0)).SerializeToString()
+        data += oe.GenerateResponse(
+            finished=oe.GenerationFinished(output_index=0)
+        ).SerializeToString()
     if rng.random() < 0.2:
         data += data
     if rng.random() < 0.3:
