@@ -84,17 +84,18 @@ class Axis(_Bands):
         Raises `SelectError` when a required value is missing, and when `value` is not a finite number.
         """
         value = self._given(value)
+        last = self.resolution - 1
         try:
             # The step comes first and is divided by: with another order of the same operations some
             # values on the edge of a band change sides.
-            index = int((value - self.low) / self.step)
+            index = int((value - self.low) / ((self.high - self.low) / self.resolution))
         except (OverflowError, ValueError):
             # A difference or a quotient is beyond the largest double, or two differences are (their
             # quotient is NaN, of which int makes a ValueError). Each way value lies outside or as far up
             # as a double goes, on the side that the sign of value - low names, and the exact quotient
             # would be clamped to that end. The comparison is exact for ints and floats of any size.
-            return self.resolution - 1 if value > self.low else 0
-        return max(0, min(index, self.resolution - 1))
+            return last if value > self.low else 0
+        return 0 if index < 0 else last if index > last else index
 
 
 @dataclass(frozen=True, slots=True)

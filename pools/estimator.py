@@ -19,7 +19,7 @@ from msgspec import structs
 
 from slagate.pools.fit import MAX_OFFSET_S, Fit
 from slagate.workers.profile import HOST_LINK_BYTES_PER_S, TpProfile, tp_profile_from_json
-from slagate.workers.profile_table import Floats
+from slagate.workers.profile_table import Floats, Ints
 
 NOMINAL_KV_BYTES_PER_TOKEN = 131_072
 """Of an 8B model in 16 bits: 32 layers, 8 KV heads of 128, K and V."""
@@ -68,6 +68,9 @@ class Speed(Protocol):
     def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
         """As `itl_s`."""
 
+    def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
+        """As `itl_s`, for whole batch sizes >= 1; it may differ in the last digits."""
+
 
 class Nominal:
     """Stands in for a profile: workers of one pool are alike, so of the right order is all it needs."""
@@ -90,6 +93,13 @@ class Nominal:
         """As `itl_s`."""
         return 0.01 + np.maximum(0.0, batch_size) * np.maximum(0.0, context_tokens) * 1e-8
 
+    def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
+        """As `itl_s`."""
+        seconds: Floats = batch_size * context_tokens
+        seconds *= 1e-8
+        seconds += 0.01
+        return seconds
+
 
 NOMINAL = Nominal()
 
@@ -104,9 +114,17 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
 
     def __post_init__(self) -> None:
         """Raises `ValueError` naming a coefficient that is negative or no number."""
-        for name, value in structs.asdict(self.coefficients).items():
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"{name} must be finite and >= 0, got {value}")
+        of = self.coefficients
+        # One that is negative, infinite or no number shows in the least or the sum.
+        if not (
+            of.prefill_scale >= 0.0
+            and of.prefill_offset_s >= 0.0
+            and of.itl_scale >= 0.0
+            and of.prefill_scale + of.prefill_offset_s + of.itl_scale < math.inf
+        ):
+            for name, value in structs.asdict(of).items():
+                if not 0.0 <= value < math.inf:
+                    raise ValueError(f"{name} must be finite and >= 0, got {value}")
         structs.force_setattr(self, "_speed", _speed(self.profile))
 
     @property
@@ -152,9 +170,21 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
         """Seconds of one decode step at this batch size and mean context."""
         return self.coefficients.itl_scale * self._speed.itl_s(batch_size, context_tokens)
 
+    def ttft_many(self, work_s: Floats) -> Floats:
+        """As `ttft_s`, for f64[n], in place."""
+        work_s *= self.coefficients.prefill_scale
+        work_s += self.coefficients.prefill_offset_s
+        return work_s
+
     def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
         """As `itl_s`, for f64[n] each."""
         seconds = self._speed.itl_many(batch_size, context_tokens)
+        seconds *= self.coefficients.itl_scale
+        return seconds
+
+    def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
+        """As `itl_s`, for n whole batch sizes >= 1; it may differ in the last digits."""
+        seconds = self._speed.itl_of_batches(batch_size, context_tokens)
         seconds *= self.coefficients.itl_scale
         return seconds
 
@@ -192,6 +222,7 @@ class Estimator:
         self._prefill = _fit(profile)
         self._itl = _fit(profile, max_offset_s=0.0)
         self._frozen = FrozenEstimator(profile, source)
+        self._has_news = False  # something was learnt that is not in `_frozen`
 
     def starts_as(self, other: "Estimator") -> bool:
         """Whether both began with the same numbers, whatever they have learnt since."""
@@ -199,6 +230,12 @@ class Estimator:
 
     def frozen(self) -> FrozenEstimator:
         """The estimator as it stands; the same object until an observation changes the numbers."""
+        if self._has_news:
+            self._has_news = False
+            learnt = Coefficients(self._prefill.scale, self._prefill.offset_s, self._itl.scale)
+            before = self._frozen
+            if learnt != before.coefficients:
+                self._frozen = FrozenEstimator(before.profile, before.profile_source, learnt)
         return self._frozen
 
     def observe_prefill(
@@ -213,12 +250,12 @@ class Estimator:
         # A queue is a guess (how much of it was done, who else sends), a prompt is known.
         weight = own_s / work_s if work_s > 0 else 1.0
         if self._prefill.observe(work_s, seconds, weight=weight):
-            self._freeze()
+            self._has_news = True
 
     def observe_itl(self, batch_size: float, context_tokens: float, seconds: float) -> None:
         """A decode step at this batch size and mean context took `seconds`."""
         if self._itl.observe(self._speed.itl_s(batch_size, context_tokens), seconds):
-            self._freeze()
+            self._has_news = True
 
     @property
     def prefill_error(self) -> float | None:
@@ -234,11 +271,6 @@ class Estimator:
     def n_observed(self) -> int:
         """Observations of both kinds that were learnt from."""
         return self._prefill.n_observed + self._itl.n_observed
-
-    def _freeze(self) -> None:
-        coefficients = Coefficients(self._prefill.scale, self._prefill.offset_s, self._itl.scale)
-        if coefficients != self._frozen.coefficients:
-            self._frozen = structs.replace(self._frozen, coefficients=coefficients)
 
 
 def _fit(profile: TpProfile | None, *, max_offset_s: float = MAX_OFFSET_S) -> Fit:

@@ -6,7 +6,7 @@ checks a grid: `grid_config` does, once.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -71,6 +71,10 @@ class StageGrid:
     retry: bool = False
     size_optional: bool = False
     negative_is_none: bool = False
+    # What `place` has found, by bands and rule: nothing ends it, as a grid never changes.
+    _places: dict[tuple[tuple[int, ...], PriorityRule | None], tuple[Cell, tuple[str, ...]]] = (
+        field(default_factory=dict, init=False, repr=False, compare=False)
+    )
 
     def select(self, values: Mapping[str, Number | None], priority: Number | None = None) -> Cell:
         """The cell of a request with these `AXIS_FIELDS`; what other stages need may be among them.
@@ -79,15 +83,27 @@ class StageGrid:
         when a size of this grid is missing, when a value of this grid or `priority` is not a finite
         number, and for a name that is no axis field.
         """
+        return self.place(values, priority)[0]
+
+    def place(
+        self, values: Mapping[str, Number | None], priority: Number | None = None
+    ) -> tuple[Cell, tuple[str, ...]]:
+        """As `select`, with the names of all pools that the request may use, in order."""
         if not values.keys() <= _KNOWN_FIELDS:
             unknown = min(values.keys() - _KNOWN_FIELDS)
             raise SelectError(unknown, f"is not one of {', '.join(AXIS_FIELDS)}")
         index = tuple([axis.index(self._given(axis, values)) for axis in self.axes])
-        pools = self.pools_at(index)
-        rule = self._rule(priority)
-        if rule is not None:
-            return Cell(index, pools[0], rule.pool)
-        return Cell(index, pools[0], pools[0], pools[1:])
+        rule = None if priority is None else self._rule(priority)
+        place = self._places.get((index, rule))
+        if place is None:
+            pools = self.pools_at(index)
+            if rule is not None:
+                cell = Cell(index, pools[0], rule.pool)
+            else:
+                cell = Cell(index, pools[0], pools[0], pools[1:])
+            place = cell, tuple([self.pool_names[at] for at in self.pool_order(cell)])
+            self._places[index, rule] = place
+        return place
 
     def pools_at(self, index: tuple[int, ...]) -> tuple[int, ...]:
         """The pools of the cell with these bands, one for each axis: first choice, then spill order."""
@@ -160,9 +176,7 @@ class StageGrid:
             return None
         return value
 
-    def _rule(self, priority: Number | None) -> PriorityRule | None:
-        if priority is None:
-            return None
+    def _rule(self, priority: Number) -> PriorityRule | None:
         if not is_finite_number(priority):
             raise SelectError("priority", f"must be a finite number (got {shown(priority)})")
         if self.negative_is_none:

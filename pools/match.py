@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 Bits = NDArray[np.signedinteger[Any]]
 
+Steps = tuple[tuple[int, int], ...]
+
 _MANY_STEPS = 16
 
 
@@ -17,7 +19,7 @@ class Match(NamedTuple):
     """
 
     n_blocks: int  # full blocks of the query
-    steps: tuple[tuple[int, int], ...] = ()
+    steps: Steps = ()
     n_holders: int = 0  # bits are below this
     capped: bool = False  # the hop cap was reached: an under-count
 
@@ -54,3 +56,24 @@ class Match(NamedTuple):
         by_bit = by_lane.astype(np.int32).reshape(-1, 2)
         depths: NDArray[np.int32] = by_bit.take(np.minimum(bits, self.n_holders), axis=0).T
         return depths
+
+
+def holders_of(steps: Steps, most: int) -> list[tuple[int, int]] | None:
+    """Holders with their depths, from steps in which both lanes of each agree; None: more than `most`.
+
+    O(holders that are returned).
+    """
+    found: list[tuple[int, int]] = []
+    for depth, mask in steps:
+        while mask:
+            if len(found) == most:
+                return None
+            bit = (mask & -mask).bit_length() >> 1
+            found.append((bit, depth))
+            mask &= ~(0b11 << 2 * bit)
+    return found
+
+
+def lanes_of(flags: NDArray[np.bool_]) -> int:
+    """The mask of both lanes of each holder whose flag is set."""
+    return int.from_bytes(np.packbits(np.repeat(flags, 2), bitorder="little").tobytes(), "little")

@@ -15,8 +15,9 @@ from typing import Protocol
 
 from slagate.pools.event_view import EventView
 from slagate.pools.health import Health
+from slagate.pools.live_table import Table
 from slagate.pools.ranks import Limits, Ranks
-from slagate.pools.table import UNLIMITED, State, Table
+from slagate.pools.table import UNLIMITED, State
 from slagate.pools.truth import Truth
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.worker import Worker
@@ -72,6 +73,9 @@ class Member:
         self.truth = Truth()
         self.events: EventView | None = None  # None: not watched
         self._info: oe.ServerInfo | None = None
+        # As `info` says, looked up once: every lease asks.
+        self.block_tokens = 0  # of one KV block; 0 while that is not known
+        self.n_ranks = 1  # attention-DP ranks, each with a KV cache of its own
         self._models: dict[str, oe.ModelInfo] = {}
         self.ranks = Ranks(address, table)
         self._set_up()
@@ -157,7 +161,10 @@ class Member:
     @info.setter
     def info(self, info: oe.ServerInfo | None) -> None:
         self._info = info
+        self.block_tokens, self.n_ranks = 0, 1
         if info is not None:
+            self.block_tokens = info.capacity.kv_block_size
+            self.n_ranks = max(1, info.parallelism.data_parallel_size)
             self._set_up()
 
     @property
@@ -181,16 +188,6 @@ class Member:
             # What is more would wait in the engine, where nobody can give it to another worker.
             return capacity.max_running_requests * self.n_ranks
         return UNLIMITED
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of one KV block; 0 while that is not known."""
-        return 0 if self._info is None else self._info.capacity.kv_block_size
-
-    @property
-    def n_ranks(self) -> int:
-        """Attention-DP ranks, each with a KV cache of its own."""
-        return 1 if self._info is None else max(1, self._info.parallelism.data_parallel_size)
 
     @property
     def has_row_for_each_rank(self) -> bool:
@@ -269,7 +266,9 @@ class Member:
         self._leave_if_done()
 
     def _leave_if_done(self) -> None:
-        if self.is_draining and not self.has_left and not self.inflight and not self._n_held:
+        if self.draining_since_s is None:
+            return
+        if not self.has_left and not self.inflight and not self._n_held:
             self.has_left = True
             for tell in self.on_left:
                 tell()

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slagate.pools.cached import Cached, cached_of, nothing_cached
 from slagate.pools.holdings import Holder
-from slagate.pools.match import Bits
+from slagate.pools.match import Bits, Match, Steps, holders_of, lanes_of
 from slagate.pools.predictions import Predictions
 from slagate.pools.prefix_index import PrefixIndex
 from slagate.pools.run_trie import Root
@@ -35,6 +36,12 @@ DEFAULT_CAPACITY_BLOCKS = 16_384
 
 _TIDY_CLAIMS = 256
 
+_FEW_EXPECTED = 8
+"""Rows with something expected that are looked at faster one by one."""
+
+_MAX_KEPT = 64
+"""Answers of events that are kept; a thousand workers' take 16 KB each."""
+
 
 class Prompt(NamedTuple):
     """A prompt as prefix caches know it."""
@@ -48,6 +55,28 @@ class Prompt(NamedTuple):
         return len(self.tokens) // 4
 
 
+class _Held(NamedTuple):
+    """What rows have of a prompt by their events."""
+
+    cached: Cached
+    reached: (
+        Steps  # tokens, ascending, and the lanes of rows that have so many or more on the device
+    )
+
+    def without(self, steps: Steps, block_tokens: int, most: int) -> Steps:
+        """Of steps in blocks what is more than this on the device, in tokens."""
+        more: list[tuple[int, int]] = []
+        for depth, lanes in steps:
+            tokens = min(depth * block_tokens, most)
+            for reached, rows in self.reached:
+                if reached >= tokens:
+                    lanes &= ~rows
+                    break
+            if lanes and tokens:
+                more.append((tokens, lanes))
+        return tuple(more)
+
+
 class _Cache:
     """Everything about workers of one block size."""
 
@@ -57,6 +86,8 @@ class _Cache:
         self.predictions = Predictions(block_tokens)
         self.bits: Bits = np.zeros(0, dtype=np.int32)
         self.bits_of = (-1, -1, -1)  # what they were made from
+        # By steps and limit; steps are of bits, so none is kept when the bits of rows change.
+        self.by_steps: dict[tuple[Steps, int | None], _Held] = {}
 
 
 class Overlaps:
@@ -108,19 +139,19 @@ class Overlaps:
         for cache in self._caches.values():
             cache.predictions.expire(self._now_s(), _TIDY_CLAIMS)
 
-    def cached_tokens(self, prompt: Prompt | None, n_rows: int) -> tuple[Ints, Ints]:
-        """For each row the leading prompt tokens cached on the device, and those behind them at all.
+    def cached(self, prompt: Prompt, n_rows: int) -> Cached:
+        """For each row the leading prompt tokens that are cached there.
 
         The last prompt token is always computed, as its logits are the first output.
         """
-        if prompt is None or not self._caches:
-            return np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)
-        (device, host), *others = [
-            self._cached_tokens(cache, prompt, n_rows) for cache in self._caches.values()
-        ]
-        for on_device, colder in others:
-            device, host = np.maximum(device, on_device), np.maximum(host, colder)
-        return device, host
+        found = [self._cached(cache, prompt, n_rows) for cache in self._caches.values()]
+        if len(found) == 1:
+            return found[0]
+        device = host = np.zeros(n_rows, np.int64)
+        for each in found:
+            device = np.maximum(device, each.device_tokens)
+            host = np.maximum(host, each.host_tokens)
+        return cached_of(device, device + host)
 
     def expect(self, row: int, prompt: Prompt) -> Callable[..., None]:
         """A prompt was sent to a row, and will be cached there; to be told whether it was `processed`."""
@@ -138,16 +169,46 @@ class Overlaps:
 
         return settle
 
-    def _cached_tokens(self, cache: _Cache, prompt: Prompt, n_rows: int) -> tuple[Ints, Ints]:
-        """As `cached_tokens`, by what is known of the workers of one block size."""
+    def _cached(self, cache: _Cache, prompt: Prompt, n_rows: int) -> Cached:
+        """As `cached`, by what is known of the workers of one block size."""
         held = cache.index.match(prompt.tokens, prompt.root)
         expected = cache.predictions.match(prompt.tokens, prompt.root, now_s=self._now_s())
-        depths = held.both_depths(self._bits(cache, n_rows))
-        if expected.steps:
-            np.maximum(depths, expected.depths(np.arange(n_rows)), out=depths)
-        tokens: Ints = np.multiply(depths, cache.block_tokens, dtype=np.int64)
-        anywhere, on_device = np.minimum(tokens, max(0, prompt.n_tokens - 1), out=tokens)
-        return on_device, anywhere - on_device
+        most = max(0, prompt.n_tokens - 1)
+        known = self._held(cache, held, most, n_rows)
+        if not expected.steps:
+            return known.cached
+        # Most often only of rows that have as much by their events.
+        deeper = known.without(expected.steps, cache.block_tokens, most)
+        if not deeper:
+            return known.cached
+        device = known.cached.device_tokens
+        few = holders_of(deeper, _FEW_EXPECTED)
+        if few is None:
+            by_row = Match(expected.n_blocks, deeper, expected.n_holders).depths(np.arange(n_rows))
+            device = np.maximum(device, by_row)
+        else:
+            device = device.copy()
+            for row, tokens in few:
+                device[row] = tokens
+        return cached_of(device, np.maximum(device, known.cached.cached_tokens))
+
+    def _held(self, cache: _Cache, held: Match, most: int, n_rows: int) -> _Held:
+        """What rows have by their events; the same steps of the same rows give the same again."""
+        if not held.steps:
+            return _Held(nothing_cached(n_rows), ())
+        bits = self._bits(cache, n_rows)
+        # A limit that nothing reaches makes no difference.
+        key = (held.steps, most if held.n_blocks * cache.block_tokens > most else None)
+        known = cache.by_steps.get(key)
+        if known is None:
+            tokens: Ints = np.multiply(held.both_depths(bits), cache.block_tokens, dtype=np.int64)
+            anywhere, on_device = np.minimum(tokens, most, out=tokens)
+            reached = [(n, lanes_of(on_device >= n)) for n in np.unique(on_device).tolist() if n]
+            known = _Held(cached_of(on_device, anywhere), tuple(reached))
+            if len(cache.by_steps) >= _MAX_KEPT:
+                cache.by_steps.clear()
+            cache.by_steps[key] = known
+        return known
 
     def _cache(self, block_tokens: int) -> _Cache:
         cache = self._caches.get(block_tokens)
@@ -160,6 +221,7 @@ class Overlaps:
         state = (cache.index.n_changes, self._n_set, n_rows)
         if cache.bits_of != state:
             cache.bits_of = state
+            cache.by_steps.clear()
             cache.bits = np.full(n_rows, -1, dtype=np.int32)
             for row, holder in self._holders.items():
                 if self._block_tokens[row] == cache.block_tokens:

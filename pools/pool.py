@@ -5,18 +5,20 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
-import numpy as np
 
+from slagate.pools.cached import Cached, nothing_cached
 from slagate.pools.estimator import Estimator, FrozenEstimator
 from slagate.pools.follow import Follower
 from slagate.pools.holdings import Holder
 from slagate.pools.lease import Lease
+from slagate.pools.live_table import Table
 from slagate.pools.member import Member, Stage
 from slagate.pools.overlap import Overlaps, Prompt
 from slagate.pools.pool_totals import PoolLine, Totals
 from slagate.pools.ranks import Limits, Work
 from slagate.pools.shared_counts import SharedCounts
-from slagate.pools.table import Ints, Rows, RowView, State, Table
+from slagate.pools.shared_table import SharedTable
+from slagate.pools.table import Ints, Rows, RowView
 from slagate.pools.turns import Turns
 from slagate.workers.clock import monotonic_s
 from slagate.workers.worker import Worker
@@ -28,21 +30,31 @@ class PoolView(msgspec.Struct, frozen=True, gc=False, eq=False):
     name: str
     estimator: FrozenEstimator
     rows: Rows
-    device_tokens: Ints
-    host_tokens: Ints
+    cached: Cached
     n_leases: int  # all that were ever taken, `last_chosen` of the newest
 
     @property
     def cached_tokens(self) -> Ints:
         """Leading prompt tokens that each row has cached."""
-        return self.device_tokens + self.host_tokens
+        return self.cached.cached_tokens
+
+    @property
+    def device_tokens(self) -> Ints:
+        """Those of them that are all on the device."""
+        return self.cached.device_tokens
+
+    @property
+    def host_tokens(self) -> Ints:
+        """The others."""
+        return self.cached.host_tokens
 
     def view(self, row: int) -> RowView:
         """One row, as plain values."""
+        cached = self.cached
         return self.rows.view(
             row,
-            device_tokens=int(self.device_tokens[row]),
-            host_tokens=int(self.host_tokens[row]),
+            device_tokens=(device_tokens := cached.device_tokens.item(row)),
+            host_tokens=cached.cached_tokens.item(row) - device_tokens,
         )
 
 
@@ -73,7 +85,7 @@ class Pool(Totals):
         self._limits = limits or Limits()
         self.overlaps = Overlaps(now_s=now_s) if prefix and stage is not Stage.DECODE else None
         everywhere = f"{stage.value} {name}"
-        self._table = Table(everywhere, shared=shared)
+        self._table = Table() if shared is None else SharedTable(everywhere, shared)
         self.line = None if shared is None else PoolLine(everywhere, shared)
         self.members: dict[str, Member] = {}
         self._leaving: dict[str, Member] = {}
@@ -140,13 +152,13 @@ class Pool(Totals):
         """The pool as it stands now, for a prompt; None: nothing of it is cached anywhere."""
         rows = self._table.rows()
         if self.overlaps is None or prompt is None:
-            device, host = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+            cached = nothing_cached(len(rows))
         else:
-            device, host = self.overlaps.cached_tokens(prompt, len(rows))
+            cached = self.overlaps.cached(prompt, len(rows))
         turn = self._turn
         if self.line is not None:
-            turn = max(turn, int(rows.ints("last_chosen").max(initial=0)))
-        return PoolView(self.name, self.estimator.frozen(), rows, device, host, turn)
+            turn = max(turn, int(rows.last_chosen.max(initial=0)))
+        return PoolView(self.name, self.estimator.frozen(), rows, cached, turn)
 
     def follower(
         self, member: Member, worker: Worker, *, turns: Turns, rng: random.Random
@@ -207,18 +219,17 @@ class Pool(Totals):
         """
         address, rank = self._table.name(row)
         member = self.members[address]
-        assert member.state is State.READY, member
-        assert member.inflight < member.max_inflight, member
+        assert self._table.is_up(row), member
         settle = None
         # Where the worker chooses between its ranks, the next prompt may meet another cache.
         if self.overlaps is not None and prompt is not None and member.has_row_for_each_rank:
             settle = self.overlaps.expect(row, prompt)
         self.requests_total += 1
         if self.line is not None:
-            before = self._table.last_turn if n_leases is None else n_leases
+            before = self._table.last_turn() if n_leases is None else n_leases
             self._turn = max(self._turn, before)
         self._turn += 1
-        self._table.set(row, last_chosen=self._turn)
+        self._table.set_chosen(row, self._turn)
         lease = Lease(member, row, work, rank=rank)
         if settle is not None:
             lease.settle = settle

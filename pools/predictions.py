@@ -90,25 +90,34 @@ class Predictions:
 
         Beyond the hop cap the rest of a prompt is left out.
         """
-        whole = len(tokens) - len(tokens) % self._trie.block_bytes
-        parts: dict[Run, int] = {}
-        if whole:
-            segments = self._trie.grow(
-                self._trie.root(root), 0, tokens[:whole], max_segments=_MAX_HOPS
-            )
-            for run, at, n_blocks in segments:
-                parts[run] = at + n_blocks
-        claim = Claim(row, tuple(parts.items()), sum(parts.values()))
+        parts: tuple[tuple[Run, int], ...] = ()
+        n_blocks = 0
+        if len(tokens) >= self._trie.block_bytes:
+            segments = self._trie.grow(self._trie.root(root), 0, tokens, max_segments=_MAX_HOPS)
+            # Each run is there once.
+            parts = tuple([(run, at + n) for run, at, n in segments])
+            for _, _, n in segments:
+                n_blocks += n
+        claim = Claim(row, parts, n_blocks)
         claims = self._rows.get(row)
         if claims is None:
             claims = self._rows[row] = _Row()
-        self._n_rows = max(self._n_rows, row + 1)
-        for run, lead in claim.parts:
-            leads = claims.leads.setdefault(run, {})
-            self._deepest(claims, row, run, max(leads, default=0), max(lead, *leads, 0))
-            leads[lead] = leads.get(lead, 0) + 1
+        if row >= self._n_rows:
+            self._n_rows = row + 1
+        lanes, of_runs = _BOTH << 2 * row, claims.leads
+        for run, lead in parts:
+            leads = of_runs.get(run)
+            if leads is None:
+                of_runs[run] = {lead: 1}
+                before = 0
+            else:
+                before = max(leads)
+                leads[lead] = leads.get(lead, 0) + 1
+            if lead > before:
+                run.move(lanes, before, lead)
+                claims.n_blocks += lead - before
         claims.claims[claim] = self._claims[claim] = None
-        self._n_parts += len(claim.parts)
+        self._n_parts += len(parts)
         self._schedule(claim, expires_s)
         while self._claims and (
             len(self._claims) > self._max_claims or self.n_bytes_estimate > self._max_bytes
@@ -133,16 +142,23 @@ class Predictions:
         del row.claims[claim]
         parts, claim.parts, claim.n_blocks = claim.parts, (), 0
         self._n_parts -= len(parts)
+        lanes, of_runs = _BOTH << 2 * claim.row, row.leads
         for run, lead in reversed(parts):
-            leads = row.leads[run]
-            before = max(leads)
-            leads[lead] -= 1
-            if not leads[lead]:
-                del leads[lead]
-                if not leads:
-                    del row.leads[run]
-            self._deepest(row, claim.row, run, before, max(leads, default=0))
-            self._trie.trim(run)
+            leads = of_runs[run]
+            n_left = leads[lead] - 1
+            if n_left:
+                leads[lead] = n_left
+                continue
+            del leads[lead]
+            if leads:
+                now = max(leads)
+            else:
+                del of_runs[run]
+                now = 0
+            if lead > now:
+                run.move(lanes, lead, now)
+                row.n_blocks -= lead - now
+                self._trie.trim(run)
         if not row.claims and row.max_blocks is None:
             del self._rows[claim.row]
 
@@ -187,12 +203,6 @@ class Predictions:
             due = self._steps[claim.step] = {}
             heapq.heappush(self._step_heap, claim.step)
         due[claim] = None
-
-    def _deepest(self, claims: _Row, row: int, run: Run, before: int, now: int) -> None:
-        """A row's deepest claim on a run has changed."""
-        if before != now:
-            run.move(_BOTH << 2 * row, before, now)
-            claims.n_blocks += now - before
 
     def _bound(self, claims: _Row) -> None:
         while claims.max_blocks is not None and claims.n_blocks > claims.max_blocks:

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from slagate.pools.table import UNLIMITED, State, Table
+from slagate.pools.live_table import Table
+from slagate.pools.table import UNLIMITED, State
 
 
 class Work(NamedTuple):
@@ -105,32 +106,25 @@ class Ranks:
     def took(self, row: int, work: Work) -> None:
         """Count a lease that was taken on a row."""
         self.inflight += 1
-        self._table.add_to(
-            row,
-            inflight=1,
-            queued_tokens=work.prefill_tokens,
-            context_tokens=work.context_tokens,
+        tokens, work_s, context_tokens = work
+        self._table.add_lease(
+            row, queued_tokens=tokens, queued_s=work_s, context_tokens=context_tokens
         )
-        self._table.set_s(row, queued_s=self._table.get_s("queued_s", row) + work.work_s)
         self._show_inflight()
 
     def prefilled(self, row: int, work: Work) -> None:
         """The prompt of a lease is processed, or given up."""
-        self._table.add_to(row, queued_tokens=-work.prefill_tokens)
-        left_s = self._table.get_s("queued_s", row) - work.work_s
-        # Floats do not add up to zero again by themselves.
-        idle = not self._table.get("queued_tokens", row)
-        self._table.set_s(row, queued_s=0.0 if idle else max(0.0, left_s))
+        self._table.end_prefill(row, queued_tokens=work.prefill_tokens, queued_s=work.work_s)
 
     def gave_back(self, row: int, work: Work) -> None:
         """Count a lease that has ended."""
         self.inflight -= 1
-        self._table.add_to(row, inflight=-1, context_tokens=-work.context_tokens)
+        self._table.end_lease(row, context_tokens=work.context_tokens)
         self._show_inflight()
 
     def _show_inflight(self) -> None:
         for row in self.rows:
-            self._table.set(row, worker_inflight=self.inflight)
+            self._table.set_worker_inflight(row, self.inflight)
 
 
 def _or_unlimited(limit: int | None) -> int:

@@ -97,17 +97,21 @@ class RunTrie:
     def grow(
         self, run: Run, at: int, content: bytes, *, max_segments: int | None = None
     ) -> list[Segment]:
-        """The address of full blocks that follow block `at - 1` of a run: a segment for each run.
+        """The address of the full blocks that follow block `at - 1` of a run: a segment for each run.
 
         What is missing is added; with a limit, what lies beyond so many segments is left out. The caller
         says at once who holds them (`Run.move`), or has them trimmed.
         """
         block_bytes = self.block_bytes
         segments: list[Segment] = []
-        position, end = 0, len(content)
+        position, end = 0, len(content) - len(content) % block_bytes
+        view = memoryview(content)
         while position < end and len(segments) != max_segments:
             if at * block_bytes < len(run.tokens):
-                n_blocks = self._n_common(run.tokens, at * block_bytes, content, position)
+                if at == 0 and content.startswith(run.tokens, position):
+                    n_blocks = len(run.tokens) // block_bytes
+                else:
+                    n_blocks = self._n_common(run, at, content, position)
                 if n_blocks:
                     segments.append(Segment(run, at, n_blocks))
                     at += n_blocks
@@ -120,13 +124,13 @@ class RunTrie:
                 continue
             room = self._max_run_bytes - len(run.tokens)
             if at * block_bytes == len(run.tokens) and room and run.parent is not None:
-                added = content[position : position + room]
-                run.tokens += added
+                n_bytes = min(room, end - position)
+                run.tokens += view[position : position + n_bytes]
             else:
-                added = content[position : position + self._max_run_bytes]
-                run = self._branch(run, at, first, added)
+                n_bytes = min(self._max_run_bytes, end - position)
+                run = self._branch(run, at, first, view[position : position + n_bytes])
                 at = 0
-            n_blocks = len(added) // block_bytes
+            n_blocks = n_bytes // block_bytes
             self.n_blocks += n_blocks
             if segments and segments[-1].run is run:
                 n_before = segments[-1].n_blocks
@@ -134,7 +138,7 @@ class RunTrie:
             else:
                 segments.append(Segment(run, at, n_blocks))
             at += n_blocks
-            position += len(added)
+            position += n_bytes
         return segments
 
     def append(self, run: Run, at: int, block: Tokens) -> bool:
@@ -171,7 +175,7 @@ class RunTrie:
             if content.startswith(run.tokens, position):
                 at = len(run.tokens) // block_bytes
             else:
-                at = self._n_common(run.tokens, 0, content, position)
+                at = self._n_common(run, 0, content, position)
             kept, gone = 0, lanes
             for lead, group in run.groups.items():
                 group &= lanes
@@ -226,7 +230,7 @@ class RunTrie:
         shard = run.kids.get(at * _SHARDS + hash(first) % _SHARDS)
         return None if shard is None else shard.get(first)
 
-    def _branch(self, parent: Run, at: int, first: bytes, tokens: bytes) -> Run:
+    def _branch(self, parent: Run, at: int, first: bytes, tokens: memoryview) -> Run:
         run = Run(bytearray(tokens), parent, at)
         if parent.kids is _NO_KIDS:
             parent.kids = {}
@@ -247,21 +251,30 @@ class RunTrie:
         run.parent = None
         self.n_runs -= 1
 
-    def _n_common(self, tokens: bytearray, start: int, content: bytes, position: int) -> int:
-        """Leading blocks that are equal, from a byte of each on."""
+    def _n_common(self, run: Run, at: int, content: bytes, position: int) -> int:
+        """Leading blocks that are equal, from block `at` of a run and a byte of `content` on."""
         block_bytes = self.block_bytes
+        tokens, start = run.tokens, at * block_bytes
         low, high = 0, min(len(tokens) - start, len(content) - position) // block_bytes
         # Let go by its last reference: a slice of it may still be open here.
         view = memoryview(tokens)
-        # Most ways part at the end of what one of the two has, or just before it.
-        n_late = 2
+        starts_with = content.startswith
+        # Most ways part at the end of what one of the two has, where others have parted, or just
+        # before the end.
+        if high <= 0 or starts_with(view[start : start + high * block_bytes], position):
+            return max(0, high)
+        high -= 1
+        known = run.kid_top - at
+        probe = known if 0 < known < high else high
         while low < high:
-            # Halving, and what is known to be equal is not compared again.
-            middle = high if n_late else (low + high + 1) // 2
-            n_late = max(0, n_late - 1)
-            part = view[start + low * block_bytes : start + middle * block_bytes]
-            if content.startswith(part, position + low * block_bytes):
-                low = middle
+            # What is known to be equal is not compared again.
+            part = view[start + low * block_bytes : start + probe * block_bytes]
+            if not starts_with(part, position + low * block_bytes):
+                high = probe - 1
+            elif probe == known:
+                low, known, probe = probe, 0, probe + 1
+                continue
             else:
-                high = middle - 1
+                low = probe
+            probe = (low + high + 1) // 2
         return low

@@ -54,6 +54,10 @@ CUT_S = 2.0
 """For requests that outlived the drain to get their last status out."""
 
 
+YOUNG_OBJECTS = 5000
+"""How many may have come before the youngest are collected, which takes under a millisecond. Of Python's
+own 700 nearly all are of requests that run, and are walked for nothing."""
+
 RECEIPTS_S = 1.0
 """For whoever follows receipts to get the last ones."""
 
@@ -250,6 +254,7 @@ async def serve(
                 # (docs/decisions/0011-no-work-for-the-collector.md).
                 gc.collect()
                 gc.freeze()
+                gc.set_threshold(YOUNG_OBJECTS)
                 ready_line(listen=str(listen_at), admin=str(admin), http=str(http))
                 await signals.wait()
                 draining = True

@@ -1,7 +1,5 @@
 """The workers that a request holds."""
 
-from collections.abc import Mapping
-
 from slagate.pools.lease import Lease
 from slagate.pools.member import Member, Stage
 from slagate.router.policy import Decision
@@ -10,9 +8,9 @@ from slagate.router.policy import Decision
 class Assignment:
     """The workers a request holds: one lease a stage, all released by `release`."""
 
-    def __init__(self, decision: Decision, leases: Mapping[Stage, Lease]) -> None:
+    def __init__(self, decision: Decision, leases: dict[Stage, Lease]) -> None:
         self.decision = decision
-        self._leases = dict(leases)
+        self._leases = leases
 
     @property
     def stages(self) -> tuple[Stage, ...]:

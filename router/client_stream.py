@@ -38,6 +38,7 @@ FLUSH_S = 2.0
 _ANSWER = ((b":status", b"200"), (b"content-type", CONTENT_TYPE))
 _EMPTY = Status(grpc.StatusCode.INTERNAL, "the call has no request message")
 _SEVERAL = Status(grpc.StatusCode.INTERNAL, "the call has more than one request message")
+_NO_GRPC = Status(grpc.StatusCode.INVALID_ARGUMENT, "the content-type is not gRPC's")
 _NOT_GRPC = ((b":status", b"415"),)
 
 Serve = Callable[[ClientCall], Coroutine[object, object, None]]
@@ -68,6 +69,7 @@ class ClientStream:
         "_has_answered",
         "_headers",
         "_is_closed",
+        "_is_served",
         "_is_whole",
         "_on_room",
         "_peer",
@@ -109,6 +111,7 @@ class ClientStream:
         self._has_answered = False
         self._on_room: Callable[[], None] | None = None
         self._is_closed = False
+        self._is_served = False
         self.status: Status | None = None
         self.discarded = False
         if not desk.intake.begin(self):
@@ -126,8 +129,7 @@ class ClientStream:
         except ValueError as error:
             self.refuse(Status(grpc.StatusCode.INTERNAL, str(error)))
         if not fields.get(b"content-type", b"").startswith(CONTENT_TYPE):
-            self._refusal = _EMPTY
-            stream.respond(_NOT_GRPC, last=True)
+            self.refuse(_NO_GRPC, answer=_NOT_GRPC)
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
@@ -187,6 +189,7 @@ class ClientStream:
         except WireError as error:
             self.refuse(error.status)
             return
+        self._is_served = True
         desk = self._desk
         desk.requests.add(desk.loop.create_task(self._serve(self._request, metadata)))
         self._request = None
@@ -206,6 +209,7 @@ class ClientStream:
         self._desk.untaken.discard(self)
         self._waiting.clear()
         self._waiting_bytes = 0
+        self._on_room = None
         self._running.end()
 
     async def _serve(self, request: bytes, metadata: Metadata) -> None:
@@ -229,15 +233,22 @@ class ClientStream:
             assert task is not None
             desk.requests.discard(task)
 
-    def refuse(self, status: Status, /) -> None:
-        """As `Arriving.refuse`: nothing of the request is kept, and nothing more of it is wanted."""
-        if self._refusal is not None:
+    def refuse(self, status: Status, /, *, answer: Headers | None = None) -> None:
+        """As `Arriving.refuse`: nothing of the request is kept, and nothing more of it is wanted.
+
+        `answer` are headers to say it with, where it is not gRPC.
+        """
+        if self._refusal is not None or self._is_served:
             return
         self._refusal = status
         self._desk.intake.done(self)
         self._reader = None
         self._request = None
-        self.end(status)
+        if answer is None:
+            self.end(status)
+        else:
+            self.status = status
+            self._stream.respond(answer, last=True)
         if not self._is_whole:
             # When the answer is written, which a reset would overtake; RFC 9113, section 8.1.
             self._stream.reset_behind(NO_ERROR)
@@ -255,6 +266,8 @@ class ClientStream:
 
     def batch(self, messages: list[bytes], /) -> None:
         """As `StreamSink.batch`."""
+        if self.status is not None:
+            return
         stream = self._stream
         if not self._has_answered:
             self._has_answered = True

@@ -153,9 +153,9 @@ def _every_candidate(choice: StageChoice) -> Iterator[Candidate]:
     if winner is not None:
         yield winner
     for scored in choice.scored:
-        for row in scored.order().tolist():
-            if winner is None or (scored.pool.name, row) != (winner.pool, winner.row):
-                yield scored.candidate(row)
+        for candidate in scored.candidates(scored.order().tolist()):
+            if winner is None or (candidate.pool, candidate.row) != (winner.pool, winner.row):
+                yield candidate
 
 
 def _pool_look(pool: PoolView) -> gw.PoolLook:

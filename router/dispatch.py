@@ -194,17 +194,19 @@ class Dispatcher:
 
     def _taken(self, ticket: Ticket) -> bool:
         """Take the leases of a ticket's decision; False where a stage has nobody now."""
-        if any(choice.row is None for choice in ticket.decision.stages):
-            return False
+        decision = ticket.decision
+        for choice in decision.stages:
+            if choice.row is None:
+                return False
         leases: dict[Stage, Lease] = {}
         try:
-            for choice in ticket.decision.stages:
+            for choice in decision.stages:
                 leases[choice.stage] = self._lease(choice, ticket.prompt)
         except Exception:
             for lease in leases.values():
                 lease.release()
             raise
-        ticket.settle(Assignment(ticket.decision, leases))
+        ticket.settle(Assignment(decision, leases))
         return True
 
     def _wait(self, ticket: Ticket) -> None:

@@ -5,6 +5,7 @@ as it is, to the local server behind `local`.
 """
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -12,19 +13,24 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import anyio
+import grpc
 
 from slagate.router.client_stream import ClientStream, Serve
 from slagate.router.forward import Forward
 from slagate.router.intake import Intake
 from slagate.router.overdue import Overdue, Untaken
 from slagate.router.settings import Settings
+from slagate.workers.budget import Budget
 from slagate.workers.channel import GENERATE
 from slagate.workers.h2 import H2Connection
-from slagate.workers.h2_port import Accept, Headers, Stream, StreamHandler
+from slagate.workers.h2_port import ENHANCE_YOUR_CALM, Accept, Headers, Stream, StreamHandler
 from slagate.workers.h2_port import Settings as Http2Settings
 from slagate.workers.links import Links
 from slagate.workers.listen import BACKLOG
 from slagate.workers.tls import HANDSHAKE_LIMIT_S
+from slagate.workers.worker import Status
+
+log = logging.getLogger(__name__)
 
 _PATH = GENERATE.encode()
 
@@ -43,7 +49,8 @@ class Front:
         self.server: asyncio.Server | None = None
         self.intake = Intake(max_bytes=limits.max_arriving_bytes, limit_s=limits.arrival_s)
         self.silent: Overdue[_Client] = Overdue(
-            limits.handshake_s, lambda client: client.connection.close("it said nothing")
+            limits.handshake_s,
+            lambda client: client.connection.close("it said nothing", ENHANCE_YOUR_CALM),
         )
         self.untaken: Untaken[ClientStream] = Untaken(ClientStream.give_up)
         self.http2 = Http2Settings(
@@ -54,6 +61,8 @@ class Front:
         )
         self._untold: set[_Client] = set()  # may send something new, though it was asked not to
         self._is_leaving = False
+        self._n_broken = 0
+        self._told_of_broken = Budget(10, 0.2)  # lines of the log, at once and each second
         self._changed = anyio.Event()
 
     def protocol(self) -> asyncio.Protocol:
@@ -62,10 +71,13 @@ class Front:
             return TurnedAway()
         return _Client(self).connection
 
-    def joined(self, client: "_Client") -> None:
-        """A client is connected: with TLS, only once it has shown who it is."""
+    def joined(self, client: "_Client") -> bool:
+        """A client is connected: with TLS, only once it has shown who it is. False: it comes too late."""
+        if self._is_leaving or len(self.clients) >= self.settings.clients.max_connections:
+            return False
         self.clients.add(client)
         self.silent.add(client)
+        return True
 
     def retire(self) -> None:
         """Ask for nothing new; what runs, or was on its way, goes on. Idempotent."""
@@ -102,6 +114,13 @@ class Front:
         self.silent.discard(client)
         self._changed.set()
 
+    def broken(self, peer: str, reason: str) -> None:
+        """A connection was ended for what its client did, or did not do."""
+        self._n_broken += 1
+        if self._told_of_broken.take(self.loop.time()):
+            about = {"peer": peer, "reason": reason, "connections": self._n_broken}
+            log.warning("client.broken", extra=about)
+
     def _told(self, client: "_Client") -> None:
         self._untold.discard(client)
         self._changed.set()
@@ -132,13 +151,20 @@ class _Client:
 
     def _accept(self, stream: Stream, headers: Headers) -> StreamHandler:
         fields = dict(headers)
+        n_bytes = sum([len(name) + len(value) for name, value in headers]) + 32 * len(headers)
+        max_bytes = self._front.http2.max_header_bytes
+        if n_bytes > max_bytes:
+            call = ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
+            text = f"metadata of {n_bytes} bytes, more than {max_bytes}"
+            call.refuse(Status(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
+            return call
         if fields.get(b":path") == _PATH:
             return ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
         return Forward(stream, headers, self._front.local, peer=self.connection.peer)
 
-    def connected(self) -> None:
-        """The connection is made."""
-        self._front.joined(self)
+    def connected(self) -> bool:
+        """The connection is made. False: it is not wanted."""
+        return self._front.joined(self)
 
     def ready(self) -> None:
         """As `Owner.ready`."""
@@ -152,6 +178,8 @@ class _Client:
 
     def lost(self, reason: str, /) -> None:
         """As `Owner.lost`."""
+        if self.connection.is_broken:
+            self._front.broken(self.connection.peer, reason)
         self._front.left(self)
 
 
@@ -161,8 +189,10 @@ class _ClientConnection(H2Connection):
         self._client = client
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._client.connected()
-        super().connection_made(transport)
+        if self._client.connected():
+            super().connection_made(transport)
+        else:
+            transport.close()
 
 
 @asynccontextmanager

@@ -95,11 +95,16 @@ class LegSink(ABC):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
-    async def ended(self) -> None:
-        """Wait for the end of the call."""
+    async def ended(self, limit_s: float) -> None:
+        """Wait for the end of the call, at most that long."""
         if not self.has_ended:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(limit_s, self._wake)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
 
     def worker_lost(self, reason: str) -> None:
         """The worker is out of service: a leg that can be repeated elsewhere does not wait for it."""
@@ -132,8 +137,11 @@ class LegSink(ABC):
     def _completed(self) -> None:
         if not self.is_complete or self.has_ended:
             self.is_complete = True
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(None)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _fail(self, status: Status) -> None:
         self._give_up(status, helps=status.code in RETRYABLE)

@@ -11,6 +11,7 @@ _TOKEN = 0x1A
 _OUTPUT_INDEX = 0x08  # TokenOutput.output_index, field 1
 _TOKENS = 0x12  # TokenOutput.tokens, field 2
 _TEXT = 0x1A  # TokenOutput.text, field 3
+_TOKEN_ID = 0x08  # TokenInfo.token_id, field 1
 _LONG = 0x80  # this byte of a varint is not its last
 
 
@@ -39,10 +40,22 @@ def plain_tokens(data: bytes, at: int) -> int:
             return -1
         at += 2
         if tag == _TOKENS:
+            if not _is_bare_id(data, at, at + value):
+                return -1
             n_tokens += 1
             at += value
         elif tag == _TEXT:
+            # What is not ASCII may be no UTF-8, which is for the parser to refuse.
+            if not data[at : at + value].isascii():
+                return -1
             at += value
         elif tag != _OUTPUT_INDEX:
             return -1
     return n_tokens if at == end else -1
+
+
+def _is_bare_id(data: bytes, at: int, end: int) -> bool:
+    """Whether a `TokenInfo` is nothing but an id, in one varint of up to five bytes."""
+    if not at + 2 <= end <= min(at + 6, len(data)) or data[at] != _TOKEN_ID:
+        return False
+    return data[end - 1] < _LONG and (end == at + 2 or min(data[at + 1 : end - 1]) >= _LONG)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from slagate.pools.axis import AnyAxis, Number
+from slagate.pools.axis import AnyAxis
 from slagate.pools.grid import Cell, StageGrid
 from slagate.pools.member import Stage
 from slagate.pools.pool import PoolView
@@ -41,10 +41,9 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
 
     stage: Stage
     ask: Ask  # a retry's has more workers excluded than the decision's
+    grid: StageGrid
     cell: Cell
-    base_pool: str
     pool_order: tuple[str, ...]
-    targets: tuple[Target, ...]  # one for each latency axis of the grid
     scored: tuple[Scored, ...]  # every pool that was looked at
     row: int | None  # of the winner, in the pool looked at last; None: nobody may take the request
     starved: bool  # the winner goes first because it had no request for long
@@ -58,6 +57,17 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
         return self.config.version
 
     @property
+    def base_pool(self) -> str:
+        """Where the grid alone would send it."""
+        return self.grid.pool_names[self.cell.base_pool]
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """One for each latency axis of the grid."""
+        sla, axes = self.ask.sla, self.grid.axes
+        return tuple(_target(axis, sla) for axis in axes if axis.field in TARGETS)
+
+    @property
     def pool(self) -> str:
         """Where the winner is; without one, the pool to blame."""
         return self.pool_order[0] if self.row is None else self.scored[-1].pool.name
@@ -66,13 +76,13 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
     def winner(self) -> Candidate | None:
         """The row that was chosen; None: nobody may take the request."""
         if self._winner is None and self.row is not None:
-            self._winner = self.scored[-1].candidate(self.row)
+            self._winner = self.scored[-1].winner(self.row)
         return self._winner
 
     @property
     def work(self) -> Work:
         """What the request puts on the winner."""
-        return Work() if self.row is None else self.scored[-1].work(self.stage, self.ask, self.row)
+        return Work() if self.row is None else self.scored[-1].work(self.row)
 
     @property
     def n_candidates(self) -> int:
@@ -88,10 +98,10 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
         """The winner, then the others as they are preferred, at most `n`; None: all."""
         found = [] if self.winner is None else [self.winner]
         others = [
-            each.candidate(int(row))
+            other
             for each in self.scored
-            for row in each.order()[: None if n is None else n + 1]
-            if self.winner is None or (each.pool.name, row) != (self.winner.pool, self.winner.row)
+            for other in each.candidates(each.order()[: None if n is None else n + 1].tolist())
+            if self.winner is None or (other.pool, other.row) != (self.winner.pool, self.winner.row)
         ]
         if len(self.scored) > 1:
             others.sort(key=lambda c: (bool(c.excluded), c.view.suspect, c.score_s))
@@ -116,7 +126,10 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def stage(self, stage: Stage) -> StageChoice:
         """The choice for one stage."""
-        return next(choice for choice in self.stages if choice.stage is stage)
+        for choice in self.stages:
+            if choice.stage is stage:
+                return choice
+        raise KeyError(stage)
 
     def replace(self, choice: StageChoice) -> "Decision":
         """The decision with another choice for one stage."""
@@ -136,9 +149,8 @@ def choose(
     rng: random.Random,
 ) -> Decision:
     """Choose a worker for each stage."""
-    return Decision(
-        ask, tuple(choose_stage(stage, ask, grid, pools, rng=rng) for stage, grid in stages.items())
-    )
+    choices = [choose_stage(stage, ask, grid, pools, rng=rng) for stage, grid in stages.items()]
+    return Decision(ask, tuple(choices))
 
 
 def choose_stage(
@@ -150,33 +162,30 @@ def choose_stage(
     rng: random.Random,
 ) -> StageChoice:
     """Choose a worker for one stage."""
+    sla, isl_tokens = ask.sla, ask.isl_tokens
     values = {
-        "isl": ask.isl_tokens,
-        "context_length": ask.isl_tokens,
-        "ttft_ms": ask.sla.ttft_ms,
-        "itl_ms": ask.sla.itl_ms,
+        "isl": isl_tokens,
+        "context_length": isl_tokens,
+        "ttft_ms": sla.ttft_ms,
+        "itl_ms": sla.itl_ms,
     }
-    cell = grid.select(values, ask.sla.priority)
-    order = tuple(grid.pool_names[index] for index in grid.pool_order(cell))
+    cell, order = grid.place(values, sla.priority)
     # Drawn once whatever the number of ties, so that a receipt is enough to decide again.
     draw = rng.random()
     scored: list[Scored] = []
     row, starved = None, False
     for name in order:
-        scored.append(score_pool(stage, ask, pools[name]))
-        row, starved = scored[-1].pick(stage, ask, draw)
+        looked_at = score_pool(stage, ask, pools[name])
+        scored.append(looked_at)
+        row, starved = looked_at.pick(draw)
         if row is not None:
             break
-    targets = tuple(
-        _target(axis, values[axis.field], ask.sla) for axis in grid.axes if axis.field in TARGETS
-    )
     return StageChoice(
         stage=stage,
         ask=ask,
+        grid=grid,
         cell=cell,
-        base_pool=grid.pool_names[cell.base_pool],
         pool_order=order,
-        targets=targets,
         scored=tuple(scored),
         row=row,
         starved=starved,
@@ -184,7 +193,8 @@ def choose_stage(
     )
 
 
-def _target(axis: AnyAxis, given_ms: Number | None, sla: Sla) -> Target:
+def _target(axis: AnyAxis, sla: Sla) -> Target:
+    given_ms = sla.ttft_ms if axis.field == "ttft_ms" else sla.itl_ms
     if given_ms is None:
         return Target(axis.field, axis.midpoint, "grid")
     source = "objective" if axis.field in sla.by_objective else "request"

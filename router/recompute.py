@@ -17,8 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slagate.pools.cached import cached_of
+from slagate.pools.live_table import rows_of
 from slagate.pools.pool import PoolView
-from slagate.pools.table import UNLIMITED, RowView, State, rows_of
+from slagate.pools.table import UNLIMITED, RowView, State
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.decision_message import WIRE_STAGE, at_once, choice_steps
 from slagate.router.policy import choose_stage
@@ -185,12 +187,13 @@ def _pools(
         if sorted(by_row) != list(range(len(by_row))):
             raise Damaged(f"{where}: rows of pool {look.name!r} are missing")
         rows = [by_row[row] for row in range(len(by_row))]
+        device_tokens = np.array([view.device_tokens for view in rows], dtype=np.int64)
+        host_tokens = np.array([view.host_tokens for view in rows], dtype=np.int64)
         pools[look.name] = PoolView(
             look.name,
             estimator,
             rows_of(rows),
-            np.array([view.device_tokens for view in rows], dtype=np.int64),
-            np.array([view.host_tokens for view in rows], dtype=np.int64),
+            cached_of(device_tokens, device_tokens + host_tokens),
             look.leases,
         )
     return pools

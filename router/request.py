@@ -28,6 +28,9 @@ DEFAULT_MAX_TOKENS = 4096
 _CARRIERS_OF_OTHERS = frozenset({"nvext", "router", "slo"})
 
 
+_LITTLE_ENDIAN = np.dtype("<u4")
+
+
 class Request(NamedTuple):
     """A valid request and what the gateway needs to know of it."""
 
@@ -48,29 +51,32 @@ def parse_request(data: bytes, *, max_bytes: int) -> Request:
     if len(data) > max_bytes:
         raise TooLarge(_largest_field(data), _over(len(data), max_bytes))
     message = parse_message(data)
-    if not message.request_id:
+    request_id, model = message.request_id, message.model
+    if not request_id:
         raise InvalidRequest("request_id", "must not be empty")
-    if len(message.request_id.encode()) > MAX_ID_BYTES:
+    if len(request_id.encode()) > MAX_ID_BYTES:
         raise InvalidRequest("request_id", f"is over the limit of {MAX_ID_BYTES} bytes")
-    if not message.model:
+    if not model:
         raise InvalidRequest("model", "must not be empty")
     _check_private(message)
     if message.WhichOneof("input") == "prompt":
         raise InvalidRequest("prompt", "no tokenizer is configured; send token_ids")
-    if not message.token_ids.ids:
+    ids = message.token_ids.ids
+    isl_tokens = len(ids)
+    if not isl_tokens:
         raise InvalidRequest("token_ids", "must not be empty")
-    if message.sampling.HasField("num_sequences") and message.sampling.num_sequences != 1:
-        if message.sampling.num_sequences == 0:
-            raise InvalidRequest("sampling.num_sequences", "must be at least 1")
-        raise Unsupported("sampling.num_sequences", "one sequence a request is served")
+    # Most requests lack most of the messages in them, and to ask for one makes an object.
+    if message.HasField("sampling"):
+        sampling = message.sampling
+        if sampling.HasField("num_sequences") and sampling.num_sequences != 1:
+            if sampling.num_sequences == 0:
+                raise InvalidRequest("sampling.num_sequences", "must be at least 1")
+            raise Unsupported("sampling.num_sequences", "one sequence a request is served")
+    max_tokens, min_tokens = None, 0
+    if message.HasField("stopping"):
+        max_tokens, min_tokens = _max_tokens(message.stopping), message.stopping.min_tokens
     return Request(
-        data=data,
-        id=message.request_id,
-        model=message.model,
-        isl_tokens=len(message.token_ids.ids),
-        max_tokens=_max_tokens(message),
-        min_tokens=message.stopping.min_tokens,
-        prompt=_prompt(message),
+        data, request_id, model, isl_tokens, max_tokens, min_tokens, _prompt(message, ids)
     )
 
 
@@ -106,8 +112,10 @@ def check_length(request: Request, window_tokens: int | None) -> None:
 
 def _check_private(message: oe.GenerateRequest) -> None:
     """Refuse what belongs to the gateway: merged into a leg, a client's value would survive there."""
-    if message.kv.HasField("session"):
+    if message.HasField("kv") and message.kv.HasField("session"):
         raise InvalidRequest("kv.session", "is set by the gateway only")
+    if not message.HasField("extra"):
+        return
     for key in message.extra.fields:
         if key == REQUEST_TYPE:
             raise InvalidRequest(f"extra.{key}", "is set by the gateway only")
@@ -117,27 +125,30 @@ def _check_private(message: oe.GenerateRequest) -> None:
             raise InvalidRequest(f"extra.{key[:80]}", reason)
 
 
-def _prompt(message: oe.GenerateRequest) -> Prompt | None:
+def _prompt(message: oe.GenerateRequest, ids: Sequence[int]) -> Prompt | None:
     # Where in the prompt a picture stands is for the engine to say, and its tokens do not tell which one.
-    if message.media or message.kv.bypass_prefix_cache:
+    if message.media:
         return None
-    root = Root(message.lora_name, message.kv.cache_salt)
-    return Prompt(_little_endian(message.token_ids.ids), root)
+    cache_salt = ""
+    if message.HasField("kv"):
+        if message.kv.bypass_prefix_cache:
+            return None
+        cache_salt = message.kv.cache_salt
+    return Prompt(_little_endian(ids), Root(message.lora_name, cache_salt))
 
 
 def _little_endian(ids: Sequence[int]) -> bytes:
     """Token ids as uint32."""
     # Newer protobuf hands the numbers over as they lie in memory, a hundred times faster than one by one.
     if hasattr(ids, "__array__"):
-        return np.array(ids, dtype="<u4").tobytes()
+        return np.asarray(ids, _LITTLE_ENDIAN).tobytes()
     numbers = array("I", ids[:])
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers.tobytes()
 
 
-def _max_tokens(message: oe.GenerateRequest) -> int | None:
-    stopping = message.stopping
+def _max_tokens(stopping: oe.StoppingOptions) -> int | None:
     if not stopping.HasField("max_tokens"):
         return None
     if stopping.max_tokens == 0:

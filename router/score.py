@@ -19,6 +19,8 @@ wins for ever, and the others never get a copy of it. So a row that had none of 
 `STARVED_ROUNDS` x rows leases, is idle, and is not predicted to miss the request's TTFT target, goes first.
 """
 
+from collections.abc import Iterable, Iterator
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,18 @@ import numpy.typing as npt
 from slagate.pools.member import Stage
 from slagate.pools.pool import PoolView
 from slagate.pools.ranks import Work
-from slagate.pools.table import LEFT, READY, STATES, Flags, Floats, Ints, RowView, State
+from slagate.pools.table import (
+    LEFT,
+    QUEUE_FULL,
+    READY,
+    STATES,
+    Flags,
+    Floats,
+    Ints,
+    Rows,
+    RowView,
+    State,
+)
 from slagate.router.sla import Sla
 
 STARVED_ROUNDS = 10
@@ -80,16 +93,18 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """The rows of one pool with their scores, as arrays; those that are shown become a `Candidate`."""
+    """The rows of one pool with their scores, as arrays; what is only shown is made when asked for."""
 
     pool: PoolView
+    stage: Stage
+    ask: Ask
     score_s: Floats
+    _work_s: Floats | None  # what the prompt costs each row
     _ttft_s: Floats | None
     _itl_s: Floats | None
-    _reasons: npt.NDArray[np.int8]  # places in `_REASONS`
 
     def __len__(self) -> int:
-        return len(self.score_s) - int(np.count_nonzero(self._has_left))
+        return len(self.score_s) - self.pool.rows.counts.n_left
 
     @property
     def n_open(self) -> int:
@@ -101,75 +116,103 @@ class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
         """Why rows may not be chosen."""
         return {_REASONS[code] for code in np.unique(self._reasons) if code not in (0, _LEFT)}
 
-    def candidate(self, row: int) -> Candidate:
-        """One row."""
+    @property
+    def _reasons(self) -> npt.NDArray[np.int8]:
+        return _reasons(self.stage, self.ask, self.pool)
+
+    def candidates(self, rows: Iterable[int]) -> Iterator[Candidate]:
+        """Some of the rows."""
+        reasons = self._reasons
+        for row in rows:
+            yield self._candidate(row, _REASONS[reasons[row]])
+
+    def winner(self, row: int) -> Candidate:
+        """The row that `pick` gave."""
+        return self._candidate(row, "")
+
+    def _candidate(self, row: int, excluded: str) -> Candidate:
         pool, estimator = self.pool, self.pool.estimator
+        number = row
+        if pool.rows.counts.n_left:
+            number -= int(np.count_nonzero(self._has_left[:row]))
         return Candidate(
-            row=row,
-            number=row - int(np.count_nonzero(self._has_left[:row])),
-            view=pool.view(row),
-            pool=pool.name,
-            score_s=float(self.score_s[row]),
-            predicted_ttft_s=_at(self._ttft_s, row) if estimator.predicts_prefill else None,
-            predicted_itl_s=_at(self._itl_s, row) if estimator.predicts_itl else None,
-            excluded=_REASONS[self._reasons[row]],
+            row,
+            number,
+            pool.view(row),
+            pool.name,
+            self.score_s.item(row),
+            _at(self._ttft_s, row) if estimator.predicts_prefill else None,
+            _at(self._itl_s, row) if estimator.predicts_itl else None,
+            excluded,
         )
 
-    def work(self, stage: Stage, ask: Ask, row: int) -> Work:
+    def work(self, row: int) -> Work:
         """What the request puts on a row."""
-        context_tokens = 0 if stage is Stage.PREFILL else ask.isl_tokens
-        if stage is Stage.DECODE:
-            return Work(context_tokens=context_tokens)
-        estimator, cached = self.pool.estimator, int(self.pool.cached_tokens[row])
-        new_tokens = ask.isl_tokens - cached
-        work_s = estimator.work_s(new_tokens, cached)
-        work_s += estimator.host_s(int(self.pool.host_tokens[row]))
-        return Work(new_tokens, work_s, context_tokens)
+        isl_tokens = self.ask.isl_tokens
+        if self._work_s is None:
+            return Work(context_tokens=isl_tokens)
+        new_tokens = isl_tokens - self.pool.cached_tokens.item(row)
+        context_tokens = 0 if self.stage is Stage.PREFILL else isl_tokens
+        return Work(new_tokens, self._work_s.item(row), context_tokens)
 
-    def pick(self, stage: Stage, ask: Ask, draw: float) -> tuple[int | None, bool]:
+    def pick(self, draw: float) -> tuple[int | None, bool]:
         """The row to take, and whether only because it was starved; None: there is no open one."""
         open_ = self._open()
-        if not len(open_):
+        n_open = len(self.score_s) if open_ is None else len(open_)
+        if not n_open:
             return None, False
-        last = self.pool.rows.ints("last_chosen")
-        scores, has_starved = self.score_s, False
-        starved_at = self.pool.n_leases - STARVED_ROUNDS * len(open_)
-        may_starve = stage is not Stage.DECODE and len(open_) > 1 and starved_at >= 0
+        scores, last, has_starved = self.score_s, self.pool.rows.last_chosen, False
+        starved_at = self.pool.n_leases - STARVED_ROUNDS * n_open
+        may_starve = self.stage is not Stage.DECODE and n_open > 1 and starved_at >= 0
         if may_starve and last[last.argmin()] <= starved_at:
-            starved = open_[self._is_starved(open_, starved_at, ask)]
-            has_starved = bool(len(starved))
-            open_ = starved if has_starved else open_
-        if len(open_) < len(scores):
+            starved = self._starved(open_, starved_at)
+            if len(starved):
+                has_starved, open_ = True, starved
+        if open_ is not None:
             scores = scores[open_]
-        best = open_[scores == scores[scores.argmin()]]
+        best = (scores == scores[scores.argmin()]).nonzero()[0]
+        if open_ is not None:
+            best = open_[best]
         if len(best) > 1:
             last = last[best]
-            best = best[last == last.min()]
-        return int(best[int(draw * len(best))]), has_starved
+            best = best[last == last[last.argmin()]]
+        return best.item(int(draw * len(best))), has_starved
 
-    def _open(self) -> Ints:
-        """Rows that may be chosen, without those of suspect workers where there are others."""
-        reasons, suspects = self._reasons, self.pool.rows.suspects
-        open_: Ints = (reasons == 0).nonzero()[0]
-        if np.count_nonzero(suspects):
-            healthy = open_[suspects[open_] == 0]
+    def _open(self) -> Ints | None:
+        """Rows that may be chosen, without those of suspect workers where there are others; None: all."""
+        rows, ask = self.pool.rows, self.ask
+        serving = rows.serving(ask.model)
+        counts = rows.counts
+        is_plain = (
+            serving is None
+            and not ask.excluded
+            and counts.n_shut == 0
+            and counts.least_capacity_tokens >= ask.isl_tokens
+        )
+        if is_plain and (self.stage is not Stage.DECODE or not _any_kv_full(rows, ask)):
+            if not counts.n_suspect:
+                return None
+            open_: Ints = np.arange(len(rows))
+        else:
+            open_ = (self._reasons == 0).nonzero()[0]
+        if counts.n_suspect:
+            healthy = open_[rows.suspects[open_] == 0]
             open_ = healthy if len(healthy) else open_
         return open_
 
-    def _is_starved(self, rows: Ints, starved_at: int, ask: Ask) -> Flags:
-        of = self.pool.rows
-        busy = of.ints("inflight")[rows] + of.ints("foreign_requests")[rows]
-        starved: Flags = (of.ints("last_chosen")[rows] <= starved_at) & (busy == 0)
-        if ask.sla.ttft_ms is not None and self._ttft_s is not None:
+    def _starved(self, open_: Ints | None, starved_at: int) -> Ints:
+        of, ttft_ms = self.pool.rows, self.ask.sla.ttft_ms
+        starved = (of.last_chosen <= starved_at) & (of.batch == 1)
+        if ttft_ms is not None and self._ttft_s is not None:
             # A turn is for the requests to come, and not at the price of this one's target.
-            starved &= self._ttft_s[rows] * 1000 <= ask.sla.ttft_ms
-        return starved
+            starved &= self._ttft_s * 1000 <= ttft_ms
+        rows: Ints = starved.nonzero()[0] if open_ is None else open_[starved[open_]]
+        return rows
 
     def order(self) -> Ints:
         """Rows as they are preferred: the open ones first, none suspect, by score and last turn."""
         rows = self.pool.rows
-        keys = (rows.ints("last_chosen"), self.score_s, rows.suspects, self._reasons != 0)
-        order = np.lexsort(keys)
+        order = np.lexsort((rows.last_chosen, self.score_s, rows.suspects, self._reasons != 0))
         return order[~self._has_left[order]]
 
     @property
@@ -182,79 +225,64 @@ def score_pool(stage: Stage, ask: Ask, pool: PoolView) -> Scored:
     """Score every row of a pool."""
     rows, estimator = pool.rows, pool.estimator
     score_s: Floats
-    ttft_s = itl_s = None
+    work_s = ttft_s = itl_s = None
     if stage is not Stage.DECODE:
-        queued_s = rows.floats("queued_s") + rows.floats("foreign_s")
-        score_s = ttft_s = estimator.ttft_s(queued_s + _work_s(ask, pool))
+        work_s = _work_s(ask, pool)
+        score_s = ttft_s = estimator.ttft_many(rows.load_s + work_s)
     if stage is not Stage.PREFILL:
-        inflight = rows.ints("inflight")
-        batch = (inflight + rows.ints("foreign_requests") + 1).astype(np.float64)
-        # What the requests of others read is not known; theirs are taken to be like ours.
-        mean_tokens = (rows.ints("context_tokens") + ask.isl_tokens) / (inflight + 1)
-        itl_s = estimator.itl_many(batch, mean_tokens)
+        batch = rows.batch
+        itl_s = estimator.itl_of_batches(batch, rows.mean_tokens(ask.isl_tokens))
         decode_s = itl_s * batch
         score_s = decode_s if ttft_s is None else ttft_s + decode_s
-    return Scored(pool, score_s, ttft_s, itl_s, _reasons(stage, ask, pool))
+    return Scored(pool, stage, ask, score_s, work_s, ttft_s, itl_s)
 
 
 def _work_s(ask: Ask, pool: PoolView) -> Floats:
     """What the prompt costs each row, as `FrozenEstimator.work_s`."""
-    estimator, cached = pool.estimator, pool.cached_tokens
-    if not np.count_nonzero(cached):
-        return np.full(len(cached), estimator.work_s(ask.isl_tokens, 0))
-    # A prompt's rows share a few depths, and each costs an interpolation. `np.unique` takes twice as long.
-    ordered = np.sort(cached)
-    is_first = np.ones(len(ordered), dtype=np.bool_)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    depths = ordered[is_first]
-    at = depths.searchsorted(cached)
-    work_s: Floats
+    estimator, cached, isl_tokens = pool.estimator, pool.cached, ask.isl_tokens
+    depths = cached.depths
     if len(depths) <= _FEW:
-        each_s = [estimator.work_s(ask.isl_tokens - d, d) for d in depths.tolist()]
-        work_s = np.array(each_s).take(at)
+        each_s: Floats = np.array([estimator.work_s(isl_tokens - d, d) for d in depths])
     else:
-        new_tokens = (ask.isl_tokens - depths).astype(np.float64)
-        work_s = estimator.work_many(new_tokens, depths.astype(np.float64))[at]
-    if np.count_nonzero(pool.host_tokens):
-        work_s = work_s + pool.host_tokens * estimator.host_s(1)
+        points = np.array(depths, np.float64)
+        each_s = estimator.work_many(isl_tokens - points, points)
+    work_s: Floats = each_s.take(cached.places)
+    if cached.has_host:
+        work_s += cached.host_tokens * estimator.host_s(1)
     return work_s
+
+
+def _any_kv_full(rows: Rows, ask: Ask) -> bool:
+    """Whether some row's KV cache may have no room for a prompt to decode."""
+    most = rows.ints("context_tokens").max(initial=0)
+    return bool(most + ask.isl_tokens > rows.counts.least_capacity_tokens)
 
 
 def _reasons(stage: Stage, ask: Ask, pool: PoolView) -> npt.NDArray[np.int8]:
     """Why each row may not be chosen, as a place in `_REASONS`; the ones written last count most."""
     rows = pool.rows
     reasons = np.zeros(len(rows), dtype=np.int8)
-    at_limit = rows.ints("worker_inflight") >= rows.ints("max_inflight")
-    down = rows.states != READY
-    too_small = rows.ints("capacity_tokens") < ask.isl_tokens
-    closed = at_limit | down | too_small
-    full = queue_full = None
     if stage is Stage.DECODE:
         # Not for agg: there prompts share what is cached of them, and the engine itself lets them wait.
         needed = rows.ints("context_tokens") + ask.isl_tokens
         full = (needed > rows.ints("capacity_tokens")) & (rows.ints("inflight") > 0)
-        closed |= full
-    if stage is not Stage.DECODE:
-        queue_full = rows.ints("queued_tokens") >= rows.ints("max_queued_tokens")
-        closed |= queue_full
-    serving = rows.serving(ask.model)
-    if serving is None and not ask.excluded and not np.count_nonzero(closed):
-        return reasons
-    if full is not None:
         reasons[full] = _CODES[KV_AT_LIMIT]
-    if queue_full is not None:
+    else:
+        queue_full = rows.shut & QUEUE_FULL != 0
         reasons[queue_full] = _CODES[QUEUE_AT_LIMIT]
-    reasons[at_limit] = _CODES[AT_LIMIT]
+    reasons[rows.ints("worker_inflight") >= rows.ints("max_inflight")] = _CODES[AT_LIMIT]
     # Whatever it waited for, it would never fit.
-    reasons[too_small] = _CODES[_KV_TOO_SMALL]
+    reasons[rows.ints("capacity_tokens") < ask.isl_tokens] = _CODES[_KV_TOO_SMALL]
+    serving = rows.serving(ask.model)
     if serving is not None:
         reasons[~serving] = _CODES[_OTHER_MODEL]
     if ask.excluded:
         failed = [row for row, (address, _) in enumerate(rows.names) if address in ask.excluded]
         reasons[failed] = _CODES[_FAILED]
+    down = rows.states != READY
     reasons[down] = rows.states[down] + 1
     return reasons
 
 
 def _at(seconds: Floats | None, row: int) -> float | None:
-    return None if seconds is None else float(seconds[row])
+    return None if seconds is None else seconds.item(row)

@@ -14,6 +14,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 import msgspec
 from msgspec import structs
@@ -47,8 +48,12 @@ _HINT = re.compile(
 )
 
 
+@lru_cache(maxsize=256)
 def looks_like_ours(key: str) -> bool:
-    """Whether whoever wrote this key meant it for a gateway such as this one."""
+    """Whether whoever wrote this key meant it for a gateway such as this one.
+
+    Clients send the same few keys again and again, so answers are kept.
+    """
     return bool(_HINT.search(key.lower().replace("_", "-").replace(".", "-")))
 
 
@@ -78,6 +83,10 @@ class Sla(msgspec.Struct, frozen=True, gc=False):
         return structs.replace(self, **found, by_objective=tuple(found))
 
 
+NO_TARGETS = Sla()
+"""What a request asks for that says nothing."""
+
+
 def parse_sla(metadata: Metadata, *, receipts: bool = True) -> Sla:
     """Read the SLA. Raises `InvalidRequest` naming the key; also for a receipt where there are none.
 
@@ -97,6 +106,8 @@ def parse_sla(metadata: Metadata, *, receipts: bool = True) -> Sla:
         if isinstance(value, bytes):
             raise InvalidRequest(key, "must be text")
         values[key] = value
+    if not values:
+        return NO_TARGETS
     if TARGET_RANK in values:
         raise InvalidRequest(TARGET_RANK, "is chosen by the gateway")
     for key in values:

@@ -73,18 +73,26 @@ class Splice(LegSink):
         self._stuck_s = stuck_s
         self._call: Call | None = None
         self._valve: Valve | None = None  # once it was needed
+        self._is_shut_here = (
+            False  # by the batch that is being taken, the rest of which is taken too
+        )
         self._now_s = now_s
         self._on_token = on_token
         self._on_answered = on_answered
         self._preface = preface
 
+    def message(self, data: bytes, /) -> None:
+        """As `Sink.message`."""
+        self.batch([data])
+
     def batch(self, messages: list[bytes], /) -> None:
         """As `StreamSink.batch`. Nearly all are one token event and nothing else, behind the first."""
+        self._is_shut_here = False
         at = 0
         while at < len(messages):
             at += self._flow(messages[at:] if at else messages)
             if at < len(messages):
-                self.message(messages[at])
+                super().message(messages[at])
                 at += 1
 
     def _flow(self, messages: list[bytes]) -> int:
@@ -184,7 +192,8 @@ class Splice(LegSink):
             self._valve = Valve(
                 self._client, self._call, limit_s=self._stuck_s, stuck=self._too_slow
             )
-        return self._valve.shut()
+        self._is_shut_here = self._is_shut_here or self._valve.shut()
+        return self._is_shut_here
 
     def _pass_on(self, data: bytes) -> None:
         self._tally.n_messages += 1

@@ -46,6 +46,9 @@ PUT_LIMIT_S = 5.0
 FAILED = 1
 """Exit status where a process did not end as it should."""
 
+UNKNOWN = 255
+"""What asyncio says where a process was signalled that had just ended by itself."""
+
 
 class Child:
     """A process that is ready, and who asks it."""
@@ -115,7 +118,8 @@ class Supervisor:
                         tasks.start_soon(self._keep, place)
             if failed:
                 # By a signal, or well but without a word: neither is a status of its own to pass on.
-                return max(self._statuses.get(failed[0], FAILED), FAILED)
+                found = (self._statuses.get(number, FAILED) for number in failed)
+                return max(next((status for status in found if status != UNKNOWN), FAILED), FAILED)
             return FAILED if any(self._statuses.values()) else 0
         finally:
             with anyio.CancelScope(shield=True):

@@ -60,6 +60,8 @@ def listener_tls(
         "--tls-cert and --tls-key (and --tls-client-ca, to ask clients for certificates)",
         "--insecure",
     )
+    if client_ca is not None and cert is None and not insecure:
+        fail("--tls-client-ca needs --tls-cert and --tls-key")
     return _files(files, files.cert, "to listen", ways, insecure=insecure)
 
 
@@ -132,8 +134,11 @@ def _files(
 ) -> TlsFiles | None:
     given = files.cert or files.key or files.ca
     if insecure:
+        name_option = ways[1].replace("insecure", "tls-name")
         if given is not None or files.server_name:
-            fail(f"{ways[1]} is plaintext: give no {given.option if given else 'name'} with it")
+            fail(
+                f"{ways[1]} is plaintext: give no {given.option if given else name_option} with it"
+            )
         return None
     if files.cert is not None and files.key is None:
         fail(f"{files.cert.option} needs {files.cert.option.replace('cert', 'key')}")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import anyio
 import grpc
 from msgspec.structs import replace
 
@@ -187,8 +186,7 @@ class Turn:
             await sink.completed()
             if not sink.has_ended and sink.failure() is None:
                 # The status behind the terminal event changes nothing, so it is not waited for long.
-                with anyio.move_on_after(TRAILER_LIMIT_S):
-                    await sink.ended()
+                await sink.ended(TRAILER_LIMIT_S)
         finally:
             member.legs.discard(sink)
             sink.over()
@@ -220,11 +218,12 @@ class Turn:
         if lease.rank is not None:
             key = DECODE_RANK if member.stage is Stage.DECODE else TARGET_RANK
             metadata.append((key, str(lease.rank)))
-        model = member.models.get(self.request.model)
-        # TensorRT-LLM fails the whole request over a priority that it does not support.
         priority = self.assignment.decision.ask.sla.priority
-        if priority is not None and model and model.generation.supports_priority:
-            metadata.append((PRIORITY, str(priority)))
+        if priority is not None:
+            model = member.models.get(self.request.model)
+            # TensorRT-LLM fails the whole request over a priority that it does not support.
+            if model and model.generation.supports_priority:
+                metadata.append((PRIORITY, str(priority)))
         return metadata
 
     def park(self, session: oe.KvSessionRef) -> None:

@@ -1,7 +1,8 @@
 """Options of the whole suite."""
 
 import gc
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ grpc.aio.init_grpc_aio()
 # Hypothesis limits the time of an example and of making one; a busy machine would fail right tests.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def _restored_root() -> Iterator[None]:
+    """Setting up logging is for a whole process: undo it."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -50,6 +50,7 @@ class H2Connection(asyncio.Protocol):
         self._will_flush = False
         self._is_leaving = False
         self._lost: str | None = None
+        self.is_broken = False  # ended for what the peer did, or did not do
         self._keepalive = Keepalive(
             settings.ping_after_s,
             settings.ping_limit_s,
@@ -117,6 +118,10 @@ class H2Connection(asyncio.Protocol):
 
     def close(self, reason: str, code: int = NO_ERROR) -> None:
         """Say goodbye and close the transport. Streams that are open are closed for this reason."""
+        self.is_broken = self.is_broken or code != NO_ERROR
+        if self._lost is None and self._transport is not None:
+            # What was said before goes out before.
+            self._flush()
         if self._lost is None and self._transport is not None:
             self.submit(self.engine.terminate_connection, code)
             self._flush()
@@ -126,6 +131,7 @@ class H2Connection(asyncio.Protocol):
     def abandon(self, reason: str) -> None:
         """As `close`, without a word to the peer: the transport may be gone already."""
         self._abort(reason)
+        self.is_broken = False
 
     # --- what the streams call
 
@@ -224,8 +230,9 @@ class H2Connection(asyncio.Protocol):
         stream = self._streams[stream_id] = H2Stream(self, stream_id, handler)
         return stream
 
-    def ended(self, reason: str) -> None:
+    def ended(self, reason: str, code: int) -> None:
         """As `Line.ended`."""
+        self.is_broken = self.is_broken or code != NO_ERROR
         if self._transport is not None:
             # The event may come before the last bytes, which say why.
             self._transport.write(self.engine.data_to_send())
@@ -246,6 +253,7 @@ class H2Connection(asyncio.Protocol):
         self._will_flush = False
         if self._outbox.has_any:
             self._outbox.give()
+        is_drained = False
         while self._lost is None and self._transport is not None and not self._is_blocked:
             try:
                 data = self.engine.data_to_send(WRITE_BYTES)
@@ -257,10 +265,12 @@ class H2Connection(asyncio.Protocol):
             # What was queued may close streams only when it is taken.
             self._events.tell(self.engine.events())
             if len(data) < WRITE_BYTES:
+                is_drained = True
                 break
-        self._outbox.written()
+        self._outbox.written(is_drained=is_drained)
 
     def _abort(self, reason: str) -> None:
+        self.is_broken = True
         if self._transport is not None:
             self._transport.abort()
         self._lose(reason)
@@ -269,6 +279,7 @@ class H2Connection(asyncio.Protocol):
         if self._lost is not None:
             return
         self._lost = reason
+        self._events.is_over = True
         self._keepalive.stop()
         self._farewell.stop()
         streams = list(self._streams.values())

@@ -46,13 +46,21 @@ __all__ = [
 ]
 
 
+HEADER_TIMES = 8
+"""Of the header list that clients are told to send at most: what is above ends the connection.
+
+Clients do not all look at what they are told, and what is moderately too large is to end its call alone.
+"""
+
+
 def new_engine(settings: Settings, *, is_server: bool) -> Connection:
     """An engine for one connection."""
+    max_header_bytes = settings.max_header_bytes * (HEADER_TIMES if is_server else 1)
     return Connection(
         Role.SERVER if is_server else Role.CLIENT,
         Configuration(
             stream_reset_rate_limit=settings.resets,
-            max_inbound_header_list_size=settings.max_header_bytes,
+            max_inbound_header_list_size=max_header_bytes,
         ),
     )
 

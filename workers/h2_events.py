@@ -46,8 +46,8 @@ class Line(Protocol):
     def close(self, reason: str, code: int = NO_ERROR) -> None:
         """Say goodbye and close."""
 
-    def ended(self, reason: str) -> None:
-        """Both sides are done, or the peer broke the protocol."""
+    def ended(self, reason: str, code: int) -> None:
+        """Both sides are done, or one broke the protocol, with its HTTP/2 error code."""
 
 
 class Events:
@@ -71,6 +71,7 @@ class Events:
         self._farewell = farewell
         self._is_ready = False
         self.is_retiring = False
+        self.is_over = False  # the connection: what it had still to say is for nobody
         self.max_streams = 0  # that we may open at once; 0 until the peer has said
         self.n_leaving = 0  # forgotten here, and not closed by the engine yet
         self._told: dict[type[Event], Any] = {
@@ -90,6 +91,8 @@ class Events:
         """Pass them on, in order."""
         streams = self._streams
         for event in events:
+            if self.is_over:
+                break
             if type(event) is DataReceived:
                 stream = streams.get(event.stream_id)
                 if stream is not None and stream.handler is not None:
@@ -165,4 +168,5 @@ class Events:
     def _gone(self, event: ConnectionClosed) -> None:
         name = RESET_NAMES.get(event.error_code, str(event.error_code))
         about = event.debug_data[:200].decode(errors="replace")
-        self._line.ended(f"the connection ended: {name} {about}".rstrip())
+        reason = f"the connection ended: {name} {about}".rstrip()
+        self._line.ended(reason, event.error_code)

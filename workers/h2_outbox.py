@@ -52,13 +52,13 @@ class Outbox:
                     continue
                 self._behind.add(stream)
 
-    def written(self) -> None:
-        """The engine was asked for what can be sent. Tells those who waited for that."""
+    def written(self, *, is_drained: bool) -> None:
+        """The engine was asked for what can be sent; `is_drained`: it has no more. Tells who waits."""
         if self._behind:
             self._behind = {stream for stream in self._behind if self._is_behind(stream)}
         if self._watched:
             self._tell_writable()
-        if self._last_words:
+        if self._last_words and is_drained:
             last, self._last_words = self._last_words, {}
             for stream, code in last.items():
                 stream.reset(code)

@@ -59,7 +59,7 @@ def bind(
         else:
             port = server.add_secure_port(str(address), credentials)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}") from error
+        raise OSError(f"cannot listen on {address}, for gRPC") from error
     return Address(address.host, port)
 
 
@@ -90,7 +90,7 @@ def listen_on(address: Address, *, shared: bool = False, backlog: int = BACKLOG)
             listening.close()
             raise
     except OSError as error:
-        raise OSError(f"cannot listen on {address}") from error
+        raise OSError(f"cannot listen on {address}: {error.strerror or error}") from error
     return listening
 
 

@@ -33,8 +33,11 @@ class Event(logging.LogRecord):
 
     def __init__(self, logger: str, event: str, fields: Mapping[str, object]) -> None:
         self.fields = fields
-        about = {"name": logger, "msg": event, "created": unix_s()}
-        self.__dict__.update(_NOWHERE, **about, **fields)
+        # Who formats it by a template reads all that a record has from here.
+        about = _NOWHERE.copy()
+        about["name"], about["msg"], about["created"] = logger, event, unix_s()
+        about |= fields
+        self.__dict__ = about
 
 
 def note(log: logging.Logger, event: str, fields: Mapping[str, object]) -> None:

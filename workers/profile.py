@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from slagate.workers.profile_table import Floats, Table
+from slagate.workers.profile_table import Floats, Ints, Table
 
 HOST_LINK_BYTES_PER_S = 25e9
 """Between a GPU and its host: what a PCIe 4 x16 link gives in practice."""
@@ -110,6 +110,10 @@ class TpProfile:
         seconds = self._decode.many(np.maximum(batch_size, 1.0), np.maximum(context_tokens, 1.0))
         seconds *= batch_size >= 1
         return seconds
+
+    def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
+        """As `itl_s`, for n whole batch sizes >= 1 and their contexts."""
+        return self._decode.many_whole(batch_size, np.maximum(context_tokens, 1.0))
 
     def to_json(self) -> dict[str, object]:
         """Everything that it predicts from, as JSON values; `tp_profile_from_json` reads it back."""

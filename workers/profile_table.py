@@ -21,6 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+MAX_WHOLE = 1024
+"""Whole numbers on the first axis up to which `Table.many_whole` looks up what `many` computes."""
 
 
 class _Line:
@@ -63,6 +67,7 @@ class Table:
         "_log_xs_many",
         "_log_y",
         "_raw_ys",
+        "_whole",
         "_ys",
         "_ys_many",
         "rows",
@@ -100,6 +105,7 @@ class Table:
             self._cells.append([near_line.segment(x) + far_line.segment(x) for x in starts])
         self._log_xs_many = np.array(self._log_xs)
         self._ys_many = np.array(ys)
+        self._whole: Floats | None = None
         # f64[(log x, seconds, slope), near or far, cell] and f64[(as in a band), slot of y]
         cells = np.array(self._cells).reshape(-1, 2, 3)
         self._cells_many = np.ascontiguousarray(cells.transpose(2, 1, 0))
@@ -149,6 +155,38 @@ class Table:
         near_s += rise
         np.maximum(near_s, 0.0, out=near_s)
         return near_s
+
+    def many_whole(self, x: Ints, y: Floats) -> Floats:
+        """As `many`, for whole x, to about its last digits; the second axis must be in log space.
+
+        Between two lines the log of the seconds is linear in log y, so for each x there is one straight
+        line a slot of y, which is kept.
+        """
+        if len(x) and x[x.argmax()] > MAX_WHOLE:
+            return self.many(x.astype(np.float64), y)
+        if self._whole is None:
+            self._whole = self._whole_lines()
+        log_y = np.log(y)
+        places = self._ys_many.searchsorted(log_y, "right")
+        places *= MAX_WHOLE + 1
+        places += x
+        start, slope = self._whole.take(places, axis=1)
+        slope *= log_y
+        slope += start
+        seconds: Floats = np.exp(slope, out=slope)
+        return seconds
+
+    def _whole_lines(self) -> Floats:
+        """Log seconds at log y = 0, and their slope: f64[2, slot of y and whole x]."""
+        log_x = np.log(np.maximum(np.arange(MAX_WHOLE + 1), 1))
+        slots = np.arange(len(self._bands)).reshape(-1, 1)
+        near_y, y_step, sign, floor = self._bands_many.take(slots, axis=1)
+        at = slots * (len(self._log_xs) + 1) + self._log_xs_many.searchsorted(log_x, "right")
+        x0, v0, slope = self._cells_many.take(at, axis=2)
+        near, far = slope * (log_x - x0) + np.log(v0)
+        rise = np.maximum(sign * (far - near), floor) / y_step
+        lines: Floats = np.stack([near - rise * near_y, rise]).reshape(2, -1)
+        return lines
 
     def covers(self, x: float, y: float) -> bool:
         """Whether (x, y) lies between measured rows."""

@@ -185,12 +185,17 @@ class Rpc:
 
     def data(self, data: bytes, /) -> None:
         """As `StreamHandler.data`."""
+        if self.has_ended or self._status is not None:
+            return
         try:
             messages = self._reader.feed(data)
         except WireError as error:
             self._finish(error.status)
+            if self._stream is not None:
+                self._stream.reset()
+                self._stream = None
             return
-        if not messages or self.has_ended:
+        if not messages:
             return
         if self._is_paused or self._kept:
             self._kept.extend(messages)
@@ -217,7 +222,10 @@ class Rpc:
 
     def ended(self) -> None:
         """As `StreamHandler.ended`."""
-        self._stream = None  # both directions have ended: there is nothing to reset
+        if self._stream is not None and self._stream.unsent_bytes:
+            # It was answered before all of it was sent, which nobody waits for any more.
+            self._stream.reset()
+        self._stream = None
         status = status_of_headers(self._trailers)
         if status.code is grpc.StatusCode.OK and self._reader.waiting_bytes:
             status = _CUT_OFF
@@ -243,6 +251,8 @@ class Rpc:
     # ---
 
     def _finish(self, status: Status) -> None:
+        if self._status is not None:
+            return
         if self._kept:
             self._status = status
         else:

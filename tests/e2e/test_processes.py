@@ -54,9 +54,16 @@ def config_of(of: Cluster) -> dict[str, Any]:
 
 def pids(of: Gateway) -> dict[int, int]:
     """The newest process of each number."""
-    lines = [line for line in of.process.stderr().splitlines() if '"process.ready"' in line]
-    found = [json.loads(line) for line in lines]
-    return {each["process_number"]: each["pid"] for each in found}
+    found: dict[int, int] = {}
+
+    def is_told() -> bool:
+        # Lines come within a tenth of a second, several at once.
+        lines = [line for line in of.process.stderr().splitlines() if '"process.ready"' in line]
+        found.update({each["process_number"]: each["pid"] for each in map(json.loads, lines)})
+        return len(found) == n_running(of)
+
+    eventually(is_told, "the log says which processes there are")
+    return found
 
 
 def n_running(of: Gateway) -> int:

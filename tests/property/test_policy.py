@@ -1,6 +1,8 @@
 """What holds for every fleet state: the pick is feasible, repeatable, and load never attracts load."""
 
 import random
+from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from slagate.pools.estimator import Estimator
 from slagate.pools.member import Stage
 from slagate.pools.table import RowView, State
 from slagate.router.policy import StageChoice, choose_stage
-from slagate.router.score import Candidate
+from slagate.router.score import Candidate, score_pool
 from support.builders import MODEL, ask, one_cell, pool_view, profiled, view
 
 ESTIMATORS = {"nominal": Estimator(), "profile": profiled()}
@@ -148,3 +150,35 @@ def test_one_more_request_never_makes_a_worker_look_less_loaded(
     mean = (member.context_tokens + isl_tokens) / (inflight + 1)
     slack = 0.01 if inflight + 1 >= 64 and mean < 32 else 1e-12
     assert after >= before * (1 - slack)
+
+
+CAUSES: list[dict[str, Any]] = [
+    {},
+    {"suspect": True},
+    {"max_queued_tokens": 100, "queued_tokens": 100},
+    {"capacity_tokens": 99},
+    {"capacity_tokens": 1000, "context_tokens": 901, "inflight": 1},
+    {"capacity_tokens": 1000, "context_tokens": 901, "inflight": 0},
+    {"capacity_tokens": 1000, "context_tokens": 900, "inflight": 1},
+    {"worker_inflight": 4, "max_inflight": 4},
+    {"models": frozenset({"b"})},
+    *[{"state": state} for state in State if state is not State.READY],
+]
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_rows_that_are_open_are_those_without_a_reason(stage: Stage) -> None:
+    """What is looked at to choose is less than what is told: for each pair of causes."""
+    for first, second, excluded in product(CAUSES, CAUSES, [(), ("w0:1",)]):
+        causes = ({}, first, second)
+        rows = [replace(view(f"w{at}:1"), **cause) for at, cause in enumerate(causes)]
+        asked = ask(isl_tokens=100, excluded=frozenset(excluded))
+        scored = score_pool(stage, asked, pool_view("only", rows))
+        told = list(scored.candidates(range(len(rows))))
+        feasible = [each for each in told if not each.excluded]
+        healthy = [each for each in feasible if not each.view.suspect] or feasible
+        open_ = scored._open()
+        found = range(len(rows)) if open_ is None else open_.tolist()
+        assert list(found) == [each.row for each in healthy], (causes, excluded)
+        assert scored.n_open == len(feasible)
+        assert (scored.pick(0.0)[0] is None) is (not feasible)

@@ -7,15 +7,17 @@ from typing import Any
 import numpy as np
 
 from slagate.pools.axis import Axis
+from slagate.pools.cached import cached_of
 from slagate.pools.estimator import Estimator
 from slagate.pools.fleet import Fleet, prepare
 from slagate.pools.grid import StageGrid
 from slagate.pools.grid_config import FleetConfig, parse_config
+from slagate.pools.live_table import Table, rows_of
 from slagate.pools.member import Member, Stage
 from slagate.pools.overlap import Prompt
 from slagate.pools.pool import Pool, PoolView
 from slagate.pools.ranks import Limits
-from slagate.pools.table import UNLIMITED, RowView, State, Table, rows_of
+from slagate.pools.table import UNLIMITED, RowView, State
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.assignment import Assignment
 from slagate.router.dispatch import Dispatcher
@@ -103,7 +105,9 @@ def pool_view(
         for field in ("device_tokens", "host_tokens")
     )
     speed = speed or Estimator()
-    return PoolView(name, speed.frozen(), rows_of(found), device, host, n_leases)
+    return PoolView(
+        name, speed.frozen(), rows_of(found), cached_of(device, device + host), n_leases
+    )
 
 
 def profiled() -> Estimator:

@@ -120,7 +120,8 @@ async def play(b: Bench, n_requests: int) -> None:
         await b.call(
             b"\xff" if number % 10 == 1 else None, timeout_s=0.0 if number % 10 == 2 else None
         )
-    await anyio.sleep(HISTORY_S + 1)
+    # Also for the timers of their limits, which the loop keeps until they are due, cancelled or not.
+    await anyio.sleep(max(HISTORY_S, b.app.gateway.settings.default_timeout_s) + 1)
     for worker in b.workers.values():
         worker.calls.clear()
         worker.aborts.clear()

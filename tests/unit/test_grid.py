@@ -181,3 +181,21 @@ def test_the_worked_example_of_the_grid_page_is_true() -> None:
     decode = stages["decode"].select({"context_length": 6000, "itl_ms": 30})
     assert (decode.index, stages["decode"].pool_names[decode.pool]) == ((0, 2), "decode-tp2")
     assert stages["prefill"].retry_order(1) == (1, 0)
+
+
+def test_a_place_that_was_found_before_is_that_of_its_bands_and_rule() -> None:
+    fast_for_3 = PriorityRule(3, 3, 1)
+    axes = (Axis("isl", 0, 200, 2), Axis("ttft_ms", 100, 900, 1))
+    of = StageGrid(axes, ((0, 1), (2,)), ("a", "b", "c"), (1, 2, 0), (fast_for_3,), retry=True)
+    for _ in range(2):
+        for isl, priority, names in (
+            (50, None, ("a", "b", "c")),
+            (50, 3, ("b", "a", "c")),
+            (150, None, ("c",)),
+            (150, 4, ("c",)),
+            (150, 3, ("b", "a", "c")),
+        ):
+            cell, order = of.place({"isl": isl}, priority)
+            assert (order, cell) == (names, of.select({"isl": isl}, priority))
+            assert cell.base_pool == (2 if isl == 150 else 0)
+            assert cell.pool == of.pool_names.index(names[0])

@@ -4,7 +4,6 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -19,16 +18,6 @@ from slagate.workers.logs import (
     note,
 )
 from support.virtual_loop import run
-
-
-@pytest.fixture(autouse=True)
-def _restored_root() -> Iterator[None]:
-    """Setting up logging is for a whole process: undo it."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def line(message: str, *args: object, level: int = logging.INFO, **extra: object) -> dict[str, Any]:

@@ -5,10 +5,11 @@ import pytest
 
 from slagate.pools.health import FAILURES_TO_LEAVE
 from slagate.pools.lease import Lease
+from slagate.pools.live_table import Table
 from slagate.pools.member import Member, Stage
 from slagate.pools.pool import Pool
 from slagate.pools.ranks import Work
-from slagate.pools.table import UNLIMITED, State, Table
+from slagate.pools.table import UNLIMITED, State
 from slagate.proto import openengine_pb2 as oe
 from support.builders import member, pool
 

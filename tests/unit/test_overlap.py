@@ -1,10 +1,12 @@
 """What is cached of a prompt: by events, by what was just sent, and never mixed up."""
 
+import random
+
 import numpy as np
 import pytest
 
 from slagate.pools.member import Stage
-from slagate.pools.overlap import CONFIRM_S, HISTORY_S, Prompt
+from slagate.pools.overlap import _FEW_EXPECTED, CONFIRM_S, HISTORY_S, Prompt
 from slagate.pools.pool import Pool
 from slagate.pools.prefix_index import DEVICE, HOST
 from slagate.pools.ranks import Work
@@ -189,3 +191,52 @@ def test_a_decode_pool_and_one_without_prefix_know_of_no_cache() -> None:
     of.join("w:1")
     assert of.overlaps is None
     assert cached(of, prompt(100)) == [(0, 0)]
+
+
+@pytest.mark.parametrize("few", [_FEW_EXPECTED, 0])
+def test_a_row_has_the_deeper_of_its_events_and_of_what_is_expected(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the rows with something expected are looked at one by one or all together."""
+    monkeypatch.setattr("slagate.pools.overlap._FEW_EXPECTED", few)
+    seed = random.randrange(10**6)
+    chance = random.Random(seed)
+    for _ in range(150):
+        of = pool(6)
+        on_device, anywhere = [0] * 6, [0] * 6
+        for row in range(4):
+            held, tier = BLOCK * chance.randrange(6), chance.choice([DEVICE, HOST])
+            follow(of, row, held, tier=tier)
+            on_device[row], anywhere[row] = held if tier == DEVICE else 0, held
+        for _ in range(chance.randrange(5)):
+            row, sent = chance.randrange(6), BLOCK * chance.randrange(1, 6)
+            of.lease(row, Work(), prompt(sent + chance.randrange(2)))
+            on_device[row] = max(sent, on_device[row])
+            anywhere[row] = max(sent, anywhere[row])
+        n_asked = BLOCK * chance.randrange(1, 6) + chance.randrange(2)
+        found = of.view(prompt(n_asked)).cached
+        assert found.device_tokens.tolist() == shown_of(on_device, n_asked), seed
+        assert found.cached_tokens.tolist() == shown_of(anywhere, n_asked), seed
+        depths = [found.depths[at] for at in found.places]
+        assert depths == found.cached_tokens.tolist(), seed
+        assert list(found.depths) == sorted(set(depths)), seed
+        assert found.has_host == bool(found.host_tokens.any()), seed
+
+
+def shown_of(tokens: list[int], n_asked: int) -> list[int]:
+    """What rows with so many tokens have of a prompt of `n_asked`: full blocks, never all of it."""
+    return [min(n, n_asked // BLOCK * BLOCK, n_asked - 1) for n in tokens]
+
+
+def test_answers_that_are_kept_are_nobodys_to_change_and_end_with_what_they_came_from() -> None:
+    of = pool()
+    follow(of, 0, 64)
+    first = of.view(prompt(100)).cached
+    assert of.view(prompt(100)).cached is first
+    with pytest.raises(ValueError, match="read-only"):
+        first.cached_tokens[0] = 1
+    assert cached(of, prompt(64)) == [(63, 0), (0, 0)]
+    assert cached(of, prompt(100)) == [(64, 0), (0, 0)]
+    assert of.overlaps is not None
+    of.overlaps.set_holder(0, None, block_tokens=BLOCK)
+    assert cached(of, prompt(100)) == [(0, 0), (0, 0)]

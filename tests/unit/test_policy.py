@@ -93,7 +93,8 @@ def test_predictions_are_shown_only_where_the_pool_has_a_profile() -> None:
     choice = choose_stage(Stage.AGG, ask(), one_cell(Stage.AGG, "only"), pools, rng=rng())
     candidate = choice.candidates[0]
     assert candidate.predicted_ttft_s == 1.0 + profiled().frozen().prefill_s(100, 0)
-    assert candidate.predicted_itl_s == profiled().frozen().itl_s(1, 100)
+    itl_s = profiled().frozen().itl_s(1, 100)
+    assert candidate.predicted_itl_s == pytest.approx(itl_s, rel=1e-12)
 
 
 def test_another_pool_is_asked_only_when_the_configuration_says_so() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slagate.workers.profile import ProfileError, TpProfile, available_profiles, load_profile
+from slagate.workers.profile_table import MAX_WHOLE
 
 ALL = [
     pytest.param(load_profile(name).tp(size), id=f"{name}-tp{size}")
@@ -226,3 +227,14 @@ def test_a_file_that_is_not_json_is_refused(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ProfileError, match="Invalid JSON"):
         load_profile(str(path))
+
+
+@pytest.mark.parametrize("profile", ALL)
+def test_whole_batch_sizes_give_what_any_give(profile: TpProfile) -> None:
+    """Also where the table of whole ones ends, and beyond either end of the measurements."""
+    for largest in (MAX_WHOLE, MAX_WHOLE + 3):
+        sizes = np.repeat(np.arange(1, largest + 1), 40)
+        contexts = np.tile(np.geomspace(0.1, 2e6, 40), largest)
+        known = profile.itl_many(sizes.astype(np.float64), contexts)
+        assert profile.itl_of_batches(sizes, contexts) == pytest.approx(known, rel=1e-12)
+    assert len(profile.itl_of_batches(sizes[:0], contexts[:0])) == 0

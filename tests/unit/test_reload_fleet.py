@@ -11,11 +11,12 @@ from slagate.pools.estimator import Estimator
 from slagate.pools.fleet import Fleet, prepare
 from slagate.pools.grid_config import FleetConfig, parse_config
 from slagate.pools.lease import Lease
+from slagate.pools.live_table import Table
 from slagate.pools.member import Member, Stage
 from slagate.pools.overlap import Prompt
 from slagate.pools.pool import Pool
 from slagate.pools.ranks import Limits, Work
-from slagate.pools.table import State, Table
+from slagate.pools.table import State
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.policy import choose
 from support.builders import MODEL, PROFILE, ask, config, model_info, rng

@@ -25,7 +25,8 @@ from slagate.pools.shared_counts import (
     SharedCounts,
     create,
 )
-from slagate.pools.table import RowView, State, Table
+from slagate.pools.shared_table import SharedTable
+from slagate.pools.table import RowView, State
 from slagate.pools.watch import _foreign
 from slagate.proto import openengine_pb2 as oe
 from support.builders import MODEL, config, fleet, model_info
@@ -172,11 +173,10 @@ def test_decisions_see_what_the_other_processes_have_on_a_worker(several: Severa
 
 def test_each_rank_has_a_line(several: Several) -> None:
     opened = several(2)
-    a, b = (Table("agg p", shared=opened(number)) for number in range(2))
+    a, b = (SharedTable("agg p", opened(number)) for number in range(2))
     for of in (a, b):
         assert [of.add("w:1", None), of.add("w:1", 1), of.add("v:1", None)] == [0, 1, 2]
-    a.add_to(1, inflight=2)
-    a.set(1, worker_inflight=2)
+    a.set(1, inflight=2, worker_inflight=2)
     a.set(0, worker_inflight=2)
     rows = b.rows()
     assert rows.ints("inflight").tolist() == [0, 2, 0]

@@ -105,7 +105,7 @@ def test_the_tally_counts_tokens_times_and_what_was_cached() -> None:
         tally = leg.tally
         assert (tally.n_tokens, tally.first_token_s, tally.last_token_s) == (3, 100.0, 102.0)
         assert tally.cached_tokens == 7
-        assert leg.n_on_token == 2
+        assert leg.n_on_token == 1  # the first one says that the prompt is done
 
     run(main)
 

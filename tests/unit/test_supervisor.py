@@ -25,6 +25,7 @@ from slagate.router.supervisor import Supervisor, write_config
 from slagate.workers.clock import monotonic_s
 from support.builders import PROFILE, config, fleet, rng
 from support.context import Aborted, Context
+from support.running import listed
 from support.shared import Opened
 from support.virtual_loop import run
 
@@ -166,7 +167,7 @@ def test_an_abort_finds_the_process_that_has_the_request(tmp_path: Path) -> None
         ended: list[str] = []
 
         async def serve() -> None:
-            with pytest.raises(errors.Aborted) as caught, of.live.listed("me", "r"):
+            with pytest.raises(errors.Aborted) as caught, listed(of.live, "me", "r"):
                 await anyio.sleep_forever()
             ended.append(str(caught.value))
 
@@ -193,7 +194,7 @@ def test_running_requests_are_told_to_the_others(tmp_path: Path) -> None:
             for number in range(2)
         )
         live = LiveRequests(a.show_running)
-        with live.listed("p", "r"), live.listed("p", "s"):
+        with listed(live, "p", "r"), listed(live, "p", "s"):
             assert (b.running_elsewhere, a.running_elsewhere) == (2, 0)
         assert (b.running_elsewhere, len(live)) == (0, 0)
         opened.close()

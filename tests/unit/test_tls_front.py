@@ -70,7 +70,9 @@ async def served(folder: Path, *scripts: Script, client_ca: bool = True) -> Asyn
             with closing(listen_on(Address("127.0.0.1", 0))) as listening:
                 port = listening.getsockname()[1]
                 async with (
-                    serve_front(b.app.gateway, listening, links, tls=tls.context) as front,
+                    serve_front(
+                        b.serve, listening, links, b.app.gateway.settings, tls=tls.context
+                    ) as front,
                     following(tls, look_s=0.01),
                 ):
                     yield Served(ca, tls, b, front, f"127.0.0.1:{port}")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from slagate.pools.cached import cached_of
 from slagate.pools.fleet import Fleet, prepare
 from slagate.pools.grid_config import parse_config
 from slagate.pools.member import Stage
@@ -242,12 +243,12 @@ def test_score_06_the_queue_limit_counts_where_the_prefix_is_too() -> None:
         one, two = pool.members.values()
         one.ranks.took(one.ranks.rows[0], Work(25_000, 0.5))
         two.ranks.took(two.ranks.rows[0], Work(1_000, 1.0))
-        view = pool.view()
+        view, depths = pool.view(), np.array([8191, 0])
         choice = choose_stage(
             Stage.PREFILL,
             ask(isl_tokens=8192),
             of.grids[Stage.PREFILL],
-            {"prefill": replace(view, device_tokens=np.array([8191, 0]))},
+            {"prefill": replace(view, cached=cached_of(depths, depths))},
             rng=rng(),
         )
         assert choice.winner is not None

@@ -16,6 +16,7 @@ import anyio
 import uvloop
 
 from slagate.pools.member import Stage
+from slagate.router.app import YOUNG_OBJECTS
 from slagate.router.client_stream import Serve
 from slagate.router.errors import RequestError
 from slagate.router.front import serve_front
@@ -68,7 +69,7 @@ class FixedChoice:
             timeout_s=self.settings.default_timeout_s,
         )
         try:
-            await splice.ended()
+            await splice.ended(60.0)
         finally:
             leg.cancel()
         failure = splice.failure()
@@ -102,6 +103,7 @@ async def fronted(serving: Serve) -> AsyncIterator[None]:
                 # As the gateway does once it serves.
                 gc.collect()
                 gc.freeze()
+                gc.set_threshold(YOUNG_OBJECTS)
                 print(listening.getsockname()[1], flush=True)
                 yield
 
