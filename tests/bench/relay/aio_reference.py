@@ -21,7 +21,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router.request import parse_request
 from slagate.router.settings import Settings
 from slagate.workers.channel import GENERATE
-from slagate.workers.client import CHANNEL_OPTIONS
+from slagate.workers.control_channel import CHANNEL_OPTIONS
 from slagate.workers.legs import agg_leg, client_id_suffix
 from slagate.workers.server import SERVER_OPTIONS
 
