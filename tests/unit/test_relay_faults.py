@@ -13,6 +13,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router.peek import plain_tokens
 from slagate.router.splice import Splice, Tally
 from slagate.workers.grpc_frames import framed
+from slagate.workers.h2_engine import RequestReceived
 from slagate.workers.h2_events import Events
 from slagate.workers.h2_outbox import Outbox
 from slagate.workers.h2_stream import H2Stream
@@ -157,9 +158,15 @@ def test_what_comes_behind_the_end_of_a_connection_is_for_nobody() -> None:
         def add(self, *_: object) -> None:
             raise AssertionError("a stream on a connection that is over")
 
-    events = Events(Line(), Line(), None, {}, chatter=Any, farewell=Any)  # type: ignore[arg-type]
+    def accept(*_: object) -> Any:
+        raise AssertionError("a request on a connection that is over")
+
+    events = Events(Line(), Line(), accept, {}, chatter=Any, farewell=Any)  # type: ignore[arg-type]
+    request = RequestReceived(1, ((b":method", b"POST"),), end_stream=False)
+    with pytest.raises(AssertionError):
+        events.tell([request])
     events.is_over = True
-    events.tell([object()])  # type: ignore[list-item]
+    events.tell([request])
 
 
 HEAD = client_id_suffix("leg-1")
