@@ -1,4 +1,4 @@
-"""`slagate worker`: one worker process."""
+"""`slagate worker`: one worker process, and the group of commands about one."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,23 +7,28 @@ import typer
 
 from slagate.router.command import (
     MAX_SECONDS,
-    Listen,
     LogLevel,
+    MaybeListen,
     Transport,
     check_transport,
     fail,
     finite,
+    options_given,
     run_to_exit,
     start_log,
 )
 from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
 from slagate.workers import run, sim_worker
 
+worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one would run.")
 
-def worker(
+
+@worker.callback(invoke_without_command=True)
+def run_worker(
+    context: typer.Context,
     *,
-    role: Annotated[str, typer.Option(help="prefill, decode or agg.")],
-    listen: Listen,
+    role: Annotated[str | None, typer.Option(help="prefill, decode or agg. Required.")] = None,
+    listen: MaybeListen = None,
     engine: Annotated[str, typer.Option(help="sim or trtllm.")] = "sim",
     profile: Annotated[
         str, typer.Option(help="Timing profile: a packaged name, or a file.")
@@ -110,6 +115,16 @@ def worker(
     log_level: LogLevel = "info",
 ) -> None:
     """Run one worker until SIGTERM."""
+    given = options_given(context)
+    if context.invoked_subcommand is not None:
+        if given:
+            name = f"--{given[0].replace('_', '-')}"
+            fail(f"{name}: options of `slagate worker` come after {context.invoked_subcommand!r}")
+        return
+    if role is None:
+        fail("--role is missing: prefill, decode or agg")
+    if listen is None:
+        fail("--listen is missing: HOST:PORT")
     if engine not in ("sim", "trtllm"):
         fail(f"--engine must be sim or trtllm (got {engine!r})")
     if engine == "trtllm":
