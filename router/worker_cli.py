@@ -17,10 +17,23 @@ from slagate.router.command import (
     run_to_exit,
     start_log,
 )
+from slagate.router.engine_args_cli import (
+    TRTLLM_ONLY,
+    AllowUnknownEngineArgs,
+    ExtraEngineArgs,
+    OverrideEngineArgs,
+    PrintEngineArgs,
+    read_engine_args,
+    show_engine_args,
+)
 from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
+from slagate.router.worker_check_cli import check
 from slagate.workers import run, sim_worker
 
 worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one would run.")
+
+
+worker.command()(check)
 
 
 @worker.callback(invoke_without_command=True)
@@ -99,6 +112,10 @@ def run_worker(
         str,
         typer.Option(help="TensorRT-LLM API that the simulated engine has: 1.2, 1.3rc or main."),
     ] = "main",
+    extra_engine_args: ExtraEngineArgs = None,
+    override_engine_args: OverrideEngineArgs = None,
+    allow_unknown_engine_args: AllowUnknownEngineArgs = False,
+    print_engine_args: PrintEngineArgs = False,
     drain: Annotated[
         float,
         typer.Option(
@@ -118,15 +135,28 @@ def run_worker(
     given = options_given(context)
     if context.invoked_subcommand is not None:
         if given:
-            name = f"--{given[0].replace('_', '-')}"
-            fail(f"{name}: options of `slagate worker` come after {context.invoked_subcommand!r}")
+            fail(f"{_option(given[0])}: options come after {context.invoked_subcommand!r}")
         return
     if role is None:
         fail("--role is missing: prefill, decode or agg")
-    if listen is None:
-        fail("--listen is missing: HOST:PORT")
     if engine not in ("sim", "trtllm"):
         fail(f"--engine must be sim or trtllm (got {engine!r})")
+    for name in given:
+        if engine != "trtllm" and name in TRTLLM_ONLY:
+            fail(f"{_option(name)} is for --engine trtllm, not for {engine}")
+    if print_engine_args:
+        show_engine_args(
+            read_engine_args(
+                role,
+                {name: context.params[name] for name in given},
+                extra=extra_engine_args,
+                override=override_engine_args,
+                allow_unknown=allow_unknown_engine_args,
+            )
+        )
+        raise typer.Exit
+    if listen is None:
+        fail("--listen is missing: HOST:PORT")
     if engine == "trtllm":
         fail("--engine trtllm is not available in this version; use --engine sim")
     check_transport(transport)
@@ -153,3 +183,7 @@ def run_worker(
         api=api,
     )
     run_to_exit(lambda: run.run_sim_worker(options, listen, drain_s=drain, tls=tls))
+
+
+def _option(parameter: str) -> str:
+    return f"--{parameter.replace('_', '-')}"
