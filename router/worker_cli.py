@@ -28,12 +28,14 @@ from slagate.router.engine_args_cli import (
 )
 from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
 from slagate.router.worker_check_cli import check
+from slagate.router.worker_convert_cli import convert
 from slagate.workers import run, sim_worker
 
 worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one would run.")
 
 
 worker.command()(check)
+worker.command()(convert)
 
 
 @worker.callback(invoke_without_command=True)

@@ -72,10 +72,8 @@ def _lift_build_config(merged: Merged) -> list[Finding]:
             merged.values[key] = value
             for leaf, _ in leaves({key: value}):
                 merged.sources[leaf] = sources[f"{BUILD}.{leaf}"]
-            text, advice = (
-                "build_config is gone from newer engines",
-                f"write {key} at the top level",
-            )
+            text = "is in a section that newer engines do not have"
+            advice = f"write {key} at the top level"
         elif in_full(merged.values[key]) != in_full(value):
             kept = in_brief(merged.values[key])
             text = f"is {in_brief(value)}, and {key} at the top level, {kept}, takes its place"

@@ -24,16 +24,16 @@ def yaml_lines(values: Mapping[str, Any], sources: Mapping[str, str] | None = No
 def _lines(values: Mapping[str, Any], dotted: str, indent: str) -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         name = f"{dotted}.{key}" if dotted else str(key)
-        shown = f"{indent}{_inline(key)}:"
+        shown = f"{indent}{inline(key)}:"
         if isinstance(value, Mapping) and value:
             yield "", shown
             yield from _lines(value, name, f"{indent}  ")
         else:
-            yield name, f"{shown} {_inline(value)}"
+            yield name, f"{shown} {inline(value)}"
 
 
-def _inline(value: Any) -> str:
-    """The value on one line."""
+def inline(value: Any) -> str:
+    """The value on one line, in a form that YAML 1.1 reads as what it is."""
     try:
         text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9)
     except yaml.YAMLError:

@@ -66,7 +66,7 @@ def buffers(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
             BUFFER,
             f"is {min(known):,} with {shapes}: a prompt that does not fit goes in pieces, which "
             "takes equal bytes on both sides for granted",
-            f"set it to the longest prompt, {SMALL_BUFFER_TOKENS:,} at least, or use equal parallelism",
+            f"set it to the longest prompt, {SMALL_BUFFER_TOKENS} at least, or use equal parallelism",
         )
     elif len(set(sizes)) > 1:
         yield warning(
@@ -100,7 +100,7 @@ def contexts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
             "E308",
             "max_seq_len",
             f"is {one:,} on prefill and {other:,} on decode, which has to hold the answer too",
-            f"set decode's to {one:,} and the longest answer",
+            f"set decode's to {one} and the longest answer",
         )
 
 
