@@ -1,7 +1,8 @@
 """Every case of tests/golden/engine-args-cases.yaml gives exactly its findings.
 
-ENGINE-01 to ENGINE-07, ENGINE-09 and ENGINE-10 are among them. The codes are in the cases; the words are
-in tests/golden/engine-args.txt, which `pytest --rewrite-golden` writes anew.
+ENGINE-01, ENGINE-02, ENGINE-03, ENGINE-04, ENGINE-05, ENGINE-06, ENGINE-07, ENGINE-09 and ENGINE-10 are
+among them. The codes are in the cases; the words are in tests/golden/engine-args.txt, which
+`pytest --rewrite-golden` writes anew.
 """
 
 import json
