@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from slagate.workers.engine_args import EngineArgs, build_engine_args, check_pair
+from slagate.workers.engine_args_check import check_values
 from slagate.workers.engine_args_merge import Layer, leaves, merge
 from slagate.workers.engine_args_model import EngineModel
+from slagate.workers.engine_args_text import yaml_lines
 from slagate.workers.engine_case import Wanted
 from slagate.workers.errors import UsageError
 from slagate.workers.sim_args import TorchLlmArgs
@@ -323,3 +327,47 @@ def test_merging_is_as_by_hand_and_every_leaf_has_the_source_of_its_value(
         for part in key.split("."):
             at = at[part]
         assert at == value
+
+
+_SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=12)
+    | st.sampled_from(["1e-3", "off", "# no comment", "a: b", "two\nlines", "\ud800", "UCX"])
+)
+_ANYTHING = st.recursive(
+    _SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+_SECTION_KEYS = sorted(
+    {key for _, value in EngineModel() if isinstance(value, BaseModel) for key, _ in value}
+)
+_ARGUMENTS = st.dictionaries(
+    st.sampled_from(sorted(EngineModel.model_fields)),
+    _ANYTHING | st.dictionaries(st.sampled_from(_SECTION_KEYS), _ANYTHING),
+    max_size=6,
+)
+
+
+@given(_ARGUMENTS, st.sampled_from(["agg", "prefill", "decode", "encode"]))
+def test_whatever_the_values_are_there_are_findings_and_no_crash(
+    values: dict[str, Any], role: str
+) -> None:
+    args = built(role=role, override=values)
+    for finding in args.findings:
+        assert all(part.encode() for part in finding)
+    model, findings = check_values(args.values, allow_unknown=False)
+    assert (model is None) <= any(finding.is_error for finding in findings)
+
+
+@given(st.dictionaries(st.text(max_size=6), _ANYTHING, max_size=4))
+def test_what_is_printed_reads_as_what_it_is(values: dict[str, Any]) -> None:
+    values = json.loads(json.dumps(values).replace("\\ud800", "x"))
+    sources = {key: f"source of {key!r}" for key, _ in leaves(values)}
+    for lines in (yaml_lines(values), yaml_lines(values, sources)):
+        assert yaml.safe_load("\n".join(lines)) == values
