@@ -45,11 +45,7 @@ def framed(messages: list[bytes]) -> bytes:
     '00000000036162630000000000'
     """
     pack = _PREFIX.pack
-    parts: list[bytes] = []
-    for message in messages:
-        parts.append(pack(0, len(message)))
-        parts.append(message)
-    return b"".join(parts)
+    return b"".join([part for each in messages for part in (pack(0, len(each)), each)])
 
 
 def is_one_message(data: bytes, max_bytes: int) -> bool:
