@@ -11,6 +11,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import chain
 
 import anyio
 import grpc
@@ -151,7 +152,7 @@ class _Client:
 
     def _accept(self, stream: Stream, headers: Headers) -> StreamHandler:
         fields = dict(headers)
-        n_bytes = sum([len(name) + len(value) for name, value in headers]) + 32 * len(headers)
+        n_bytes = sum(map(len, chain.from_iterable(headers))) + 32 * len(headers)
         max_bytes = self._front.http2.max_header_bytes
         if n_bytes > max_bytes:
             call = ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)

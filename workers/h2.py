@@ -27,6 +27,7 @@ from slagate.workers.h2_port import (
     StreamHandler,
 )
 from slagate.workers.h2_stream import H2Stream
+from slagate.workers.h2_turn import turn_of
 from slagate.workers.keepalive import Keepalive
 
 WRITE_BYTES = 256 << 10
@@ -43,6 +44,7 @@ class H2Connection(asyncio.Protocol):
         self._owner = owner
         self._is_server = accept is not None
         self._loop = asyncio.get_running_loop()
+        self._turn = turn_of(self._loop)
         self._transport: asyncio.Transport | None = None
         self._streams: dict[int, H2Stream] = {}
         self._outbox = Outbox(self.engine, self._streams, error=EngineError)
@@ -172,7 +174,7 @@ class H2Connection(asyncio.Protocol):
         """Write what is queued in the next turn of the loop, with what else is queued until then."""
         if not self._will_flush:
             self._will_flush = True
-            self._loop.call_soon(self._hop)
+            self._turn.soon(self._flush_queued)
 
     # --- what the transport calls
 
@@ -191,6 +193,13 @@ class H2Connection(asyncio.Protocol):
         if self._lost is not None:
             return
         self._keepalive.heard()
+        self._turn.begin()
+        try:
+            self._received(data)
+        finally:
+            self._turn.end()
+
+    def _received(self, data: bytes) -> None:
         broken: Exception | None = None
         try:
             self.engine.receive_data(data)
@@ -201,7 +210,7 @@ class H2Connection(asyncio.Protocol):
         if broken is not None:
             self._abort(f"the peer broke HTTP/2: {broken}")
         elif self.engine.want_write:
-            # Acknowledgements and windows; what the streams say follows together, in a later turn.
+            # Acknowledgements and windows; what the streams say goes out with them.
             self.flush_soon()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -240,10 +249,6 @@ class H2Connection(asyncio.Protocol):
         self._lose(reason)
 
     # ---
-
-    def _hop(self) -> None:
-        # Who was woken along with this gets to say its last words in the same write.
-        self._loop.call_soon(self._flush_queued)
 
     def _flush_queued(self) -> None:
         if self._will_flush:

@@ -89,7 +89,7 @@ class Events:
             GoAwayReceived: self._heard,
         }
 
-    def tell(self, events: list[Event]) -> None:
+    def tell(self, events: list[Any]) -> None:
         """Pass them on, in order; what they bring of one stream's body as one piece.
 
         Each message comes in a frame of its own, between those of other streams, and to hand a frame over
