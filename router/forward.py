@@ -6,7 +6,7 @@ import grpc
 
 from slagate.workers.grpc_wire import CONTENT_TYPE, status_headers
 from slagate.workers.h2 import H2Connection
-from slagate.workers.h2_port import INTERNAL_ERROR, Headers, Stream, StreamEnd
+from slagate.workers.h2_port import INTERNAL_ERROR, NO_ERROR, Headers, Stream, StreamEnd
 from slagate.workers.links import Links
 from slagate.workers.worker import Status
 
@@ -17,6 +17,7 @@ HIGH_WATER_BYTES = 64 << 10
 """Unsent in one direction: the other end of it is asked to wait."""
 
 _PEER = PEER.encode()
+_LOST = Status(grpc.StatusCode.UNAVAILABLE, "the gateway is shutting down")
 
 
 class Forward:
@@ -50,9 +51,18 @@ class Forward:
 
     def end(self, status: Status, /) -> None:
         """As `Starter.end`: the local server cannot be had."""
-        self.over()
         fields = [(b":status", b"200"), (b"content-type", CONTENT_TYPE), *status_headers(status)]
         self._client.respond(fields, last=True)
+        self.answered()
+
+    def answered(self) -> None:
+        """The client's answer has its end, which may be before that of the request."""
+        self.over()
+        if not self._has_ended:
+            # Nobody wants the rest; both are told so, the client behind its answer: RFC 9113, section 8.1.
+            self._client.reset_behind(NO_ERROR)
+            if self.server is not None:
+                self.server.reset()
 
     def over(self) -> None:
         """Nothing more goes to the server."""
@@ -135,7 +145,6 @@ class _Answer:
 
     def ended(self) -> None:
         """As `StreamHandler.ended`."""
-        self._forward.over()
         if self._server_trailers is not None:
             self._respond()
             self._client.end(self._server_trailers)
@@ -144,6 +153,7 @@ class _Answer:
         else:
             self._is_last = True
             self._client.respond(self._first, last=True)
+        self._forward.answered()
 
     def writable(self) -> None:
         """As `StreamHandler.writable`: of the request."""
@@ -153,11 +163,11 @@ class _Answer:
         """As `StreamHandler.closed`."""
         if self._forward.is_over:
             return
-        self._forward.over()
         if end.code is not None:
+            self._forward.over()
             self._client.reset(end.code or INTERNAL_ERROR)
         elif self._has_answered:
-            lost = Status(grpc.StatusCode.UNAVAILABLE, "the gateway is shutting down")
-            self._client.end(status_headers(lost))
+            self._client.end(status_headers(_LOST))
+            self._forward.answered()
         else:
-            self._forward.end(Status(grpc.StatusCode.UNAVAILABLE, "the gateway is shutting down"))
+            self._forward.end(_LOST)

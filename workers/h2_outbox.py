@@ -59,8 +59,16 @@ class Outbox:
         if self._watched:
             self._tell_writable()
         if self._last_words and is_drained:
-            last, self._last_words = self._last_words, {}
-            for stream, code in last.items():
+            self._reset_those_behind()
+
+    def _reset_those_behind(self) -> None:
+        last, self._last_words = self._last_words, {}
+        for stream, code in last.items():
+            if stream.id not in self._streams:
+                continue
+            if stream.unsent_bytes or stream in self._queued:
+                self._last_words[stream] = code
+            else:
                 stream.reset(code)
 
     def _is_behind(self, stream: H2Stream) -> bool:

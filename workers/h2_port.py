@@ -103,7 +103,7 @@ class Stream(Protocol):
         """Close the stream both ways, now. Its handler is told nothing any more."""
 
     def reset_behind(self, code: int) -> None:
-        """Reset it when what was said so far is written, as far as it can be."""
+        """Reset it when what was said so far is written."""
 
     def tell_writable(self) -> None:
         """Have `StreamHandler.writable` called when few bytes are unsent."""
