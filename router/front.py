@@ -93,15 +93,19 @@ class Front:
     async def settled(self) -> None:
         """After `retire`: wait until every request that was on its way has arrived."""
         while self._untold:
-            self._changed = anyio.Event()
-            await self._changed.wait()
+            await self._change()
         await self.intake.emptied()
 
     async def emptied(self) -> None:
         """Wait until no client is connected."""
         while self.clients:
+            await self._change()
+
+    async def _change(self) -> None:
+        if self._changed.is_set():
+            # Not before: another one may be waiting for it.
             self._changed = anyio.Event()
-            await self._changed.wait()
+        await self._changed.wait()
 
     async def finished(self) -> None:
         """Wait until no request is being served."""

@@ -206,3 +206,21 @@ def test_a_goodbye_goes_out_behind_what_was_said_in_the_same_turn() -> None:
             assert kinds.index(GOAWAY) > max(at for at, kind in enumerate(kinds) if kind == DATA)
 
     run(main)
+
+
+def test_everybody_who_waits_for_a_goodbye_is_told() -> None:
+    """The drain, and whoever else wants to know."""
+
+    async def main() -> None:
+        async with served(ANSWER) as s:
+            raw = await connected(s)
+            s.front.retire()
+            with anyio.fail_after(10):
+                async with anyio.create_task_group() as tasks:
+                    for _ in range(2):
+                        tasks.start_soon(s.front.settled)
+                        tasks.start_soon(s.front.emptied)
+            await anyio.sleep(0.1)
+            assert raw.is_over
+
+    run(main)
