@@ -81,7 +81,6 @@ class ClientStream:
         "_timeout_s",
         "_waiting",
         "_waiting_bytes",
-        "discarded",
         "status",
     )
 
@@ -113,7 +112,6 @@ class ClientStream:
         self._is_closed = False
         self._is_served = False
         self.status: Status | None = None
-        self.discarded = False
         if not desk.intake.begin(self):
             self.refuse(FULL)
             return
@@ -281,7 +279,6 @@ class ClientStream:
 
     def discard(self) -> None:
         """As `Outlet.discard`."""
-        self.discarded = True
         self._waiting.clear()
         self._waiting_bytes = 0
 

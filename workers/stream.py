@@ -20,7 +20,6 @@ class BufferedSink:
         """`on_message` is told after each message that was queued, whatever the reader does."""
         self._on_message = on_message
         self.n_bytes: int = 0
-        self.discarded = False
         self.status: Status | None = None
         self._messages: deque[bytes] = deque()
         self._on_room: Callable[[], None] | None = None
@@ -52,7 +51,6 @@ class BufferedSink:
 
     def discard(self) -> None:
         """Drop what is queued: its reader does not take it."""
-        self.discarded = True
         self._messages.clear()
         self.n_bytes = 0
 
