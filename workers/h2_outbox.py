@@ -51,6 +51,9 @@ class Outbox:
                 except self._error:
                     continue
                 self._behind.add(stream)
+            else:
+                # What was said to it when it was closed already.
+                stream.drop()
 
     def written(self, *, is_drained: bool) -> None:
         """The engine was asked for what can be sent; `is_drained`: it has no more. Tells who waits."""

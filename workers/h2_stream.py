@@ -115,8 +115,15 @@ class H2Stream:
             engine.send_trailers(stream_id, end)
         self._end = None
 
+    def drop(self) -> None:
+        """It is closed: nothing of it is unsent any more."""
+        self._parts = []
+        self._is_queued = False
+        self.parts_bytes = self.behind_bytes = 0
+
     def close(self, end: StreamEnd) -> None:
         """Tell the handler the end, and let go of it: they refer to each other."""
+        self.drop()
         handler, self.handler = self.handler, None
         if handler is not None:
             handler.closed(end)
@@ -124,6 +131,7 @@ class H2Stream:
     def reset(self, code: int = CANCEL) -> None:
         """As `Stream.reset`."""
         if self._carrier.forget(self):
+            self.drop()
             self.handler = None
             self._carrier.submit(self._carrier.engine.reset_stream, self.id, code)
 
