@@ -22,7 +22,13 @@ from slagate.workers.grpc_frames import (
     is_one_message,
     supported_encoding,
 )
-from slagate.workers.grpc_wire import CONTENT_TYPE, decode_timeout, status_headers, to_metadata
+from slagate.workers.grpc_wire import (
+    CONTENT_TYPE,
+    decode_timeout,
+    is_grpc,
+    status_headers,
+    to_metadata,
+)
 from slagate.workers.h2_outbox import LOW_WATER_BYTES
 from slagate.workers.h2_port import CANCEL, NO_ERROR, Headers, Stream, StreamEnd
 from slagate.workers.worker import OK, Metadata, Status
@@ -126,7 +132,7 @@ class ClientStream:
             self.refuse(error.status)
         except ValueError as error:
             self.refuse(Status(grpc.StatusCode.INTERNAL, str(error)))
-        if not fields.get(b"content-type", b"").startswith(CONTENT_TYPE):
+        if not is_grpc(fields.get(b"content-type", b"")):
             self.refuse(_NO_GRPC, answer=_NOT_GRPC)
 
     def __repr__(self) -> str:

@@ -67,8 +67,6 @@ class Outbox:
     def _reset_those_behind(self) -> None:
         last, self._last_words = self._last_words, {}
         for stream, code in last.items():
-            if stream.id not in self._streams:
-                continue
             if stream.unsent_bytes or stream in self._queued:
                 self._last_words[stream] = code
             else:

@@ -16,6 +16,7 @@ from support.h2_peer import PeerServer
 from support.memory_transport import joined
 from support.raw_http2 import (
     DATA,
+    END_HEADERS,
     END_STREAM,
     HEADERS,
     HELLO,
@@ -23,6 +24,7 @@ from support.raw_http2 import (
     SETTINGS,
     RawClient,
     begin,
+    field,
     frame,
     frames,
 )
@@ -163,14 +165,18 @@ def headers_of(kind: bytes) -> Headers:
     )
 
 
+OTHER_TYPES = [b"application/json", b"application/grpcfoo", b"application/grpc-web", b""]
+
+
+@pytest.mark.parametrize("kind", OTHER_TYPES)
 @pytest.mark.parametrize("has_body", [False, True])
 def test_a_call_that_is_not_grpc_is_told_so_in_http_and_its_connection_goes_on(
-    *, has_body: bool
+    kind: bytes, *, has_body: bool
 ) -> None:
     async def main() -> None:
         async with served(ANSWER) as s:
             connection, said = await client_of(s), Said()
-            stream = connection.open(headers_of(b"application/json"), said)
+            stream = connection.open(headers_of(kind), said)
             assert stream is not None
             if has_body:
                 # On its way without an end: it is told that nobody wants it; RFC 9113, section 8.1.
@@ -184,6 +190,21 @@ def test_a_call_that_is_not_grpc_is_told_so_in_http_and_its_connection_goes_on(
             assert await s.ask() == OK
             s.check_free()
             connection.close("over")
+
+    run(main)
+
+
+@pytest.mark.parametrize("more", [b"", b"+proto", b"+json", b";charset=utf-8", b"+proto; a=b"])
+def test_every_content_type_of_grpc_is_served(more: bytes) -> None:
+    async def main() -> None:
+        async with served(ANSWER) as s:
+            raw = await hello(s)
+            fields = headers_of(b"application/grpc" + more)
+            block = b"".join(field(name, value) for name, value in fields)
+            raw.send(frame(HEADERS, END_HEADERS, 1, block) + frame(DATA, END_STREAM, 1, CALL))
+            await anyio.sleep(0.1)
+            assert s.bench.outcomes() == {"completed": 1}
+            assert not raw.is_over
 
     run(main)
 
