@@ -69,6 +69,7 @@ class H2Connection(asyncio.Protocol):
             accept,
             self._streams,
             chatter=Budget(*settings.chatter),
+            resets=Budget(*settings.resets),
             farewell=self._farewell,
         )
 
@@ -229,6 +230,11 @@ class H2Connection(asyncio.Protocol):
             self._keepalive.watch()
         stream = self._streams[stream_id] = H2Stream(self, stream_id, handler)
         return stream
+
+    def turn_away(self, code: int) -> None:
+        """As `Line.turn_away`."""
+        self._is_leaving = True
+        self.submit(self.engine.send_goaway, code)
 
     def ended(self, reason: str, code: int) -> None:
         """As `Line.ended`."""

@@ -42,7 +42,7 @@ class Settings:
     resets: tuple[int, int] = (
         1000,
         100,
-    )  # by the peer, of a server's streams: at once, and each second
+    )  # by the peer, of a server's streams: at once, and each second; more get ENHANCE_YOUR_CALM
     chatter: tuple[int, int] = (200, 20)  # pings, settings and the like of the peer: as `resets`
     ping_after_s: float = 30.0  # of silence, while streams are open
     ping_limit_s: float = 10.0  # of silence behind a ping: the peer has vanished

@@ -186,7 +186,7 @@ def test_what_comes_behind_the_end_of_a_connection_is_for_nobody() -> None:
     def accept(*_: object) -> Any:
         raise AssertionError("a request on a connection that is over")
 
-    events = Events(Line(), Line(), accept, {}, chatter=Any, farewell=Any)  # type: ignore[arg-type]
+    events = Events(Line(), Line(), accept, {}, chatter=Any, resets=Any, farewell=Any)  # type: ignore[arg-type]
     request = RequestReceived(1, ((b":method", b"POST"),), end_stream=False)
     with pytest.raises(AssertionError):
         events.tell([request])
