@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import anyio
-import grpc
 
 from slagate.router.client_stream import ClientStream, Serve
+from slagate.router.errors import TooLarge
 from slagate.router.forward import Forward
 from slagate.router.intake import Intake
 from slagate.router.overdue import Overdue, Untaken
@@ -28,7 +28,6 @@ from slagate.workers.h2_port import Settings as Http2Settings
 from slagate.workers.links import Links
 from slagate.workers.listen import BACKLOG
 from slagate.workers.tls import HANDSHAKE_LIMIT_S
-from slagate.workers.worker import Status
 
 log = logging.getLogger(__name__)
 
@@ -159,8 +158,11 @@ class _Client:
         max_bytes = self._front.http2.max_header_bytes
         if n_bytes > max_bytes:
             call = ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
-            text = f"metadata of {n_bytes} bytes, more than {max_bytes}"
-            call.refuse(Status(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
+            error = TooLarge("metadata", f"{n_bytes} bytes, more than {max_bytes}")
+            if fields.get(b":path") == _PATH:
+                call.refuse(error)
+            else:
+                call.turn_down(error.status())
             return call
         if fields.get(b":path") == _PATH:
             return ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)

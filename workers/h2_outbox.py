@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from slagate.workers.h2_port import StreamEnd
 from slagate.workers.h2_stream import H2Stream
 
 LOW_WATER_BYTES = 16 << 10
@@ -69,8 +70,11 @@ class Outbox:
         for stream, code in last.items():
             if stream.unsent_bytes or stream in self._queued:
                 self._last_words[stream] = code
-            else:
-                stream.reset(code)
+                continue
+            handler = stream.handler
+            stream.reset(code)
+            if handler is not None:
+                handler.closed(StreamEnd(code, "reset behind its last words"))
 
     def _is_behind(self, stream: H2Stream) -> bool:
         if stream.id not in self._streams:

@@ -103,7 +103,7 @@ class Stream(Protocol):
         """Close the stream both ways, now. Its handler is told nothing any more."""
 
     def reset_behind(self, code: int) -> None:
-        """Reset it when what was said so far is written."""
+        """Reset it when what was said so far is written; then its handler is told that it is closed."""
 
     def tell_writable(self) -> None:
         """Have `StreamHandler.writable` called when few bytes are unsent."""

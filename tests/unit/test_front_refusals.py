@@ -1,5 +1,7 @@
 """What the front refuses before anybody serves it; what comes too late to be refused, or to be served."""
 
+import gzip
+
 import anyio
 import pytest
 
@@ -69,7 +71,7 @@ def test_a_request_that_comes_whole_as_its_time_ends_is_served_and_its_neighbour
             first, *answer, last = kinds(raw, 1)
             assert (first, set(answer), last) == (HEADERS, {DATA}, HEADERS)
             assert kinds(raw, 3) == [HEADERS, RST_STREAM]
-            assert s.bench.outcomes() == {"completed": 1}
+            assert s.bench.outcomes() == {"completed": 1, "deadline": 1}
             assert not raw.is_over
             s.check_free()
 
@@ -186,7 +188,6 @@ def test_a_call_that_is_not_grpc_is_told_so_in_http_and_its_connection_goes_on(
             await anyio.sleep(0.1)
             assert said.words == ["415", "ended", "closed 0"]
             assert connection.n_streams == 0
-            assert len(s.front.requests) == len(s.front.untaken) == 0
             assert await s.ask() == OK
             s.check_free()
             connection.close("over")
@@ -227,5 +228,87 @@ def test_a_call_that_is_not_grpc_is_not_reset_in_front_of_what_it_is_told() -> N
             assert said.words == ["415", "ended", "closed 0"]
             s.check_free()
             connection.close("over")
+
+    run(main)
+
+
+def test_a_call_that_is_not_grpc_is_given_up_by_a_client_that_never_takes_the_answer() -> None:
+    """As late as any other answer."""
+
+    async def main() -> None:
+        async with served(ANSWER, settings=Settings(default_timeout_s=20)) as s:
+            connection, said = await client_of(s), Said()
+            (server,) = [client.connection for client in s.front.clients]
+            server.pause_writing()
+            stream = connection.open(headers_of(b"application/json"), said)
+            assert stream is not None
+            stream.send(bytes(100))
+            await anyio.sleep(19)
+            assert (server.n_streams, len(s.front.untaken)) == (1, 1)
+            await anyio.sleep(2)
+            assert (server.n_streams, len(s.front.untaken)) == (0, 0)
+            connection.close("over")
+
+    run(main)
+
+
+# --- what is counted ---------------------------------------------------------------------------------
+
+LIMIT_BYTES = 1000
+GZIP = (b"grpc-encoding", b"gzip")
+
+
+def squeezed(message: bytes) -> bytes:
+    data = gzip.compress(message)
+    return b"\1" + len(data).to_bytes(4, "big") + data
+
+
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "a byte too large": (
+        begin(1, PATH) + frame(DATA, END_STREAM, 1, prefix(bytes(1001)) + bytes(1001)),
+        "too_large",
+    ),
+    "far too large, by its prefix": (
+        begin(1, PATH) + frame(DATA, 0, 1, prefix(bytes(2001))),
+        "too_large",
+    ),
+    "far too large, decompressed": (
+        begin(1, PATH, GZIP) + frame(DATA, END_STREAM, 1, squeezed(bytes(100_000))),
+        "too_large",
+    ),
+    "too much metadata": (
+        begin(1, PATH, (b"x", bytes(20_000).hex().encode()[:15_000])),
+        "too_large",
+    ),
+    "no message": (begin(1, PATH) + frame(DATA, END_STREAM, 1), "invalid"),
+    "two messages": (begin(1, PATH) + frame(DATA, END_STREAM, 1, CALL + CALL), "invalid"),
+    "an unknown encoding": (begin(1, PATH, (b"grpc-encoding", b"snappy")), "invalid"),
+    "a bad deadline": (begin(1, PATH, (b"grpc-timeout", b"soon")), "invalid"),
+    "bad metadata": (
+        begin(1, PATH, (b"x-bin", b"!")) + frame(DATA, END_STREAM, 1, CALL),
+        "invalid",
+    ),
+    "too late": (begin(1, PATH), "deadline"),
+    "no room": (begin(1, PATH) + frame(DATA, 0, 1, prefix(bytes(900)) + bytes(850)), "overloaded"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_request_that_is_refused_counts_once_by_why_it_was(name: str) -> None:
+    async def main() -> None:
+        said, outcome = REFUSED[name]
+        limits = ClientLimits(
+            max_header_bytes=10_000,
+            max_arriving_bytes=(4 << 10) + (800 if name == "no room" else 4000),
+        )
+        settings = Settings(max_request_bytes=LIMIT_BYTES, clients=limits)
+        async with served(ANSWER, settings=settings) as s:
+            raw = await hello(s)
+            raw.send(said)
+            await anyio.sleep(limits.arrival_s + 1 if name == "too late" else 0.1)
+            assert s.bench.outcomes() == {outcome: 1}
+            assert kinds(raw, 1)[0] == HEADERS
+            assert not raw.is_over
+            s.check_free()
 
     run(main)
