@@ -11,7 +11,7 @@ import grpc
 from slagate.router.errors import INTERNAL, Malformed, RequestError, TooLarge
 from slagate.router.intake import EACH_BYTES, Intake, full
 from slagate.router.live import Running
-from slagate.router.overdue import Untaken
+from slagate.router.overdue import FLUSH_S, Untaken
 from slagate.router.settings import Settings
 from slagate.router.turn import ClientCall
 from slagate.workers.grpc_frames import (
@@ -37,9 +37,6 @@ log = logging.getLogger(__name__)
 
 READ_TIMES = 2
 """Of the limit of a request: so much is read to say which of its fields is too large."""
-
-FLUSH_S = 2.0
-"""For a client to take the last of its answer, when the request itself took all its time."""
 
 _ANSWER = ((b":status", b"200"), (b"content-type", CONTENT_TYPE))
 _EMPTY = Status(grpc.StatusCode.INTERNAL, "the call has no request message")
@@ -321,6 +318,10 @@ class ClientStream:
         if not self._is_whole:
             # Behind the answer, which a reset would overtake; RFC 9113, section 8.1.
             self._stream.reset_behind(NO_ERROR)
+
+    def left(self) -> tuple[int, int]:
+        """What the client has not taken, and what its connection must write before it can take more."""
+        return self.n_bytes, self._stream.ahead_bytes
 
     def give_up(self) -> None:
         """The client has not taken its answer in time."""

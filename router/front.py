@@ -51,7 +51,7 @@ class Front:
             limits.handshake_s,
             lambda client: client.connection.close("it said nothing", ENHANCE_YOUR_CALM),
         )
-        self.untaken: Untaken[ClientStream] = Untaken(ClientStream.give_up)
+        self.untaken: Untaken[ClientStream] = Untaken(ClientStream.give_up, ClientStream.left)
         self.http2 = Http2Settings(
             max_streams=limits.max_streams,
             max_header_bytes=limits.max_header_bytes,

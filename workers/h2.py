@@ -95,6 +95,13 @@ class H2Connection(asyncio.Protocol):
             return 0
         return self._events.max_streams - len(self._streams) - self._events.n_leaving
 
+    @property
+    def blocked_bytes(self) -> int:
+        """As `Carrier.blocked_bytes`."""
+        if self._transport is None or not self._is_blocked or self._lost is not None:
+            return 0
+        return self._transport.get_write_buffer_size()
+
     def open(self, headers: Headers, handler: StreamHandler) -> H2Stream | None:
         """Open a stream with a request's headers; the body follows. None: the connection takes no more."""
         try:

@@ -87,6 +87,10 @@ class Stream(Protocol):
     def unsent_bytes(self) -> int:
         """Of the body: what neither the peer's windows nor the transport have taken yet."""
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Of all streams of the connection, while its transport takes no more: what waits in there."""
+
     def respond(self, headers: Headers, *, last: bool = False) -> None:
         """Answer a request; the body follows, unless these are the `last` words."""
 

@@ -12,6 +12,10 @@ class Carrier(Protocol):
     engine: Any
     settings: Settings
 
+    @property
+    def blocked_bytes(self) -> int:
+        """What waits in the transport while it takes no more."""
+
     def submit(self, action: Callable[..., None], *args: Any) -> None:
         """Ask something of the engine, which may know already that the stream is closed."""
 
@@ -65,6 +69,11 @@ class H2Stream:
     def unsent_bytes(self) -> int:
         """As `Stream.unsent_bytes`."""
         return self.parts_bytes + self.behind_bytes
+
+    @property
+    def ahead_bytes(self) -> int:
+        """As `Stream.ahead_bytes`."""
+        return self._carrier.blocked_bytes
 
     def respond(self, headers: Headers, *, last: bool = False) -> None:
         """As `Stream.respond`."""
