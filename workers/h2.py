@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from slagate.workers.budget import Budget
-from slagate.workers.farewell import Farewell
+from slagate.workers.farewell import Farewell, close_in_time
 from slagate.workers.h2_engine import EngineError, begin, new_engine
 from slagate.workers.h2_events import Events
 from slagate.workers.h2_outbox import Outbox
@@ -133,7 +133,7 @@ class H2Connection(asyncio.Protocol):
         if self._lost is None and self._transport is not None:
             self.submit(self.engine.terminate_connection, code)
             self._flush()
-            self._transport.close()
+            close_in_time(self._transport)
         self._lose(reason)
 
     def abandon(self, reason: str) -> None:
@@ -249,7 +249,7 @@ class H2Connection(asyncio.Protocol):
         if self._transport is not None:
             # The event may come before the last bytes, which say why.
             self._transport.write(self.engine.data_to_send())
-            self._transport.close()
+            close_in_time(self._transport)
         self._lose(reason)
 
     # ---
