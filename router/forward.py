@@ -163,6 +163,7 @@ class _Answer:
         """As `StreamHandler.closed`."""
         if self._forward.is_over:
             return
+        self._is_last = True  # the headers that it may have begun with come too late
         if end.code is not None:
             self._forward.over()
             self._client.reset(end.code or INTERNAL_ERROR)

@@ -5,11 +5,13 @@ from collections.abc import Awaitable, Callable
 import anyio
 import pytest
 
+from slagate.workers.h2 import H2Connection
+from slagate.workers.h2_port import Headers, Settings, StreamEnd
 from slagate.workers.worker import OK
 from support.builders import finished, token
 from support.fake_worker import Script
 from support.front_path import Served, served
-from support.h2_peer import PeerStream
+from support.h2_peer import PeerServer, PeerStream
 from support.raw_http2 import (
     DATA,
     HEADERS,
@@ -94,6 +96,60 @@ def test_an_early_answer_that_waits_for_its_client_is_not_cut_off() -> None:
         assert len(b"".join(raw.said(DATA))) == 100_005
 
     play(scene)
+
+
+class Kept:
+    """The handler of a client's stream: what it was told, header fields by name."""
+
+    def __init__(self) -> None:
+        self.fields: list[dict[bytes, bytes]] = []
+        self.body = b""
+
+    def headers(self, headers: Headers, /) -> None:
+        self.fields.append(dict(headers))
+
+    def data(self, data: bytes, /) -> None:
+        self.body += data
+
+    def trailers(self, headers: Headers, /) -> None:
+        self.fields.append(dict(headers))
+
+    def ended(self) -> None: ...
+
+    def writable(self) -> None: ...
+
+    def closed(self, end: StreamEnd, /) -> None: ...
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_local_server_that_is_lost_right_behind_its_headers_ends_the_call_once(
+    *, is_reset: bool
+) -> None:
+    """They were kept, as they might have been the last words, and must not come behind the status."""
+
+    async def main() -> None:
+        async with served(ANSWER) as s:
+            client, kept = H2Connection(PeerServer(), Settings()), Kept()
+            s.join(client)
+            await anyio.sleep(0.1)
+            fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"a")]
+            stream = client.open([*fields, (b":path", PATH)], kept)
+            assert stream is not None
+            await anyio.sleep(0.1)
+            ((connection,), (local,)) = s.local.connections, s.local.streams
+            local.stream.respond([(b":status", b"200"), (b"x-first", b"a")])
+            if is_reset:
+                local.stream.reset_behind(2)
+            else:
+                connection.close("gone")
+            await anyio.sleep(0.1)
+            assert [each.get(b"grpc-status") for each in kept.fields] == [b"14"] * (not is_reset)
+            assert all(b"x-first" not in each for each in kept.fields)
+            assert client.n_streams == 0
+            s.check_free()
+            client.close("over")
+
+    run(main)
 
 
 @pytest.mark.parametrize("has_answered", [False, True])
