@@ -56,7 +56,7 @@ class Desk(Protocol):
     loop: asyncio.AbstractEventLoop
     requests: set[asyncio.Task[None]]
     intake: Intake
-    untaken: "Untaken[ClientStream]"
+    untaken: Untaken
 
 
 class ClientStream:
@@ -320,11 +320,11 @@ class ClientStream:
             self._stream.reset_behind(NO_ERROR)
 
     def left(self) -> tuple[int, int]:
-        """What the client has not taken, and what its connection must write before it can take more."""
+        """As `Answer.left`: of it, and what its connection must write before it can take more."""
         return self.n_bytes, self._stream.ahead_bytes
 
     def give_up(self) -> None:
-        """The client has not taken its answer in time."""
+        """As `Answer.give_up`."""
         self._stream.reset(CANCEL)
         self.closed(StreamEnd(CANCEL, "the client has not taken its answer"))
 

@@ -1,9 +1,12 @@
 """A client's call that is not Generate, passed on to the local server as it is, both ways."""
 
 import asyncio
+from typing import Protocol
 
 import grpc
 
+from slagate.router.overdue import Untaken
+from slagate.router.settings import Settings
 from slagate.workers.grpc_wire import CONTENT_TYPE, status_headers
 from slagate.workers.h2 import H2Connection
 from slagate.workers.h2_port import INTERNAL_ERROR, NO_ERROR, Headers, Stream, StreamEnd
@@ -20,18 +23,27 @@ _PEER = PEER.encode()
 _LOST = Status(grpc.StatusCode.UNAVAILABLE, "the gateway is shutting down")
 
 
+class Desk(Protocol):
+    """What a call needs of the front that it came to."""
+
+    settings: Settings
+    loop: asyncio.AbstractEventLoop
+    local: Links
+    untaken: Untaken
+
+
 class Forward:
     """The handler of the client's stream; `_Answer` is that of the stream to the local server."""
 
-    def __init__(self, client: Stream, headers: Headers, local: Links, *, peer: str) -> None:
+    def __init__(self, client: Stream, headers: Headers, desk: Desk, *, peer: str) -> None:
         self._client = client
         self._headers = [*(field for field in headers if field[0] != _PEER), (_PEER, peer.encode())]
-        self._local = local
+        self._desk = desk
         self.server: Stream | None = None
         self._early: list[bytes] = []  # before there is a stream to the server
         self._has_ended = False
         self.is_over = False
-        local.start(self)
+        desk.local.start(self)
 
     def start(self, connection: H2Connection, /) -> bool:
         """As `Starter.start`."""
@@ -58,6 +70,8 @@ class Forward:
     def answered(self) -> None:
         """The client's answer has its end, which may be before that of the request."""
         self.over()
+        desk = self._desk
+        desk.untaken.add(self, desk.loop.time() + desk.settings.default_timeout_s)
         if not self._has_ended:
             # Nobody wants the rest; both are told so, the client behind its answer: RFC 9113, section 8.1.
             self._client.reset_behind(NO_ERROR)
@@ -67,7 +81,7 @@ class Forward:
     def over(self) -> None:
         """Nothing more goes to the server."""
         self.is_over = True
-        self._local.drop(self)
+        self._desk.local.drop(self)
 
     # --- as `StreamHandler`
 
@@ -103,9 +117,20 @@ class Forward:
 
     def closed(self, _end: StreamEnd, /) -> None:
         """As `StreamHandler.closed`: the client has all, or has left."""
+        self._desk.untaken.discard(self)
         self.over()
         if self.server is not None:
             self.server.reset()
+
+    # --- as `Answer`
+
+    def left(self) -> tuple[int, int]:
+        """As `Answer.left`."""
+        return self._client.unsent_bytes, self._client.ahead_bytes
+
+    def give_up(self) -> None:
+        """As `Answer.give_up`."""
+        self._client.reset()
 
 
 class _Answer:

@@ -51,7 +51,7 @@ class Front:
             limits.handshake_s,
             lambda client: client.connection.close("it said nothing", ENHANCE_YOUR_CALM),
         )
-        self.untaken: Untaken[ClientStream] = Untaken(ClientStream.give_up, ClientStream.left)
+        self.untaken = Untaken()
         self.http2 = Http2Settings(
             max_streams=limits.max_streams,
             max_header_bytes=limits.max_header_bytes,
@@ -166,7 +166,7 @@ class _Client:
             return call
         if fields.get(b":path") == _PATH:
             return ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
-        return Forward(stream, headers, self._front.local, peer=self.connection.peer)
+        return Forward(stream, headers, self._front, peer=self.connection.peer)
 
     def connected(self) -> bool:
         """The connection is made. False: it is not wanted."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -62,33 +62,42 @@ MOST_S = 30.0
 """Of that, behind its own time."""
 
 
-class Untaken(Generic[T]):
-    """Calls `late` with what was not discarded by its own time, give or take `LOOK_S`.
+class Answer(Protocol):
+    """What a client is to take."""
+
+    def left(self) -> tuple[int, ...]:
+        """How much is untaken, by each count that falls when some of it is taken."""
+
+    def give_up(self) -> None:
+        """Its client has not taken it in time."""
+
+
+class Untaken:
+    """Gives up what was not discarded by its own time, give or take `LOOK_S`.
 
     What became less within its time, and then within the last `FLUSH_S`, has until `MOST_S` later.
 
     Nearly all of it is discarded at once, so that it is not worth a timer for each, nor an order.
     """
 
-    def __init__(self, late: Callable[[T], None], left: Callable[[T], tuple[int, ...]]) -> None:
-        """`left` says how much is untaken, by each count that falls when some of it is taken."""
-        self._late = late
-        self._left = left
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._due_s: dict[T, float] = {}
-        self._slow: dict[T, tuple[tuple[int, ...], float]] = {}  # what was left, and the last time
+        self._due_s: dict[Answer, float] = {}
+        self._slow: dict[
+            Answer, tuple[tuple[int, ...], float]
+        ] = {}  # what was left, and the last time
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._due_s)
 
-    def add(self, item: T, due_s: float) -> None:
+    def add(self, item: Answer, due_s: float) -> None:
         """It has until then, on the loop's clock."""
         self._due_s[item] = due_s
         if self._timer is None:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
-    def discard(self, item: T) -> None:
+    def discard(self, item: Answer) -> None:
         """It was taken. Harmless when it was not there."""
         self._due_s.pop(item, None)
         if self._slow:
@@ -111,15 +120,15 @@ class Untaken(Generic[T]):
             self.discard(item)
         self._timer = self._loop.call_later(LOOK_S, self._look) if self._due_s else None
         for item in late:
-            self._late(item)
+            item.give_up()
 
-    def _has_time(self, item: T, due_s: float, now_s: float) -> bool:
+    def _has_time(self, item: Answer, due_s: float, now_s: float) -> bool:
         if item not in self._slow:
-            self._slow[item] = (self._left(item), due_s + MOST_S)
+            self._slow[item] = (item.left(), due_s + MOST_S)
         if due_s > now_s:
             return True
         before, last_s = self._slow[item]
-        left = self._left(item)
+        left = item.left()
         if now_s >= last_s or not any(now < then for now, then in zip(left, before, strict=True)):
             return False
         self._slow[item] = (left, last_s)

@@ -136,17 +136,34 @@ def test_what_a_slow_line_has_written_counts_though_none_of_the_answer_moves(
     run(main)
 
 
+def test_an_answer_that_was_passed_on_is_given_up_as_any_other() -> None:
+    async def main() -> None:
+        async with answering() as (s, raw, _line):
+            raw.send(begin(3, b"/other/Echo") + frame(DATA, END_STREAM, 3))
+            await anyio.sleep(0.1)
+            (local,) = s.local.streams
+            assert local.end is not None  # all of it is here, and nothing of it was permitted
+            (client,) = [each for each in s.front.clients if each.connection.n_streams]
+            await anyio.sleep(TIMEOUT_S + LOOK_S)
+            assert len(raw.said(RST_STREAM)) == 2
+            assert client.connection.n_streams == 0
+
+    run(main)
+
+
 def test_what_is_taken_in_time_is_never_asked_about() -> None:
     async def main() -> None:
-        late: list[str] = []
+        class Taken:
+            def left(self) -> tuple[int]:
+                raise AssertionError
 
-        def left(_: str) -> tuple[int]:
-            raise AssertionError
+            def give_up(self) -> None:
+                raise AssertionError
 
-        untaken: Untaken[str] = Untaken(late.append, left)
-        untaken.add("a", 0.0)
-        untaken.discard("a")
+        untaken, taken = Untaken(), Taken()
+        untaken.add(taken, 0.0)
+        untaken.discard(taken)
         await anyio.sleep(5)
-        assert (late, len(untaken)) == ([], 0)
+        assert len(untaken) == 0
 
     run(main)
