@@ -268,6 +268,10 @@ class ClientStream:
         """As `Outlet.n_bytes`."""
         return self._waiting_bytes + self._stream.unsent_bytes
 
+    def left(self) -> tuple[int, int]:
+        """As `Outlet.left`: of it, and what its connection must write before it can take more."""
+        return self.n_bytes, self._stream.ahead_bytes
+
     def message(self, data: bytes, /) -> None:
         """As `Sink.message`."""
         self.batch([data])
@@ -318,10 +322,6 @@ class ClientStream:
         if not self._is_whole:
             # Behind the answer, which a reset would overtake; RFC 9113, section 8.1.
             self._stream.reset_behind(NO_ERROR)
-
-    def left(self) -> tuple[int, int]:
-        """As `Answer.left`: of it, and what its connection must write before it can take more."""
-        return self.n_bytes, self._stream.ahead_bytes
 
     def give_up(self) -> None:
         """As `Answer.give_up`."""

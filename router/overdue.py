@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from slagate.workers.stream import was_taken
+
 T = TypeVar("T")
 
 
@@ -129,7 +131,7 @@ class Untaken:
             return True
         before, last_s = self._slow[item]
         left = item.left()
-        if now_s >= last_s or not any(now < then for now, then in zip(left, before, strict=True)):
+        if now_s >= last_s or not was_taken(before, left):
             return False
         self._slow[item] = (left, last_s)
         self._due_s[item] = now_s + FLUSH_S
