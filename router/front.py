@@ -14,9 +14,9 @@ from functools import partial
 from itertools import chain
 
 import anyio
-import grpc
 
 from slagate.router.client_stream import ClientStream, Serve
+from slagate.router.errors import TooLarge
 from slagate.router.forward import Forward
 from slagate.router.intake import Intake
 from slagate.router.overdue import Overdue, Untaken
@@ -29,7 +29,6 @@ from slagate.workers.h2_port import Settings as Http2Settings
 from slagate.workers.links import Links
 from slagate.workers.listen import BACKLOG
 from slagate.workers.tls import HANDSHAKE_LIMIT_S
-from slagate.workers.worker import Status
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class Front:
             limits.handshake_s,
             lambda client: client.connection.close("it said nothing", ENHANCE_YOUR_CALM),
         )
-        self.untaken: Untaken[ClientStream] = Untaken(ClientStream.give_up)
+        self.untaken = Untaken()
         self.http2 = Http2Settings(
             max_streams=limits.max_streams,
             max_header_bytes=limits.max_header_bytes,
@@ -94,15 +93,19 @@ class Front:
     async def settled(self) -> None:
         """After `retire`: wait until every request that was on its way has arrived."""
         while self._untold:
-            self._changed = anyio.Event()
-            await self._changed.wait()
+            await self._change()
         await self.intake.emptied()
 
     async def emptied(self) -> None:
         """Wait until no client is connected."""
         while self.clients:
+            await self._change()
+
+    async def _change(self) -> None:
+        if self._changed.is_set():
+            # Not before: another one may be waiting for it.
             self._changed = anyio.Event()
-            await self._changed.wait()
+        await self._changed.wait()
 
     async def finished(self) -> None:
         """Wait until no request is being served."""
@@ -156,12 +159,15 @@ class _Client:
         max_bytes = self._front.http2.max_header_bytes
         if n_bytes > max_bytes:
             call = ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
-            text = f"metadata of {n_bytes} bytes, more than {max_bytes}"
-            call.refuse(Status(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
+            error = TooLarge("metadata", f"{n_bytes} bytes, more than {max_bytes}")
+            if fields.get(b":path") == _PATH:
+                call.refuse(error)
+            else:
+                call.turn_down(error.status())
             return call
         if fields.get(b":path") == _PATH:
             return ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
-        return Forward(stream, headers, self._front.local, peer=self.connection.peer)
+        return Forward(stream, headers, self._front, peer=self.connection.peer)
 
     def connected(self) -> bool:
         """The connection is made. False: it is not wanted."""

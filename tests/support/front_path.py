@@ -55,6 +55,7 @@ class Served(NamedTuple):
         assert len(gateway.live) == 0
         assert gateway.releaser.n_open == 0
         assert (len(self.front.intake), self.front.intake.n_bytes) == (0, 0)
+        assert len(self.front.requests) == len(self.front.untaken) == 0
         for client in self.front.clients:
             assert client.connection.n_streams == 0
             assert client.connection.engine.queued_body_size() == 0
