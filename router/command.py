@@ -14,6 +14,7 @@ from rich.console import Console
 
 from slagate.pools.errors import ConfigError
 from slagate.pools.grid_config import FleetConfig, load_config
+from slagate.router.settings import POLICIES
 from slagate.workers.errors import UsageError
 from slagate.workers.kv_choice import TRANSPORTS
 from slagate.workers.listen import Address, parse_address
@@ -98,6 +99,7 @@ PoolWorkers = Annotated[
     list[str] | None,
     typer.Option("--pool", metavar="NAME=HOST:PORT,...", help="Workers of a pool; repeatable."),
 ]
+Policy = Annotated[str, typer.Option(help=f"How workers are chosen: {' or '.join(POLICIES)}.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 Transport = Annotated[
     str,
@@ -112,6 +114,12 @@ def check_transport(transport: str) -> None:
     """End the command unless `transport` is one there is."""
     if transport not in TRANSPORTS:
         fail(f"--transport must be one of {', '.join(TRANSPORTS)} (got {transport!r})")
+
+
+def check_policy(policy: str) -> None:
+    """End the command unless `policy` is one there is."""
+    if policy not in POLICIES:
+        fail(f"--policy must be one of {', '.join(POLICIES)} (got {policy!r})")
 
 
 def start_log(level: str, **about: object) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from slagate.router.__main__ import cli
+from slagate.router.cli import cli
 from support.certificates import Ca
 from support.processes import LOOPBACK, fleet_config, serve_arguments, worker_arguments
 
