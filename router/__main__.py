@@ -11,6 +11,9 @@ def main() -> None:
         except OSError:
             # Closed by whoever started us: the next file opened would take its number, and its output.
             os.open(os.devnull, os.O_RDWR)
+    # gRPC reads it once, when it is imported. Its lines are not JSON, name no listener, and come as fast as
+    # anybody connects who is refused; what they say of a refusal, the one refused is told.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from slagate.router.cli import cli
 
     cli()

@@ -111,6 +111,10 @@ def test_a_fleet_over_mtls_serves_and_takes_over_new_certificates(
         assert "UNAVAILABLE" in without.stderr
         plain = run_cli("pools", "--target", fleet.admin_address, "--insecure")
         assert plain.returncode == 1
+        # Refused by a listener of gRPC's own once more, which has its own ways with stderr.
+        for process in fleet.workers:
+            with pytest.raises(ssl.SSLError):
+                certificate(process.address, Ca(tmp_path, "unknown").path, fleet.ca.issue("x"))
 
         pair = fleet.ca.issue("other-operator")
         addresses = {
@@ -137,6 +141,7 @@ def test_a_fleet_over_mtls_serves_and_takes_over_new_certificates(
                 lambda p=process, n=n_wanted: p.stderr().count('"tls.renewed"') == n,  # type: ignore[misc]
                 f"{process.name} has taken over its certificate once in each process",
             )
+            assert all(isinstance(json.loads(line), dict) for line in process.stderr().splitlines())
             assert "Traceback" not in process.stderr()
             assert process.terminate() == 0
 
