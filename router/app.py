@@ -243,11 +243,17 @@ async def serve(
                     settings,
                     tls=None if clients_tls is None else clients_tls.context,
                 ) as front,
-                following(clients_tls, workers_tls),
+                following(clients_tls, workers_tls) as reread,
                 stopped() as signals,
-                reloading(app.reloader, source, watch=settings.watch_config, stamp=stamp)
+                reloading(
+                    app.reloader,
+                    source,
+                    watch=settings.watch_config,
+                    stamp=stamp,
+                    also=[reread],
+                )
                 if place is None
-                else parent_watched(place, signals),
+                else parent_watched(place, signals, hangup=reread),
             ):
                 # What is there by now stays, modules above all: full collections need not walk it, which
                 # took 10 ms each. What comes later and lives long is no work for them either

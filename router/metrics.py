@@ -152,9 +152,9 @@ class Metrics:
 
     def watch_certificate(self, side: Side) -> None:
         """Add the gauge of when this side's own certificate expires, where it has one."""
-        if side.current.ends_at_s is not None:
+        if side.files.cert is not None:
             gauge = self.certificates.labels(side=side.side)
-            gauge.set_function(lambda: side.current.ends_at_s or 0.0)
+            gauge.set_function(lambda: side.current.own.ends_at_s if side.current.own else 0.0)
 
 
 _OF_WORKER: tuple[tuple[str, str, Callable[[Member], float]], ...] = (

@@ -59,7 +59,6 @@ async def serve_processes(
     As `app.serve`; `arguments` are those of `slagate` that each child is started with, `tls` is for
     operators. Raises `OSError` or `TlsError`.
     """
-    operators_tls = None if tls is None else ServerTls("clients", tls)
     prepared = prepare(config)
     in_force = Proposal(prepared, config_message(prepared, policy=settings.policy))
     operators_tls = None if tls is None else ServerTls("operators", tls)
@@ -116,9 +115,15 @@ async def serve_processes(
             ready_line(listen=str(listen), admin=str(admin), http=str(http))
 
         async with (
-            following(operators_tls),
+            following(operators_tls) as reread,
             stopped() as signals,
-            reloading(reloader, source, watch=settings.watch_config, stamp=stamp),
+            reloading(
+                reloader,
+                source,
+                watch=settings.watch_config,
+                stamp=stamp,
+                also=[reread, supervisor.hang_up],
+            ),
             anyio.create_task_group() as tasks,
         ):
 

@@ -23,9 +23,9 @@ from slagate.router.command import (
 from slagate.router.config_source import FleetSource
 from slagate.router.process import config_in_force, own_place
 from slagate.router.processes import MAX_PROCESSES, serve_processes
-from slagate.router.reload import ignore_hangups
 from slagate.router.settings import Settings
 from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, dial_tls, listener_tls
+from slagate.workers.listen import ignore_hangups
 from slagate.workers.rpc import MAX_MESSAGE_BYTES
 
 

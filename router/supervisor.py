@@ -10,6 +10,7 @@ for as long as the gateway runs, after 0.1 s, then twice that and so on, at most
 import json
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -134,6 +135,12 @@ class Supervisor:
         for process in list(self._processes.values()):
             with suppress(ProcessLookupError):
                 process.terminate()
+
+    def hang_up(self) -> None:
+        """Have all of them read their files of TLS again."""
+        for child in self.running.values():
+            with suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGHUP)
 
     async def put_in_force(self, message: gw.GatewayConfig) -> None:
         """Put a configuration in force in all of them. Raises `ConfigError`: then it is in none."""

@@ -1,10 +1,11 @@
 """What every long-running command shares: addresses, the ready line, the end on a signal."""
 
+import asyncio
 import json
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -116,3 +117,20 @@ async def stopped() -> AsyncIterator[anyio.Event]:
         await tasks.start(watch)
         yield event
         tasks.cancel_scope.cancel()
+
+
+def ignore_hangups() -> None:
+    """SIGHUP does nothing from now on; by default it ends the process."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+@asynccontextmanager
+async def hung_up(act: Callable[[], None]) -> AsyncIterator[None]:
+    """Within the block, `act` with each SIGHUP; behind it SIGHUP does nothing."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, act)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        ignore_hangups()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import socket
 import ssl
 from collections.abc import Iterator
@@ -140,6 +141,15 @@ def test_a_fleet_over_mtls_serves_and_takes_over_new_certificates(
             eventually(
                 lambda p=process, n=n_wanted: p.stderr().count('"tls.renewed"') == n,  # type: ignore[misc]
                 f"{process.name} has taken over its certificate once in each process",
+            )
+            # At a SIGHUP, those to workers too, and none of them ends.
+            n_sides = 1
+            if process is fleet.gateway:
+                n_sides = 2 if n_processes == 1 else 2 * n_processes + 1
+            process.popen.send_signal(signal.SIGHUP)
+            eventually(
+                lambda p=process, n=n_wanted + n_sides: p.stderr().count('"tls.renewed"') == n,  # type: ignore[misc]
+                f"{process.name} has read its files again in each process",
             )
             assert all(isinstance(json.loads(line), dict) for line in process.stderr().splitlines())
             assert "Traceback" not in process.stderr()

@@ -6,7 +6,15 @@ import socket
 import anyio
 import pytest
 
-from slagate.workers.listen import Address, listen_on, parse_address, ready_line, stopped
+from slagate.workers.listen import (
+    Address,
+    hung_up,
+    ignore_hangups,
+    listen_on,
+    parse_address,
+    ready_line,
+    stopped,
+)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +72,34 @@ def test_a_signal_sets_the_event_and_is_let_go_of_afterwards(number: signal.Sign
         assert signal.getsignal(number) != during
 
     anyio.run(main)
+
+
+def test_a_hangup_is_acted_on_and_ignored_before_and_afterwards() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    n_told = 0
+
+    async def main() -> None:
+        nonlocal n_told
+        told = anyio.Event()
+
+        def tell() -> None:
+            nonlocal n_told
+            n_told += 1
+            told.set()
+
+        async with hung_up(tell):
+            os.kill(os.getpid(), signal.SIGHUP)
+            with anyio.fail_after(10):
+                await told.wait()
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    try:
+        ignore_hangups()
+        os.kill(os.getpid(), signal.SIGHUP)
+        anyio.run(main)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert n_told == 1
 
 
 def test_a_host_that_vanished_does_not_keep_its_connection_for_ever() -> None:
