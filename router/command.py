@@ -21,9 +21,14 @@ from slagate.workers.listen import Address, parse_address
 from slagate.workers.logs import log_to_stderr
 from slagate.workers.profile import ProfileError
 
+EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+
+
+class CallFailed(Exception):
+    """A server could not be called, or refused the call; the message is for people."""
 
 
 def fail(message: object) -> NoReturn:
@@ -66,6 +71,9 @@ def run_to_exit(
         # Task groups wrap what went wrong inside; Python 3.10 has no name for the wrapper.
         while inner := getattr(cause, "exceptions", None):
             cause = inner[0]
+        if isinstance(cause, CallFailed):
+            errors.print(f"slagate: {cause}")
+            raise typer.Exit(EXIT_FAILED) from None
         if isinstance(cause, ConfigError | ProfileError | UsageError | OSError):
             fail(cause)
         raise
