@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -42,7 +43,7 @@ from slagate.workers.client import connect_worker
 from slagate.workers.clock import monotonic_s, unix_s
 from slagate.workers.h2_port import Settings as Http2Settings
 from slagate.workers.links import Links, dial_unix
-from slagate.workers.listen import Address, bind, listen_on, ready_line, stopped
+from slagate.workers.listen import Address, bind, given_by, listen_on, ready_line, stopped
 from slagate.workers.server import SERVER_OPTIONS
 from slagate.workers.tls import ClientTls, ServerTls, following
 from slagate.workers.tls_files import TlsFiles
@@ -213,20 +214,23 @@ async def serve(
         )
         gw_grpc.add_GatewayServicer_to_server(service, operators)
         if place is None:
-            admin = bind(
-                operators, admin, None if clients_tls is None else clients_tls.grpc_credentials()
-            )
+            credentials = None if clients_tls is None else clients_tls.grpc_credentials()
+            with given_by("--admin"):
+                admin = bind(operators, admin, credentials)
             registry = gateway.metrics.registry
-            http_port = stack.enter_context(
-                serve_probes(*http, registry=registry, not_ready=not_ready)
-            )
+            with given_by("--http"):
+                http_port = stack.enter_context(
+                    serve_probes(*http, registry=registry, not_ready=not_ready)
+                )
             http = http._replace(port=http_port)
         else:
             asked = ProcessService(app.reloader, gateway.live, gateway.metrics, not_ready=not_ready)
             ps_grpc.add_ProcessServicer_to_server(asked, operators)
             operators.add_insecure_port(f"unix:{place.path('admin')}")
+        with given_by("--listen"):
+            bound = listen_on(listen, shared=place is not None)
         with (
-            closing(listen_on(listen, shared=place is not None)) as listening,
+            closing(bound) as listening,
             TemporaryDirectory(prefix="slagate-") as folder,
         ):
             listen_at = listen._replace(port=listening.getsockname()[1])
@@ -261,7 +265,7 @@ async def serve(
                 gc.collect()
                 gc.freeze()
                 gc.set_threshold(YOUNG_OBJECTS)
-                ready_line(listen=str(listen_at), admin=str(admin), http=str(http))
+                ready_line(listen=str(listen_at), admin=str(admin), http=str(http), pid=os.getpid())
                 await signals.wait()
                 draining = True
                 await _drain(front, gateway, settings.drain_s)

@@ -94,6 +94,11 @@ class MergedMetrics(Collector):
             "Processes that ended and were started again",
             value=self._supervisor.n_restarts,
         )
+        yield CounterMetricFamily(
+            "slagate_process_lost_requests",
+            "Requests that ended because their process did: they have no outcome in slagate_requests_total",
+            value=self._supervisor.n_lost,
+        )
 
     def _running(self) -> Metric:
         """How evenly the kernel spreads connections shows in these."""

@@ -24,7 +24,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from msgspec.structs import replace
 
 from slagate.pools.errors import ConfigError, Problem
-from slagate.pools.shared_counts import SharedCounts
+from slagate.pools.shared_counts import GATEWAY, GatewayCell, SharedCounts
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import process_pb2 as ps
@@ -91,6 +91,7 @@ class Supervisor:
         """`place` is that of number 0; `arguments` are those of `slagate` for each."""
         self.running: dict[int, Child] = {}
         self.n_restarts = 0
+        self.n_lost = 0  # requests that were running in processes when these ended
         self.stopping = anyio.Event()
         self._places = [replace(place, number=number) for number in range(place.n_processes)]
         self._counts = counts
@@ -128,6 +129,11 @@ class Supervisor:
                     with suppress(ProcessLookupError):
                         process.kill()
                     await process.aclose()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those that run, by number."""
+        return [child.process.pid for _, child in sorted(self.running.items())]
 
     def stop(self) -> None:
         """Have all of them drain and end, and start no other."""
@@ -245,6 +251,9 @@ class Supervisor:
         await process.aclose()
         del self._processes[place.number]
         self._statuses[place.number] = status
+        running = self._counts.each(GATEWAY, GatewayCell.RUNNING)
+        n_lost = running[place.number] if running else 0
+        self.n_lost += n_lost
         self._counts.clear(place.number)
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as sender:
             sender.settimeout(0)
@@ -252,7 +261,7 @@ class Supervisor:
                 send_wake(sender, other.path("wake"))
         if not self.stopping.is_set():
             about = {"process_number": place.number, "pid": process.pid, "exit_status": status}
-            log.error("process.ended", extra=about)
+            log.error("process.ended", extra=about | {"lost_requests": n_lost})
 
 
 def write_config(place: Place, message: gw.GatewayConfig) -> None:

@@ -5,8 +5,8 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 import anyio
@@ -45,6 +45,15 @@ def parse_address(text: str) -> Address:
     return Address(host.strip("[]"), int(port))
 
 
+@contextmanager
+def given_by(option: str) -> Iterator[None]:
+    """An address that cannot be listened on within the block is told with the option that it is from."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{option}: {error}") from error
+
+
 def bind(
     server: grpc.aio.Server,
     address: Address,
@@ -60,7 +69,9 @@ def bind(
         else:
             port = server.add_secure_port(str(address), credentials)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}, for gRPC") from error
+        # gRPC's log has the reason; a socket says it to whoever asks.
+        listen_on(address, backlog=0).close()
+        raise OSError(f"cannot listen on {address}: gRPC does not say why") from error
     return Address(address.host, port)
 
 
@@ -90,12 +101,13 @@ def listen_on(address: Address, *, shared: bool = False, backlog: int = BACKLOG)
         except OSError:
             listening.close()
             raise
-    except OSError as error:
-        raise OSError(f"cannot listen on {address}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"cannot listen on {address}: {reason}") from error
     return listening
 
 
-def ready_line(**fields: str | int) -> None:
+def ready_line(**fields: str | int | list[int]) -> None:
     """Print the one line on stdout that says the process serves, and where."""
     sys.stdout.write(json.dumps({"event": "ready"} | fields) + "\n")
     sys.stdout.flush()

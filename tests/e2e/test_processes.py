@@ -107,6 +107,7 @@ def test_two_hundred_requests_split_evenly_and_a_killed_process_ends_only_its_ow
 ) -> None:
     served = two.gateway
     before = served.outcomes("completed")
+    lost_before = served.metrics("slagate_process_lost_requests_total")[""]
     requests_before = served.pools()[0].requests_total
     with ExitStack() as stack:
         streams = Streams(served.address, 200, 600, stack)
@@ -133,6 +134,7 @@ def test_two_hundred_requests_split_evenly_and_a_killed_process_ends_only_its_ow
     eventually(served.is_idle, "nothing is left of it")
     assert served.is_ready()
     assert served.outcomes("completed") == before + n_left
+    assert served.metrics("slagate_process_lost_requests_total")[""] == lost_before + 200 - n_left
     assert served.pools()[0].requests_total == requests_before + 200
     for worker in two.workers["a"]:
         with Client(worker.address) as direct:
@@ -239,6 +241,15 @@ def _versions(of: Gateway) -> set[str]:
     return found
 
 
+def test_the_ready_line_has_the_pid_and_those_of_the_processes(two: Cluster) -> None:
+    process = two.gateway.process
+    assert process.ready["pid"] == process.popen.pid
+    first = [json.loads(line) for line in process.stderr().splitlines() if "process.ready" in line]
+    assert {each["process_number"] for each in first[:2]} == {0, 1}
+    by_number = sorted((each["process_number"], each["pid"]) for each in first[:2])
+    assert process.ready["process_pids"] == [pid for _, pid in by_number]
+
+
 def test_a_reload_is_in_force_in_all_processes_or_in_none(two: Cluster, folder: Path) -> None:
     whole = config_of(two)
     with gateway(folder, whole, "--processes", "2", name="reloaded") as served:
@@ -287,13 +298,24 @@ def test_a_second_server_on_the_port_is_an_error(
     path = folder / "second.json"
     path.write_text(json.dumps(config_of(two)))
     with gateway(folder, config_of(two), name="alone") as alone:
-        for address in (two.gateway.address, alone.address):
-            anywhere = f"{LOOPBACK}:0"
-            arguments = ["--listen", address, "--admin", anywhere, "--http", anywhere]
+        taken = [
+            ("--listen", two.gateway.address),
+            ("--listen", alone.address),
+            ("--admin", alone.admin_address),
+            ("--http", alone.http_address),
+        ]
+        for option, address in taken:
+            others = {
+                "--listen": f"{LOOPBACK}:0",
+                "--admin": f"{LOOPBACK}:0",
+                "--http": f"{LOOPBACK}:0",
+            }
+            arguments = [word for pair in (others | {option: address}).items() for word in pair]
             plain = ["--insecure", "--worker-insecure"]
             ended = run_cli("serve", "--config", str(path), *arguments, *plain, *options)
             assert (ended.returncode, ended.stdout) == (2, "")
-            assert f"cannot listen on {address}" in ended.stderr
+            why = f"{option}: cannot listen on {address}: Address already in use"
+            assert f"slagate: {why}\n" in ended.stderr
 
 
 def test_it_drains_in_all_processes_and_logs_name_them(two: Cluster, folder: Path) -> None:

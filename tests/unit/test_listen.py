@@ -4,10 +4,13 @@ import signal
 import socket
 
 import anyio
+import grpc.aio
 import pytest
 
 from slagate.workers.listen import (
     Address,
+    bind,
+    given_by,
     hung_up,
     ignore_hangups,
     listen_on,
@@ -15,6 +18,7 @@ from slagate.workers.listen import (
     ready_line,
     stopped,
 )
+from slagate.workers.server import SERVER_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -70,6 +74,21 @@ def test_a_signal_sets_the_event_and_is_let_go_of_afterwards(number: signal.Sign
                 await event.wait()
             during = signal.getsignal(number)
         assert signal.getsignal(number) != during
+
+    anyio.run(main)
+
+
+def test_an_address_that_is_taken_or_no_name_is_told_with_its_option_and_the_reason() -> None:
+    async def main() -> None:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        with listen_on(Address("127.0.0.1", 0)) as listening:
+            taken = Address("127.0.0.1", listening.getsockname()[1])
+            told = rf"^--admin: cannot listen on {taken}: Address already in use$"
+            with pytest.raises(OSError, match=told), given_by("--admin"):
+                bind(server, taken)
+        told = r"^--listen: cannot listen on a\.\.b:1: .*label"
+        with pytest.raises(OSError, match=told), given_by("--listen"):
+            listen_on(Address("a..b", 1))
 
     anyio.run(main)
 
