@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import anyio
 import grpc.aio
-from prometheus_client import disable_created_metrics
 
 from slagate.pools.fleet import Fleet, prepare
 from slagate.pools.grid_config import FleetConfig
@@ -23,6 +22,7 @@ from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.proto import process_pb2_grpc as ps_grpc
 from slagate.router.admin import AdminService
+from slagate.router.connection_counts import Refused
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Draining
 from slagate.router.front import Front, serve_front
@@ -167,8 +167,6 @@ async def serve(
     else comes to the gateway comes from its parent. Raises `OSError` for an address that cannot be bound,
     `TlsError` for files that cannot be used.
     """
-    # A second series beside each counter and histogram, and nobody asks when they were created.
-    disable_created_metrics()  # type: ignore[no-untyped-call]
     rng = random.Random(uuid.uuid4().int)
     clients_tls = None if tls is None else ServerTls("clients", tls)
     workers_tls = None if worker_tls is None else ClientTls("workers", worker_tls)
@@ -186,6 +184,9 @@ async def serve(
         for side in (clients_tls, workers_tls):
             if side is not None:
                 gateway.metrics.watch_certificate(side)
+        if clients_tls is not None:
+            refused = gateway.metrics.connections.refused
+            clients_tls.on_refused = partial(refused, Refused.TLS)
         draining = False
 
         def not_ready() -> str:
@@ -246,6 +247,7 @@ async def serve(
                     Links(socket, connecting, settings=LOCAL, dial=dial_unix),
                     settings,
                     tls=None if clients_tls is None else clients_tls.context,
+                    counts=gateway.metrics.connections,
                 ) as front,
                 following(clients_tls, workers_tls) as reread,
                 stopped() as signals,

@@ -13,6 +13,7 @@ from slagate.pools.event_view import EventView, Mode
 from slagate.pools.fleet import Fleet
 from slagate.pools.member import Member
 from slagate.pools.table import State
+from slagate.router.connection_counts import ConnectionCounts
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Outcome
 from slagate.router.receipts import Record
@@ -53,7 +54,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.gauges = CollectorRegistry()  # of these, those that `watch` adds
+        self.gauges = CollectorRegistry()  # of these, what each of several processes has for itself
+        self.connections = ConnectionCounts(self.registry, self.gauges)
         self.requests = Counter(
             "slagate_requests", "Requests by how they ended", ["outcome"], registry=self.registry
         )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from prometheus_client import disable_created_metrics
 
 from slagate.router import app as gateway_app
 from slagate.router.command import (
@@ -125,6 +126,8 @@ def serve(
         client_receipts=client_receipts,
     )
 
+    # A second series beside each counter and histogram, and nobody asks when they were created.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     is_parent = processes > 1 and place is None
     listeners = {"listen": listen, "admin": admin, "http": http}
 

@@ -101,6 +101,7 @@ class ServerTls(Side):
 
     def __init__(self, side: str, files: TlsFiles, *, unix_s: Callable[[], float] = unix_s) -> None:
         """As `Side`."""
+        self.on_refused: Callable[[], None] = _nothing
         self._n_refused = 0
         self._told_at_s = 0.0
         super().__init__(side, files, unix_s=unix_s)
@@ -128,6 +129,7 @@ class ServerTls(Side):
     def refused(self, why: str) -> None:
         """Tell of a handshake that failed."""
         self._n_refused += 1
+        self.on_refused()
         now_s = self._unix_s()
         if not 0 <= now_s - self._told_at_s < REFUSALS_TOLD_S:
             self._told_at_s = now_s
@@ -190,6 +192,10 @@ async def following(
             tasks.start_soon(side.follow, look_s)
         yield reread
         tasks.cancel_scope.cancel()
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 def _grpc_configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:

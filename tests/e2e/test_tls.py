@@ -112,6 +112,13 @@ def test_a_fleet_over_mtls_serves_and_takes_over_new_certificates(
         assert "UNAVAILABLE" in without.stderr
         plain = run_cli("pools", "--target", fleet.admin_address, "--insecure")
         assert plain.returncode == 1
+        anonymous = ("--tls-ca", str(fleet.ca.path))
+        stranger = run_cli("generate", "--target", fleet.gateway.address, "--isl", "3", *anonymous)
+        assert "asks for a client certificate" in stranger.stderr
+        served = Gateway(fleet.gateway)
+        with served.channel:
+            refusals = served.metrics("slagate_client_connections_refused_total")
+        assert refusals['{reason="tls"}'] >= 1
         # Refused by a listener of gRPC's own once more, which has its own ways with stderr.
         for process in fleet.workers:
             with pytest.raises(ssl.SSLError):
