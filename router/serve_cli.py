@@ -1,6 +1,8 @@
 """`slagate serve`: the gateway, as one process or as the parent of several."""
 
+import itertools
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +19,7 @@ from slagate.router.command import (
     PoolWorkers,
     check_policy,
     checked,
+    fail,
     pool_workers,
     run_to_exit,
     start_log,
@@ -26,7 +29,7 @@ from slagate.router.process import config_in_force, own_place
 from slagate.router.processes import MAX_PROCESSES, serve_processes
 from slagate.router.settings import Settings
 from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, dial_tls, listener_tls
-from slagate.workers.listen import ignore_hangups
+from slagate.workers.listen import Address, ignore_hangups
 from slagate.workers.rpc import MAX_MESSAGE_BYTES
 
 
@@ -96,6 +99,8 @@ def serve(
     """Run the gateway until SIGTERM."""
     ignore_hangups()  # until there is something that can reload
     check_policy(policy)
+    listeners = {"listen": listen, "admin": admin, "http": http}
+    _check_apart(listeners)
     tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     worker_tls = dial_tls(
         worker_tls_ca,
@@ -129,7 +134,6 @@ def serve(
     # A second series beside each counter and histogram, and nobody asks when they were created.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     is_parent = processes > 1 and place is None
-    listeners = {"listen": listen, "admin": admin, "http": http}
 
     async def main_coroutine() -> int:
         if is_parent:
@@ -156,3 +160,10 @@ def serve(
         return 0
 
     run_to_exit(main_coroutine, starts_processes=is_parent)
+
+
+def _check_apart(listeners: Mapping[str, Address]) -> None:
+    """Ends the command where two listeners have one address: what the kernel says blames another."""
+    for (one, address), (other, same) in itertools.combinations(listeners.items(), 2):
+        if address == same and address.port:
+            fail(f"--{one} and --{other} are both {address}")
