@@ -6,7 +6,7 @@ closed. Here is no event loop: this runs once, when a command has failed already
 
 import socket
 import ssl
-from contextlib import closing
+from contextlib import closing, suppress
 
 from slagate.workers.listen import Address, parse_address
 from slagate.workers.tls import ClientTls
@@ -22,6 +22,8 @@ _SETTINGS = 4
 
 _EMPTY_FRAME = bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _EMPTY_FRAME
+
+_CLOSES = "closes new connections without a word: it may have as many as it takes"
 
 # Of X509_verify_cert (OpenSSL's x509_vfy.h).
 _NOT_YET_VALID, _EXPIRED = 9, 10
@@ -49,14 +51,15 @@ def _connected(address: Address) -> socket.socket:
 
 
 def _why_not_plain(address: Address, to: socket.socket) -> str:
-    if _speaks_http2(to):
+    said = _said_to_http2(to)
+    if _is_http2(said):
         return ""
     if _speaks_tls(address):
         return (
             f"{address} speaks TLS: give --tls-ca (and --tls-cert and --tls-key, where it asks for a"
             " certificate) in place of --insecure"
         )
-    return f"{address} does not speak gRPC"
+    return f"{address} does not speak gRPC" if said else f"{address} {_CLOSES}"
 
 
 def _why_not_tls(address: Address, to: socket.socket, tls: ClientTls) -> str:
@@ -83,7 +86,7 @@ def _why_not_tls(address: Address, to: socket.socket, tls: ClientTls) -> str:
 def _not_shaken(address: Address, tls: ClientTls) -> str:
     """The other end does not speak TLS, or has closed without a word."""
     with closing(_connected(address)) as to:
-        if _speaks_http2(to):
+        if _is_http2(_said_to_http2(to)):
             return f"{address} speaks plaintext: give --insecure in place of {_given(tls.files)}"
     if _speaks_tls(address):
         return _why_not_ours(address, tls, "")
@@ -91,6 +94,8 @@ def _not_shaken(address: Address, tls: ClientTls) -> str:
 
 
 def _why_not_ours(address: Address, tls: ClientTls, alert: str) -> str:
+    if not alert and _is_taken(address, tls):
+        return f"{address} {_CLOSES}"
     own = tls.current.own
     if own is None:
         return f"{address} asks for a client certificate: give --tls-cert and --tls-key"
@@ -98,6 +103,19 @@ def _why_not_ours(address: Address, tls: ClientTls, alert: str) -> str:
         f"{address} does not take {tls.files.cert} ({own.subject}, issued by {own.issuer})"
         f"{alert and f', it says {alert!r}'}: --tls-cert has to be of a CA in the server's --tls-client-ca"
     )
+
+
+def _is_taken(address: Address, tls: ClientTls) -> bool:
+    """Whether it is not our certificate, or that we have none: a handshake of TLS 1.2 ends behind that."""
+    context = _with_own(tls)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        with closing(_connected(address)) as to, context.wrap_socket(to):
+            return True
+    except OSError:
+        return False
 
 
 def _why_not_theirs(
@@ -145,14 +163,17 @@ def _with_own(tls: ClientTls) -> ssl.SSLContext:
     return context
 
 
-def _speaks_http2(to: socket.socket) -> bool:
-    try:
+def _said_to_http2(to: socket.socket) -> bytes:
+    """The first words of the other end."""
+    said = b""
+    with suppress(OSError):
         to.sendall(_HELLO)
-        said = b""
         while len(said) < len(_EMPTY_FRAME) and (more := to.recv(64)):
             said += more
-    except OSError:
-        return False
+    return said
+
+
+def _is_http2(said: bytes) -> bool:
     return len(said) >= len(_EMPTY_FRAME) and said[3] == _SETTINGS
 
 

@@ -4,7 +4,7 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,14 +173,8 @@ def test_nobody_listens() -> None:
 
 
 @contextmanager
-def openssl(pair: Pair, *, protocol: str, asks_for: Ca | None = None) -> Iterator[str]:
-    """A server of TLS that says nothing but its alerts."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(pair.cert, pair.key)
-    context.set_alpn_protocols([protocol])
-    if asks_for is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(asks_for.path)
+def accepting(meet: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that does this with each connection, then closes it."""
 
     def serve() -> None:
         while True:
@@ -188,12 +182,8 @@ def openssl(pair: Pair, *, protocol: str, asks_for: Ca | None = None) -> Iterato
                 to, _ = bound.accept()
             except OSError:
                 return  # it is over
-            with (
-                to,
-                contextlib.suppress(OSError),
-                context.wrap_socket(to, server_side=True) as shaken,
-            ):
-                shaken.recv(1)
+            with to, contextlib.suppress(OSError):
+                meet(to)
 
     with socket.create_server(("127.0.0.1", 0)) as bound:
         thread = threading.Thread(target=serve)
@@ -203,6 +193,42 @@ def openssl(pair: Pair, *, protocol: str, asks_for: Ca | None = None) -> Iterato
         finally:
             bound.shutdown(socket.SHUT_RDWR)
             thread.join()
+
+
+@contextmanager
+def openssl(
+    pair: Pair, *, protocol: str, asks_for: Ca | None = None, closes: bool = False
+) -> Iterator[str]:
+    """A server of TLS that says nothing but its alerts, and waits for its clients to leave, or `closes`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair.cert, pair.key)
+    context.set_alpn_protocols([protocol])
+    if asks_for is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(asks_for.path)
+
+    def meet(to: socket.socket) -> None:
+        with context.wrap_socket(to, server_side=True) as shaken:
+            if not closes:
+                shaken.recv(1)
+
+    with accepting(meet) as address:
+        yield address
+
+
+def test_a_server_that_closes_for_another_reason_is_not_taken_for_a_refusal(fleet: Fleet) -> None:
+    """As a gateway does that has as many connections as it takes."""
+    with openssl(fleet.server, protocol="h2", asks_for=fleet.ca, closes=True) as address:
+        told = said(address, "--tls-ca", str(fleet.ca.path), *own(fleet.client))
+        asked = said(address, "--tls-ca", str(fleet.ca.path))
+    closes = "closes new connections without a word: it may have as many as it takes"
+    assert told == f"slagate: UNAVAILABLE: {address} {closes}"
+    assert asked.endswith("asks for a client certificate: give --tls-cert and --tls-key")
+    with openssl(fleet.server, protocol="h2", closes=True) as address:
+        told = said(address, "--tls-ca", str(fleet.ca.path))
+    assert told == f"slagate: UNAVAILABLE: {address} {closes}"
+    with accepting(lambda _: None) as address:
+        assert said(address, "--insecure") == f"slagate: UNAVAILABLE: {address} {closes}"
 
 
 def test_what_a_server_says_of_a_certificate_is_passed_on(fleet: Fleet) -> None:
