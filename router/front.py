@@ -14,8 +14,10 @@ from functools import partial
 from itertools import chain
 
 import anyio
+from prometheus_client import CollectorRegistry
 
 from slagate.router.client_stream import ClientStream, Serve
+from slagate.router.connection_counts import ConnectionCounts, Ended, Refused
 from slagate.router.errors import TooLarge
 from slagate.router.forward import Forward
 from slagate.router.intake import Intake
@@ -38,8 +40,16 @@ _PATH = GENERATE.encode()
 class Front:
     """Has the clients' connections, and the requests that `serve` is at work on."""
 
-    def __init__(self, serve: Serve, local: Links, settings: Settings) -> None:
+    def __init__(
+        self,
+        serve: Serve,
+        local: Links,
+        settings: Settings,
+        *,
+        counts: ConnectionCounts | None = None,
+    ) -> None:
         limits = settings.clients
+        self.counts = counts or ConnectionCounts(CollectorRegistry(), CollectorRegistry())
         self.serve = serve
         self.settings = settings
         self.loop = asyncio.get_running_loop()
@@ -67,16 +77,24 @@ class Front:
 
     def protocol(self) -> asyncio.Protocol:
         """The end of a new connection."""
-        if self._is_leaving or len(self.clients) >= self.settings.clients.max_connections:
-            return TurnedAway()
-        return _Client(self).connection
+        return TurnedAway() if self._turns_away() else _Client(self).connection
 
     def joined(self, client: "_Client") -> bool:
         """A client is connected: with TLS, only once it has shown who it is. False: it comes too late."""
-        if self._is_leaving or len(self.clients) >= self.settings.clients.max_connections:
+        if self._turns_away():
             return False
         self.clients.add(client)
         self.silent.add(client)
+        self.counts.accepted()
+        return True
+
+    def _turns_away(self) -> bool:
+        if self._is_leaving:
+            self.counts.refused(Refused.DRAINING)
+        elif len(self.clients) >= self.settings.clients.max_connections:
+            self.counts.refused(Refused.LIMIT)
+        else:
+            return False
         return True
 
     def retire(self) -> None:
@@ -114,6 +132,9 @@ class Front:
 
     def left(self, client: "_Client") -> None:
         """A client's connection is over."""
+        if client in self.clients:
+            how = Ended.DRAINED if self._is_leaving else Ended.CLIENT
+            self.counts.ended(Ended.BROKEN if client.connection.is_broken else how)
         self.clients.discard(client)
         self.silent.discard(client)
         self._changed.set()
@@ -210,10 +231,14 @@ async def serve_front(
     settings: Settings,
     *,
     tls: ssl.SSLContext | None = None,
+    counts: ConnectionCounts | None = None,
 ) -> AsyncIterator[Front]:
-    """Serve clients on this socket, in plaintext without `tls`, for the time of the block."""
+    """Serve clients on this socket, in plaintext without `tls`, for the time of the block.
+
+    `counts` has their connections.
+    """
     loop = asyncio.get_running_loop()
-    front = Front(serve, local, settings)
+    front = Front(serve, local, settings, counts=counts)
     front.server = await loop.create_server(
         front.protocol,
         sock=listening,

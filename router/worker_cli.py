@@ -18,6 +18,7 @@ from slagate.router.command import (
 )
 from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
 from slagate.workers import run, sim_worker
+from slagate.workers.listen import ignore_hangups
 
 
 def worker(
@@ -110,6 +111,7 @@ def worker(
     log_level: LogLevel = "info",
 ) -> None:
     """Run one worker until SIGTERM."""
+    ignore_hangups()  # until there is something to read again
     if engine not in ("sim", "trtllm"):
         fail(f"--engine must be sim or trtllm (got {engine!r})")
     if engine == "trtllm":

@@ -71,7 +71,8 @@ async def served(*scripts: Script, settings: Settings | None = None) -> AsyncIte
         anyio.create_task_group() as tasks,
     ):
         links = Links("l", tasks, settings=Http2Settings(), dial=Network(local.protocol).dial)
-        front = Front(b.serve, links, b.app.gateway.settings)
+        gateway = b.app.gateway
+        front = Front(b.serve, links, gateway.settings, counts=gateway.metrics.connections)
         network = Network(front.protocol, 0.001)
         good = StreamChannel("gw", tasks, dial=network.dial)
         yield Served(b, front, good, network, local)
