@@ -12,13 +12,17 @@ LINGER_S = 5.0
 _ASKED = b"farewell"
 
 
-def close_in_time(transport: asyncio.Transport) -> None:
-    """Close it when all is written. One whose peer reads no more would keep its socket for ever."""
+def close_in_time(transport: asyncio.Transport) -> asyncio.TimerHandle | None:
+    """Close it when all is written. One whose peer reads no more would keep its socket for ever.
+
+    What is returned is for whoever is told that it is closed to cancel.
+    """
     # That of TLS cannot tell any more when it is closed.
     is_waiting = transport.get_write_buffer_size() > 0
     transport.close()
-    if is_waiting:
-        asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
+    if not is_waiting:
+        return None
+    return asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
 
 
 class Farewell:

@@ -51,6 +51,7 @@ class H2Connection(asyncio.Protocol):
         self._is_blocked = False  # by the transport
         self._will_flush = False
         self._is_leaving = False
+        self._linger: asyncio.TimerHandle | None = None  # for a peer to take our last words
         self._lost: str | None = None
         self.is_broken = False  # ended for what the peer did, or did not do
         self._keepalive = Keepalive(
@@ -135,7 +136,7 @@ class H2Connection(asyncio.Protocol):
         if self._lost is None and self._transport is not None:
             self.submit(self.engine.terminate_connection, code)
             self._flush()
-            close_in_time(self._transport)
+            self._close(self._transport)
         self._lose(reason)
 
     def abandon(self, reason: str) -> None:
@@ -223,6 +224,8 @@ class H2Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As `asyncio.Protocol`."""
+        if self._linger is not None:
+            self._linger.cancel()
         self._lose("the peer closed the connection" if exc is None else str(exc))
 
     def pause_writing(self) -> None:
@@ -258,7 +261,7 @@ class H2Connection(asyncio.Protocol):
         if self._transport is not None:
             # The event may come before the last bytes, which say why.
             self._transport.write(self.engine.data_to_send())
-            close_in_time(self._transport)
+            self._close(self._transport)
         self._lose(reason)
 
     # ---
@@ -286,6 +289,10 @@ class H2Connection(asyncio.Protocol):
                 is_drained = True
                 break
         self._outbox.written(is_drained=is_drained)
+
+    def _close(self, transport: asyncio.Transport) -> None:
+        if not transport.is_closing():
+            self._linger = close_in_time(transport)
 
     def _abort(self, reason: str) -> None:
         self.is_broken = True
