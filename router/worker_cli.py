@@ -30,6 +30,7 @@ from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, liste
 from slagate.router.worker_check_cli import check
 from slagate.router.worker_convert_cli import convert
 from slagate.workers import run, sim_worker
+from slagate.workers.listen import ignore_hangups
 
 worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one would run.")
 
@@ -159,6 +160,7 @@ def run_worker(
         raise typer.Exit
     if listen is None:
         fail("--listen is missing: HOST:PORT")
+    ignore_hangups()  # until there is something to read again
     if engine == "trtllm":
         fail("--engine trtllm is not available in this version; use --engine sim")
     check_transport(transport)

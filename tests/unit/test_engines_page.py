@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slagate.router.__main__ import cli
+from slagate.router.cli import cli
 from slagate.workers.engine_args_check import check_values
 from slagate.workers.engine_args_read import engine_configs
 from slagate.workers.engine_findings import CODES
