@@ -1,7 +1,7 @@
 """`slagate worker`: one worker process, and the group of commands about one."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,27 +14,43 @@ from slagate.router.command import (
     fail,
     finite,
     options_given,
+    parsed_address,
     run_to_exit,
     start_log,
 )
 from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
-from slagate.workers import run, sim_worker
+from slagate.router.trtllm_cli import (
+    check_engine,
+    options_of,
+    trtllm_drain_s,
+    with_trtllm_options,
+)
+from slagate.workers import run, sim_worker, trtllm_run
+from slagate.workers.listen import Address
 
 worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one would run.")
 
 
-@worker.callback(invoke_without_command=True)
-def run_worker(
+def _run_worker(
     context: typer.Context,
     *,
-    role: Annotated[str | None, typer.Option(help="prefill, decode or agg. Required.")] = None,
+    role: Annotated[
+        str | None, typer.Option(help="prefill, decode, agg, or encode (trtllm). Required.")
+    ] = None,
     listen: MaybeListen = None,
     engine: Annotated[str, typer.Option(help="sim or trtllm.")] = "sim",
     profile: Annotated[
         str, typer.Option(help="Timing profile: a packaged name, or a file.")
     ] = "llama-3.1-8b-h100",
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
-    model: Annotated[str | None, typer.Option(help="Served name; default: the profile's.")] = None,
+    tp: Annotated[
+        int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Tensor parallel size.")
+    ] = 1,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="trtllm: folder or Hugging Face id. sim: served name; default: the profile's."
+        ),
+    ] = None,
     time_scale: Annotated[
         float, typer.Option(min=0.0, callback=finite, help="Engine times are multiplied by this.")
     ] = 1.0,
@@ -53,7 +69,11 @@ def run_worker(
     ] = 131_072,
     attention_dp: Annotated[
         bool,
-        typer.Option("--attention-dp", help="One KV cache per rank; as many ranks as --tp."),
+        typer.Option(
+            "--attention-dp",
+            "--enable-attention-dp",
+            help="One KV cache per rank; as many ranks as --tp.",
+        ),
     ] = False,
     kv_host_blocks: Annotated[
         int,
@@ -112,7 +132,16 @@ def run_worker(
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
     insecure: Insecure = False,
+    metrics_listen: Annotated[
+        Address | None,
+        typer.Option(
+            parser=parsed_address,
+            metavar="HOST:PORT",
+            help="Serve /metrics, /healthz and /readyz over HTTP there.",
+        ),
+    ] = None,
     log_level: LogLevel = "info",
+    trtllm: dict[str, Any],
 ) -> None:
     """Run one worker until SIGTERM."""
     given = options_given(context)
@@ -122,16 +151,38 @@ def run_worker(
             fail(f"{name}: options of `slagate worker` come after {context.invoked_subcommand!r}")
         return
     if role is None:
-        fail("--role is missing: prefill, decode or agg")
+        fail("--role is missing: prefill, decode, agg or encode")
     if listen is None:
         fail("--listen is missing: HOST:PORT")
     if engine not in ("sim", "trtllm"):
         fail(f"--engine must be sim or trtllm (got {engine!r})")
-    if engine == "trtllm":
-        fail("--engine trtllm is not available in this version; use --engine sim")
-    check_transport(transport)
-    tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
+    check_engine(engine, given)
+    tls = None
+    if not trtllm["print_engine_args"]:
+        tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     start_log(log_level)
+    if engine == "trtllm":
+        # Both engines have these; what the simulated one takes by default says nothing to another.
+        shared = {"tp": tp, "attention_dp": attention_dp, "max_batch_size": max_batch_size}
+        shared |= {"max_seq_len": max_seq_len, "stream_interval": stream_interval}
+        trtllm_options = options_of(
+            trtllm,
+            {name: value for name, value in shared.items() if name in given},
+            role=role,
+            model=model,
+            handoff_key_file=handoff_key_file,
+            log_level=log_level,
+        )
+        run_to_exit(
+            lambda: trtllm_run.run_trtllm_worker(
+                trtllm_options,
+                listen,
+                drain_s=drain if "drain" in given else trtllm_drain_s(role),
+                tls=tls,
+                metrics_listen=metrics_listen,
+            )
+        )
+    check_transport(transport)
     options = sim_worker.SimOptions(
         role=role,
         profile=profile,
@@ -152,4 +203,11 @@ def run_worker(
         handoff_key_file=handoff_key_file,
         api=api,
     )
-    run_to_exit(lambda: run.run_sim_worker(options, listen, drain_s=drain, tls=tls))
+    run_to_exit(
+        lambda: run.run_sim_worker(
+            options, listen, drain_s=drain, tls=tls, metrics_listen=metrics_listen
+        )
+    )
+
+
+worker.callback(invoke_without_command=True)(with_trtllm_options(_run_worker))
