@@ -1,26 +1,22 @@
-"""The options of `slagate worker --engine trtllm`, and what they make of the engine's arguments."""
+"""The options that `slagate worker` has for TensorRT-LLM alone."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from slagate.router.command import MAX_SECONDS, fail, finite, with_options
-from slagate.workers.engine_args import ROLES
+from slagate.router.engine_args_cli import TRTLLM_ONLY
+from slagate.workers.engine_args import EngineArgs
 from slagate.workers.errors import UsageError
 from slagate.workers.trtllm_options import (
     PROGRESS_S,
     SHUTDOWN_LIMIT_S,
     WARM_UP_LIMIT_S,
     TrtllmOptions,
-    engine_args,
 )
 from slagate.workers.trtllm_watch import WatchTimes
-
-BACKENDS = ("pytorch", "_autodeploy")
-GUIDED_BACKENDS = ("xgrammar", "llguidance")
 
 DRAIN_S = 10.0
 PREFILL_DRAIN_S = 30.0
@@ -32,7 +28,6 @@ SIM_ONLY = (
     "kv_blocks",
     "kv_block_bytes",
     "kv_host_blocks",
-    "kv_events",
     "transport",
     "kv_transfer_timeout",
     "handoff_timeout",
@@ -52,12 +47,8 @@ def _count(about: str) -> tuple[object, object]:
     return Annotated[int | None, typer.Option(min=1, max=1 << 31, help=about)], None
 
 
-def _flag(name: str, about: str) -> tuple[object, object]:
-    return Annotated[bool, typer.Option(f"--{name}", help=about)], False
-
-
-def _text(about: str, **option: Any) -> tuple[object, object]:
-    return Annotated[str | None, typer.Option(help=about, **option)], None
+def _text(about: str) -> tuple[object, object]:
+    return Annotated[str | None, typer.Option(help=about)], None
 
 
 OPTIONS: dict[str, tuple[object, object]] = {
@@ -78,21 +69,6 @@ OPTIONS: dict[str, tuple[object, object]] = {
         None,
     ),
     "guided_decoding_backend": _text("trtllm: xgrammar or llguidance."),
-    "extra_engine_args": (
-        Annotated[
-            Path | None,
-            typer.Option(metavar="FILE", help="trtllm: engine arguments, YAML, over the options."),
-        ],
-        None,
-    ),
-    "override_engine_args": _text("trtllm: engine arguments over all others.", metavar="JSON"),
-    "allow_unknown_engine_args": _flag(
-        "allow-unknown-engine-args", "trtllm: pass on arguments that slagate does not know."
-    ),
-    "print_engine_args": _flag(
-        "print-engine-args", "trtllm: print the arguments and where each came from, and end."
-    ),
-    "publish_kv_events": _flag("publish-kv-events", "trtllm: keep KV events for subscribers."),
     "end_id": (
         Annotated[
             int | None,
@@ -119,13 +95,19 @@ def with_trtllm_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_options(command, OPTIONS, "trtllm", lambda options, _: options)
 
 
+def option(parameter: str) -> str:
+    """How a parameter is spelt on the command line."""
+    return f"--{parameter.replace('_', '-')}"
+
+
 def check_engine(engine: str, given: Sequence[str]) -> None:
     """End the command unless there is such an engine, and it has the options that were given."""
     if engine not in ("sim", "trtllm"):
         fail(f"--engine must be sim or trtllm (got {engine!r})")
-    for name in SIM_ONLY if engine == "trtllm" else OPTIONS:
+    for name in SIM_ONLY if engine == "trtllm" else (*TRTLLM_ONLY, *OPTIONS):
         if name in given:
-            fail(f"--{name.replace('_', '-')} is not an option of --engine {engine}")
+            other = "sim" if engine == "trtllm" else "trtllm"
+            fail(f"{option(name)} is for --engine {other}, not for {engine}")
 
 
 def trtllm_drain_s(role: str) -> float:
@@ -134,50 +116,19 @@ def trtllm_drain_s(role: str) -> float:
 
 
 def options_of(
-    trtllm: Mapping[str, Any],
-    shared: Mapping[str, Any],
-    *,
-    role: str,
-    model: str | None,
-    handoff_key_file: Path | None,
-    log_level: str,
+    args: EngineArgs, trtllm: Mapping[str, Any], *, handoff_key_file: Path | None, log_level: str
 ) -> TrtllmOptions:
-    """The options of a worker; `shared` are those of both engines that were given.
-
-    A wrong one ends the command, as printing the engine's arguments does.
-    """
-    if role not in ROLES:
-        fail(f"--role must be one of {', '.join(ROLES)} (got {role!r})")
-    if model is None:
+    """The options of a worker over an engine of these arguments; a wrong one ends the command."""
+    if args.values.get("model") is None:
         fail("--model is missing: a folder with the model, or its Hugging Face id")
-    for name, known in (("backend", BACKENDS), ("guided_decoding_backend", GUIDED_BACKENDS)):
-        if trtllm[name] is not None and trtllm[name] not in known:
-            fail(f"--{name.replace('_', '-')} must be {' or '.join(known)} (got {trtllm[name]!r})")
-    options = TrtllmOptions(
-        role=role,
-        model=model,
-        cli={
-            "tensor_parallel_size": shared.get("tp"),
-            "enable_attention_dp": shared.get("attention_dp"),
-            "max_batch_size": shared.get("max_batch_size"),
-            "max_seq_len": shared.get("max_seq_len"),
-            "stream_interval": shared.get("stream_interval"),
-            "backend": trtllm["backend"],
-            "pipeline_parallel_size": trtllm["pipeline_parallel_size"],
-            "moe_expert_parallel_size": trtllm["expert_parallel_size"],
-            "gpus_per_node": trtllm["gpus_per_node"],
-            "max_num_tokens": trtllm["max_num_tokens"],
-            "guided_decoding_backend": trtllm["guided_decoding_backend"],
-            "kv_cache_config": {
-                "tokens_per_block": trtllm["kv_block_size"],
-                "free_gpu_memory_fraction": trtllm["free_gpu_memory_fraction"],
-            },
-        },
-        served_model_name=trtllm["served_model_name"],
-        extra=trtllm["extra_engine_args"],
-        override=trtllm["override_engine_args"],
-        allow_unknown=trtllm["allow_unknown_engine_args"],
-        publish_kv_events=trtllm["publish_kv_events"],
+    try:
+        args.refuse_errors()
+    except UsageError as error:
+        fail(error)
+    model = str(args.values["model"])
+    return TrtllmOptions(
+        args=args,
+        served_name=trtllm["served_model_name"] or model,
         end_id=trtllm["end_id"],
         handoff_key_file=handoff_key_file,
         log_level=log_level,
@@ -190,19 +141,3 @@ def options_of(
             stuck_s=trtllm["shutdown_timeout"],
         ),
     )
-    if trtllm["print_engine_args"]:
-        _print_engine_args(options)
-    return options
-
-
-def _print_engine_args(options: TrtllmOptions) -> NoReturn:
-    try:
-        args = engine_args(options)
-    except UsageError as error:
-        fail(error)
-    for key, source in sorted(args.sources.items()):
-        value: Any = args.values
-        for part in key.split("."):
-            value = value[part]
-        sys.stdout.write(f"{key}: {value!r}  # {source}\n")
-    raise typer.Exit(0)

@@ -18,17 +18,30 @@ from slagate.router.command import (
     run_to_exit,
     start_log,
 )
+from slagate.router.engine_args_cli import (
+    AllowUnknownEngineArgs,
+    ExtraEngineArgs,
+    OverrideEngineArgs,
+    PrintEngineArgs,
+    read_engine_args,
+    show_engine_args,
+)
 from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
 from slagate.router.trtllm_cli import (
     check_engine,
+    option,
     options_of,
     trtllm_drain_s,
     with_trtllm_options,
 )
+from slagate.router.worker_check_cli import check
 from slagate.workers import run, sim_worker, trtllm_run
 from slagate.workers.listen import Address
 
 worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one would run.")
+
+
+worker.command()(check)
 
 
 def _run_worker(
@@ -119,6 +132,10 @@ def _run_worker(
         str,
         typer.Option(help="TensorRT-LLM API that the simulated engine has: 1.2, 1.3rc or main."),
     ] = "main",
+    extra_engine_args: ExtraEngineArgs = None,
+    override_engine_args: OverrideEngineArgs = None,
+    allow_unknown_engine_args: AllowUnknownEngineArgs = False,
+    print_engine_args: PrintEngineArgs = False,
     drain: Annotated[
         float,
         typer.Option(
@@ -147,31 +164,30 @@ def _run_worker(
     given = options_given(context)
     if context.invoked_subcommand is not None:
         if given:
-            name = f"--{given[0].replace('_', '-')}"
-            fail(f"{name}: options of `slagate worker` come after {context.invoked_subcommand!r}")
+            fail(f"{option(given[0])}: options come after {context.invoked_subcommand!r}")
         return
     if role is None:
         fail("--role is missing: prefill, decode, agg or encode")
+    check_engine(engine, given)
+    args = None
+    if engine == "trtllm":
+        args = read_engine_args(
+            role,
+            {name: context.params[name] for name in given},
+            extra=extra_engine_args,
+            override=override_engine_args,
+            allow_unknown=allow_unknown_engine_args,
+        )
+        if print_engine_args:
+            show_engine_args(args)
+            raise typer.Exit
     if listen is None:
         fail("--listen is missing: HOST:PORT")
-    if engine not in ("sim", "trtllm"):
-        fail(f"--engine must be sim or trtllm (got {engine!r})")
-    check_engine(engine, given)
-    tls = None
-    if not trtllm["print_engine_args"]:
-        tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
+    tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     start_log(log_level)
-    if engine == "trtllm":
-        # Both engines have these; what the simulated one takes by default says nothing to another.
-        shared = {"tp": tp, "attention_dp": attention_dp, "max_batch_size": max_batch_size}
-        shared |= {"max_seq_len": max_seq_len, "stream_interval": stream_interval}
+    if args is not None:
         trtllm_options = options_of(
-            trtllm,
-            {name: value for name, value in shared.items() if name in given},
-            role=role,
-            model=model,
-            handoff_key_file=handoff_key_file,
-            log_level=log_level,
+            args, trtllm, handoff_key_file=handoff_key_file, log_level=log_level
         )
         run_to_exit(
             lambda: trtllm_run.run_trtllm_worker(

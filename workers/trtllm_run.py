@@ -3,7 +3,6 @@
 import logging
 import os
 import uuid
-from typing import Any
 
 import anyio
 
@@ -19,7 +18,7 @@ from slagate.workers.trtllm_encode import EncodeWorker, start_encoder
 from slagate.workers.trtllm_engine import setting
 from slagate.workers.trtllm_metrics import WorkerMetrics
 from slagate.workers.trtllm_observer import SILENT
-from slagate.workers.trtllm_options import TrtllmOptions, engine_args
+from slagate.workers.trtllm_options import TrtllmOptions
 from slagate.workers.trtllm_package import check_installed, handoff_ids, set_engine_log_level
 from slagate.workers.trtllm_start import Phases, Started, handoff_key, shut_down, start_engine
 from slagate.workers.trtllm_watch import EngineWatch
@@ -43,7 +42,8 @@ async def run_trtllm_worker(
     """
     check_installed()
     key = handoff_key(options)
-    args = engine_args(options)
+    for finding in options.args.findings:
+        log.warning("engine_args.finding", extra={"code": finding.code, "finding": str(finding)})
     set_engine_log_level(options.log_level, os.environ)
     side = None if tls is None else ServerTls("clients", tls)
     process = _Process(options, key, drain_s)
@@ -56,7 +56,6 @@ async def run_trtllm_worker(
             stopped() as signals,
         ):
             return await process.run(
-                args.values,
                 address,
                 signals,
                 metrics_at=metrics_at,
@@ -77,7 +76,6 @@ class _Process:
 
     async def run(
         self,
-        values: dict[str, Any],
         address: Address,
         signals: anyio.Event,
         *,
@@ -87,10 +85,10 @@ class _Process:
         """Start, serve, end; the exit status."""
         phases = Phases(self.starting, every_s=self._options.progress_s)
         if self._options.role == "encode":
-            return await self._encode(values, address, signals, phases=phases)
+            return await self._encode(address, signals, phases=phases)
         try:
             started = await phases.through(
-                start_engine(self._options, values, instance_id=self._instance_id, phases=phases),
+                start_engine(self._options, instance_id=self._instance_id, phases=phases),
                 until=[signals],
             )
         except UsageError:
@@ -168,10 +166,8 @@ class _Process:
             self._options.warm_up_limit_s, on_canary=lambda: phases.begin("canary")
         )
 
-    async def _encode(
-        self, values: dict[str, Any], address: Address, signals: anyio.Event, *, phases: Phases
-    ) -> int:
-        encoder = await phases.through(start_encoder(values), until=[signals])
+    async def _encode(self, address: Address, signals: anyio.Event, *, phases: Phases) -> int:
+        encoder = await phases.through(start_encoder(self._options.args.values), until=[signals])
         if encoder is None:
             return _leave(0)
         worker = EncodeWorker(

@@ -87,9 +87,7 @@ class Phases:
         log.info(event, extra={**about, "total_seconds": round(self.total_s, 1)})
 
 
-async def start_engine(
-    options: TrtllmOptions, values: dict[str, Any], *, instance_id: str, phases: Phases
-) -> Started:
+async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phases) -> Started:
     """Import the package and construct the engine, both on threads: the loop goes on meanwhile.
 
     Raises `UsageError` for what the package or the arguments are wrong about, and whatever else the
@@ -97,7 +95,7 @@ async def start_engine(
     """
     package = await aside(load_package)
     phases.begin("engine")
-    llm = await aside(as_usage(lambda: package.LLM(**values)))
+    llm = await aside(as_usage(lambda: package.LLM(**options.args.values)))
     try:
         identity = identity_of(llm, package, options, instance_id=instance_id)
     except UsageError:
