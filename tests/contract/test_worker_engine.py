@@ -105,6 +105,18 @@ def test_secmm_02_a_rank_that_cannot_be_meant_is_refused(
     play(scenario)
 
 
+def test_disagg_12_the_rank_asked_for_comes_back(play: Play) -> None:
+    """DISAGG-12: of every version, those that do not say it themselves included."""
+
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("prefill", ranks=2) as prefill:
+            for rank in (1, 0):
+                session = await hand_off(prefill, plain(), [(TARGET, str(rank))])
+                assert session.dp_rank == session.attributes_struct["ctx_dp_rank"] == rank
+
+    play(scenario)
+
+
 def test_without_attention_dp_only_rank_0_is_right(play: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.worker("agg") as worker:
