@@ -128,7 +128,7 @@ class _Process:
                 handoff_key=self._key,
                 new_handoff_id=handoff_ids(package, self._instance_id),
                 observer=self.metrics if is_measured else SILENT,
-                is_watched=True,
+                is_watched=self._options.watch.interval_s > 0,
             )
             watch = EngineWatch(llm, times=self._options.watch, on_death=worker.end, leave=_leave)
             tasks.start_soon(watch.run)
