@@ -7,7 +7,7 @@ from slagate.workers.engine_findings import Finding, warning
 
 BUILD = "build_config"
 AUTODEPLOY = "_autodeploy"
-CACHE, EVENTS = "kv_cache_config", "event_buffer_max_size"
+CACHE, EVENTS, STATS = "kv_cache_config", "event_buffer_max_size", "enable_iter_perf_stats"
 NOT_FOR_AUTODEPLOY = (
     "build_config",
     "scheduler_config",
@@ -33,6 +33,8 @@ def _for_autodeploy(merged: Merged) -> list[Finding]:
     if merged.sources.get(f"{CACHE}.{EVENTS}") == DEFAULT:
         _take(merged, f"{CACHE}.{EVENTS}")  # ours, for the back-end that makes events
         merged.values[CACHE].pop(EVENTS)
+    if merged.sources.get(STATS) == DEFAULT:
+        _take(merged, STATS)  # likewise: the other back-end's argument
     findings = []
     for key in NOT_FOR_AUTODEPLOY:
         is_set = any(

@@ -10,7 +10,8 @@ import dataclasses
 import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import grpc
@@ -44,10 +45,23 @@ class EngineGoneError(Refused):
 class Engine:
     """One `LLM` and the package it comes from."""
 
-    def __init__(self, llm: Any, api: EngineApi) -> None:
-        """`llm` is untyped: tensorrt_llm ships no types, and is not installed everywhere."""
+    def __init__(
+        self,
+        llm: Any,
+        api: EngineApi,
+        *,
+        new_handoff_id: Callable[[], int] | None = None,
+        measures: bool = False,
+    ) -> None:
+        """`llm` is untyped: tensorrt_llm ships no types, and is not installed everywhere.
+
+        `new_handoff_id` makes ids for handoffs, where the engine leaves that to its callers. `measures`
+        asks it for the figures of each request.
+        """
         self.llm = llm
         self.api = api
+        self._new_handoff_id = new_handoff_id
+        self._measures = measures
         self._signature = inspect.signature(llm.generate_async)
         self._params_fields = {field.name for field in dataclasses.fields(api.DisaggregatedParams)}
         adp = getattr(llm.args, "enable_attention_dp", False)
@@ -77,22 +91,32 @@ class Engine:
         any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return any_keyword or keyword in parameters
 
+    @cached_property
+    def _capacity(self) -> Mapping[str, int] | None:
+        """As the engine was built; None where the version cannot say. It asks the engine's processes."""
+        capacity = getattr(self.llm, "get_kv_cache_capacity", None)
+        return None if capacity is None else capacity()
+
     @property
     def blocks_per_rank(self) -> int | None:
         """KV blocks of one rank's pool; None where the version cannot say."""
-        capacity = getattr(self.llm, "get_kv_cache_capacity", None)
-        return None if capacity is None else capacity()["maxNumBlocks"]
+        return None if self._capacity is None else self._capacity["maxNumBlocks"]
 
     @property
     def window_tokens(self) -> int:
         """Prompt and output together: the sequence length, or the KV cache where that is smaller."""
-        capacity = getattr(self.llm, "get_kv_cache_capacity", None)
         limit = int(self.llm.args.max_seq_len)
-        if capacity is not None:
-            return min(limit, int(capacity()["maxNumTokens"]))
+        if self._capacity is not None:
+            return min(limit, int(self._capacity["maxNumTokens"]))
         if self._learned_blocks is not None:
             return min(limit, self._learned_blocks * self.block_tokens)
         return limit
+
+    @property
+    def probe_token(self) -> int:
+        """What a prompt of no meaning is made of: the token that texts begin with, where it is known."""
+        token = getattr(self.tokenizer, "bos_token_id", None)
+        return token if isinstance(token, int) else 1
 
     @property
     def alive(self) -> bool:
@@ -135,6 +159,8 @@ class Engine:
 
     def sampling(self, **values: Any) -> Any:
         """`SamplingParams`. Raises `Refused` (INVALID_ARGUMENT) with what the engine says is wrong."""
+        if self._measures:
+            values["return_perf_metrics"] = True
         try:
             return self.api.SamplingParams(**values)
         except ValueError as error:
@@ -144,6 +170,10 @@ class Engine:
         """`DisaggregatedParams` of what this version's class has; the rest is dropped."""
         known = {name: value for name, value in values.items() if name in self._params_fields}
         return self.api.DisaggregatedParams(**known)
+
+    def handoff_id(self) -> int | None:
+        """A new id for both legs of a handoff; None where the engine makes one, or its version has none."""
+        return None if self._new_handoff_id is None else self._new_handoff_id()
 
     def submit(self, tokens: Sequence[int], **keywords: Any) -> Any:
         """`generate_async` without the keywords that are None or that this version does not have.

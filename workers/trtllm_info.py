@@ -5,10 +5,19 @@ from dataclasses import dataclass
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.trtllm_engine import Engine
+from slagate.workers.trtllm_guided import capabilities
 from slagate.workers.trtllm_sampling import MAX_TOP_N, max_sequences
 
 SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
 """Immutable release of the OpenEngine v0.1.0 schema: the only field that tells its copies apart."""
+
+
+ROLES = {
+    "prefill": oe.ENGINE_ROLE_PREFILL,
+    "decode": oe.ENGINE_ROLE_DECODE,
+    "agg": oe.ENGINE_ROLE_AGGREGATED,
+}
+"""By their names on the command line; OpenEngine has none for workers that only encode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +31,7 @@ class WorkerIdentity:
     transfer_backend: str  # "" without a KV transceiver
     tensor_parallel_size: int
     end_id: int
+    engine_knows_end: bool = False  # and is not told: a model may have more ends than one
     vocab_size: int | None = None  # None: not known, and token ids are the engine's to check
 
     @property
@@ -94,7 +104,7 @@ def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:
             if identity.role == oe.ENGINE_ROLE_DECODE
             else logprobs,
             output_logprobs=logprobs,
-            guided_decoding=oe.GuidedDecodingCapabilities(supported=False),
+            guided_decoding=capabilities(engine),
             max_num_sequences=max_sequences(engine, hands_off=hands_off),
             supports_priority=False,
             supports_stop_in_output=True,
@@ -105,7 +115,6 @@ def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:
 
 
 async def health(
-    engine: Engine,
     identity: WorkerIdentity,
     request: oe.HealthRequest,
     *,
@@ -119,8 +128,8 @@ async def health(
     one token could not be had; "" where all is well.
     """
     checks = [oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY)]
-    if fatal or not engine.alive:
-        checks.append(_check("model", oe.HEALTH_STATE_NOT_READY, fatal or "the engine has ended"))
+    if fatal:
+        checks.append(_check("model", oe.HEALTH_STATE_NOT_READY, fatal))
     else:
         checks.append(_check("model"))
     if identity.transfer_backend:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from slagate.router.cli import cli
 from slagate.router.command import EXIT_FAILED
-from slagate.router.probes import serve_probes
+from slagate.workers.probes import serve_probes
 from support.certificates import Ca, Pair
 
 COMMANDS = [

@@ -45,6 +45,7 @@ def test_engine_arguments_are_printed_with_their_sources_as_yaml(tmp_path: Path)
     assert "slagate: error" not in said
     assert yaml.safe_load(shown) == {
         "backend": "pytorch",
+        "enable_iter_perf_stats": True,
         "model": "Qwen/Qwen3-32B",
         "tensor_parallel_size": 4,
         "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
