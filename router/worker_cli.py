@@ -1,35 +1,69 @@
-"""`slagate worker`: one worker process."""
+"""`slagate worker`: one worker process, and the group of commands about one."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from slagate.router.command import (
     MAX_SECONDS,
-    Listen,
     LogLevel,
+    MaybeListen,
     Transport,
     check_transport,
     fail,
     finite,
+    options_given,
+    parsed_address,
     run_to_exit,
     start_log,
 )
+from slagate.router.engine_args_cli import (
+    AllowUnknownEngineArgs,
+    ExtraEngineArgs,
+    OverrideEngineArgs,
+    PrintEngineArgs,
+    read_engine_args,
+    show_engine_args,
+)
 from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
-from slagate.workers import run, sim_worker
+from slagate.router.trtllm_cli import (
+    check_engine,
+    option,
+    options_of,
+    trtllm_drain_s,
+    with_trtllm_options,
+)
+from slagate.router.worker_check_cli import check
+from slagate.workers import run, sim_worker, trtllm_run
+from slagate.workers.listen import Address
+
+worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one would run.")
 
 
-def worker(
+worker.command()(check)
+
+
+def _run_worker(
+    context: typer.Context,
     *,
-    role: Annotated[str, typer.Option(help="prefill, decode or agg.")],
-    listen: Listen,
+    role: Annotated[
+        str | None, typer.Option(help="prefill, decode, agg, or encode (trtllm). Required.")
+    ] = None,
+    listen: MaybeListen = None,
     engine: Annotated[str, typer.Option(help="sim or trtllm.")] = "sim",
     profile: Annotated[
         str, typer.Option(help="Timing profile: a packaged name, or a file.")
     ] = "llama-3.1-8b-h100",
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
-    model: Annotated[str | None, typer.Option(help="Served name; default: the profile's.")] = None,
+    tp: Annotated[
+        int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Tensor parallel size.")
+    ] = 1,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="trtllm: folder or Hugging Face id. sim: served name; default: the profile's."
+        ),
+    ] = None,
     time_scale: Annotated[
         float, typer.Option(min=0.0, callback=finite, help="Engine times are multiplied by this.")
     ] = 1.0,
@@ -48,7 +82,11 @@ def worker(
     ] = 131_072,
     attention_dp: Annotated[
         bool,
-        typer.Option("--attention-dp", help="One KV cache per rank; as many ranks as --tp."),
+        typer.Option(
+            "--attention-dp",
+            "--enable-attention-dp",
+            help="One KV cache per rank; as many ranks as --tp.",
+        ),
     ] = False,
     kv_host_blocks: Annotated[
         int,
@@ -94,6 +132,10 @@ def worker(
         str,
         typer.Option(help="TensorRT-LLM API that the simulated engine has: 1.2, 1.3rc or main."),
     ] = "main",
+    extra_engine_args: ExtraEngineArgs = None,
+    override_engine_args: OverrideEngineArgs = None,
+    allow_unknown_engine_args: AllowUnknownEngineArgs = False,
+    print_engine_args: PrintEngineArgs = False,
     drain: Annotated[
         float,
         typer.Option(
@@ -107,16 +149,56 @@ def worker(
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
     insecure: Insecure = False,
+    metrics_listen: Annotated[
+        Address | None,
+        typer.Option(
+            parser=parsed_address,
+            metavar="HOST:PORT",
+            help="Serve /metrics, /healthz and /readyz over HTTP there.",
+        ),
+    ] = None,
     log_level: LogLevel = "info",
+    trtllm: dict[str, Any],
 ) -> None:
     """Run one worker until SIGTERM."""
-    if engine not in ("sim", "trtllm"):
-        fail(f"--engine must be sim or trtllm (got {engine!r})")
+    given = options_given(context)
+    if context.invoked_subcommand is not None:
+        if given:
+            fail(f"{option(given[0])}: options come after {context.invoked_subcommand!r}")
+        return
+    if role is None:
+        fail("--role is missing: prefill, decode, agg or encode")
+    check_engine(engine, given)
+    args = None
     if engine == "trtllm":
-        fail("--engine trtllm is not available in this version; use --engine sim")
-    check_transport(transport)
+        args = read_engine_args(
+            role,
+            {name: context.params[name] for name in given},
+            extra=extra_engine_args,
+            override=override_engine_args,
+            allow_unknown=allow_unknown_engine_args,
+        )
+        if print_engine_args:
+            show_engine_args(args)
+            raise typer.Exit
+    if listen is None:
+        fail("--listen is missing: HOST:PORT")
     tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     start_log(log_level)
+    if args is not None:
+        trtllm_options = options_of(
+            args, trtllm, handoff_key_file=handoff_key_file, log_level=log_level
+        )
+        run_to_exit(
+            lambda: trtllm_run.run_trtllm_worker(
+                trtllm_options,
+                listen,
+                drain_s=drain if "drain" in given else trtllm_drain_s(role),
+                tls=tls,
+                metrics_listen=metrics_listen,
+            )
+        )
+    check_transport(transport)
     options = sim_worker.SimOptions(
         role=role,
         profile=profile,
@@ -137,4 +219,11 @@ def worker(
         handoff_key_file=handoff_key_file,
         api=api,
     )
-    run_to_exit(lambda: run.run_sim_worker(options, listen, drain_s=drain, tls=tls))
+    run_to_exit(
+        lambda: run.run_sim_worker(
+            options, listen, drain_s=drain, tls=tls, metrics_listen=metrics_listen
+        )
+    )
+
+
+worker.callback(invoke_without_command=True)(with_trtllm_options(_run_worker))
