@@ -29,6 +29,7 @@ _NEEDED = {
 _OPTIONAL = {
     "MultimodalEncoder": ("tensorrt_llm",),
     "MetricsCollector": ("tensorrt_llm.metrics",),
+    "LogitsProcessor": ("tensorrt_llm.sampling_params",),
     "get_global_disagg_request_id": ("tensorrt_llm.llmapi.disagg_utils",),
 }
 
@@ -49,6 +50,7 @@ class EnginePackage:
     RequestError: Any
     MultimodalEncoder: Any | None = None
     MetricsCollector: Any | None = None
+    LogitsProcessor: Any | None = None
     get_global_disagg_request_id: Any | None = None
 
 

@@ -14,6 +14,7 @@ from slagate.workers.legs import CONTEXT_ONLY, DECODE_RANK, REQUEST_TYPE, TARGET
 from slagate.workers.trtllm_engine import Engine
 from slagate.workers.trtllm_handoffs import Handoffs
 from slagate.workers.trtllm_info import WorkerIdentity
+from slagate.workers.trtllm_logits_request import RequestLogits
 from slagate.workers.trtllm_output import OutputForm
 from slagate.workers.trtllm_sampling import (
     UINT32_MAX,
@@ -59,6 +60,7 @@ def parse_leg(
     engine: Engine,
     identity: WorkerIdentity,
     handoffs: Handoffs,
+    logits: RequestLogits,
 ) -> EngineRequest:
     """Validate one leg and build the engine's arguments. Raises `Refused` naming the field."""
     reserved = _reserved(metadata)
@@ -88,6 +90,7 @@ def parse_leg(
         end_id=identity.end_id,
         room=engine.window_tokens - len(tokens),
     )
+    values["logits_processor"] = logits.of(request, n_outputs=form.n_outputs)
     disaggregated = None
     if kind == GENERATION_ONLY:
         disaggregated = engine.disaggregated(**handoffs.params(request.kv.session))
