@@ -17,6 +17,7 @@ import grpc
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import Refused
+from slagate.workers.load import kv_cache
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +80,8 @@ class Engine:
 
         Ranks are of one size; the smallest that was named counts.
         """
-        caches = [row.get("kvCacheStats") for row in rows.values()]
-        sizes = [cache.get("maxNumBlocks") for cache in caches if isinstance(cache, dict)]
+        caches = [kv_cache(row) for row in rows.values()]
+        sizes = [cache.get("maxNumBlocks") for cache in caches if cache is not None]
         known = [size for size in sizes if isinstance(size, int) and size > 0]
         self._learned_blocks = min(known, default=self._learned_blocks)
 
