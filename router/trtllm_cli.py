@@ -10,6 +10,7 @@ from slagate.router.command import MAX_SECONDS, fail, finite, with_options
 from slagate.router.engine_args_cli import TRTLLM_ONLY
 from slagate.workers.engine_args import EngineArgs
 from slagate.workers.errors import UsageError
+from slagate.workers.logits import LogitsProcessors
 from slagate.workers.trtllm_options import (
     PROGRESS_S,
     SHUTDOWN_LIMIT_S,
@@ -116,7 +117,12 @@ def trtllm_drain_s(role: str) -> float:
 
 
 def options_of(
-    args: EngineArgs, trtllm: Mapping[str, Any], *, handoff_key_file: Path | None, log_level: str
+    args: EngineArgs,
+    trtllm: Mapping[str, Any],
+    *,
+    handoff_key_file: Path | None,
+    log_level: str,
+    logits: LogitsProcessors,
 ) -> TrtllmOptions:
     """The options of a worker over an engine of these arguments; a wrong one ends the command."""
     if args.values.get("model") is None:
@@ -132,6 +138,7 @@ def options_of(
         end_id=trtllm["end_id"],
         handoff_key_file=handoff_key_file,
         log_level=log_level,
+        logits=logits,
         warm_up_limit_s=trtllm["warm_up_timeout"],
         shutdown_limit_s=trtllm["shutdown_timeout"],
         progress_s=trtllm["start_progress"],

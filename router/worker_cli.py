@@ -26,6 +26,11 @@ from slagate.router.engine_args_cli import (
     read_engine_args,
     show_engine_args,
 )
+from slagate.router.logits_cli import (
+    AllowLogitsProcessor,
+    LogitsProcessorOption,
+    read_logits_processors,
+)
 from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
 from slagate.router.trtllm_cli import (
     check_engine,
@@ -138,6 +143,8 @@ def _run_worker(
     override_engine_args: OverrideEngineArgs = None,
     allow_unknown_engine_args: AllowUnknownEngineArgs = False,
     print_engine_args: PrintEngineArgs = False,
+    logits_processor: LogitsProcessorOption = None,
+    allow_logits_processor: AllowLogitsProcessor = None,
     drain: Annotated[
         float,
         typer.Option(
@@ -188,9 +195,14 @@ def _run_worker(
     ignore_hangups()  # until there is something to read again
     tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     start_log(log_level)
+    logits = read_logits_processors(logits_processor, allow_logits_processor)
     if args is not None:
         trtllm_options = options_of(
-            args, trtllm, handoff_key_file=handoff_key_file, log_level=log_level
+            args,
+            trtllm,
+            handoff_key_file=handoff_key_file,
+            log_level=log_level,
+            logits=logits,
         )
         run_to_exit(
             lambda: trtllm_run.run_trtllm_worker(
@@ -221,6 +233,7 @@ def _run_worker(
         handoff_timeout_s=handoff_timeout,
         handoff_key_file=handoff_key_file,
         api=api,
+        logits=logits,
     )
     run_to_exit(
         lambda: run.run_sim_worker(

@@ -23,6 +23,7 @@ HASH_WORK = 8
 
 _WORD_BITS = 64
 _DECIMAL = re.compile(r"-?[0-9]{1,20}", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII | re.IGNORECASE)
 _HEX_WORD = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}", re.ASCII | re.IGNORECASE)
 _token_id = itemgetter("token_id")
 _extra_id = itemgetter("token_extra_id")
@@ -89,23 +90,40 @@ def _is_unicode(text: str) -> bool:
 
 
 def content_of(tokens: list[Any], mm_keys: object) -> tuple[bytes, tuple[str, ...]]:
-    """The tokens of a full block as `token_field` encodes them, and its extra keys."""
+    """The tokens of a full block as `token_field` encodes them, and its extra keys.
+
+    The V2 cache manager has the digest of a picture for the picture's first token: it is a key, and 0
+    stands for the token.
+    """
     try:
         ids = list(map(_token_id, tokens))
     except (TypeError, KeyError):
         unusable()
+    digests: list[str] = []
     if set(map(type, ids)) != {int}:
-        # The V2 cache manager writes digests where a picture's tokens are.
-        unusable("dropped_events")
+        digests = _take_digests(ids)
     try:
         field = token_field(ids)
     except ValueError:
         unusable("dropped_events")
-    keys = [] if mm_keys is None else [_mm_key(key) for key in list_of(mm_keys)]
+    keys = [] if mm_keys is None else [name for key in list_of(mm_keys) for name in _mm_key(key)]
+    keys += digests
     keys += _extra_keys(tokens)
     if sum(map(len, keys)) > MAX_KEYS_BYTES:
         unusable("dropped_events")
     return field, tuple(keys)
+
+
+def _take_digests(ids: list[Any]) -> list[str]:
+    """Replaces digests among token ids by 0; one key each, in one spelling."""
+    keys = []
+    for at, one in enumerate(ids):
+        if isinstance(one, str) and _DIGEST.fullmatch(one):
+            ids[at] = 0
+            keys.append(f"mm_token={one.lower()}@{at}")
+        elif type(one) is not int:
+            unusable("dropped_events")
+    return keys
 
 
 def _extra_keys(tokens: list[dict[str, Any]]) -> list[str]:
@@ -122,13 +140,20 @@ def _extra_keys(tokens: list[dict[str, Any]]) -> list[str]:
     return [f"token_extra={extra}@{at}" for extra, at in extras if extra]
 
 
-def _mm_key(key: object) -> str:
-    """`mm=<hash>@<offset>`: a 16- and a 64-digit spelling of one hash come out the same, all else as is."""
+def _mm_key(key: object) -> list[str]:
+    """`mm=<hash>@<offset>`: a 16- and a 64-digit spelling of one hash come out the same, all else as is.
+
+    With `mm_uuid=<uuid>@<offset>` where the engine also says what its caller named the picture.
+    """
     if not isinstance(key, dict) or not _is_word(key.get("start_offset")):
         unusable("dropped_events")
-    name = text_of(key.get("hash")) or text_of(key.get("uuid"))
+    uuid, offset = text_of(key.get("uuid")), key["start_offset"]
+    name = text_of(key.get("hash")) or uuid
     if not name:
         unusable("dropped_events")
     if _HEX_WORD.fullmatch(name):
         name = name.lower().zfill(64)
-    return f"mm={name}@{key['start_offset']}"
+    made = [f"mm={name}@{offset}"]
+    if uuid and key.get("hash"):
+        made.append(f"mm_uuid={uuid}@{offset}")
+    return made

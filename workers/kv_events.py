@@ -9,7 +9,8 @@ An event passes, in this order:
 
     id       per rank, from 0: lower than expected is old news; higher means lost events, and as no
              engine can be asked for a snapshot, the rank starts over with `Cleared`
-    window   a block is announced once per window size; the widest is what prefixes can be reused from
+    window   a block is announced once per window size; the widest is what prefixes can be reused from;
+             newer engines announce it once per group of layers, of which one has to do
     content  `stored`, `removed` and `updated` (a move between the tiers), see below
 """
 
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, TypeAlias, TypeGuard
 
-from slagate.workers.kv_changes import Block, Change, Cleared, Moved, Removed, Stored
+from slagate.workers.kv_changes import Block, Change, Moved, Removed, Stored
 from slagate.workers.kv_event_fields import (
     BLOCK_WORK,
     HASH_WORK,
@@ -29,6 +30,7 @@ from slagate.workers.kv_event_fields import (
     text_of,
     unusable,
 )
+from slagate.workers.kv_event_rank import RankState
 from slagate.workers.kv_losses import Losses
 from slagate.workers.kv_wire import MEDIUM_OF_LEVEL
 
@@ -38,24 +40,6 @@ MAX_PARTIAL = 65_536
 _MAX_EVENT_ID = 1 << 63
 
 _TURN_HASHES = TURN_WORK // HASH_WORK
-
-MAX_OLD = 64
-"""Events in a row that may be old news; one more, and the engine counts anew or an id before was wrong."""
-
-
-class _Rank:
-    """What has to be remembered between the polls about one rank."""
-
-    __slots__ = ("is_empty", "n_old", "next_id", "partial", "window", "window_is_named")
-
-    def __init__(self) -> None:
-        self.next_id = 0
-        self.n_old = 0  # events in a row with ids of before
-        self.window = 0
-        self.window_is_named = False
-        self.is_empty = True  # nothing was announced since the last clearing
-        self.partial: dict[int, None] = {}  # in order of arrival
-
 
 _Changes: TypeAlias = Iterator[Change | None]
 """None where a turn's work is done."""
@@ -68,7 +52,7 @@ class KvEventNormaliser:
     """
 
     def __init__(self, *, ranks: int, block_tokens: int) -> None:
-        self._ranks = [_Rank() for _ in range(ranks)]
+        self._ranks = [RankState(rank) for rank in range(ranks)]
         self.losses = [Losses(rank) for rank in range(ranks)]
         self._block_tokens = block_tokens
         self._turn_blocks = max(1, TURN_WORK // (BLOCK_WORK + block_tokens))
@@ -79,6 +63,7 @@ class KvEventNormaliser:
             decode_errors=0,
             dropped_events=0,
             filtered_windows=0,
+            filtered_layer_groups=0,
             ignored_updates=0,
             partial_blocks=0,
         )
@@ -123,37 +108,36 @@ class KvEventNormaliser:
         if type(event_id) is not int or not 0 <= event_id < _MAX_EVENT_ID:
             unusable()
         rank = self._ranks[number]
-        if event_id < rank.next_id and rank.n_old < MAX_OLD:
-            rank.n_old += 1
+        place = rank.numbering.place(event_id)
+        if place.is_old:
             unusable("old_events")
-        rank.n_old = 0
-        if event_id != rank.next_id:
+        if place.is_gap:
             self.counts["gaps"] += 1
-            n_missed = max(0, event_id - rank.next_id)
-            self.counts["missed_events"] += n_missed
-            self.losses[number].add(n_missed)
-            yield _clear(rank, number)
-        rank.next_id = event_id + 1
+            self.counts["missed_events"] += place.n_missed
+            self.losses[number].add(place.n_missed)
+            yield rank.clear()
         yield from self._filtered(event, rank, number)
 
-    def _filtered(self, event: dict[str, Any], rank: _Rank, number: int) -> _Changes:
+    def _filtered(self, event: dict[str, Any], rank: RankState, number: int) -> _Changes:
         data, window = event.get("data"), event.get("window_size")
         if not isinstance(data, dict):
-            yield from _lost(rank, number)
+            yield from rank.lost()
             unusable()
         kind = data.get("type")
         is_created = kind == "created"
         if window is not None:
             if type(window) is not int:
                 if kind != "stored":
-                    yield from _lost(rank, number)
+                    yield from rank.lost()
                 unusable()
             if window > rank.window and (is_created or not rank.window_is_named):
-                rank.window = window
+                rank.window, rank.group = window, None
                 if not rank.is_empty:
-                    yield _clear(rank, number)
+                    yield rank.clear()
             if window != rank.window and not is_created:
                 unusable("filtered_windows")
+        if window == rank.window or window is None:
+            yield from rank.of_group(event)
         if is_created:
             rank.window_is_named |= window is not None
         elif kind == "stored":
@@ -165,7 +149,7 @@ class KvEventNormaliser:
         else:
             unusable()
 
-    def _stored(self, data: dict[str, Any], rank: _Rank, number: int) -> _Changes:
+    def _stored(self, data: dict[str, Any], rank: RankState, number: int) -> _Changes:
         """One change per run of blocks on one level; none when no full block leads the event.
 
         A block that cannot be told ends the chain: those in front of it are as good as ever, and the
@@ -173,8 +157,7 @@ class KvEventNormaliser:
         """
         parent = data.get("parent_hash")
         parent = None if parent is None else hash_of(parent)
-        lora_name = text_of(data.get("lora_name"))
-        salts = {text_of(data.get("cache_salt"))}
+        names, salts = {text_of(data.get("lora_name"))}, {text_of(data.get("cache_salt"))}
         runs: list[tuple[int, list[Block]]] = []
         for n_read, entry in enumerate(list_of(data.get("blocks"))):
             if n_read and n_read % self._turn_blocks == 0:
@@ -192,21 +175,19 @@ class KvEventNormaliser:
                 level = entry.get("cache_level", 0)
                 if not _is_level(level):
                     unusable("dropped_events")
-                salt = text_of(entry.get("cache_salt"))
+                salt, name = text_of(entry.get("cache_salt")), text_of(entry.get("lora_name"))
                 block = Block(hash_, *content_of(tokens, entry.get("mm_keys")))
             except UnusableError as error:
                 # Whatever comes after a block that is left out would have no parent.
                 self.counts[str(error)] += 1
                 break
             salts.add(salt)
+            names.add(name)
             rank.partial.pop(hash_, None)
             if not runs or runs[-1][0] != level or len(runs[-1][1]) == self._turn_blocks:
                 runs.append((level, []))
             runs[-1][1].append(block)
-        salts.discard("")
-        if len(salts) > 1:
-            unusable("dropped_events")
-        salt = salts.pop() if salts else ""
+        salt, lora_name = _only(salts), _only(names)
         for level, blocks in runs:
             rank.is_empty = False
             yield Stored(number, parent, tuple(blocks), level, lora_name, salt)
@@ -214,17 +195,17 @@ class KvEventNormaliser:
             if len(blocks) == self._turn_blocks:
                 yield None
 
-    def _remember_partial(self, rank: _Rank, hash_: int) -> None:
+    def _remember_partial(self, rank: RankState, hash_: int) -> None:
         self.counts["partial_blocks"] += 1
         rank.partial[hash_] = None
         if len(rank.partial) > MAX_PARTIAL:
             del rank.partial[next(iter(rank.partial))]
 
-    def _removed(self, data: dict[str, Any], rank: _Rank, number: int) -> _Changes:
+    def _removed(self, data: dict[str, Any], rank: RankState, number: int) -> _Changes:
         values = data.get("block_hashes")
         if not isinstance(values, list):
             # Something is gone and nobody knows what.
-            yield _clear(rank, number)
+            yield rank.clear()
             unusable()
         for start in range(0, len(values), _TURN_HASHES):
             if start:
@@ -234,7 +215,7 @@ class KvEventNormaliser:
                 try:
                     hash_ = hash_of(value)
                 except UnusableError:
-                    yield _clear(rank, number)
+                    yield rank.clear()
                     raise
                 if hash_ in rank.partial:
                     del rank.partial[hash_]
@@ -243,14 +224,14 @@ class KvEventNormaliser:
             if hashes:
                 yield Removed(number, tuple(hashes))
 
-    def _updated(self, data: dict[str, Any], rank: _Rank, number: int) -> _Changes:
+    def _updated(self, data: dict[str, Any], rank: RankState, number: int) -> _Changes:
         diff = data.get("cache_level")
         if diff is None:
             unusable("ignored_updates")
         try:
             hash_ = hash_of(data.get("block_hash"))
         except UnusableError:
-            yield from _lost(rank, number)
+            yield from rank.lost()
             raise
         if hash_ in rank.partial:
             return
@@ -263,16 +244,13 @@ class KvEventNormaliser:
             unusable("dropped_events")
 
 
+def _only(values: set[str]) -> str:
+    """What all blocks of one event say, which may be nothing. Raises `UnusableError` for two things."""
+    values.discard("")
+    if len(values) > 1:
+        unusable("dropped_events")
+    return values.pop() if values else ""
+
+
 def _is_level(value: object) -> TypeGuard[int]:
     return type(value) is int and value in range(len(MEDIUM_OF_LEVEL))
-
-
-def _lost(rank: _Rank, number: int) -> list[Cleared]:
-    """What follows from a change that nobody can tell: anything that was announced may be gone."""
-    return [] if rank.is_empty else [_clear(rank, number)]
-
-
-def _clear(rank: _Rank, number: int) -> Cleared:
-    rank.is_empty = True
-    rank.partial.clear()
-    return Cleared(number)

@@ -7,9 +7,10 @@ Numbers belong to one incarnation of the worker.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -19,6 +20,7 @@ from slagate.workers.errors import Refused
 from slagate.workers.kv_changes import Change
 from slagate.workers.kv_events import KvEventNormaliser
 from slagate.workers.kv_log import RankLog
+from slagate.workers.kv_losses import Losses
 from slagate.workers.kv_subscription import Subscription
 from slagate.workers.worker import Call, Metadata, Sink, Status
 
@@ -44,6 +46,16 @@ _MESSAGE_BYTES = 2048
 about as long as copying that much."""
 
 
+class Normaliser(Protocol):
+    """Makes changes of what an engine says of all its ranks; never raises."""
+
+    counts: Counter[str]
+    losses: list[Losses]
+
+    def portions(self, polled: object) -> Iterator[list[Change]]:
+        """The changes in what came, in portions of a turn's work."""
+
+
 class KvFeed:
     """The KV events of one engine, for any number of subscribers. All calls on the loop's thread."""
 
@@ -54,13 +66,16 @@ class KvFeed:
         block_tokens: int,
         instance_id: str,
         unix_nanos: Callable[[], int],
+        normaliser: Normaliser | None = None,
         history_batches: int = HISTORY_BATCHES,
         history_bytes: int = HISTORY_BYTES,
     ) -> None:
-        """`unix_nanos` stamps batches."""
+        """`unix_nanos` stamps batches; `normaliser` reads what the engine says, None what is polled."""
         self._instance_id = instance_id
         self._unix_nanos = unix_nanos
-        self._normaliser = KvEventNormaliser(ranks=ranks, block_tokens=block_tokens)
+        self._normaliser: Normaliser = normaliser or KvEventNormaliser(
+            ranks=ranks, block_tokens=block_tokens
+        )
         self._logs = [
             RankLog(
                 rank,

@@ -13,18 +13,19 @@ LOG_EVERY_S = 60.0
 
 
 class Losses:
-    """One rank's gaps in the engine's event ids, and the events that were lost in them."""
+    """One rank's gaps in the engine's numbers, and how many were lost `of` what has numbers."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, of: str = "events") -> None:
         self._rank = rank
-        self._n_gaps = self._n_events = 0
-        self._n_logged_gaps = self._n_logged_events = 0
+        self._of = of
+        self._n_gaps = self._n_missed = 0
+        self._n_logged_gaps = self._n_logged_missed = 0
         self._logged_at_s = -math.inf
 
-    def add(self, n_events: int) -> None:
-        """There was a gap of so many events; 0 where the engine counts anew and nobody knows."""
+    def add(self, n_missed: int) -> None:
+        """There was a gap of so many; 0 where the engine counts anew and nobody knows."""
         self._n_gaps += 1
-        self._n_events += n_events
+        self._n_missed += n_missed
 
     def report(self, now_s: float) -> None:
         """Log what was not logged yet, unless the last line is too new."""
@@ -34,10 +35,10 @@ class Losses:
                 extra={
                     "rank": self._rank,
                     "gaps": self._n_gaps - self._n_logged_gaps,
-                    "missed_events": self._n_events - self._n_logged_events,
+                    f"missed_{self._of}": self._n_missed - self._n_logged_missed,
                     "gaps_so_far": self._n_gaps,
-                    "missed_events_so_far": self._n_events,
+                    f"missed_{self._of}_so_far": self._n_missed,
                 },
             )
-            self._n_logged_gaps, self._n_logged_events = self._n_gaps, self._n_events
+            self._n_logged_gaps, self._n_logged_missed = self._n_gaps, self._n_missed
             self._logged_at_s = now_s

@@ -46,7 +46,7 @@ def load_info(
         prefill_batch_size=_total(batches, ("numContextRequests",), idle=idle),
         decode_batch_size=_total(batches, ("numGenRequests",), idle=idle),
     )
-    caches = [_nested(row, "kvCacheStats") for row in rows.values()]
+    caches = [kv_cache(row) for row in rows.values()]
     total_blocks = None if blocks_per_rank is None else blocks_per_rank * n_ranks
     # A sum over some of the ranks would look like a smaller worker.
     if len(rows) == n_ranks:
@@ -78,7 +78,7 @@ def rank_loads(
         row = rows.get(rank)
         idle = n_live == 0 and row is not None
         known_blocks = used_blocks if n_ranks == 1 else None
-        batch, cache = _nested(row, "inflightBatchingStats"), _nested(row, "kvCacheStats")
+        batch, cache = _nested(row, "inflightBatchingStats"), kv_cache(row)
         _fill(
             load,
             running_requests=0 if idle else _count(row, "numActiveRequests"),
@@ -94,6 +94,24 @@ def rank_loads(
         )
         loads.append(load)
     return loads
+
+
+def kv_cache(row: Row | None) -> Row | None:
+    """The figures of a row's KV cache, named as in `kvCacheStats`.
+
+    Without those, what newer versions say of the blocks on the GPU by attention window: of the largest one,
+    as KV events are. None where nothing says it.
+    """
+    cache = _nested(row, "kvCacheStats")
+    if cache is not None:
+        return cache
+    windows = _nested(row, "kvCacheIterationStats") or {}
+    sizes = {int(key): key for key in windows if isinstance(key, str) and key.isdecimal()}
+    largest = _nested(windows, sizes[max(sizes)]) if sizes else None
+    if largest is None:
+        return None
+    names = {"maxNumBlocks": "primaryMaxNumBlocks", "usedNumBlocks": "primaryUsedNumBlocks"}
+    return {name: largest.get(primary) for name, primary in names.items()}
 
 
 def attribute(count: int) -> int | str:

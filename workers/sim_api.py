@@ -27,6 +27,7 @@ from slagate.workers.sim_request import (
     DisaggregatedParams,
     DisaggregatedParams12,
     DisaggregatedParams13,
+    LogitsProcessor,
     PreprocessedInputs,
     RequestError,
     SamplingParams,
@@ -175,6 +176,7 @@ class SimApi:
     DisaggregatedParams: type[DisaggregatedParams12]
     SchedulingParams: type[SchedulingParams12]
     RequestError: type[RequestError] = RequestError
+    LogitsProcessor: Any = LogitsProcessor
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from slagate.workers.kv_transfer import KvTransferError, KvTransport
-from slagate.workers.sim_blocks import next_token
 from slagate.workers.sim_handoff import DisaggIds
+from slagate.workers.sim_logits import drawn
 from slagate.workers.sim_parking import ParkedSessions
 from slagate.workers.sim_rank import Iteration, RankGroup, SimRank
 from slagate.workers.sim_request import RequestError
@@ -222,7 +222,7 @@ class SimEngine:
         sequence.start_chain(prompt.states[n_full - 1] if n_full else prompt.seed, block_tokens)
         rank.schedule.start_decoding(sequence)
         state = prompt.states[-1]
-        token = next_token(state, self._limits.vocab_size, sequence.branch)
+        token = drawn(sequence, state, self._limits.vocab_size)
         if sequence.request_type == "context_only" and sequence.stop.check([token]) is None:
             self._hand_off(rank, sequence, token)
         else:
@@ -237,7 +237,7 @@ class SimEngine:
         sequence.kv_tokens += 1
         chain.append(sequence.generated[-1])
         state = chain.state
-        self._emit(sequence, next_token(state, self._limits.vocab_size, sequence.branch), state)
+        self._emit(sequence, drawn(sequence, state, self._limits.vocab_size), state)
 
     def _emit(self, sequence: SimSequence, token: int, state: bytes) -> None:
         """Deliver a token drawn from the context in `state`; end the sequence if it is the last one."""

@@ -171,7 +171,9 @@ def accept_blocks(
         raise KvMismatchError(
             f"{len(wrong)} of {len(blocks)} blocks do not hold this prompt, first block {wrong[0]}"
         )
-    if next_token(state_of(blocks[-1]), limits.vocab_size) != first_token:
+    follows = next_token(state_of(blocks[-1]), limits.vocab_size) == first_token
+    # What processors made of the prompt's logits is not to be seen in its blocks.
+    if not follows and not sequence.processors:
         raise KvTransferError(f"first token {first_token} does not follow from the blocks")
     n_full = sequence.n_prompt // limits.block_tokens
     parent = state_of(blocks[n_full - 1]) if n_full else sequence.prompt.seed

@@ -6,6 +6,7 @@ version's; one without is the newest. Each age has all fields of the one before 
 """
 
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -16,6 +17,21 @@ DEFAULT_REQUEST_PRIORITY = 0.5
 
 class RequestError(RuntimeError):
     """One request failed; the engine stays usable."""
+
+
+class LogitsProcessor(ABC):
+    """Changes one request's logits in place, before a token is drawn from them."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        req_id: int,
+        logits: Any,
+        token_ids: list[list[int]],
+        stream_ptr: int | None,
+        client_id: int | None,
+    ) -> None:
+        """`logits` are of shape (1, beams, vocabulary), `token_ids` prompt and output of each beam."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from slagate.workers.sim_blocks import TOKEN_BYTES, Prompt, TokenChain, token_bytes
 from slagate.workers.sim_kv_cache import Allocation
 from slagate.workers.sim_outputs import OutputFeed
-from slagate.workers.sim_request import DisaggregatedParams12
+from slagate.workers.sim_request import DisaggregatedParams12, LogitsProcessor
 from slagate.workers.sim_stop import StopRules
 
 
@@ -54,6 +54,7 @@ class SimSequence:
     first: "SimSequence | None" = None
     rank_wanted: int | None = None
     rank_strict: bool = False
+    processors: tuple[LogitsProcessor, ...] = ()
 
     rank: int | None = None
     allocation: Allocation | None = None

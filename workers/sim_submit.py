@@ -12,6 +12,7 @@ from typing import Any
 from slagate.workers.sim_args import TorchLlmArgs
 from slagate.workers.sim_blocks import Prompt, block_states, seed_state
 from slagate.workers.sim_completion import OutputForm
+from slagate.workers.sim_logits import processors_of
 from slagate.workers.sim_logprobs import LogprobMaker
 from slagate.workers.sim_outputs import RequestOutput
 from slagate.workers.sim_prompt import PromptTokens, prompt_tokens
@@ -102,6 +103,7 @@ class Desk:
             params=params,
             rank_wanted=None if scheduling is None else scheduling.attention_dp_rank,
             rank_strict=scheduling is not None and scheduling.attention_dp_relax is False,
+            processors=processors_of(sampling),
         )
         others = [
             replace(first, feed=feed, branch=feed.index, first=first, generated=[])
@@ -131,7 +133,7 @@ class Desk:
         for name, asked in {
             "guided_decoding": sampling.guided_decoding,
             "lora_request": call.lora_request,
-            "logits_processor": sampling.logits_processor,
+            "apply_batched_logits_processor": sampling.apply_batched_logits_processor or None,
         }.items():
             if asked is not None:
                 raise NotImplementedError(f"{name} is not simulated")

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +12,7 @@ import anyio
 from slagate.workers.errors import UsageError
 from slagate.workers.handoff_seal import read_key
 from slagate.workers.kv_transfer import KvTransport
+from slagate.workers.logits import LogitsProcessors
 from slagate.workers.profile import TpProfile, load_profile
 from slagate.workers.sim_api import SimApi, sim_api
 from slagate.workers.sim_llm import SimLLM
@@ -53,6 +54,7 @@ class SimOptions:
     handoff_timeout_s: float = HANDOFF_TIMEOUT_S
     handoff_key_file: Path | None = None
     api: str = "main"
+    logits: LogitsProcessors = field(default_factory=LogitsProcessors)
 
 
 def check_options(options: SimOptions) -> None:
@@ -103,6 +105,7 @@ async def sim_worker(
                 connector=transport,
                 handoff_key=read_key(options.handoff_key_file),
                 observer=observer,
+                logits=options.logits,
             )
             tasks.cancel_scope.cancel()
     finally:

@@ -21,12 +21,14 @@ from slagate.workers.kv_feed import HISTORY_BATCHES
 from slagate.workers.kv_transfer import KvConnector
 from slagate.workers.legs import CONTEXT_ONLY
 from slagate.workers.load import attribute, load_info, rank_loads
+from slagate.workers.logits import LogitsProcessors
 from slagate.workers.stream import EndedCall
 from slagate.workers.trtllm_drain import fetched
 from slagate.workers.trtllm_engine import Engine, EngineApi, EngineGoneError
 from slagate.workers.trtllm_events import EngineEvents
 from slagate.workers.trtllm_handoffs import Handoffs
 from slagate.workers.trtllm_info import WorkerIdentity, health, model_info, server_info
+from slagate.workers.trtllm_logits_request import RequestLogits
 from slagate.workers.trtllm_observer import SILENT, Observer
 from slagate.workers.trtllm_poll import STATS_PACE, Activity, NewestRows, Poller
 from slagate.workers.trtllm_probe import InferenceProbe
@@ -55,13 +57,15 @@ class TrtllmWorker:
         new_handoff_id: Callable[[], int] | None = None,
         observer: Observer = SILENT,
         is_watched: bool = False,
+        logits: LogitsProcessors | None = None,
     ) -> None:
         """`release_session` frees a parked handoff by context request id; None where none can be.
 
         `connector` reports on KV transfers, where that is to be had. `handoff_key` seals handoffs
         between workers that have the same one. `kv_history_batches` of KV events are kept for each rank.
         `new_handoff_id` makes ids for handoffs, where the engine does not. An engine that `is_watched` is
-        not asked how it is: who watches it calls `end`. Raises `ValueError` for a key that is too short.
+        not asked how it is: who watches it calls `end`. `logits` are the processors of requests.
+        Raises `ValueError` for a key that is too short.
         """
         self._engine = Engine(
             llm,
@@ -98,6 +102,11 @@ class TrtllmWorker:
             instance_id=identity.instance_id,
             history_batches=kv_history_batches,
             observer=observer,
+        )
+        self._logits = RequestLogits(
+            logits or LogitsProcessors(),
+            base=getattr(api, "LogitsProcessor", None),
+            end_id=identity.end_id,
         )
         self._problem = ""  # why no request is taken any more
         self.fatal = anyio.Event()
@@ -156,6 +165,7 @@ class TrtllmWorker:
             engine=self._engine,
             identity=self._identity,
             handoffs=self._handoffs,
+            logits=self._logits,
         )
 
     def _submit(self, leg: EngineRequest, metadata: Metadata) -> Any:

@@ -18,6 +18,7 @@ import grpc
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import Refused
+from slagate.workers.load import kv_cache
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +81,8 @@ class Engine:
 
         Ranks are of one size; the smallest that was named counts.
         """
-        caches = [row.get("kvCacheStats") for row in rows.values()]
-        sizes = [cache.get("maxNumBlocks") for cache in caches if isinstance(cache, dict)]
+        caches = [kv_cache(row) for row in rows.values()]
+        sizes = [cache.get("maxNumBlocks") for cache in caches if cache is not None]
         known = [size for size in sizes if isinstance(size, int) and size > 0]
         self._learned_blocks = min(known, default=self._learned_blocks)
 
@@ -130,15 +131,28 @@ class Engine:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def events_off(self) -> str:
-        """Why this engine has no KV events to poll, naming the setting; "" where it has."""
+        """Why this engine has no KV events, naming the setting; "" where it has."""
         cache = self.llm.args.kv_cache_config
-        if not setting(cache, "event_buffer_max_size"):
-            return "kv_cache_config.event_buffer_max_size is 0"
         if setting(cache, "enable_block_reuse") is False:
             return "kv_cache_config.enable_block_reuse is off"
-        streaming = setting(cache, "kv_events_config")
-        if setting(streaming, "enable_kv_cache_events"):
-            return "kv_cache_config.kv_events_config sends the events elsewhere"
+        if self.event_stream is not None:
+            if setting(self.event_stream, "publisher") == "null":
+                return "kv_cache_config.kv_events_config.publisher is null"
+        elif not setting(cache, "event_buffer_max_size"):
+            return "kv_cache_config.event_buffer_max_size is 0"
+        return ""
+
+    @property
+    def event_stream(self) -> Any | None:
+        """`kv_events_config`, where this engine streams its events and so has none to poll."""
+        config = setting(self.llm.args.kv_cache_config, "kv_events_config")
+        return config if setting(config, "enable_kv_cache_events") else None
+
+    def ranks_elsewhere(self) -> str:
+        """Why a socket of some rank cannot be reached from here; "" where all are on this machine."""
+        n_here = setting(self.llm.args, "gpus_per_node")
+        if isinstance(n_here, int) and self.n_ranks > n_here:
+            return f"{self.n_ranks} ranks are on more than this machine ({n_here} GPUs a node)"
         return ""
 
     def salts_off(self) -> str:
@@ -153,6 +167,8 @@ class Engine:
         if self.events_off():
             return ""
         is_v2 = setting(self.llm.args.kv_cache_config, "use_kv_cache_manager_v2")
+        if self.event_stream is not None:
+            is_v2 = True  # nothing else streams
         if "conversation_params" in self._signature.parameters and is_v2 in (None, False):
             return ""
         return "the KV events of this engine do not say it, so it is taken only where they are off"

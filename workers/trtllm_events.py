@@ -1,4 +1,6 @@
-"""The KV events of one engine: polled while it works, and fed to whoever subscribes."""
+"""The KV events of one engine: polled while it works, or streamed by it, and fed to whoever subscribes."""
+
+from typing import Any
 
 import grpc
 
@@ -7,7 +9,9 @@ from slagate.workers.clock import unix_nanos
 from slagate.workers.errors import Refused
 from slagate.workers.kv_event_fields import work_of
 from slagate.workers.kv_feed import KvFeed
-from slagate.workers.trtllm_engine import Engine
+from slagate.workers.kv_stream import KvStreamNormaliser
+from slagate.workers.kv_stream_source import StreamSource, pyzmq_missing, stream_settings
+from slagate.workers.trtllm_engine import Engine, setting
 from slagate.workers.trtllm_observer import Observer
 from slagate.workers.trtllm_poll import EVENT_PACE, Activity, Poller
 from slagate.workers.worker import Call, Metadata, Sink
@@ -16,7 +20,7 @@ SCHEMA_VERSION = 1
 
 
 class EngineEvents:
-    """The feed and its poller, or the reason why an engine has neither."""
+    """The feed and what it is fed from, or the reason why an engine has neither."""
 
     def __init__(
         self,
@@ -31,13 +35,20 @@ class EngineEvents:
         self._why_not = engine.events_off()
         self._n_ranks = engine.n_ranks
         self._history_batches = history_batches
+        streamed = None
+        if engine.event_stream is not None:
+            streamed = KvStreamNormaliser(ranks=engine.n_ranks, block_tokens=engine.block_tokens)
         self._feed = KvFeed(
             ranks=engine.n_ranks,
             block_tokens=engine.block_tokens,
             instance_id=instance_id,
             unix_nanos=unix_nanos,
+            normaliser=streamed,
             history_batches=history_batches,
         )
+        self._stream: StreamSource | None = None
+        if streamed is not None and not self._why_not:
+            self._follow(engine, streamed, observer)
         self._poller = Poller(
             "kv events",
             lambda: engine.llm.get_kv_cache_events_async(timeout=0),
@@ -48,10 +59,32 @@ class EngineEvents:
             on_read=observer.drained,
         )
 
-    async def run(self) -> None:
-        """Poll until cancelled; every stream ends with it."""
+    def _follow(self, engine: Engine, normaliser: KvStreamNormaliser, observer: Observer) -> None:
+        """Take the engine's own stream as the source, or say why not."""
+        config: Any = engine.event_stream
+        given = {
+            name: setting(config, name) for name in ("endpoint", "replay_endpoint", "topic", "hwm")
+        }
+        defaults = {"endpoint": "tcp://*:5557", "topic": "", "hwm": 100_000}
+        given |= {name: one for name, one in defaults.items() if given[name] is None}
         try:
-            if not self._why_not:
+            settings = stream_settings(**given, n_ranks=engine.n_ranks)
+        except ValueError as error:
+            self._why_not = f"kv_cache_config.kv_events_config.{error}"
+            return
+        if why_not := engine.ranks_elsewhere() or pyzmq_missing():
+            self._why_not = f"kv_cache_config.kv_events_config: {why_not}"
+            return
+        self._stream = StreamSource(
+            settings, normaliser, take=self._feed.take, on_read=observer.drained
+        )
+
+    async def run(self) -> None:
+        """Poll or listen until cancelled; every stream ends with it."""
+        try:
+            if self._stream is not None:
+                await self._stream.run()
+            elif not self._why_not:
                 await self._poller.run()
         finally:
             self._feed.close()
@@ -92,4 +125,7 @@ class EngineEvents:
         if self._why_not:
             return {}
         counts = {f"kv_event_{name}": count for name, count in self._feed.counters().items()}
-        return {**counts, "kv_event_poll_errors": self._poller.n_errors}
+        if self._stream is None:
+            return {**counts, "kv_event_poll_errors": self._poller.n_errors}
+        more = {f"kv_event_{name}": count for name, count in self._stream.counters().items()}
+        return {**counts, **more, "kv_event_socket_errors": self._stream.n_errors}

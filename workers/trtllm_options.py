@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slagate.workers.engine_args import EngineArgs
+from slagate.workers.logits import LogitsProcessors
 from slagate.workers.trtllm_watch import WatchTimes
 
 WARM_UP_LIMIT_S = 300.0
@@ -29,6 +30,7 @@ class TrtllmOptions:
     shutdown_limit_s: float = SHUTDOWN_LIMIT_S
     progress_s: float = PROGRESS_S
     watch: WatchTimes = field(default_factory=WatchTimes)
+    logits: LogitsProcessors = field(default_factory=LogitsProcessors)
 
     @property
     def role(self) -> str:

@@ -209,8 +209,9 @@ class NewestRows:
         """Keep the newest; whatever is no row, or is of nobody knows which rank, is passed over."""
         for row in rows:
             if isinstance(row, dict):
-                # Early versions do not name the rank.
-                rank = row.get("attentionDpRank", 0 if self._n_ranks == 1 else None)
+                rank = row.get("attentionDpRank")
+                if rank is None and self._n_ranks == 1:
+                    rank = 0  # early versions do not name it
                 if isinstance(rank, int) and rank in range(self._n_ranks):
                     self.of_rank[rank] = row
         self._changed.set()

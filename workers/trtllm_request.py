@@ -15,6 +15,7 @@ from slagate.workers.trtllm_engine import Engine
 from slagate.workers.trtllm_guided import guided_params
 from slagate.workers.trtllm_handoffs import Handoffs
 from slagate.workers.trtllm_info import WorkerIdentity
+from slagate.workers.trtllm_logits_request import RequestLogits
 from slagate.workers.trtllm_output import OutputForm
 from slagate.workers.trtllm_sampling import (
     UINT32_MAX,
@@ -61,6 +62,7 @@ def parse_leg(
     engine: Engine,
     identity: WorkerIdentity,
     handoffs: Handoffs,
+    logits: RequestLogits,
 ) -> EngineRequest:
     """Validate one leg and build the engine's arguments. Raises `Refused` naming the field."""
     reserved = _reserved(metadata)
@@ -93,6 +95,7 @@ def parse_leg(
     guided = guided_params(request, engine)
     if guided is not None:
         values["guided_decoding"] = guided
+    values["logits_processor"] = logits.of(request, n_outputs=form.n_outputs)
     disaggregated = None
     if kind == GENERATION_ONLY:
         disaggregated = engine.disaggregated(**handoffs.params(request.kv.session))

@@ -130,6 +130,7 @@ class _Process:
                 new_handoff_id=handoff_ids(package, self._instance_id),
                 observer=self.metrics if is_measured else SILENT,
                 is_watched=self._options.watch.interval_s > 0,
+                logits=self._options.logits,
             )
             watch = EngineWatch(llm, times=self._options.watch, on_death=worker.end, leave=_leave)
             tasks.start_soon(watch.run)

@@ -94,6 +94,8 @@ async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phas
     constructor raises.
     """
     package = await aside(load_package)
+    if options.logits.is_used and package.LogitsProcessor is None:
+        raise UsageError(f"--logits-processor: tensorrt_llm {package.version} has none")
     phases.begin("engine")
     llm = await aside(as_usage(lambda: package.LLM(**options.args.values)))
     try:

@@ -14,7 +14,8 @@ from slagate.workers.kv_event_fields import (
     MAX_TEXT_BYTES,
     TURN_WORK,
 )
-from slagate.workers.kv_events import MAX_OLD, MAX_PARTIAL, KvEventNormaliser
+from slagate.workers.kv_event_rank import MAX_OLD
+from slagate.workers.kv_events import MAX_PARTIAL, KvEventNormaliser
 from slagate.workers.kv_wire import token_field
 from support.kv_dicts import (
     BLOCK_TOKENS,
@@ -289,6 +290,44 @@ def test_kv_06_without_created_events_the_largest_seen_counts_and_a_larger_start
     assert poller.counts() == {"filtered_windows": 1}
 
 
+def test_kv_06_of_layer_groups_with_one_window_the_first_counts() -> None:
+    """A block that is gone from one group of layers is still announced by the other."""
+    poller = Poller()
+
+    def take(data: object, group: int, window: int) -> list[Change]:
+        return poller.read({**poller.event(data, window=window), "layer_group_id": group})
+
+    take(created(), 0, 512)
+    take(created(), 1, 8192)
+    take(created(), 2, 8192)
+    assert hashes(take(stored(1), 1, 8192)) == [1]
+    assert take(stored(1), 2, 8192) == []
+    assert take(removed(1), 2, 8192) == []
+    assert take(stored(1), 0, 512) == []
+    assert take(removed(1), 1, 8192) == [Removed(0, (1,))]
+    assert poller.counts() == {"filtered_layer_groups": 3, "filtered_windows": 1}
+
+
+def test_a_wider_window_has_layers_of_its_own() -> None:
+    poller = Poller()
+    first = {**poller.event(stored(1), window=512), "layer_group_id": 0}
+    wider = {**poller.event(stored(1), window=8192), "layer_group_id": 1}
+    assert hashes(poller.read([first, wider])) == [1, 1]
+
+
+def test_kv_14_hashes_of_another_algorithm_are_of_other_blocks() -> None:
+    poller = Poller()
+
+    def take(data: object, algorithm: object) -> list[Change]:
+        return poller.read({**poller.event(data), "hash_algo": algorithm})
+
+    assert hashes(take(stored(1), "v1_block_key")) == [1]
+    assert hashes(take(stored(2), None)) == [2]
+    assert len(take(stored(3), "v1_block_key")) == 1
+    changes = take(stored(1), "v2_sha256_64")
+    assert (changes[0], hashes(changes)) == (Cleared(0), [1])
+
+
 def test_a_gap_and_a_larger_window_in_one_event_clear_once() -> None:
     poller = Poller()
     poller.take(stored(1), window=512)
@@ -445,9 +484,8 @@ def test_a_block_that_moved_nobody_knows_where_is_gone(level: object) -> None:
 # --- contents --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("token_id", ["ab" * 32, "7", 1.0, True, None, -1, 1 << 32])
+@pytest.mark.parametrize("token_id", ["ab" * 31, "zz" * 32, "7", 1.0, True, None, -1, 1 << 32])
 def test_tokens_that_are_no_token_ids_end_the_chain(token_id: object) -> None:
-    """The V2 cache manager puts digests where a picture is."""
     tokens = [*tokens_of(3), {"type": "unique_token", "token_id": token_id, "token_extra_id": 0}]
     poller = Poller()
     assert hashes(poller.take(stored(1, {**block(2), "tokens": tokens}, 4))) == [1]
@@ -479,6 +517,30 @@ def test_secmm_04_a_block_carries_the_pictures_it_is_part_of() -> None:
     assert keys_of(mm(picture)) != keys_of(mm(picture, 1))
     assert keys_of() == ()
     assert keys_of(mm(None, uuid="mine")) == ("mm=mine@0",)
+
+
+def test_secmm_04_what_the_caller_named_a_picture_is_told_too() -> None:
+    """It is how a router knows the picture; the hash is the engine's own."""
+    picture = "ab" * 32
+    assert keys_of(mm(picture, 3, uuid="mine")) == (f"mm={picture}@3", "mm_uuid=mine@3")
+    assert keys_of(mm(picture, uuid=None)) == (f"mm={picture}@0",)
+
+
+def test_secmm_04_a_digest_in_place_of_a_token_is_a_key() -> None:
+    """The V2 cache manager puts one where a picture begins; the picture's other tokens are numbers."""
+
+    def taken(*token_ids: object) -> Block:
+        tokens = [
+            {"type": "unique_token", "token_id": one, "token_extra_id": 0} for one in token_ids
+        ]
+        changes = Poller().take(stored({**block(1, mm_keys=[mm("ab" * 32)]), "tokens": tokens}))
+        assert isinstance(changes[0], Stored)
+        return changes[0].blocks[0]
+
+    one = taken(7, "AB" * 32, 128_257, 8)
+    assert one.tokens == token_field([7, 0, 128_257, 8])
+    assert one.keys == (f"mm={'ab' * 32}@0", f"mm_token={'ab' * 32}@1")
+    assert taken(7, "cd" * 32, 128_257, 8).keys != one.keys
 
 
 def test_secmm_05_every_bit_of_a_picture_hash_counts_and_two_spellings_of_one_are_equal() -> None:
@@ -535,6 +597,14 @@ def test_secmm_06_the_adapter_is_part_of_what_is_stored() -> None:
         assert isinstance(change, Stored)
         names.append(change.lora_name)
     assert names == ["adapter-7", "adapter-8", ""]
+
+
+def test_secmm_06_blocks_of_two_adapters_are_not_one_chain() -> None:
+    poller = Poller()
+    assert poller.take(stored(block(1, lora_name="a"), block(2, lora_name="b"))) == []
+    (change,) = poller.take(stored(block(1, lora_name="a"), lora_name="a"))
+    assert isinstance(change, Stored)
+    assert (change.lora_name, poller.counts()) == ("a", {"dropped_events": 1})
 
 
 @pytest.mark.parametrize(

@@ -108,10 +108,8 @@ def test_a_nested_configuration_may_be_an_object_or_a_dict(as_type: Callable[...
     [
         ({}, "event_buffer_max_size"),
         ({"event_buffer_max_size": 9, "enable_block_reuse": False}, "enable_block_reuse"),
-        (
-            {"event_buffer_max_size": 9, "kv_events_config": {"enable_kv_cache_events": True}},
-            "kv_events_config",
-        ),
+        ({"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}, "publisher"),
+        ({"kv_events_config": {"enable_kv_cache_events": True}}, ""),
         ({"event_buffer_max_size": 9, "kv_events_config": None}, ""),
     ],
 )

@@ -10,9 +10,11 @@ import pytest
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers import sim_request
 from slagate.workers.errors import Refused
+from slagate.workers.logits import LogitsProcessors
 from slagate.workers.trtllm_engine import Engine
 from slagate.workers.trtllm_handoffs import Handoffs
 from slagate.workers.trtllm_info import WorkerIdentity
+from slagate.workers.trtllm_logits_request import RequestLogits
 from slagate.workers.trtllm_output import MAX_PROMPT_ENTRIES
 from slagate.workers.trtllm_request import EngineRequest, parse_leg
 from slagate.workers.trtllm_sampling import MAX_STOP_TEXT_BYTES
@@ -51,7 +53,14 @@ def parse(
 ) -> EngineRequest:
     identity = WorkerIdentity(role, MODEL, "i1", "0", "NIXL", 1, end_id=2, vocab_size=vocab_size)
     handoffs = Handoffs(backend="NIXL", limit_s=60)
-    return parse_leg(leg, metadata, engine=on or engine(), identity=identity, handoffs=handoffs)
+    return parse_leg(
+        leg,
+        metadata,
+        engine=on or engine(),
+        identity=identity,
+        handoffs=handoffs,
+        logits=RequestLogits(LogitsProcessors(), base=None, end_id=2),
+    )
 
 
 def refusal(leg: oe.GenerateRequest, **more: Any) -> tuple[grpc.StatusCode, str]:
