@@ -258,7 +258,10 @@ def test_an_engine_that_knows_the_end_of_a_text_is_not_told(*, engine_knows: boo
         oe.ENGINE_ROLE_AGGREGATED, MODEL, "i1", "0", "", 1, end_id=2, engine_knows_end=engine_knows
     )
     handoffs = Handoffs(backend="", limit_s=60)
-    leg = parse_leg(request(), (), engine=engine(), identity=identity, handoffs=handoffs)
+    logits = RequestLogits(LogitsProcessors(), base=None, end_id=2)
+    leg = parse_leg(
+        request(), (), engine=engine(), identity=identity, handoffs=handoffs, logits=logits
+    )
     assert leg.sampling.end_id == (None if engine_knows else 2)
     assert leg.end_id == 2
 
