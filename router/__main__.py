@@ -10,6 +10,7 @@ from rich.console import Console
 
 from slagate.router import app as gateway_app
 from slagate.router import client_cli
+from slagate.router.bench_cli import bench
 from slagate.router.command import (
     Lenient,
     Listen,
@@ -57,6 +58,7 @@ cli = typer.Typer(
 cli.add_typer(grid, name="grid")
 cli.add_typer(profile, name="profile")
 cli.command()(worker)
+cli.command()(bench)
 cli.command()(receipts)
 cli.command()(recompute)
 cli.command()(reload)

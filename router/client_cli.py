@@ -97,7 +97,7 @@ async def generate(
     side = None if tls is None else ClientTls("command", tls)
     async with connect_worker(target, tls=side) as gateway:
         try:
-            model = options.model or await _only_model(gateway)
+            model = options.model or await only_model(gateway)
         except WorkerError as error:
             return failed(error.status)
         metadata = options.metadata()
@@ -136,7 +136,8 @@ async def _print_tokens(sink: BufferedSink) -> Status:
     return sink.status
 
 
-async def _only_model(gateway: GrpcWorker) -> str:
+async def only_model(gateway: GrpcWorker) -> str:
+    """The one model that is served. Raises `UsageError` where there are others, or none yet."""
     models = list((await gateway.server_info()).supported_models)
     if len(models) != 1:
         known = ", ".join(models) or "none yet"
