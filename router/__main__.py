@@ -57,7 +57,7 @@ cli = typer.Typer(
 )
 cli.add_typer(grid, name="grid")
 cli.add_typer(profile, name="profile")
-cli.command()(worker)
+cli.add_typer(worker, name="worker")
 cli.command()(bench)
 cli.command()(receipts)
 cli.command()(recompute)

@@ -91,6 +91,13 @@ MAX_SECONDS = 1e6
 Listen = Annotated[
     Address, typer.Option(parser=_address, metavar="HOST:PORT", help="Port 0: the kernel chooses.")
 ]
+MaybeListen = Annotated[
+    Address | None,
+    typer.Option(
+        parser=_address, metavar="HOST:PORT", help="Port 0: the kernel chooses. Required."
+    ),
+]
+"""Of a group that listens unless it is asked for one of its commands, which then has to be checked."""
 FleetFile = Annotated[
     Path,
     typer.Argument(help="Fleet file, or a configuration of Dynamo's router or endpoint picker."),
@@ -114,6 +121,16 @@ Transport = Annotated[
         "works, else shm.",
     ),
 ]
+
+
+def options_given(context: typer.Context) -> list[str]:
+    """The parameters that the command line itself sets, by name."""
+    return [
+        name
+        for name in context.params
+        if (source := context.get_parameter_source(name)) is not None
+        and source.name == "COMMANDLINE"
+    ]
 
 
 def check_transport(transport: str) -> None:

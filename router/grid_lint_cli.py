@@ -97,8 +97,8 @@ def text_lines(found: Sequence[Finding], *, n_ignored: int = 0) -> Iterator[str]
     for finding in found:
         yield f"{finding.code}  {finding.path}"
         # Each message begins with a word of ours, never with a name.
-        yield from _indented(f"{finding.message[:1].upper()}{finding.message[1:]}.")
-        yield from _indented(f"Fix: {finding.advice}")
+        yield from indented(f"{finding.message[:1].upper()}{finding.message[1:]}.")
+        yield from indented(f"Fix: {finding.advice}")
         yield ""
     ignored = f" ({n_ignored} ignored)" if n_ignored else ""
     if not found:
@@ -109,7 +109,8 @@ def text_lines(found: Sequence[Finding], *, n_ignored: int = 0) -> Iterator[str]
     yield f"{len(found)} finding{'s' * (len(found) > 1)}{ignored}: {listed}"
 
 
-def _indented(text: str) -> list[str]:
+def indented(text: str) -> list[str]:
+    """The text in lines of a page's width, below what it is about."""
     indent = " " * 6
     return textwrap.wrap(
         text,

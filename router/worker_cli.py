@@ -1,4 +1,4 @@
-"""`slagate worker`: one worker process."""
+"""`slagate worker`: one worker process, and the group of commands about one."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,23 +7,41 @@ import typer
 
 from slagate.router.command import (
     MAX_SECONDS,
-    Listen,
     LogLevel,
+    MaybeListen,
     Transport,
     check_transport,
     fail,
     finite,
+    options_given,
     run_to_exit,
     start_log,
 )
+from slagate.router.engine_args_cli import (
+    TRTLLM_ONLY,
+    AllowUnknownEngineArgs,
+    ExtraEngineArgs,
+    OverrideEngineArgs,
+    PrintEngineArgs,
+    read_engine_args,
+    show_engine_args,
+)
 from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
+from slagate.router.worker_check_cli import check
 from slagate.workers import run, sim_worker
 
+worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one would run.")
 
-def worker(
+
+worker.command()(check)
+
+
+@worker.callback(invoke_without_command=True)
+def run_worker(
+    context: typer.Context,
     *,
-    role: Annotated[str, typer.Option(help="prefill, decode or agg.")],
-    listen: Listen,
+    role: Annotated[str | None, typer.Option(help="prefill, decode or agg. Required.")] = None,
+    listen: MaybeListen = None,
     engine: Annotated[str, typer.Option(help="sim or trtllm.")] = "sim",
     profile: Annotated[
         str, typer.Option(help="Timing profile: a packaged name, or a file.")
@@ -94,6 +112,10 @@ def worker(
         str,
         typer.Option(help="TensorRT-LLM API that the simulated engine has: 1.2, 1.3rc or main."),
     ] = "main",
+    extra_engine_args: ExtraEngineArgs = None,
+    override_engine_args: OverrideEngineArgs = None,
+    allow_unknown_engine_args: AllowUnknownEngineArgs = False,
+    print_engine_args: PrintEngineArgs = False,
     drain: Annotated[
         float,
         typer.Option(
@@ -110,8 +132,31 @@ def worker(
     log_level: LogLevel = "info",
 ) -> None:
     """Run one worker until SIGTERM."""
+    given = options_given(context)
+    if context.invoked_subcommand is not None:
+        if given:
+            fail(f"{_option(given[0])}: options come after {context.invoked_subcommand!r}")
+        return
+    if role is None:
+        fail("--role is missing: prefill, decode or agg")
     if engine not in ("sim", "trtllm"):
         fail(f"--engine must be sim or trtllm (got {engine!r})")
+    for name in given:
+        if engine != "trtllm" and name in TRTLLM_ONLY:
+            fail(f"{_option(name)} is for --engine trtllm, not for {engine}")
+    if print_engine_args:
+        show_engine_args(
+            read_engine_args(
+                role,
+                {name: context.params[name] for name in given},
+                extra=extra_engine_args,
+                override=override_engine_args,
+                allow_unknown=allow_unknown_engine_args,
+            )
+        )
+        raise typer.Exit
+    if listen is None:
+        fail("--listen is missing: HOST:PORT")
     if engine == "trtllm":
         fail("--engine trtllm is not available in this version; use --engine sim")
     check_transport(transport)
@@ -138,3 +183,7 @@ def worker(
         api=api,
     )
     run_to_exit(lambda: run.run_sim_worker(options, listen, drain_s=drain, tls=tls))
+
+
+def _option(parameter: str) -> str:
+    return f"--{parameter.replace('_', '-')}"

@@ -1,0 +1,110 @@
+"""The options that engine arguments come from, and what of a command line goes to the engine."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slagate.router.command import errors, fail, until_reader_leaves
+from slagate.workers.engine_args import EngineArgs, build_engine_args
+from slagate.workers.engine_args_text import yaml_lines
+from slagate.workers.engine_case import Wanted
+from slagate.workers.engine_findings import Finding
+from slagate.workers.errors import UsageError
+
+ExtraEngineArgs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Engine arguments, YAML: a file, or a packaged configuration such as qwen3/prefill.",
+    ),
+]
+OverrideEngineArgs = Annotated[
+    str | None, typer.Option(metavar="JSON", help="Engine arguments over those of the file.")
+]
+AllowUnknownEngineArgs = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unknown-engine-args",
+        help="Pass on arguments that slagate does not know: for newer engines.",
+    ),
+]
+PrintEngineArgs = Annotated[
+    bool,
+    typer.Option(
+        "--print-engine-args",
+        help="Show what the engine would get, and where each value came from; nothing is started.",
+    ),
+]
+
+TRTLLM_ONLY = (
+    "extra_engine_args",
+    "override_engine_args",
+    "allow_unknown_engine_args",
+    "print_engine_args",
+)
+"""Parameters of `slagate worker` that the simulated engine would ignore."""
+
+PLACES: Mapping[str, tuple[str, ...]] = {
+    "model": ("model",),
+    "tp": ("tensor_parallel_size",),
+    "max_batch_size": ("max_batch_size",),
+    "max_seq_len": ("max_seq_len",),
+    "attention_dp": ("enable_attention_dp",),
+    "kv_events": ("kv_cache_config", "event_buffer_max_size"),
+    "stream_interval": ("stream_interval",),
+}
+"""Parameter of a command to its engine argument."""
+
+
+def cli_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine arguments among the parameters that a command line gave, nested."""
+    values: dict[str, Any] = {}
+    for name, (*sections, key) in PLACES.items():
+        if parameters.get(name) is not None:
+            into = values
+            for section in sections:
+                into = into.setdefault(section, {})
+            into[key] = parameters[name]
+    return values
+
+
+def read_engine_args(
+    role: str,
+    given: Mapping[str, Any],
+    *,
+    extra: Path | None,
+    override: str | None,
+    allow_unknown: bool,
+    wanted: Wanted | None = None,
+) -> EngineArgs:
+    """The merged arguments; `given` are the parameters that the command line set. Else ends the command."""
+    try:
+        return build_engine_args(
+            role=role,
+            cli=cli_values(given),
+            extra=extra,
+            override=override,
+            forced={},
+            allow_unknown=allow_unknown,
+            wanted=wanted or Wanted(environ=os.environ),
+        )
+    except UsageError as error:
+        fail(error)
+
+
+def show_engine_args(args: EngineArgs) -> None:
+    """The arguments as YAML on stdout, the findings on stderr."""
+    for finding in args.findings:
+        errors.print(f"slagate: {finding.severity}: {finding}")
+    with until_reader_leaves():
+        for line in yaml_lines(args.values, args.sources):
+            typer.echo(line)
+
+
+def place_of(finding: Finding, sources: Mapping[str, str]) -> str:
+    """Where the value that a finding is about came from; empty where nobody set it."""
+    source = sources.get(finding.key.partition("[")[0], "")
+    return f" ({source})" if source else ""

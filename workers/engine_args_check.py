@@ -1,0 +1,181 @@
+"""Engine arguments against the model: unknown names, types, ranges and choices, as findings by key."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from slagate.workers.engine_args_merge import in_brief
+from slagate.workers.engine_args_model import UNSET_IF_NONE, EngineModel
+from slagate.workers.engine_findings import Finding, error, warning
+
+MOVED: Mapping[str, str] = MappingProxyType(
+    {
+        "tp_size": "tensor_parallel_size",
+        "tensor_parallel": "tensor_parallel_size",
+        "pp_size": "pipeline_parallel_size",
+        "ep_size": "moe_expert_parallel_size",
+        "expert_parallel_size": "moe_expert_parallel_size",
+        "attention_dp": "enable_attention_dp",
+        "enable_chunked_context": "enable_chunked_prefill",
+        "use_cuda_graph": "cuda_graph_config",
+        "cuda_graph_batch_sizes": "cuda_graph_config.batch_sizes",
+        "cuda_graph_max_batch_size": "cuda_graph_config.max_batch_size",
+        "cuda_graph_padding_enabled": "cuda_graph_config.enable_padding",
+        "kv_cache_dtype": "kv_cache_config.dtype",
+        "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
+        "tokens_per_block": "kv_cache_config.tokens_per_block",
+        "moe_backend": "moe_config.backend",
+        "moe_max_num_tokens": "moe_config.max_num_tokens",
+        "moe_load_balancer": "moe_config.load_balancer",
+        "enable_overlap_scheduler": "disable_overlap_scheduler",
+        "max_tokens_in_buffer": "cache_transceiver_config.max_tokens_in_buffer",
+        "eplb_config": "moe_config.load_balancer",
+        "pytorch_backend_config": "the top level, where its keys are now",
+    }
+)
+"""Names of older engines, of other tools, and of keys one level too high, and what is meant."""
+
+_TYPES = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "finite_number": "a finite number",
+}
+
+
+class Checked(NamedTuple):
+    """The model, None where findings are in its way, and the findings."""
+
+    model: EngineModel | None
+    findings: list[Finding]
+
+
+def check_values(values: Mapping[str, Any], *, allow_unknown: bool) -> Checked:
+    """The model of merged arguments; unknown ones are left out of it, and errors unless allowed."""
+    findings: list[Finding] = []
+    known = _without_unknown(EngineModel, values, "", findings, allow_unknown=allow_unknown)
+    for name in UNSET_IF_NONE:
+        if name in known and known[name] is None:
+            del known[name]
+    try:
+        return Checked(EngineModel.model_validate(known), findings)
+    except ValidationError as refused:
+        findings += [_finding(details) for details in refused.errors()]
+        return Checked(None, findings)
+
+
+def _without_unknown(
+    model: type[BaseModel],
+    values: Mapping[str, Any],
+    prefix: str,
+    findings: list[Finding],
+    *,
+    allow_unknown: bool,
+) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        field = model.model_fields.get(key)
+        if field is None:
+            put = warning if allow_unknown else error
+            advice = _advice(key, prefix, model)
+            findings.append(put("E101", dotted, "TensorRT-LLM has no such argument", advice))
+            continue
+        section = _section_of(field.annotation)
+        if section is not None and isinstance(value, Mapping):
+            value = _without_unknown(
+                section, value, f"{dotted}.", findings, allow_unknown=allow_unknown
+            )
+        known[key] = value
+    return known
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The model of a section, where a field may be one."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else [annotation]
+    for option in options:
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
+
+
+def _advice(key: str, prefix: str, model: type[BaseModel]) -> str:
+    if not prefix and key in MOVED:
+        return f"it is {MOVED[key]}"
+    close = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.75)
+    if close:
+        return f"did you mean {prefix}{close[0]}?"
+    places = [dotted for dotted in _all_keys(EngineModel, "") if dotted.split(".")[-1] == key]
+    if places:
+        return f"it belongs at {' or '.join(places)}"
+    return "take it out, or give --allow-unknown-engine-args if the engine is newer than slagate"
+
+
+def _all_keys(model: type[BaseModel], prefix: str) -> list[str]:
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        keys.append(f"{prefix}{name}")
+        if (section := _section_of(field.annotation)) is not None:
+            keys += _all_keys(section, f"{prefix}{name}.")
+    return keys
+
+
+def _finding(details: ErrorDetails) -> Finding:
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"])
+    key = key.removeprefix(".")
+    kind, got = details["type"], in_brief(details["input"])
+    if kind == "missing":
+        return error("E105", key, "is required in this section", f"set {key}")
+    if kind == "literal_error":
+        return error("E104", key, f"is {got}", _choice(details["loc"], details["input"]))
+    if (wanted := _TYPES.get(kind)) is not None:
+        return error("E102", key, f"must be {wanted} (got {got})", _type_advice(details["input"]))
+    return error(
+        "E103", key, f"{details['msg'][:1].lower()}{details['msg'][1:]} (got {got})", _RANGE
+    )
+
+
+_RANGE = "write a value within the range"
+
+
+def _type_advice(got: Any) -> str:
+    if isinstance(got, str):
+        # YAML 1.1, which PyYAML reads, has no number without a point in 1e-3.
+        is_exponent = re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", got) is not None
+        return "write it as 0.001, or 1.0e-3" if is_exponent else "write it without quotes"
+    if got is None:
+        return "leave the key out where the default is meant"
+    return "write a value of that type"
+
+
+def _choice(loc: Sequence[int | str], got: Any) -> str:
+    choices = [choice for choice in _choices(loc) if choice is not None]
+    near = [choice for choice in choices if str(choice).lower() == str(got).lower()]
+    near = near or difflib.get_close_matches(str(got), map(str, choices), n=1, cutoff=0.6)
+    listed = ", ".join(in_brief(choice).strip('"') for choice in choices)
+    return f"did you mean {near[0]}? It is one of {listed}" if near else f"it is one of {listed}"
+
+
+def _choices(loc: Sequence[int | str]) -> list[Any]:
+    model: type[BaseModel] | None = EngineModel
+    annotation: Any = None
+    for part in loc:
+        assert model is not None
+        annotation = model.model_fields[str(part)].annotation
+        model = _section_of(annotation)
+    return _literals(annotation)
+
+
+def _literals(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [choice for option in get_args(annotation) for choice in _literals(option)]

@@ -1,0 +1,127 @@
+"""Layers of engine arguments merged into plain nested dicts, with where each value came from.
+
+Only plain dicts are merged, and models are built from the result: TensorRT-LLM's own model of a section,
+merged as a value, takes the whole section's place, and with it every key that the override did not name.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+_LOG = logging.getLogger(__name__)
+
+DEFAULT = "default"
+COMMAND_LINE = "command line"
+FORCED = "forced"
+
+
+class Layer(NamedTuple):
+    """Some arguments, nested, and where they came from, as one says it to an operator."""
+
+    source: str
+    values: Mapping[str, Any]
+    lines: Mapping[str, int] = MappingProxyType({})
+    """Of a file: the line of each dotted key."""
+
+    def source_of(self, dotted: str) -> str:
+        """Where a value came from: in a file also which line."""
+        line = self.lines.get(dotted)
+        return self.source if line is None else f"{self.source}:{line}"
+
+
+class Replaced(NamedTuple):
+    """A value that a later layer took the place of."""
+
+    key: str
+    old: Any
+    old_source: str
+    new: Any
+    new_source: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key}: {in_brief(self.old)} ({self.old_source}) is replaced by "
+            f"{in_brief(self.new)} ({self.new_source})"
+        )
+
+
+@dataclass(slots=True)
+class Merged:
+    """The result: the values, a source for each leaf, and what was replaced on the way, in order."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    replaced: list[Replaced] = field(default_factory=list)
+
+
+def merge(layers: Iterable[Layer]) -> Merged:
+    """Each layer over the ones before; a value replaced by another one is logged, a default at INFO."""
+    merged = Merged()
+    for layer in layers:
+        _put(merged, merged.values, layer.values, layer, prefix="")
+    for replaced in merged.replaced:
+        level = logging.INFO if replaced.old_source == DEFAULT else logging.WARNING
+        _LOG.log(level, "engine_args.replaced: %s", replaced)
+    return merged
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of all that is not a dict with something in it."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def in_full(value: Any) -> str:
+    """The value as JSON; what JSON has no form for as Python shows it."""
+    return json.dumps(value, default=repr, ensure_ascii=False)
+
+
+def in_brief(value: Any) -> str:
+    """As `in_full`, cut to a length that fits into a line."""
+    text = in_full(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _put(
+    merged: Merged, into: dict[str, Any], values: Mapping[str, Any], layer: Layer, *, prefix: str
+) -> None:
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        old = into.get(key)
+        if isinstance(value, Mapping) and isinstance(old, dict):
+            if value and not old:
+                merged.sources.pop(dotted, None)  # an empty section is no value any more
+            _put(merged, old, value, layer, prefix=f"{dotted}.")
+            continue
+        if key in into:
+            _replace(merged, dotted, old, value, layer)
+        # A copy, of dicts as plain ones: what is merged into it later must not reach the caller's.
+        into[key] = _plain(value)
+        for leaf, _ in leaves({key: into[key]}, prefix):
+            merged.sources[leaf] = layer.source_of(leaf)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _replace(merged: Merged, dotted: str, old: Any, new: Any, layer: Layer) -> None:
+    old_sources = [
+        merged.sources.pop(leaf)
+        for leaf in list(merged.sources)
+        if leaf == dotted or leaf.startswith(f"{dotted}.")
+    ]
+    # Equal values in two places are no conflict; 1 and true, or 1 and 1.0, are not equal here.
+    if in_full(old) != in_full(new):
+        origin = ", ".join(dict.fromkeys(old_sources))
+        merged.replaced.append(Replaced(dotted, old, origin, new, layer.source_of(dotted)))

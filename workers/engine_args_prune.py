@@ -1,0 +1,101 @@
+"""Merged arguments without what must not reach the engine, each with a finding that names it."""
+
+from typing import Any
+
+from slagate.workers.engine_args_merge import DEFAULT, Merged, in_brief, in_full, leaves
+from slagate.workers.engine_findings import Finding, warning
+
+BUILD = "build_config"
+AUTODEPLOY = "_autodeploy"
+CACHE, EVENTS = "kv_cache_config", "event_buffer_max_size"
+NOT_FOR_AUTODEPLOY = (
+    "build_config",
+    "scheduler_config",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "moe_cluster_parallel_size",
+    "moe_tensor_parallel_size",
+    "moe_expert_parallel_size",
+    "enable_attention_dp",
+    "cp_config",
+)
+"""AutoDeploy shards by itself; it refuses these."""
+
+
+def prune(merged: Merged) -> list[Finding]:
+    """Take out of `merged`, in place, what does not go to the engine; what was set is told."""
+    findings = _for_autodeploy(merged) if merged.values.get("backend") == AUTODEPLOY else []
+    return [*findings, *_lift_build_config(merged), *_post_processing(merged)]
+
+
+def _for_autodeploy(merged: Merged) -> list[Finding]:
+    if merged.sources.get(f"{CACHE}.{EVENTS}") == DEFAULT:
+        _take(merged, f"{CACHE}.{EVENTS}")  # ours, for the back-end that makes events
+        merged.values[CACHE].pop(EVENTS)
+    findings = []
+    for key in NOT_FOR_AUTODEPLOY:
+        is_set = any(
+            source != DEFAULT
+            for leaf, source in merged.sources.items()
+            if leaf == key or leaf.startswith(f"{key}.")
+        )
+        value = _take(merged, key)
+        if is_set and value is not None:
+            findings.append(
+                warning(
+                    "E803",
+                    key,
+                    f"is {in_brief(value)}, and the back-end {AUTODEPLOY} does not take it",
+                    "it is left out; take it out, or use backend: pytorch",
+                )
+            )
+    return findings
+
+
+def _lift_build_config(merged: Merged) -> list[Finding]:
+    """Keys of `build_config` to the top level, where engines since 1.3.0rc21 have them.
+
+    What is at the top level already wins, as nothing that is written there may be undone by a section
+    that engines derive from defaults.
+    """
+    section = merged.values.get(BUILD)
+    if not isinstance(section, dict):
+        return []
+    sources = {
+        leaf: source for leaf, source in merged.sources.items() if leaf.startswith(f"{BUILD}.")
+    }
+    _take(merged, BUILD)
+    findings = []
+    for key, value in section.items():
+        if key not in merged.values:
+            merged.values[key] = value
+            for leaf, _ in leaves({key: value}):
+                merged.sources[leaf] = sources[f"{BUILD}.{leaf}"]
+            text, advice = (
+                "build_config is gone from newer engines",
+                f"write {key} at the top level",
+            )
+        elif in_full(merged.values[key]) != in_full(value):
+            kept = in_brief(merged.values[key])
+            text = f"is {in_brief(value)}, and {key} at the top level, {kept}, takes its place"
+            advice = "say it once, at the top level"
+        else:
+            continue
+        findings.append(warning("E106", f"{BUILD}.{key}", text, advice))
+    return findings
+
+
+def _post_processing(merged: Merged) -> list[Finding]:
+    """Post-processing is detokenising, which the gateway's workers do not do."""
+    key = "num_postprocess_workers"
+    value = _take(merged, key)
+    if not value:
+        return []
+    return [warning("E108", key, f"is {in_brief(value)}, and is not passed on", "take it out")]
+
+
+def _take(merged: Merged, key: str) -> Any:
+    for leaf in [name for name in merged.sources if name == key or name.startswith(f"{key}.")]:
+        del merged.sources[leaf]
+    return merged.values.pop(key, None)

@@ -1,0 +1,105 @@
+"""Rules of the KV cache of one engine: events, reuse, memory, types."""
+
+from collections.abc import Iterator
+
+from slagate.workers.engine_case import EngineCase
+from slagate.workers.engine_findings import Finding, error, warning
+
+CACHE = "kv_cache_config"
+QUANTISED = ("auto", "fp8", "nvfp4")
+"""What the engine acts on; it warns about another explicit type and goes on."""
+
+MAX_FRACTION = 0.95
+KVBM = "kvbm"
+
+
+def prefix_routing(case: EngineCase) -> Iterator[Finding]:
+    """E601, E602, E603: events come of a buffer, of block reuse, and of the PyTorch back-end."""
+    args, cache = case.args, case.args.kv_cache_config
+    if case.wanted.prefix_routing:
+        if cache.event_buffer_max_size == 0:
+            yield warning(
+                "E601",
+                f"{CACHE}.event_buffer_max_size",
+                "is 0, so the engine makes no KV events and prefix routing cannot know what is cached",
+                "set it to 100000, or route without prefixes",
+            )
+        if not cache.enable_block_reuse:
+            yield warning(
+                "E602",
+                f"{CACHE}.enable_block_reuse",
+                "is false, so nothing is cached for prefix routing to find",
+                "set it to true, or route without prefixes",
+            )
+    if cache.event_buffer_max_size and args.backend != "pytorch":
+        yield error(
+            "E603",
+            f"{CACHE}.event_buffer_max_size",
+            f"asks for KV events, which the back-end {args.backend} does not make",
+            "set it to 0, or use backend: pytorch",
+        )
+
+
+def cache_memory(case: EngineCase) -> Iterator[Finding]:
+    """E604, E605: memory that is left over for the rest, and types that count."""
+    cache = case.args.kv_cache_config
+    if cache.free_gpu_memory_fraction > MAX_FRACTION:
+        yield warning(
+            "E604",
+            f"{CACHE}.free_gpu_memory_fraction",
+            f"is {cache.free_gpu_memory_fraction:g}: activations, CUDA graphs and transfer buffers "
+            "come out of the rest",
+            "start with 0.85 to 0.9, less with a transfer buffer",
+        )
+    if cache.dtype not in QUANTISED:
+        yield warning(
+            "E605",
+            f"{CACHE}.dtype",
+            f"is {cache.dtype}, which the engine warns about and does not act on",
+            f"use one of {', '.join(QUANTISED)}; auto is the model's own type",
+        )
+
+
+def streaming_events(case: EngineCase) -> Iterator[Finding]:
+    """E606: the engine's own ZMQ stream needs the second KV cache manager."""
+    cache = case.args.kv_cache_config
+    events = cache.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        return
+    if cache.use_kv_cache_manager_v2 is False:
+        yield error(
+            "E606",
+            f"{CACHE}.kv_events_config",
+            "is on, and only the V2 cache manager streams events",
+            f"set {CACHE}.use_kv_cache_manager_v2: true, or take it out",
+        )
+    elif case.environment("TLLM_KV_CACHE_MANAGER_V2_BACKEND") != "python":
+        yield warning(
+            "E606",
+            f"{CACHE}.kv_events_config",
+            "is on, and TLLM_KV_CACHE_MANAGER_V2_BACKEND is not python",
+            "set that variable for the worker, or in env_overrides",
+        )
+
+
+def tiers(case: EngineCase) -> Iterator[Finding]:
+    """E607, E608: caches besides that in GPU memory."""
+    cache, connector = case.args.kv_cache_config, case.args.kv_connector_config
+    if (
+        connector is not None
+        and connector.connector_module.startswith(KVBM)
+        and cache.enable_partial_reuse
+    ):
+        yield error(
+            "E607",
+            f"{CACHE}.enable_partial_reuse",
+            f"is true, and the connector {connector.connector_module} has whole blocks only",
+            "set it to false",
+        )
+    if cache.disk_cache_size and not cache.disk_cache_path:
+        yield error(
+            "E608",
+            f"{CACHE}.disk_cache_path",
+            "is missing, and disk_cache_size asks for a disk tier",
+            "name a folder on a local disk",
+        )
