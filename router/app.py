@@ -29,7 +29,6 @@ from slagate.router.generate import generate
 from slagate.router.handoff import Releaser
 from slagate.router.live import LiveRequests
 from slagate.router.metrics import Metrics
-from slagate.router.probes import serve_probes
 from slagate.router.process import Place, Share, parent_watched, sharing
 from slagate.router.process_service import ProcessService, Siblings
 from slagate.router.receipt_config import config_message
@@ -43,6 +42,7 @@ from slagate.workers.clock import monotonic_s, unix_s
 from slagate.workers.h2_port import Settings as Http2Settings
 from slagate.workers.links import Links, dial_unix
 from slagate.workers.listen import Address, bind, listen_on, ready_line, stopped
+from slagate.workers.probes import serve_probes
 from slagate.workers.server import SERVER_OPTIONS
 from slagate.workers.tls import ClientTls, ServerTls, following
 from slagate.workers.tls_files import TlsFiles

@@ -1,9 +1,11 @@
 """What the commands of the CLI share: option types, usage errors, and running to an exit status."""
 
+import functools
+import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -31,7 +33,8 @@ def fail(message: object) -> NoReturn:
     raise typer.Exit(EXIT_USAGE)
 
 
-def _address(text: str) -> Address:
+def parsed_address(text: str) -> Address:
+    """The address that an option names. Raises `BadParameter`."""
     try:
         return parse_address(text)
     except ValueError as error:
@@ -89,12 +92,13 @@ def whole_numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
 MAX_SECONDS = 1e6
 
 Listen = Annotated[
-    Address, typer.Option(parser=_address, metavar="HOST:PORT", help="Port 0: the kernel chooses.")
+    Address,
+    typer.Option(parser=parsed_address, metavar="HOST:PORT", help="Port 0: the kernel chooses."),
 ]
 MaybeListen = Annotated[
     Address | None,
     typer.Option(
-        parser=_address, metavar="HOST:PORT", help="Port 0: the kernel chooses. Required."
+        parser=parsed_address, metavar="HOST:PORT", help="Port 0: the kernel chooses. Required."
     ),
 ]
 """Of a group that listens unless it is asked for one of its commands, which then has to be checked."""
@@ -131,6 +135,38 @@ def options_given(context: typer.Context) -> list[str]:
         if (source := context.get_parameter_source(name)) is not None
         and source.name == "COMMANDLINE"
     ]
+
+
+def with_options(
+    command: Callable[..., None],
+    options: Mapping[str, tuple[object, object]],
+    name: str,
+    make: Callable[[dict[str, Any], Mapping[str, Any]], object],
+) -> Callable[..., None]:
+    """Give a command further options, by name with annotation and default.
+
+    They reach it as one parameter `name`: what `make` returns for their values and those of all others.
+    """
+
+    @functools.wraps(command)
+    def with_more(**values: Any) -> None:
+        more = {option: values.pop(option) for option in options}
+        command(**{name: make(more, values)}, **values)
+
+    signature = inspect.signature(command)
+    parameters = {key: each for key, each in signature.parameters.items() if key != name}
+    parameters |= {
+        option: inspect.Parameter(
+            option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+        )
+        for option, (kind, default) in options.items()
+    }
+    # What typer reads a command's options from.
+    with_more.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=list(parameters.values())
+    )
+    with_more.__annotations__ = {key: each.annotation for key, each in parameters.items()}
+    return with_more
 
 
 def check_transport(transport: str) -> None:

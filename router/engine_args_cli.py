@@ -45,7 +45,7 @@ TRTLLM_ONLY = (
     "allow_unknown_engine_args",
     "print_engine_args",
 )
-"""Parameters of `slagate worker` that the simulated engine would ignore."""
+"""Parameters of this module that the simulated engine would ignore."""
 
 PLACES: Mapping[str, tuple[str, ...]] = {
     "model": ("model",),
@@ -55,6 +55,14 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "attention_dp": ("enable_attention_dp",),
     "kv_events": ("kv_cache_config", "event_buffer_max_size"),
     "stream_interval": ("stream_interval",),
+    "backend": ("backend",),
+    "pipeline_parallel_size": ("pipeline_parallel_size",),
+    "expert_parallel_size": ("moe_expert_parallel_size",),
+    "gpus_per_node": ("gpus_per_node",),
+    "kv_block_size": ("kv_cache_config", "tokens_per_block"),
+    "max_num_tokens": ("max_num_tokens",),
+    "free_gpu_memory_fraction": ("kv_cache_config", "free_gpu_memory_fraction"),
+    "guided_decoding_backend": ("guided_decoding_backend",),
 }
 """Parameter of a command to its engine argument."""
 

@@ -21,7 +21,6 @@ from slagate.pools.shared_counts import SharedCounts, create
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.router.app import CUT_S, RECEIPTS_S
 from slagate.router.metrics import Metrics
-from slagate.router.probes import serve_probes
 from slagate.router.process import Place
 from slagate.router.process_admin import WholeGateway
 from slagate.router.process_metrics import MergedMetrics, not_ready
@@ -31,6 +30,7 @@ from slagate.router.settings import Settings
 from slagate.router.supervisor import Supervisor, write_config
 from slagate.workers.clock import monotonic_s
 from slagate.workers.listen import Address, bind, listen_on, ready_line, stopped
+from slagate.workers.probes import serve_probes
 from slagate.workers.server import SERVER_OPTIONS
 from slagate.workers.tls import ServerTls, following
 from slagate.workers.tls_files import TlsFiles

@@ -1,14 +1,12 @@
 """The options of TLS: what listens and what dials does it with TLS, or says that it does not."""
 
-import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from slagate.router.command import fail
+from slagate.router.command import fail, with_options
 from slagate.workers.tls_files import PemFile, TlsFiles
 
 TlsCert = Annotated[
@@ -66,20 +64,20 @@ def listener_tls(
 
 
 def dial_tls(
-    ca: Path | None,
-    cert: Path | None,
-    key: Path | None,
-    name: str,
     *,
+    tls_ca: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_name: str,
     insecure: bool,
     prefix: str = "",
 ) -> TlsFiles | None:
     """Of what dials; None is plaintext. Ends the command unless it is told which."""
     files = TlsFiles(
-        cert=_file(f"--{prefix}tls-cert", cert),
-        key=_file(f"--{prefix}tls-key", key),
-        ca=_file(f"--{prefix}tls-ca", ca),
-        server_name=name,
+        cert=_file(f"--{prefix}tls-cert", tls_cert),
+        key=_file(f"--{prefix}tls-key", tls_key),
+        ca=_file(f"--{prefix}tls-ca", tls_ca),
+        server_name=tls_name,
     )
     whom = "to call workers" if prefix else "to call a server"
     ways = (
@@ -95,29 +93,10 @@ def dials(command: Callable[..., None]) -> Callable[..., None]:
     It has a `target`; where that is None, nothing is dialled.
     """
 
-    @functools.wraps(command)
-    def with_options(
-        *, tls_ca: Any, tls_cert: Any, tls_key: Any, tls_name: str, insecure: bool, **others: Any
-    ) -> None:
-        tls = None
-        if others["target"] is not None:
-            tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
-        command(tls=tls, **others)
+    def tls(options: dict[str, Any], others: Mapping[str, Any]) -> TlsFiles | None:
+        return None if others["target"] is None else dial_tls(**options)
 
-    signature = inspect.signature(command)
-    parameters = {name: each for name, each in signature.parameters.items() if name != "tls"}
-    parameters |= {
-        name: inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
-        )
-        for name, (kind, default) in _OPTIONS_OF_A_COMMAND.items()
-    }
-    # What typer reads a command's options from.
-    with_options.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=list(parameters.values())
-    )
-    with_options.__annotations__ = {name: each.annotation for name, each in parameters.items()}
-    return with_options
+    return with_options(command, _OPTIONS_OF_A_COMMAND, "tls", tls)
 
 
 def _file(option: str, path: Path | None) -> PemFile | None:

@@ -1,7 +1,7 @@
 """`slagate worker`: one worker process, and the group of commands about one."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,11 +14,11 @@ from slagate.router.command import (
     fail,
     finite,
     options_given,
+    parsed_address,
     run_to_exit,
     start_log,
 )
 from slagate.router.engine_args_cli import (
-    TRTLLM_ONLY,
     AllowUnknownEngineArgs,
     ExtraEngineArgs,
     OverrideEngineArgs,
@@ -27,8 +27,16 @@ from slagate.router.engine_args_cli import (
     show_engine_args,
 )
 from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
+from slagate.router.trtllm_cli import (
+    check_engine,
+    option,
+    options_of,
+    trtllm_drain_s,
+    with_trtllm_options,
+)
 from slagate.router.worker_check_cli import check
-from slagate.workers import run, sim_worker
+from slagate.workers import run, sim_worker, trtllm_run
+from slagate.workers.listen import Address
 
 worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one would run.")
 
@@ -36,18 +44,26 @@ worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one wou
 worker.command()(check)
 
 
-@worker.callback(invoke_without_command=True)
-def run_worker(
+def _run_worker(
     context: typer.Context,
     *,
-    role: Annotated[str | None, typer.Option(help="prefill, decode or agg. Required.")] = None,
+    role: Annotated[
+        str | None, typer.Option(help="prefill, decode, agg, or encode (trtllm). Required.")
+    ] = None,
     listen: MaybeListen = None,
     engine: Annotated[str, typer.Option(help="sim or trtllm.")] = "sim",
     profile: Annotated[
         str, typer.Option(help="Timing profile: a packaged name, or a file.")
     ] = "llama-3.1-8b-h100",
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
-    model: Annotated[str | None, typer.Option(help="Served name; default: the profile's.")] = None,
+    tp: Annotated[
+        int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Tensor parallel size.")
+    ] = 1,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="trtllm: folder or Hugging Face id. sim: served name; default: the profile's."
+        ),
+    ] = None,
     time_scale: Annotated[
         float, typer.Option(min=0.0, callback=finite, help="Engine times are multiplied by this.")
     ] = 1.0,
@@ -66,7 +82,11 @@ def run_worker(
     ] = 131_072,
     attention_dp: Annotated[
         bool,
-        typer.Option("--attention-dp", help="One KV cache per rank; as many ranks as --tp."),
+        typer.Option(
+            "--attention-dp",
+            "--enable-attention-dp",
+            help="One KV cache per rank; as many ranks as --tp.",
+        ),
     ] = False,
     kv_host_blocks: Annotated[
         int,
@@ -129,39 +149,56 @@ def run_worker(
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
     insecure: Insecure = False,
+    metrics_listen: Annotated[
+        Address | None,
+        typer.Option(
+            parser=parsed_address,
+            metavar="HOST:PORT",
+            help="Serve /metrics, /healthz and /readyz over HTTP there.",
+        ),
+    ] = None,
     log_level: LogLevel = "info",
+    trtllm: dict[str, Any],
 ) -> None:
     """Run one worker until SIGTERM."""
     given = options_given(context)
     if context.invoked_subcommand is not None:
         if given:
-            fail(f"{_option(given[0])}: options come after {context.invoked_subcommand!r}")
+            fail(f"{option(given[0])}: options come after {context.invoked_subcommand!r}")
         return
     if role is None:
-        fail("--role is missing: prefill, decode or agg")
-    if engine not in ("sim", "trtllm"):
-        fail(f"--engine must be sim or trtllm (got {engine!r})")
-    for name in given:
-        if engine != "trtllm" and name in TRTLLM_ONLY:
-            fail(f"{_option(name)} is for --engine trtllm, not for {engine}")
-    if print_engine_args:
-        show_engine_args(
-            read_engine_args(
-                role,
-                {name: context.params[name] for name in given},
-                extra=extra_engine_args,
-                override=override_engine_args,
-                allow_unknown=allow_unknown_engine_args,
-            )
+        fail("--role is missing: prefill, decode, agg or encode")
+    check_engine(engine, given)
+    args = None
+    if engine == "trtllm":
+        args = read_engine_args(
+            role,
+            {name: context.params[name] for name in given},
+            extra=extra_engine_args,
+            override=override_engine_args,
+            allow_unknown=allow_unknown_engine_args,
         )
-        raise typer.Exit
+        if print_engine_args:
+            show_engine_args(args)
+            raise typer.Exit
     if listen is None:
         fail("--listen is missing: HOST:PORT")
-    if engine == "trtllm":
-        fail("--engine trtllm is not available in this version; use --engine sim")
-    check_transport(transport)
     tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     start_log(log_level)
+    if args is not None:
+        trtllm_options = options_of(
+            args, trtllm, handoff_key_file=handoff_key_file, log_level=log_level
+        )
+        run_to_exit(
+            lambda: trtllm_run.run_trtllm_worker(
+                trtllm_options,
+                listen,
+                drain_s=drain if "drain" in given else trtllm_drain_s(role),
+                tls=tls,
+                metrics_listen=metrics_listen,
+            )
+        )
+    check_transport(transport)
     options = sim_worker.SimOptions(
         role=role,
         profile=profile,
@@ -182,8 +219,11 @@ def run_worker(
         handoff_key_file=handoff_key_file,
         api=api,
     )
-    run_to_exit(lambda: run.run_sim_worker(options, listen, drain_s=drain, tls=tls))
+    run_to_exit(
+        lambda: run.run_sim_worker(
+            options, listen, drain_s=drain, tls=tls, metrics_listen=metrics_listen
+        )
+    )
 
 
-def _option(parameter: str) -> str:
-    return f"--{parameter.replace('_', '-')}"
+worker.callback(invoke_without_command=True)(with_trtllm_options(_run_worker))

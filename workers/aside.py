@@ -1,4 +1,4 @@
-"""Reading that may take for ever, beside the event loop."""
+"""What may take for ever, beside the event loop."""
 
 import asyncio
 import threading
@@ -9,20 +9,20 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def aside(reads: Callable[[], T]) -> T:
-    """`reads()` on a thread of its own, which ends with the process. Raises what it raises.
+async def aside(call: Callable[[], T]) -> T:
+    """`call()` on a thread of its own, which ends with the process. Raises what it raises.
 
-    Reading a file may take for ever (a dead mount), and the interpreter would wait at its end for a thread
-    of anyio's: a process has to end all the same.
+    Reading a file may take for ever (a dead mount), as may asking an engine, and the interpreter would wait
+    at its end for a thread of anyio's: a process has to end all the same.
     """
     future: Future[T] = Future()
 
     def run() -> None:
         try:
-            future.set_result(reads())
+            future.set_result(call())
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is for who waits
             future.set_exception(error)
 
     future.set_running_or_notify_cancel()  # from here on nobody who stops waiting for it cancels it
-    threading.Thread(target=run, name="slagate reads", daemon=True).start()
+    threading.Thread(target=run, name="slagate aside", daemon=True).start()
     return await asyncio.wrap_future(future)

@@ -23,6 +23,7 @@ ROLES = ("agg", "prefill", "decode", "encode")
 
 DEFAULTS: Mapping[str, Any] = {
     "backend": "pytorch",
+    "enable_iter_perf_stats": True,
     "kv_cache_config": {"event_buffer_max_size": KV_EVENTS},
     "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
 }

@@ -7,13 +7,14 @@ workers only. The gateway passes the session on as it came and needs no key.
 import hashlib
 import hmac
 import struct
+from pathlib import Path
 
 import grpc
 from google.protobuf import struct_pb2
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.codec import check_size
-from slagate.workers.errors import Refused
+from slagate.workers.errors import Refused, UsageError
 
 ATTRIBUTE = "slagate_mac"
 """In `attributes_struct`: the MAC in lower-case hex."""
@@ -25,6 +26,21 @@ def check_key(key: bytes) -> None:
     """Raises `ValueError` for a key too short to be one."""
     if len(key) < MIN_KEY_BYTES:
         raise ValueError(f"the handoff key has {len(key)} bytes, {MIN_KEY_BYTES} are needed")
+
+
+def read_key(path: Path | None) -> bytes | None:
+    """The key in the file that `--handoff-key-file` names, if any. Raises `UsageError`."""
+    if path is None:
+        return None
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise UsageError(f"--handoff-key-file {path}: {error.strerror}") from error
+    if len(key) < MIN_KEY_BYTES:
+        raise UsageError(
+            f"--handoff-key-file {path}: holds {len(key)} bytes, {MIN_KEY_BYTES} are needed"
+        )
+    return key
 
 
 def seal(session: oe.KvSessionRef, key: bytes) -> None:

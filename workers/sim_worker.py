@@ -9,22 +9,16 @@ from pathlib import Path
 
 import anyio
 
-from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import UsageError
-from slagate.workers.handoff_seal import MIN_KEY_BYTES
+from slagate.workers.handoff_seal import read_key
 from slagate.workers.kv_transfer import KvTransport
 from slagate.workers.profile import TpProfile, load_profile
 from slagate.workers.sim_api import SimApi, sim_api
 from slagate.workers.sim_llm import SimLLM
 from slagate.workers.sim_settings import END_ID, VOCAB_SIZE, SimSettings
 from slagate.workers.trtllm import TrtllmWorker
-from slagate.workers.trtllm_info import WorkerIdentity
-
-ROLES = {
-    "prefill": oe.ENGINE_ROLE_PREFILL,
-    "decode": oe.ENGINE_ROLE_DECODE,
-    "agg": oe.ENGINE_ROLE_AGGREGATED,
-}
+from slagate.workers.trtllm_info import ROLES, WorkerIdentity
+from slagate.workers.trtllm_observer import SILENT, Observer
 
 BLOCK_TOKENS = 32
 
@@ -67,7 +61,7 @@ def check_options(options: SimOptions) -> None:
         raise UsageError(f"--role must be one of {', '.join(ROLES)} (got {options.role!r})")
     load_profile(options.profile).tp(options.tp)
     _api(options.api)
-    _handoff_key(options.handoff_key_file)
+    read_key(options.handoff_key_file)
 
 
 @asynccontextmanager
@@ -76,6 +70,7 @@ async def sim_worker(
     *,
     instance_id: str,
     transport: KvTransport | None,
+    observer: Observer = SILENT,
 ) -> AsyncIterator[TrtllmWorker]:
     """The worker, for the time of the block; `transport` stays the caller's.
 
@@ -106,7 +101,8 @@ async def sim_worker(
                 tasks=tasks,
                 release_session=None if transport is None else llm.release_session,
                 connector=transport,
-                handoff_key=_handoff_key(options.handoff_key_file),
+                handoff_key=read_key(options.handoff_key_file),
+                observer=observer,
             )
             tasks.cancel_scope.cancel()
     finally:
@@ -166,17 +162,3 @@ def _sim_llm(
     except ValueError as error:
         raise UsageError(str(error)) from error
     return llm
-
-
-def _handoff_key(path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        key = path.read_bytes().strip()
-    except OSError as error:
-        raise UsageError(f"--handoff-key-file {path}: {error.strerror}") from error
-    if len(key) < MIN_KEY_BYTES:
-        raise UsageError(
-            f"--handoff-key-file {path}: holds {len(key)} bytes, {MIN_KEY_BYTES} are needed"
-        )
-    return key

@@ -22,10 +22,12 @@ from slagate.workers.kv_transfer import KvConnector
 from slagate.workers.legs import CONTEXT_ONLY
 from slagate.workers.load import attribute, load_info, rank_loads
 from slagate.workers.stream import EndedCall
+from slagate.workers.trtllm_drain import fetched
 from slagate.workers.trtllm_engine import Engine, EngineApi, EngineGoneError
 from slagate.workers.trtllm_events import EngineEvents
 from slagate.workers.trtllm_handoffs import Handoffs
 from slagate.workers.trtllm_info import WorkerIdentity, health, model_info, server_info
+from slagate.workers.trtllm_observer import SILENT, Observer
 from slagate.workers.trtllm_poll import STATS_PACE, Activity, NewestRows, Poller
 from slagate.workers.trtllm_probe import InferenceProbe
 from slagate.workers.trtllm_request import EngineRequest, parse_leg
@@ -50,14 +52,25 @@ class TrtllmWorker:
         connector: KvConnector | None = None,
         handoff_key: bytes | None = None,
         kv_history_batches: int = HISTORY_BATCHES,
+        new_handoff_id: Callable[[], int] | None = None,
+        observer: Observer = SILENT,
+        is_watched: bool = False,
     ) -> None:
         """`release_session` frees a parked handoff by context request id; None where none can be.
 
         `connector` reports on KV transfers, where that is to be had. `handoff_key` seals handoffs
         between workers that have the same one. `kv_history_batches` of KV events are kept for each rank.
-        Raises `ValueError` for a key that is too short.
+        `new_handoff_id` makes ids for handoffs, where the engine does not. An engine that `is_watched` is
+        not asked how it is: who watches it calls `end`. Raises `ValueError` for a key that is too short.
         """
-        self._engine = Engine(llm, api)
+        self._engine = Engine(
+            llm,
+            api,
+            new_handoff_id=new_handoff_id,
+            measures=observer.wants_perf_metrics,
+        )
+        self._observer = observer
+        self._is_watched = is_watched
         self._identity = identity
         self._connector = connector
         self._handoffs = Handoffs(
@@ -72,7 +85,8 @@ class TrtllmWorker:
             self._handoffs,
             tasks=tasks,
             request_error=api.RequestError,
-            on_fatal=self._end,
+            on_fatal=self.end,
+            observer=observer,
         )
         self._probe = InferenceProbe(
             self._engine, self._activity, end_id=identity.end_id, tasks=tasks
@@ -83,6 +97,7 @@ class TrtllmWorker:
             self._activity,
             instance_id=identity.instance_id,
             history_batches=kv_history_batches,
+            observer=observer,
         )
         self._problem = ""  # why no request is taken any more
         self.fatal = anyio.Event()
@@ -91,7 +106,7 @@ class TrtllmWorker:
             poller = Poller(
                 "stats",
                 lambda: llm.get_stats_async(timeout=STATS_TIMEOUT_S),
-                self._rows.take,
+                self._take_rows,
                 pace=STATS_PACE,
                 activity=self._activity,
             )
@@ -117,6 +132,7 @@ class TrtllmWorker:
             stream.start(self._submit(leg, metadata), leg, timeout_s=timeout_s)
         except Refused as refused:
             stream.finish(refused.status)
+            self._observer.ended(stream.outcome, None)
             return stream
         self._running.start(leg.request_id, stream)
         return stream
@@ -160,11 +176,17 @@ class TrtllmWorker:
                 trace_headers=trace or None,
             )
         except EngineGoneError as gone:
-            self._end(gone)
+            self.end(gone)
             raise
 
-    def _end(self, error: Exception) -> None:
+    def _take_rows(self, rows: list[Any]) -> None:
+        self._rows.take(rows)
+        self._observer.rows(rows)
+
+    def end(self, error: Exception) -> None:
         """The engine is gone: no stream gets another result, and none must wait for one."""
+        if self.fatal.is_set():
+            return
         self._problem = f"engine: {str(error) or type(error).__name__}"
         self._running.kill_all(error)
         self.fatal.set()
@@ -179,11 +201,33 @@ class TrtllmWorker:
         self._events.close()
         with anyio.move_on_after(limit_s):
             await self._running.all_ended()
-            # The simulated engine's; TensorRT-LLM does not say when its handoffs have been fetched.
-            collected = getattr(self._engine.llm, "handoffs_collected", None)
-            if collected is not None:
-                await collected()
+            await self._handoffs_fetched()
         self._running.kill_all(RuntimeError(SHUTTING_DOWN))
+
+    async def _handoffs_fetched(self) -> None:
+        # The simulated engine's; TensorRT-LLM does not say when its handoffs have been fetched.
+        collected = getattr(self._engine.llm, "handoffs_collected", None)
+        if collected is not None:
+            await collected()
+        elif self._handoffs.n_parked:
+            # Its memory is read by others: it goes on being polled for who is active.
+            self._activity.started()
+            try:
+                await fetched(self._rows, self._handoffs)
+            finally:
+                self._activity.ended()
+
+    async def warm_up(self, limit_s: float, *, on_canary: Callable[[], None]) -> str:
+        """Have every rank generate a little, then the probe's token; why not, or "" where all is well."""
+        failure = await self._probe.warm_up(limit_s)
+        if not failure:
+            on_canary()
+            failure = await self._probe()
+        return failure
+
+    def counters(self) -> dict[str, int]:
+        """What was lost of KV events on the way, by name."""
+        return self._events.counters()
 
     def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         """As `Worker.kv_events`."""
@@ -249,13 +293,15 @@ class TrtllmWorker:
     async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
         """As `Worker.health`."""
         return await health(
-            self._engine,
             self._identity,
             request,
-            fatal=self._problem,
+            fatal=self._problem or self._own_word(),
             kv_problem="" if self._connector is None else self._connector.problem(),
             probe=self._probe if request.include_inference_probe else None,
         )
+
+    def _own_word(self) -> str:
+        return "" if self._is_watched or self._engine.alive else "the engine has ended"
 
     async def server_info(self) -> oe.ServerInfo:
         """As `Worker.server_info`."""

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -44,10 +44,23 @@ class EngineGoneError(Refused):
 class Engine:
     """One `LLM` and the package it comes from."""
 
-    def __init__(self, llm: Any, api: EngineApi) -> None:
-        """`llm` is untyped: tensorrt_llm ships no types, and is not installed everywhere."""
+    def __init__(
+        self,
+        llm: Any,
+        api: EngineApi,
+        *,
+        new_handoff_id: Callable[[], int] | None = None,
+        measures: bool = False,
+    ) -> None:
+        """`llm` is untyped: tensorrt_llm ships no types, and is not installed everywhere.
+
+        `new_handoff_id` makes ids for handoffs, where the engine leaves that to its callers. `measures`
+        asks it for the figures of each request.
+        """
         self.llm = llm
         self.api = api
+        self._new_handoff_id = new_handoff_id
+        self._measures = measures
         self._signature = inspect.signature(llm.generate_async)
         self._params_fields = {field.name for field in dataclasses.fields(api.DisaggregatedParams)}
         adp = getattr(llm.args, "enable_attention_dp", False)
@@ -95,6 +108,12 @@ class Engine:
         return limit
 
     @property
+    def probe_token(self) -> int:
+        """What a prompt of no meaning is made of: the token that texts begin with, where it is known."""
+        token = getattr(self.tokenizer, "bos_token_id", None)
+        return token if isinstance(token, int) else 1
+
+    @property
     def alive(self) -> bool:
         """What the engine says of itself; an old one cannot, and counts as alive while nothing fails."""
         check = getattr(self.llm, "_check_health", None)
@@ -135,6 +154,8 @@ class Engine:
 
     def sampling(self, **values: Any) -> Any:
         """`SamplingParams`. Raises `Refused` (INVALID_ARGUMENT) with what the engine says is wrong."""
+        if self._measures:
+            values["return_perf_metrics"] = True
         try:
             return self.api.SamplingParams(**values)
         except ValueError as error:
@@ -144,6 +165,10 @@ class Engine:
         """`DisaggregatedParams` of what this version's class has; the rest is dropped."""
         known = {name: value for name, value in values.items() if name in self._params_fields}
         return self.api.DisaggregatedParams(**known)
+
+    def handoff_id(self) -> int | None:
+        """A new id for both legs of a handoff; None where the engine makes one, or its version has none."""
+        return None if self._new_handoff_id is None else self._new_handoff_id()
 
     def submit(self, tokens: Sequence[int], **keywords: Any) -> Any:
         """`generate_async` without the keywords that are None or that this version does not have.

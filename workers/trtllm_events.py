@@ -8,6 +8,7 @@ from slagate.workers.errors import Refused
 from slagate.workers.kv_event_fields import work_of
 from slagate.workers.kv_feed import KvFeed
 from slagate.workers.trtllm_engine import Engine
+from slagate.workers.trtllm_observer import Observer
 from slagate.workers.trtllm_poll import EVENT_PACE, Activity, Poller
 from slagate.workers.worker import Call, Metadata, Sink
 
@@ -24,6 +25,7 @@ class EngineEvents:
         *,
         instance_id: str,
         history_batches: int,
+        observer: Observer,
     ) -> None:
         """`history_batches` of each rank are kept for subscribers that come back."""
         self._why_not = engine.events_off()
@@ -43,6 +45,7 @@ class EngineEvents:
             pace=EVENT_PACE,
             work=work_of,
             activity=activity,
+            on_read=observer.drained,
         )
 
     async def run(self) -> None:

@@ -11,6 +11,14 @@ SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
 """Immutable release of the OpenEngine v0.1.0 schema: the only field that tells its copies apart."""
 
 
+ROLES = {
+    "prefill": oe.ENGINE_ROLE_PREFILL,
+    "decode": oe.ENGINE_ROLE_DECODE,
+    "agg": oe.ENGINE_ROLE_AGGREGATED,
+}
+"""By their names on the command line; OpenEngine has none for workers that only encode."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
     """What a worker is, fixed for the life of its process."""
@@ -105,7 +113,6 @@ def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:
 
 
 async def health(
-    engine: Engine,
     identity: WorkerIdentity,
     request: oe.HealthRequest,
     *,
@@ -119,8 +126,8 @@ async def health(
     one token could not be had; "" where all is well.
     """
     checks = [oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY)]
-    if fatal or not engine.alive:
-        checks.append(_check("model", oe.HEALTH_STATE_NOT_READY, fatal or "the engine has ended"))
+    if fatal:
+        checks.append(_check("model", oe.HEALTH_STATE_NOT_READY, fatal))
     else:
         checks.append(_check("model"))
     if identity.transfer_backend:

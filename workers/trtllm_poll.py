@@ -99,11 +99,13 @@ class Poller:
         pace: Pace,
         activity: Activity,
         work: Callable[[Any], int] = lambda _: ROW_WORK,
+        on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`poll` gives what one poll answers, an iterator or nested lists; `take` gets what was in it.
 
         `work` says how much of `TURN_WORK` each of these takes. What is beyond that comes to `take` alone,
-        whose answer is gone through, a step in each turn of the loop. Neither of them may raise.
+        whose answer is gone through, a step in each turn of the loop. `on_read` is told how many items one
+        poll had, where it had any. None of them may raise.
         """
         self._name = name
         self._poll = poll
@@ -111,6 +113,7 @@ class Poller:
         self._pace = pace
         self._activity = activity
         self._work = work
+        self._on_read = on_read
         self.n_errors = 0
 
     async def run(self) -> None:
@@ -142,13 +145,14 @@ class Poller:
         part: list[Any] = []
         work = 0
         steps: Iterator[None] = iter(())
-        is_news = False
+        n_read = 0
         try:
             async with aclosing(_items(polled)) as items:
                 async for item in items:
+                    n_unread = len(unread)
                     unread.extend(_flat(item))
+                    n_read += len(unread) - n_unread
                     while unread:
-                        is_news = True
                         work += self._work(unread[0])
                         if part and work > TURN_WORK:
                             full, part, work = part, [], 0
@@ -167,7 +171,9 @@ class Poller:
                 pass
             for _ in self._steps([*part, *unread]):
                 pass
-        return is_news
+            if n_read:
+                self._on_read(n_read)
+        return n_read > 0
 
     def _steps(self, part: list[Any]) -> Iterator[None]:
         """Pass on a part, if there is one; yields after each turn's work."""
@@ -196,6 +202,7 @@ class NewestRows:
 
     def __init__(self, n_ranks: int) -> None:
         self._n_ranks = n_ranks
+        self._changed = anyio.Event()
         self.of_rank: dict[int, dict[str, Any]] = {}
 
     def take(self, rows: list[Any]) -> None:
@@ -206,3 +213,18 @@ class NewestRows:
                 rank = row.get("attentionDpRank", 0 if self._n_ranks == 1 else None)
                 if isinstance(rank, int) and rank in range(self._n_ranks):
                     self.of_rank[rank] = row
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def changed(self) -> None:
+        """Return when rows have come."""
+        await self._changed.wait()
+
+    def say_idle(self) -> bool:
+        """Whether every rank has a row, and none has a request, queued or active."""
+        counts = [
+            row.get(key, 0)
+            for row in self.of_rank.values()
+            for key in ("numActiveRequests", "numQueuedRequests")
+        ]
+        return len(self.of_rank) == self._n_ranks and not any(counts)

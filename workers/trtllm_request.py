@@ -92,7 +92,9 @@ def parse_leg(
     if kind == GENERATION_ONLY:
         disaggregated = engine.disaggregated(**handoffs.params(request.kv.session))
     elif kind == CONTEXT_ONLY:
-        disaggregated = engine.disaggregated(request_type=CONTEXT_ONLY)
+        disaggregated = engine.disaggregated(
+            request_type=CONTEXT_ONLY, disagg_request_id=engine.handoff_id()
+        )
     return EngineRequest(
         request_id=request.request_id,
         kind=kind,

@@ -11,6 +11,7 @@ from anyio.abc import TaskGroup
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import Refused
 from slagate.workers.trtllm_handoffs import Handoffs
+from slagate.workers.trtllm_observer import Observer
 from slagate.workers.trtllm_poll import Activity
 from slagate.workers.trtllm_stream import EngineStream
 
@@ -33,6 +34,7 @@ class RunningRequests:
         tasks: TaskGroup,
         request_error: type[Exception],
         on_fatal: Callable[[Exception], None],
+        observer: Observer,
     ) -> None:
         """A `request_error` is its request's; `on_fatal` gets any other that comes out of a result."""
         self._activity = activity
@@ -40,6 +42,7 @@ class RunningRequests:
         self._tasks = tasks
         self._request_error = request_error
         self._on_fatal = on_fatal
+        self._observer = observer
         self._live: dict[str, EngineStream] = {}
         self._finished: OrderedDict[str, int | None] = OrderedDict()  # id -> handoff it parked
         self._all_ended = anyio.Event()
@@ -68,6 +71,7 @@ class RunningRequests:
         finally:
             stream.kill(RuntimeError(SHUTTING_DOWN))
             self._activity.ended()
+            self._observer.ended(stream.outcome, stream.result)
             del self._live[request_id]
             if not self._live:
                 self._all_ended.set()

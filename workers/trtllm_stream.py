@@ -14,6 +14,7 @@ from slagate.workers.legs import CONTEXT_ONLY
 from slagate.workers.stream import Gate
 from slagate.workers.trtllm_engine import code_of_failure
 from slagate.workers.trtllm_handoffs import Handoffs
+from slagate.workers.trtllm_observer import Outcome
 from slagate.workers.trtllm_output import (
     MAX_PROMPT_ENTRIES,
     OutputCursor,
@@ -25,6 +26,12 @@ from slagate.workers.trtllm_request import GENERATION_ONLY, EngineRequest
 from slagate.workers.worker import OK, Sink, Status
 
 log = logging.getLogger(__name__)
+
+_OUTCOME_OF_CODE: dict[grpc.StatusCode, Outcome] = {
+    grpc.StatusCode.CANCELLED: "cancelled",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "deadline",
+    grpc.StatusCode.INTERNAL: "failed",
+}
 
 
 class EngineStream:
@@ -41,10 +48,11 @@ class EngineStream:
         self._sink = sink
         self._handoffs = handoffs
         self.parked_id: int | None = None  # the handoff that was answered with
+        self.outcome: Outcome = "ok"  # once it has ended
         self._ended = False
         self._gate = Gate()
         self._scope = anyio.CancelScope()
-        self._result: Any = None
+        self.result: Any = None  # the engine's; None where it did not take the leg
         self._timer: asyncio.TimerHandle | None = None
         self._cursors: list[OutputCursor] = []
         self._has_sent = False
@@ -53,7 +61,7 @@ class EngineStream:
 
     def start(self, result: Any, leg: EngineRequest, *, timeout_s: float | None) -> None:
         """The engine has taken the leg; `result` is what it will fill."""
-        self._result = result
+        self.result = result
         self._leg = leg
         self._cursors = [OutputCursor(index, leg.form) for index in range(leg.form.n_outputs)]
         # The KV transfer in front of a decode leg's first result cannot be interrupted.
@@ -91,13 +99,15 @@ class EngineStream:
         """Abort, at once or with the first result."""
         self._abort_wanted = not self._may_abort
         if self._may_abort:
-            self._result.abort()
+            self.result.abort()
 
     def finish(self, status: Status) -> None:
         """End the sink unless it has ended."""
         if self._ended:
             return
         self._ended = True
+        if status.code is not grpc.StatusCode.OK:
+            self.outcome = _OUTCOME_OF_CODE.get(status.code, "refused")
         self._gate.resume()
         if self._timer is not None:
             self._timer.cancel()
@@ -110,7 +120,7 @@ class EngineStream:
     async def pump(self, *, on_result: Callable[[], None] = lambda: None) -> None:
         """Move the engine's output to the sink until the engine's last result; tells of each result."""
         with self._scope:
-            async for _ in self._result:
+            async for _ in self.result:
                 on_result()
                 self._may_abort = True
                 if self._abort_wanted:
@@ -126,7 +136,7 @@ class EngineStream:
             self.finish(OK)
 
     def _params(self) -> Any:
-        return self._result.outputs[0].disaggregated_params
+        return self.result.outputs[0].disaggregated_params
 
     def _emit_or_give_up(self) -> None:
         try:
@@ -139,7 +149,7 @@ class EngineStream:
 
     def _emit(self) -> None:
         if not self._has_sent and self._leg.form.prompt_top_n is not None:
-            self._emit_prompt(self._result.outputs[0].prompt_logprobs, self._leg.form.prompt_top_n)
+            self._emit_prompt(self.result.outputs[0].prompt_logprobs, self._leg.form.prompt_top_n)
         if self._ended:
             return
         if self._leg.kind == CONTEXT_ONLY and _has_handoff(self._params()):
@@ -147,7 +157,7 @@ class EngineStream:
             session = self._handoffs.park(self._params(), rank=self._leg.rank)
             self._send(usage=self._usage(), prefill_ready=oe.PrefillReady(kv_session=session))
             return
-        for output, cursor in zip(self._result.outputs, self._cursors, strict=True):
+        for output, cursor in zip(self.result.outputs, self._cursors, strict=True):
             if cursor.finished:
                 continue
             delta = cursor.delta(output)
@@ -185,6 +195,7 @@ class EngineStream:
         if self._ended:
             return
         status = Status(grpc.StatusCode.INTERNAL, "the leg's error could not be sent")
+        self.outcome = "failed"
         try:
             # What is sent cannot be had from another worker without having it twice.
             retryable = retryable and not self._has_sent
@@ -199,12 +210,12 @@ class EngineStream:
 
     def _usage(self) -> oe.Usage:
         n_prompt = len(self._leg.tokens)
-        n_output = sum(len(output.token_ids) for output in self._result.outputs)
+        n_output = sum(len(output.token_ids) for output in self.result.outputs)
         return oe.Usage(
             prompt_tokens=n_prompt,
             completion_tokens=n_output,
             total_tokens=n_prompt + n_output,
-            cached_prompt_tokens=self._result.cached_tokens,
+            cached_prompt_tokens=self.result.cached_tokens,
         )
 
     def _send(self, **event: Any) -> None:

@@ -17,9 +17,9 @@ from slagate.workers.sim_api import sim_api
 from slagate.workers.sim_blocks import continuation
 from slagate.workers.sim_llm import SimLLM
 from slagate.workers.sim_settings import END_ID, VOCAB_SIZE, SimSettings
-from slagate.workers.sim_worker import ROLES, SimOptions, sim_worker
+from slagate.workers.sim_worker import SimOptions, sim_worker
 from slagate.workers.trtllm import TrtllmWorker
-from slagate.workers.trtllm_info import WorkerIdentity
+from slagate.workers.trtllm_info import ROLES, WorkerIdentity
 from slagate.workers.worker import Worker
 
 PROFILE = "llama-3.1-8b-h100"

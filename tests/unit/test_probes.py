@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from slagate.router.metrics import Metrics
-from slagate.router.probes import serve_probes
+from slagate.workers.probes import serve_probes
 
 
 @pytest.fixture(scope="module")

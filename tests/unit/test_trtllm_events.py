@@ -14,6 +14,7 @@ from slagate.workers.errors import Refused
 from slagate.workers.kv_event_fields import work_of
 from slagate.workers.trtllm_engine import Engine
 from slagate.workers.trtllm_events import EngineEvents
+from slagate.workers.trtllm_observer import SILENT
 from slagate.workers.trtllm_poll import Activity
 from slagate.workers.worker import Status
 from support import kv_dicts, virtual_loop
@@ -56,7 +57,11 @@ def test_close_ends_every_stream_at_once_and_events_go_on_being_read() -> None:
         )
         activity = Activity()
         events = EngineEvents(
-            Engine(llm, sim_request), activity, instance_id="i", history_batches=10
+            Engine(llm, sim_request),
+            activity,
+            instance_id="i",
+            history_batches=10,
+            observer=SILENT,
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(events.run)

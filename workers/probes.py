@@ -23,7 +23,7 @@ def serve_probes(
 ) -> Iterator[int]:
     """Serve for the time of the block and yield the real port.
 
-    `not_ready` says why the gateway cannot serve requests, or "" when it can. Raises `OSError` when the
+    `not_ready` says why the process cannot serve requests, or "" when it can. Raises `OSError` when the
     address cannot be bound.
     """
 
