@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from support.processes import (
     STOP_LIMIT_S,
     eventually,
     fleet_config,
+    run_cli,
     running,
     worker_arguments,
 )
@@ -56,8 +58,8 @@ def here(words: list[str], moved: dict[str, str]) -> list[str]:
     return words
 
 
-def gateway_pod() -> Pod:
-    (pod,) = (pod for pod in pods(fleet("qwen3")) if pod.container["name"] == "gateway")
+def pod_of(container: str) -> Pod:
+    (pod,) = (pod for pod in pods(fleet("qwen3")) if pod.container["name"] == container)
     return pod
 
 
@@ -76,7 +78,7 @@ def test_the_gateway_of_the_manifest_starts_and_answers_its_probes(tmp_path: Pat
         "/etc/slagate/worker-tls/ca.crt": str(to_workers.path),
         "--processes=4": "--processes=2",  # four Python processes are not what is tested
     }
-    pod = gateway_pod()
+    pod = pod_of("gateway")
     with running("gateway", here(command_of(pod) or [], moved), tmp_path) as gateway:
         at = str(gateway.ready["http"])
         probe = pod.container["livenessProbe"]["httpGet"]["path"]
@@ -85,6 +87,21 @@ def test_the_gateway_of_the_manifest_starts_and_answers_its_probes(tmp_path: Pat
         status, reason = http(at, pod.container["readinessProbe"]["httpGet"]["path"])
         assert (status, reason != "") == (503, True)
         assert "slagate_requests_total" in http(at, "/metrics")[1]
+
+        # The Job's command gets as far as the gateway's own reason, so certificates are not it.
+        operator = clients.issue("operator")
+        moved = {
+            "slagate-gateway.slagate.svc:7000": gateway.address,
+            "slagate-admin.slagate.svc:7009": str(gateway.ready["admin"]),
+            "/etc/slagate/tls/tls.crt": str(operator.cert),
+            "/etc/slagate/tls/tls.key": str(operator.key),
+            "/etc/slagate/tls/ca.crt": str(clients.path),
+            "/results": str(tmp_path),
+            "--wait=3600": "--wait=1",
+        }
+        bench = run_cli(*here(command_of(pod_of("bench")) or [], moved))
+        assert bench.returncode == 1
+        assert f"is not ready after 1 s: {reason.strip()}" in bench.stderr
         assert gateway.terminate() == 0
 
 
@@ -93,6 +110,93 @@ def test_a_worker_answers_the_probes_of_the_manifests(tmp_path: Path) -> None:
     with running("worker", worker_arguments("prefill", *options), tmp_path) as worker:
         at = str(worker.ready["metrics"])
         assert [http(at, path)[0] for path in ("/healthz", "/readyz", "/metrics")] == [200] * 3
+
+
+# --- groups of nodes -------------------------------------------------------------------------------
+
+
+def launch_scripts(folder: Path) -> Path:
+    """The scripts of the LeaderWorkerSets, with their paths within `folder`, and a place for tools."""
+    data = named(fleet("deepseek-r1"), "ConfigMap", "multinode-launch")["data"]
+    for name, text in data.items():
+        moved = text.replace("/tmp/", f"{folder}/").replace("/etc/slagate/launch", str(folder))
+        (folder / name).write_text(
+            moved.replace("/usr/sbin/", "").replace("/run/sshd", str(folder))
+        )
+    tools = folder / "tools"
+    tools.mkdir()
+    return tools
+
+
+def tool(path: Path, script: str) -> None:
+    path.write_text(f"#!{BASH}\n{script}\n")
+    path.chmod(0o755)
+
+
+def started(folder: Path, name: str, *arguments: str) -> "subprocess.Popen[str]":
+    env = {"PATH": f"{folder / 'tools'}:{os.environ['PATH']}", "SSH_PORT": "2222"}
+    env |= {"LWS_LEADER_ADDRESS": "r1-0.r1.slagate", "LWS_GROUP_SIZE": "3", "GPUS_PER_NODE": "8"}
+    return subprocess.Popen(
+        [BASH, str(folder / name), *arguments],
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_leader_starts_one_rank_for_each_gpu_of_its_group(tmp_path: Path) -> None:
+    tools = launch_scripts(tmp_path)
+    tool(tools / "ssh", f'echo "$5" >>{tmp_path}/asked')
+    tool(tools / "mpirun", 'printf "%s\\n" "$@"')
+    with started(tmp_path, "leader.sh", "--role=prefill", "--model=/a b") as leader:
+        words = leader.communicate(timeout=READY_LIMIT_S)[0].splitlines()
+    assert leader.returncode == 0
+    assert words[words.index("-np") + 1] == "24"
+    hosts = "localhost:8,r1-0-1.r1.slagate:8,r1-0-2.r1.slagate:8"
+    assert words[words.index("--host") + 1] == hosts
+    rank0 = ["bash", f"{tmp_path}/rank0.sh", "--role=prefill", "--model=/a b"]
+    assert words[words.index("trtllm-llmapi-launch") + 1 :] == rank0
+    assert (tmp_path / "asked").read_text().split() == ["r1-0-1.r1.slagate", "r1-0-2.r1.slagate"]
+
+
+def test_the_drain_of_a_leader_ends_when_its_worker_has(tmp_path: Path) -> None:
+    tools = launch_scripts(tmp_path)
+    tool(tools / "slagate", f'trap "echo drained >{tmp_path}/end; exit 0" TERM\n'
+         f'touch {tmp_path}/serves\nwhile :; do sleep 0.05; done')  # fmt: skip
+    with started(tmp_path, "rank0.sh") as worker:
+        try:
+            eventually((tmp_path / "serves").exists, "the worker serves")
+            # Its parent has to collect it before nobody has its number any more, as an init process does.
+            reaped = threading.Thread(target=worker.wait)
+            reaped.start()
+            with started(tmp_path, "drain.sh") as drain:
+                assert drain.wait(STOP_LIMIT_S) == 0
+            assert (tmp_path / "end").read_text() == "drained\n"
+            reaped.join()
+        finally:
+            worker.kill()
+
+
+def test_the_other_nodes_stay_until_their_ranks_are_gone(tmp_path: Path) -> None:
+    tools = launch_scripts(tmp_path)
+    tool(
+        tools / "sshd",
+        f"echo $$ >{tmp_path}/listens.new; mv {tmp_path}/listens.new {tmp_path}/listens\nexec sleep 600",
+    )
+    tool(tools / "pgrep", f"touch {tmp_path}/looked; test -e {tmp_path}/ranks")
+    (tmp_path / "ranks").touch()
+    with started(tmp_path, "others.sh") as others:
+        try:
+            eventually((tmp_path / "listens").exists, "the SSH server listens")
+            others.send_signal(signal.SIGTERM)
+            eventually((tmp_path / "looked").exists, "it looks for ranks")
+            assert others.poll() is None
+            (tmp_path / "ranks").unlink()
+            assert others.wait(STOP_LIMIT_S) == 0
+        finally:
+            others.kill()
+            # Nobody's child now; a container ends with its first process.
+            os.kill(int((tmp_path / "listens").read_text()), signal.SIGKILL)
 
 
 # --- Slurm -----------------------------------------------------------------------------------------
@@ -109,6 +213,10 @@ class Batch:
             'if [[ $1 == kill ]]; then "$@"; else exec "$@"; fi\n'
         )
         (tools / "slagate").write_text(f'#!{BASH}\nexec {sys.executable} -m slagate.router "$@"\n')
+        launched = run / "launched"
+        (tools / "trtllm-llmapi-launch").write_text(
+            f'#!{BASH}\necho "$*" >>"{launched}"\nexec "$@"\n'
+        )
         for tool in tools.iterdir():
             tool.chmod(0o755)
         self.log = run / f"{script}-{environment.get('POOL', '')}.log"
@@ -158,7 +266,9 @@ def slurm_fleet(run: Path) -> Iterator[dict[str, Batch]]:
             HTTP_PORT="0", WAIT_S="60",
         )  # fmt: skip
         for name, role in (("p", "prefill"), ("d", "decode")):
-            start(name, "pool.sbatch", worker_options(role), POOL=name)
+            # Decode's world has two ranks, of which the command runs at the first.
+            n_tasks = {"prefill": "1", "decode": "2"}[role]
+            start(name, "pool.sbatch", worker_options(role), POOL=name, SLURM_NTASKS=n_tasks)
         ready = run / "gateway.json"
         eventually(ready.exists, "the gateway serves", limit_s=READY_LIMIT_S)
         yield jobs
@@ -180,6 +290,8 @@ def test_slurm_scripts_bring_a_fleet_up_drain_it_and_take_over_new_addresses(
         assert_served(ready["listen"])
 
         decode = tmp_path / "workers" / "d" / "d-0.json"
+        (launched,) = (tmp_path / "launched").read_text().splitlines()
+        assert f"rank0.sh {decode} --engine sim --role decode" in launched
         worker_pid = json.loads(decode.read_text())["pid"]
         before = json.loads((tmp_path / "pools.json").read_text())["pools"]
         assert jobs["d"].terminate() == 0

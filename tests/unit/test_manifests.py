@@ -252,6 +252,11 @@ def test_selectors_find_pods_and_services_their_ports(model: str) -> None:
             assert [pod.owner for pod in chosen] == [one]
         if one["kind"] == "Service":
             (only,) = chosen
+            # A worker's address is its Service's name, which the fleet file has.
+            assert (
+                only.labels[APP] != WORKER
+                or only.owner["metadata"]["name"] == one["metadata"]["name"]
+            )
             for port in spec["ports"]:
                 assert only.ports[port["targetPort"]] == port["port"], label(one)
         if one["kind"] == "PodMonitor":
