@@ -55,6 +55,7 @@ async def run_trtllm_worker(
             following(side),
             stopped() as signals,
         ):
+            log.info("worker.listening", extra={"listen": str(address), "metrics": metrics_at})
             return await process.run(
                 address,
                 signals,
