@@ -202,23 +202,22 @@ def test_the_other_nodes_stay_until_their_ranks_are_gone(tmp_path: Path) -> None
 # --- Slurm -----------------------------------------------------------------------------------------
 
 
+def slurm_tools(run: Path) -> None:
+    """Stand-ins, on the path of `Batch`; once, for a file that is being written cannot be run."""
+    tools = run / "tools"
+    tools.mkdir()
+    tool(
+        tools / "srun",
+        'while [[ $1 == --* ]]; do shift; done\nif [[ $1 == kill ]]; then "$@"; else exec "$@"; fi',
+    )
+    tool(tools / "slagate", f'exec {sys.executable} -m slagate.router "$@"')
+    tool(tools / "trtllm-llmapi-launch", f'echo "$*" >>"{run}/launched"\nexec "$@"')
+
+
 class Batch:
     """A batch script, run as Slurm would, with a `srun` that runs what it is given right here."""
 
     def __init__(self, run: Path, script: str, arguments: list[str], **environment: str) -> None:
-        tools = run / "tools"
-        tools.mkdir(exist_ok=True)
-        (tools / "srun").write_text(
-            f"#!{BASH}\nwhile [[ $1 == --* ]]; do shift; done\n"
-            'if [[ $1 == kill ]]; then "$@"; else exec "$@"; fi\n'
-        )
-        (tools / "slagate").write_text(f'#!{BASH}\nexec {sys.executable} -m slagate.router "$@"\n')
-        launched = run / "launched"
-        (tools / "trtllm-llmapi-launch").write_text(
-            f'#!{BASH}\necho "$*" >>"{launched}"\nexec "$@"\n'
-        )
-        for tool in tools.iterdir():
-            tool.chmod(0o755)
         self.log = run / f"{script}-{environment.get('POOL', '')}.log"
         with self.log.open("wb") as log:
             self.popen = subprocess.Popen(
@@ -226,7 +225,7 @@ class Batch:
                 stdout=log,
                 stderr=log,
                 env=os.environ
-                | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(SLURM)}
+                | {"PATH": f"{run / 'tools'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(SLURM)}
                 | {"SLURM_NTASKS": "1", "SLURMD_NODENAME": "here", "RUN_DIR": str(run)}
                 | {"LISTEN_HOST": LOOPBACK}
                 | environment,
@@ -253,6 +252,7 @@ def slurm_fleet(run: Path) -> Iterator[dict[str, Batch]]:
     for pool in config["pools"].values():
         del pool["workers"]
     (run / "fleet.json").write_text(json.dumps(config))
+    slurm_tools(run)
     jobs = {}
     with ExitStack() as stack:
 
@@ -263,14 +263,14 @@ def slurm_fleet(run: Path) -> Iterator[dict[str, Batch]]:
         start(
             "gateway", "gateway.sbatch", ["--insecure", "--worker-insecure"],
             FLEET=str(run / "fleet.json"), WORKERS="p=1 d=1", PORT="0", ADMIN_PORT="0",
-            HTTP_PORT="0", WAIT_S="60",
+            HTTP_PORT="0", WAIT_S="120",
         )  # fmt: skip
         for name, role in (("p", "prefill"), ("d", "decode")):
             # Decode's world has two ranks, of which the command runs at the first.
             n_tasks = {"prefill": "1", "decode": "2"}[role]
             start(name, "pool.sbatch", worker_options(role), POOL=name, SLURM_NTASKS=n_tasks)
         ready = run / "gateway.json"
-        eventually(ready.exists, "the gateway serves", limit_s=READY_LIMIT_S)
+        eventually(ready.exists, "the gateway serves", limit_s=2 * READY_LIMIT_S)
         yield jobs
 
 
