@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from slagate.router import client_cli
+from slagate.router.bench_cli import bench
 from slagate.router.command import (
     Policy,
     Transport,
@@ -37,6 +38,7 @@ cli.add_typer(grid, name="grid")
 cli.add_typer(profile, name="profile")
 cli.add_typer(worker, name="worker")
 cli.command()(serve)
+cli.command()(bench)
 cli.command()(receipts)
 cli.command()(recompute)
 cli.command()(reload)

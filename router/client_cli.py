@@ -90,7 +90,7 @@ async def generate(
 ) -> int:
     """Stream one request to stdout; the exit status."""
     async with engine_at(target, tls) as gateway:
-        model = options.model or await _only_model(gateway)
+        model = options.model or await only_model(gateway)
         metadata = options.metadata()
         if receipt:
             metadata.append((RECEIPT, "1"))
@@ -135,7 +135,8 @@ async def _print_tokens(sink: BufferedSink) -> Status:
     return sink.status
 
 
-async def _only_model(gateway: GrpcWorker) -> str:
+async def only_model(gateway: GrpcWorker) -> str:
+    """The one model that is served. Raises `UsageError` where there are others, or none yet."""
     models = list((await gateway.server_info()).supported_models)
     if len(models) != 1:
         known = ", ".join(models) or "none yet"

@@ -83,11 +83,19 @@ def run_to_exit(
     raise typer.Exit(status)
 
 
-def finite(value: float) -> float:
+def finite(value: float | None) -> float | None:
     """Refuse what `float` reads besides numbers: a limit of infinity is none. Raises `BadParameter`."""
-    if not math.isfinite(value):
+    if value is not None and not math.isfinite(value):
         raise typer.BadParameter("must be a finite number")
     return value
+
+
+def whole_numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
+    """What `--option 1,2,4` says, sorted, each once; other text ends the command."""
+    words = text.split(",")
+    if not all(word.isascii() and word.isdigit() and int(word) >= least for word in words):
+        fail(f"{option} must be whole numbers from {least} on with commas between (got {text!r})")
+    return tuple(sorted({int(word) for word in words}))
 
 
 MAX_SECONDS = 1e6

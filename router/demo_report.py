@@ -58,10 +58,12 @@ def figures(rows: Sequence[Row]) -> dict[str, object]:
     }
 
 
-def percentiles_ms(seconds: Iterable[float | None]) -> dict[str, float | None]:
-    """p50 and p99 in ms, None left out; without any value both are None."""
+def percentiles_ms(
+    seconds: Iterable[float | None], *, of: Sequence[int] = (50, 99)
+) -> dict[str, float | None]:
+    """Percentiles in ms, as p50 and p99, None left out; without any value all are None."""
     ms = [value * 1000 for value in seconds if value is not None]
-    return {f"p{q}": round(float(np.percentile(ms, q)), 3) if ms else None for q in (50, 99)}
+    return {f"p{q}": round(float(np.percentile(ms, q)), 3) if ms else None for q in of}
 
 
 def _share(met: Sequence[bool]) -> float | None:

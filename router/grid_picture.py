@@ -27,7 +27,7 @@ def missing_glyphs(scene: Scene) -> str:
 
     Raises `UsageError` without matplotlib.
     """
-    _need_matplotlib()
+    need_matplotlib()
     from matplotlib.font_manager import FontProperties, findfont
     from matplotlib.ft2font import FT2Font
 
@@ -45,7 +45,7 @@ def write_picture(scene: Scene, path: Path, *, kind: str) -> None:
 
     Raises `UsageError` without matplotlib, and for a file that cannot be written.
     """
-    _need_matplotlib()
+    need_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -68,7 +68,8 @@ def write_picture(scene: Scene, path: Path, *, kind: str) -> None:
             raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _need_matplotlib() -> None:
+def need_matplotlib() -> None:
+    """Raise `UsageError` where there is no matplotlib."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

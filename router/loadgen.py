@@ -1,10 +1,10 @@
-"""An open-loop load client: sends each request at its time, whatever became of the ones before it.
+"""A load client, open loop (each request at its time, whatever became of the ones before it) or closed.
 
 Speaks OpenEngine like any client, over the `Worker` port. Times are the client's own, on the event
 loop's clock: what a user of the gateway sees, its queues and relays included.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple, Protocol
@@ -51,6 +51,7 @@ class Served:
     status: Status  # an error event of the stream counts as its status
     fault: str  # how the stream broke the contract; empty: it did not
     receipt: gw.Receipt | None
+    e2e_s: float  # from sending to the end of the call
 
     @property
     def failed(self) -> bool:
@@ -79,6 +80,7 @@ class StreamProbe:
         self._sent_s = now_s()
         self._first_s: float | None = None
         self._last_s = 0.0
+        self._ended_s = self._sent_s
         self._tokens: list[int] = []
         self._terminal = ""
         self._engine_error: oe.EngineError | None = None
@@ -113,6 +115,7 @@ class StreamProbe:
     def end(self, status: Status, /) -> None:
         """Take the end of the call."""
         self._status = status
+        self._ended_s = self._now_s()
         self.ended.set()
 
     def served(self, *, late_s: float) -> Served:
@@ -137,6 +140,7 @@ class StreamProbe:
             status=status,
             fault=self._fault,
             receipt=_receipt(status),
+            e2e_s=self._ended_s - self._sent_s,
         )
 
     def _take(self, tokens: list[int], now_s: float) -> None:
@@ -179,6 +183,35 @@ def mismatch(served: Served, expected: Sequence[int]) -> str:
     return ""
 
 
+class _Sender:
+    """Sends requests and keeps the live counts of a run."""
+
+    def __init__(
+        self, *, timeout_s: float, on_change: Callable[[Progress], None], now_s: Callable[[], float]
+    ) -> None:
+        self._progress = Progress()
+        self._timeout_s = timeout_s
+        self._on_change = on_change
+        self._now_s = now_s
+
+    async def send(self, target: Target, request: LoadRequest, *, late_s: float) -> Served:
+        """What became of one request, once it has ended."""
+        progress = self._progress
+        probe = StreamProbe(request.request_id, now_s=self._now_s, progress=progress)
+        call = target.generate(request.data, request.metadata, probe, timeout_s=self._timeout_s)
+        progress.n_sent += 1
+        self._on_change(progress)
+        try:
+            await probe.ended.wait()
+        finally:
+            call.cancel()
+        served = probe.served(late_s=late_s)
+        progress.n_done += 1
+        progress.n_failed += served.failed
+        self._on_change(progress)
+        return served
+
+
 async def run_load(
     targets: Sequence[Target],
     requests: Iterable[LoadRequest],
@@ -194,26 +227,47 @@ async def run_load(
     `now_s` is the clock that latencies are measured with.
     """
     results: dict[int, Served] = {}
-    progress = Progress()
+    sender = _Sender(timeout_s=timeout_s, on_change=on_change, now_s=now_s)
     started_s = anyio.current_time()
 
     async def serve(number: int, target: Target, request: LoadRequest) -> None:
-        probe = StreamProbe(request.request_id, now_s=now_s, progress=progress)
         late_s = anyio.current_time() - started_s - request.at_s
-        call = target.generate(request.data, request.metadata, probe, timeout_s=timeout_s)
-        progress.n_sent += 1
-        on_change(progress)
-        try:
-            await probe.ended.wait()
-        finally:
-            call.cancel()
-        results[number] = served = probe.served(late_s=late_s)
-        progress.n_done += 1
-        progress.n_failed += served.failed
-        on_change(progress)
+        results[number] = await sender.send(target, request, late_s=late_s)
 
     async with anyio.create_task_group() as tasks:
         for number, (target, request) in enumerate(zip(cycle(targets), requests, strict=False)):
             await anyio.sleep_until(started_s + request.at_s)
             tasks.start_soon(serve, number, target, request)
     return [results[number] for number in sorted(results)]
+
+
+async def run_callers(
+    targets: Sequence[Target],
+    requests: Iterator[LoadRequest],
+    *,
+    concurrency: int,
+    seconds: float | None,
+    timeout_s: float,
+    on_change: Callable[[Progress], None],
+    results: list[Served],
+    now_s: Callable[[], float] = monotonic_s,
+) -> None:
+    """Closed loop: each of `concurrency` callers sends its next request when its last one has ended.
+
+    Ends when there are no `requests` left, or none is begun after `seconds`, and all have ended; their
+    own times (`at_s`) do not count. `results` gets each as it ends, so that whoever cancels this has
+    what was measured until then. The rest is as in `run_load`.
+    """
+    sender = _Sender(timeout_s=timeout_s, on_change=on_change, now_s=now_s)
+    started_s = anyio.current_time()
+
+    async def caller(target: Target) -> None:
+        while seconds is None or anyio.current_time() - started_s < seconds:
+            request = next(requests, None)
+            if request is None:
+                return
+            results.append(await sender.send(target, request, late_s=0.0))
+
+    async with anyio.create_task_group() as tasks:
+        for _, target in zip(range(concurrency), cycle(targets), strict=False):
+            tasks.start_soon(caller, target)

@@ -13,7 +13,7 @@ import typer
 from slagate.pools.estimator import NOMINAL_KV_BYTES_PER_TOKEN
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.calling import engine_at
-from slagate.router.command import errors, fail, run_to_exit
+from slagate.router.command import errors, fail, run_to_exit, whole_numbers
 from slagate.router.profile_bench import AggBench, Bench, PairBench
 from slagate.router.profile_build import AiConfigurator, profile_content
 from slagate.router.profile_measure import (
@@ -33,13 +33,6 @@ profile = typer.Typer(no_args_is_help=True, help="Timing profiles of models on G
 Out = Annotated[Path, typer.Option(help="The profile file.")]
 
 
-def _numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
-    words = text.split(",")
-    if not all(word.isascii() and word.isdigit() and int(word) >= least for word in words):
-        fail(f"{option} must be whole numbers from {least} on with commas between (got {text!r})")
-    return tuple(sorted({int(word) for word in words}))
-
-
 @profile.command()
 def build(
     *,
@@ -52,7 +45,7 @@ def build(
     ] = None,
 ) -> None:
     """Make a profile from AIConfigurator's TensorRT-LLM database (extra `aiconfigurator`)."""
-    sizes = _numbers("--tp", tp, least=1)
+    sizes = whole_numbers("--tp", tp, least=1)
     try:
         timings = AiConfigurator(model, system, engine_version)
         content = profile_content(
@@ -106,10 +99,10 @@ def measure(
 ) -> None:
     """Measure a live worker that has nothing else to do; takes minutes on a real one."""
     plan = MeasurePlan(
-        new_tokens=_numbers("--prompts", prompts, least=1),
-        cached_tokens=_numbers("--cached", cached, least=0),
-        batches=_numbers("--batches", batches, least=1),
-        contexts=_numbers("--contexts", contexts, least=1),
+        new_tokens=whole_numbers("--prompts", prompts, least=1),
+        cached_tokens=whole_numbers("--cached", cached, least=0),
+        batches=whole_numbers("--batches", batches, least=1),
+        contexts=whole_numbers("--contexts", contexts, least=1),
         repeats=repeats,
         steps=steps,
     )

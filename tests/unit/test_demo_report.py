@@ -38,7 +38,7 @@ def row(
     mismatch: str = "",
     got: gw.Receipt | None = None,
 ) -> Row:
-    served = Served("r1", 0.0, ttft_s, itl_s, (1, 2), status, mismatch, got)
+    served = Served("r1", 0.0, ttft_s, itl_s, (1, 2), status, mismatch, got, 1.0)
     return Row(Arrival(0.0, TraceRequest(0, 1000, 2, (0, 1)), sla), served, mismatch)
 
 

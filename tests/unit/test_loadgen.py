@@ -128,10 +128,11 @@ def test_any_change_to_the_tokens_is_a_mismatch(tokens: list[int], data: st.Data
 
 
 def test_ttft_is_to_the_first_token_and_itl_the_mean_between_tokens() -> None:
-    clock = iter([10.0, 10.5, 10.75, 11.5, 12.0])
+    clock = iter([10.0, 10.5, 10.75, 11.5, 12.0, 12.25])
     served = serve([token(1), token(2, 3), token(4), finished(4), OK], now_s=clock.__next__)
     assert served.ttft_s == 0.5
     assert served.itl_s == pytest.approx((11.5 - 10.5) / 3)
+    assert served.e2e_s == 2.25
 
 
 def test_without_tokens_there_are_no_figures() -> None:

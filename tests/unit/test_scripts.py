@@ -1,0 +1,84 @@
+"""Shell scripts of `configs/`, those within manifests too: shellcheck's rules, and options that exist."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from slagate.router.__main__ import cli
+from support.manifests import FOLDER, named, objects
+
+SLURM = FOLDER.parent / "slurm"
+SHELLCHECK = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+
+
+def scripts() -> dict[str, str]:
+    """Every script, by a name of its own."""
+    found = {path.name: path.read_text() for path in sorted(SLURM.iterdir())}
+    pools = list(objects(FOLDER / "deepseek-r1" / "pools.yaml"))
+    launch = named(pools, "ConfigMap", "multinode-launch")["data"]
+    return found | {name: text for name, text in launch.items() if name.endswith(".sh")} | {
+        "fill-models": fill_models()
+    }  # fmt: skip
+
+
+def fill_models() -> str:
+    (job,) = (one for one in objects(FOLDER / "model-cache" / "pvc.yaml") if one["kind"] == "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    (text,) = container["args"]
+    return f"#!/usr/bin/env bash\n{text}"
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not here")
+@pytest.mark.parametrize("name", scripts())
+def test_shellcheck_finds_nothing(name: str) -> None:
+    done = subprocess.run(
+        [str(SHELLCHECK), "--severity=style", "-"],
+        input=scripts()[name],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == ""
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("name", scripts())
+def test_a_script_gives_up_at_the_first_error(name: str) -> None:
+    text = scripts()[name]
+    assert text.startswith("#!/usr/bin/env bash\n")
+    first = next(line for line in text.splitlines() if line and not line.startswith("#"))
+    assert first == "set -euo pipefail"
+
+
+def options_of(command: str) -> set[str]:
+    group: Any = typer.main.get_command(cli)
+    return {option for each in group.commands[command].params for option in each.opts}
+
+
+def slagate_calls(text: str) -> list[tuple[str, set[str]]]:
+    """Commands of ours that a script runs, with their options."""
+    joined = text.replace("\\\n", " ")
+    return [
+        (call[1], set(re.findall(r"(?<!\S)--[a-z-]+", call[2])))
+        for call in re.finditer(r"\bslagate (\w+)\b([^\n]*)", joined)
+        if call[1] in ("serve", "worker", "bench")
+    ]
+
+
+def test_options_of_our_commands_exist() -> None:
+    calls = [call for text in scripts().values() for call in slagate_calls(text)]
+    assert {name for name, _ in calls} == {"serve", "worker", "bench"}
+    for name, options in calls:
+        assert options <= options_of(name)
+
+
+def test_an_option_that_does_not_exist_is_found() -> None:
+    ((name, options),) = slagate_calls("exec slagate serve --config a \\\n  --no-such b\n")
+    assert (name, options) == ("serve", {"--config", "--no-such"})
+    assert not options <= options_of(name)
