@@ -40,8 +40,11 @@ def plain_tokens(data: bytes, at: int) -> int:
     >>> plain_tokens(response.SerializeToString(), 0)
     -1
     """
+    # First of all its size, of which there is but one byte: a large message is not looked through.
+    if len(data) < at + 2 or data[at + 1] != len(data) - at - 2:
+        return -1
     found = _beginning(data, at)
-    if found is None or data[at + 1] != len(data) - at - 2:
+    if found is None:
         return -1
     ids_at, ids_end = found.span(1)
     end = found.end()

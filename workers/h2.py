@@ -183,7 +183,7 @@ class H2Connection(asyncio.Protocol):
         """Write what is queued in the next turn of the loop, with what else is queued until then."""
         if not self._will_flush:
             self._will_flush = True
-            self._turn.soon(self._flush_queued)
+            self._turn.soon(self._loop, self._flush_queued)
 
     # --- what the transport calls
 
@@ -206,7 +206,7 @@ class H2Connection(asyncio.Protocol):
         try:
             self._received(data)
         finally:
-            self._turn.end()
+            self._turn.end(self._loop)
 
     def _received(self, data: bytes) -> None:
         broken: Exception | None = None

@@ -15,29 +15,28 @@ class Turn:
     one write then carries it all.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._n_reading = 0
         self._held: list[Write] = []  # while something is being read
 
-    def soon(self, write: Write) -> None:
-        """Have it called in the loop's next turn."""
+    def soon(self, loop: asyncio.AbstractEventLoop, write: Write) -> None:
+        """Have it called in the next turn of this loop, which is always the same one."""
         if self._n_reading:
             self._held.append(write)
         else:
-            self._loop.call_soon(write)
+            loop.call_soon(write)
 
     def begin(self) -> None:
         """Something is being read, until `end`."""
         self._n_reading += 1
 
-    def end(self) -> None:
+    def end(self, loop: asyncio.AbstractEventLoop) -> None:
         """It was read, and everybody knows."""
         self._n_reading -= 1
         if self._held and not self._n_reading:
             held, self._held = self._held, []
             for write in held:
-                self._loop.call_soon(write)
+                loop.call_soon(write)
 
 
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, Turn] = WeakKeyDictionary()
@@ -47,5 +46,5 @@ def turn_of(loop: asyncio.AbstractEventLoop) -> Turn:
     """The one that all connections of a loop share."""
     turn = _turns.get(loop)
     if turn is None:
-        turn = _turns[loop] = Turn(loop)
+        turn = _turns[loop] = Turn()
     return turn

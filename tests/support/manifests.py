@@ -11,7 +11,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import typer.main
 import yaml
 
-from slagate.router.__main__ import cli
+from slagate.router.cli import cli
 
 FOLDER = Path(__file__).parents[2] / "configs" / "kubernetes"
 CRDS = Path(__file__).parent / "crds"

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.router import bench as bench_module
-from slagate.router.__main__ import cli
 from slagate.router.bench import Measured, NotReadyError, Plan, Sweep, wait_healthy
 from slagate.router.bench_load import VOCAB_SIZE, FixedPrompts, TracePrompts, load_requests
 from slagate.router.bench_picture import Point, frontier, write_pareto
@@ -33,6 +32,7 @@ from slagate.router.bench_report import (
     met,
     table,
 )
+from slagate.router.cli import cli
 from slagate.router.loadgen import Progress, Served, run_callers
 from slagate.router.replay import TraceRequest
 from slagate.workers.errors import UsageError, WorkerError

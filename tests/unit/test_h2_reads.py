@@ -1,7 +1,9 @@
 """What one read brings: each stream's body in one piece, and one write for all that the read led to."""
 
 import asyncio
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -167,19 +169,30 @@ def test_last_words_of_a_task_that_a_read_woke_go_out_in_the_same_write() -> Non
 
 def test_a_write_outside_a_read_is_in_the_next_turn() -> None:
     async def main() -> None:
-        turn = turn_of(asyncio.get_running_loop())
-        assert turn_of(asyncio.get_running_loop()) is turn
-        order: list[str] = []
         loop = asyncio.get_running_loop()
+        turn = turn_of(loop)
+        assert turn_of(loop) is turn
+        order: list[str] = []
         turn.begin()
         turn.begin()
-        turn.soon(lambda: order.append("write"))
-        turn.end()
+        turn.soon(loop, lambda: order.append("write"))
+        turn.end(loop)
         loop.call_soon(order.append, "woken")
-        turn.end()
-        turn.soon(lambda: order.append("later"))
+        turn.end(loop)
+        turn.soon(loop, lambda: order.append("later"))
         for _ in range(3):
             await anyio.lowlevel.checkpoint()
         assert order == ["woken", "write", "later"]
 
     run(main)
+
+
+def test_a_loop_that_is_over_is_not_kept() -> None:
+    async def main() -> weakref.ref[asyncio.AbstractEventLoop]:
+        loop = asyncio.get_running_loop()
+        turn_of(loop)
+        return weakref.ref(loop)
+
+    loop = run(main)
+    gc.collect()
+    assert loop() is None

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from slagate.pools.grid_config import FleetConfig, load_config
-from slagate.router.__main__ import cli
+from slagate.router.cli import cli
 from slagate.workers.listen import Address
 from support.manifests import (
     CRDS,

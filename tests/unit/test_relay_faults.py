@@ -2,6 +2,7 @@
 
 import random
 import struct
+import tracemalloc
 from typing import Any
 
 import anyio
@@ -242,6 +243,17 @@ def test_what_is_told_from_bytes_alone_is_what_the_parser_says() -> None:
         assert not response.HasField("usage"), (seed, data)
         assert response.request_id == "leg-1", (seed, data)
     assert n_plain > 1000, seed
+
+
+def test_mem_a_large_message_that_begins_like_a_token_is_not_looked_through() -> None:
+    data = HEAD + b"\x1a\x7f" + b"\x12\x02\x08\x01" * 200_000
+    tracemalloc.start()
+    try:
+        assert plain_tokens(data, len(HEAD)) == -1
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 100_000
 
 
 def test_a_plain_token_is_told_from_its_bytes() -> None:

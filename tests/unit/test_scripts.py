@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from slagate.router.__main__ import cli
+from slagate.router.cli import cli
 from support.manifests import FOLDER, named, objects
 
 SLURM = FOLDER.parent / "slurm"
