@@ -86,7 +86,7 @@ class Splice(LegSink):
         self.batch([data])
 
     def batch(self, messages: list[bytes], /) -> None:
-        """As `StreamSink.batch`. Nearly all are one token event and nothing else, behind the first."""
+        """As `StreamSink.batch`. Nearly all are one token event and nothing else."""
         self._is_shut_here = False
         at = 0
         while at < len(messages):
@@ -97,7 +97,7 @@ class Splice(LegSink):
 
     def _flow(self, messages: list[bytes]) -> int:
         """Pass token events on, up to the first message that is something else; how many it were."""
-        if not self._is_flowing or self.is_complete:
+        if self.is_complete or self._preface:
             return 0
         head, event_at, suffix = self._head, self._event_at, self._suffix
         room_bytes = self._max_buffer_bytes - self._client.n_bytes
@@ -113,11 +113,12 @@ class Splice(LegSink):
             n_tokens += n_plain
             found.append(data + suffix)
         if found:
-            tally = self._tally
-            tally.n_messages += len(found)
-            tally.n_tokens += n_tokens
-            tally.last_token_s = self._now_s()
+            self._tally.n_messages += len(found)
+            self._tally.tokens(n_tokens, self._now_s())
             self._client.batch(found)
+            if not self._is_flowing:
+                self._is_flowing = self._heard = self._committed = True
+                self._on_token()
         return len(found)
 
     def take(self, response: oe.GenerateResponse, data: bytes) -> None:

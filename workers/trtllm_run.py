@@ -8,7 +8,7 @@ from typing import NoReturn
 import anyio
 
 from slagate.workers.errors import UsageError
-from slagate.workers.listen import Address, ready_line, stopped
+from slagate.workers.listen import Address, hung_up, ready_line, stopped
 from slagate.workers.run import FLUSH_S, metrics_served, tell_ready, until_stopped
 from slagate.workers.server import serve_worker
 from slagate.workers.starting import StartingWorker
@@ -53,7 +53,8 @@ async def run_trtllm_worker(
     ) as metrics_at:
         async with (
             serve_worker(process.starting, listen, grace_s=FLUSH_S, tls=side) as address,
-            following(side),
+            following(side) as reread,
+            hung_up(reread),
             stopped() as signals,
         ):
             log.info("worker.listening", extra={"listen": str(address), "metrics": metrics_at})

@@ -51,10 +51,17 @@ def _aio(_: Workload, folder: Path, core: int, workers: list[str]) -> AbstractCo
     return python_relay("aio_reference", (), folder, core, workers)
 
 
+def _bare(
+    _: Workload, folder: Path, core: int, workers: list[str]
+) -> AbstractContextManager[Proxy]:
+    return python_relay("bare", (), folder, core, workers)
+
+
 VARIANTS: dict[str, Start] = {
     "direct": _direct,
     "nginx": _nginx,
     "envoy": _envoy,
+    "bare": _bare,
     "fixed": _fixed,
     "full": _full,
     "full_own": _full_own,

@@ -30,7 +30,7 @@ class Workload:
     rate: float = 0.0  # requests a second; 0: as many as can be with so many in flight
     pace_us: int = 0  # between two messages of a stream; 0: all at once
     spread: bool = False  # each stream in moments of its own
-    variants: tuple[str, ...] = ("direct", "nginx", "fixed", "full")
+    variants: tuple[str, ...] = ("direct", "nginx", "bare", "fixed", "full")
 
     @property
     def per(self) -> str:
@@ -47,7 +47,7 @@ class Workload:
 WORKLOADS = {
     "W1": Workload(
         about="1k prompt, 16 messages, saturated",
-        variants=("direct", "nginx", "fixed", "full", "aio"),
+        variants=("direct", "nginx", "bare", "fixed", "full", "aio"),
     ),
     "W1h": Workload(about="1k prompt, 16 messages, 400 requests a second", rate=400.0),
     "W2p": Workload(
