@@ -118,7 +118,8 @@ def assert_refused(ended: Any, *, naming: str) -> None:
 @pytest.mark.parametrize(
     ("options", "naming"),
     [
-        (("--engine", "trtllm"), "--engine trtllm is not available in this version; use"),
+        (("--engine", "trtllm"), "--profile is for --engine sim, not for trtllm"),
+        (("--kv-block-size", "64"), "--kv-block-size is for --engine trtllm, not for sim"),
         (("--engine", "vllm"), "'vllm'"),
         (("--profile", "no-such-profile"), "no-such-profile"),
         (("--tp", "3"), "no tensor-parallel size 3; available: 1, 2, 4"),
