@@ -1,1 +1,1 @@
-"""Configs: data files only (grids, timing profiles, traces), read with `importlib.resources`."""
+"""Configs: data files only (engine arguments, grids, profiles, traces), read with `importlib.resources`."""

@@ -114,5 +114,4 @@ def show_engine_args(args: EngineArgs) -> None:
 
 def place_of(finding: Finding, sources: Mapping[str, str]) -> str:
     """Where the value that a finding is about came from; empty where nobody set it."""
-    source = sources.get(finding.key.partition("[")[0], "")
-    return f" ({source})" if source else ""
+    return sources.get(finding.key.partition("[")[0], "")

@@ -32,7 +32,7 @@ PAIR = "pair"
 
 
 class Found(NamedTuple):
-    """A finding, of which engine it is (its role, or the pairing), and where its value came from."""
+    """A finding, whose it is (a role's, or the pairing's), and where its value came from, if set."""
 
     of: str
     finding: Finding
@@ -138,12 +138,13 @@ def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wan
 
 def _json_lines(found: Sequence[Found]) -> Iterator[str]:
     for each in found:
-        yield json.dumps({"of": each.of, **each.finding._asdict()}, ensure_ascii=False)
+        shown = {"of": each.of, **each.finding._asdict(), "source": each.place}
+        yield json.dumps(shown, ensure_ascii=False)
 
 
 def _text_lines(found: Sequence[Found], n_ignored: int) -> Iterator[str]:
     for of, finding, place in found:
-        yield f"{finding.severity} {finding.code}  {of}  {finding.key}{place}"
+        yield f"{finding.severity} {finding.code}  {of}  {finding.key}{f' ({place})' if place else ''}"
         yield from indented(f"{finding.key} {finding.text}.")
         yield from indented(f"Fix: {finding.advice}.")
         yield ""

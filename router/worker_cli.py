@@ -40,6 +40,7 @@ from slagate.router.trtllm_cli import (
     with_trtllm_options,
 )
 from slagate.router.worker_check_cli import check
+from slagate.router.worker_convert_cli import convert
 from slagate.workers import run, sim_worker, trtllm_run
 from slagate.workers.listen import Address
 
@@ -47,6 +48,7 @@ worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one wou
 
 
 worker.command()(check)
+worker.command()(convert)
 
 
 def _run_worker(

@@ -4,13 +4,21 @@ Each layer replaces values of the ones before it, and every replacement is logge
 where they came from: an engine that runs with something else than its file says is hours of search.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slagate.workers.engine_args_check import check_values
-from slagate.workers.engine_args_merge import COMMAND_LINE, DEFAULT, FORCED, Layer, Merged, merge
+from slagate.workers.engine_args_merge import (
+    COMMAND_LINE,
+    DEFAULT,
+    FORCED,
+    Layer,
+    Merged,
+    in_brief,
+    merge,
+)
 from slagate.workers.engine_args_prune import prune
 from slagate.workers.engine_args_read import EXTRA, OVERRIDE, read_override, read_yaml
 from slagate.workers.engine_case import EngineCase, Wanted, case_of
@@ -71,16 +79,27 @@ def build_engine_args(
     `wanted`, rules also look at what the engine is for. Raises `UsageError` naming the option for what
     cannot be read; what can be read and is wrong is a finding: see `EngineArgs.refuse_errors`.
     """
-    if role not in ROLES:
-        raise UsageError(f"--role must be one of {', '.join(ROLES)} (got {role!r})")
-    layers = [Layer(DEFAULT, DEFAULTS), Layer(COMMAND_LINE, _given(cli))]
+    layers = [Layer(COMMAND_LINE, _given(cli))]
     if extra is not None:
         read = read_yaml(extra)
         layers.append(Layer(f"{EXTRA} {extra}", read.values, read.lines))
     if override is not None:
         layers.append(Layer(OVERRIDE, read_override(override)))
     layers.append(Layer(FORCED, forced))
-    merged = merge(layers)
+    return assemble(role, layers, allow_unknown=allow_unknown, wanted=wanted)
+
+
+def assemble(
+    role: str,
+    layers: Iterable[Layer],
+    *,
+    allow_unknown: bool = False,
+    wanted: Wanted | None = None,
+) -> EngineArgs:
+    """`layers` over the defaults, merged and checked. Raises `UsageError` for a role there is not."""
+    if role not in ROLES:
+        raise UsageError(f"--role must be one of {', '.join(ROLES)} (got {role!r})")
+    merged = merge([Layer(DEFAULT, DEFAULTS), *layers])
     findings = [*_replaced_options(merged), *prune(merged)]
     model, wrong = check_values(merged.values, allow_unknown=allow_unknown)
     findings += wrong
@@ -124,7 +143,8 @@ def _replaced_options(merged: Merged) -> list[Finding]:
         warning(
             "E107",
             replaced.key,
-            str(replaced).partition(": ")[2],
+            f"is {in_brief(replaced.old)} on the command line, and {in_brief(replaced.new)} "
+            f"by {replaced.new_source}, which counts",
             "say it in one place; trtllm-serve takes the file's before June 2026, and the option's since",
         )
         for replaced in merged.replaced

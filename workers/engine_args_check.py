@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from slagate.workers.engine_args_merge import in_brief
 from slagate.workers.engine_args_model import UNSET_IF_NONE, EngineModel
+from slagate.workers.engine_args_text import inline
 from slagate.workers.engine_findings import Finding, error, warning
 
 MOVED: Mapping[str, str] = MappingProxyType(
@@ -35,7 +36,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "enable_overlap_scheduler": "disable_overlap_scheduler",
         "max_tokens_in_buffer": "cache_transceiver_config.max_tokens_in_buffer",
         "eplb_config": "moe_config.load_balancer",
-        "pytorch_backend_config": "the top level, where its keys are now",
+        "pytorch_backend_config": "gone, and its keys are at the top level",
     }
 )
 """Names of older engines, of other tools, and of keys one level too high, and what is meant."""
@@ -49,6 +50,24 @@ _TYPES = {
     "dict_type": "a mapping",
     "model_type": "a mapping",
     "finite_number": "a finite number",
+}
+
+
+class _Bound(NamedTuple):
+    words: str
+    limit: str  # its name in pydantic's details
+
+
+_BOUNDS = {
+    "greater_than": _Bound("be above", "gt"),
+    "greater_than_equal": _Bound("be at least", "ge"),
+    "less_than_equal": _Bound("be at most", "le"),
+    "too_short": _Bound("have entries, at least", "min_length"),
+}
+
+_UNKNOWN = {
+    False: "take it out, or give --allow-unknown-engine-args if the engine is newer than slagate",
+    True: "it is passed on as it is; take it out if the engine does not know it either",
 }
 
 
@@ -87,8 +106,8 @@ def _without_unknown(
         field = model.model_fields.get(key)
         if field is None:
             put = warning if allow_unknown else error
-            advice = _advice(key, prefix, model)
-            findings.append(put("E101", dotted, "TensorRT-LLM has no such argument", advice))
+            advice = _advice(key, prefix, model) or _UNKNOWN[allow_unknown]
+            findings.append(put("E101", dotted, "is no argument of TensorRT-LLM's", advice))
             continue
         section = _section_of(field.annotation)
         if section is not None and isinstance(value, Mapping):
@@ -108,7 +127,8 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _advice(key: str, prefix: str, model: type[BaseModel]) -> str:
+def _advice(key: str, prefix: str, model: type[BaseModel]) -> str | None:
+    """What is probably meant by an unknown key."""
     if not prefix and key in MOVED:
         return f"it is {MOVED[key]}"
     close = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.75)
@@ -117,7 +137,7 @@ def _advice(key: str, prefix: str, model: type[BaseModel]) -> str:
     places = [dotted for dotted in _all_keys(EngineModel, "") if dotted.split(".")[-1] == key]
     if places:
         return f"it belongs at {' or '.join(places)}"
-    return "take it out, or give --allow-unknown-engine-args if the engine is newer than slagate"
+    return None
 
 
 def _all_keys(model: type[BaseModel], prefix: str) -> list[str]:
@@ -139,19 +159,18 @@ def _finding(details: ErrorDetails) -> Finding:
         return error("E104", key, f"is {got}", _choice(details["loc"], details["input"]))
     if (wanted := _TYPES.get(kind)) is not None:
         return error("E102", key, f"must be {wanted} (got {got})", _type_advice(details["input"]))
-    return error(
-        "E103", key, f"{details['msg'][:1].lower()}{details['msg'][1:]} (got {got})", _RANGE
-    )
-
-
-_RANGE = "write a value within the range"
+    if (bound := _BOUNDS.get(kind)) is not None:
+        limit = details["ctx"][bound.limit]
+        return error("E103", key, f"must {bound.words} {limit} (got {got})", "bring it within that")
+    return error("E103", key, f"is refused: {details['msg']} (got {got})", "write another value")
 
 
 def _type_advice(got: Any) -> str:
     if isinstance(got, str):
         # YAML 1.1, which PyYAML reads, has no number without a point in 1e-3.
-        is_exponent = re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", got) is not None
-        return "write it as 0.001, or 1.0e-3" if is_exponent else "write it without quotes"
+        if re.fullmatch(r"[+-]?\d+[eE][+-]?\d{1,3}", got):
+            return f"write it as {inline(float(got))}"
+        return "write it without quotes"
     if got is None:
         return "leave the key out where the default is meant"
     return "write a value of that type"

@@ -78,8 +78,9 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def in_full(value: Any) -> str:
-    """The value as JSON; what JSON has no form for as Python shows it."""
-    return json.dumps(value, default=repr, ensure_ascii=False)
+    """The value as JSON; what JSON, or UTF-8, has no form for as Python shows it."""
+    text = json.dumps(value, default=repr, ensure_ascii=False)
+    return text.encode(errors="backslashreplace").decode()
 
 
 def in_brief(value: Any) -> str:

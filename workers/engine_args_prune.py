@@ -7,7 +7,7 @@ from slagate.workers.engine_findings import Finding, warning
 
 BUILD = "build_config"
 AUTODEPLOY = "_autodeploy"
-CACHE, EVENTS = "kv_cache_config", "event_buffer_max_size"
+CACHE, EVENTS, STATS = "kv_cache_config", "event_buffer_max_size", "enable_iter_perf_stats"
 NOT_FOR_AUTODEPLOY = (
     "build_config",
     "scheduler_config",
@@ -33,6 +33,8 @@ def _for_autodeploy(merged: Merged) -> list[Finding]:
     if merged.sources.get(f"{CACHE}.{EVENTS}") == DEFAULT:
         _take(merged, f"{CACHE}.{EVENTS}")  # ours, for the back-end that makes events
         merged.values[CACHE].pop(EVENTS)
+    if merged.sources.get(STATS) == DEFAULT:
+        _take(merged, STATS)  # likewise: the other back-end's argument
     findings = []
     for key in NOT_FOR_AUTODEPLOY:
         is_set = any(
@@ -72,10 +74,8 @@ def _lift_build_config(merged: Merged) -> list[Finding]:
             merged.values[key] = value
             for leaf, _ in leaves({key: value}):
                 merged.sources[leaf] = sources[f"{BUILD}.{leaf}"]
-            text, advice = (
-                "build_config is gone from newer engines",
-                f"write {key} at the top level",
-            )
+            text = "is in a section that newer engines do not have"
+            advice = f"write {key} at the top level"
         elif in_full(merged.values[key]) != in_full(value):
             kept = in_brief(merged.values[key])
             text = f"is {in_brief(value)}, and {key} at the top level, {kept}, takes its place"

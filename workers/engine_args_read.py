@@ -70,6 +70,8 @@ def parse_yaml(text: str, place: str) -> ReadArgs:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}:" if mark else ""
         raise UsageError(f"{place}:{line} is not YAML: {error.problem or error}") from error
+    except UsageError:
+        raise
     except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{place}: is not YAML: {error}") from error
     except RecursionError:

@@ -5,8 +5,6 @@ from typing import Any
 
 import yaml
 
-from slagate.workers.engine_args_merge import in_full
-
 _COMMENT_COLUMN = 56
 """Comments begin here, or right after a longer value."""
 
@@ -24,19 +22,36 @@ def yaml_lines(values: Mapping[str, Any], sources: Mapping[str, str] | None = No
 def _lines(values: Mapping[str, Any], dotted: str, indent: str) -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         name = f"{dotted}.{key}" if dotted else str(key)
-        shown = f"{indent}{_inline(key)}:"
+        shown = f"{indent}{inline(key)}:"
         if isinstance(value, Mapping) and value:
             yield "", shown
             yield from _lines(value, name, f"{indent}  ")
         else:
-            yield name, f"{shown} {_inline(value)}"
+            yield name, f"{shown} {inline(value)}"
 
 
-def _inline(value: Any) -> str:
-    """The value on one line."""
+def inline(value: Any) -> str:
+    """The value on one line, in a form that YAML 1.1 reads as what it is."""
     try:
-        text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9)
+        return _dump(value)
     except yaml.YAMLError:
-        text = yaml.safe_dump(repr(value), width=10**9)  # an object of the engine's
-    text = text.removesuffix("...\n").rstrip("\n")
-    return in_full(value) if "\n" in text else text
+        return _dump(repr(value))  # an object of the engine's
+
+
+class _OneLine(yaml.SafeDumper):
+    """Text of several lines is escaped: plain and single-quoted text would break the line."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = '"' if len(value.splitlines()) > 1 or "\n" in value else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_OneLine.add_representer(str, _text)
+
+
+def _dump(value: Any) -> str:
+    text: str = yaml.dump(
+        value, Dumper=_OneLine, default_flow_style=True, sort_keys=False, width=10**9
+    )
+    return text.removesuffix("...\n").rstrip("\n")

@@ -15,28 +15,36 @@ KVBM = "kvbm"
 
 def prefix_routing(case: EngineCase) -> Iterator[Finding]:
     """E601, E602, E603: events come of a buffer, of block reuse, and of the PyTorch back-end."""
-    args, cache = case.args, case.args.kv_cache_config
-    if case.wanted.prefix_routing:
-        if cache.event_buffer_max_size == 0:
-            yield warning(
-                "E601",
+    cache, backend = case.args.kv_cache_config, case.args.backend
+    routes = case.wanted.prefix_routing
+    if backend != "pytorch":
+        if cache.event_buffer_max_size:
+            yield error(
+                "E603",
                 f"{CACHE}.event_buffer_max_size",
-                "is 0, so the engine makes no KV events and prefix routing cannot know what is cached",
-                "set it to 100000, or route without prefixes",
+                f"asks for KV events, which the back-end {backend} does not make",
+                "set it to 0, or use backend: pytorch",
             )
-        if not cache.enable_block_reuse:
+        elif routes:
             yield warning(
-                "E602",
-                f"{CACHE}.enable_block_reuse",
-                "is false, so nothing is cached for prefix routing to find",
-                "set it to true, or route without prefixes",
+                "E603",
+                "backend",
+                f"is {backend}, which makes no KV events: prefix routing cannot know what is cached",
+                "use backend: pytorch, or route without prefixes",
             )
-    if cache.event_buffer_max_size and args.backend != "pytorch":
-        yield error(
-            "E603",
+    elif routes and cache.event_buffer_max_size == 0:
+        yield warning(
+            "E601",
             f"{CACHE}.event_buffer_max_size",
-            f"asks for KV events, which the back-end {args.backend} does not make",
-            "set it to 0, or use backend: pytorch",
+            "is 0, so the engine makes no KV events and prefix routing cannot know what is cached",
+            "set it to 100000, or route without prefixes",
+        )
+    if routes and not cache.enable_block_reuse:
+        yield warning(
+            "E602",
+            f"{CACHE}.enable_block_reuse",
+            "is false, so nothing is cached for prefix routing to find",
+            "set it to true, or route without prefixes",
         )
 
 

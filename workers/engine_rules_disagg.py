@@ -27,21 +27,21 @@ def transceiver(case: EngineCase) -> Iterator[Finding]:
             yield warning(
                 "E208",
                 SECTION,
-                "an aggregated worker hands nothing over, and still sets memory aside for it",
+                "is there: an aggregated worker hands nothing over, and still sets memory aside for it",
                 f"take {SECTION} out",
             )
     elif section is None:
         yield error(
             "E201",
             SECTION,
-            f"a {case.role} worker without it refuses every disaggregated request",
+            f"is missing: a {case.role} worker without it refuses every disaggregated request",
             f"add {SECTION} with backend: DEFAULT and max_tokens_in_buffer, on both roles",
         )
     elif section.backend is None:
         yield error(
             "E202",
             f"{SECTION}.backend",
-            f"null switches the transceiver off, which a {case.role} worker needs",
+            f"is null, which switches off the transceiver that a {case.role} worker needs",
             "set it to DEFAULT, UCX or NIXL",
         )
 
@@ -58,8 +58,8 @@ def transfer_buffer(case: EngineCase) -> Iterator[Finding]:
             "E204",
             BUFFER,
             f"is missing, so the buffer is sized by the longest sequence: {_memory(case)}",
-            f"set {BUFFER} to the longest prompt"
-            + ("" if longest is None else f", here {case.args.up_to_blocks(longest):,}"),
+            f"set {BUFFER} to the longest prompt that will come, in whole KV blocks"
+            + (f", here {case.args.up_to_blocks(longest)}" if certain and longest else ""),
         )
     elif longest is not None and buffer < longest:
         # Of a context, some is the answer's: only who says how long prompts get can be held to it.
@@ -68,7 +68,7 @@ def transfer_buffer(case: EngineCase) -> Iterator[Finding]:
             BUFFER,
             f"is {buffer:,}, and prompts may have {longest:,} tokens: decode waits for ever for one "
             "that does not fit, so slagate refuses it",
-            f"set it to {case.args.up_to_blocks(longest):,}"
+            f"set it to {case.args.up_to_blocks(longest)}"
             + ("" if certain else ", or say --longest-prompt, if prompts are shorter"),
         )
 
@@ -88,7 +88,7 @@ def block_alignment(case: EngineCase) -> Iterator[Finding]:
                 "E205",
                 key,
                 f"is {limit:,}, not a multiple of kv_cache_config.tokens_per_block ({block})",
-                f"set it to {case.args.up_to_blocks(limit):,}",
+                f"set it to {case.args.up_to_blocks(limit)}",
             )
 
 

@@ -9,6 +9,8 @@ from slagate.workers.engine_rules_disagg import BUFFER, SECTION
 SMALL_BUFFER_TOKENS = 1024
 """Below this the engine's fallback, which copies in pieces, is what moves most prompts."""
 
+_NO_TALK = "which then do not understand each other"
+
 
 def kv_layout(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
     """E301 to E303, E306: what one side sends must be what the other side reads."""
@@ -42,11 +44,11 @@ def transports(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
         for section in (one, other)
     ]
     if None not in names and names[0] != names[1]:
-        yield _differ("E305", f"{SECTION}.backend", one.backend, other.backend)
+        yield _differ("E305", f"{SECTION}.backend", one.backend, other.backend, so=_NO_TALK)
     runtimes = {one.transceiver_runtime, other.transceiver_runtime} - {None, "auto"}
     if len(runtimes) > 1:
         key = f"{SECTION}.transceiver_runtime"
-        yield _differ("E305", key, one.transceiver_runtime, other.transceiver_runtime)
+        yield _differ("E305", key, one.transceiver_runtime, other.transceiver_runtime, so=_NO_TALK)
 
 
 def buffers(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
@@ -66,7 +68,7 @@ def buffers(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
             BUFFER,
             f"is {min(known):,} with {shapes}: a prompt that does not fit goes in pieces, which "
             "takes equal bytes on both sides for granted",
-            f"set it to the longest prompt, {SMALL_BUFFER_TOKENS:,} at least, or use equal parallelism",
+            f"set it to the longest prompt, {SMALL_BUFFER_TOKENS} at least, or use equal parallelism",
         )
     elif len(set(sizes)) > 1:
         yield warning(
@@ -100,17 +102,15 @@ def contexts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
             "E308",
             "max_seq_len",
             f"is {one:,} on prefill and {other:,} on decode, which has to hold the answer too",
-            f"set decode's to {one:,} and the longest answer",
+            f"set decode's to {one} and the longest answer",
         )
 
 
-def _differ(code: str, key: str, left: object, right: object) -> Finding:
-    return error(
-        code,
-        key,
-        f"is {_or_unset(left)} on prefill and {_or_unset(right)} on decode, which then cannot read the KV",
-        "use the same on both",
-    )
+def _differ(
+    code: str, key: str, left: object, right: object, *, so: str = "which then cannot read the KV"
+) -> Finding:
+    text = f"is {_or_unset(left)} on prefill and {_or_unset(right)} on decode, {so}"
+    return error(code, key, text, "use the same on both")
 
 
 def _or_unset(value: object) -> object:

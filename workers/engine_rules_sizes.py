@@ -26,7 +26,7 @@ def expert_parallelism(case: EngineCase) -> Iterator[Finding]:
         yield error(
             "E401",
             f"{next(iter(sizes))}_parallel_size",
-            f"{listed} does not go into tensor_parallel_size {tp}",
+            f"does not fit: {listed} does not go into tensor_parallel_size {tp}",
             f"set moe_expert_parallel_size to a divisor of {tp}, and leave moe_tensor_parallel_size out",
         )
 
@@ -85,7 +85,7 @@ def step_tokens(case: EngineCase) -> Iterator[Finding]:
             "max_num_tokens",
             f"is {args.max_num_tokens:,}, less than max_batch_size {args.max_batch_size:,}{drafts}: "
             "a full batch does not fit into a step",
-            f"set max_num_tokens to {needed:,} at least, or lower max_batch_size",
+            f"set max_num_tokens to {needed} at least, or lower max_batch_size",
         )
     longest = case.wanted.longest_prompt_tokens or args.max_seq_len
     if (
@@ -144,7 +144,7 @@ def cuda_graphs(case: EngineCase) -> Iterator[Finding]:
             f"{GRAPHS}.{'batch_sizes' if sizes else 'max_batch_size'}",
             f"goes to {graphs.largest}, and max_batch_size is {batch:,}: larger batches run without "
             "a graph, and slower",
-            f"add {batch:,}, or lower max_batch_size",
+            f"add {batch}, or lower max_batch_size",
         )
     if sizes and not graphs.enable_padding and len(set(sizes)) < max(sizes):
         yield warning(

@@ -11,6 +11,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import grpc
@@ -91,19 +92,23 @@ class Engine:
         any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return any_keyword or keyword in parameters
 
+    @cached_property
+    def _capacity(self) -> Mapping[str, int] | None:
+        """As the engine was built; None where the version cannot say. It asks the engine's processes."""
+        capacity = getattr(self.llm, "get_kv_cache_capacity", None)
+        return None if capacity is None else capacity()
+
     @property
     def blocks_per_rank(self) -> int | None:
         """KV blocks of one rank's pool; None where the version cannot say."""
-        capacity = getattr(self.llm, "get_kv_cache_capacity", None)
-        return None if capacity is None else capacity()["maxNumBlocks"]
+        return None if self._capacity is None else self._capacity["maxNumBlocks"]
 
     @property
     def window_tokens(self) -> int:
         """Prompt and output together: the sequence length, or the KV cache where that is smaller."""
-        capacity = getattr(self.llm, "get_kv_cache_capacity", None)
         limit = int(self.llm.args.max_seq_len)
-        if capacity is not None:
-            return min(limit, int(capacity()["maxNumTokens"]))
+        if self._capacity is not None:
+            return min(limit, int(self._capacity["maxNumTokens"]))
         if self._learned_blocks is not None:
             return min(limit, self._learned_blocks * self.block_tokens)
         return limit

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.trtllm_engine import Engine
+from slagate.workers.trtllm_guided import capabilities
 from slagate.workers.trtllm_sampling import MAX_TOP_N, max_sequences
 
 SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
@@ -30,6 +31,7 @@ class WorkerIdentity:
     transfer_backend: str  # "" without a KV transceiver
     tensor_parallel_size: int
     end_id: int
+    engine_knows_end: bool = False  # and is not told: a model may have more ends than one
     vocab_size: int | None = None  # None: not known, and token ids are the engine's to check
 
     @property
@@ -102,7 +104,7 @@ def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:
             if identity.role == oe.ENGINE_ROLE_DECODE
             else logprobs,
             output_logprobs=logprobs,
-            guided_decoding=oe.GuidedDecodingCapabilities(supported=False),
+            guided_decoding=capabilities(engine),
             max_num_sequences=max_sequences(engine, hands_off=hands_off),
             supports_priority=False,
             supports_stop_in_output=True,

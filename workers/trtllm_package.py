@@ -30,6 +30,7 @@ _OPTIONAL = {
     "MultimodalEncoder": ("tensorrt_llm",),
     "MetricsCollector": ("tensorrt_llm.metrics",),
     "LogitsProcessor": ("tensorrt_llm.sampling_params",),
+    "GuidedDecodingParams": ("tensorrt_llm.sampling_params",),
     "get_global_disagg_request_id": ("tensorrt_llm.llmapi.disagg_utils",),
 }
 
@@ -51,6 +52,7 @@ class EnginePackage:
     MultimodalEncoder: Any | None = None
     MetricsCollector: Any | None = None
     LogitsProcessor: Any | None = None
+    GuidedDecodingParams: Any | None = None
     get_global_disagg_request_id: Any | None = None
 
 

@@ -12,6 +12,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import Refused
 from slagate.workers.legs import CONTEXT_ONLY, DECODE_RANK, REQUEST_TYPE, TARGET_RANK
 from slagate.workers.trtllm_engine import Engine
+from slagate.workers.trtllm_guided import guided_params
 from slagate.workers.trtllm_handoffs import Handoffs
 from slagate.workers.trtllm_info import WorkerIdentity
 from slagate.workers.trtllm_logits_request import RequestLogits
@@ -41,6 +42,7 @@ class EngineRequest(NamedTuple):
     tokens: list[int]
     sampling: Any
     form: OutputForm
+    end_id: int
     disaggregated: Any | None = None  # None on a worker without handoff
     cache_salt: str | None = None
     rank: int | None = None  # the attention-DP rank it must run on; None: any
@@ -87,10 +89,13 @@ def parse_leg(
         request,
         form,
         stops,
-        end_id=identity.end_id,
+        end_id=None if identity.engine_knows_end else identity.end_id,
         room=engine.window_tokens - len(tokens),
     )
     values["logits_processor"] = logits.of(request, n_outputs=form.n_outputs)
+    guided = guided_params(request, engine)
+    if guided is not None:
+        values["guided_decoding"] = guided
     disaggregated = None
     if kind == GENERATION_ONLY:
         disaggregated = engine.disaggregated(**handoffs.params(request.kv.session))
@@ -104,6 +109,7 @@ def parse_leg(
         tokens=tokens,
         sampling=engine.sampling(**values),
         form=form,
+        end_id=identity.end_id,
         disaggregated=disaggregated,
         cache_salt=request.kv.cache_salt if request.kv.HasField("cache_salt") else None,
         rank=_rank(reserved, engine, kind=kind, n_outputs=form.n_outputs),
@@ -154,8 +160,6 @@ def _check_unsupported(
         raise unsupported("media", "this worker serves text models")
     if request.lora_name:
         raise unsupported("lora_name", "this worker has no adapters")
-    if request.HasField("guided"):
-        raise unsupported("guided", "this worker has no guided decoding back-end")
     if request.kv.bypass_prefix_cache:
         raise unsupported("kv.bypass_prefix_cache", "is not supported")
     why_not = engine.salts_off() if request.kv.HasField("cache_salt") else ""

@@ -55,6 +55,7 @@ async def run_trtllm_worker(
             following(side),
             stopped() as signals,
         ):
+            log.info("worker.listening", extra={"listen": str(address), "metrics": metrics_at})
             return await process.run(
                 address,
                 signals,
@@ -127,8 +128,8 @@ class _Process:
                 handoff_key=self._key,
                 new_handoff_id=handoff_ids(package, self._instance_id),
                 observer=self.metrics if is_measured else SILENT,
-                is_watched=True,
                 logits=self._options.logits,
+                is_watched=self._options.watch.interval_s > 0,
             )
             watch = EngineWatch(llm, times=self._options.watch, on_death=worker.end, leave=_leave)
             tasks.start_soon(watch.run)

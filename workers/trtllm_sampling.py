@@ -84,9 +84,11 @@ def output_form(
 
 
 def sampling_values(
-    request: oe.GenerateRequest, form: OutputForm, stops: Stops, *, end_id: int, room: int
+    request: oe.GenerateRequest, form: OutputForm, stops: Stops, *, end_id: int | None, room: int
 ) -> dict[str, Any]:
     """Arguments of `SamplingParams`; `room` is what the context window leaves in tokens.
+
+    Without `end_id` the engine ends a text where its tokenizer and its model say.
 
     Raises `Refused` naming the field.
     """

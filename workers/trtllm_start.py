@@ -1,7 +1,7 @@
 """From an installed package to an engine that has answered: the phases of a start, told as they pass."""
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Sized
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
@@ -138,8 +138,9 @@ def identity_of(
         transfer_backend=setting(transceiver, "backend") or NO_BACKEND if hands_off else "",
         tensor_parallel_size=getattr(llm.args, "tensor_parallel_size", 1),
         end_id=end_id,
+        engine_knows_end=options.end_id is None,
         # With the tokens that were added to it, which `vocab_size` of a tokenizer leaves out.
-        vocab_size=None if tokenizer is None else len(tokenizer),
+        vocab_size=len(tokenizer) if isinstance(tokenizer, Sized) else None,
     )
 
 

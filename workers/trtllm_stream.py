@@ -168,7 +168,7 @@ class EngineStream:
                 is_last = all(one.finished for one in self._cursors)
                 self._send(
                     usage=self._usage() if is_last else None,
-                    finished=finished(cursor.index, output, end_id=self._leg.sampling.end_id),
+                    finished=finished(cursor.index, output, end_id=self._leg.end_id),
                 )
 
     def _emit_prompt(self, entries: Any, top_n: int) -> None:

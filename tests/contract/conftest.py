@@ -1,25 +1,49 @@
 """Every scenario of the contract runs over each way to have a worker."""
 
+from collections.abc import Iterator
+
 import anyio
 import pytest
 
 from support import virtual_loop
-from support.contract import DIRECT, SERVED, Play, Scenario, Setup
+from support.contract import DIRECT, PROCESS, SERVED, Play, Scenario, Setup
+from support.trtllm_process import SharedWorkers
 
 
-@pytest.fixture(params=[*DIRECT, *SERVED], ids=str)
-def play(request: pytest.FixtureRequest) -> Play:
-    """Run a scenario: directly in virtual time, served in real time."""
-    setup: Setup = request.param
+@pytest.fixture(scope="session")
+def shared_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedWorkers]:
+    """Worker processes of the whole session."""
+    shared = SharedWorkers(tmp_path_factory.mktemp("workers"))
+    yield shared
+    shared.close()
+
+
+def playing(setup: Setup) -> Play:
+    """Run a scenario: directly in virtual time, else in real time."""
 
     def run(scenario: Scenario) -> None:
         async def main() -> None:
             with anyio.fail_after(30):
                 await scenario(setup)
 
-        if setup.served:
-            anyio.run(main)
-        else:
+        if setup.way == "direct":
             virtual_loop.run(main)
+        else:
+            anyio.run(main)
 
     return run
+
+
+@pytest.fixture(params=[*DIRECT, *SERVED, *PROCESS], ids=str)
+def play(request: pytest.FixtureRequest, shared_workers: SharedWorkers) -> Play:
+    """Run a scenario that sees its workers as a client does."""
+    return playing(request.param._replace(shared=shared_workers))
+
+
+@pytest.fixture(params=[*DIRECT, *SERVED], ids=str)
+def inside(request: pytest.FixtureRequest) -> Play:
+    """Run a scenario that looks into its workers, or has some of its own making.
+
+    Processes are for scenarios that can share them: each start costs a second.
+    """
+    return playing(request.param)

@@ -1,8 +1,10 @@
 """The contract of the `Worker` port, for every implementation that can be had without a GPU.
 
 `direct` is `TrtllmWorker` over the simulated engine in virtual time; `served` is the same behind the real
-server and a real channel. A scenario that passes on one and not on the other is a defect of the wire, one
-that passes over one engine version and not over another a defect of the adapter.
+server and a real channel; `process` is `slagate worker --engine trtllm`, where a package of that version is
+installed that shows no more of an engine than TensorRT-LLM's does. A scenario that passes on one and not on
+the other is a defect of the wire, one that passes over one engine version and not over another a defect of
+the adapter.
 """
 
 import grpc
@@ -126,7 +128,7 @@ def test_cancel_ends_the_call_and_frees_the_engine(play: Play, stage: str) -> No
     play(scenario)
 
 
-def test_cancel_of_a_prefill_leg_parks_nothing(play: Play) -> None:
+def test_cancel_of_a_prefill_leg_parks_nothing(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.worker("prefill") as worker:
             sink = KeepingSink()
@@ -139,7 +141,7 @@ def test_cancel_of_a_prefill_leg_parks_nothing(play: Play) -> None:
             assert await running(worker) == 0
             assert (await worker.load(oe.GetLoadRequest())).active_kv_sessions == 0
 
-    play(scenario)
+    inside(scenario)
 
 
 def test_a_paused_call_is_silent_and_loses_nothing(play: Play) -> None:
@@ -218,7 +220,7 @@ def test_abort_by_request_id(play: Play) -> None:
 
 
 @pytest.mark.parametrize("target", ["kv_session", "request_id"])
-def test_abort_frees_a_parked_handoff(play: Play, target: str) -> None:
+def test_abort_frees_a_parked_handoff(inside: Play, target: str) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.worker("prefill") as prefill, setup.worker("decode") as decode:
             data = request("r", PROMPT).SerializeToString()
@@ -239,7 +241,7 @@ def test_abort_frees_a_parked_handoff(play: Play, target: str) -> None:
             assert late.events == ["error"]
             assert late.messages[0].error.code == oe.ERROR_CODE_KV_TRANSFER_FAILED
 
-    play(scenario)
+    inside(scenario)
 
 
 def test_roles_are_enforced(play: Play) -> None:
@@ -268,7 +270,7 @@ def test_a_worker_says_what_it_is(play: Play) -> None:
             info = await worker.server_info()
             assert info.engine_role == oe.ENGINE_ROLE_PREFILL
             assert list(info.supported_models) == [MODEL]
-            assert info.kv_connector.transfer_backend == "SHM"
+            assert info.kv_connector.transfer_backend == setup.transfer_backend
             assert info.capacity.kv_block_size == 32
             assert info.schema_release == "768a93c7b44e40f28c692ad0b471a8f2"
             model = await worker.model_info(MODEL)

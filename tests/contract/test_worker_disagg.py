@@ -189,7 +189,7 @@ def test_disagg_09_handoffs_that_nobody_collects_end_at_their_limit(setup: Setup
 
 
 def test_disagg_09_a_handoff_that_decode_refuses_can_go_elsewhere_or_be_released(
-    play: Play,
+    inside: Play,
 ) -> None:
     """DISAGG-09: 50 times each, on a worker that has room for 50."""
 
@@ -217,7 +217,7 @@ def test_disagg_09_a_handoff_that_decode_refuses_can_go_elsewhere_or_be_released
             assert load.active_kv_sessions == 0
             assert refusing.llm.used_blocks == 0
 
-    play(scenario)
+    inside(scenario)
 
 
 TRACE = [("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")]

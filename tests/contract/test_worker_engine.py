@@ -23,7 +23,7 @@ def plain(request_id: str = "r", prompt: list[int] = PROMPT, n: int = 4) -> oe.G
     return request(request_id, prompt, n)
 
 
-def test_disagg_12_a_rank_is_kept_and_named_in_the_handoff(play: Play) -> None:
+def test_disagg_12_a_rank_is_kept_and_named_in_the_handoff(inside: Play) -> None:
     """DISAGG-12: each leg runs on the rank asked for, and the session says which one holds the KV."""
 
     async def scenario(setup: Setup) -> None:
@@ -65,7 +65,7 @@ def test_disagg_12_a_rank_is_kept_and_named_in_the_handoff(play: Play) -> None:
             due = Counter(ranks[of_requests] for ranks in wanted.values())
             assert n_blocks == [due[0] * 3, due[1] * 3]
 
-    play(scenario)
+    inside(scenario)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,18 @@ def test_secmm_02_a_rank_that_cannot_be_meant_is_refused(
     play(scenario)
 
 
+def test_disagg_12_the_rank_asked_for_comes_back(play: Play) -> None:
+    """DISAGG-12: of every version, those that do not say it themselves included."""
+
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("prefill", ranks=2) as prefill:
+            for rank in (1, 0):
+                session = await hand_off(prefill, plain(), [(TARGET, str(rank))])
+                assert session.dp_rank == session.attributes_struct["ctx_dp_rank"] == rank
+
+    play(scenario)
+
+
 def test_without_attention_dp_only_rank_0_is_right(play: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.worker("agg") as worker:
@@ -114,7 +126,7 @@ def test_without_attention_dp_only_rank_0_is_right(play: Play) -> None:
     play(scenario)
 
 
-def test_a_prompt_over_the_transfer_buffer_is_refused_by_name(play: Play) -> None:
+def test_a_prompt_over_the_transfer_buffer_is_refused_by_name(inside: Play) -> None:
     """The engine would take it and never answer."""
     small = {"cache_transceiver_config": {"max_tokens_in_buffer": 100}}
 
@@ -136,10 +148,10 @@ def test_a_prompt_over_the_transfer_buffer_is_refused_by_name(play: Play) -> Non
             session = await hand_off(prefill, plain())
             assert (await resume(decode, plain(), session)).tokens == expected(PROMPT, 4)
 
-    play(scenario)
+    inside(scenario)
 
 
-def test_an_overlong_prompt_is_the_requests_error_in_every_version(play: Play) -> None:
+def test_an_overlong_prompt_is_the_requests_error_in_every_version(inside: Play) -> None:
     """`ValueError` or `RequestError` out of the submission, by version; the worker lives on."""
 
     async def scenario(setup: Setup) -> None:
@@ -151,10 +163,10 @@ def test_an_overlong_prompt_is_the_requests_error_in_every_version(play: Play) -
             assert sink.tokens == expected(short, 4)
             assert not at.inner.fatal.is_set()
 
-    play(scenario)
+    inside(scenario)
 
 
-def test_the_end_of_the_engine_ends_every_stream_and_the_worker(play: Play) -> None:
+def test_the_end_of_the_engine_ends_every_stream_and_the_worker(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.engine("agg") as at:
             sinks = [KeepingSink() for _ in range(3)]
@@ -173,10 +185,10 @@ def test_the_end_of_the_engine_ends_every_stream_and_the_worker(play: Play) -> N
             assert health.state == oe.HEALTH_STATE_NOT_READY
             assert (await ask(at.worker, plain())).code is Code.UNAVAILABLE
 
-    play(scenario)
+    inside(scenario)
 
 
-def test_a_request_that_had_nothing_of_a_dying_engine_may_be_tried_elsewhere(play: Play) -> None:
+def test_a_request_that_had_nothing_of_a_dying_engine_may_be_tried_elsewhere(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.engine("agg", max_batch_size=1) as at:
             begun, waiting = KeepingSink(), KeepingSink()
@@ -191,11 +203,11 @@ def test_a_request_that_had_nothing_of_a_dying_engine_may_be_tried_elsewhere(pla
                 assert (error.code, error.retryable) == (oe.ERROR_CODE_INTERNAL, may_be_tried)
             assert waiting.events == ["error"]
 
-    play(scenario)
+    inside(scenario)
 
 
 @pytest.mark.parametrize("role", ["agg", "decode"])
-def test_a_request_that_never_fits_is_wrong_and_then_cut(play: Play, role: str) -> None:
+def test_a_request_that_never_fits_is_wrong_and_then_cut(inside: Play, role: str) -> None:
     """An engine that cannot tell its size says so in its own way, until its statistics have told it."""
 
     async def scenario(setup: Setup) -> None:
@@ -220,10 +232,10 @@ def test_a_request_that_never_fits_is_wrong_and_then_cut(play: Play, role: str) 
             long = plain(prompt=list(range(1, 2100)))
             assert (await answer(long)).code is Code.INVALID_ARGUMENT
 
-    play(scenario)
+    inside(scenario)
 
 
-def test_one_requests_error_is_nobody_elses(play: Play) -> None:
+def test_one_requests_error_is_nobody_elses(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.engine("agg") as at:
             bad, good = KeepingSink(), KeepingSink()
@@ -235,10 +247,10 @@ def test_one_requests_error_is_nobody_elses(play: Play) -> None:
             assert (await good.done()).tokens == expected(PROMPT, 40)
             assert not at.inner.fatal.is_set()
 
-    play(scenario)
+    inside(scenario)
 
 
-def test_a_decode_leg_is_not_aborted_while_its_kv_is_on_the_way(play: Play) -> None:
+def test_a_decode_leg_is_not_aborted_while_its_kv_is_on_the_way(inside: Play) -> None:
     """An abort before the first result would free blocks that another worker still writes."""
 
     async def scenario(setup: Setup) -> None:
@@ -271,10 +283,10 @@ def test_a_decode_leg_is_not_aborted_while_its_kv_is_on_the_way(play: Play) -> N
                 assert decode.llm.n_unsafe_aborts == 0
                 assert decode.llm.n_running == 0
 
-    play(scenario)
+    inside(scenario)
 
 
-def test_load_is_that_of_the_ranks(play: Play) -> None:
+def test_load_is_that_of_the_ranks(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         cache = {"max_tokens": 3200}
         async with setup.worker("agg", ranks=2, kv_cache_config=cache) as worker:
@@ -317,7 +329,7 @@ def test_load_is_that_of_the_ranks(play: Play) -> None:
             assert (idle.running_requests, idle.decode_batch_size, idle.running_tokens) == (0, 0, 0)
             assert [rank.running_requests for rank in idle.ranks] == [0, 0]
 
-    play(scenario)
+    inside(scenario)
 
 
 class BrokenConnector:
@@ -328,7 +340,7 @@ class BrokenConnector:
         return {"kv_slots_quarantined": 7}
 
 
-def test_a_worker_says_so_when_its_kv_transport_is_broken(play: Play) -> None:
+def test_a_worker_says_so_when_its_kv_transport_is_broken(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         options = {"connector": BrokenConnector()}
         async with setup.worker("decode", worker_options=options) as worker:
@@ -339,10 +351,10 @@ def test_a_worker_says_so_when_its_kv_transport_is_broken(play: Play) -> None:
             load = await worker.load(oe.GetLoadRequest())
             assert load.attributes["kv_slots_quarantined"] == 7
 
-    play(scenario)
+    inside(scenario)
 
 
-def test_a_sealed_handoff_is_taken_by_who_has_the_key(play: Play) -> None:
+def test_a_sealed_handoff_is_taken_by_who_has_the_key(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         keys = {role: {"handoff_key": key * 16} for role, key in (("a", b"k"), ("b", b"x"))}
         async with setup.worker("prefill", worker_options=keys["a"]) as prefill:
@@ -351,7 +363,7 @@ def test_a_sealed_handoff_is_taken_by_who_has_the_key(play: Play) -> None:
                 async with setup.worker("decode", worker_options=options) as decode:
                     assert (await resume(decode, plain(), session)).code is code
 
-    play(scenario)
+    inside(scenario)
 
 
 def test_an_abort_without_a_target_says_so(play: Play) -> None:

@@ -88,7 +88,7 @@ def prompts(n: int, *, first: int, n_tokens: int = 300) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_subscriber_has_what_the_engine_has(play: Play, ranks: int) -> None:
+def test_a_subscriber_has_what_the_engine_has(inside: Play, ranks: int) -> None:
     """From the first event on, with evictions, over a snapshot, and over a resumption."""
 
     async def scenario(setup: Setup) -> None:
@@ -120,10 +120,10 @@ def test_a_subscriber_has_what_the_engine_has(play: Play, ranks: int) -> None:
                 again.call.cancel()
             late.call.cancel()
 
-    play(scenario)
+    inside(scenario)
 
 
-def test_a_paused_subscriber_is_told_nothing_and_misses_nothing(play: Play) -> None:
+def test_a_paused_subscriber_is_told_nothing_and_misses_nothing(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.engine("agg") as at:
             one, other = Subscriber(at.worker, SNAPSHOT), Subscriber(at.worker, SNAPSHOT)
@@ -138,11 +138,11 @@ def test_a_paused_subscriber_is_told_nothing_and_misses_nothing(play: Play) -> N
             one.call.cancel()
             other.call.cancel()
 
-    play(scenario)
+    inside(scenario)
 
 
-@pytest.mark.parametrize("play", DIRECT, indirect=True, ids=str)
-def test_a_subscriber_that_is_too_slow_is_told_to_start_over(play: Play) -> None:
+@pytest.mark.parametrize("inside", DIRECT, indirect=True, ids=str)
+def test_a_subscriber_that_is_too_slow_is_told_to_start_over(inside: Play) -> None:
     # (Behind a server the windows of the connection hold megabytes; see the server's own tests.)
     async def scenario(setup: Setup) -> None:
         short = {"kv_history_batches": 4}
@@ -163,7 +163,7 @@ def test_a_subscriber_that_is_too_slow_is_told_to_start_over(play: Play) -> None
             again.call.cancel()
             other.call.cancel()
 
-    play(scenario)
+    inside(scenario)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_what_cannot_be_given_is_refused_before_any_message(
     ("setting", "value"), [("event_buffer_max_size", 0), ("enable_block_reuse", False)]
 )
 def test_engine_10_an_engine_without_events_says_which_setting_it_is(
-    play: Play, setting: str, value: object
+    inside: Play, setting: str, value: object
 ) -> None:
     """ENGINE-10: nobody waits for events that are switched off."""
 
@@ -207,7 +207,7 @@ def test_engine_10_an_engine_without_events_says_which_setting_it_is(
             answer = await worker.kv_event_sources(oe.GetKvEventSourcesRequest())
             assert list(answer.sources) == []
 
-    play(scenario)
+    inside(scenario)
 
 
 def salted(request_id: str, prompt: list[int]) -> oe.GenerateRequest:
@@ -217,7 +217,7 @@ def salted(request_id: str, prompt: list[int]) -> oe.GenerateRequest:
 
 
 @pytest.mark.parametrize("role", ["prefill", "agg"])
-def test_no_salted_block_is_published_as_one_without(play: Play, role: str) -> None:
+def test_no_salted_block_is_published_as_one_without(inside: Play, role: str) -> None:
     """An engine whose events do not say the salt takes none while they are on."""
     says_salts = {"1.2": False, "1.3rc": False, "main": True}
 
@@ -243,10 +243,10 @@ def test_no_salted_block_is_published_as_one_without(play: Play, role: str) -> N
             assert {content.keys for content in blocks.values()} == {("cache_salt=tenant",)}
             follower.call.cancel()
 
-    play(scenario)
+    inside(scenario)
 
 
-def test_without_events_every_engine_takes_a_salt(play: Play) -> None:
+def test_without_events_every_engine_takes_a_salt(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.worker("agg", kv_cache_config={"event_buffer_max_size": 0}) as worker:
             assert (await worker.model_info(MODEL)).generation.supports_cache_salt
@@ -254,20 +254,20 @@ def test_without_events_every_engine_takes_a_salt(play: Play) -> None:
             assert sink.status is not None
             assert sink.status.code is Code.OK
 
-    play(scenario)
+    inside(scenario)
 
 
 def test_the_sources_are_one_a_rank(play: Play) -> None:
     async def scenario(setup: Setup) -> None:
-        async with setup.worker("agg", ranks=3) as worker:
+        async with setup.worker("agg", ranks=2) as worker:
             answer = await worker.kv_event_sources(oe.GetKvEventSourcesRequest())
-            assert [source.data_parallel_rank for source in answer.sources] == [0, 1, 2]
-            one = oe.GetKvEventSourcesRequest(data_parallel_ranks=[2])
+            assert [source.data_parallel_rank for source in answer.sources] == [0, 1]
+            one = oe.GetKvEventSourcesRequest(data_parallel_ranks=[1])
             (source,) = (await worker.kv_event_sources(one)).sources
             assert (source.transport, source.encoding) == ("grpc", "protobuf")
             assert source.buffer_steps > 0
-            assert source.HasField("endpoint_addr") == setup.served
-            if setup.served:
+            assert source.HasField("endpoint_addr") == (setup.way != "direct")
+            if setup.way != "direct":
                 assert source.endpoint_addr.host == "127.0.0.1"
                 assert source.endpoint_addr.port > 0
             with pytest.raises(WorkerError) as raised:

@@ -96,7 +96,7 @@ def test_disagg_02_a_budget_counts_the_token_of_the_prefill(play: Play, n_tokens
 
 
 @pytest.mark.parametrize("form", ["dict", "flat", "dict_without_chosen"])
-def test_logprobs_of_the_output(play: Play, form: str) -> None:
+def test_logprobs_of_the_output(inside: Play, form: str) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.worker("agg", sim_settings={"logprob_form": form}) as worker:
             data = plain(5)
@@ -114,7 +114,7 @@ def test_logprobs_of_the_output(play: Play, form: str) -> None:
             data.response.ClearField("output_candidates")
             assert not any(info.candidates for info in infos_of(await ask(worker, data)))
 
-    play(scenario)
+    inside(scenario)
 
 
 def test_the_first_tokens_logprob_survives_the_handoff(play: Play) -> None:
@@ -245,7 +245,7 @@ def infos_of(sink: KeepingSink) -> list[oe.TokenInfo]:
     return [token for message in sink.messages for token in message.token.tokens]
 
 
-def test_a05_without_a_budget_the_answer_fills_the_context(play: Play) -> None:
+def test_a05_without_a_budget_the_answer_fills_the_context(inside: Play) -> None:
     """Older engines answer 32 tokens when they are not told how many."""
 
     async def scenario(setup: Setup) -> None:
@@ -258,10 +258,10 @@ def test_a05_without_a_budget_the_answer_fills_the_context(play: Play) -> None:
                 assert sink.tokens == expected(PROMPT, 100)
                 assert sink.messages[-1].finished.reason == oe.FINISH_REASON_LENGTH
 
-    play(scenario)
+    inside(scenario)
 
 
-def test_engine_08_an_empty_prompt_never_reaches_the_engine(play: Play) -> None:
+def test_engine_08_an_empty_prompt_never_reaches_the_engine(inside: Play) -> None:
     """ENGINE-08: refused by name."""
 
     async def scenario(setup: Setup) -> None:
@@ -276,4 +276,4 @@ def test_engine_08_an_empty_prompt_never_reaches_the_engine(play: Play) -> None:
                 assert sink.status.message.startswith("token_ids")
                 assert made.llm.n_running + made.llm.n_queued == 0
 
-    play(scenario)
+    inside(scenario)

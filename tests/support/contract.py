@@ -1,42 +1,82 @@
 """What the contract suite of the `Worker` port starts from: one way to have a worker, and to ask it."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.workers.client import connect_worker
 from slagate.workers.legs import decode_leg, prefill_leg
 from slagate.workers.sim_api import VERSIONS
 from slagate.workers.worker import Call, Metadata, Worker
 from support.engines import SimWorker, engine_worker
 from support.sinks import KeepingSink
+from support.trtllm_process import SharedWorkers
 
 
 class Setup(NamedTuple):
-    """One way to have a worker: behind a real server and channel or not, over one engine version."""
+    """One way to have a worker, over one engine version.
 
-    served: bool
+    `direct`: the adapter; `served`: with a real server and channel before it; `process`: a real worker
+    process with a package of that version installed, shared by tests.
+    """
+
+    way: Literal["direct", "served", "process"]
     version: str
+    shared: SharedWorkers | None = None
 
     def __str__(self) -> str:
-        return f"{'served' if self.served else 'direct'}-{self.version}"
+        return f"{self.way}-{self.version}"
+
+    @property
+    def transfer_backend(self) -> str:
+        """What a worker of a pair calls its KV transport."""
+        return "DEFAULT" if self.way == "process" else "SHM"
 
     def engine(self, role: str, **options: Any) -> AbstractAsyncContextManager[SimWorker]:
-        """A worker, with its engine to look into."""
-        if self.served:
+        """A worker, with its engine to look into; not of a process."""
+        assert self.way != "process", "ask for the fixture `inside`"
+        if self.way == "served":
             # Real time is waited for.
-            settings = {"time_scale": 0.25, **options.pop("sim_settings", {})}
+            settings = REAL_TIME | options.pop("sim_settings", {})
             options["sim_settings"] = settings
-        return engine_worker(role, served=self.served, version=self.version, **options)
+        served = self.way == "served"
+        return engine_worker(role, served=served, version=self.version, **options)
 
     @asynccontextmanager
     async def worker(self, role: str, **options: Any) -> AsyncIterator[Worker]:
-        async with self.engine(role, **options) as made:
-            yield made.worker
+        if self.way != "process":
+            async with self.engine(role, **options) as made:
+                yield made.worker
+            return
+        async with connect_worker(self._address(role, **options)) as worker:
+            yield worker
+
+    def _address(
+        self,
+        role: str,
+        *,
+        ranks: int = 1,
+        worker_options: Mapping[str, Any] | None = None,
+        sim_settings: Mapping[str, Any] | None = None,
+        **engine: Any,
+    ) -> str:
+        assert self.shared is not None
+        options: list[str] = []
+        if ranks > 1:
+            options += ["--tp", str(ranks), "--attention-dp"]
+        for name, value in (worker_options or {}).items():
+            assert name == "handoff_key", f"a process has no option for {name}"
+            options += ["--handoff-key-file", self.shared.key_file(value)]
+        settings = REAL_TIME | dict(sim_settings or {})
+        return self.shared.at(role, *options, version=self.version, settings=settings, **engine)
 
 
-DIRECT = tuple(Setup(served=False, version=version) for version in VERSIONS)
-SERVED = tuple(Setup(served=True, version=version) for version in VERSIONS)
+REAL_TIME = {"time_scale": 0.25}
+
+DIRECT = tuple(Setup("direct", version) for version in VERSIONS)
+SERVED = tuple(Setup("served", version) for version in VERSIONS)
+PROCESS = tuple(Setup("process", version) for version in VERSIONS)
 
 Scenario = Callable[[Setup], Awaitable[None]]
 Play = Callable[[Scenario], None]

@@ -108,10 +108,17 @@ class Process:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _start(name: str, arguments: Sequence[str], folder: Path) -> Process:
+def _start(
+    name: str, arguments: Sequence[str], folder: Path, environ: Mapping[str, str] | None = None
+) -> Process:
     stderr_path = folder / f"{name}.stderr"
     with stderr_path.open("wb") as stderr:
-        popen = subprocess.Popen([*SLAGATE, *arguments], stdout=subprocess.PIPE, stderr=stderr)
+        popen = subprocess.Popen(
+            [*SLAGATE, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=None if environ is None else {**os.environ, **environ},
+        )
     return Process(name, popen, stderr_path)
 
 
@@ -129,9 +136,17 @@ def _end(process: Process) -> None:
 
 
 @contextmanager
-def starting(name: str, arguments: Sequence[str], folder: Path) -> Iterator[Process]:
-    """`slagate ARGUMENTS`, from its first moment on, for the time of the block."""
-    process = _start(name, arguments, folder)
+def starting(
+    name: str,
+    arguments: Sequence[str],
+    folder: Path,
+    environ: Mapping[str, str] | None = None,
+) -> Iterator[Process]:
+    """`slagate ARGUMENTS`, from its first moment on, for the time of the block.
+
+    `environ` is beside the environment of the tests.
+    """
+    process = _start(name, arguments, folder, environ)
     try:
         yield process
     finally:

@@ -11,6 +11,7 @@ IDS = [
     *(f"STREAM-{n:02}" for n in range(1, 10)),
     *(f"MEM-{n:02}" for n in range(1, 11)),
     *(f"OPS-{n:02}" for n in range(1, 8)),
+    *(f"ENGINE-{n:02}" for n in range(1, 11)),
     "PEER-02",
 ]
 NOT_OURS = {"STREAM-04", "MEM-03"}

@@ -249,3 +249,23 @@ def test_prompt_logprobs_over_the_limit_are_refused_before_they_are_made() -> No
 def test_a_minimum_over_the_budget_is_the_budget() -> None:
     leg = changed(stopping=oe.StoppingOptions(max_tokens=5, min_tokens=2**32 - 1))
     assert parse(leg).sampling.min_tokens == 5
+
+
+@pytest.mark.parametrize("engine_knows", [True, False])
+def test_an_engine_that_knows_the_end_of_a_text_is_not_told(*, engine_knows: bool) -> None:
+    """A model may have more ends than the tokenizer's one; an end that is told replaces them."""
+    identity = WorkerIdentity(
+        oe.ENGINE_ROLE_AGGREGATED, MODEL, "i1", "0", "", 1, end_id=2, engine_knows_end=engine_knows
+    )
+    handoffs = Handoffs(backend="", limit_s=60)
+    leg = parse_leg(request(), (), engine=engine(), identity=identity, handoffs=handoffs)
+    assert leg.sampling.end_id == (None if engine_knows else 2)
+    assert leg.end_id == 2
+
+
+def test_a_guide_reaches_the_engines_parameters() -> None:
+    guided = engine(guided_decoding_backend="xgrammar")
+    guided.api = SimpleNamespace(**vars(sim_request), GuidedDecodingParams=dict)
+    leg = parse(changed(guided={"regex": "a+"}), on=guided)
+    assert leg.sampling.guided_decoding == {"regex": "a+"}
+    assert parse(request(), on=guided).sampling.guided_decoding is None

@@ -22,7 +22,7 @@ END_ID = 128_001
 
 def leg(kind: str, **form: Any) -> EngineRequest:
     sampling = SimpleNamespace(end_id=END_ID)
-    return EngineRequest("r", kind, [1, 2], sampling, OutputForm(**form))
+    return EngineRequest("r", kind, [1, 2], sampling, OutputForm(**form), end_id=END_ID)
 
 
 def handoffs(abandoned: list[int]) -> Handoffs:

@@ -1,6 +1,9 @@
 """`slagate worker`: a bare call runs a worker; the group has room for commands about one."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from slagate.router.__main__ import cli
@@ -21,3 +24,90 @@ def test_a_wrong_call_of_the_group_is_a_usage_error(arguments: list[str], said: 
     result = CliRunner().invoke(cli, ["worker", *arguments])
     assert result.exit_code == 2
     assert said in result.output
+
+
+def printed(*arguments: str) -> tuple[int, str, str]:
+    ended = CliRunner().invoke(
+        cli, ["worker", "--engine", "trtllm", "--print-engine-args", *arguments]
+    )
+    return ended.exit_code, ended.stdout, ended.stderr
+
+
+def test_engine_arguments_are_printed_with_their_sources_as_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("kv_cache_config:\n  dtype: fp8\n  free_gpu_memory_fraction: 0.8\n")
+    status, shown, said = printed(
+        *("--role", "agg", "--tp", "4", "--model", "Qwen/Qwen3-32B"),
+        *("--extra-engine-args", str(file)),
+        *("--override-engine-args", '{"kv_cache_config": {"free_gpu_memory_fraction": 0.7}}'),
+    )
+    assert status == 0
+    assert "slagate: error" not in said
+    assert yaml.safe_load(shown) == {
+        "backend": "pytorch",
+        "enable_iter_perf_stats": True,
+        "model": "Qwen/Qwen3-32B",
+        "tensor_parallel_size": 4,
+        "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
+        "kv_cache_config": {
+            "dtype": "fp8",
+            "free_gpu_memory_fraction": 0.7,
+            "event_buffer_max_size": 100_000,
+        },
+    }
+    sources = dict(line.strip().split("  # ") for line in shown.splitlines() if "  # " in line)
+    by_value = {value.strip(): source for value, source in sources.items()}
+    assert by_value["dtype: fp8"] == f"--extra-engine-args {file}:2"
+    assert by_value["free_gpu_memory_fraction: 0.7"] == "--override-engine-args"
+    assert by_value["tensor_parallel_size: 4"] == "command line"
+    assert by_value["backend: pytorch"] == "default"
+
+
+def test_printing_shows_what_is_wrong_and_still_ends_well() -> None:
+    status, shown, said = printed("--role", "prefill", "--override-engine-args", '{"x": 1}')
+    assert status == 0
+    assert "x: 1" in shown
+    assert "slagate: error: E101 x" in said
+
+
+def test_defaults_of_the_simulated_engine_are_not_the_engines() -> None:
+    _, shown, _ = printed("--role", "agg")
+    assert not yaml.safe_load(shown).keys() & {"max_batch_size", "max_seq_len", "stream_interval"}
+
+
+@pytest.mark.parametrize("option", [("--extra-engine-args", "qwen3/agg"), ("--print-engine-args",)])
+def test_engine_arguments_are_refused_for_the_simulated_engine(option: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli, ["worker", "--role", "agg", *option])
+    assert result.exit_code == 2
+    assert f"{option[0]} is for --engine trtllm" in result.stderr
+
+
+def test_options_before_a_command_are_refused() -> None:
+    result = CliRunner().invoke(cli, ["worker", "--role", "agg", "check"])
+    assert result.exit_code == 2
+    assert "--role: options come after 'check'" in result.stderr
+
+
+def checked(*arguments: str) -> tuple[int, str, str]:
+    ended = CliRunner().invoke(cli, ["worker", "check", "--role", "agg", *arguments])
+    return ended.exit_code, ended.stdout, ended.stderr
+
+
+def test_a_check_says_what_where_and_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("# comment\ndisable_overlap_scheduler: true\n")
+    status, shown, _ = checked("--extra-engine-args", str(file))
+    assert status == 0
+    first = f"warning E207  agg  disable_overlap_scheduler (--extra-engine-args {file}:2)"
+    assert shown.splitlines()[0] == first
+    assert "Fix: take disable_overlap_scheduler out" in shown
+    assert shown.splitlines()[-1] == "1 warning"
+    assert checked("--extra-engine-args", str(file), "--strict")[0] == 1
+    status, shown, _ = checked("--extra-engine-args", str(file), "--strict", "--ignore", "e207")
+    assert (status, shown) == (0, "no findings (1 ignored)\n")
+
+
+def test_a_check_needs_something_to_check() -> None:
+    status, _, said = checked()
+    assert status == 2
+    assert "--extra-engine-args is missing" in said

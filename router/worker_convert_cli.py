@@ -1,0 +1,76 @@
+"""`slagate worker convert`: engine arguments for another role, or another tensor-parallel size."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slagate.router.command import errors, fail, until_reader_leaves
+from slagate.router.grid_lint_cli import EXIT_FINDINGS
+from slagate.workers.engine_args import assemble
+from slagate.workers.engine_args_merge import Layer
+from slagate.workers.engine_args_read import read_yaml
+from slagate.workers.engine_args_text import yaml_lines
+from slagate.workers.engine_convert import Conversion
+from slagate.workers.engine_convert import convert as converted
+from slagate.workers.errors import UsageError
+
+CONVERTED_ROLES = ("agg", "prefill", "decode")
+
+
+def convert(
+    *,
+    role: Annotated[str, typer.Option(help="What the file is for: agg, prefill or decode.")],
+    extra_engine_args: Annotated[
+        Path, typer.Option(metavar="FILE", help="YAML: a file, or a packaged configuration.")
+    ],
+    to: Annotated[
+        str | None, typer.Option(help="What it shall be for; default: what it is for.")
+    ] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel size.")] = None,
+    peer_engine_args: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="From agg: of the role that the result pairs with."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result here.")] = None,
+) -> None:
+    """Show what changes, and why; exit status 1 where the result has errors."""
+    for option, value in (("--role", role), ("--to", to)):
+        if value not in (None, *CONVERTED_ROLES):
+            fail(f"{option} must be one of {', '.join(CONVERTED_ROLES)} (got {value!r})")
+    if to is None and tp is None:
+        fail("--to or --tp is missing: what to convert to")
+    try:
+        peer = (
+            None
+            if peer_engine_args is None
+            else read_yaml(peer_engine_args, "--peer-engine-args").values
+        )
+        conversion = converted(
+            read_yaml(extra_engine_args).values, role=role, to=to, tp=tp, peer=peer
+        )
+    except UsageError as error:
+        fail(error)
+    result_role = to or role
+    with until_reader_leaves():
+        for line in _diff_lines(conversion):
+            typer.echo(line)
+    if out is not None:
+        title = f"# For {result_role}, converted from {role} of {extra_engine_args}."
+        lines = [title, *yaml_lines(conversion.values)]
+        try:
+            out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        except OSError as error:
+            fail(f"--out: {out}: {error.strerror or error}")
+    args = assemble(result_role, [Layer("converted", conversion.values)], allow_unknown=True)
+    for finding in args.findings:
+        errors.print(f"slagate: {finding.severity}: {finding}")
+    raise typer.Exit(EXIT_FINDINGS if args.errors else 0)
+
+
+def _diff_lines(conversion: Conversion) -> list[str]:
+    """Each change, with its reason below it."""
+    lines = []
+    for change in conversion.changes:
+        lines += [str(change), f"      {change.why}"]
+    return lines or ["nothing changes"]

@@ -1,0 +1,328 @@
+"""`slagate worker --engine trtllm` as a process, over a double of the package: start, faults, end."""
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import grpc
+import pytest
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.workers.client import GrpcWorker, connect_worker
+from slagate.workers.errors import WorkerError
+from slagate.workers.legs import prefill_leg
+from slagate.workers.sim_api import VERSIONS
+from support.contract import ask, hand_off, resume, start
+from support.engines import expected, request
+from support.processes import LOOPBACK, STOP_LIMIT_S, Process, eventually, run_cli
+from support.sinks import KeepingSink
+from support.trtllm_double import Fault
+from support.trtllm_process import arguments, trtllm_worker
+
+Code = grpc.StatusCode
+PROMPT = list(range(1, 101))
+ANYWHERE = ("--metrics-listen", f"{LOOPBACK}:0")
+
+
+def talk(address: str, conversation: Callable[[GrpcWorker], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with anyio.fail_after(30):
+            async with connect_worker(address) as worker:
+                await conversation(worker)
+
+    anyio.run(main)
+
+
+def faulty(fault: Fault, request_id: str = "faulty") -> oe.GenerateRequest:
+    return request(request_id, [int(fault), *PROMPT], 4)
+
+
+def events(process: Process) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in process.stderr().splitlines()]
+
+
+def logged(process: Process, event: str) -> list[dict[str, Any]]:
+    return [line for line in events(process) if line["event"] == event]
+
+
+def http(process: Process, path: str, address: str = "") -> tuple[int, str]:
+    at = address or process.ready["metrics"]
+    try:
+        with urllib.request.urlopen(f"http://{at}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def sample(process: Process, name: str) -> float:
+    """The sum of a name's samples."""
+    text = http(process, "/metrics")[1]
+    return sum(map(float, re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)))
+
+
+@pytest.fixture(scope="module")
+def agg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """One that several tests ask, with room for four KV events only."""
+    folder = tmp_path_factory.mktemp("agg")
+    few = {"event_buffer_max_size": 4}
+    with trtllm_worker(folder, "agg", *ANYWHERE, kv_cache_config=few) as worker:
+        worker.wait_ready()
+        yield worker
+
+
+# --- the start -------------------------------------------------------------------------------------
+
+
+def test_without_the_package_it_is_said_what_to_install() -> None:
+    ended = run_cli(*arguments("agg"))
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert "pip install 'slagate[trtllm]'" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_while_the_engine_loads_the_worker_says_so_and_a_signal_ends_it(tmp_path: Path) -> None:
+    options = (*ANYWHERE, "--start-progress", "0.1")
+    with trtllm_worker(tmp_path, "agg", *options, settings={"init": "hang"}) as worker:
+        eventually(lambda: len(logged(worker, "engine.starting")) >= 2, "progress is told")
+        progress = logged(worker, "engine.starting")
+        assert {line["phase"] for line in progress} <= {"import", "engine"}
+        assert progress[-1]["total_seconds"] > progress[0]["total_seconds"]
+        eventually(lambda: logged(worker, "engine.starting")[-1]["phase"] == "engine", "constructs")
+        (listening,) = logged(worker, "worker.listening")
+        assert http(worker, "/healthz", listening["metrics"])[0] == 200
+        code, reason = http(worker, "/readyz", listening["metrics"])
+        assert (code, reason) == (503, "the engine is starting: engine\n")
+
+        async def conversation(client: GrpcWorker) -> None:
+            health = await client.health(oe.HealthRequest())
+            assert health.state == oe.HEALTH_STATE_STARTING
+            sink = await ask(client, request("r", PROMPT))
+            assert (sink.code, sink.messages) == (Code.UNAVAILABLE, [])
+            with pytest.raises(WorkerError) as raised:
+                await client.server_info()
+            assert raised.value.status.code is Code.UNAVAILABLE
+
+        talk(listening["listen"], conversation)
+        assert worker.terminate() == 0
+        assert worker.rest_of_stdout() == b"", "it was never ready"
+        assert logged(worker, "engine.start_given_up")
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "status", "said"),
+    [
+        ((), {"init": "fail"}, 1, "CUDA out of memory"),
+        (("--warm-up-timeout", "0.1"), {"time_scale": 1e6}, 1, "no answer in 0.1 s"),
+        (("--tp", "16"), {}, 1, "16 GPUs are needed"),
+        (("--allow-unknown-engine-args",), {}, 2, "no argument 'colour'"),
+    ],
+)
+def test_a_start_that_fails_says_why(
+    tmp_path: Path, options: tuple[str, ...], settings: dict[str, Any], status: int, said: str
+) -> None:
+    engine = {"colour": "red"} if status == 2 else {}
+    with trtllm_worker(tmp_path, "agg", *options, settings=settings, **engine) as worker:
+        assert worker.popen.wait(STOP_LIMIT_S) == status
+        assert worker.rest_of_stdout() == b""
+        assert said in worker.stderr()
+
+
+def test_the_end_of_text_must_be_known(tmp_path: Path) -> None:
+    with trtllm_worker(tmp_path, "agg", skip_tokenizer_init=True) as worker:
+        assert worker.popen.wait(STOP_LIMIT_S) == 2
+        assert "--end-id is needed" in worker.stderr()
+    options = ("--end-id", "7")
+    with trtllm_worker(tmp_path, "agg", *options, skip_tokenizer_init=True) as worker:
+        worker.wait_ready()
+
+
+# --- what an engine does to its requests -----------------------------------------------------------
+
+
+def test_errors_of_a_request_are_nobody_elses(agg: Process) -> None:
+    """What the engine refuses, fails, or leaves without an end, while another request goes on."""
+
+    async def conversation(worker: GrpcWorker) -> None:
+        other = KeepingSink()
+        start(worker, request("other", PROMPT, 40).SerializeToString(), other)
+        refused = await ask(worker, faulty(Fault.REFUSE))
+        assert (refused.code, refused.messages) == (Code.INVALID_ARGUMENT, [])
+        for fault, said in (
+            (Fault.FAIL, "the request failed"),
+            (Fault.EMPTY, "the engine's answer has no end"),
+        ):
+            sink = await ask(worker, faulty(fault))
+            assert (sink.code, sink.events) == (Code.OK, ["error"])
+            error = sink.messages[0].error
+            assert (error.code, error.retryable) == (oe.ERROR_CODE_INTERNAL, False)
+            assert error.message == said
+        assert (await other.done()).tokens == expected(PROMPT, 40)
+        assert (await worker.health(oe.HealthRequest())).state == oe.HEALTH_STATE_READY
+
+    before = {
+        outcome: sample(agg, f'slagate_worker_requests_total{{.*outcome="{outcome}"}}')
+        for outcome in ("ok", "refused", "failed")
+    }
+    talk(agg.address, conversation)
+    for outcome, n in (("ok", 1), ("refused", 1), ("failed", 2)):
+        name = f'slagate_worker_requests_total{{.*outcome="{outcome}"}}'
+        assert sample(agg, name) == before[outcome] + n
+
+
+def test_a_request_that_hangs_ends_with_its_deadline(agg: Process) -> None:
+    async def conversation(worker: GrpcWorker) -> None:
+        sink = KeepingSink()
+        data = faulty(Fault.HANG, "hangs").SerializeToString()
+        start(worker, data, sink, timeout_s=0.2)
+        assert (await sink.done()).code is Code.DEADLINE_EXCEEDED
+        assert (await ask(worker, request("after", PROMPT, 4))).tokens == expected(PROMPT, 4)
+
+    talk(agg.address, conversation)
+
+
+def test_a_flood_of_events_is_counted_and_told_to_subscribers(agg: Process) -> None:
+    """The engine's buffer holds four: what it dropped is a gap, and what was known of it is void."""
+
+    async def conversation(worker: GrpcWorker) -> None:
+        cleared = anyio.Event()
+
+        class Subscriber:
+            def message(self, data: bytes, /) -> None:
+                batch = oe.SubscribeKvEventsResponse.FromString(data).batch
+                if batch.sequence_number and any(
+                    event.HasField("all_blocks_cleared") for event in batch.events
+                ):
+                    cleared.set()
+
+            def end(self, status: object, /) -> None:
+                """The test has what it wanted."""
+
+        wanted = oe.SubscribeKvEventsRequest(start_sequence_number=0)
+        call = worker.kv_events(wanted.SerializeToString(), (), Subscriber())
+        async with anyio.create_task_group() as tasks:
+            for n in range(30):
+                prompt = [1000 + n, *PROMPT]
+                tasks.start_soon(ask, worker, request(f"flood-{n}", prompt, 40))
+        await cleared.wait()
+        call.cancel()
+
+    talk(agg.address, conversation)
+    assert sample(agg, "trtllm_kv_event_id_gap_events_total") > 0
+    assert sample(agg, "trtllm_kv_event_buffer_capacity") == 4
+
+
+def test_a_prefill_without_handoff_is_an_answer_and_parks_nothing(tmp_path: Path) -> None:
+    with trtllm_worker(tmp_path, "prefill") as prefill:
+        prefill.wait_ready()
+
+        async def conversation(worker: GrpcWorker) -> None:
+            leg = prefill_leg(faulty(Fault.NO_HANDOFF).SerializeToString(), "p")
+            sink = await ask(worker, leg)
+            assert sink.events == ["token", "finished"]
+            assert (await worker.load(oe.GetLoadRequest())).active_kv_sessions == 0
+
+        talk(prefill.address, conversation)
+
+
+# --- the end ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "version", "options"),
+    [
+        (Fault.DIE, "main", ()),
+        *((Fault.DIE_SILENTLY, version, ()) for version in VERSIONS),
+        (
+            Fault.CHECK_HANGS,
+            "main",
+            ("--health-check-interval", "0.1", "--health-check-timeout", "0.2"),
+        ),
+    ],
+)
+def test_the_death_of_the_engine_ends_every_request_and_the_process(
+    tmp_path: Path, fault: Fault, version: str, options: tuple[str, ...]
+) -> None:
+    """HEALTH-01: with what it says, what its flag says, or what it does not say any more.
+
+    The double's own shutdown would wait for dead ranks for ever.
+    """
+    slow = {"time_scale": 20.0}
+    with trtllm_worker(tmp_path, "agg", *options, version=version, settings=slow) as worker:
+        worker.wait_ready()
+
+        async def conversation(client: GrpcWorker) -> None:
+            running, faulty_one = KeepingSink(), KeepingSink()
+            start(client, request("running", PROMPT, 5000).SerializeToString(), running)
+            await running.at_least(1)
+            start(client, faulty(fault).SerializeToString(), faulty_one)
+            for sink, retryable in ((running, False), (faulty_one, True)):
+                await sink.done()
+                assert sink.events[-1] == "error"
+                error = sink.messages[-1].error
+                # What has sent nothing can be had elsewhere.
+                assert (error.code, error.retryable) == (oe.ERROR_CODE_INTERNAL, retryable)
+
+        talk(worker.address, conversation)
+        assert worker.popen.wait(STOP_LIMIT_S) == 1
+        assert logged(worker, "engine.dead" if fault != Fault.DIE else "engine.fatal")
+
+
+def test_a_prefill_worker_stays_until_its_handoff_was_fetched(tmp_path: Path) -> None:
+    drain = ("--drain", "25")
+    with (
+        trtllm_worker(tmp_path, "prefill", *drain, name="p") as prefill,
+        trtllm_worker(tmp_path, "decode", *ANYWHERE, name="d") as decode,
+    ):
+        prefill.wait_ready()
+        decode.wait_ready()
+
+        async def conversation(worker: GrpcWorker) -> None:
+            session = await hand_off(worker, request("r", PROMPT, 4))
+            prefill.popen.terminate()
+            not_ready = oe.HEALTH_STATE_NOT_READY
+            while (await worker.health(oe.HealthRequest())).state != not_ready:
+                await anyio.lowlevel.checkpoint()
+            async with connect_worker(decode.address) as other:
+                sink = await resume(other, request("r", PROMPT, 4), session)
+            assert sink.tokens == expected(PROMPT, 4)
+
+        talk(prefill.address, conversation)
+        assert prefill.popen.wait(STOP_LIMIT_S) == 0
+        assert sample(decode, "trtllm_kv_transfer_success_total") == 1
+        assert sample(decode, "trtllm_kv_transfer_bytes_sum") > 0
+        assert sample(decode, "trtllm_request_success_total") == 1
+
+
+# --- the other modes -------------------------------------------------------------------------------
+
+
+def test_a_worker_that_encodes_says_what_it_does_not_serve(tmp_path: Path) -> None:
+    with trtllm_worker(tmp_path, "encode") as worker:
+        worker.wait_ready()
+        assert worker.ready["role"] == "encode"
+
+        async def conversation(client: GrpcWorker) -> None:
+            assert (await client.health(oe.HealthRequest())).state == oe.HEALTH_STATE_READY
+            info = await client.server_info()
+            assert info.engine_role == oe.ENGINE_ROLE_UNSPECIFIED
+            assert info.extra["slagate_role"] == "encode"
+            sink = await ask(client, request("r", PROMPT))
+            assert (sink.code, sink.messages) == (Code.UNIMPLEMENTED, [])
+
+        talk(worker.address, conversation)
+        assert worker.terminate() == 0
+
+
+def test_autodeploy_gets_only_what_it_has_arguments_for(tmp_path: Path) -> None:
+    """The double's refuses the others, as AutoDeploy does; each one left out is named."""
+    options = ("--backend", "_autodeploy", "--pipeline-parallel-size", "1")
+    with trtllm_worker(tmp_path, "agg", *options) as worker:
+        worker.wait_ready()
+        assert "pipeline_parallel_size" in str(logged(worker, "engine_args.finding"))
