@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slagate.pools.curve import Curve
-from slagate.pools.errors import ConfigError, Problem
 from slagate.pools.grid_build_bands import Bands, as_asked, size_bands, target_bands
 from slagate.pools.grid_build_cells import (
     INFEASIBLE,
@@ -17,14 +16,13 @@ from slagate.pools.grid_build_cells import (
     crossings,
 )
 from slagate.pools.grid_build_defaults import assumed_targets
-from slagate.pools.grid_build_dynamo import Range, Version, dynamo_mapping
+from slagate.pools.grid_build_dynamo import Version, check_for_dynamo, dynamo_mapping, range_of
 from slagate.pools.grid_build_merge import emitted, merged
 from slagate.pools.grid_build_pools import StagePools, stage_pools
 from slagate.pools.grid_build_spec import (
     AXES,
     AxisSpec,
     BuildSpec,
-    DisaggBuildSpec,
     PoolBuildSpec,
     StageSpec,
     stages_of,
@@ -32,7 +30,6 @@ from slagate.pools.grid_build_spec import (
 from slagate.pools.grid_config import parse_config
 from slagate.pools.grid_file import ANY_CLASS
 from slagate.pools.grid_keys import STAGES
-from slagate.pools.json_text import shown
 
 Algorithm = Literal["slagate"] | Version
 ALGORITHMS: tuple[Algorithm, ...] = ("slagate", "dynamo", "dynamo-first")
@@ -100,7 +97,7 @@ def build_fleet(
     cell that no pool meets. Dynamo's algorithms have neither, and no margin. Raises `ConfigError`.
     """
     if algorithm != "slagate":
-        _check_for_dynamo(spec, source, algorithm, spill=spill, split=split)
+        check_for_dynamo(spec, source, algorithm, spill=spill, split=split)
     content: dict[str, object] = {"mode": spec.mode}
     if spec.enable_priority_retry:
         content["enable_priority_retry"] = True
@@ -234,7 +231,7 @@ def _plain(stage: str, part: StageSpec, pools: StagePools) -> BuiltStage:
 
 
 def _dynamo(part: StageSpec, stage: str, pools: StagePools, version: Version) -> list[list[int]]:
-    size, latency = (_range(_axis(part, field)) for field in AXES[stage])
+    size, latency = (range_of(_axis(part, field)) for field in AXES[stage])
     return dynamo_mapping(
         [curve.raw_ms for curve in pools.for_dynamo],
         [pool.gpus for pool in pools.pools],
@@ -244,46 +241,9 @@ def _dynamo(part: StageSpec, stage: str, pools: StagePools, version: Version) ->
     )
 
 
-def _check_for_dynamo(
-    spec: BuildSpec, source: str, algorithm: str, *, spill: bool, split: bool
-) -> None:
-    problems = []
-    if spill:
-        problems.append(Problem("--spill", f"does not go together with the algorithm {algorithm}"))
-    if not split:
-        reason = f"does not go together with the algorithm {algorithm}, which parts no bands"
-        problems.append(Problem("--no-split", reason))
-    if not isinstance(spec, DisaggBuildSpec):
-        problems.append(Problem("mode", f"must be disagg with the algorithm {algorithm}"))
-    if spec.margin:
-        reason = f"must be 0 with the algorithm {algorithm} (got {shown(spec.margin)})"
-        problems.append(Problem("margin", reason))
-    for stage, part in stages_of(spec).items():
-        for field in AXES[stage]:
-            axis: AxisSpec | None = getattr(part, field)
-            if axis is None:
-                continue
-            if axis.edges is not None:
-                reason = f"must be min, max and resolution with the algorithm {algorithm}"
-                problems.append(Problem(f"{stage}.{field}.edges", reason))
-            if axis.beyond and "beyond" in axis.model_fields_set:
-                reason = f"must be false or left out with the algorithm {algorithm}"
-                problems.append(Problem(f"{stage}.{field}.beyond", reason))
-    if problems:
-        raise ConfigError(source, problems)
-
-
 def _axis(part: StageSpec, field: str) -> AxisSpec:
     axis: AxisSpec = getattr(part, field)
     return axis
-
-
-def _range(axis: AxisSpec) -> Range:
-    # The spec's rules see to it that these three are there where edges are not.
-    assert axis.min is not None
-    assert axis.max is not None
-    assert axis.resolution is not None
-    return Range(axis.min, axis.max, axis.resolution)
 
 
 def _entry(pool: PoolBuildSpec) -> dict[str, object]:

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from slagate.pools.curve import Function
+from slagate.pools.errors import ConfigError, Problem
+from slagate.pools.grid_build_spec import AXES, AxisSpec, BuildSpec, DisaggBuildSpec, stages_of
+from slagate.pools.json_text import shown
 
 Version = Literal["dynamo", "dynamo-first"]
 
@@ -24,6 +27,45 @@ class Range(NamedTuple):
     low: float
     high: float
     resolution: int
+
+
+def range_of(axis: AxisSpec) -> Range:
+    """The axis of a spec that was checked for these algorithms."""
+    # The spec's rules see to it that these three are there where edges are not.
+    assert axis.min is not None
+    assert axis.max is not None
+    assert axis.resolution is not None
+    return Range(axis.min, axis.max, axis.resolution)
+
+
+def check_for_dynamo(
+    spec: BuildSpec, source: str, algorithm: str, *, spill: bool, split: bool
+) -> None:
+    """Refuse what an algorithm of Dynamo's has no notion of. Raises `ConfigError` naming all of it."""
+    problems = []
+    if spill:
+        problems.append(Problem("--spill", f"does not go together with the algorithm {algorithm}"))
+    if not split:
+        reason = f"does not go together with the algorithm {algorithm}, which parts no bands"
+        problems.append(Problem("--no-split", reason))
+    if not isinstance(spec, DisaggBuildSpec):
+        problems.append(Problem("mode", f"must be disagg with the algorithm {algorithm}"))
+    if spec.margin:
+        reason = f"must be 0 with the algorithm {algorithm} (got {shown(spec.margin)})"
+        problems.append(Problem("margin", reason))
+    for stage, part in stages_of(spec).items():
+        for field in AXES[stage]:
+            axis: AxisSpec | None = getattr(part, field)
+            if axis is None:
+                continue
+            if axis.edges is not None:
+                reason = f"must be min, max and resolution with the algorithm {algorithm}"
+                problems.append(Problem(f"{stage}.{field}.edges", reason))
+            if axis.beyond and "beyond" in axis.model_fields_set:
+                reason = f"must be false or left out with the algorithm {algorithm}"
+                problems.append(Problem(f"{stage}.{field}.beyond", reason))
+    if problems:
+        raise ConfigError(source, problems)
 
 
 def dynamo_mapping(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
+from slagate.pools.capacity import Capacity, capacity_of
 from slagate.pools.event_view import EventView
 from slagate.pools.health import Health
 from slagate.pools.live_table import Table
@@ -73,9 +74,9 @@ class Member:
         self.truth = Truth()
         self.events: EventView | None = None  # None: not watched
         self._info: oe.ServerInfo | None = None
-        # As `info` says, looked up once: every lease asks.
-        self.block_tokens = 0  # of one KV block; 0 while that is not known
-        self.n_ranks = 1  # attention-DP ranks, each with a KV cache of its own
+        self._capacity = Capacity()
+        # Looked up once: every lease asks.
+        self.block_tokens, self.n_ranks = self._capacity.block_tokens, self._capacity.n_ranks
         self._models: dict[str, oe.ModelInfo] = {}
         self.ranks = Ranks(address, table)
         self._set_up()
@@ -161,10 +162,10 @@ class Member:
     @info.setter
     def info(self, info: oe.ServerInfo | None) -> None:
         self._info = info
-        self.block_tokens, self.n_ranks = 0, 1
+        decodes = self.stage is Stage.DECODE
+        self._capacity = Capacity() if info is None else capacity_of(info, decodes=decodes)
+        self.block_tokens, self.n_ranks = self._capacity.block_tokens, self._capacity.n_ranks
         if info is not None:
-            self.block_tokens = info.capacity.kv_block_size
-            self.n_ranks = max(1, info.parallelism.data_parallel_size)
             self._set_up()
 
     @property
@@ -183,10 +184,9 @@ class Member:
         """Requests it gets at once: what the fleet file says, else for decode what its engine runs."""
         if self.limits.max_inflight is not None:
             return self.limits.max_inflight
-        capacity = oe.DeploymentCapacity() if self._info is None else self._info.capacity
-        if self.stage is not Stage.PREFILL and capacity.max_running_requests:
+        if self.stage is not Stage.PREFILL and self._capacity.running:
             # What is more would wait in the engine, where nobody can give it to another worker.
-            return capacity.max_running_requests * self.n_ranks
+            return self._capacity.running
         return UNLIMITED
 
     @property
@@ -194,27 +194,14 @@ class Member:
         """Whether a rank can be asked for. Else none of their caches can be counted on."""
         return self.ranks.n_used == self.n_ranks
 
-    @property
-    def _takes_rank(self) -> bool:
-        if self._info is None:
-            return False
-        decodes = self.stage is Stage.DECODE
-        key = "slagate_supports_decode_dp_rank" if decodes else "trtllm_supports_dp_rank_targeting"
-        return self._info.extra.fields[key].bool_value if key in self._info.extra.fields else False
-
     def _set_up(self) -> None:
         """Bring the rows in line with what the worker says of itself."""
         if self.has_left:
             return
-        n_ranks = self.n_ranks if self._takes_rank else 1
-        capacity_tokens = UNLIMITED
-        if self._info is not None and self._info.capacity.total_kv_blocks:
-            per_rank = self._info.capacity.total_kv_blocks // n_ranks
-            capacity_tokens = per_rank * max(1, self.block_tokens)
         self.ranks.set_up(
-            n_ranks,
+            self._capacity.n_rows,
             limits=self.limits._replace(max_inflight=self.max_inflight),
-            capacity_tokens=capacity_tokens,
+            capacity_tokens=self._capacity.row_tokens,
             models=frozenset(self._models),
         )
         self._show_state()

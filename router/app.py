@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +14,6 @@ from typing import NamedTuple
 
 import anyio
 import grpc.aio
-from prometheus_client import disable_created_metrics
 
 from slagate.pools.fleet import Fleet, prepare
 from slagate.pools.grid_config import FleetConfig
@@ -22,6 +22,7 @@ from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.proto import process_pb2_grpc as ps_grpc
 from slagate.router.admin import AdminService
+from slagate.router.connection_counts import Refused
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Draining
 from slagate.router.front import Front, serve_front
@@ -41,7 +42,7 @@ from slagate.workers.client import connect_worker
 from slagate.workers.clock import monotonic_s, unix_s
 from slagate.workers.h2_port import Settings as Http2Settings
 from slagate.workers.links import Links, dial_unix
-from slagate.workers.listen import Address, bind, listen_on, ready_line, stopped
+from slagate.workers.listen import Address, bind, given_by, listen_on, ready_line, stopped
 from slagate.workers.probes import serve_probes
 from slagate.workers.server import SERVER_OPTIONS
 from slagate.workers.tls import ClientTls, ServerTls, following
@@ -166,8 +167,6 @@ async def serve(
     else comes to the gateway comes from its parent. Raises `OSError` for an address that cannot be bound,
     `TlsError` for files that cannot be used.
     """
-    # A second series beside each counter and histogram, and nobody asks when they were created.
-    disable_created_metrics()  # type: ignore[no-untyped-call]
     rng = random.Random(uuid.uuid4().int)
     clients_tls = None if tls is None else ServerTls("clients", tls)
     workers_tls = None if worker_tls is None else ClientTls("workers", worker_tls)
@@ -185,6 +184,9 @@ async def serve(
         for side in (clients_tls, workers_tls):
             if side is not None:
                 gateway.metrics.watch_certificate(side)
+        if clients_tls is not None:
+            refused = gateway.metrics.connections.refused
+            clients_tls.on_refused = partial(refused, Refused.TLS)
         draining = False
 
         def not_ready() -> str:
@@ -213,20 +215,23 @@ async def serve(
         )
         gw_grpc.add_GatewayServicer_to_server(service, operators)
         if place is None:
-            admin = bind(
-                operators, admin, None if clients_tls is None else clients_tls.grpc_credentials()
-            )
+            credentials = None if clients_tls is None else clients_tls.grpc_credentials()
+            with given_by("--admin"):
+                admin = bind(operators, admin, credentials)
             registry = gateway.metrics.registry
-            http_port = stack.enter_context(
-                serve_probes(*http, registry=registry, not_ready=not_ready)
-            )
+            with given_by("--http"):
+                http_port = stack.enter_context(
+                    serve_probes(*http, registry=registry, not_ready=not_ready)
+                )
             http = http._replace(port=http_port)
         else:
             asked = ProcessService(app.reloader, gateway.live, gateway.metrics, not_ready=not_ready)
             ps_grpc.add_ProcessServicer_to_server(asked, operators)
             operators.add_insecure_port(f"unix:{place.path('admin')}")
+        with given_by("--listen"):
+            bound = listen_on(listen, shared=place is not None)
         with (
-            closing(listen_on(listen, shared=place is not None)) as listening,
+            closing(bound) as listening,
             TemporaryDirectory(prefix="slagate-") as folder,
         ):
             listen_at = listen._replace(port=listening.getsockname()[1])
@@ -242,12 +247,19 @@ async def serve(
                     Links(socket, connecting, settings=LOCAL, dial=dial_unix),
                     settings,
                     tls=None if clients_tls is None else clients_tls.context,
+                    counts=gateway.metrics.connections,
                 ) as front,
-                following(clients_tls, workers_tls),
+                following(clients_tls, workers_tls) as reread,
                 stopped() as signals,
-                reloading(app.reloader, source, watch=settings.watch_config, stamp=stamp)
+                reloading(
+                    app.reloader,
+                    source,
+                    watch=settings.watch_config,
+                    stamp=stamp,
+                    also=[reread],
+                )
                 if place is None
-                else parent_watched(place, signals),
+                else parent_watched(place, signals, hangup=reread),
             ):
                 # What is there by now stays, modules above all: full collections need not walk it, which
                 # took 10 ms each. What comes later and lives long is no work for them either
@@ -255,7 +267,7 @@ async def serve(
                 gc.collect()
                 gc.freeze()
                 gc.set_threshold(YOUNG_OBJECTS)
-                ready_line(listen=str(listen_at), admin=str(admin), http=str(http))
+                ready_line(listen=str(listen_at), admin=str(admin), http=str(http), pid=os.getpid())
                 await signals.wait()
                 draining = True
                 await _drain(front, gateway, settings.drain_s)

@@ -3,30 +3,25 @@
 import json
 import sys
 import uuid
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
-import grpc.aio
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from slagate.proto import gateway_pb2 as gw
-from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
+from slagate.router.calling import admin_at, engine_at
 from slagate.router.client_tables import print_decision, print_pools
+from slagate.router.command import CallFailed
 from slagate.router.generate import RECEIPT_TRAILER
 from slagate.router.sla import ITL, PRIORITY, RECEIPT, TTFT
-from slagate.workers.client import GrpcWorker, connect_worker
-from slagate.workers.control_channel import channel_to
+from slagate.workers.client import GrpcWorker
 from slagate.workers.errors import UsageError, WorkerError
 from slagate.workers.stream import BufferedSink
-from slagate.workers.tls import ClientTls
 from slagate.workers.tls_files import TlsFiles
 from slagate.workers.worker import Status
-
-EXIT_FAILED = 1
 
 
 class RequestOptions(NamedTuple):
@@ -94,12 +89,8 @@ async def generate(
     timeout_s: float | None,
 ) -> int:
     """Stream one request to stdout; the exit status."""
-    side = None if tls is None else ClientTls("command", tls)
-    async with connect_worker(target, tls=side) as gateway:
-        try:
-            model = options.model or await _only_model(gateway)
-        except WorkerError as error:
-            return failed(error.status)
+    async with engine_at(target, tls) as gateway:
+        model = options.model or await _only_model(gateway)
         metadata = options.metadata()
         if receipt:
             metadata.append((RECEIPT, "1"))
@@ -110,14 +101,19 @@ async def generate(
             status = await _print_tokens(sink)
         finally:
             call.cancel()
-    trailer = dict(status.trailers).get(RECEIPT_TRAILER)
-    if isinstance(trailer, bytes):
-        _print_json(gw.Receipt.FromString(trailer))
-    return 0 if status.code is grpc.StatusCode.OK else failed(status)
+        trailer = dict(status.trailers).get(RECEIPT_TRAILER)
+        if isinstance(trailer, bytes):
+            _print_json(gw.Receipt.FromString(trailer))
+        if status.code is not grpc.StatusCode.OK:
+            raise WorkerError(status)
+    return 0
 
 
 async def _print_tokens(sink: BufferedSink) -> Status:
-    """Write token ids as they come, separated by spaces, and a newline behind the last."""
+    """Write token ids as they come, separated by spaces, and a newline behind the last.
+
+    Returns how it ended. Raises `CallFailed` where that was once tokens had come.
+    """
     n_tokens = 0
     problem = ""
     while (data := await sink.next()) is not None:
@@ -133,6 +129,9 @@ async def _print_tokens(sink: BufferedSink) -> Status:
     assert sink.status is not None
     if problem:
         return Status(grpc.StatusCode.UNKNOWN, problem, sink.status.trailers)
+    if n_tokens and sink.status.code is grpc.StatusCode.UNAVAILABLE:
+        # The server could be reached, so there is nothing to find out.
+        raise CallFailed(str(WorkerError(sink.status)))
     return sink.status
 
 
@@ -148,14 +147,10 @@ async def explain(
     target: str, options: RequestOptions, *, tls: TlsFiles | None, as_json: bool
 ) -> int:
     """Print a decision; the exit status."""
-    async with admin_channel(target, tls) as channel:
-        stub: Any = gw_grpc.GatewayStub(channel)
-        try:
-            model = options.model or await _admin_model(stub)
-            request = gw.ExplainRequest(request=options.message(model))
-            decision = await stub.Explain(request, metadata=options.metadata(), timeout=10)
-        except grpc.aio.AioRpcError as error:
-            return failed(Status(error.code(), error.details() or ""))
+    async with admin_at(target, tls) as gateway:
+        model = options.model or await _admin_model(gateway)
+        request = gw.ExplainRequest(request=options.message(model))
+        decision = await gateway.Explain(request, metadata=options.metadata(), timeout=10)
     if as_json:
         _print_json(decision)
     else:
@@ -173,31 +168,14 @@ async def _admin_model(stub: Any) -> str:
 
 async def pools(target: str, *, tls: TlsFiles | None, as_json: bool) -> int:
     """Print pools and workers; the exit status."""
-    async with admin_channel(target, tls) as channel:
-        stub: Any = gw_grpc.GatewayStub(channel)
-        try:
-            pool_list = await stub.ListPools(gw.ListPoolsRequest(), timeout=10)
-            worker_list = await stub.ListWorkers(gw.ListWorkersRequest(), timeout=10)
-        except grpc.aio.AioRpcError as error:
-            return failed(Status(error.code(), error.details() or ""))
+    async with admin_at(target, tls) as gateway:
+        pool_list = await gateway.ListPools(gw.ListPoolsRequest(), timeout=10)
+        worker_list = await gateway.ListWorkers(gw.ListWorkersRequest(), timeout=10)
     if as_json:
         _write_json(to_dict(pool_list) | to_dict(worker_list))
     else:
         print_pools(pool_list, worker_list)
     return 0
-
-
-def admin_channel(
-    target: str, tls: TlsFiles | None
-) -> AbstractAsyncContextManager[grpc.aio.Channel]:
-    """A connection to a gateway's admin listener, in plaintext without `tls`."""
-    return channel_to(target, None if tls is None else ClientTls("command", tls))
-
-
-def failed(status: Status) -> int:
-    """Say how a call ended; the exit status."""
-    sys.stderr.write(f"slagate: {status.code.name}: {status.message}\n")
-    return EXIT_FAILED
 
 
 def to_dict(message: Message) -> dict[str, Any]:

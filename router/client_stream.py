@@ -8,10 +8,10 @@ from typing import Protocol
 
 import grpc
 
-from slagate.router.errors import INTERNAL
-from slagate.router.intake import EACH_BYTES, FULL, Intake
+from slagate.router.errors import INTERNAL, Malformed, RequestError, TooLarge
+from slagate.router.intake import EACH_BYTES, Intake, full
 from slagate.router.live import Running
-from slagate.router.overdue import Untaken
+from slagate.router.overdue import FLUSH_S, Untaken
 from slagate.router.settings import Settings
 from slagate.router.turn import ClientCall
 from slagate.workers.grpc_frames import (
@@ -22,7 +22,13 @@ from slagate.workers.grpc_frames import (
     is_one_message,
     supported_encoding,
 )
-from slagate.workers.grpc_wire import CONTENT_TYPE, decode_timeout, status_headers, to_metadata
+from slagate.workers.grpc_wire import (
+    CONTENT_TYPE,
+    decode_timeout,
+    is_grpc,
+    status_headers,
+    to_metadata,
+)
 from slagate.workers.h2_outbox import LOW_WATER_BYTES
 from slagate.workers.h2_port import CANCEL, NO_ERROR, Headers, Stream, StreamEnd
 from slagate.workers.worker import OK, Metadata, Status
@@ -31,9 +37,6 @@ log = logging.getLogger(__name__)
 
 READ_TIMES = 2
 """Of the limit of a request: so much is read to say which of its fields is too large."""
-
-FLUSH_S = 2.0
-"""For a client to take the last of its answer, when the request itself took all its time."""
 
 _ANSWER = ((b":status", b"200"), (b"content-type", CONTENT_TYPE))
 _EMPTY = Status(grpc.StatusCode.INTERNAL, "the call has no request message")
@@ -53,7 +56,7 @@ class Desk(Protocol):
     loop: asyncio.AbstractEventLoop
     requests: set[asyncio.Task[None]]
     intake: Intake
-    untaken: "Untaken[ClientStream]"
+    untaken: Untaken
 
 
 class ClientStream:
@@ -69,19 +72,18 @@ class ClientStream:
         "_has_answered",
         "_headers",
         "_is_closed",
+        "_is_refused",
         "_is_served",
         "_is_whole",
         "_on_room",
         "_peer",
         "_reader",
-        "_refusal",
         "_request",
         "_running",
         "_stream",
         "_timeout_s",
         "_waiting",
         "_waiting_bytes",
-        "discarded",
         "status",
     )
 
@@ -100,7 +102,7 @@ class ClientStream:
         self._peer = peer
         self._headers = headers
         self._request: bytes | None = None
-        self._refusal: Status | None = None
+        self._is_refused = False
         self._reader: MessageReader | None = None
         self._is_whole = False
         self._began_s = desk.loop.time()
@@ -113,9 +115,11 @@ class ClientStream:
         self._is_closed = False
         self._is_served = False
         self.status: Status | None = None
-        self.discarded = False
+        if not is_grpc(fields.get(b"content-type", b"")):
+            self.turn_down(_NO_GRPC, answer=_NOT_GRPC)
+            return
         if not desk.intake.begin(self):
-            self.refuse(FULL)
+            self.refuse(full())
             return
         try:
             if b"grpc-encoding" in fields:
@@ -125,11 +129,9 @@ class ClientStream:
             if b"grpc-timeout" in fields:
                 self._timeout_s = decode_timeout(fields[b"grpc-timeout"])
         except WireError as error:
-            self.refuse(error.status)
+            self.refuse(self._error(error.status))
         except ValueError as error:
-            self.refuse(Status(grpc.StatusCode.INTERNAL, str(error)))
-        if not fields.get(b"content-type", b"").startswith(CONTENT_TYPE):
-            self.refuse(_NO_GRPC, answer=_NOT_GRPC)
+            self.refuse(Malformed(str(error), code=grpc.StatusCode.INTERNAL))
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
@@ -142,7 +144,7 @@ class ClientStream:
 
     def data(self, data: bytes, /) -> None:
         """As `StreamHandler.data`."""
-        if self._refusal is not None:
+        if self._is_refused:
             return
         max_bytes = READ_TIMES * self._desk.settings.max_request_bytes
         if self._reader is None:
@@ -155,23 +157,23 @@ class ClientStream:
         try:
             for message in self._reader.feed(data):
                 if self._request is not None:
-                    self.refuse(_SEVERAL)
+                    self.refuse(self._error(_SEVERAL))
+                    return
                 self._request = message
         except WireError as error:
-            self.refuse(self._with_limit(error.status))
+            self.refuse(self._error(error.status))
             return
-        if self._refusal is None:
-            self._count(self._reader.waiting_bytes + len(self._request or b""))
+        self._count(self._reader.waiting_bytes + len(self._request or b""))
 
-    def _with_limit(self, status: Status) -> Status:
+    def _error(self, status: Status) -> RequestError:
         if status.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return status
+            return Malformed(status.message, code=status.code)
         limit_bytes = self._desk.settings.max_request_bytes
-        return status._replace(message=f"request: {status.message}; the limit is {limit_bytes}")
+        return TooLarge("request", f"{status.message}; the limit is {limit_bytes}")
 
     def _count(self, n_bytes: int) -> None:
         if not self._desk.intake.holds(self, n_bytes):
-            self.refuse(FULL)
+            self.refuse(full())
 
     def trailers(self, headers: Headers, /) -> None:
         """As `StreamHandler.trailers`."""
@@ -179,15 +181,15 @@ class ClientStream:
     def ended(self) -> None:
         """As `StreamHandler.ended`: the request is whole."""
         self._is_whole = True
-        if self._refusal is not None:
+        if self._is_refused:
             return
         if self._request is None or (self._reader is not None and self._reader.waiting_bytes):
-            self.refuse(_EMPTY)
+            self.refuse(self._error(_EMPTY))
             return
         try:
             metadata = to_metadata(self._headers)
         except WireError as error:
-            self.refuse(error.status)
+            self.refuse(self._error(error.status))
             return
         self._is_served = True
         desk = self._desk
@@ -212,7 +214,9 @@ class ClientStream:
         self._on_room = None
         self._running.end()
 
-    async def _serve(self, request: bytes, metadata: Metadata) -> None:
+    async def _serve(
+        self, request: bytes, metadata: Metadata, refusal: RequestError | None = None
+    ) -> None:
         desk = self._desk
         desk.intake.done(self)
         try:
@@ -223,7 +227,7 @@ class ClientStream:
             if self._timeout_s is not None:
                 remaining_s = max(self._began_s + self._timeout_s - desk.loop.time(), 0.0)
             await desk.serve(
-                ClientCall(request, metadata, self._peer, remaining_s, self, self._running)
+                ClientCall(request, metadata, self._peer, remaining_s, self, self._running, refusal)
             )
         except Exception:
             log.exception("front.bug")
@@ -233,25 +237,29 @@ class ClientStream:
             assert task is not None
             desk.requests.discard(task)
 
-    def refuse(self, status: Status, /, *, answer: Headers | None = None) -> None:
+    def refuse(self, error: RequestError, /) -> None:
         """As `Arriving.refuse`: nothing of the request is kept, and nothing more of it is wanted.
 
-        `answer` are headers to say it with, where it is not gRPC.
+        It ends by way of whoever serves requests, and counts there as any other.
         """
-        if self._refusal is not None or self._is_served:
-            return
-        self._refusal = status
+        if self._drop():
+            desk = self._desk
+            desk.requests.add(desk.loop.create_task(self._serve(b"", (), error)))
+
+    def turn_down(self, status: Status, *, answer: Headers | None = None) -> None:
+        """As `refuse`, for what is no Generate call. `answer` are headers to say it with, if not gRPC's."""
+        if self._drop():
+            self._finish(status, answer)
+
+    def _drop(self) -> bool:
+        """False: it is refused already, or served."""
+        if self._is_refused or self._is_served:
+            return False
+        self._is_refused = True
         self._desk.intake.done(self)
         self._reader = None
         self._request = None
-        if answer is None:
-            self.end(status)
-        else:
-            self.status = status
-            self._stream.respond(answer, last=True)
-        if not self._is_whole:
-            # When the answer is written, which a reset would overtake; RFC 9113, section 8.1.
-            self._stream.reset_behind(NO_ERROR)
+        return True
 
     # --- as `Outlet`
 
@@ -259,6 +267,10 @@ class ClientStream:
     def n_bytes(self) -> int:
         """As `Outlet.n_bytes`."""
         return self._waiting_bytes + self._stream.unsent_bytes
+
+    def left(self) -> tuple[int, int]:
+        """As `Outlet.left`: of it, and what its connection must write before it can take more."""
+        return self.n_bytes, self._stream.ahead_bytes
 
     def message(self, data: bytes, /) -> None:
         """As `Sink.message`."""
@@ -281,7 +293,6 @@ class ClientStream:
 
     def discard(self) -> None:
         """As `Outlet.discard`."""
-        self.discarded = True
         self._waiting.clear()
         self._waiting_bytes = 0
 
@@ -292,8 +303,10 @@ class ClientStream:
 
     def end(self, status: Status = OK, /) -> None:
         """As `Sink.end`."""
-        if self.status is not None:
-            return
+        if self.status is None:
+            self._finish(status)
+
+    def _finish(self, status: Status, answer: Headers | None = None) -> None:
         self.status = status
         if self._is_closed:
             return
@@ -302,10 +315,16 @@ class ClientStream:
         if limit_s is None:
             limit_s = desk.settings.default_timeout_s
         desk.untaken.add(self, max(self._began_s + limit_s, desk.loop.time() + FLUSH_S))
-        self._pass_on()
+        if answer is None:
+            self._pass_on()
+        else:
+            self._stream.respond(answer, last=True)
+        if not self._is_whole:
+            # Behind the answer, which a reset would overtake; RFC 9113, section 8.1.
+            self._stream.reset_behind(NO_ERROR)
 
     def give_up(self) -> None:
-        """The client has not taken its answer in time."""
+        """As `Answer.give_up`."""
         self._stream.reset(CANCEL)
         self.closed(StreamEnd(CANCEL, "the client has not taken its answer"))
 

@@ -16,15 +16,21 @@ from rich.console import Console
 
 from slagate.pools.errors import ConfigError
 from slagate.pools.grid_config import FleetConfig, load_config
+from slagate.router.settings import POLICIES
 from slagate.workers.errors import UsageError
 from slagate.workers.kv_choice import TRANSPORTS
 from slagate.workers.listen import Address, parse_address
 from slagate.workers.logs import log_to_stderr
 from slagate.workers.profile import ProfileError
 
+EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+
+
+class CallFailed(Exception):
+    """A server could not be called, or refused the call; the message is for people."""
 
 
 def fail(message: object) -> NoReturn:
@@ -68,6 +74,9 @@ def run_to_exit(
         # Task groups wrap what went wrong inside; Python 3.10 has no name for the wrapper.
         while inner := getattr(cause, "exceptions", None):
             cause = inner[0]
+        if isinstance(cause, CallFailed):
+            errors.print(f"slagate: {cause}")
+            raise typer.Exit(EXIT_FAILED) from None
         if isinstance(cause, ConfigError | ProfileError | UsageError | OSError):
             fail(cause)
         raise
@@ -109,6 +118,7 @@ PoolWorkers = Annotated[
     list[str] | None,
     typer.Option("--pool", metavar="NAME=HOST:PORT,...", help="Workers of a pool; repeatable."),
 ]
+Policy = Annotated[str, typer.Option(help=f"How workers are chosen: {' or '.join(POLICIES)}.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 Transport = Annotated[
     str,
@@ -165,6 +175,12 @@ def check_transport(transport: str) -> None:
     """End the command unless `transport` is one there is."""
     if transport not in TRANSPORTS:
         fail(f"--transport must be one of {', '.join(TRANSPORTS)} (got {transport!r})")
+
+
+def check_policy(policy: str) -> None:
+    """End the command unless `policy` is one there is."""
+    if policy not in POLICIES:
+        fail(f"--policy must be one of {', '.join(POLICIES)} (got {policy!r})")
 
 
 def start_log(level: str, **about: object) -> None:

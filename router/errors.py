@@ -1,8 +1,8 @@
 """Every way a request can end, in one table: error -> (gRPC status, outcome).
 
-The outcome `internal` means a bug of ours and nothing else; no refusal of ours reads INTERNAL. A worker's
-own code is kept, INTERNAL included, under another outcome. Outcomes are labels of
-`slagate_requests_total`, so the set is closed.
+The outcome `internal` means a bug of ours and nothing else; no refusal of ours reads INTERNAL, but for what
+gRPC itself says that of. A worker's own code is kept, INTERNAL included, under another outcome. Outcomes
+are labels of `slagate_requests_total`, so the set is closed.
 """
 
 from enum import Enum
@@ -57,6 +57,17 @@ class InvalidRequest(RequestError):
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
         self.field = field
+
+
+class Malformed(RequestError):
+    """What arrived is no call of gRPC's; `code` is what gRPC says of it, INTERNAL for most."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    outcome = Outcome.INVALID
+
+    def __init__(self, message: str, *, code: grpc.StatusCode = code) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class UnknownModel(RequestError):

@@ -1,12 +1,15 @@
 """A client's call that is not Generate, passed on to the local server as it is, both ways."""
 
 import asyncio
+from typing import Protocol
 
 import grpc
 
+from slagate.router.overdue import Untaken
+from slagate.router.settings import Settings
 from slagate.workers.grpc_wire import CONTENT_TYPE, status_headers
 from slagate.workers.h2 import H2Connection
-from slagate.workers.h2_port import INTERNAL_ERROR, Headers, Stream, StreamEnd
+from slagate.workers.h2_port import INTERNAL_ERROR, NO_ERROR, Headers, Stream, StreamEnd
 from slagate.workers.links import Links
 from slagate.workers.worker import Status
 
@@ -17,20 +20,30 @@ HIGH_WATER_BYTES = 64 << 10
 """Unsent in one direction: the other end of it is asked to wait."""
 
 _PEER = PEER.encode()
+_LOST = Status(grpc.StatusCode.UNAVAILABLE, "the gateway is shutting down")
+
+
+class Desk(Protocol):
+    """What a call needs of the front that it came to."""
+
+    settings: Settings
+    loop: asyncio.AbstractEventLoop
+    local: Links
+    untaken: Untaken
 
 
 class Forward:
     """The handler of the client's stream; `_Answer` is that of the stream to the local server."""
 
-    def __init__(self, client: Stream, headers: Headers, local: Links, *, peer: str) -> None:
+    def __init__(self, client: Stream, headers: Headers, desk: Desk, *, peer: str) -> None:
         self._client = client
         self._headers = [*(field for field in headers if field[0] != _PEER), (_PEER, peer.encode())]
-        self._local = local
+        self._desk = desk
         self.server: Stream | None = None
         self._early: list[bytes] = []  # before there is a stream to the server
         self._has_ended = False
         self.is_over = False
-        local.start(self)
+        desk.local.start(self)
 
     def start(self, connection: H2Connection, /) -> bool:
         """As `Starter.start`."""
@@ -50,14 +63,25 @@ class Forward:
 
     def end(self, status: Status, /) -> None:
         """As `Starter.end`: the local server cannot be had."""
-        self.over()
         fields = [(b":status", b"200"), (b"content-type", CONTENT_TYPE), *status_headers(status)]
         self._client.respond(fields, last=True)
+        self.answered()
+
+    def answered(self) -> None:
+        """The client's answer has its end, which may be before that of the request."""
+        self.over()
+        desk = self._desk
+        desk.untaken.add(self, desk.loop.time() + desk.settings.default_timeout_s)
+        if not self._has_ended:
+            # Nobody wants the rest; both are told so, the client behind its answer: RFC 9113, section 8.1.
+            self._client.reset_behind(NO_ERROR)
+            if self.server is not None:
+                self.server.reset()
 
     def over(self) -> None:
         """Nothing more goes to the server."""
         self.is_over = True
-        self._local.drop(self)
+        self._desk.local.drop(self)
 
     # --- as `StreamHandler`
 
@@ -93,9 +117,20 @@ class Forward:
 
     def closed(self, _end: StreamEnd, /) -> None:
         """As `StreamHandler.closed`: the client has all, or has left."""
+        self._desk.untaken.discard(self)
         self.over()
         if self.server is not None:
             self.server.reset()
+
+    # --- as `Answer`
+
+    def left(self) -> tuple[int, int]:
+        """As `Answer.left`."""
+        return self._client.unsent_bytes, self._client.ahead_bytes
+
+    def give_up(self) -> None:
+        """As `Answer.give_up`."""
+        self._client.reset()
 
 
 class _Answer:
@@ -135,7 +170,6 @@ class _Answer:
 
     def ended(self) -> None:
         """As `StreamHandler.ended`."""
-        self._forward.over()
         if self._server_trailers is not None:
             self._respond()
             self._client.end(self._server_trailers)
@@ -144,6 +178,7 @@ class _Answer:
         else:
             self._is_last = True
             self._client.respond(self._first, last=True)
+        self._forward.answered()
 
     def writable(self) -> None:
         """As `StreamHandler.writable`: of the request."""
@@ -153,11 +188,12 @@ class _Answer:
         """As `StreamHandler.closed`."""
         if self._forward.is_over:
             return
-        self._forward.over()
+        self._is_last = True  # the headers that it may have begun with come too late
         if end.code is not None:
+            self._forward.over()
             self._client.reset(end.code or INTERNAL_ERROR)
         elif self._has_answered:
-            lost = Status(grpc.StatusCode.UNAVAILABLE, "the gateway is shutting down")
-            self._client.end(status_headers(lost))
+            self._client.end(status_headers(_LOST))
+            self._forward.answered()
         else:
-            self._forward.end(Status(grpc.StatusCode.UNAVAILABLE, "the gateway is shutting down"))
+            self._forward.end(_LOST)

@@ -14,9 +14,11 @@ from functools import partial
 from itertools import chain
 
 import anyio
-import grpc
+from prometheus_client import CollectorRegistry
 
 from slagate.router.client_stream import ClientStream, Serve
+from slagate.router.connection_counts import ConnectionCounts, Ended, Refused
+from slagate.router.errors import TooLarge
 from slagate.router.forward import Forward
 from slagate.router.intake import Intake
 from slagate.router.overdue import Overdue, Untaken
@@ -29,7 +31,6 @@ from slagate.workers.h2_port import Settings as Http2Settings
 from slagate.workers.links import Links
 from slagate.workers.listen import BACKLOG
 from slagate.workers.tls import HANDSHAKE_LIMIT_S
-from slagate.workers.worker import Status
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +40,16 @@ _PATH = GENERATE.encode()
 class Front:
     """Has the clients' connections, and the requests that `serve` is at work on."""
 
-    def __init__(self, serve: Serve, local: Links, settings: Settings) -> None:
+    def __init__(
+        self,
+        serve: Serve,
+        local: Links,
+        settings: Settings,
+        *,
+        counts: ConnectionCounts | None = None,
+    ) -> None:
         limits = settings.clients
+        self.counts = counts or ConnectionCounts(CollectorRegistry(), CollectorRegistry())
         self.serve = serve
         self.settings = settings
         self.loop = asyncio.get_running_loop()
@@ -53,7 +62,7 @@ class Front:
             limits.handshake_s,
             lambda client: client.connection.close("it said nothing", ENHANCE_YOUR_CALM),
         )
-        self.untaken: Untaken[ClientStream] = Untaken(ClientStream.give_up)
+        self.untaken = Untaken()
         self.http2 = Http2Settings(
             max_streams=limits.max_streams,
             max_header_bytes=limits.max_header_bytes,
@@ -68,16 +77,24 @@ class Front:
 
     def protocol(self) -> asyncio.Protocol:
         """The end of a new connection."""
-        if self._is_leaving or len(self.clients) >= self.settings.clients.max_connections:
-            return TurnedAway()
-        return _Client(self).connection
+        return TurnedAway() if self._turns_away() else _Client(self).connection
 
     def joined(self, client: "_Client") -> bool:
         """A client is connected: with TLS, only once it has shown who it is. False: it comes too late."""
-        if self._is_leaving or len(self.clients) >= self.settings.clients.max_connections:
+        if self._turns_away():
             return False
         self.clients.add(client)
         self.silent.add(client)
+        self.counts.accepted()
+        return True
+
+    def _turns_away(self) -> bool:
+        if self._is_leaving:
+            self.counts.refused(Refused.DRAINING)
+        elif len(self.clients) >= self.settings.clients.max_connections:
+            self.counts.refused(Refused.LIMIT)
+        else:
+            return False
         return True
 
     def retire(self) -> None:
@@ -94,15 +111,19 @@ class Front:
     async def settled(self) -> None:
         """After `retire`: wait until every request that was on its way has arrived."""
         while self._untold:
-            self._changed = anyio.Event()
-            await self._changed.wait()
+            await self._change()
         await self.intake.emptied()
 
     async def emptied(self) -> None:
         """Wait until no client is connected."""
         while self.clients:
+            await self._change()
+
+    async def _change(self) -> None:
+        if self._changed.is_set():
+            # Not before: another one may be waiting for it.
             self._changed = anyio.Event()
-            await self._changed.wait()
+        await self._changed.wait()
 
     async def finished(self) -> None:
         """Wait until no request is being served."""
@@ -111,6 +132,9 @@ class Front:
 
     def left(self, client: "_Client") -> None:
         """A client's connection is over."""
+        if client in self.clients:
+            how = Ended.DRAINED if self._is_leaving else Ended.CLIENT
+            self.counts.ended(Ended.BROKEN if client.connection.is_broken else how)
         self.clients.discard(client)
         self.silent.discard(client)
         self._changed.set()
@@ -156,12 +180,15 @@ class _Client:
         max_bytes = self._front.http2.max_header_bytes
         if n_bytes > max_bytes:
             call = ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
-            text = f"metadata of {n_bytes} bytes, more than {max_bytes}"
-            call.refuse(Status(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
+            error = TooLarge("metadata", f"{n_bytes} bytes, more than {max_bytes}")
+            if fields.get(b":path") == _PATH:
+                call.refuse(error)
+            else:
+                call.turn_down(error.status())
             return call
         if fields.get(b":path") == _PATH:
             return ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
-        return Forward(stream, headers, self._front.local, peer=self.connection.peer)
+        return Forward(stream, headers, self._front, peer=self.connection.peer)
 
     def connected(self) -> bool:
         """The connection is made. False: it is not wanted."""
@@ -204,10 +231,14 @@ async def serve_front(
     settings: Settings,
     *,
     tls: ssl.SSLContext | None = None,
+    counts: ConnectionCounts | None = None,
 ) -> AsyncIterator[Front]:
-    """Serve clients on this socket, in plaintext without `tls`, for the time of the block."""
+    """Serve clients on this socket, in plaintext without `tls`, for the time of the block.
+
+    `counts` has their connections.
+    """
     loop = asyncio.get_running_loop()
-    front = Front(serve, local, settings)
+    front = Front(serve, local, settings, counts=counts)
     front.server = await loop.create_server(
         front.protocol,
         sock=listening,

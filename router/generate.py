@@ -49,6 +49,8 @@ async def generate(call: ClientCall, gateway: Gateway) -> None:
     timer = asyncio.get_running_loop().call_later(limit_s, _too_late, call.running, limit_s)
     try:
         call.running.begin()
+        if call.refusal is not None:
+            raise call.refusal
         if limit_s <= 0.0:
             raise DeadlineExceeded("the deadline had passed when the request came")
         await _serve(call, gateway, record, deadline_s)

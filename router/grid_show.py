@@ -6,17 +6,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-import grpc.aio
 import typer
 from rich.console import Console
 
 from slagate.pools.grid_config import FleetConfig, parse_config
 from slagate.proto import gateway_pb2 as gw
-from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.router.attainment import CellTraffic
-from slagate.router.client_cli import admin_channel, failed
+from slagate.router.calling import admin_at
 from slagate.router.command import (
     Lenient,
     PoolsFile,
@@ -37,7 +35,6 @@ from slagate.router.grid_view import StageView, Traffic, spelled, stage_view
 from slagate.router.tls_cli import dials
 from slagate.workers.errors import UsageError
 from slagate.workers.tls_files import TlsFiles
-from slagate.workers.worker import Status
 
 PIPED_COLUMNS = 120
 """Where no terminal says how wide it is."""
@@ -104,12 +101,8 @@ async def show_grids(
     """
     traffic = None
     if target is not None:
-        try:
-            async with admin_channel(target, tls) as channel:
-                stub: Any = gw_grpc.GatewayStub(channel)
-                cells = await stub.ListCells(gw.ListCellsRequest(), timeout=TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            return failed(Status(error.code(), error.details() or ""))
+        async with admin_at(target, tls) as gateway:
+            cells = await gateway.ListCells(gw.ListCellsRequest(), timeout=TIMEOUT_S)
         config, traffic = with_cells(config, cells, target), cell_traffic(cells)
     assert config is not None
     show_stages(config, traffic, options)

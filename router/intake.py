@@ -4,23 +4,23 @@ from collections.abc import Callable
 from typing import Protocol
 
 import anyio
-import grpc
 
+from slagate.router.errors import DeadlineExceeded, Overloaded, RequestError
 from slagate.router.overdue import Overdue
-from slagate.workers.worker import Status
 
 EACH_BYTES = 4 << 10
 """What a request takes that has only begun, about: its headers, its stream and its handler."""
 
-FULL = Status(
-    grpc.StatusCode.RESOURCE_EXHAUSTED, "too much of other requests is arriving at the gateway"
-)
+
+def full() -> RequestError:
+    """Why a request is refused that there is no room for."""
+    return Overloaded("too much of other requests is arriving at the gateway")
 
 
 class Arriving(Protocol):
     """A request of which more is to come."""
 
-    def refuse(self, status: Status, /) -> None:
+    def refuse(self, error: RequestError, /) -> None:
         """End it, with what it holds."""
 
 
@@ -31,9 +31,7 @@ class Intake:
         """`max_bytes` is for all of them together, `limit_s` for each."""
         self._max_bytes = max_bytes
         self._held_bytes: dict[Arriving, int] = {}
-        self._late = Status(
-            grpc.StatusCode.DEADLINE_EXCEEDED, f"the request did not arrive in {limit_s:g} s"
-        )
+        self._limit_s = limit_s
         self._overdue: Overdue[Arriving] = Overdue(limit_s, self._is_late)
         self._emptied: list[Callable[[], None]] = []
         self.n_bytes = 0
@@ -87,4 +85,4 @@ class Intake:
 
     def _is_late(self, request: Arriving) -> None:
         self.done(request)
-        request.refuse(self._late)
+        request.refuse(DeadlineExceeded(f"the request did not arrive in {self._limit_s:g} s"))

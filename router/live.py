@@ -102,5 +102,7 @@ class LiveRequests:
     async def none_left(self) -> None:
         """Wait until nothing runs."""
         while self._running:
-            self._gone = anyio.Event()
+            if self._gone.is_set():
+                # Not before: another one may be waiting for it.
+                self._gone = anyio.Event()
             await self._gone.wait()

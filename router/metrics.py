@@ -13,6 +13,7 @@ from slagate.pools.event_view import EventView, Mode
 from slagate.pools.fleet import Fleet
 from slagate.pools.member import Member
 from slagate.pools.table import State
+from slagate.router.connection_counts import ConnectionCounts
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Outcome
 from slagate.router.receipts import Record
@@ -53,7 +54,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.gauges = CollectorRegistry()  # of these, those that `watch` adds
+        self.gauges = CollectorRegistry()  # of these, what each of several processes has for itself
+        self.connections = ConnectionCounts(self.registry, self.gauges)
         self.requests = Counter(
             "slagate_requests", "Requests by how they ended", ["outcome"], registry=self.registry
         )
@@ -152,9 +154,9 @@ class Metrics:
 
     def watch_certificate(self, side: Side) -> None:
         """Add the gauge of when this side's own certificate expires, where it has one."""
-        if side.current.ends_at_s is not None:
+        if side.files.cert is not None:
             gauge = self.certificates.labels(side=side.side)
-            gauge.set_function(lambda: side.current.ends_at_s or 0.0)
+            gauge.set_function(lambda: side.current.own.ends_at_s if side.current.own else 0.0)
 
 
 _OF_WORKER: tuple[tuple[str, str, Callable[[Member], float]], ...] = (

@@ -23,6 +23,7 @@ from slagate.pools.shared_counts import GATEWAY, GatewayCell, SharedCounts
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.neighbours import Neighbours
 from slagate.router.receipt_config import prepared_of
+from slagate.workers.listen import hung_up
 
 PLACE = "SLAGATE_PROCESS"
 """Of the environment: the place of a process, as JSON."""
@@ -149,8 +150,13 @@ def send_wake(sender: socket.socket, path: Path) -> None:
 
 
 @asynccontextmanager
-async def parent_watched(place: Place, stop: anyio.Event) -> AsyncIterator[None]:
-    """Set `stop` when the parent ends within the block; behind it, remove what the parent left then."""
+async def parent_watched(
+    place: Place, stop: anyio.Event, *, hangup: Callable[[], None]
+) -> AsyncIterator[None]:
+    """Within the block, set `stop` when the parent ends, and call `hangup` when it passes a SIGHUP on.
+
+    Behind it, remove what a parent left that has ended.
+    """
     loop = asyncio.get_running_loop()
     has_ended = False
 
@@ -163,7 +169,8 @@ async def parent_watched(place: Place, stop: anyio.Event) -> AsyncIterator[None]
 
     loop.add_reader(sys.stdin.fileno(), ended)
     try:
-        yield
+        async with hung_up(hangup):
+            yield
     finally:
         if has_ended:
             shutil.rmtree(place.folder, ignore_errors=True)

@@ -32,6 +32,7 @@ _SUMMED = frozenset(
         "slagate_worker_prefix_cached_tokens",
         "slagate_worker_prefix_error_tokens",
         "slagate_waiting_requests",
+        "slagate_client_connections",
     }
 )
 _LEAST = frozenset(
@@ -94,6 +95,11 @@ class MergedMetrics(Collector):
             "Processes that ended and were started again",
             value=self._supervisor.n_restarts,
         )
+        yield CounterMetricFamily(
+            "slagate_process_lost_requests",
+            "Requests that ended because their process did: they have no outcome in slagate_requests_total",
+            value=self._supervisor.n_lost,
+        )
 
     def _running(self) -> Metric:
         """How evenly the kernel spreads connections shows in these."""
@@ -144,13 +150,14 @@ def merged(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
 
 def looks(supervisor: Supervisor, request: ps.LookRequest) -> list[ps.LookResponse]:
     """What the processes that run say. For any thread but that of the event loop."""
-    asked = [
-        child.in_threads.Look.future(request, timeout=LOOK_LIMIT_S)
-        for _, child in sorted(supervisor.running.items())
-    ]
+    asked = []
+    for _, child in sorted(supervisor.running.items()):
+        with suppress(ValueError):  # has just ended, and its channel is closed
+            asked.append(child.in_threads.Look.future(request, timeout=LOOK_LIMIT_S))
     found = []
     for call in asked:
-        with suppress(grpc.RpcError):  # has just ended, or hangs
+        # Has just ended, or hangs; or its channel was closed meanwhile.
+        with suppress(grpc.RpcError, grpc.FutureCancelledError):
             found.append(call.result())
     return found
 

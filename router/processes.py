@@ -29,7 +29,7 @@ from slagate.router.reload import Proposal, Reloader, Source, reloading
 from slagate.router.settings import Settings
 from slagate.router.supervisor import Supervisor, write_config
 from slagate.workers.clock import monotonic_s
-from slagate.workers.listen import Address, bind, listen_on, ready_line, stopped
+from slagate.workers.listen import Address, bind, given_by, listen_on, ready_line, stopped
 from slagate.workers.probes import serve_probes
 from slagate.workers.server import SERVER_OPTIONS
 from slagate.workers.tls import ServerTls, following
@@ -59,7 +59,6 @@ async def serve_processes(
     As `app.serve`; `arguments` are those of `slagate` that each child is started with, `tls` is for
     operators. Raises `OSError` or `TlsError`.
     """
-    operators_tls = None if tls is None else ServerTls("clients", tls)
     prepared = prepare(config)
     in_force = Proposal(prepared, config_message(prepared, policy=settings.policy))
     operators_tls = None if tls is None else ServerTls("operators", tls)
@@ -68,8 +67,9 @@ async def serve_processes(
         folder = stack.enter_context(TemporaryDirectory(prefix="slagate-", dir=_memory()))
         # Nobody else may listen there. Children share the port with each other and with a socket that only
         # keeps it, so that it is theirs also while none of them runs.
-        listen_on(listen, backlog=0).close()
-        kept = stack.enter_context(closing(listen_on(listen, shared=True, backlog=0)))
+        with given_by("--listen"):
+            listen_on(listen, backlog=0).close()
+            kept = stack.enter_context(closing(listen_on(listen, shared=True, backlog=0)))
         listen = listen._replace(port=kept.getsockname()[1])
         place = Place(
             number=0,
@@ -102,23 +102,36 @@ async def serve_processes(
             supervisor, counts, reloader=reloader, source=source, now_s=monotonic_s
         )
         gw_grpc.add_GatewayServicer_to_server(service, operators)
-        admin = bind(
-            operators, admin, None if operators_tls is None else operators_tls.grpc_credentials()
-        )
+        credentials = None if operators_tls is None else operators_tls.grpc_credentials()
+        with given_by("--admin"):
+            admin = bind(operators, admin, credentials)
         registry = MergedMetrics(supervisor, counts, Path(folder), own=metrics).registry()
-        http_port = stack.enter_context(
-            serve_probes(*http, registry=registry, not_ready=lambda: not_ready(supervisor))
-        )
+        with given_by("--http"):
+            http_port = stack.enter_context(
+                serve_probes(*http, registry=registry, not_ready=lambda: not_ready(supervisor))
+            )
         http = http._replace(port=http_port)
         await operators.start()
 
         def on_ready() -> None:
-            ready_line(listen=str(listen), admin=str(admin), http=str(http))
+            ready_line(
+                listen=str(listen),
+                admin=str(admin),
+                http=str(http),
+                pid=os.getpid(),
+                process_pids=supervisor.pids,
+            )
 
         async with (
-            following(operators_tls),
+            following(operators_tls) as reread,
             stopped() as signals,
-            reloading(reloader, source, watch=settings.watch_config, stamp=stamp),
+            reloading(
+                reloader,
+                source,
+                watch=settings.watch_config,
+                stamp=stamp,
+                also=[reread, supervisor.hang_up],
+            ),
             anyio.create_task_group() as tasks,
         ):
 

@@ -12,6 +12,7 @@ import typer
 
 from slagate.pools.estimator import NOMINAL_KV_BYTES_PER_TOKEN
 from slagate.proto import openengine_pb2 as oe
+from slagate.router.calling import engine_at
 from slagate.router.command import errors, fail, run_to_exit
 from slagate.router.profile_bench import AggBench, Bench, PairBench
 from slagate.router.profile_build import AiConfigurator, profile_content
@@ -23,10 +24,8 @@ from slagate.router.profile_measure import (
     measured_content,
 )
 from slagate.router.tls_cli import dials
-from slagate.workers.client import connect_worker
-from slagate.workers.errors import UsageError, WorkerError
+from slagate.workers.errors import UsageError
 from slagate.workers.profile import ProfileError, load_profile
-from slagate.workers.tls import ClientTls
 from slagate.workers.tls_files import TlsFiles
 
 profile = typer.Typer(no_args_is_help=True, help="Timing profiles of models on GPUs.")
@@ -145,17 +144,14 @@ async def _measured(
         errors.print(f"slagate: {line}")
 
     rng = random.Random(uuid.uuid4().int)  # a worker still has the prompts of the run before
-    side = None if tls is None else ClientTls("command", tls)
     async with AsyncExitStack() as stack:
-        worker = second = await stack.enter_async_context(connect_worker(target, tls=side))
+        worker = second = await stack.enter_async_context(engine_at(target, tls))
+        server = decoder = await worker.server_info()
         if decode is not None:
-            second = await stack.enter_async_context(connect_worker(decode, tls=side))
-        try:
-            server, decoder = await worker.server_info(), await second.server_info()
-            model = server.supported_models[0]
-            limit = capacity(decoder, await second.model_info(model), kv_capacity)
-        except WorkerError as error:
-            raise UsageError(f"{target} cannot be asked: {error}") from error
+            second = await stack.enter_async_context(engine_at(decode, tls))
+            decoder = await second.server_info()
+        model = server.supported_models[0]
+        limit = capacity(decoder, await second.model_info(model), kv_capacity)
         _check_roles(server, decoder, decode)
         bench: Bench
         if decode is None:

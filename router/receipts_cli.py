@@ -6,22 +6,20 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import grpc.aio
 import typer
 from google.protobuf.json_format import ParseDict, ParseError
 
 from slagate.proto import gateway_pb2 as gw
-from slagate.proto import gateway_pb2_grpc as gw_grpc
-from slagate.router.client_cli import EXIT_FAILED, admin_channel, failed, to_dict
-from slagate.router.command import fail, run_to_exit
+from slagate.router.calling import admin_at
+from slagate.router.client_cli import to_dict
+from slagate.router.command import EXIT_FAILED, fail, run_to_exit
 from slagate.router.receipt_config import Damaged, Rules, read_config
 from slagate.router.recompute import decide_again
 from slagate.router.tls_cli import dials
 from slagate.workers.errors import UsageError
 from slagate.workers.tls_files import TlsFiles
-from slagate.workers.worker import Status
 
 MAX_WORDS = 300
 
@@ -59,13 +57,10 @@ async def print_receipts(
 ) -> int:
     """Print the configuration and receipts of a running gateway; the exit status."""
     request = gw.WatchReceiptsRequest(follow=follow, limit=limit)
-    async with admin_channel(target, tls) as channel:
-        stub: Any = gw_grpc.GatewayStub(channel)
+    async with admin_at(target, tls) as gateway:
         try:
-            async for response in stub.WatchReceipts(request):
+            async for response in gateway.WatchReceipts(request):
                 print(json_line(response), flush=True)
-        except grpc.aio.AioRpcError as error:
-            return failed(Status(error.code(), error.details() or ""))
         except BrokenPipeError:
             # Whoever read them has enough. What is still buffered must go somewhere at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,7 +9,7 @@ half of it.
 
 import logging
 import signal
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
@@ -26,6 +26,7 @@ from slagate.router.metrics import Metrics
 from slagate.router.receipt_config import config_message
 from slagate.router.receipt_ring import ReceiptRing
 from slagate.workers.aside import aside
+from slagate.workers.listen import ignore_hangups
 
 log = logging.getLogger(__name__)
 
@@ -186,24 +187,25 @@ class Reloader:
         log.error("config.refused", extra=about)
 
 
-def ignore_hangups() -> None:
-    """SIGHUP does nothing from now on; by default it ends the process."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
 @asynccontextmanager
 async def reloading(
-    reloader: Reloader, source: Source, *, watch: bool, stamp: object
+    reloader: Reloader,
+    source: Source,
+    *,
+    watch: bool,
+    stamp: object,
+    also: Sequence[Callable[[], None]] = (),
 ) -> AsyncIterator[None]:
     """Within the block, read the source again with each SIGHUP, and with `watch` when it has changed.
 
-    `stamp` is the source's from before it was read for what is in force now. After the block SIGHUP does
-    nothing: a gateway that shuts down has better things to do than to die of it.
+    `stamp` is the source's from before it was read for what is in force now. What is in `also` comes
+    first with each SIGHUP. After the block SIGHUP does nothing: a gateway that shuts down has better things
+    to do than to die of it.
     """
     async with anyio.create_task_group() as tasks:
         try:
             with anyio.open_signal_receiver(signal.SIGHUP) as signals:
-                tasks.start_soon(_on_signal, reloader, source, signals)
+                tasks.start_soon(_on_signal, reloader, source, signals, also)
                 if watch:
                     tasks.start_soon(_on_change, reloader, source, stamp)
                 yield
@@ -213,9 +215,14 @@ async def reloading(
 
 
 async def _on_signal(
-    reloader: Reloader, source: Source, signals: AsyncIterable[signal.Signals]
+    reloader: Reloader,
+    source: Source,
+    signals: AsyncIterable[signal.Signals],
+    also: Sequence[Callable[[], None]],
 ) -> None:
     async for _ in signals:
+        for act in also:
+            act()
         await _reload(reloader, source)
 
 

@@ -3,18 +3,16 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import grpc.aio
 import typer
 
 from slagate.proto import gateway_pb2 as gw
-from slagate.proto import gateway_pb2_grpc as gw_grpc
-from slagate.router.client_cli import admin_channel, failed, to_dict
+from slagate.router.calling import admin_at
+from slagate.router.client_cli import to_dict
 from slagate.router.command import EXIT_USAGE, fail, run_to_exit
 from slagate.router.tls_cli import dials
 from slagate.workers.tls_files import TlsFiles
-from slagate.workers.worker import Status
 
 TIMEOUT_S = 60.0
 """The gateway reads and checks the whole file first, which for a large one takes seconds, and other reloads
@@ -58,12 +56,8 @@ def reload(
 async def _reload(
     target: str, request: gw.ReloadRequest, *, tls: TlsFiles | None, as_json: bool
 ) -> int:
-    async with admin_channel(target, tls) as channel:
-        stub: Any = gw_grpc.GatewayStub(channel)
-        try:
-            answer = await stub.Reload(request, timeout=TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            return failed(Status(error.code(), error.details() or ""))
+    async with admin_at(target, tls) as gateway:
+        answer = await gateway.Reload(request, timeout=TIMEOUT_S)
     if as_json:
         print(json.dumps(to_dict(answer), indent=2))
     else:

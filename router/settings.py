@@ -23,7 +23,8 @@ class ClientLimits:
     handshake_s: float = 10.0
     """For a connection to say what HTTP/2 begins with."""
     resets: tuple[int, int] = (1000, 100)
-    """Calls given up on one connection: at once, and each second. More of them end the connection."""
+    """Calls given up on one connection: at once, and each second. With more of them it takes no new ones
+    (ENHANCE_YOUR_CALM)."""
     chatter: tuple[int, int] = (200, 20)
     """Pings, settings and the like on one connection: at once, and each second; grpcio, which measures
     bandwidth with them, sends ten. More of them end the connection (ENHANCE_YOUR_CALM)."""

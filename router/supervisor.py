@@ -10,6 +10,7 @@ for as long as the gateway runs, after 0.1 s, then twice that and so on, at most
 import json
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -23,7 +24,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from msgspec.structs import replace
 
 from slagate.pools.errors import ConfigError, Problem
-from slagate.pools.shared_counts import SharedCounts
+from slagate.pools.shared_counts import GATEWAY, GatewayCell, SharedCounts
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import process_pb2 as ps
@@ -90,6 +91,7 @@ class Supervisor:
         """`place` is that of number 0; `arguments` are those of `slagate` for each."""
         self.running: dict[int, Child] = {}
         self.n_restarts = 0
+        self.n_lost = 0  # requests that were running in processes when these ended
         self.stopping = anyio.Event()
         self._places = [replace(place, number=number) for number in range(place.n_processes)]
         self._counts = counts
@@ -128,12 +130,23 @@ class Supervisor:
                         process.kill()
                     await process.aclose()
 
+    @property
+    def pids(self) -> list[int]:
+        """Of those that run, by number."""
+        return [child.process.pid for _, child in sorted(self.running.items())]
+
     def stop(self) -> None:
         """Have all of them drain and end, and start no other."""
         self.stopping.set()
         for process in list(self._processes.values()):
             with suppress(ProcessLookupError):
                 process.terminate()
+
+    def hang_up(self) -> None:
+        """Have all of them read their files of TLS again."""
+        for child in self.running.values():
+            with suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGHUP)
 
     async def put_in_force(self, message: gw.GatewayConfig) -> None:
         """Put a configuration in force in all of them. Raises `ConfigError`: then it is in none."""
@@ -238,6 +251,9 @@ class Supervisor:
         await process.aclose()
         del self._processes[place.number]
         self._statuses[place.number] = status
+        running = self._counts.each(GATEWAY, GatewayCell.RUNNING)
+        n_lost = running[place.number] if running else 0
+        self.n_lost += n_lost
         self._counts.clear(place.number)
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as sender:
             sender.settimeout(0)
@@ -245,7 +261,7 @@ class Supervisor:
                 send_wake(sender, other.path("wake"))
         if not self.stopping.is_set():
             about = {"process_number": place.number, "pid": process.pid, "exit_status": status}
-            log.error("process.ended", extra=about)
+            log.error("process.ended", extra=about | {"lost_requests": n_lost})
 
 
 def write_config(place: Place, message: gw.GatewayConfig) -> None:

@@ -57,6 +57,7 @@ class ClientCall:
     timeout_s: float | None  # what is left of the client's deadline
     out: Outlet  # what the front writes to the client
     running: Running = field(default_factory=Running)
+    refusal: RequestError | None = None  # the front's: there is no request to serve
 
 
 @dataclass(slots=True)

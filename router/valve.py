@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from slagate.workers.stream import Outlet
+from slagate.workers.stream import Outlet, was_taken
 from slagate.workers.worker import Call
 
 
@@ -20,7 +20,7 @@ class Valve:
         self._call: Call | None = call  # None: the stream is over
         self._limit_s = limit_s
         self._stuck = stuck
-        self._waiting_bytes = 0  # when it was last looked at
+        self._left: tuple[int, ...] | None = None  # when it was last looked at
         self._timer: asyncio.TimerHandle | None = None  # while it is shut
 
     def shut(self) -> bool:
@@ -48,13 +48,13 @@ class Valve:
 
     def _watch(self) -> None:
         # With what is passed on right now.
-        self._waiting_bytes = 1 << 62
+        self._left = None
         self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
 
     def _look(self) -> None:
-        n_bytes = self._client.n_bytes
-        if n_bytes < self._waiting_bytes:
-            self._waiting_bytes = n_bytes
+        left = self._client.left()
+        if self._left is None or was_taken(self._left, left):
+            self._left = left
             self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
         else:
             self.close()

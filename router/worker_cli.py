@@ -42,7 +42,7 @@ from slagate.router.trtllm_cli import (
 from slagate.router.worker_check_cli import check
 from slagate.router.worker_convert_cli import convert
 from slagate.workers import run, sim_worker, trtllm_run
-from slagate.workers.listen import Address
+from slagate.workers.listen import Address, ignore_hangups
 
 worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one would run.")
 
@@ -192,6 +192,7 @@ def _run_worker(
             raise typer.Exit
     if listen is None:
         fail("--listen is missing: HOST:PORT")
+    ignore_hangups()  # until there is something to read again
     tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     start_log(log_level)
     logits = read_logits_processors(logits_processor, allow_logits_processor)

@@ -122,6 +122,9 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     """The model of a section, where a field may be one."""
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else [annotation]
     for option in options:
+        # On Python 3.10 `dict[str, int]` passes for a type.
+        if get_origin(option) is not None:
+            continue
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option
     return None

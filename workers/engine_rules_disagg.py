@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from slagate.workers.engine_args_sections import CacheTransceiverConfig
 from slagate.workers.engine_case import EngineCase
 from slagate.workers.engine_findings import Finding, error, warning
+from slagate.workers.kv_ucx import reaches_gpu
 
 SECTION = "cache_transceiver_config"
 BUFFER = f"{SECTION}.max_tokens_in_buffer"
@@ -15,8 +16,6 @@ recipe (nemotron-3-super) asked for, 194.9 GiB for 65,536 tokens, which no GPU h
 
 OVERLAP_ON_PREFILL_SINCE = (1, 3)
 """Before, the engine refuses context-only requests unless overlap scheduling is off."""
-
-_CUDA = ("all", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy")
 
 
 def transceiver(case: EngineCase) -> Iterator[Finding]:
@@ -128,21 +127,13 @@ def transport(case: EngineCase) -> Iterator[Finding]:
             "name UCX here, or take the variable out",
         )
     allowed = case.environment("UCX_TLS")
-    if section.backend in ("DEFAULT", "UCX", "NIXL") and not _moves_gpu_memory(allowed):
+    if section.backend in ("DEFAULT", "UCX", "NIXL") and not reaches_gpu(allowed or "all"):
         yield warning(
             "E210",
             f"{SECTION}.backend",
             f"goes over UCX, and UCX_TLS={allowed} leaves it no transport for GPU memory",
             "add cuda to UCX_TLS, or unset it",
         )
-
-
-def _moves_gpu_memory(ucx_tls: str) -> bool:
-    names = [name.strip() for name in ucx_tls.lstrip("^").split(",") if name.strip()]
-    if not names:
-        return True
-    listed = any(name in _CUDA for name in names)
-    return not listed if ucx_tls.startswith("^") else listed
 
 
 def _used(case: EngineCase) -> CacheTransceiverConfig | None:

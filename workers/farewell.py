@@ -1,4 +1,4 @@
-"""A server's goodbye in two steps, so that no request gets lost that is on its way to it."""
+"""How a connection ends: a server's goodbye in two steps, that loses no request on its way; the close."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,7 +6,23 @@ from collections.abc import Callable
 ANSWER_LIMIT_S = 1.0
 """For the client to have read the first notice. Then it is told the end of it all the same."""
 
+LINGER_S = 5.0
+"""For a peer to take what was written to it when its connection is closed, and with that the reason."""
+
 _ASKED = b"farewell"
+
+
+def close_in_time(transport: asyncio.Transport) -> asyncio.TimerHandle | None:
+    """Close it when all is written. One whose peer reads no more would keep its socket for ever.
+
+    What is returned is for whoever is told that it is closed to cancel.
+    """
+    # That of TLS cannot tell any more when it is closed.
+    is_waiting = transport.get_write_buffer_size() > 0
+    transport.close()
+    if not is_waiting:
+        return None
+    return asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
 
 
 class Farewell:

@@ -27,6 +27,7 @@ class WireError(Exception):
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
         self.status = Status(code, message)
+        self.whole: list[bytes] = []  # messages that came with what is wrong, in front of it
 
 
 def prefix(message: bytes) -> bytes:
@@ -76,7 +77,7 @@ class MessageReader:
         return len(self._waiting)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that are complete now. Raises `WireError`."""
+        """The messages that are complete now. Raises `WireError`, with those in front of what is wrong."""
         waiting = self._waiting
         if waiting:
             waiting += data
@@ -87,6 +88,17 @@ class MessageReader:
         elif is_one_message(data, self._max_bytes):
             return [data[PREFIX_BYTES:]]
         messages: list[bytes] = []
+        try:
+            at = self._cut(data, messages)
+        except WireError as error:
+            error.whole = messages
+            raise
+        if at < len(data):
+            waiting += data[at:]
+        return messages
+
+    def _cut(self, data: bytes, messages: list[bytes]) -> int:
+        """Append the whole messages of these bytes; where the rest begins."""
         at, n_bytes = 0, len(data)
         while n_bytes - at >= PREFIX_BYTES:
             is_compressed, length = _PREFIX.unpack_from(data, at)
@@ -104,9 +116,7 @@ class MessageReader:
             at = end
         else:
             self._need_bytes = PREFIX_BYTES
-        if at < n_bytes:
-            waiting += data[at:]
-        return messages
+        return at
 
     def _decompressed(self, message: bytes) -> bytes:
         if self._encoding not in (b"gzip", b"deflate"):

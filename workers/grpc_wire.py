@@ -16,6 +16,7 @@ from slagate.workers.grpc_frames import IDENTITY, Headers, WireError, supported_
 from slagate.workers.worker import OK, Metadata, Status
 
 CONTENT_TYPE = b"application/grpc"
+_CONTENT_TYPES = (CONTENT_TYPE + b"+", CONTENT_TYPE + b";")
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -62,6 +63,15 @@ _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e
 _MAX_TIMEOUT = 99_999_999  # eight digits
 _MAX_MICROSECONDS_S = 99.9
 _ESCAPED = re.compile(rb"%([0-9a-fA-F]{2})")
+
+
+def is_grpc(content_type: bytes) -> bool:
+    """Whether a `content-type` is gRPC's, with or without what it says of the messages.
+
+    >>> [is_grpc(each) for each in (b"application/grpc", b"application/grpc+proto", b"application/grpcfoo")]
+    [True, True, False]
+    """
+    return content_type == CONTENT_TYPE or content_type.startswith(_CONTENT_TYPES)
 
 
 # --- deadlines -------------------------------------------------------------------------------------
@@ -212,7 +222,7 @@ def refused_by_http(headers: Headers) -> Status | None:
     """What is wrong with the headers of an answer, unless it is an answer of gRPC."""
     fields = dict(headers)
     http = fields.get(b":status", b"")
-    if http == b"200" and fields.get(b"content-type", b"").startswith(CONTENT_TYPE):
+    if http == b"200" and is_grpc(fields.get(b"content-type", b"")):
         return None
     if b"grpc-status" in fields:
         return None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from slagate.workers.budget import Budget
-from slagate.workers.farewell import Farewell
+from slagate.workers.farewell import Farewell, close_in_time
 from slagate.workers.h2_engine import EngineError, begin, new_engine
 from slagate.workers.h2_events import Events
 from slagate.workers.h2_outbox import Outbox
@@ -51,6 +51,7 @@ class H2Connection(asyncio.Protocol):
         self._is_blocked = False  # by the transport
         self._will_flush = False
         self._is_leaving = False
+        self._linger: asyncio.TimerHandle | None = None  # for a peer to take our last words
         self._lost: str | None = None
         self.is_broken = False  # ended for what the peer did, or did not do
         self._keepalive = Keepalive(
@@ -71,6 +72,7 @@ class H2Connection(asyncio.Protocol):
             accept,
             self._streams,
             chatter=Budget(*settings.chatter),
+            resets=Budget(*settings.resets),
             farewell=self._farewell,
         )
 
@@ -95,6 +97,13 @@ class H2Connection(asyncio.Protocol):
         if self._lost is not None or self._events.is_retiring:
             return 0
         return self._events.max_streams - len(self._streams) - self._events.n_leaving
+
+    @property
+    def blocked_bytes(self) -> int:
+        """As `Carrier.blocked_bytes`."""
+        if self._transport is None or not self._is_blocked or self._lost is not None:
+            return 0
+        return self._transport.get_write_buffer_size()
 
     def open(self, headers: Headers, handler: StreamHandler) -> H2Stream | None:
         """Open a stream with a request's headers; the body follows. None: the connection takes no more."""
@@ -127,7 +136,7 @@ class H2Connection(asyncio.Protocol):
         if self._lost is None and self._transport is not None:
             self.submit(self.engine.terminate_connection, code)
             self._flush()
-            self._transport.close()
+            self._close(self._transport)
         self._lose(reason)
 
     def abandon(self, reason: str) -> None:
@@ -215,6 +224,8 @@ class H2Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As `asyncio.Protocol`."""
+        if self._linger is not None:
+            self._linger.cancel()
         self._lose("the peer closed the connection" if exc is None else str(exc))
 
     def pause_writing(self) -> None:
@@ -239,13 +250,18 @@ class H2Connection(asyncio.Protocol):
         stream = self._streams[stream_id] = H2Stream(self, stream_id, handler)
         return stream
 
+    def turn_away(self, code: int) -> None:
+        """As `Line.turn_away`."""
+        self._is_leaving = True
+        self.submit(self.engine.send_goaway, code)
+
     def ended(self, reason: str, code: int) -> None:
         """As `Line.ended`."""
         self.is_broken = self.is_broken or code != NO_ERROR
         if self._transport is not None:
             # The event may come before the last bytes, which say why.
             self._transport.write(self.engine.data_to_send())
-            self._transport.close()
+            self._close(self._transport)
         self._lose(reason)
 
     # ---
@@ -273,6 +289,10 @@ class H2Connection(asyncio.Protocol):
                 is_drained = True
                 break
         self._outbox.written(is_drained=is_drained)
+
+    def _close(self, transport: asyncio.Transport) -> None:
+        if not transport.is_closing():
+            self._linger = close_in_time(transport)
 
     def _abort(self, reason: str) -> None:
         self.is_broken = True

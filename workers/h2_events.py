@@ -16,6 +16,7 @@ from slagate.workers.h2_engine import (
     Setting,
     SettingsReceived,
     StreamClosed,
+    StreamReset,
     TrailersReceived,
 )
 from slagate.workers.h2_port import (
@@ -46,6 +47,9 @@ class Line(Protocol):
     def close(self, reason: str, code: int = NO_ERROR) -> None:
         """Say goodbye and close."""
 
+    def turn_away(self, code: int) -> None:
+        """Take no more streams of the peer, with this HTTP/2 error code; the open ones go on."""
+
     def ended(self, reason: str, code: int) -> None:
         """Both sides are done, or one broke the protocol, with its HTTP/2 error code."""
 
@@ -61,6 +65,7 @@ class Events:
         streams: dict[int, H2Stream],
         *,
         chatter: Budget,
+        resets: Budget,
         farewell: Farewell,
     ) -> None:
         self._line = line
@@ -68,8 +73,10 @@ class Events:
         self._accept = accept
         self._streams = streams
         self._chatter = chatter
+        self._resets = resets
         self._farewell = farewell
         self._is_ready = False
+        self._is_turned_away = False
         self.is_retiring = False
         self.is_over = False  # the connection: what it had still to say is for nobody
         self.max_streams = 0  # that we may open at once; 0 until the peer has said
@@ -79,6 +86,7 @@ class Events:
             ResponseReceived: self._response,
             TrailersReceived: self._trailers,
             StreamClosed: self._closed,
+            StreamReset: self._reset,
         }
         self._of_line: dict[type[Event], Any] = {
             ConnectionClosed: self._gone,
@@ -167,8 +175,22 @@ class Events:
         else:
             name = RESET_NAMES.get(event.error_code, str(event.error_code))
             reason = event.local_error or f"the peer reset the stream: {name}"
+            # The peer's, or one that it made the engine send (CVE-2025-8671).
+            self._count_reset()
             stream.close(StreamEnd(event.error_code, str(reason)))
         self._owner.freed()
+
+    def _reset(self, event: StreamReset) -> None:
+        if event.error_code == NO_ERROR:
+            self._count_reset()  # any other one shows in how the stream is closed
+
+    def _count_reset(self) -> None:
+        # A server may reset what a client has asked it for as often as it likes.
+        if self._accept is None or self._is_turned_away:
+            return
+        if not self._resets.take(self._line.now_s()):
+            self._is_turned_away = self.is_retiring = True
+            self._line.turn_away(ENHANCE_YOUR_CALM)
 
     def _heard(self, event: Event) -> None:
         if not self._chatter.take(self._line.now_s()):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from slagate.workers.h2_port import StreamEnd
 from slagate.workers.h2_stream import H2Stream
 
 LOW_WATER_BYTES = 16 << 10
@@ -51,6 +52,9 @@ class Outbox:
                 except self._error:
                     continue
                 self._behind.add(stream)
+            else:
+                # What was said to it when it was closed already.
+                stream.drop()
 
     def written(self, *, is_drained: bool) -> None:
         """The engine was asked for what can be sent; `is_drained`: it has no more. Tells who waits."""
@@ -59,9 +63,18 @@ class Outbox:
         if self._watched:
             self._tell_writable()
         if self._last_words and is_drained:
-            last, self._last_words = self._last_words, {}
-            for stream, code in last.items():
-                stream.reset(code)
+            self._reset_those_behind()
+
+    def _reset_those_behind(self) -> None:
+        last, self._last_words = self._last_words, {}
+        for stream, code in last.items():
+            if stream.unsent_bytes or stream in self._queued:
+                self._last_words[stream] = code
+                continue
+            handler = stream.handler
+            stream.reset(code)
+            if handler is not None:
+                handler.closed(StreamEnd(code, "reset behind its last words"))
 
     def _is_behind(self, stream: H2Stream) -> bool:
         if stream.id not in self._streams:

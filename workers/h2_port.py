@@ -42,7 +42,7 @@ class Settings:
     resets: tuple[int, int] = (
         1000,
         100,
-    )  # by the peer, of a server's streams: at once, and each second
+    )  # by the peer, of a server's streams: at once, and each second; more get ENHANCE_YOUR_CALM
     chatter: tuple[int, int] = (200, 20)  # pings, settings and the like of the peer: as `resets`
     ping_after_s: float = 30.0  # of silence, while streams are open
     ping_limit_s: float = 10.0  # of silence behind a ping: the peer has vanished
@@ -87,6 +87,10 @@ class Stream(Protocol):
     def unsent_bytes(self) -> int:
         """Of the body: what neither the peer's windows nor the transport have taken yet."""
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Of all streams of the connection, while its transport takes no more: what waits in there."""
+
     def respond(self, headers: Headers, *, last: bool = False) -> None:
         """Answer a request; the body follows, unless these are the `last` words."""
 
@@ -103,7 +107,7 @@ class Stream(Protocol):
         """Close the stream both ways, now. Its handler is told nothing any more."""
 
     def reset_behind(self, code: int) -> None:
-        """Reset it when what was said so far is written, as far as it can be."""
+        """Reset it when what was said so far is written; then its handler is told that it is closed."""
 
     def tell_writable(self) -> None:
         """Have `StreamHandler.writable` called when few bytes are unsent."""

@@ -12,6 +12,10 @@ class Carrier(Protocol):
     engine: Any
     settings: Settings
 
+    @property
+    def blocked_bytes(self) -> int:
+        """What waits in the transport while it takes no more."""
+
     def submit(self, action: Callable[..., None], *args: Any) -> None:
         """Ask something of the engine, which may know already that the stream is closed."""
 
@@ -66,6 +70,11 @@ class H2Stream:
         """As `Stream.unsent_bytes`."""
         return self.parts_bytes + self.behind_bytes
 
+    @property
+    def ahead_bytes(self) -> int:
+        """As `Stream.ahead_bytes`."""
+        return self._carrier.blocked_bytes
+
     def respond(self, headers: Headers, *, last: bool = False) -> None:
         """As `Stream.respond`."""
         self._answer = headers
@@ -115,8 +124,15 @@ class H2Stream:
             engine.send_trailers(stream_id, end)
         self._end = None
 
+    def drop(self) -> None:
+        """It is closed: nothing of it is unsent any more."""
+        self._parts = []
+        self._is_queued = False
+        self.parts_bytes = self.behind_bytes = 0
+
     def close(self, end: StreamEnd) -> None:
         """Tell the handler the end, and let go of it: they refer to each other."""
+        self.drop()
         handler, self.handler = self.handler, None
         if handler is not None:
             handler.closed(end)
@@ -124,6 +140,7 @@ class H2Stream:
     def reset(self, code: int = CANCEL) -> None:
         """As `Stream.reset`."""
         if self._carrier.forget(self):
+            self.drop()
             self.handler = None
             self._carrier.submit(self._carrier.engine.reset_stream, self.id, code)
 

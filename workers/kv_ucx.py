@@ -32,23 +32,27 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
 def ucx_warnings(environ: Mapping[str, str], *, gpu: bool) -> list[str]:
     """What the operator's UCX_TLS would break or slow down, one sentence each."""
     wanted = environ.get("UCX_TLS", "all")
-    excluded = wanted.startswith("^")
-    listed = [name.split(":")[0].strip() for name in wanted.lstrip("^").split(",")]
-
-    def has_any(names: tuple[str, ...]) -> bool:
-        if excluded:
-            # "sm" excludes what it stands for; a name is only missing when no family member is left.
-            return names[0] not in listed and not (names is _SAME_HOST and "sm" in listed)
-        return any(name == one or name.startswith(f"{one}_") for name in listed for one in names)
-
     warnings = []
-    if not has_any(_NETWORKS):
+    if not _has_any(wanted, _NETWORKS):
         warnings.append(f"UCX_TLS={wanted} has no tcp: NIXL cannot connect to other workers")
-    if not has_any(_SAME_HOST):
+    if not _has_any(wanted, _SAME_HOST):
         warnings.append(f"UCX_TLS={wanted} has no cma: transfers on one host go through sockets")
-    if gpu and not has_any(_GPU):
+    if gpu and not reaches_gpu(wanted):
         warnings.append(f"UCX_TLS={wanted} has no cuda_copy: GPU memory cannot be registered")
     return warnings
+
+
+def reaches_gpu(ucx_tls: str) -> bool:
+    """Whether this value of UCX_TLS leaves a transport that registers GPU memory."""
+    return _has_any(ucx_tls, _GPU)
+
+
+def _has_any(ucx_tls: str, names: tuple[str, ...]) -> bool:
+    listed = [name.split(":")[0].strip() for name in ucx_tls.lstrip("^").split(",")]
+    if ucx_tls.startswith("^"):
+        # "sm" excludes what it stands for; a name is only missing when no family member is left.
+        return names[0] not in listed and not (names is _SAME_HOST and "sm" in listed)
+    return any(name == one or name.startswith(f"{one}_") for name in listed for one in names)
 
 
 def set_defaults(environ: MutableMapping[str, str], *, loopback: bool, gpu: bool) -> None:

@@ -75,7 +75,7 @@ class Links:
         self._n_failed = 0  # attempts in a row
         self._retry_at_s = 0.0
         self._failure = ""
-        self._is_closed = False
+        self._closed_by: str | None = None
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
@@ -111,9 +111,10 @@ class Links:
 
     def close(self, reason: str) -> None:
         """End every connection; streams that are open are closed for this reason."""
-        self._is_closed = True
+        self._closed_by = reason
         for connection in self.connections:
             connection.close(reason)
+        self._fail_waiting(reason)
 
     def serve(self) -> None:
         """Start the calls that wait, as far as there is room, and connect where there is none."""
@@ -127,14 +128,17 @@ class Links:
                 self.drop(call)
 
     def _want_another(self) -> None:
+        if self._closed_by is not None:
+            self._fail_waiting(self._closed_by)
+            return
         n_links = sum(not link.connection.is_retiring for link in self._links)
-        if self._is_dialing or self._is_closed or n_links >= MAX_CONNECTIONS:
+        if self._is_dialing or n_links >= MAX_CONNECTIONS:
             return
         if self._loop.time() >= self._retry_at_s:
             self._is_dialing = True
             self._tasks.start_soon(self._connect)
         elif not n_links:
-            self._fail_waiting()
+            self._fail_waiting(self._failure)
 
     async def _connect(self) -> None:
         link = _Link(self, self._settings)
@@ -162,13 +166,12 @@ class Links:
             self._n_failed = min(self._n_failed + 1, 16)
             self._retry_at_s = self._loop.time() + delay_s
             if not self._links:
-                self._fail_waiting()
+                self._fail_waiting(self._failure)
         self.serve()
 
-    def _fail_waiting(self) -> None:
-        status = Status(
-            grpc.StatusCode.UNAVAILABLE, f"cannot connect to {self._address}: {self._failure}"
-        )
+    def _fail_waiting(self, reason: str) -> None:
+        text = f"cannot connect to {self._address}: {reason}"
+        status = Status(grpc.StatusCode.UNAVAILABLE, text)
         waiting, self._waiting = self._waiting, {}
         for call in waiting:
             call.end(status)
@@ -177,6 +180,8 @@ class Links:
 
     def opened(self, link: "_Link") -> None:
         """A connection is ready."""
+        if self._closed_by is not None:
+            return  # and who dialled it closes it
         self._n_failed = 0
         self._links.append(link)
         self.serve()

@@ -1,11 +1,12 @@
 """What every long-running command shares: addresses, the ready line, the end on a signal."""
 
+import asyncio
 import json
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 import anyio
@@ -44,6 +45,15 @@ def parse_address(text: str) -> Address:
     return Address(host.strip("[]"), int(port))
 
 
+@contextmanager
+def given_by(option: str) -> Iterator[None]:
+    """An address that cannot be listened on within the block is told with the option that it is from."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{option}: {error}") from error
+
+
 def bind(
     server: grpc.aio.Server,
     address: Address,
@@ -59,7 +69,9 @@ def bind(
         else:
             port = server.add_secure_port(str(address), credentials)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}, for gRPC") from error
+        # gRPC's log has the reason; a socket says it to whoever asks.
+        listen_on(address, backlog=0).close()
+        raise OSError(f"cannot listen on {address}: gRPC does not say why") from error
     return Address(address.host, port)
 
 
@@ -89,12 +101,13 @@ def listen_on(address: Address, *, shared: bool = False, backlog: int = BACKLOG)
         except OSError:
             listening.close()
             raise
-    except OSError as error:
-        raise OSError(f"cannot listen on {address}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"cannot listen on {address}: {reason}") from error
     return listening
 
 
-def ready_line(**fields: str | int) -> None:
+def ready_line(**fields: str | int | list[int]) -> None:
     """Print the one line on stdout that says the process serves, and where."""
     sys.stdout.write(json.dumps({"event": "ready"} | fields) + "\n")
     sys.stdout.flush()
@@ -116,3 +129,20 @@ async def stopped() -> AsyncIterator[anyio.Event]:
         await tasks.start(watch)
         yield event
         tasks.cancel_scope.cancel()
+
+
+def ignore_hangups() -> None:
+    """SIGHUP does nothing from now on; by default it ends the process."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+@asynccontextmanager
+async def hung_up(act: Callable[[], None]) -> AsyncIterator[None]:
+    """Within the block, `act` with each SIGHUP; behind it SIGHUP does nothing."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, act)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        ignore_hangups()

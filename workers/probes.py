@@ -4,17 +4,22 @@ Rendering thousands of series takes milliseconds that the event loop does not ha
 numbers from their owners, and readiness through one callable.
 """
 
+import logging
 import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from slagate.workers.listen import Address
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -58,6 +63,11 @@ def serve_probes(
         def server_bind(self) -> None:
             # The base class also asks DNS for a name that nobody uses, and waits for it.
             socketserver.TCPServer.server_bind(self)
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            # The base class prints it, and stderr has lines of JSON. A scraper that has left is no error.
+            if not isinstance(sys.exc_info()[1], ConnectionError):
+                log.exception("probes.bug")
 
     try:
         server = Server((host, port), Handler)

@@ -190,11 +190,15 @@ class Rpc:
         try:
             messages = self._reader.feed(data)
         except WireError as error:
+            self._pass_on(error.whole)
             self._finish(error.status)
             if self._stream is not None:
                 self._stream.reset()
                 self._stream = None
             return
+        self._pass_on(messages)
+
+    def _pass_on(self, messages: list[bytes]) -> None:
         if not messages:
             return
         if self._is_paused or self._kept:

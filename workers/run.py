@@ -12,7 +12,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import UsageError
 from slagate.workers.kv_choice import N_SLOTS, OpenedTransport, open_transport
 from slagate.workers.kv_transfer import KvUnavailable
-from slagate.workers.listen import Address, ready_line, stopped
+from slagate.workers.listen import Address, hung_up, ready_line, stopped
 from slagate.workers.probes import serve_probes
 from slagate.workers.profile import load_profile
 from slagate.workers.server import serve_worker
@@ -38,6 +38,7 @@ async def run_sim_worker(
 ) -> int:
     """Serve a simulated worker until SIGTERM, SIGINT or the engine's end; the exit status.
 
+    With SIGHUP it reads the files of TLS again.
     After the signal, running requests and parked handoffs together get `drain_s`. Without `tls` it serves
     plaintext. Raises `ProfileError` or `UsageError` naming a wrong option, and `OSError` when the address
     cannot be bound.
@@ -57,7 +58,8 @@ async def run_sim_worker(
             observer=SILENT if metrics_listen is None else metrics,
         ) as worker,
         serve_worker(worker, listen, grace_s=FLUSH_S, tls=side) as address,
-        following(side),
+        following(side) as reread,
+        hung_up(reread),
         stopped() as signals,
     ):
         metrics.loaded(

@@ -13,7 +13,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.workers.channel import GENERATE, SUBSCRIBE_KV_EVENTS
 from slagate.workers.errors import WorkerError, cut
-from slagate.workers.listen import Address, bind
+from slagate.workers.listen import Address, bind, given_by
 from slagate.workers.rpc import MAX_MESSAGE_BYTES
 from slagate.workers.stream import BufferedSink
 from slagate.workers.tls import ServerTls
@@ -56,9 +56,9 @@ async def serve_worker(
     for path, handler in streams.handlers.items():
         _, service, method = path.split("/")
         server.add_registered_method_handlers(service, {method: handler})
-    address = control.address = bind(
-        server, listen, None if tls is None else tls.grpc_credentials()
-    )
+    credentials = None if tls is None else tls.grpc_credentials()
+    with given_by("--listen"):
+        address = control.address = bind(server, listen, credentials)
     await server.start()
     try:
         yield address

@@ -20,7 +20,6 @@ class BufferedSink:
         """`on_message` is told after each message that was queued, whatever the reader does."""
         self._on_message = on_message
         self.n_bytes: int = 0
-        self.discarded = False
         self.status: Status | None = None
         self._messages: deque[bytes] = deque()
         self._on_room: Callable[[], None] | None = None
@@ -50,9 +49,12 @@ class BufferedSink:
             self.status = status
             self._wake.set()
 
+    def left(self) -> tuple[int, ...]:
+        """As `Outlet.left`."""
+        return (self.n_bytes,)
+
     def discard(self) -> None:
         """Drop what is queued: its reader does not take it."""
-        self.discarded = True
         self._messages.clear()
         self.n_bytes = 0
 
@@ -82,11 +84,23 @@ class Outlet(StreamSink, Protocol):
     def n_bytes(self) -> int:
         """What waits for the reader."""
 
+    def left(self) -> tuple[int, ...]:
+        """How much its reader has still to take, by each count that falls when some of it is taken."""
+
     def discard(self) -> None:
         """Drop what waits: its reader does not take it."""
 
     def on_room(self, tell: Callable[[], None], /) -> None:
         """Call this once when nothing waits any more."""
+
+
+def was_taken(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
+    """Whether some of what was `left` is not any more.
+
+    >>> was_taken((5, 100), (5, 90)), was_taken((5, 100), (5, 120))
+    (True, False)
+    """
+    return any(after < count for count, after in zip(before, now, strict=True))
 
 
 class Gate:

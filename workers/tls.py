@@ -20,9 +20,9 @@ from slagate.workers.aside import aside
 from slagate.workers.clock import unix_s
 from slagate.workers.links import MakeProtocol
 from slagate.workers.listen import parse_address
+from slagate.workers.tls_certificate import utc
 from slagate.workers.tls_context import Following, client_context, explained, server_context
 from slagate.workers.tls_files import Pems, TlsError, TlsFiles, read
-from slagate.workers.tls_validity import utc
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Side:
         self.side = side
         self._unix_s = unix_s
         self._stamp = files.stamp()
+        self._asked = anyio.Event()
         self.current = self._read()
         self._tell("tls.loaded")
 
@@ -52,14 +53,23 @@ class Side:
         raise NotImplementedError
 
     async def follow(self, look_s: float) -> None:
-        """Look at the files for ever; one that has changed is read when it stays so for one look."""
+        """Look at the files for ever; one that has changed is read when it stays so for one look.
+
+        `reread` has them read at once, whatever they look like.
+        """
         seen = self._stamp
         while True:
-            await anyio.sleep(look_s)
+            with anyio.move_on_after(look_s):
+                await self._asked.wait()
+            is_asked, self._asked = self._asked.is_set(), anyio.Event()
             before, seen = seen, await aside(self.files.stamp)
-            if seen == before and seen != self._stamp:
+            if is_asked or (seen == before and seen != self._stamp):
                 self._stamp = seen
                 await self._renew()
+
+    def reread(self) -> None:
+        """Have `follow` read the files now."""
+        self._asked.set()
 
     async def _renew(self) -> None:
         try:
@@ -75,11 +85,13 @@ class Side:
         return read(self.files, self._context, now_s=self._unix_s())
 
     def _tell(self, event: str) -> None:
-        ends_at_s = self.current.ends_at_s
-        about = (
-            {} if ends_at_s is None else {"cert": str(self.files.cert), "expires": utc(ends_at_s)}
-        )
-        log.info(event, extra={"side": self.side} | about)
+        about = {"side": self.side}
+        if self.files.ca is not None:
+            about["ca"] = str(self.files.ca)
+        if (own := self.current.own) is not None:
+            about |= {"cert": str(self.files.cert), "subject": own.subject, "issuer": own.issuer}
+            about |= {"serial": own.serial, "expires": utc(own.ends_at_s)}
+        log.info(event, extra=about)
         for warning in self.current.warnings:
             log.warning("tls.expired", extra={"side": self.side, "reason": warning})
 
@@ -89,6 +101,7 @@ class ServerTls(Side):
 
     def __init__(self, side: str, files: TlsFiles, *, unix_s: Callable[[], float] = unix_s) -> None:
         """As `Side`."""
+        self.on_refused: Callable[[], None] = _nothing
         self._n_refused = 0
         self._told_at_s = 0.0
         super().__init__(side, files, unix_s=unix_s)
@@ -116,6 +129,7 @@ class ServerTls(Side):
     def refused(self, why: str) -> None:
         """Tell of a handshake that failed."""
         self._n_refused += 1
+        self.on_refused()
         now_s = self._unix_s()
         if not 0 <= now_s - self._told_at_s < REFUSALS_TOLD_S:
             self._told_at_s = now_s
@@ -163,14 +177,25 @@ def closed_hint(tls: ClientTls | None) -> str:
 
 
 @asynccontextmanager
-async def following(*sides: Side | None, look_s: float = LOOK_S) -> AsyncIterator[None]:
-    """Follow the files of these sides for the time of the block."""
+async def following(
+    *sides: Side | None, look_s: float = LOOK_S
+) -> AsyncIterator[Callable[[], None]]:
+    """Follow the files of these sides for the time of the block; what it yields has all read at once."""
+    followed = [side for side in sides if side is not None]
+
+    def reread() -> None:
+        for side in followed:
+            side.reread()
+
     async with anyio.create_task_group() as tasks:
-        for side in sides:
-            if side is not None:
-                tasks.start_soon(side.follow, look_s)
-        yield
+        for side in followed:
+            tasks.start_soon(side.follow, look_s)
+        yield reread
         tasks.cancel_scope.cancel()
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 def _grpc_configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:

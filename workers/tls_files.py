@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slagate.workers.errors import UsageError
-from slagate.workers.tls_validity import utc, validity
+from slagate.workers.tls_certificate import Certificate, read_certificate, utc
 
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
 _KEY = re.compile(rb"-----BEGIN (\w+ )*PRIVATE KEY-----")
@@ -58,7 +58,7 @@ class Pems(NamedTuple):
     key: bytes
     ca: bytes
     context: ssl.SSLContext
-    ends_at_s: float | None  # Unix seconds: from then on the other side refuses our certificate
+    own: Certificate | None  # the first of the chain
     warnings: tuple[str, ...]
 
 
@@ -70,10 +70,11 @@ def read(files: TlsFiles, make: Callable[[], ssl.SSLContext], *, now_s: float) -
     before = files.stamp()
     context = make()
     warnings: list[str] = []
-    ends_at_s, chain, key, ca = None, b"", b"", b""
+    own, chain, key, ca = None, b"", b"", b""
     if files.cert is not None and files.key is not None:
         blocks, key = _certificates(files.cert), _private_key(files.key)
-        chain, ends_at_s = b"".join(blocks), _check_times(files.cert, blocks[:1], now_s)
+        chain, own = b"".join(blocks), _certificate(files.cert, blocks[0])
+        _check_times(files.cert, blocks[:1], now_s)
         _load_chain(context, files.cert, files.key)
     if files.ca is not None:
         blocks = _certificates(files.ca)
@@ -90,7 +91,7 @@ def read(files: TlsFiles, make: Callable[[], ssl.SSLContext], *, now_s: float) -
     if files.stamp() != before:
         # What was read of one file may belong to what was there of another before.
         raise TlsError(f"{files.cert or files.ca} or what belongs to it changed while it was read")
-    return Pems(chain, key, ca, context, ends_at_s, tuple(warnings))
+    return Pems(chain, key, ca, context, own, tuple(warnings))
 
 
 def reason(error: Exception) -> str:
@@ -141,17 +142,16 @@ def _load_chain(context: ssl.SSLContext, cert: PemFile, key: PemFile) -> None:
 # --- times
 
 
-def _check_times(file: PemFile, blocks: Sequence[bytes], now_s: float) -> float:
-    """The end of the first, Unix seconds. Raises `TlsError` when it is not in time."""
+def _check_times(file: PemFile, blocks: Sequence[bytes], now_s: float) -> None:
+    """Raises `TlsError` when one is not in time."""
     _, late = _sorted_by_time(file, blocks, now_s)
     if late:
         raise TlsError(late[0])
-    return _validity(file, blocks[0])[1]
 
 
-def _validity(file: PemFile, block: bytes) -> tuple[float, float]:
+def _certificate(file: PemFile, block: bytes) -> Certificate:
     try:
-        return validity(ssl.PEM_cert_to_DER_cert(block.decode("ascii")))
+        return read_certificate(ssl.PEM_cert_to_DER_cert(block.decode("ascii")))
     except ValueError as error:
         raise TlsError(f"{file} has a certificate that cannot be read") from error
 
@@ -162,12 +162,12 @@ def _sorted_by_time(
     """Those that are valid now, and what is wrong with the others."""
     in_time, late = [], []
     for number, block in enumerate(blocks, 1):
-        begins_at_s, ends_at_s = _validity(file, block)
+        found = _certificate(file, block)
         which = f"certificate {number}" if len(blocks) > 1 else "the certificate"
-        if now_s >= ends_at_s:
-            late.append(f"{file}: {which} expired on {utc(ends_at_s)}")
-        elif now_s < begins_at_s:
-            late.append(f"{file}: {which} is not valid before {utc(begins_at_s)}")
+        if now_s >= found.ends_at_s:
+            late.append(f"{file}: {which} expired on {utc(found.ends_at_s)}")
+        elif now_s < found.begins_at_s:
+            late.append(f"{file}: {which} is not valid before {utc(found.begins_at_s)}")
         else:
             in_time.append(block)
     return in_time, late

@@ -3,11 +3,12 @@
 import logging
 import os
 import uuid
+from typing import NoReturn
 
 import anyio
 
 from slagate.workers.errors import UsageError
-from slagate.workers.listen import Address, ready_line, stopped
+from slagate.workers.listen import Address, hung_up, ready_line, stopped
 from slagate.workers.run import FLUSH_S, metrics_served, tell_ready, until_stopped
 from slagate.workers.server import serve_worker
 from slagate.workers.starting import StartingWorker
@@ -52,16 +53,21 @@ async def run_trtllm_worker(
     ) as metrics_at:
         async with (
             serve_worker(process.starting, listen, grace_s=FLUSH_S, tls=side) as address,
-            following(side),
+            following(side) as reread,
+            hung_up(reread),
             stopped() as signals,
         ):
             log.info("worker.listening", extra={"listen": str(address), "metrics": metrics_at})
-            return await process.run(
+            status = await process.run(
                 address,
                 signals,
                 metrics_at=metrics_at,
                 is_measured=metrics_listen is not None,
             )
+    # Not before: whoever waits for an answer has had what there is of it, also of a dead engine.
+    if process.has_leftovers:
+        _leave(status)
+    return status
 
 
 class _Process:
@@ -72,6 +78,7 @@ class _Process:
         self._key = key
         self._drain_s = drain_s
         self._instance_id = uuid.uuid4().hex
+        self.has_leftovers = False  # threads, or processes of a dead engine, that end with this one
         self.starting = StartingWorker("import")
         self.metrics = WorkerMetrics(model=options.served_name, role=options.role, engine="trtllm")
 
@@ -96,10 +103,12 @@ class _Process:
             raise
         except Exception:
             log.exception("engine.start_failed")
-            return _leave(1)
+            self.has_leftovers = True
+            return 1
         if started is None:
             log.info("engine.start_given_up", extra={"phase": self.starting.phase})
-            return _leave(0)
+            self.has_leftovers = True
+            return 0
         return await self._serve(
             started, address, signals, phases=phases, metrics_at=metrics_at, is_measured=is_measured
         )
@@ -156,11 +165,10 @@ class _Process:
                 log.error("engine.start_failed", extra={"reason": failure or "the engine died"})
             is_dead = worker.fatal.is_set()
             tasks.cancel_scope.cancel()
-        status = 0 if is_fine else 1
         # The ranks of a dead engine are gone: its own end would wait for them.
-        if is_dead or not await shut_down(llm, limit_s=self._options.shutdown_limit_s):
-            return _leave(status)
-        return status
+        has_ended = not is_dead and await shut_down(llm, limit_s=self._options.shutdown_limit_s)
+        self.has_leftovers = not has_ended
+        return 0 if is_fine else 1
 
     async def _warmed_up(self, worker: TrtllmWorker, phases: Phases) -> str:
         phases.begin("warm-up")
@@ -171,7 +179,8 @@ class _Process:
     async def _encode(self, address: Address, signals: anyio.Event, *, phases: Phases) -> int:
         encoder = await phases.through(start_encoder(self._options.args.values), until=[signals])
         if encoder is None:
-            return _leave(0)
+            self.has_leftovers = True
+            return 0
         worker = EncodeWorker(
             encoder, model=self._options.served_name, instance_id=self._instance_id
         )
@@ -185,12 +194,11 @@ class _Process:
             pid=os.getpid(),
         )
         await signals.wait()
-        if not await worker.shut_down(self._options.shutdown_limit_s):
-            return _leave(0)
+        self.has_leftovers = not await worker.shut_down(self._options.shutdown_limit_s)
         return 0
 
 
-def _leave(status: int) -> int:
+def _leave(status: int) -> NoReturn:
     """End the process at once: a native thread that loads, or a dead engine's exit handlers, would not."""
     logging.shutdown()
     os._exit(status)

@@ -112,7 +112,9 @@ def as_usage(construct: Callable[[], _T]) -> Callable[[], _T]:
     def constructed() -> _T:
         try:
             return construct()
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
+            # Where in the engine is for whoever asks why.
+            log.exception("engine.refused")
             raise UsageError(f"engine arguments: {error}") from error
 
     return constructed

@@ -88,7 +88,7 @@ def test_sigterm_lets_running_requests_finish(tmp_path: Path) -> None:
 def test_a_worker_does_not_share_a_port(agg: Cluster) -> None:
     taken = agg.addresses("a")[0]
     ended = run_cli(*worker_arguments("agg", listen=taken))
-    assert_refused(ended, naming=f"cannot listen on {taken}")
+    assert_refused(ended, naming=f"--listen: cannot listen on {taken}: Address already in use")
 
 
 @pytest.mark.parametrize("listener", ["listen", "admin", "http"])
@@ -103,7 +103,8 @@ def test_a_gateway_does_not_share_a_port(agg: Cluster, tmp_path: Path, listener:
     config = config_file(tmp_path, fleet_config({"a": ("agg", agg.addresses("a"))}))
     # Of an option given twice the last one counts.
     ended = run_cli(*serve_arguments(config, f"--{listener}", taken))
-    assert_refused(ended, naming=taken)
+    told = f"--{listener}: cannot listen on {taken}: Address already in use"
+    assert_refused(ended, naming=told)
     assert served.is_ready()
 
 
@@ -117,7 +118,8 @@ def assert_refused(ended: Any, *, naming: str) -> None:
 @pytest.mark.parametrize(
     ("options", "naming"),
     [
-        (("--engine", "trtllm"), "--engine trtllm is not available in this version; use"),
+        (("--engine", "trtllm"), "--profile is for --engine sim, not for trtllm"),
+        (("--kv-block-size", "64"), "--kv-block-size is for --engine trtllm, not for sim"),
         (("--engine", "vllm"), "'vllm'"),
         (("--profile", "no-such-profile"), "no-such-profile"),
         (("--tp", "3"), "no tensor-parallel size 3; available: 1, 2, 4"),

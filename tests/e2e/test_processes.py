@@ -1,6 +1,7 @@
 """`slagate serve --processes 2`: real processes on one port, that are one gateway to all who ask."""
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
@@ -107,6 +110,7 @@ def test_two_hundred_requests_split_evenly_and_a_killed_process_ends_only_its_ow
 ) -> None:
     served = two.gateway
     before = served.outcomes("completed")
+    lost_before = served.metrics("slagate_process_lost_requests_total")[""]
     requests_before = served.pools()[0].requests_total
     with ExitStack() as stack:
         streams = Streams(served.address, 200, 600, stack)
@@ -133,6 +137,7 @@ def test_two_hundred_requests_split_evenly_and_a_killed_process_ends_only_its_ow
     eventually(served.is_idle, "nothing is left of it")
     assert served.is_ready()
     assert served.outcomes("completed") == before + n_left
+    assert served.metrics("slagate_process_lost_requests_total")[""] == lost_before + 200 - n_left
     assert served.pools()[0].requests_total == requests_before + 200
     for worker in two.workers["a"]:
         with Client(worker.address) as direct:
@@ -158,6 +163,61 @@ def test_counters_of_a_killed_process_stay(two: Cluster) -> None:
     eventually(lambda: n_running(served) == 2, "it is back", limit_s=60.0)
     assert {name: served.metrics(name) for name in names} == before
     assert set(pids(served)) == {0, 1}
+
+
+def page(of: Gateway) -> dict[str, Metric]:
+    """/metrics, every family once and as a scraper reads it."""
+    text = of.http("/metrics")[1]
+    about = [line.split()[1:3] for line in text.splitlines() if line.startswith("#")]
+    assert [each for each, n in Counter(map(tuple, about)).items() if n > 1] == []
+    families = list(text_string_to_metric_families(text))
+    names = Counter(family.name for family in families)
+    assert set(names.values()) == {1}, names
+    assert {family.type for family in families} == {"counter", "gauge", "histogram"}
+    assert not [name for name in names if name.endswith("_created")]
+    return {family.name: family for family in families}
+
+
+def counted(families: dict[str, Metric]) -> dict[tuple[object, ...], float]:
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in families.values()
+        if family.type != "gauge"
+        for sample in family.samples
+    }
+
+
+def test_no_counter_of_the_gateway_goes_back_when_a_process_is_started_again(two: Cluster) -> None:
+    served = two.gateway
+
+    def ask() -> None:
+        with ExitStack() as stack:
+            clients = [stack.enter_context(Client(served.address)) for _ in range(8)]
+            for client in clients:
+                assert not client.generate(request(range(50), 4)).failed
+            (open_now,) = served.metrics("slagate_client_connections").values()
+            assert open_now >= 8
+
+    pages = [page(served)]
+    for number in (0, 1):
+        ask()
+        pages.append(page(served))
+        os.kill(pids(served)[number], signal.SIGKILL)
+        eventually(lambda: n_running(served) == 1, "it has ended")
+        pages.append(page(served))
+        eventually(lambda: n_running(served) == 2, "it is back", limit_s=60.0)
+        pages.append(page(served))
+    ask()
+    pages.append(page(served))
+    for earlier, later in itertools.pairwise(map(counted, pages)):
+        gone_back = {
+            key: (was, later.get(key)) for key, was in earlier.items() if later.get(key, -1) < was
+        }
+        assert gone_back == {}
+    first, last = counted(pages[0]), counted(pages[-1])
+    for name in ("slagate_client_connections_accepted_total", "slagate_output_tokens_total"):
+        assert last[name,] >= first[name,] + 24
+    assert set(pages[0]) <= set(pages[-1])
 
 
 def test_control_answers_for_all_processes(two: Cluster) -> None:
@@ -239,6 +299,15 @@ def _versions(of: Gateway) -> set[str]:
     return found
 
 
+def test_the_ready_line_has_the_pid_and_those_of_the_processes(two: Cluster) -> None:
+    process = two.gateway.process
+    assert process.ready["pid"] == process.popen.pid
+    first = [json.loads(line) for line in process.stderr().splitlines() if "process.ready" in line]
+    assert {each["process_number"] for each in first[:2]} == {0, 1}
+    by_number = sorted((each["process_number"], each["pid"]) for each in first[:2])
+    assert process.ready["process_pids"] == [pid for _, pid in by_number]
+
+
 def test_a_reload_is_in_force_in_all_processes_or_in_none(two: Cluster, folder: Path) -> None:
     whole = config_of(two)
     with gateway(folder, whole, "--processes", "2", name="reloaded") as served:
@@ -287,13 +356,24 @@ def test_a_second_server_on_the_port_is_an_error(
     path = folder / "second.json"
     path.write_text(json.dumps(config_of(two)))
     with gateway(folder, config_of(two), name="alone") as alone:
-        for address in (two.gateway.address, alone.address):
-            anywhere = f"{LOOPBACK}:0"
-            arguments = ["--listen", address, "--admin", anywhere, "--http", anywhere]
+        taken = [
+            ("--listen", two.gateway.address),
+            ("--listen", alone.address),
+            ("--admin", alone.admin_address),
+            ("--http", alone.http_address),
+        ]
+        for option, address in taken:
+            others = {
+                "--listen": f"{LOOPBACK}:0",
+                "--admin": f"{LOOPBACK}:0",
+                "--http": f"{LOOPBACK}:0",
+            }
+            arguments = [word for pair in (others | {option: address}).items() for word in pair]
             plain = ["--insecure", "--worker-insecure"]
             ended = run_cli("serve", "--config", str(path), *arguments, *plain, *options)
             assert (ended.returncode, ended.stdout) == (2, "")
-            assert f"cannot listen on {address}" in ended.stderr
+            why = f"{option}: cannot listen on {address}: Address already in use"
+            assert f"slagate: {why}\n" in ended.stderr
 
 
 def test_it_drains_in_all_processes_and_logs_name_them(two: Cluster, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import socket
 import ssl
 from collections.abc import Iterator
@@ -111,6 +112,17 @@ def test_a_fleet_over_mtls_serves_and_takes_over_new_certificates(
         assert "UNAVAILABLE" in without.stderr
         plain = run_cli("pools", "--target", fleet.admin_address, "--insecure")
         assert plain.returncode == 1
+        anonymous = ("--tls-ca", str(fleet.ca.path))
+        stranger = run_cli("generate", "--target", fleet.gateway.address, "--isl", "3", *anonymous)
+        assert "asks for a client certificate" in stranger.stderr
+        served = Gateway(fleet.gateway)
+        with served.channel:
+            refusals = served.metrics("slagate_client_connections_refused_total")
+        assert refusals['{reason="tls"}'] >= 1
+        # Refused by a listener of gRPC's own once more, which has its own ways with stderr.
+        for process in fleet.workers:
+            with pytest.raises(ssl.SSLError):
+                certificate(process.address, Ca(tmp_path, "unknown").path, fleet.ca.issue("x"))
 
         pair = fleet.ca.issue("other-operator")
         addresses = {
@@ -137,6 +149,16 @@ def test_a_fleet_over_mtls_serves_and_takes_over_new_certificates(
                 lambda p=process, n=n_wanted: p.stderr().count('"tls.renewed"') == n,  # type: ignore[misc]
                 f"{process.name} has taken over its certificate once in each process",
             )
+            # At a SIGHUP, those to workers too, and none of them ends.
+            n_sides = 1
+            if process is fleet.gateway:
+                n_sides = 2 if n_processes == 1 else 2 * n_processes + 1
+            process.popen.send_signal(signal.SIGHUP)
+            eventually(
+                lambda p=process, n=n_wanted + n_sides: p.stderr().count('"tls.renewed"') == n,  # type: ignore[misc]
+                f"{process.name} has read its files again in each process",
+            )
+            assert all(isinstance(json.loads(line), dict) for line in process.stderr().splitlines())
             assert "Traceback" not in process.stderr()
             assert process.terminate() == 0
 

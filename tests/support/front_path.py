@@ -55,6 +55,7 @@ class Served(NamedTuple):
         assert len(gateway.live) == 0
         assert gateway.releaser.n_open == 0
         assert (len(self.front.intake), self.front.intake.n_bytes) == (0, 0)
+        assert len(self.front.requests) == len(self.front.untaken) == 0
         for client in self.front.clients:
             assert client.connection.n_streams == 0
             assert client.connection.engine.queued_body_size() == 0
@@ -70,7 +71,8 @@ async def served(*scripts: Script, settings: Settings | None = None) -> AsyncIte
         anyio.create_task_group() as tasks,
     ):
         links = Links("l", tasks, settings=Http2Settings(), dial=Network(local.protocol).dial)
-        front = Front(b.serve, links, b.app.gateway.settings)
+        gateway = b.app.gateway
+        front = Front(b.serve, links, gateway.settings, counts=gateway.metrics.connections)
         network = Network(front.protocol, 0.001)
         good = StreamChannel("gw", tasks, dial=network.dial)
         yield Served(b, front, good, network, local)

@@ -87,6 +87,9 @@ class MemoryTransport(asyncio.Transport):
     def abort(self) -> None:
         self.close()
 
+    def get_write_buffer_size(self) -> int:
+        return self.n_bytes
+
     def free(self) -> None:
         """As uvloop does it to a dial that is given up: this end is told nothing, and may not write."""
         self._is_closed = self._is_freed = True

@@ -14,6 +14,7 @@ from slagate.router.app import App, build
 from slagate.router.client_stream import Serve
 from slagate.router.errors import Outcome
 from slagate.router.generate import RECEIPT_TRAILER, generate
+from slagate.router.live import Running
 from slagate.router.settings import Settings
 from slagate.router.turn import ClientCall
 from slagate.workers.stream import BufferedSink
@@ -92,6 +93,7 @@ class Bench:
         metadata: Metadata = (),
         timeout_s: float | None = None,
         answer: Answer | None = None,
+        running: Running | None = None,
         reads: bool = True,
     ) -> Answer:
         """One Generate call from its arrival to its end."""
@@ -99,7 +101,12 @@ class Bench:
         data = message if isinstance(message, bytes) else message.SerializeToString()
         answer = answer or Answer()
         client = ClientCall(
-            data=data, metadata=metadata, peer=PEER, timeout_s=timeout_s, out=answer.out
+            data=data,
+            metadata=metadata,
+            peer=PEER,
+            timeout_s=timeout_s,
+            out=answer.out,
+            running=running or Running(),
         )
         async with anyio.create_task_group() as tasks:
             if reads:

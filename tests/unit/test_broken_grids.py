@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slagate.router.__main__ import cli
+from slagate.router.cli import cli
 
 FILES = sorted(Path(__file__).parents[1].joinpath("golden", "broken-grids").glob("*.json"))
 NOWHERE = [

@@ -14,7 +14,7 @@ import pytest
 
 from slagate.workers.channel import StreamChannel
 from slagate.workers.grpc_frames import prefix
-from slagate.workers.h2 import WRITE_BYTES
+from slagate.workers.h2 import WRITE_BYTES, H2Connection
 from slagate.workers.h2_port import (
     CANCEL,
     ENHANCE_YOUR_CALM,
@@ -23,7 +23,7 @@ from slagate.workers.h2_port import (
     REFUSED_STREAM,
     Settings,
 )
-from slagate.workers.links import CONNECT_LIMIT_S, MAX_BACKOFF_S
+from slagate.workers.links import CONNECT_LIMIT_S, MAX_BACKOFF_S, Links
 from slagate.workers.rpc import MAX_MESSAGE_BYTES
 from slagate.workers.worker import OK, Call, Status
 from support.bytes_sink import BytesSink
@@ -386,6 +386,59 @@ def test_calls_that_are_open_when_the_channel_closes_are_cancelled() -> None:
         start(channel, late)
         assert late.code is grpc.StatusCode.CANCELLED
         assert network.links[0][1].is_closing()
+
+    run(main)
+
+
+def test_a_connection_that_is_made_as_its_channel_closes_is_closed_too() -> None:
+    async def main() -> None:
+        server = PeerServer()
+        network = Network(server.protocol, 0.01)
+        async with anyio.create_task_group() as tasks:
+            channel = StreamChannel("worker:1", tasks, dial=network.dial)
+            sink = BytesSink()
+            start(channel, sink)
+            await anyio.sleep(0.005)  # it is dialled, and the peer has not said anything yet
+            channel.close()
+            await anyio.sleep(1)
+            assert channel.links.connections == []
+            assert [far.is_closing() for _, far in network.links] == [True]
+            assert len(server.reasons) == 1
+            tasks.cancel_scope.cancel()
+
+    run(main)
+
+
+class Waiting:
+    """A call that waits for a connection, and keeps its end."""
+
+    def __init__(self) -> None:
+        self.status: Status | None = None
+
+    def start(self, connection: H2Connection, /) -> bool:
+        raise AssertionError(connection)
+
+    def end(self, status: Status, /) -> None:
+        assert self.status is None
+        self.status = status
+
+
+def test_who_waits_for_a_connection_is_told_when_there_will_be_none() -> None:
+    async def main() -> None:
+        network = Network(PeerServer().protocol)
+        network.hangs = True
+        async with anyio.create_task_group() as tasks:
+            links = Links("worker:1", tasks, settings=Settings(), dial=network.dial)
+            early, late = Waiting(), Waiting()
+            links.start(early)
+            await anyio.lowlevel.checkpoint()
+            links.close("it is over")
+            wanted = Status(UNAVAILABLE, "cannot connect to worker:1: it is over")
+            assert early.status == wanted
+            links.start(late)
+            assert late.status == wanted
+            assert not links.has_waiting
+            tasks.cancel_scope.cancel()
 
     run(main)
 

@@ -297,11 +297,9 @@ def test_the_model_knows_what_the_double_takes_and_with_the_same_defaults() -> N
             assert mine == theirs, name
 
 
-_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(0, 3) | st.lists(st.integers(0, 3), max_size=2),
-    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
-    max_leaves=8,
-)
+_LEAVES = st.none() | st.booleans() | st.integers(0, 3) | st.lists(st.integers(0, 3), max_size=2)
+_SECTIONS = st.dictionaries(st.sampled_from("abc"), _LEAVES, max_size=3)
+_VALUES = _LEAVES | st.dictionaries(st.sampled_from("abc"), _LEAVES | _SECTIONS, max_size=3)
 _LAYERS = st.lists(st.dictionaries(st.sampled_from("abc"), _VALUES, max_size=3), max_size=4)
 
 
@@ -337,12 +335,15 @@ _SCALARS = (
     | st.text(max_size=12)
     | st.sampled_from(["1e-3", "off", "# no comment", "a: b", "two\nlines", "\ud800", "UCX"])
 )
-_ANYTHING = st.recursive(
-    _SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
-    ),
-    max_leaves=6,
+_SHALLOW = (
+    _SCALARS
+    | st.lists(_SCALARS, max_size=3)
+    | st.dictionaries(st.text(max_size=6), _SCALARS, max_size=3)
+)
+_ANYTHING = (
+    _SHALLOW
+    | st.lists(_SHALLOW, max_size=2)
+    | st.dictionaries(st.text(max_size=6), _SHALLOW, max_size=2)
 )
 _SECTION_KEYS = sorted(
     {key for _, value in EngineModel() if isinstance(value, BaseModel) for key, _ in value}

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from slagate.router.__main__ import cli
+from slagate.router.cli import cli
 from slagate.workers.engine_findings import CODES
 
 CASES: list[dict[str, Any]] = yaml.safe_load(

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from slagate.router.__main__ import cli
+from slagate.router.cli import cli
 from slagate.workers.engine_args_read import engine_configs, read_yaml
 from slagate.workers.engine_convert import Conversion, convert
 from slagate.workers.errors import UsageError

@@ -3,10 +3,11 @@
 import anyio
 import pytest
 
+from slagate.proto import openengine_pb2 as oe
 from slagate.router.app import _drain
 from slagate.router.settings import Settings
 from slagate.workers.farewell import ANSWER_LIMIT_S
-from slagate.workers.grpc_frames import prefix
+from slagate.workers.grpc_frames import MessageReader, prefix
 from slagate.workers.worker import OK
 from support.builders import finished, request, token
 from support.fake_worker import HANG, Script, Wait
@@ -182,5 +183,44 @@ def test_a_client_that_leaves_before_it_was_told_is_not_waited_for() -> None:
             await s.front.settled()
             await s.front.emptied()
             assert anyio.current_time() == began_s
+
+    run(main)
+
+
+def test_a_goodbye_goes_out_behind_what_was_said_in_the_same_turn() -> None:
+    async def main() -> None:
+        async with served((token(1), HANG)) as s:
+            raw = await connected(s)
+            raw.send(call(1))
+            await anyio.sleep(0.1)
+            said = b"".join(raw.said(DATA))
+            s.bench.calls("agg")[0].say(token(2), token(3))
+            s.front.close()
+            await anyio.sleep(0.1)
+            assert raw.is_over
+            rest = b"".join(raw.said(DATA))[len(said) :]
+            reader = MessageReader(1000)
+            responses = [oe.GenerateResponse.FromString(each) for each in reader.feed(rest)]
+            assert [each.token.tokens[0].token_id for each in responses] == [2, 3]
+            kinds = [kind for kind, _, _, _ in frames(raw.heard)]
+            assert kinds.index(GOAWAY) > max(at for at, kind in enumerate(kinds) if kind == DATA)
+
+    run(main)
+
+
+def test_everybody_who_waits_for_a_goodbye_is_told() -> None:
+    """The drain, and whoever else wants to know."""
+
+    async def main() -> None:
+        async with served(ANSWER) as s:
+            raw = await connected(s)
+            s.front.retire()
+            with anyio.fail_after(10):
+                async with anyio.create_task_group() as tasks:
+                    for _ in range(2):
+                        tasks.start_soon(s.front.settled)
+                        tasks.start_soon(s.front.emptied)
+            await anyio.sleep(0.1)
+            assert raw.is_over
 
     run(main)

@@ -257,7 +257,7 @@ def test_rapid_resets_end_their_connection_and_leave_nothing() -> None:
             await anyio.sleep(0.0001)
         await anyio.sleep(0.1)
         assert raw.is_over
-        assert raw.goaway_code  # libnghttp2 says INTERNAL_ERROR
+        assert raw.goaway_code == ENHANCE_YOUR_CALM
         # What is given up in the same breath never gets to a worker.
         assert len(s.bench.calls("agg")) == n_before
         assert len(s.bench.app.gateway.live) == 0
@@ -265,20 +265,55 @@ def test_rapid_resets_end_their_connection_and_leave_nothing() -> None:
     play(scene)
 
 
+def test_who_resets_too_many_calls_may_begin_no_more_and_keeps_those_that_are_open() -> None:
+    async def scene(s: Served) -> None:
+        raw = await hello(s)
+        raw.send(call(1))
+        for at in range(1, 14):
+            raw.send(begin(2 * at + 1, PATH) + frame(RST_STREAM, 0, 2 * at + 1, bytes(4)))
+            await anyio.sleep(0.01)
+        assert raw.goaway_code == ENHANCE_YOUR_CALM
+        raw.send(call(99))
+        await anyio.sleep(0.1)
+        assert not raw.is_over
+        assert len(s.bench.calls("agg")) == 2
+        s.bench.calls("agg")[1].say(finished(), OK)
+        await anyio.sleep(0.1)
+        assert raw.is_over
+        assert s.bench.outcomes() == {"completed": 2}
+
+    play(scene, ANSWER, (token(1), HANG), ANSWER, clients=ClientLimits(resets=(10, 1)))
+
+
+def test_calls_that_are_given_up_now_and_then_end_nothing() -> None:
+    async def scene(s: Served) -> None:
+        raw = await hello(s)
+        for at in range(100):
+            raw.send(begin(2 * at + 1, PATH) + frame(RST_STREAM, 0, 2 * at + 1, bytes(4)))
+            await anyio.sleep(1.1)
+        assert raw.goaway_code is None
+        raw.send(call(999))
+        await anyio.sleep(0.1)
+        assert s.bench.outcomes() == {"completed": 2}
+
+    play(scene, clients=ClientLimits(resets=(10, 1)))
+
+
 def test_resets_that_the_gateway_is_made_to_send_end_their_connection_too() -> None:
-    """CVE-2025-8671: frames on closed streams, and windows that overflow."""
+    """CVE-2025-8671: more of a body than it was said to have."""
 
     async def scene(s: Served) -> None:
         raw = await hello(s)
         for at in range(0, 30_000, 50):
             ids = range(2 * at + 1, 2 * at + 101, 2)
-            bad = frame(8, 0, 0, b"\x7f\xff\xff\xff")[9:]
-            raw.send(b"".join(call(n) + frame(8, 0, n, bad) for n in ids))
+            short = (b"content-length", b"1")
+            raw.send(b"".join(begin(n, PATH, short) + frame(DATA, 0, n, CALL) for n in ids))
             await anyio.sleep(0.0001)
             if raw.is_over:
                 break
         await anyio.sleep(0.1)
         assert raw.is_over
+        assert raw.goaway_code == ENHANCE_YOUR_CALM
 
     play(scene)
 

@@ -9,8 +9,9 @@ import anyio
 import grpc
 import pytest
 
-from slagate.router.client_stream import FLUSH_S, ClientStream
+from slagate.router.client_stream import ClientStream
 from slagate.router.front import Front
+from slagate.router.overdue import FLUSH_S
 from slagate.workers.channel import StreamChannel
 from slagate.workers.h2_port import Settings
 from slagate.workers.links import Links

@@ -1,15 +1,19 @@
 """What comes too late: a worker that left meanwhile, a limit or an abort behind the whole answer."""
 
+import asyncio
+
 import anyio
 import grpc
 import pytest
 
 from slagate.router.errors import Aborted, Outcome
+from slagate.router.live import Running
+from slagate.router.turn import TRAILER_LIMIT_S
 from slagate.workers.worker import OK
 from support.builders import finished, prefill_ready, token
 from support.fake_worker import HANG, Script, Wait
 from support.request_path import DECODE_OK, PEER, Answer, bench
-from support.virtual_loop import run
+from support.virtual_loop import VirtualLoop, run
 
 Code = grpc.StatusCode
 NOT_CLOSED: Script = (token(11), finished(), HANG)
@@ -59,5 +63,31 @@ def test_a_client_that_has_its_whole_answer_is_told_so(ends: str) -> None:
             assert answer.tokens == [11]
             assert answer.status.code is Code.OK
             await b.check_idle(Outcome.COMPLETED)
+
+    run(main)
+
+
+@pytest.mark.parametrize("ends", ["limit", "abort", "client"])
+def test_an_end_that_comes_as_the_wait_for_a_status_is_over_is_not_lost(ends: str) -> None:
+    """Both in one turn of the loop. Before Python 3.11 a task cannot tell one cancellation from another."""
+
+    async def main() -> None:
+        async with bench(prefill=[(prefill_ready(), HANG)], decode=[(token(1), HANG)]) as b:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualLoop)
+            answer, running = Answer(), Running()
+            error = Aborted("aborted") if ends == "abort" else None
+            began_s = loop.time()
+            # Behind the stall both are due, and run in one turn, in order.
+            loop.call_at(began_s + TRAILER_LIMIT_S - 0.001, loop.stall, 0.01)
+            if ends != "limit":
+                loop.call_at(began_s + TRAILER_LIMIT_S + 0.002, running.end, error)
+            limit_s = TRAILER_LIMIT_S + 0.002 if ends == "limit" else None
+            task = loop.create_task(b.call(timeout_s=limit_s, answer=answer, running=running))
+            (ended, _) = await asyncio.wait({task}, timeout=TRAILER_LIMIT_S + 0.5)
+            assert ended, "it goes on"
+            assert task.cancelled() == (ends == "client")
+            await b.check_idle(Outcome.DEADLINE if ends == "limit" else Outcome.CANCELLED)
+            assert b.calls("decode") == []
 
     run(main)

@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from typer.testing import CliRunner, Result
 
-from slagate.router.__main__ import cli
+from slagate.router.cli import cli
 from slagate.router.command import pool_workers
 from support.fleet_files import disagg_file
 from support.fleet_problems import PREFILL

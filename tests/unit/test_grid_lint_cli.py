@@ -5,7 +5,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from slagate.router.__main__ import cli as slagate
+from slagate.router.cli import cli as slagate
 from slagate.router.grid_lint_cli import COLUMNS, lint
 
 REPOSITORY = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from slagate.pools.fleet import prepare
 from slagate.pools.grid_config import load_config, parse_config
 from slagate.pools.grid_diff import changes
-from slagate.router.__main__ import cli
+from slagate.router.cli import cli
 from slagate.router.grid_select import select_lines
 from slagate.router.receipt_config import config_message
 from slagate.router.settings import Settings

@@ -97,6 +97,19 @@ def test_a_bad_compressed_message_is_refused(data: bytes, code: grpc.StatusCode)
     assert raised.value.status.code is code
 
 
+@pytest.mark.parametrize(
+    "bad", [b"\1\0\0\0\3abc", b"\0" + (LIMIT + 1).to_bytes(4, "big")], ids=["no gzip", "too long"]
+)
+@pytest.mark.parametrize("n_first", [0, 3, 9])
+def test_whole_messages_in_front_of_a_bad_one_are_not_lost(bad: bytes, n_first: int) -> None:
+    """However much of them came before: none, a part of the first, or one and a part of the next."""
+    reader, data = MessageReader(LIMIT, encoding=b"gzip"), framed(b"a", b"bc") + bad
+    found = reader.feed(data[:n_first])
+    with pytest.raises(WireError) as raised:
+        reader.feed(data[n_first:])
+    assert found + raised.value.whole == [b"a", b"bc"]
+
+
 def test_a_compressed_message_needs_an_encoding() -> None:
     with pytest.raises(WireError, match="without an encoding"):
         MessageReader(LIMIT).feed(squeezed(b"a"))
@@ -241,9 +254,10 @@ def test_an_answer_is_grpc_by_its_content_type_or_its_status() -> None:
     ok = (b":status", b"200")
     assert refused_by_http([ok, (b"content-type", b"application/grpc+proto")]) is None
     assert refused_by_http([(b":status", b"503"), (b"grpc-status", b"14")]) is None
-    refusal = refused_by_http([ok, (b"content-type", b"text/html")])
-    assert refusal is not None
-    assert "text/html" in refusal.message
+    for kind in ("text/html", "application/grpcfoo", "application/grpc-web"):
+        refusal = refused_by_http([ok, (b"content-type", kind.encode())])
+        assert refusal is not None
+        assert kind in refusal.message
 
 
 @pytest.mark.parametrize(

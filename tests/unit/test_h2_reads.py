@@ -69,7 +69,9 @@ def heard(n_streams: int) -> tuple[Events, list[Heard]]:
     handlers = [Heard() for _ in range(n_streams)]
     line: Any = Line()
     streams = {number: H2Stream(line, number, each) for number, each in enumerate(handlers)}
-    events = Events(line, line, None, streams, chatter=Budget(1, 1), farewell=line)
+    events = Events(
+        line, line, None, streams, chatter=Budget(1, 1), resets=Budget(1, 1), farewell=line
+    )
     return events, handlers
 
 

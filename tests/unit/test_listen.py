@@ -4,9 +4,21 @@ import signal
 import socket
 
 import anyio
+import grpc.aio
 import pytest
 
-from slagate.workers.listen import Address, listen_on, parse_address, ready_line, stopped
+from slagate.workers.listen import (
+    Address,
+    bind,
+    given_by,
+    hung_up,
+    ignore_hangups,
+    listen_on,
+    parse_address,
+    ready_line,
+    stopped,
+)
+from slagate.workers.server import SERVER_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -64,6 +76,49 @@ def test_a_signal_sets_the_event_and_is_let_go_of_afterwards(number: signal.Sign
         assert signal.getsignal(number) != during
 
     anyio.run(main)
+
+
+def test_an_address_that_is_taken_or_no_name_is_told_with_its_option_and_the_reason() -> None:
+    async def main() -> None:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        with listen_on(Address("127.0.0.1", 0)) as listening:
+            taken = Address("127.0.0.1", listening.getsockname()[1])
+            told = rf"^--admin: cannot listen on {taken}: Address already in use$"
+            with pytest.raises(OSError, match=told), given_by("--admin"):
+                bind(server, taken)
+        told = r"^--listen: cannot listen on a\.\.b:1: .*label"
+        with pytest.raises(OSError, match=told), given_by("--listen"):
+            listen_on(Address("a..b", 1))
+
+    anyio.run(main)
+
+
+def test_a_hangup_is_acted_on_and_ignored_before_and_afterwards() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    n_told = 0
+
+    async def main() -> None:
+        nonlocal n_told
+        told = anyio.Event()
+
+        def tell() -> None:
+            nonlocal n_told
+            n_told += 1
+            told.set()
+
+        async with hung_up(tell):
+            os.kill(os.getpid(), signal.SIGHUP)
+            with anyio.fail_after(10):
+                await told.wait()
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    try:
+        ignore_hangups()
+        os.kill(os.getpid(), signal.SIGHUP)
+        anyio.run(main)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert n_told == 1
 
 
 def test_a_host_that_vanished_does_not_keep_its_connection_for_ever() -> None:

@@ -101,6 +101,24 @@ def test_none_left_waits_for_the_last_one() -> None:
     run(main)
 
 
+def test_everybody_who_waits_for_the_last_request_is_told() -> None:
+    async def main() -> None:
+        live = LiveRequests()
+
+        async def serve(seconds: float) -> None:
+            with listed(live, "a", "r1"):
+                await anyio.sleep(seconds)
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(serve, 1.0)
+                await anyio.sleep(0.1)
+                for _ in range(2):
+                    tasks.start_soon(live.none_left)
+
+    run(main)
+
+
 def test_a_request_that_is_answered_is_not_ended_any_more() -> None:
     async def main() -> None:
         live = LiveRequests()

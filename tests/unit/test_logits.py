@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from slagate.router.__main__ import cli
+from slagate.router.cli import cli
 from slagate.workers.errors import UsageError
 from slagate.workers.logits import LogitsError, LogitsProcessors, Wanted, wanted_of
 from slagate.workers.logits_examples import ForcedResponse, Temperature

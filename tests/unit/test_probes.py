@@ -1,11 +1,16 @@
 """The HTTP listener over real sockets on loopback."""
 
 import http.client
+import logging
+import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from slagate.router.metrics import Metrics
 from slagate.workers.probes import serve_probes
@@ -71,3 +76,30 @@ def test_the_gateways_own_metrics_render_and_the_port_is_free_again_afterwards()
         get(port, "/healthz")
     with serve_probes("127.0.0.1", port, registry=registry, not_ready=str) as same:
         assert same == port
+
+
+class Broken(Collector):
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        raise RuntimeError("a bug")
+
+
+def test_a_bug_is_a_line_of_the_log_and_a_scraper_that_leaves_is_none(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    registry = CollectorRegistry()
+    registry.register(Broken())
+    with serve_probes("127.0.0.1", 0, registry=registry, not_ready=str) as port:
+        leaving = socket.create_connection(("127.0.0.1", port))
+        leaving.sendall(b"GET /metr")
+        leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        leaving.close()  # with a reset
+        with pytest.raises(http.client.RemoteDisconnected):
+            get(port, "/metrics")
+    # The connection ends behind the line.
+    assert [(each.levelno, each.message) for each in caplog.records] == [
+        (logging.ERROR, "probes.bug")
+    ]
+    assert capfd.readouterr() == ("", "")

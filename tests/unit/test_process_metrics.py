@@ -1,7 +1,12 @@
 """Gauges of several processes as those of one, and counters that outlive a process."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry, values
 from prometheus_client.core import Metric
@@ -9,11 +14,13 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
+from slagate.proto import process_pb2 as ps
+from slagate.proto import process_pb2_grpc as ps_grpc
 from slagate.router.dispatch import Dispatcher
 from slagate.router.errors import Outcome
 from slagate.router.metrics import Metrics
 from slagate.router.process import METRICS_FOLDER
-from slagate.router.process_metrics import merged
+from slagate.router.process_metrics import looks, merged
 from slagate.router.receipts import Record
 from support.builders import fleet, rng
 
@@ -109,3 +116,29 @@ def test_counters_are_summed_and_a_successor_goes_on_with_them(
     assert total("slagate_requests_total", outcome="invalid") == 3
     assert total("slagate_wait_seconds_count") == 2
     values.close_all_multiprocess_files()  # type: ignore[no-untyped-call]
+
+
+def test_a_process_that_ends_while_it_is_asked_has_no_part(tmp_path: Path) -> None:
+    class Hangs(ps_grpc.ProcessServicer):
+        asked, go_on = threading.Event(), threading.Event()
+
+        def Look(self, request: ps.LookRequest, context: object) -> ps.LookResponse:
+            self.asked.set()
+            self.go_on.wait(20)
+            return ps.LookResponse()
+
+    with ThreadPoolExecutor(2) as threads:
+        server = grpc.server(threads)
+        ps_grpc.add_ProcessServicer_to_server(Hangs(), server)
+        server.add_insecure_port(f"unix:{tmp_path}/admin")
+        server.start()
+        channel = grpc.insecure_channel(f"unix:{tmp_path}/admin")
+        child = SimpleNamespace(in_threads=ps_grpc.ProcessStub(channel))
+        supervisor: Any = SimpleNamespace(running={0: child})
+        answers = threads.submit(looks, supervisor, ps.LookRequest())
+        assert Hangs.asked.wait(20)
+        channel.close()
+        assert answers.result(20) == []
+        assert looks(supervisor, ps.LookRequest()) == []
+        Hangs.go_on.set()
+        server.stop(None).wait()

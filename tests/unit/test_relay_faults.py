@@ -112,6 +112,31 @@ def test_a_call_that_failed_while_it_was_paused_does_not_end_well() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_messages_in_front_of_one_that_cannot_be_read_come_before_the_error(
+    *, is_paused: bool
+) -> None:
+    """In one read, from a worker that then breaks off."""
+
+    async def main() -> None:
+        sink, wire = BytesSink(), Wire()
+        call = Rpc((), b"", (), sink, timeout_s=None, on_end=lambda _: None, again=lambda _: None)
+        call._stream = wire  # type: ignore[assignment]
+        call.headers([(b":status", b"200"), (b"content-type", b"application/grpc")])
+        if is_paused:
+            call.pause()
+        call.data(framed([b"1", b"2"]) + struct.pack(">BI", 1, 3) + b"bad")
+        assert wire.n_resets >= 1
+        if is_paused:
+            assert sink.status is None
+            call.resume()
+            await anyio.sleep(0.01)
+        assert sink.messages == [b"1", b"2"]
+        assert sink.code is grpc.StatusCode.INTERNAL
+
+    run(main)
+
+
 def test_a_call_that_is_answered_before_all_of_it_was_sent_gives_its_place_back() -> None:
     async def main() -> None:
         sink, wire = BytesSink(), Wire()
@@ -161,7 +186,7 @@ def test_what_comes_behind_the_end_of_a_connection_is_for_nobody() -> None:
     def accept(*_: object) -> Any:
         raise AssertionError("a request on a connection that is over")
 
-    events = Events(Line(), Line(), accept, {}, chatter=Any, farewell=Any)  # type: ignore[arg-type]
+    events = Events(Line(), Line(), accept, {}, chatter=Any, resets=Any, farewell=Any)  # type: ignore[arg-type]
     request = RequestReceived(1, ((b":method", b"POST"),), end_stream=False)
     with pytest.raises(AssertionError):
         events.tell([request])

@@ -303,6 +303,27 @@ def test_a_file_that_cannot_be_read_for_ever_keeps_no_gateway_from_its_end() -> 
     assert of.addresses() == ["w1:1", "w2:1", "w3:1"]
 
 
+def test_what_else_is_read_again_at_a_sighup_comes_first() -> None:
+    of, source = Running(), Written(1)
+    told: list[str] = []
+    source.on_read = lambda: told.append("config")
+
+    async def main() -> None:
+        also = [lambda: told.append("certificates"), lambda: told.append("processes")]
+        async with reloading(of.reloader, source, watch=False, stamp=0, also=also):
+            os.kill(os.getpid(), signal.SIGHUP)
+            with anyio.fail_after(20):
+                while len(told) < 3:
+                    await anyio.lowlevel.checkpoint()
+
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        anyio.run(main)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert told == ["certificates", "processes", "config"]
+
+
 def test_after_the_block_a_sighup_does_nothing() -> None:
     of, source = Running(), Written(1)
 

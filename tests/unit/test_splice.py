@@ -190,7 +190,7 @@ def test_the_buffer_is_bounded_and_a_client_that_reads_may_have_far_more() -> No
             assert leg.client.n_bytes <= 200 + len("mine") + 2
         assert isinstance(leg.splice.failure(), SlowClient)
         assert leg.splice.is_complete
-        assert (leg.client.discarded, leg.client.n_bytes) == (True, 0)
+        assert leg.client.n_bytes == 0
 
         reading = Leg(max_buffer_bytes=200)
         for _ in range(1000):

@@ -1,4 +1,4 @@
-"""The options of TLS: plaintext only when asked for, and what is said of those that do not fit."""
+"""The options of listeners and TLS: plaintext only when asked for, and what is said of misfits."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from slagate.router.__main__ import cli
+from slagate.router.cli import cli
 from support.certificates import Ca
 from support.processes import LOOPBACK, fleet_config, serve_arguments, worker_arguments
 
@@ -49,6 +49,22 @@ def test_a_gateway_is_told_for_both_of_its_sides(tmp_path: Path) -> None:
         assert ended.exit_code == EXIT_USAGE
         assert f"or {missing}insecure for plaintext" in ended.stderr
         assert f"give {missing}tls-c" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("listen", "admin"), ("listen", "http"), ("admin", "http")]
+)
+def test_two_listeners_of_a_gateway_have_no_address_in_common(
+    tmp_path: Path, one: str, other: str
+) -> None:
+    config = tmp_path / "fleet.json"
+    config.write_text(json.dumps(fleet_config({"a": ("agg", [NOTHING])})))
+    # Of an option given twice the last one counts.
+    for more in ((), ("--processes", "2")):
+        same = (f"--{one}", NOTHING, f"--{other}", NOTHING)
+        ended = run(*serve_arguments(config, *same, *more))
+        told = f"slagate: --{one} and --{other} are both {NOTHING}\n"
+        assert (ended.exit_code, ended.stderr) == (EXIT_USAGE, told)
 
 
 def test_options_that_do_not_go_together_are_named(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.name import _ASN1Type
 
 from slagate.workers.clock import unix_s
+from slagate.workers.tls_certificate import read_certificate
 from slagate.workers.tls_context import client_context
 from slagate.workers.tls_files import Pems, TlsError, read
-from slagate.workers.tls_validity import validity
 from support.certificates import Ca, files
 
 YEAR_S = 365 * 86400.0
@@ -30,7 +32,8 @@ def loaded(folder: Path, change: Callable[[Path], object] = id, **issued: float)
 def test_good_files_are_read(tmp_path: Path) -> None:
     found = loaded(tmp_path)
     certificate = x509.load_pem_x509_certificate(found.chain)
-    assert found.ends_at_s == certificate.not_valid_after_utc.timestamp()
+    assert found.own is not None
+    assert found.own.ends_at_s == certificate.not_valid_after_utc.timestamp()
     assert found.key == (tmp_path / "own.key").read_bytes()
     assert found.ca == (tmp_path / "ca.pem").read_bytes()
     assert found.warnings == ()
@@ -138,12 +141,40 @@ def test_times_of_both_forms_are_read(tmp_path: Path, years: float) -> None:
     certificate = x509.load_pem_x509_certificate(pair.cert.read_bytes())
     der = certificate.public_bytes(serialization.Encoding.DER)
     begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    assert validity(der) == (begin.timestamp(), end.timestamp())
+    found = read_certificate(der)
+    assert (found.begins_at_s, found.ends_at_s) == (begin.timestamp(), end.timestamp())
     assert (end.year >= 2050) == (years == 60)
     assert end - begin > datetime.timedelta(days=100)
+
+
+def test_a_certificate_says_whose_it_is_as_openssl_writes_it() -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    at = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
+    of = x509.NameOID
+    subject = x509.Name(
+        [
+            x509.NameAttribute(of.COUNTRY_NAME, "CH"),
+            x509.NameAttribute(of.ORGANIZATION_NAME, "Zürich 推論"),
+            x509.NameAttribute(of.TITLE, "odd"),
+            x509.NameAttribute(of.COMMON_NAME, "a\nb"),
+        ]
+    )
+    bmp = x509.NameAttribute(of.COMMON_NAME, "caé", _type=_ASN1Type.BMPString)
+    for serial, shown in ((0x80FF, "80FF"), (5, "05")):
+        made = (
+            x509.CertificateBuilder(x509.Name([bmp]), subject, key.public_key(), serial, at, at)
+            .sign(key, hashes.SHA256())
+            .public_bytes(serialization.Encoding.DER)
+        )
+        found = read_certificate(made)
+        assert found.subject == "C=CH, O=Zürich 推論, 55040c=odd, CN=a\N{REPLACEMENT CHARACTER}b"
+        assert (found.issuer, found.serial) == ("CN=caé", shown)
+    nameless = x509.CertificateBuilder(x509.Name([]), x509.Name([]), key.public_key(), 1, at, at)
+    der = nameless.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+    assert read_certificate(der).subject == ""
 
 
 def test_what_is_no_certificate_is_a_value_error() -> None:
     for data in (b"", b"\x30", b"\x30\x80", bytes(100), b"\x30\x03\x30\x01\x00"):
         with pytest.raises(ValueError, match=r"cut short|does not match format"):
-            validity(data)
+            read_certificate(data)

@@ -11,6 +11,7 @@ import anyio.lowlevel
 import grpc
 import pytest
 import uvloop
+from cryptography import x509
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.client import GrpcWorker, connect_worker
@@ -197,3 +198,44 @@ def test_a_changed_file_is_read_when_it_has_stayed_so_for_one_look(
     with caplog.at_level(logging.INFO):
         anyio.run(main)
     assert [each.getMessage() for each in caplog.records] == ["tls.renewed"]
+
+
+def test_files_are_read_at_once_when_that_is_asked_for_and_the_log_says_whose_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ca = Ca(tmp_path)
+    of = files(ca.issue("server"), ca.path)
+    caplog.set_level(logging.INFO)
+    server = ServerTls("clients", of)
+    first = server.current
+
+    async def main() -> None:
+        with anyio.fail_after(20):
+            async with following(server, None, look_s=1e6) as reread:
+                await anyio.wait_all_tasks_blocked()
+                ca.issue("server")
+                reread()
+                await renewed(server, first)
+
+    anyio.run(main)
+    loaded, now = caplog.records
+    assert [each.getMessage() for each in caplog.records] == ["tls.loaded", "tls.renewed"]
+    told = [
+        {name: vars(record)[name] for name in ("side", "ca", "cert", "subject", "issuer", "serial")}
+        for record in (loaded, now)
+    ]
+    own = [x509.load_pem_x509_certificate(each.chain) for each in (first, server.current)]
+    assert told == [
+        {
+            "side": "clients",
+            "ca": f"--tls-ca {ca.path}",
+            "cert": f"--tls-cert {tmp_path}/server.pem",
+            "subject": "CN=server",
+            "issuer": "CN=ca",
+            "serial": certificate.serial_number.to_bytes(20, "big").lstrip(b"\0").hex().upper(),
+        }
+        for certificate in own
+    ]
+    ends_at = own[1].not_valid_after_utc
+    assert vars(now)["expires"] == f"{ends_at:%Y-%m-%d %H:%M:%S} UTC"
+    assert "PRIVATE" not in str([vars(record) for record in caplog.records])

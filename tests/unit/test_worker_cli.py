@@ -6,7 +6,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from slagate.router.__main__ import cli
+from slagate.router.cli import cli
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ class FixedChoice:
     async def serve(self, call: ClientCall) -> None:
         """One request from its arrival to its end."""
         try:
+            if call.refusal is not None:
+                raise call.refusal
             request = parse_request(call.data, max_bytes=self.settings.max_request_bytes)
         except RequestError as error:
             call.out.end(error.status())
