@@ -9,6 +9,7 @@ import pytest
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.logits import LogitsProcessors, Wanted
 from slagate.workers.sim_settings import END_ID
+from support import virtual_loop
 from support.contract import DIRECT, Play, Setup, ask, hand_off, resume
 from support.engines import expected, request
 
@@ -73,7 +74,7 @@ def test_a_decode_worker_goes_on_where_prefill_has_ended(play: Play) -> None:
     play(scenario)
 
 
-def test_one_that_raises_halfway_changes_no_answer(play: Play) -> None:
+def test_one_that_raises_halfway_changes_no_answer(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         logits = LogitsProcessors([Wanted("raising", {})], load={"raising": Raising}.__getitem__)
         options = {"worker_options": {"logits": logits}}
@@ -88,7 +89,7 @@ def test_one_that_raises_halfway_changes_no_answer(play: Play) -> None:
             assert sink.tokens == expected(PROMPT, 8)
             assert not any(one.inner.fatal.is_set() for one in (agg, prefill, decode))
 
-    play(scenario)
+    inside(scenario)
 
 
 FIELD = "extra.logits_processors"
@@ -118,11 +119,9 @@ FIELD = "extra.logits_processors"
         ([forced(1)] * 9, f"{FIELD}: more than 8 are given"),
     ],
 )
-def test_what_is_wrong_is_refused_by_field(play: Play, asked: Any, message: str) -> None:
-    async def scenario(setup: Setup) -> None:
-        if setup not in DIRECT[-1:]:
-            return
-        async with setup.worker(
+def test_what_is_wrong_is_refused_by_field(asked: Any, message: str) -> None:
+    async def scenario() -> None:
+        async with DIRECT[-1].worker(
             "agg", **offered(allowed=["forced_response", "temperature"])
         ) as worker:
             leg = request("r", PROMPT)
@@ -132,7 +131,7 @@ def test_what_is_wrong_is_refused_by_field(play: Play, asked: Any, message: str)
             assert sink.status is not None
             assert sink.status.message.startswith(message), sink.status.message
 
-    play(scenario)
+    virtual_loop.run(scenario)
 
 
 def test_a_worker_that_offers_none_says_so(play: Play) -> None:
@@ -147,7 +146,7 @@ def test_a_worker_that_offers_none_says_so(play: Play) -> None:
     play(scenario)
 
 
-def test_several_outputs_would_share_a_processor(play: Play) -> None:
+def test_several_outputs_would_share_a_processor(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         options = offered(allowed=["forced_response"])
         async with setup.worker("agg", **options) as worker:
@@ -158,4 +157,4 @@ def test_several_outputs_would_share_a_processor(play: Play) -> None:
             assert sink.status is not None
             assert sink.status.message.startswith("sampling.num_sequences: logits processors")
 
-    play(scenario)
+    inside(scenario)

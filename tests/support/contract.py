@@ -1,5 +1,6 @@
 """What the contract suite of the `Worker` port starts from: one way to have a worker, and to ask it."""
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Literal, NamedTuple
@@ -66,6 +67,12 @@ class Setup(NamedTuple):
         if ranks > 1:
             options += ["--tp", str(ranks), "--attention-dp"]
         for name, value in (worker_options or {}).items():
+            if name == "logits":
+                for wanted in value.every:
+                    options += ["--logits-processor", f"{wanted.name}={json.dumps(wanted.params)}"]
+                for allowed in value.allowed:
+                    options += ["--allow-logits-processor", allowed]
+                continue
             assert name == "handoff_key", f"a process has no option for {name}"
             options += ["--handoff-key-file", self.shared.key_file(value)]
         settings = REAL_TIME | dict(sim_settings or {})

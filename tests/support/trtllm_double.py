@@ -281,6 +281,7 @@ def install(package: ModuleType) -> None:
         "llmapi.disagg_utils": {},
         "executor": {},
         "executor.utils": {"RequestError": api.RequestError},
+        "sampling_params": {"LogitsProcessor": api.LogitsProcessor},
         "scheduling_params": {"SchedulingParams": api.SchedulingParams},
         "metrics": {"MetricsCollector": OldCollector if api.version == "1.2" else DoubleCollector},
     }

@@ -43,6 +43,9 @@ def engine(generate_async: Any = None, **args: Any) -> Engine:
     return Engine(llm, sim_request)
 
 
+NO_PROCESSORS = RequestLogits(LogitsProcessors(), base=None, end_id=2)
+
+
 def parse(
     leg: oe.GenerateRequest,
     *,
@@ -59,7 +62,7 @@ def parse(
         engine=on or engine(),
         identity=identity,
         handoffs=handoffs,
-        logits=RequestLogits(LogitsProcessors(), base=None, end_id=2),
+        logits=NO_PROCESSORS,
     )
 
 
@@ -258,9 +261,8 @@ def test_an_engine_that_knows_the_end_of_a_text_is_not_told(*, engine_knows: boo
         oe.ENGINE_ROLE_AGGREGATED, MODEL, "i1", "0", "", 1, end_id=2, engine_knows_end=engine_knows
     )
     handoffs = Handoffs(backend="", limit_s=60)
-    logits = RequestLogits(LogitsProcessors(), base=None, end_id=2)
     leg = parse_leg(
-        request(), (), engine=engine(), identity=identity, handoffs=handoffs, logits=logits
+        request(), (), engine=engine(), identity=identity, handoffs=handoffs, logits=NO_PROCESSORS
     )
     assert leg.sampling.end_id == (None if engine_knows else 2)
     assert leg.end_id == 2
