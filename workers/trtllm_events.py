@@ -1,5 +1,6 @@
 """The KV events of one engine: polled while it works, or streamed by it, and fed to whoever subscribes."""
 
+import logging
 from typing import Any
 
 import grpc
@@ -15,6 +16,8 @@ from slagate.workers.trtllm_engine import Engine, setting
 from slagate.workers.trtllm_observer import Observer
 from slagate.workers.trtllm_poll import EVENT_PACE, Activity, Poller
 from slagate.workers.worker import Call, Metadata, Sink
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 
@@ -48,7 +51,10 @@ class EngineEvents:
         )
         self._stream: StreamSource | None = None
         if streamed is not None and not self._why_not:
-            self._follow(engine, streamed, observer)
+            self._why_not = self._follow(engine, streamed, observer)
+            if self._why_not:
+                # Somebody asked for events, and nobody will get any.
+                log.warning("kv_events.off", extra={"reason": self._why_not})
         self._poller = Poller(
             "kv events",
             lambda: engine.llm.get_kv_cache_events_async(timeout=0),
@@ -59,8 +65,8 @@ class EngineEvents:
             on_read=observer.drained,
         )
 
-    def _follow(self, engine: Engine, normaliser: KvStreamNormaliser, observer: Observer) -> None:
-        """Take the engine's own stream as the source, or say why not."""
+    def _follow(self, engine: Engine, normaliser: KvStreamNormaliser, observer: Observer) -> str:
+        """Take the engine's own stream as the source; why not, or ""."""
         config: Any = engine.event_stream
         given = {
             name: setting(config, name) for name in ("endpoint", "replay_endpoint", "topic", "hwm")
@@ -70,14 +76,13 @@ class EngineEvents:
         try:
             settings = stream_settings(**given, n_ranks=engine.n_ranks)
         except ValueError as error:
-            self._why_not = f"kv_cache_config.kv_events_config.{error}"
-            return
+            return f"kv_cache_config.kv_events_config.{error}"
         if why_not := engine.ranks_elsewhere() or pyzmq_missing():
-            self._why_not = f"kv_cache_config.kv_events_config: {why_not}"
-            return
+            return f"kv_cache_config.kv_events_config: {why_not}"
         self._stream = StreamSource(
             settings, normaliser, take=self._feed.take, on_read=observer.drained
         )
+        return ""
 
     async def run(self) -> None:
         """Poll or listen until cancelled; every stream ends with it."""

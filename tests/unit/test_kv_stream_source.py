@@ -327,10 +327,16 @@ def test_engine_10_a_stream_that_nobody_can_follow_says_why(
     assert why in str(refused.value)
 
 
-def test_without_pyzmq_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyzmq_the_reason_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the log too: somebody asked for events."""
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(Exception, match=r"pip install 'slagate\[zmq\]'"):
         events_of(engine({})).subscribe(b"", (), Held())
+    (record,) = caplog.records
+    assert (record.message, record.levelname) == ("kv_events.off", "WARNING")
+    assert "slagate[zmq]" in record.__dict__["reason"]
 
 
 def test_ranks_of_another_machine_cannot_be_followed() -> None:
