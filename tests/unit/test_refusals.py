@@ -1,6 +1,7 @@
 """What commands say of a server that they cannot call: one line, with what is wrong and which option."""
 
 import contextlib
+import re
 import socket
 import ssl
 import threading
@@ -170,6 +171,18 @@ def test_a_server_without_tls_is_told_apart_from_one_that_is_no_grpc(fleet: Flee
 def test_nobody_listens() -> None:
     told = said("127.0.0.1:9", "--insecure")
     assert told == "slagate: UNAVAILABLE: cannot connect to 127.0.0.1:9: Connection refused"
+
+
+def test_what_cannot_be_looked_into_leaves_the_error_as_it_is(fleet: Fleet) -> None:
+    """A name that is none, and a certificate with a time that is none: what gRPC has said of it counts."""
+    assert said("a..b:9000", "--insecure").startswith("slagate: UNAVAILABLE: ")
+    shown = ssl.PEM_cert_to_DER_cert(fleet.server.cert.read_text())
+    (time, *_) = re.findall(rb"\x17\x0d\d{12}Z", shown)
+    odd = Pair(fleet.folder / "odd.pem", fleet.server.key)
+    odd.cert.write_text(ssl.DER_cert_to_PEM_cert(shown.replace(time, time[:-1] + b"X")))
+    with openssl(odd, protocol="h2") as address:
+        told = said(address, "--tls-ca", str(Ca(fleet.folder, "fourth-ca").path))
+    assert told.startswith("slagate: UNAVAILABLE: ")
 
 
 @contextmanager
