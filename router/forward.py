@@ -35,7 +35,16 @@ class Desk(Protocol):
 class Forward:
     """The handler of the client's stream; `_Answer` is that of the stream to the local server."""
 
-    def __init__(self, client: Stream, headers: Headers, desk: Desk, *, peer: str) -> None:
+    def __init__(
+        self,
+        client: Stream,
+        headers: Headers,
+        desk: Desk,
+        *,
+        peer: str,
+        refusal: Status | None = None,
+    ) -> None:
+        """With a `refusal` it is answered by that, and goes nowhere."""
         self._client = client
         self._headers = [*(field for field in headers if field[0] != _PEER), (_PEER, peer.encode())]
         self._desk = desk
@@ -44,7 +53,10 @@ class Forward:
         self._has_ended = False
         self.is_over = False
         self._is_blocked = False  # the answer, by the client
-        desk.local.start(self)
+        if refusal is None:
+            desk.local.start(self)
+        else:
+            self.end(refusal)
 
     def start(self, connection: H2Connection, /) -> bool:
         """As `Starter.start`."""
@@ -63,7 +75,7 @@ class Forward:
         return True
 
     def end(self, status: Status, /) -> None:
-        """As `Starter.end`: the local server cannot be had."""
+        """As `Starter.end`: the local server cannot be had, or is not to be asked."""
         fields = [(b":status", b"200"), (b"content-type", CONTENT_TYPE), *status_headers(status)]
         self._client.respond(fields, last=True)
         self.answered()

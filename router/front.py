@@ -176,19 +176,16 @@ class _Client:
 
     def _accept(self, stream: Stream, headers: Headers) -> StreamHandler:
         fields = dict(headers)
+        front, peer = self._front, self.connection.peer
         n_bytes = sum(map(len, chain.from_iterable(headers))) + 32 * len(headers)
-        max_bytes = self._front.http2.max_header_bytes
+        max_bytes = front.http2.max_header_bytes
+        refusal = None
         if n_bytes > max_bytes:
-            call = ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
-            error = TooLarge("metadata", f"{n_bytes} bytes, more than {max_bytes}")
-            if fields.get(b":path") == _PATH:
-                call.refuse(error)
-            else:
-                call.turn_down(error.status())
-            return call
+            refusal = TooLarge("metadata", f"{n_bytes} bytes, more than {max_bytes}")
         if fields.get(b":path") == _PATH:
-            return ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
-        return Forward(stream, headers, self._front, peer=self.connection.peer)
+            return ClientStream(stream, headers, fields, front, peer=peer, refusal=refusal)
+        status = None if refusal is None else refusal.status()
+        return Forward(stream, headers, front, peer=peer, refusal=status)
 
     def connected(self) -> bool:
         """The connection is made. False: it is not wanted."""

@@ -312,3 +312,27 @@ def test_every_request_that_is_refused_counts_once_by_why_it_was(name: str) -> N
             s.check_free()
 
     run(main)
+
+
+@pytest.mark.parametrize(
+    "fault", [(b"grpc-timeout", b"soon"), (b"grpc-encoding", b"snappy"), (b"x-more", b"1")]
+)
+def test_another_call_with_too_much_metadata_is_refused_and_is_no_request(
+    fault: tuple[bytes, bytes],
+) -> None:
+    """Whatever else is wrong with it that would be wrong with a request."""
+
+    async def main() -> None:
+        settings = Settings(clients=ClientLimits(max_header_bytes=1000))
+        async with served(ANSWER, settings=settings) as s:
+            raw = await hello(s)
+            much = (b"x", b"y" * 1000)
+            raw.send(begin(1, b"/grpc.health.v1.Health/Check", much, fault))
+            await anyio.sleep(0.1)
+            assert kinds(raw, 1) == [HEADERS, RST_STREAM]
+            assert s.bench.outcomes() == {}
+            assert s.local.streams == []
+            assert await s.ask() == OK
+            s.check_free()
+
+    run(main)
