@@ -225,7 +225,7 @@ class ClientStream:
         desk = self._desk
         desk.intake.done(self)
         try:
-            if self._is_closed:
+            if self._is_closed and refusal is None:
                 # Given up as soon as it came: no worker need hear of it.
                 return
             remaining_s = None
