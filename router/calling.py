@@ -51,6 +51,8 @@ async def _explaining(target: str, tls: ClientTls | None, where: str) -> AsyncIt
         status = Status(error.code(), error.details() or "")
     except WorkerError as error:
         status = error.status
+        # A command may have two of them, with the same options, and be in the block of both.
+        target = error.address or target
     words = status.message
     if status.code is grpc.StatusCode.UNAVAILABLE:
         words = await aside(lambda: _why(target, tls)) or words

@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import anyio
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
+from slagate.router.calling import engine_at
 from slagate.router.cli import cli
-from slagate.router.command import EXIT_FAILED
+from slagate.router.command import EXIT_FAILED, CallFailed
 from slagate.router.probes import serve_probes
 from support.certificates import Ca, Pair
 
@@ -183,6 +185,20 @@ def test_what_cannot_be_looked_into_leaves_the_error_as_it_is(fleet: Fleet) -> N
     with openssl(odd, protocol="h2") as address:
         told = said(address, "--tls-ca", str(Ca(fleet.folder, "fourth-ca").path))
     assert told.startswith("slagate: UNAVAILABLE: ")
+
+
+def test_of_two_servers_the_one_that_failed_is_named() -> None:
+    async def main() -> None:
+        async with engine_at("127.0.0.1:9", None) as first, engine_at("127.0.0.1:7", None):
+            await first.server_info()
+
+    with pytest.raises(Exception) as failed:  # noqa: PT011 - of task groups, with it inside
+        anyio.run(main)
+    error: Any = failed.value
+    while hasattr(error, "exceptions"):
+        (error,) = error.exceptions
+    assert isinstance(error, CallFailed)
+    assert str(error) == "UNAVAILABLE: cannot connect to 127.0.0.1:9: Connection refused"
 
 
 @contextmanager
