@@ -198,7 +198,7 @@ class _Client:
     def freed(self) -> None:
         """As `Owner.freed`."""
 
-    def retiring(self, code: int, /) -> None:
+    def retiring(self, code: int, about: bytes, /) -> None:
         """As `Owner.retiring`."""
 
     def lost(self, reason: str, /) -> None:

@@ -204,7 +204,7 @@ class Events:
             self._permitted(event)
         elif isinstance(event, GoAwayReceived):
             self.is_retiring = True
-            self._owner.retiring(event.error_code)
+            self._owner.retiring(event.error_code, event.debug_data)
         elif isinstance(event, PingAcknowledged):
             self._farewell.answered(event.opaque_data)
 
