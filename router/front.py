@@ -77,24 +77,22 @@ class Front:
 
     def protocol(self) -> asyncio.Protocol:
         """The end of a new connection."""
-        return TurnedAway() if self._turns_away() else _Client(self).connection
+        return _Client(self).connection
 
     def joined(self, client: "_Client") -> bool:
-        """A client is connected: with TLS, only once it has shown who it is. False: it comes too late."""
-        if self._turns_away():
+        """A client is connected: with TLS, only once it has shown who it is.
+
+        False: it comes too late, or is one too many.
+        """
+        if self._is_leaving:
+            self.counts.refused(Refused.DRAINING)
+            return False
+        if len(self.clients) >= self.settings.clients.max_connections:
+            self.counts.refused(Refused.LIMIT)
             return False
         self.clients.add(client)
         self.silent.add(client)
         self.counts.accepted()
-        return True
-
-    def _turns_away(self) -> bool:
-        if self._is_leaving:
-            self.counts.refused(Refused.DRAINING)
-        elif len(self.clients) >= self.settings.clients.max_connections:
-            self.counts.refused(Refused.LIMIT)
-        else:
-            return False
         return True
 
     def retire(self) -> None:
@@ -157,14 +155,6 @@ class Front:
         self.silent.close()
         self.intake.close()
         self.untaken.close()
-
-
-class TurnedAway(asyncio.Protocol):
-    """The end of a connection that comes too late, or is one too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """As `asyncio.Protocol`."""
-        transport.close()
 
 
 class _Client:
