@@ -51,9 +51,19 @@ async def _explaining(target: str, tls: ClientTls | None, where: str) -> AsyncIt
         status = Status(error.code(), error.details() or "")
     except WorkerError as error:
         status = error.status
+        # A command may have two of them, with the same options, and be in the block of both.
+        target = error.address or target
     words = status.message
     if status.code is grpc.StatusCode.UNAVAILABLE:
-        words = await aside(lambda: why_not(target, tls)) or words
+        words = await aside(lambda: _why(target, tls)) or words
     elif status.code is grpc.StatusCode.UNIMPLEMENTED:
         words = f"{words} Is {target} {where}?"
     raise CallFailed(f"{status.code.name}: {words}")
+
+
+def _why(target: str, tls: ClientTls | None) -> str:
+    """As `why_not`; what it stumbles over is no error in place of the one that it was to explain."""
+    try:
+        return why_not(target, tls)
+    except Exception:  # noqa: BLE001 - the other end may say and show anything
+        return ""

@@ -95,8 +95,9 @@ class ClientStream:
         desk: Desk,
         *,
         peer: str,
+        refusal: RequestError | None = None,
     ) -> None:
-        """`fields` are the headers by name."""
+        """`fields` are the headers by name; with a `refusal` nobody serves it."""
         self._stream = stream
         self._desk = desk
         self._peer = peer
@@ -116,7 +117,11 @@ class ClientStream:
         self._is_served = False
         self.status: Status | None = None
         if not is_grpc(fields.get(b"content-type", b"")):
-            self.turn_down(_NO_GRPC, answer=_NOT_GRPC)
+            self._drop()
+            self._finish(_NO_GRPC, _NOT_GRPC)
+            return
+        if refusal is not None:
+            self.refuse(refusal)
             return
         if not desk.intake.begin(self):
             self.refuse(full())
@@ -220,7 +225,7 @@ class ClientStream:
         desk = self._desk
         desk.intake.done(self)
         try:
-            if self._is_closed:
+            if self._is_closed and refusal is None:
                 # Given up as soon as it came: no worker need hear of it.
                 return
             remaining_s = None
@@ -245,11 +250,6 @@ class ClientStream:
         if self._drop():
             desk = self._desk
             desk.requests.add(desk.loop.create_task(self._serve(b"", (), error)))
-
-    def turn_down(self, status: Status, *, answer: Headers | None = None) -> None:
-        """As `refuse`, for what is no Generate call. `answer` are headers to say it with, if not gRPC's."""
-        if self._drop():
-            self._finish(status, answer)
 
     def _drop(self) -> bool:
         """False: it is refused already, or served."""

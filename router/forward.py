@@ -9,7 +9,7 @@ from slagate.router.overdue import Untaken
 from slagate.router.settings import Settings
 from slagate.workers.grpc_wire import CONTENT_TYPE, status_headers
 from slagate.workers.h2 import H2Connection
-from slagate.workers.h2_port import INTERNAL_ERROR, NO_ERROR, Headers, Stream, StreamEnd
+from slagate.workers.h2_port import CANCEL, INTERNAL_ERROR, NO_ERROR, Headers, Stream, StreamEnd
 from slagate.workers.links import Links
 from slagate.workers.worker import Status
 
@@ -35,7 +35,16 @@ class Desk(Protocol):
 class Forward:
     """The handler of the client's stream; `_Answer` is that of the stream to the local server."""
 
-    def __init__(self, client: Stream, headers: Headers, desk: Desk, *, peer: str) -> None:
+    def __init__(
+        self,
+        client: Stream,
+        headers: Headers,
+        desk: Desk,
+        *,
+        peer: str,
+        refusal: Status | None = None,
+    ) -> None:
+        """With a `refusal` it is answered by that, and goes nowhere."""
         self._client = client
         self._headers = [*(field for field in headers if field[0] != _PEER), (_PEER, peer.encode())]
         self._desk = desk
@@ -43,7 +52,11 @@ class Forward:
         self._early: list[bytes] = []  # before there is a stream to the server
         self._has_ended = False
         self.is_over = False
-        desk.local.start(self)
+        self._is_blocked = False  # the answer, by the client
+        if refusal is None:
+            desk.local.start(self)
+        else:
+            self.end(refusal)
 
     def start(self, connection: H2Connection, /) -> bool:
         """As `Starter.start`."""
@@ -62,7 +75,7 @@ class Forward:
         return True
 
     def end(self, status: Status, /) -> None:
-        """As `Starter.end`: the local server cannot be had."""
+        """As `Starter.end`: the local server cannot be had, or is not to be asked."""
         fields = [(b":status", b"200"), (b"content-type", CONTENT_TYPE), *status_headers(status)]
         self._client.respond(fields, last=True)
         self.answered()
@@ -70,18 +83,29 @@ class Forward:
     def answered(self) -> None:
         """The client's answer has its end, which may be before that of the request."""
         self.over()
-        desk = self._desk
-        desk.untaken.add(self, desk.loop.time() + desk.settings.default_timeout_s)
+        self._add_untaken()
         if not self._has_ended:
             # Nobody wants the rest; both are told so, the client behind its answer: RFC 9113, section 8.1.
             self._client.reset_behind(NO_ERROR)
             if self.server is not None:
                 self.server.reset()
 
+    def blocked(self) -> None:
+        """The client has not taken what came so far of its answer: its time to do so begins."""
+        if not self._is_blocked:
+            self._is_blocked = True
+            self._client.tell_writable()
+            self._add_untaken()
+
+    def _add_untaken(self) -> None:
+        desk = self._desk
+        desk.untaken.add(self, desk.loop.time() + desk.settings.default_timeout_s)
+
     def over(self) -> None:
         """Nothing more goes to the server."""
         self.is_over = True
         self._desk.local.drop(self)
+        self._desk.untaken.discard(self)
 
     # --- as `StreamHandler`
 
@@ -112,12 +136,14 @@ class Forward:
 
     def writable(self) -> None:
         """As `StreamHandler.writable`: of the answer."""
+        self._is_blocked = False
+        if not self.is_over:
+            self._desk.untaken.discard(self)
         if self.server is not None:
             self.server.resume()
 
     def closed(self, _end: StreamEnd, /) -> None:
         """As `StreamHandler.closed`: the client has all, or has left."""
-        self._desk.untaken.discard(self)
         self.over()
         if self.server is not None:
             self.server.reset()
@@ -131,6 +157,7 @@ class Forward:
     def give_up(self) -> None:
         """As `Answer.give_up`."""
         self._client.reset()
+        self.closed(StreamEnd(CANCEL, "the client has not taken its answer"))
 
 
 class _Answer:
@@ -157,7 +184,7 @@ class _Answer:
         server = self._forward.server
         if server is not None and self._client.unsent_bytes > HIGH_WATER_BYTES:
             server.pause()
-            self._client.tell_writable()
+            self._forward.blocked()
 
     def _respond(self) -> None:
         if not self._has_answered and self._first is not None and not self._is_last:

@@ -77,24 +77,22 @@ class Front:
 
     def protocol(self) -> asyncio.Protocol:
         """The end of a new connection."""
-        return TurnedAway() if self._turns_away() else _Client(self).connection
+        return _Client(self).connection
 
     def joined(self, client: "_Client") -> bool:
-        """A client is connected: with TLS, only once it has shown who it is. False: it comes too late."""
-        if self._turns_away():
+        """A client is connected: with TLS, only once it has shown who it is.
+
+        False: it comes too late, or is one too many.
+        """
+        if self._is_leaving:
+            self.counts.refused(Refused.DRAINING)
+            return False
+        if len(self.clients) >= self.settings.clients.max_connections:
+            self.counts.refused(Refused.LIMIT)
             return False
         self.clients.add(client)
         self.silent.add(client)
         self.counts.accepted()
-        return True
-
-    def _turns_away(self) -> bool:
-        if self._is_leaving:
-            self.counts.refused(Refused.DRAINING)
-        elif len(self.clients) >= self.settings.clients.max_connections:
-            self.counts.refused(Refused.LIMIT)
-        else:
-            return False
         return True
 
     def retire(self) -> None:
@@ -159,14 +157,6 @@ class Front:
         self.untaken.close()
 
 
-class TurnedAway(asyncio.Protocol):
-    """The end of a connection that comes too late, or is one too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """As `asyncio.Protocol`."""
-        transport.close()
-
-
 class _Client:
     """One connection of a client: its `Owner`."""
 
@@ -176,19 +166,16 @@ class _Client:
 
     def _accept(self, stream: Stream, headers: Headers) -> StreamHandler:
         fields = dict(headers)
+        front, peer = self._front, self.connection.peer
         n_bytes = sum(map(len, chain.from_iterable(headers))) + 32 * len(headers)
-        max_bytes = self._front.http2.max_header_bytes
+        max_bytes = front.http2.max_header_bytes
+        refusal = None
         if n_bytes > max_bytes:
-            call = ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
-            error = TooLarge("metadata", f"{n_bytes} bytes, more than {max_bytes}")
-            if fields.get(b":path") == _PATH:
-                call.refuse(error)
-            else:
-                call.turn_down(error.status())
-            return call
+            refusal = TooLarge("metadata", f"{n_bytes} bytes, more than {max_bytes}")
         if fields.get(b":path") == _PATH:
-            return ClientStream(stream, headers, fields, self._front, peer=self.connection.peer)
-        return Forward(stream, headers, self._front, peer=self.connection.peer)
+            return ClientStream(stream, headers, fields, front, peer=peer, refusal=refusal)
+        status = None if refusal is None else refusal.status()
+        return Forward(stream, headers, front, peer=peer, refusal=status)
 
     def connected(self) -> bool:
         """The connection is made. False: it is not wanted."""
@@ -201,7 +188,7 @@ class _Client:
     def freed(self) -> None:
         """As `Owner.freed`."""
 
-    def retiring(self, code: int, /) -> None:
+    def retiring(self, code: int, about: bytes, /) -> None:
         """As `Owner.retiring`."""
 
     def lost(self, reason: str, /) -> None:

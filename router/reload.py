@@ -8,9 +8,8 @@ half of it.
 """
 
 import logging
-import signal
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple, Protocol
 
 import anyio
@@ -26,7 +25,7 @@ from slagate.router.metrics import Metrics
 from slagate.router.receipt_config import config_message
 from slagate.router.receipt_ring import ReceiptRing
 from slagate.workers.aside import aside
-from slagate.workers.listen import ignore_hangups
+from slagate.workers.listen import hung_up
 
 log = logging.getLogger(__name__)
 
@@ -202,27 +201,26 @@ async def reloading(
     first with each SIGHUP. After the block SIGHUP does nothing: a gateway that shuts down has better things
     to do than to die of it.
     """
-    async with anyio.create_task_group() as tasks:
-        try:
-            with anyio.open_signal_receiver(signal.SIGHUP) as signals:
-                tasks.start_soon(_on_signal, reloader, source, signals, also)
-                if watch:
-                    tasks.start_soon(_on_change, reloader, source, stamp)
-                yield
-                tasks.cancel_scope.cancel()
-        finally:
-            ignore_hangups()
+    # One that is asked for while another is under way comes behind it, once.
+    ask, asked = anyio.create_memory_object_stream[None](1)
 
-
-async def _on_signal(
-    reloader: Reloader,
-    source: Source,
-    signals: AsyncIterable[signal.Signals],
-    also: Sequence[Callable[[], None]],
-) -> None:
-    async for _ in signals:
+    def hangup() -> None:
         for act in also:
             act()
+        with suppress(anyio.WouldBlock):
+            ask.send_nowait(None)
+
+    with ask, asked:
+        async with anyio.create_task_group() as tasks, hung_up(hangup):
+            tasks.start_soon(_on_hangup, reloader, source, asked)
+            if watch:
+                tasks.start_soon(_on_change, reloader, source, stamp)
+            yield
+            tasks.cancel_scope.cancel()
+
+
+async def _on_hangup(reloader: Reloader, source: Source, asked: AsyncIterable[None]) -> None:
+    async for _ in asked:
         await _reload(reloader, source)
 
 

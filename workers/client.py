@@ -85,7 +85,8 @@ class GrpcWorker:
             try:
                 answer = await unary(method(stub), request, timeout_s=limit_s)
             except WorkerError as error:
-                raise WorkerError(self._control.explained(error.status)) from error
+                status = self._control.explained(error.status)
+                raise WorkerError(status, address=self.address) from error
         self._streams.reachable()
         return answer
 

@@ -29,11 +29,15 @@ class UsageError(ValueError):
 
 
 class WorkerError(Exception):
-    """A worker refused or failed a call; `status` is what it said (or what the transport made of it)."""
+    """A worker refused or failed a call; `status` is what it said (or what the transport made of it).
 
-    def __init__(self, status: Status) -> None:
+    `address` is the worker's, empty where it was not called over the network.
+    """
+
+    def __init__(self, status: Status, *, address: str = "") -> None:
         super().__init__(f"{status.code.name}: {status.message}")
         self.status = status
+        self.address = address
 
 
 class Refused(WorkerError):

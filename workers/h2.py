@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from slagate.workers.budget import Budget
-from slagate.workers.farewell import Farewell, close_in_time
+from slagate.workers.farewell import LINGER_S, Farewell, close_in_time
 from slagate.workers.h2_engine import EngineError, begin, new_engine
 from slagate.workers.h2_events import Events
 from slagate.workers.h2_outbox import Outbox
@@ -52,6 +52,9 @@ class H2Connection(asyncio.Protocol):
         self._will_flush = False
         self._is_leaving = False
         self._linger: asyncio.TimerHandle | None = None  # for a peer to take our last words
+        self._unsaid: asyncio.TimerHandle | None = (
+            None  # until it can be told that it is turned away
+        )
         self._lost: str | None = None
         self.is_broken = False  # ended for what the peer did, or did not do
         self._keepalive = Keepalive(
@@ -254,6 +257,9 @@ class H2Connection(asyncio.Protocol):
         """As `Line.turn_away`."""
         self._is_leaving = True
         self.submit(self.engine.send_goaway, code)
+        # A peer that reads nothing is never told, and would go on.
+        unread = "it was turned away, and does not read so"
+        self._unsaid = self._loop.call_later(LINGER_S, self._abort, unread)
 
     def ended(self, reason: str, code: int) -> None:
         """As `Line.ended`."""
@@ -283,12 +289,18 @@ class H2Connection(asyncio.Protocol):
                 return
             if data:
                 self._transport.write(data)
+                self._said()
             # What was queued may close streams only when it is taken.
             self._events.tell(self.engine.events())
             if len(data) < WRITE_BYTES:
                 is_drained = True
                 break
         self._outbox.written(is_drained=is_drained)
+
+    def _said(self) -> None:
+        if self._unsaid is not None:
+            self._unsaid.cancel()
+            self._unsaid = None
 
     def _close(self, transport: asyncio.Transport) -> None:
         if not transport.is_closing():
@@ -307,6 +319,7 @@ class H2Connection(asyncio.Protocol):
         self._events.is_over = True
         self._keepalive.stop()
         self._farewell.stop()
+        self._said()
         streams = list(self._streams.values())
         self._streams.clear()
         for stream in streams:

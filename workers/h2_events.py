@@ -22,6 +22,7 @@ from slagate.workers.h2_engine import (
 from slagate.workers.h2_port import (
     ENHANCE_YOUR_CALM,
     NO_ERROR,
+    REFUSED_STREAM,
     RESET_NAMES,
     Accept,
     Owner,
@@ -140,6 +141,10 @@ class Events:
     def _request(self, event: RequestReceived) -> None:
         assert self._accept is not None
         stream = self._line.add(event.stream_id, None)
+        if self._is_turned_away:
+            # Sent before the peer could know: with what crossed the limit, or without reading.
+            stream.reset(REFUSED_STREAM)
+            return
         stream.handler = self._accept(stream, event.headers)
         if event.end_stream:
             self._ended(event.stream_id)
@@ -199,7 +204,7 @@ class Events:
             self._permitted(event)
         elif isinstance(event, GoAwayReceived):
             self.is_retiring = True
-            self._owner.retiring(event.error_code)
+            self._owner.retiring(event.error_code, event.debug_data)
         elif isinstance(event, PingAcknowledged):
             self._farewell.answered(event.opaque_data)
 

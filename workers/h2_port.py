@@ -128,8 +128,8 @@ class Owner(Protocol):
     def freed(self) -> None:
         """There may be room for one more stream."""
 
-    def retiring(self, code: int, /) -> None:
-        """The peer takes no new streams, with its reason; the open ones go on."""
+    def retiring(self, code: int, about: bytes, /) -> None:
+        """The peer takes no new streams, with its reason and what it says of that; the open ones go on."""
 
     def lost(self, reason: str, /) -> None:
         """The connection is over, and each of its streams was told."""

@@ -26,6 +26,9 @@ MAX_BACKOFF_S = 2.0
 
 MAX_PING_AFTER_S = 7200.0
 
+_TOO_MANY_PINGS = b"too_many_pings"
+"""How servers of gRPC say which calm they ask for (its proposal A8): there is that of calls too."""
+
 MakeProtocol = Callable[[], asyncio.Protocol]
 Dial = Callable[[str, MakeProtocol], Awaitable[Any]]
 """Connects a protocol to an address. Raises `OSError` or `ValueError` saying why it cannot."""
@@ -216,9 +219,9 @@ class _Link:
         if self._links.has_waiting:
             self._links.serve()
 
-    def retiring(self, code: int, /) -> None:
+    def retiring(self, code: int, about: bytes, /) -> None:
         """As `Owner.retiring`."""
-        if code == ENHANCE_YOUR_CALM:
+        if code == ENHANCE_YOUR_CALM and about == _TOO_MANY_PINGS:
             self._links.asked_for_calm()
 
     def lost(self, reason: str, /) -> None:

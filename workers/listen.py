@@ -138,11 +138,14 @@ def ignore_hangups() -> None:
 
 @asynccontextmanager
 async def hung_up(act: Callable[[], None]) -> AsyncIterator[None]:
-    """Within the block, `act` with each SIGHUP; behind it SIGHUP does nothing."""
+    """Within the block, `act` with each SIGHUP; behind it SIGHUP does nothing.
+
+    Not by the loop's own handlers: it gives SIGHUP back to the default when it takes one away, and for that
+    moment SIGHUP ends the process.
+    """
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, act)
+    signal.signal(signal.SIGHUP, lambda _number, _frame: loop.call_soon_threadsafe(act))
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGHUP)
         ignore_hangups()

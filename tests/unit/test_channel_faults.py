@@ -146,13 +146,16 @@ def test_a_silent_stream_on_a_good_line_goes_on() -> None:
     play(scene)
 
 
-def test_a_peer_that_asks_for_calm_is_pinged_half_as_often() -> None:
+@pytest.mark.parametrize(("about", "after_s"), [(b"too_many_pings", 60), (b"", 30), (b"calls", 30)])
+def test_a_peer_that_finds_its_pings_too_many_gets_half_of_them(about: bytes, after_s: int) -> None:
+    """And no fewer where it asks for another calm."""
+
     async def scene(channel: StreamChannel, server: PeerServer, _network: Network) -> None:
         server.on_request = hold
         sink = BytesSink()
         start(channel, sink)
         await anyio.sleep(1)
-        server.connections[0].engine.send_goaway(ENHANCE_YOUR_CALM)
+        server.connections[0].engine.send_goaway(ENHANCE_YOUR_CALM, debug_data=about)
         server.connections[0].flush_soon()
         await anyio.sleep(1)
         assert sink.status is None  # what the peer has taken goes on
@@ -160,7 +163,7 @@ def test_a_peer_that_asks_for_calm_is_pinged_half_as_often() -> None:
         await anyio.sleep(1)
         assert [connection.settings.ping_after_s for connection in channel.links.connections] == [
             30,
-            60,
+            after_s,
         ]
 
     play(scene)

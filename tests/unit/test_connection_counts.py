@@ -10,7 +10,8 @@ from slagate.router.settings import ClientLimits, Settings
 from slagate.workers.worker import OK
 from support.builders import finished, token
 from support.front_path import Served, served
-from support.raw_http2 import HELLO, PING, frame
+from support.memory_transport import joined
+from support.raw_http2 import HELLO, PING, RawClient, frame
 from support.virtual_loop import run
 
 
@@ -79,6 +80,24 @@ def test_connections_that_are_not_taken_are_counted_by_why() -> None:
         }
 
     play(scene, limits=ClientLimits(max_connections=2))
+
+
+def test_one_over_the_limit_is_counted_when_its_handshake_is_over_and_not_when_it_begins() -> None:
+    """With TLS it may fail yet, which counts by itself, or somebody may leave meanwhile."""
+
+    async def scene(s: Served) -> None:
+        first = s.raw()
+        _, second, third = s.front.protocol(), s.front.protocol(), s.front.protocol()
+        assert figures(s) == {"": 1, "accepted_total": 1}
+        joined(RawClient(), second)
+        assert figures(s) == {"": 1, "accepted_total": 1, "refused_total limit": 1}
+        assert first.transport is not None
+        first.transport.close()
+        await anyio.sleep(0.1)
+        joined(RawClient(), third)
+        assert figures(s)["accepted_total"] == 2
+
+    play(scene, limits=ClientLimits(max_connections=1))
 
 
 def test_every_reason_is_a_series_from_the_start() -> None:

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from slagate.workers.h2 import H2Connection
-from slagate.workers.h2_port import Headers, Settings, StreamEnd
+from slagate.workers.h2_port import CANCEL, Headers, Settings, StreamEnd
 from slagate.workers.worker import OK
 from support.builders import finished, token
 from support.fake_worker import Script
@@ -94,6 +94,38 @@ def test_an_early_answer_that_waits_for_its_client_is_not_cut_off() -> None:
         await anyio.sleep(0.1)
         assert kinds(raw) == [HEADERS, DATA, HEADERS, RST_STREAM]
         assert len(b"".join(raw.said(DATA))) == 100_005
+
+    play(scene)
+
+
+def test_an_answer_of_which_the_client_takes_nothing_is_given_up() -> None:
+    """More than may wait of it: the local server never gets to its end, behind which a time would begin."""
+
+    async def scene(s: Served, raw: RawClient, local: PeerStream) -> None:
+        local.answer(bytes(500_000))
+        local.finish()
+        limit_s = s.front.settings.default_timeout_s
+        await anyio.sleep(limit_s - 1)
+        assert raw.said(RST_STREAM) == []
+        assert local.end is None
+        await anyio.sleep(2)
+        assert raw.said(RST_STREAM) == [CANCEL.to_bytes(4, "big")]
+        assert local.end is not None
+
+    play(scene)
+
+
+def test_the_time_to_take_an_answer_ends_when_most_of_it_is_taken() -> None:
+    async def scene(s: Served, raw: RawClient, local: PeerStream) -> None:
+        local.answer(bytes(200_000))
+        await anyio.sleep(1)
+        assert len(s.front.untaken) == 1
+        more = (1 << 20).to_bytes(4, "big")
+        raw.send(frame(WINDOW_UPDATE, 0, 0, more) + frame(WINDOW_UPDATE, 0, 1, more))
+        await anyio.sleep(s.front.settings.default_timeout_s * 2)
+        assert raw.said(RST_STREAM) == []
+        assert local.end is None
+        local.finish()
 
     play(scene)
 

@@ -8,12 +8,14 @@ import anyio
 import pytest
 
 from slagate.router.settings import ClientLimits, Settings
+from slagate.workers.farewell import LINGER_S
 from slagate.workers.grpc_frames import prefix
 from slagate.workers.h2_port import ENHANCE_YOUR_CALM
 from slagate.workers.worker import OK
 from support.builders import finished, request, token
 from support.fake_worker import HANG, Script
 from support.front_path import Served, served
+from support.memory_transport import HIGH_WATER_BYTES
 from support.raw_http2 import (
     CONTINUATION,
     DATA,
@@ -283,6 +285,40 @@ def test_who_resets_too_many_calls_may_begin_no_more_and_keeps_those_that_are_op
         assert s.bench.outcomes() == {"completed": 2}
 
     play(scene, ANSWER, (token(1), HANG), ANSWER, clients=ClientLimits(resets=(10, 1)))
+
+
+def test_who_does_not_read_that_it_resets_too_many_calls_is_not_served_all_the_same() -> None:
+    """Its connection takes no more bytes, so that nothing can be said to it, and then ends."""
+
+    async def scene(s: Served) -> None:
+        raw = RawClient()
+        _, line = s.join(raw)
+        raw.send(HELLO)
+        await anyio.sleep(0.1)
+        line.is_stalled = True
+        stream_id = 1
+        while line.n_bytes <= HIGH_WATER_BYTES:
+            raw.send(
+                begin(stream_id, b"/nothing/Known")
+                + frame(DATA, END_STREAM, stream_id, bytes(9_000))
+            )
+            stream_id += 2
+            await anyio.sleep(0.01)
+        for at in range(stream_id, stream_id + 30, 2):
+            raw.send(begin(at, PATH) + frame(RST_STREAM, 0, at, bytes(4)))
+            await anyio.sleep(0.001)
+        raw.send(call(stream_id + 98) + call(stream_id + 100))
+        await anyio.sleep(0.1)
+        assert s.bench.outcomes() == {"completed": 1}
+        assert not raw.is_over
+        await anyio.sleep(LINGER_S)
+        assert len(s.front.clients) == 1
+        line.flow()
+        await anyio.sleep(0.1)
+        assert raw.is_over
+        assert raw.goaway_code is None
+
+    play(scene, clients=ClientLimits(resets=(10, 1)))
 
 
 def test_calls_that_are_given_up_now_and_then_end_nothing() -> None:

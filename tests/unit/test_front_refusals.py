@@ -8,7 +8,7 @@ import pytest
 from slagate.router.settings import ClientLimits, Settings
 from slagate.workers.grpc_frames import prefix
 from slagate.workers.h2 import H2Connection
-from slagate.workers.h2_port import Headers, StreamEnd
+from slagate.workers.h2_port import CANCEL, Headers, StreamEnd
 from slagate.workers.h2_port import Settings as Http2Settings
 from slagate.workers.worker import OK
 from support.builders import finished, request, token
@@ -309,6 +309,43 @@ def test_every_request_that_is_refused_counts_once_by_why_it_was(name: str) -> N
             assert s.bench.outcomes() == {outcome: 1}
             assert kinds(raw, 1)[0] == HEADERS
             assert not raw.is_over
+            s.check_free()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "fault", [(b"grpc-timeout", b"soon"), (b"grpc-encoding", b"snappy"), (b"x-more", b"1")]
+)
+def test_another_call_with_too_much_metadata_is_refused_and_is_no_request(
+    fault: tuple[bytes, bytes],
+) -> None:
+    """Whatever else is wrong with it that would be wrong with a request."""
+
+    async def main() -> None:
+        settings = Settings(clients=ClientLimits(max_header_bytes=1000))
+        async with served(ANSWER, settings=settings) as s:
+            raw = await hello(s)
+            much = (b"x", b"y" * 1000)
+            raw.send(begin(1, b"/grpc.health.v1.Health/Check", much, fault))
+            await anyio.sleep(0.1)
+            assert kinds(raw, 1) == [HEADERS, RST_STREAM]
+            assert s.bench.outcomes() == {}
+            assert s.local.streams == []
+            assert await s.ask() == OK
+            s.check_free()
+
+    run(main)
+
+
+def test_a_request_that_is_refused_counts_also_when_its_client_leaves_in_the_same_breath() -> None:
+    async def main() -> None:
+        async with served(ANSWER) as s:
+            raw = await hello(s)
+            bad = begin(1, PATH, (b"grpc-timeout", b"soon"))
+            raw.send(bad + frame(RST_STREAM, 0, 1, CANCEL.to_bytes(4, "big")))
+            await anyio.sleep(0.1)
+            assert s.bench.outcomes() == {"cancelled": 1}
             s.check_free()
 
     run(main)

@@ -2,6 +2,7 @@ import json
 import os
 import signal
 import socket
+from typing import Any
 
 import anyio
 import grpc.aio
@@ -93,7 +94,8 @@ def test_an_address_that_is_taken_or_no_name_is_told_with_its_option_and_the_rea
     anyio.run(main)
 
 
-def test_a_hangup_is_acted_on_and_ignored_before_and_afterwards() -> None:
+@pytest.mark.parametrize("use_uvloop", [False, True])
+def test_a_hangup_is_acted_on_and_ignored_before_and_afterwards(*, use_uvloop: bool) -> None:
     before = signal.getsignal(signal.SIGHUP)
     n_told = 0
 
@@ -115,7 +117,7 @@ def test_a_hangup_is_acted_on_and_ignored_before_and_afterwards() -> None:
     try:
         ignore_hangups()
         os.kill(os.getpid(), signal.SIGHUP)
-        anyio.run(main)
+        anyio.run(main, backend_options={"use_uvloop": use_uvloop})
     finally:
         signal.signal(signal.SIGHUP, before)
     assert n_told == 1
@@ -128,3 +130,29 @@ def test_a_host_that_vanished_does_not_keep_its_connection_for_ever() -> None:
         listening.accept()[0] as accepted,
     ):
         assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+
+
+def test_a_hangup_never_ends_the_process_when_it_is_no_more_acted_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not for a moment: whoever sends it cannot know when that is."""
+    before = signal.getsignal(signal.SIGHUP)
+    found: list[object] = []
+
+    def told(number: int, handler: Any) -> Any:
+        if number == signal.SIGHUP:
+            found.append(handler)
+        return put(number, handler)
+
+    async def main() -> None:
+        async with hung_up(lambda: None):
+            pass
+
+    put = signal.signal
+    monkeypatch.setattr(signal, "signal", told)
+    try:
+        anyio.run(main)
+    finally:
+        put(signal.SIGHUP, before)
+    assert found[-1] is signal.SIG_IGN
+    assert signal.SIG_DFL not in found

@@ -1,6 +1,7 @@
 """What commands say of a server that they cannot call: one line, with what is wrong and which option."""
 
 import contextlib
+import re
 import socket
 import ssl
 import threading
@@ -10,13 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import anyio
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
+from slagate.router.calling import engine_at
 from slagate.router.cli import cli
-from slagate.router.command import EXIT_FAILED
+from slagate.router.command import EXIT_FAILED, CallFailed
 from slagate.workers.probes import serve_probes
 from support.certificates import Ca, Pair
 
@@ -170,6 +173,32 @@ def test_a_server_without_tls_is_told_apart_from_one_that_is_no_grpc(fleet: Flee
 def test_nobody_listens() -> None:
     told = said("127.0.0.1:9", "--insecure")
     assert told == "slagate: UNAVAILABLE: cannot connect to 127.0.0.1:9: Connection refused"
+
+
+def test_what_cannot_be_looked_into_leaves_the_error_as_it_is(fleet: Fleet) -> None:
+    """A name that is none, and a certificate with a time that is none: what gRPC has said of it counts."""
+    assert said("a..b:9000", "--insecure").startswith("slagate: UNAVAILABLE: ")
+    shown = ssl.PEM_cert_to_DER_cert(fleet.server.cert.read_text())
+    (time, *_) = re.findall(rb"\x17\x0d\d{12}Z", shown)
+    odd = Pair(fleet.folder / "odd.pem", fleet.server.key)
+    odd.cert.write_text(ssl.DER_cert_to_PEM_cert(shown.replace(time, time[:-1] + b"X")))
+    with openssl(odd, protocol="h2") as address:
+        told = said(address, "--tls-ca", str(Ca(fleet.folder, "fourth-ca").path))
+    assert told.startswith("slagate: UNAVAILABLE: ")
+
+
+def test_of_two_servers_the_one_that_failed_is_named() -> None:
+    async def main() -> None:
+        async with engine_at("127.0.0.1:9", None) as first, engine_at("127.0.0.1:7", None):
+            await first.server_info()
+
+    with pytest.raises(Exception) as failed:  # noqa: PT011 - of task groups, with it inside
+        anyio.run(main)
+    error: Any = failed.value
+    while hasattr(error, "exceptions"):
+        (error,) = error.exceptions
+    assert isinstance(error, CallFailed)
+    assert str(error) == "UNAVAILABLE: cannot connect to 127.0.0.1:9: Connection refused"
 
 
 @contextmanager
