@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 
 from slagate.workers.listen import Address, parse_address
 from slagate.workers.tls import ClientTls
-from slagate.workers.tls_certificate import read_certificate, utc
+from slagate.workers.tls_certificate import Certificate, read_certificate, utc
 from slagate.workers.tls_context import client_context, explained, is_no_tls
 from slagate.workers.tls_files import TlsFiles
 
@@ -94,9 +94,13 @@ def _not_shaken(address: Address, tls: ClientTls) -> str:
 
 
 def _why_not_ours(address: Address, tls: ClientTls, alert: str) -> str:
-    if not alert and _is_taken(address, tls):
-        return f"{address} {_CLOSES}"
     own = tls.current.own
+    is_taken = False if alert else _is_taken(address, tls)
+    if is_taken:
+        return f"{address} {_CLOSES}"
+    if is_taken is None:
+        ours = "ask for a client certificate" if own is None else f"not take {tls.files.cert}"
+        return f"{address} {_CLOSES}, or {ours}"
     if own is None:
         return f"{address} asks for a client certificate: give --tls-cert and --tls-key"
     return (
@@ -105,8 +109,11 @@ def _why_not_ours(address: Address, tls: ClientTls, alert: str) -> str:
     )
 
 
-def _is_taken(address: Address, tls: ClientTls) -> bool:
-    """Whether it is not our certificate, or that we have none: a handshake of TLS 1.2 ends behind that."""
+def _is_taken(address: Address, tls: ClientTls) -> bool | None:
+    """Whether it is not our certificate, or that we have none: a handshake of TLS 1.2 ends behind that.
+
+    None: it does not speak TLS 1.2.
+    """
     context = _with_own(tls)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -114,6 +121,8 @@ def _is_taken(address: Address, tls: ClientTls) -> bool:
     try:
         with closing(_connected(address)) as to, context.wrap_socket(to):
             return True
+    except ssl.SSLError as error:
+        return None if error.reason == "TLSV1_ALERT_PROTOCOL_VERSION" else False
     except OSError:
         return False
 
@@ -121,28 +130,35 @@ def _is_taken(address: Address, tls: ClientTls) -> bool:
 def _why_not_theirs(
     address: Address, tls: ClientTls, name: str, error: ssl.SSLCertVerificationError
 ) -> str:
-    found = read_certificate(_shown(address, tls))
-    which = f"the certificate of {address} ({found.subject}, issued by {found.issuer})"
-    code = error.verify_code
+    which, code = f"the certificate of {address}", error.verify_code
+    found = _shown(address, tls)
+    if found is not None:
+        which = f"{which} ({found.subject}, issued by {found.issuer})"
     if code in _OF_NO_CA:
         return f"{which} is of no CA in {tls.files.ca}: give the CA that issued it with --tls-ca"
     if code in _WRONG_NAME:
         names = _names(address, tls)
         return f"{which} is for {names} and not for {name}: give a name of it with --tls-name"
     if code == _EXPIRED:
-        return f"{which}, or a CA of it, has expired; its own time ends on {utc(found.ends_at_s)}"
+        until = "" if found is None else f"; its own time ends on {utc(found.ends_at_s)}"
+        return f"{which}, or a CA of it, has expired{until}"
     if code == _NOT_YET_VALID:
-        return f"{which} is not valid before {utc(found.begins_at_s)} (or the clock here is wrong)"
+        since = "yet" if found is None else f"before {utc(found.begins_at_s)}"
+        return f"{which} is not valid {since} (or the clock here is wrong)"
     return f"{which} cannot be verified: {error.verify_message}"
 
 
-def _shown(address: Address, tls: ClientTls) -> bytes:
-    """The server's certificate, whatever it is, as DER."""
+def _shown(address: Address, tls: ClientTls) -> Certificate | None:
+    """The server's certificate, whatever it is. None: it cannot be had, or read."""
     context = _with_own(tls)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    with closing(_connected(address)) as to, context.wrap_socket(to) as shaken:
-        return shaken.getpeercert(binary_form=True) or b""
+    try:
+        with closing(_connected(address)) as to, context.wrap_socket(to) as shaken:
+            return read_certificate(shaken.getpeercert(binary_form=True) or b"")
+    except (OSError, ValueError):
+        # A server of TLS 1.2 asks for ours before it has shaken hands.
+        return None
 
 
 def _names(address: Address, tls: ClientTls) -> str:
@@ -150,8 +166,11 @@ def _names(address: Address, tls: ClientTls) -> str:
     context = _with_own(tls)
     context.check_hostname = False
     context.load_verify_locations(cadata=tls.current.ca.decode("ascii"))
-    with closing(_connected(address)) as to, context.wrap_socket(to) as shaken:
-        said = shaken.getpeercert() or {}
+    try:
+        with closing(_connected(address)) as to, context.wrap_socket(to) as shaken:
+            said = shaken.getpeercert() or {}
+    except OSError:
+        return "other names"  # as in `_shown`
     names = said.get("subjectAltName", ())
     return ", ".join(":".join(map(str, each)) for each in names) or "no name"
 

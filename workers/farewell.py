@@ -17,8 +17,10 @@ def close_in_time(transport: asyncio.Transport) -> asyncio.TimerHandle | None:
 
     What is returned is for whoever is told that it is closed to cancel.
     """
-    # That of TLS cannot tell any more when it is closed.
-    is_waiting = transport.get_write_buffer_size() > 0
+    # One of TLS waits for the peer's goodbye too, half a minute by default. It does not count what waits
+    # below it, and nothing at all once it is closed.
+    is_tls = transport.get_extra_info("ssl_object") is not None
+    is_waiting = is_tls or transport.get_write_buffer_size() > 0
     transport.close()
     if not is_waiting:
         return None

@@ -83,7 +83,9 @@ class RunningRequests:
     async def all_ended(self) -> None:
         """Return when nothing runs."""
         while self._live:
-            self._all_ended = anyio.Event()
+            if self._all_ended.is_set():
+                # Not before: another one may be waiting for it.
+                self._all_ended = anyio.Event()
             await self._all_ended.wait()
 
     def cancel_all(self) -> None:

@@ -2,14 +2,19 @@
 
 import asyncio
 import socket
+import ssl
 from contextlib import closing
+from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from slagate.workers import farewell
 from slagate.workers.h2 import H2Connection
 from slagate.workers.h2_port import ENHANCE_YOUR_CALM, Headers, Settings, Stream
+from slagate.workers.tls import ServerTls
+from support.certificates import Ca, files
 from support.h2_peer import PeerServer, PeerStream
 from support.raw_http2 import HELLO, SETTINGS, WINDOW_UPDATE, begin, frame
 
@@ -23,11 +28,16 @@ class Ending(H2Connection):
         super().__init__(owner, Settings(), accept=self._flood)
         self.is_blocked = anyio.Event()
         self.is_gone = anyio.Event()
+        self.is_made = anyio.Event()
 
     def _flood(self, stream: Stream, headers: Headers) -> PeerStream:
         stream.respond([(b":status", b"200")])
         stream.send(bytes(64 << 20))
         return PeerStream(stream, headers, lambda _: None)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.is_made.set()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -56,3 +66,32 @@ def test_a_peer_that_reads_no_more_does_not_keep_its_socket(
             await end.is_gone.wait()
 
     anyio.run(main)
+
+
+@pytest.mark.parametrize("use_uvloop", [False, True])
+def test_nor_does_one_that_has_shaken_hands_and_does_not_say_goodbye(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, use_uvloop: bool
+) -> None:
+    """TLS ends with a word from either side, and event loops wait for it."""
+    monkeypatch.setattr(farewell, "LINGER_S", 0.05)
+    ca = Ca(tmp_path)
+    tls = ServerTls("clients", files(ca.issue("server"), None))
+    context = ssl.create_default_context(cafile=str(ca.path))
+    context.set_alpn_protocols(["h2"])
+
+    def shaken(port: int) -> ssl.SSLSocket:
+        plain = socket.create_connection(("127.0.0.1", port))
+        return context.wrap_socket(plain, server_hostname="127.0.0.1")
+
+    async def main() -> None:
+        end = Ending(PeerServer())
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: end, "127.0.0.1", 0, ssl=tls.context)
+        with anyio.fail_after(8), closing(server):
+            port = server.sockets[0].getsockname()[1]
+            with await anyio.to_thread.run_sync(shaken, port):
+                await end.is_made.wait()
+                end.close("enough", ENHANCE_YOUR_CALM)
+                await end.is_gone.wait()
+
+    anyio.run(main, backend_options={"use_uvloop": use_uvloop})

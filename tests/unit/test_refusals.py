@@ -226,10 +226,17 @@ def accepting(meet: Callable[[socket.socket], None]) -> Iterator[str]:
 
 @contextmanager
 def openssl(
-    pair: Pair, *, protocol: str, asks_for: Ca | None = None, closes: bool = False
+    pair: Pair,
+    *,
+    protocol: str,
+    asks_for: Ca | None = None,
+    closes: bool = False,
+    only: ssl.TLSVersion | None = None,
 ) -> Iterator[str]:
     """A server of TLS that says nothing but its alerts, and waits for its clients to leave, or `closes`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if only is not None:
+        context.minimum_version = context.maximum_version = only
     context.load_cert_chain(pair.cert, pair.key)
     context.set_alpn_protocols([protocol])
     if asks_for is not None:
@@ -273,3 +280,35 @@ def test_a_server_of_another_protocol_is_no_grpc(fleet: Fleet) -> None:
     with openssl(fleet.server, protocol="http/1.1") as address:
         told = said(address, "--tls-ca", str(fleet.ca.path))
     assert told.endswith(f"{address} does not speak gRPC, which is HTTP/2 (ALPN h2)")
+
+
+def test_a_server_of_tls_1_2_alone_whose_certificate_does_not_do_is_not_called_unreachable(
+    fleet: Fleet,
+) -> None:
+    """It asks for the command's own before it has shaken hands, so that its names cannot be looked at."""
+    other = Ca(fleet.folder, "fifth-ca")
+    old = ssl.TLSVersion.TLSv1_2
+    with openssl(fleet.server, protocol="h2", asks_for=fleet.ca, only=old) as address:
+        unknown = said(address, "--tls-ca", str(other.path))
+        misnamed = said(address, "--tls-ca", str(fleet.ca.path), "--tls-name", "nobody")
+    which = f"slagate: UNAVAILABLE: the certificate of {address} is"
+    assert unknown == (
+        f"{which} of no CA in --tls-ca {other.path}: give the CA that issued it with --tls-ca"
+    )
+    assert (
+        misnamed == f"{which} for other names and not for nobody: give a name of it with --tls-name"
+    )
+
+
+def test_a_server_of_tls_1_3_alone_that_closes_is_not_said_to_ask_for_a_certificate(
+    fleet: Fleet,
+) -> None:
+    new = ssl.TLSVersion.TLSv1_3
+    with openssl(fleet.server, protocol="h2", closes=True, only=new) as address:
+        without = said(address, "--tls-ca", str(fleet.ca.path))
+        given = said(address, "--tls-ca", str(fleet.ca.path), *own(fleet.client))
+    closes = "closes new connections without a word: it may have as many as it takes, or"
+    assert without == f"slagate: UNAVAILABLE: {address} {closes} ask for a client certificate"
+    assert (
+        given == f"slagate: UNAVAILABLE: {address} {closes} not take --tls-cert {fleet.client.cert}"
+    )

@@ -4,13 +4,16 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.trtllm_handoffs import Handoffs
 from slagate.workers.trtllm_output import MAX_PROMPT_ENTRIES, OutputForm
+from slagate.workers.trtllm_poll import Activity
 from slagate.workers.trtllm_request import EngineRequest
+from slagate.workers.trtllm_running import RunningRequests
 from slagate.workers.trtllm_stream import EngineStream
 from slagate.workers.worker import Status
 from support import virtual_loop
@@ -243,3 +246,34 @@ def test_an_error_of_the_engine_is_what_its_words_say(
         assert (error.code, error.retryable) == (code, code == TRANSFER)
 
     virtual_loop.run(main)
+
+
+class LateResult(Result):
+    """One that takes a second."""
+
+    async def __aiter__(self) -> AsyncIterator[Result]:
+        await anyio.sleep(1)
+        yield self
+
+
+def test_everybody_who_waits_for_the_last_request_of_an_engine_is_told() -> None:
+    fatal: list[Exception] = []
+
+    async def main() -> None:
+        stream = EngineStream(KeepingSink(), handoffs([]))
+        stream.start(LateResult(tokens=[3]), leg("context_and_generation"), timeout_s=None)
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                running = RunningRequests(
+                    Activity(),
+                    handoffs([]),
+                    tasks=tasks,
+                    request_error=ValueError,
+                    on_fatal=fatal.append,
+                )
+                running.start("r", stream)
+                for _ in range(2):
+                    tasks.start_soon(running.all_ended)
+
+    virtual_loop.run(main)
+    assert fatal == []
