@@ -46,6 +46,13 @@ GOODBYE_S = 10
 """For what a process does after its drain: streams cut, receipts and logs written."""
 
 
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks of engine arguments read these, and other tests of the process leave them set."""
+    for name in ("UCX_TLS", "TRTLLM_USE_UCX_KVCACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def label(one: Object) -> str:
     return f"{one['kind']}-{one['metadata']['name']}"
 
