@@ -21,18 +21,13 @@ SHELLCHECK = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
 def scripts() -> dict[str, str]:
     """Every script, by a name of its own."""
     found = {path.name: path.read_text() for path in sorted(SLURM.iterdir())}
-    pools = list(objects(FOLDER / "deepseek-r1" / "pools.yaml"))
-    launch = named(pools, "ConfigMap", "multinode-launch")["data"]
-    return found | {name: text for name, text in launch.items() if name.endswith(".sh")} | {
-        "fill-models": fill_models()
-    }  # fmt: skip
-
-
-def fill_models() -> str:
-    (job,) = (one for one in objects(FOLDER / "model-cache" / "pvc.yaml") if one["kind"] == "Job")
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    (text,) = container["args"]
-    return f"#!/usr/bin/env bash\n{text}"
+    for file, name in (
+        ("deepseek-r1/pools.yaml", "multinode-launch"),
+        ("model-cache/pvc.yaml", "fill-models"),
+    ):
+        data = named(list(objects(FOLDER / file)), "ConfigMap", name)["data"]
+        found |= {name: text for name, text in data.items() if name.endswith(".sh")}
+    return found
 
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not here")
