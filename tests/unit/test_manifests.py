@@ -256,6 +256,24 @@ def test_both_model_caches_load_what_workers_open(model: str) -> None:
         assert [f"{at}{one['path']}" for one in load["spec"]["target"]] == [path]
 
 
+# --- what pods may do ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pod", list(pods(ALL)), ids=lambda pod: pod.name)
+def test_a_pod_has_no_rights_that_it_does_not_need(pod: Pod) -> None:
+    assert pod.spec["automountServiceAccountToken"] is False
+    assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    allowed = pod.container["securityContext"]
+    assert allowed["allowPrivilegeEscalation"] is False
+    assert allowed["capabilities"]["drop"] == ["ALL"]
+    needed: set[str] = set()
+    if "nvidia.com/gpu" in pod.container["resources"]["limits"]:
+        needed |= {"IPC_LOCK", "SYS_NICE", "SYS_PTRACE"}
+    if "ssh" in pod.ports:
+        needed |= {"SETUID", "SETGID", "SYS_CHROOT", "AUDIT_WRITE"}
+    assert set(allowed["capabilities"].get("add", ())) == needed
+
+
 # --- services, selectors, addresses ----------------------------------------------------------------
 
 
