@@ -1,20 +1,18 @@
-"""`slagate bench`: the options, progress on stderr, and what is written at the end."""
+"""`slagate bench`: the options, and what is written at the end."""
 
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import anyio
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from slagate.router.bench import Measured, Plan, run_bench
 from slagate.router.bench_load import FixedPrompts, Prompts, TracePrompts
 from slagate.router.bench_picture import kind_of, write_pareto
+from slagate.router.bench_progress import shown
 from slagate.router.bench_report import (
     Figure,
     Share,
@@ -206,7 +204,7 @@ async def _measure(
 ) -> int:
     """Fill `measured`; the exit status. SIGINT and SIGTERM end it early."""
     status = INTERRUPTED
-    with _shown() as listener:
+    with shown() as listener:
         async with stopped() as signalled, anyio.create_task_group() as tasks:
 
             async def watch() -> None:
@@ -220,46 +218,6 @@ async def _measure(
             status = EXIT_FAILED if why_not else 0
             tasks.cancel_scope.cancel()
     return status
-
-
-class Lines:
-    """A line of progress on stderr, or one for each phase where nobody looks on."""
-
-    def __init__(self, bar: Progress) -> None:
-        self._bar = bar
-        self._task: TaskID | None = None
-
-    def phase(self, what: str, total: float | None) -> None:
-        """As `Listener.phase`."""
-        if self._task is not None:
-            self._bar.remove_task(self._task)
-        self._task = self._bar.add_task(what, total=total, state="")
-        if not self._bar.console.is_terminal:
-            self.note(what)
-
-    def change(self, done: float, state: str) -> None:
-        """As `Listener.change`."""
-        assert self._task is not None
-        self._bar.update(self._task, completed=done, state=state)
-
-    def note(self, text: str) -> None:
-        """As `Listener.note`."""
-        self._bar.console.print(f"slagate: {text}", markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _shown() -> Iterator[Lines]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        yield Lines(bar)
 
 
 def _leave(

@@ -3,8 +3,8 @@
 A processor changes the logits that a request's next token is drawn from. Packages offer factories under
 the entry-point group `slagate.logits_processors`; a factory is called with the parameters that an operator
 or a client gave, once a request, so that a processor may keep state. It may also take what only the worker
-knows: `end_id`, the token that ends a text, and `n_prompt_tokens`, which tells a processor on a decode
-worker how much of the answer there is already.
+knows: `end_id`, the token that ends a text; `n_prompt_tokens`, which tells a processor on a decode worker
+how much of the answer there is already; and `vocab_size`, None where the worker does not know it.
 """
 
 import inspect
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 GROUP = "slagate.logits_processors"
 
-FROM_WORKER = ("end_id", "n_prompt_tokens")
+FROM_WORKER = ("end_id", "n_prompt_tokens", "vocab_size")
 """Parameters of a factory that nobody else may give."""
 
 
@@ -75,26 +75,37 @@ class LogitsProcessors:
                     self._factories[name] = load(name)
                 except LogitsError as error:
                     raise UsageError(f"{option} {name}: {error.reason}") from error
-        for wanted in self.every:
-            # Parameters that are wrong would be so for every request.
-            try:
-                self._made(wanted, end_id=0, n_prompt_tokens=1)
-            except LogitsError as error:
-                raise UsageError(f"--logits-processor {wanted.name}: {error}") from error
+        self.check(end_id=0, vocab_size=None)
 
     @property
     def is_used(self) -> bool:
         """Whether any request may have one."""
         return bool(self._factories)
 
+    def check(self, *, end_id: int, vocab_size: int | None) -> None:
+        """Raises `UsageError` for wrong parameters of the worker's options: every request would have them.
+
+        Called before anything is started, and again when the engine has told its vocabulary.
+        """
+        for wanted in self.every:
+            try:
+                self._made(wanted, end_id=end_id, n_prompt_tokens=1, vocab_size=vocab_size)
+            except LogitsError as error:
+                raise UsageError(f"--logits-processor {wanted.name}: {error}") from error
+
     def of_request(
-        self, asked: Sequence[Wanted], *, end_id: int, n_prompt_tokens: int
+        self,
+        asked: Sequence[Wanted],
+        *,
+        end_id: int,
+        n_prompt_tokens: int,
+        vocab_size: int | None,
     ) -> list[tuple[str, LogitsProcessor]]:
         """New processors with their names: the worker's, then those asked for.
 
         Raises `LogitsError` whose field begins with the index of what was asked for.
         """
-        given = {"end_id": end_id, "n_prompt_tokens": n_prompt_tokens}
+        given = {"end_id": end_id, "n_prompt_tokens": n_prompt_tokens, "vocab_size": vocab_size}
         made = [(wanted.name, self._made(wanted, **given)) for wanted in self.every]
         for index, wanted in enumerate(asked):
             try:
@@ -105,7 +116,7 @@ class LogitsProcessors:
                 raise LogitsError(f"[{index}].{error.field}", error.reason) from error
         return made
 
-    def _made(self, wanted: Wanted, **given: int) -> LogitsProcessor:
+    def _made(self, wanted: Wanted, **given: int | None) -> LogitsProcessor:
         factory = self._factories[wanted.name]
         try:
             processor = factory(**_arguments(factory, wanted.params, given))
@@ -159,7 +170,9 @@ def _load(name: str) -> Any:
     return factory
 
 
-def _arguments(factory: Any, params: Mapping[str, Any], given: Mapping[str, int]) -> dict[str, Any]:
+def _arguments(
+    factory: Any, params: Mapping[str, Any], given: Mapping[str, int | None]
+) -> dict[str, Any]:
     """What a factory is called with. Raises `LogitsError` naming a parameter."""
     parameters = inspect.signature(factory).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

@@ -64,6 +64,7 @@ def check_options(options: SimOptions) -> None:
     load_profile(options.profile).tp(options.tp)
     _api(options.api)
     read_key(options.handoff_key_file)
+    options.logits.check(end_id=END_ID, vocab_size=VOCAB_SIZE)
 
 
 @asynccontextmanager

@@ -107,6 +107,7 @@ class TrtllmWorker:
             logits or LogitsProcessors(),
             base=getattr(api, "LogitsProcessor", None),
             end_id=identity.end_id,
+            vocab_size=identity.vocab_size,
         )
         self._problem = ""  # why no request is taken any more
         self.fatal = anyio.Event()

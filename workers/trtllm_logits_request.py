@@ -29,12 +29,17 @@ class RequestLogits:
         *,
         base: type | None,
         end_id: int,
+        vocab_size: int | None,
         on_stream: OnStream = external_stream,
     ) -> None:
-        """`base` is the engine's `LogitsProcessor`; None where its version has none."""
+        """`base` is the engine's `LogitsProcessor`; None where its version has none.
+
+        `vocab_size` is None where it is not known.
+        """
         self._processors = processors
         self._base = base
         self._end_id = end_id
+        self._vocab_size = vocab_size
         self._on_stream = on_stream
 
     def of(self, request: oe.GenerateRequest, *, n_outputs: int) -> list[Any] | None:
@@ -44,7 +49,10 @@ class RequestLogits:
             raise unsupported(FIELD, "this engine takes none")
         try:
             made = self._processors.of_request(
-                asked, end_id=self._end_id, n_prompt_tokens=len(request.token_ids.ids)
+                asked,
+                end_id=self._end_id,
+                n_prompt_tokens=len(request.token_ids.ids),
+                vocab_size=self._vocab_size,
             )
         except LogitsError as error:
             if not error.field.startswith("["):

@@ -100,6 +100,7 @@ async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phas
     llm = await aside(as_usage(lambda: package.LLM(**options.args.values)))
     try:
         identity = identity_of(llm, package, options, instance_id=instance_id)
+        options.logits.check(end_id=identity.end_id, vocab_size=identity.vocab_size)
     except UsageError:
         await shut_down(llm, limit_s=options.shutdown_limit_s)
         raise

@@ -113,6 +113,14 @@ FIELD = "extra.logits_processors"
             f"{FIELD}[0].params: token_ids",
         ),
         (
+            [forced(5, 999_999_999)],
+            f"{FIELD}[0].params: token_ids: 999999999 is outside the vocabulary",
+        ),
+        (
+            [{"name": "temperature", "params": {"temperature": 1e-320}}],
+            f"{FIELD}[0].params: temperature must be a finite number, 0.01 or more",
+        ),
+        (
             [{"name": "forced_response", "params": {"end_id": 2}}],
             f"{FIELD}[0].params.end_id: is giv",
         ),

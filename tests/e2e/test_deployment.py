@@ -226,8 +226,8 @@ class Batch:
                 stderr=log,
                 env=os.environ
                 | {"PATH": f"{run / 'tools'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(SLURM)}
-                | {"SLURM_NTASKS": "1", "SLURMD_NODENAME": "here", "RUN_DIR": str(run)}
-                | {"LISTEN_HOST": LOOPBACK}
+                | {"SLURM_NTASKS": "1", "SLURM_CPUS_PER_TASK": "1", "SLURMD_NODENAME": "here"}
+                | {"RUN_DIR": str(run), "LISTEN_HOST": LOOPBACK}
                 | environment,
             )
 

@@ -143,6 +143,14 @@ def test_the_end_of_text_must_be_known(tmp_path: Path) -> None:
         worker.wait_ready()
 
 
+def test_a_processor_for_every_request_must_fit_the_engines_vocabulary(tmp_path: Path) -> None:
+    processor = 'forced_response={"token_ids": [999999999]}'
+    with trtllm_worker(tmp_path, "agg", "--logits-processor", processor) as worker:
+        assert worker.popen.wait(STOP_LIMIT_S) == 2
+        assert worker.rest_of_stdout() == b""
+        assert "999999999 is outside the vocabulary" in worker.stderr()
+
+
 # --- what an engine does to its requests -----------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ VERSIONS = ("1.30", "1.37")
 """Of Kubernetes: the oldest that has all we use (the sleep of preStop), and the newest of the schemas."""
 
 MODELS = ("qwen3", "deepseek-r1")
-"""Folders of one model each, of which a fleet has one."""
+"""What is one model's is in a folder of this name, or in a file that ends with it; a fleet has one."""
 
 NAMESPACE = "slagate"
 
@@ -69,11 +69,11 @@ def files() -> list[Path]:
 
 def fleet(model: str) -> list[Object]:
     """All that is applied for a fleet of this model, with either model cache."""
-    others = [FOLDER / other for other in MODELS if other != model]
+    others = [other for other in MODELS if other != model]
     return [
         one
         for path in files()
-        if not any(map(path.is_relative_to, others))
+        if not any(path.parent.name == other or path.stem.endswith(other) for other in others)
         for one in objects(path)
     ]
 

@@ -234,8 +234,44 @@ def test_both_model_caches_make_the_claim_that_workers_mount() -> None:
     fluid = list(objects(FOLDER / "model-cache" / "fluid.yaml"))
     dataset = named(fluid, "Dataset", "models")
     named(fluid, "AlluxioRuntime", dataset["metadata"]["name"])
-    (load,) = (one for one in fluid if one["kind"] == "DataLoad")
-    assert load["spec"]["dataset"]["name"] == "models"
+    for one in ALL:
+        if one["kind"] == "DataLoad":
+            assert one["spec"]["dataset"]["name"] == "models"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_both_model_caches_load_what_workers_open(model: str) -> None:
+    cache = FOLDER / "model-cache"
+    (job,) = objects(cache / f"pvc-{model}.yaml")
+    (fill,) = pods([job])
+    (load,) = objects(cache / f"fluid-{model}.yaml")
+    mounts = {one["name"]: one["mountPath"] for one in fill.container["volumeMounts"]}
+    repository = fill.container["env"][0]["value"]
+    opened = {(given["model"], given["served_model_name"]) for _, given in workers(fleet(model))}
+    ((path, served),) = opened
+    assert served == repository
+    assert path == f"{mounts['models']}/{repository.partition('/')[2]}"
+    for pod, _ in workers(fleet(model)):
+        (at,) = (m["mountPath"] for m in pod.container["volumeMounts"] if m["name"] == "models")
+        assert [f"{at}{one['path']}" for one in load["spec"]["target"]] == [path]
+
+
+# --- what pods may do ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pod", list(pods(ALL)), ids=lambda pod: pod.name)
+def test_a_pod_has_no_rights_that_it_does_not_need(pod: Pod) -> None:
+    assert pod.spec["automountServiceAccountToken"] is False
+    assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    allowed = pod.container["securityContext"]
+    assert allowed["allowPrivilegeEscalation"] is False
+    assert allowed["capabilities"]["drop"] == ["ALL"]
+    needed: set[str] = set()
+    if "nvidia.com/gpu" in pod.container["resources"]["limits"]:
+        needed |= {"IPC_LOCK", "SYS_NICE", "SYS_PTRACE"}
+    if "ssh" in pod.ports:
+        needed |= {"SETUID", "SETGID", "SYS_CHROOT", "AUDIT_WRITE"}
+    assert set(allowed["capabilities"].get("add", ())) == needed
 
 
 # --- services, selectors, addresses ----------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Shell scripts of `configs/`, those within manifests too: shellcheck's rules, and options that exist."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -20,18 +21,13 @@ SHELLCHECK = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
 def scripts() -> dict[str, str]:
     """Every script, by a name of its own."""
     found = {path.name: path.read_text() for path in sorted(SLURM.iterdir())}
-    pools = list(objects(FOLDER / "deepseek-r1" / "pools.yaml"))
-    launch = named(pools, "ConfigMap", "multinode-launch")["data"]
-    return found | {name: text for name, text in launch.items() if name.endswith(".sh")} | {
-        "fill-models": fill_models()
-    }  # fmt: skip
-
-
-def fill_models() -> str:
-    (job,) = (one for one in objects(FOLDER / "model-cache" / "pvc.yaml") if one["kind"] == "Job")
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    (text,) = container["args"]
-    return f"#!/usr/bin/env bash\n{text}"
+    for file, name in (
+        ("deepseek-r1/pools.yaml", "multinode-launch"),
+        ("model-cache/pvc.yaml", "fill-models"),
+    ):
+        data = named(list(objects(FOLDER / file)), "ConfigMap", name)["data"]
+        found |= {name: text for name, text in data.items() if name.endswith(".sh")}
+    return found
 
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not here")
@@ -82,3 +78,46 @@ def test_an_option_that_does_not_exist_is_found() -> None:
     ((name, options),) = slagate_calls("exec slagate serve --config a \\\n  --no-such b\n")
     assert (name, options) == ("serve", {"--config", "--no-such"})
     assert not options <= options_of(name)
+
+
+@pytest.mark.parametrize("path", sorted(SLURM.glob("*.sbatch")), ids=lambda path: path.name)
+def test_a_job_asks_for_cpus(path: Path) -> None:
+    """Slurm gives a task one CPU where nobody asks for more."""
+    assert re.search(r"^#SBATCH --cpus-per-task=\d+$", path.read_text(), re.MULTILINE)
+
+
+def steps(folder: Path, **environment: str) -> list[str]:
+    """The options of the step that `pool.sbatch` starts, submitted from `folder`."""
+    srun = folder / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(SLURM / "pool.sbatch"), "--extra-engine-args", "prefill.yaml"],
+        cwd=folder,
+        env={"PATH": f"{srun.parent}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder)}
+        | {"RUN_DIR": str(folder / "run"), "POOL": "p", "SLURM_NTASKS": "1"}
+        | {"SLURM_CPUS_PER_TASK": "8"}
+        | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_a_step_has_the_cpus_of_its_job(tmp_path: Path) -> None:
+    given = steps(tmp_path)
+    assert "--cpus-per-task=8" in given
+    assert not any(option.startswith("--container") for option in given)
+
+
+def test_a_container_begins_where_relative_paths_are_meant_from(tmp_path: Path) -> None:
+    given = steps(tmp_path, CONTAINER_IMAGE="image.sqsh", CONTAINER_MOUNTS="/a:/a", SCRIPTS="tools")
+    assert f"--container-workdir={tmp_path}" in given
+    (mounts,) = (option for option in given if option.startswith("--container-mounts="))
+    assert set(mounts.partition("=")[2].split(",")) == {
+        "/a:/a",
+        *(f"{path}:{path}" for path in (tmp_path, tmp_path / "run", tmp_path / "tools")),
+    }
+    assert given[given.index("bash") + 1] == f"{tmp_path}/tools/rank0.sh"

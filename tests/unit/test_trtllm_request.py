@@ -43,7 +43,7 @@ def engine(generate_async: Any = None, **args: Any) -> Engine:
     return Engine(llm, sim_request)
 
 
-NO_PROCESSORS = RequestLogits(LogitsProcessors(), base=None, end_id=2)
+NO_PROCESSORS = RequestLogits(LogitsProcessors(), base=None, end_id=2, vocab_size=None)
 
 
 def parse(
