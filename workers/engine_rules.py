@@ -36,6 +36,7 @@ RULES: tuple[Callable[[EngineCase], Iterator[Finding]], ...] = (
 PAIR_RULES: tuple[Callable[[EngineCase, EngineCase], Iterator[Finding]], ...] = (
     engine_rules_pair.kv_layout,
     engine_rules_pair.transports,
+    engine_rules_pair.prompts,
     engine_rules_pair.buffers,
     engine_rules_pair.drafting,
     engine_rules_pair.contexts,
