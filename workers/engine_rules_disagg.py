@@ -112,11 +112,17 @@ def overlap_scheduler(case: EngineCase) -> Iterator[Finding]:
     version = case.wanted.engine_version
     if case.role == "prefill" and not disabled:
         if version is None or version < OVERLAP_ON_PREFILL_SINCE:
+            known = (
+                "which one is not known"
+                if version is None
+                else f"this is {version[0]}.{version[1]}"
+            )
             yield error(
                 "E206",
                 key,
-                "is false, and TensorRT-LLM before 1.3 then refuses context-only requests",
-                f"set {key}: true on prefill (or say --engine-version 1.3, if it is that)",
+                f"is false, and TensorRT-LLM before 1.3 then refuses context-only requests ({known})",
+                f"set {key}: true on prefill"
+                + (", or say --engine-version 1.3, if it is that" if version is None else ""),
             )
     elif case.role in ("agg", "decode") and disabled and case.args.speculative_config is None:
         yield warning(
