@@ -22,20 +22,36 @@ NOT_FOR_AUTODEPLOY = (
 )
 """AutoDeploy shards by itself; it refuses these."""
 
+AUTODEPLOY_STATS_SINCE = (1, 3)
+"""Before, its arguments are not those of the PyTorch back-end, and unknown ones end the start."""
 
-def prune(merged: Merged) -> list[Finding]:
-    """Take out of `merged`, in place, what does not go to the engine; what was set is told."""
-    findings = _for_autodeploy(merged) if merged.values.get("backend") == AUTODEPLOY else []
+
+def prune(merged: Merged, version: tuple[int, int] | None) -> list[Finding]:
+    """Take out of `merged`, in place, what does not go to the engine; what was set is told.
+
+    `version` is TensorRT-LLM's, None where it is not known.
+    """
+    findings = (
+        _for_autodeploy(merged, version) if merged.values.get("backend") == AUTODEPLOY else []
+    )
     return [*findings, *_lift_build_config(merged), *_post_processing(merged)]
 
 
-def _for_autodeploy(merged: Merged) -> list[Finding]:
+def _for_autodeploy(merged: Merged, version: tuple[int, int] | None) -> list[Finding]:
     if merged.sources.get(f"{CACHE}.{EVENTS}") == DEFAULT:
         _take(merged, f"{CACHE}.{EVENTS}")  # ours, for the back-end that makes events
         merged.values[CACHE].pop(EVENTS)
-    if merged.sources.get(STATS) == DEFAULT:
-        _take(merged, STATS)  # likewise: the other back-end's argument
     findings = []
+    if version is not None and version < AUTODEPLOY_STATS_SINCE and _take(merged, STATS):
+        findings.append(
+            warning(
+                "E803",
+                STATS,
+                f"is true, and the back-end {AUTODEPLOY} does not take it before TensorRT-LLM 1.3: "
+                "this worker reports no load",
+                "it is left out; use a newer engine, or backend: pytorch",
+            )
+        )
     for key in NOT_FOR_AUTODEPLOY:
         is_set = any(
             source != DEFAULT

@@ -219,8 +219,23 @@ def test_autodeploy_gets_none_of_what_it_refuses() -> None:
             "max_batch_size": 8,
         }
     )
-    assert args.values == {"backend": "_autodeploy", "kv_cache_config": {}, "max_batch_size": 8}
+    assert args.values == {
+        "backend": "_autodeploy",
+        "enable_iter_perf_stats": True,
+        "kv_cache_config": {},
+        "max_batch_size": 8,
+    }
     assert [finding.key for finding in args.findings] == ["tensor_parallel_size"]
+
+
+def test_autodeploy_reports_load_unless_its_version_cannot_which_is_told() -> None:
+    override = {"backend": "_autodeploy"}
+    for version in (None, (1, 3)):
+        args = built(override=override, wanted=Wanted(engine_version=version))
+        assert (args.values["enable_iter_perf_stats"], args.findings) == (True, [])
+    args = built(override=override, wanted=Wanted(engine_version=(1, 2)))
+    assert "enable_iter_perf_stats" not in args.values
+    assert codes(args) == ["E803"]
 
 
 def test_post_processing_workers_never_reach_the_engine() -> None:
