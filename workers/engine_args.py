@@ -101,7 +101,7 @@ def assemble(
         raise UsageError(f"--role must be one of {', '.join(ROLES)} (got {role!r})")
     merged = merge([Layer(DEFAULT, DEFAULTS), *layers])
     wanted = wanted or Wanted()
-    findings = [*_replaced_options(merged), *prune(merged, wanted.engine_version)]
+    findings = [*_replaced_options(merged), *prune(merged, role, wanted.engine_version)]
     model, wrong = check_values(merged.values, allow_unknown=allow_unknown)
     findings += wrong
     case = None

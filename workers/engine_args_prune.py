@@ -3,6 +3,7 @@
 from typing import Any
 
 from slagate.workers.engine_args_merge import DEFAULT, Merged, in_brief, in_full, leaves
+from slagate.workers.engine_args_model import EngineModel
 from slagate.workers.engine_findings import Finding, warning
 
 BUILD = "build_config"
@@ -26,7 +27,17 @@ AUTODEPLOY_STATS_SINCE = (1, 3)
 """Before, its arguments are not those of the PyTorch back-end, and unknown ones end the start."""
 
 
-def prune(merged: Merged, version: tuple[int, int] | None) -> list[Finding]:
+ENCODER_ARGUMENTS = (
+    "model",
+    "max_batch_size",
+    "trust_remote_code",
+    "tensor_parallel_size",
+    "model_kwargs",
+)
+"""Those of the engine's that an encoder takes, as Dynamo's worker has it."""
+
+
+def prune(merged: Merged, role: str, version: tuple[int, int] | None) -> list[Finding]:
     """Take out of `merged`, in place, what does not go to the engine; what was set is told.
 
     `version` is TensorRT-LLM's, None where it is not known.
@@ -34,7 +45,28 @@ def prune(merged: Merged, version: tuple[int, int] | None) -> list[Finding]:
     findings = (
         _for_autodeploy(merged, version) if merged.values.get("backend") == AUTODEPLOY else []
     )
-    return [*findings, *_lift_build_config(merged), *_post_processing(merged)]
+    findings += [*_lift_build_config(merged), *_post_processing(merged)]
+    return findings + _for_encoder(merged) if role == "encode" else findings
+
+
+def _for_encoder(merged: Merged) -> list[Finding]:
+    """What only engines with a KV cache take; a name that none of them has is left to the model."""
+    findings = []
+    for key in EngineModel.model_fields:
+        if key in ENCODER_ARGUMENTS or key not in merged.values:
+            continue
+        is_set = _is_set(merged, key)
+        value = _take(merged, key)
+        if is_set and value is not None:
+            findings.append(
+                warning(
+                    "E805",
+                    key,
+                    f"is {in_brief(value)}, and an encoder does not take it",
+                    f"it is left out; take it out: an encoder has {', '.join(ENCODER_ARGUMENTS)}",
+                )
+            )
+    return findings
 
 
 def _for_autodeploy(merged: Merged, version: tuple[int, int] | None) -> list[Finding]:
@@ -53,11 +85,7 @@ def _for_autodeploy(merged: Merged, version: tuple[int, int] | None) -> list[Fin
             )
         )
     for key in NOT_FOR_AUTODEPLOY:
-        is_set = any(
-            source != DEFAULT
-            for leaf, source in merged.sources.items()
-            if leaf == key or leaf.startswith(f"{key}.")
-        )
+        is_set = _is_set(merged, key)
         value = _take(merged, key)
         if is_set and value is not None:
             findings.append(
@@ -109,6 +137,15 @@ def _post_processing(merged: Merged) -> list[Finding]:
     if not value:
         return []
     return [warning("E108", key, f"is {in_brief(value)}, and is not passed on", "take it out")]
+
+
+def _is_set(merged: Merged, key: str) -> bool:
+    """Whether somebody set the key, or one below it."""
+    return any(
+        source != DEFAULT
+        for leaf, source in merged.sources.items()
+        if leaf == key or leaf.startswith(f"{key}.")
+    )
 
 
 def _take(merged: Merged, key: str) -> Any:

@@ -44,7 +44,9 @@ PAIR_RULES: tuple[Callable[[EngineCase, EngineCase], Iterator[Finding]], ...] = 
 
 
 def findings_of(case: EngineCase) -> list[Finding]:
-    """What the rules find in one engine."""
+    """What the rules find in one engine; an encoder has no KV cache and no steps to go by."""
+    if case.role == "encode":
+        return []
     return [finding for rule in RULES for finding in rule(case)]
 
 
