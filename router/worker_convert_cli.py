@@ -10,6 +10,7 @@ from slagate.router.grid_lint_cli import EXIT_FINDINGS
 from slagate.workers.engine_args import assemble
 from slagate.workers.engine_args_merge import Layer
 from slagate.workers.engine_args_read import read_yaml
+from slagate.workers.engine_args_sections import MAX_RANKS
 from slagate.workers.engine_args_text import yaml_lines
 from slagate.workers.engine_convert import Conversion
 from slagate.workers.engine_convert import convert as converted
@@ -27,7 +28,9 @@ def convert(
     to: Annotated[
         str | None, typer.Option(help="What it shall be for; default: what it is for.")
     ] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel size.")] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, max=MAX_RANKS, help="Tensor parallel size.")
+    ] = None,
     peer_engine_args: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="From agg: of the role that the result pairs with."),
