@@ -1,6 +1,6 @@
 """The options that engine arguments come from, and what of a command line goes to the engine."""
 
-import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +13,7 @@ from slagate.workers.engine_args_text import yaml_lines
 from slagate.workers.engine_case import Wanted
 from slagate.workers.engine_findings import Finding
 from slagate.workers.errors import UsageError
+from slagate.workers.trtllm_package import installed_version
 
 ExtraEngineArgs = Annotated[
     Path | None,
@@ -39,7 +40,15 @@ PrintEngineArgs = Annotated[
     ),
 ]
 
+EngineVersion = Annotated[
+    str | None,
+    typer.Option(
+        metavar="X.Y", help="Of TensorRT-LLM, for rules that depend on it; default: the installed."
+    ),
+]
+
 TRTLLM_ONLY = (
+    "engine_version",
     "extra_engine_args",
     "override_engine_args",
     "allow_unknown_engine_args",
@@ -86,7 +95,7 @@ def read_engine_args(
     extra: Path | None,
     override: str | None,
     allow_unknown: bool,
-    wanted: Wanted | None = None,
+    wanted: Wanted,
 ) -> EngineArgs:
     """The merged arguments; `given` are the parameters that the command line set. Else ends the command."""
     try:
@@ -97,10 +106,25 @@ def read_engine_args(
             override=override,
             forced={},
             allow_unknown=allow_unknown,
-            wanted=wanted or Wanted(environ=os.environ),
+            wanted=wanted,
         )
     except UsageError as error:
         fail(error)
+
+
+def engine_version_of(text: str | None) -> tuple[int, int] | None:
+    """What `--engine-version` says, else what is installed; None where neither says it."""
+    if text is None:
+        return _major_minor(installed_version() or "")
+    version = _major_minor(text)
+    if version is None:
+        fail(f"--engine-version must be a version such as 1.2 or 1.3.0rc22 (got {text!r})")
+    return version
+
+
+def _major_minor(text: str) -> tuple[int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)(?![\d])", text)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def show_engine_args(args: EngineArgs) -> None:

@@ -6,7 +6,6 @@ Exit status 0: no errors; 1: errors, or with --strict warnings; 2: something can
 import difflib
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,8 +16,10 @@ import typer
 from slagate.router.command import fail, options_given, until_reader_leaves
 from slagate.router.engine_args_cli import (
     AllowUnknownEngineArgs,
+    EngineVersion,
     ExtraEngineArgs,
     OverrideEngineArgs,
+    engine_version_of,
     place_of,
     read_engine_args,
 )
@@ -75,9 +76,7 @@ def check(
     kv_bytes_per_token: Annotated[
         int | None, typer.Option(min=1, help="KV cache of one token on one rank, for estimates.")
     ] = None,
-    engine_version: Annotated[
-        str | None, typer.Option(metavar="X.Y", help="Of TensorRT-LLM; some rules depend on it.")
-    ] = None,
+    engine_version: EngineVersion = None,
     ignore: Annotated[
         list[str] | None, typer.Option(metavar="CODE", help="Leave this one out; repeatable.")
     ] = None,
@@ -97,7 +96,7 @@ def check(
         prefix_routing=prefix_routing,
         longest_prompt_tokens=longest_prompt,
         kv_bytes_per_token=kv_bytes_per_token,
-        engine_version=_version(engine_version),
+        engine_version=engine_version_of(engine_version),
         environ=os.environ,
     )
     args = read_engine_args(
@@ -151,15 +150,6 @@ def _text_lines(found: Sequence[Found], n_ignored: int) -> Iterator[str]:
     counts = Counter(each.finding.severity for each in found)
     listed = ", ".join(f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items())
     yield f"{listed or 'no findings'}{f' ({n_ignored} ignored)' if n_ignored else ''}"
-
-
-def _version(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    match = re.match(r"(\d+)\.(\d+)(?![\d])", text)
-    if match is None:
-        fail(f"--engine-version must be a version such as 1.2 or 1.3.0rc22 (got {text!r})")
-    return int(match[1]), int(match[2])
 
 
 def _known_code(code: str) -> str:

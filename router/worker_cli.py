@@ -1,5 +1,6 @@
 """`slagate worker`: one worker process, and the group of commands about one."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,9 +21,11 @@ from slagate.router.command import (
 )
 from slagate.router.engine_args_cli import (
     AllowUnknownEngineArgs,
+    EngineVersion,
     ExtraEngineArgs,
     OverrideEngineArgs,
     PrintEngineArgs,
+    engine_version_of,
     read_engine_args,
     show_engine_args,
 )
@@ -42,6 +45,7 @@ from slagate.router.trtllm_cli import (
 from slagate.router.worker_check_cli import check
 from slagate.router.worker_convert_cli import convert
 from slagate.workers import run, sim_worker, trtllm_run
+from slagate.workers.engine_case import Wanted
 from slagate.workers.listen import Address, ignore_hangups
 
 worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one would run.")
@@ -142,6 +146,7 @@ def _run_worker(
     extra_engine_args: ExtraEngineArgs = None,
     override_engine_args: OverrideEngineArgs = None,
     allow_unknown_engine_args: AllowUnknownEngineArgs = False,
+    engine_version: EngineVersion = None,
     print_engine_args: PrintEngineArgs = False,
     logits_processor: LogitsProcessorOption = None,
     allow_logits_processor: AllowLogitsProcessor = None,
@@ -186,6 +191,7 @@ def _run_worker(
             extra=extra_engine_args,
             override=override_engine_args,
             allow_unknown=allow_unknown_engine_args,
+            wanted=Wanted(engine_version=engine_version_of(engine_version), environ=os.environ),
         )
         if print_engine_args:
             show_engine_args(args)

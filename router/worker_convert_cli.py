@@ -1,16 +1,20 @@
 """`slagate worker convert`: engine arguments for another role, or another tensor-parallel size."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from slagate.router.command import errors, fail, until_reader_leaves
+from slagate.router.engine_args_cli import AllowUnknownEngineArgs, engine_version_of
 from slagate.router.grid_lint_cli import EXIT_FINDINGS
 from slagate.workers.engine_args import assemble
 from slagate.workers.engine_args_merge import Layer
 from slagate.workers.engine_args_read import read_yaml
+from slagate.workers.engine_args_sections import MAX_RANKS
 from slagate.workers.engine_args_text import yaml_lines
+from slagate.workers.engine_case import Wanted
 from slagate.workers.engine_convert import Conversion
 from slagate.workers.engine_convert import convert as converted
 from slagate.workers.errors import UsageError
@@ -27,11 +31,14 @@ def convert(
     to: Annotated[
         str | None, typer.Option(help="What it shall be for; default: what it is for.")
     ] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel size.")] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, max=MAX_RANKS, help="Tensor parallel size.")
+    ] = None,
     peer_engine_args: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="From agg: of the role that the result pairs with."),
     ] = None,
+    allow_unknown_engine_args: AllowUnknownEngineArgs = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result here.")] = None,
 ) -> None:
     """Show what changes, and why; exit status 1 where the result has errors."""
@@ -62,7 +69,16 @@ def convert(
             out.write_text("\n".join(lines) + "\n", encoding="utf-8")
         except OSError as error:
             fail(f"--out: {out}: {error.strerror or error}")
-    args = assemble(result_role, [Layer("converted", conversion.values)], allow_unknown=True)
+    args = assemble(
+        result_role,
+        [Layer("converted", conversion.values)],
+        allow_unknown=allow_unknown_engine_args,
+        wanted=Wanted(
+            prefix_routing=True, engine_version=engine_version_of(None), environ=os.environ
+        ),
+    )
+    for doubt in conversion.doubts:
+        errors.print(f"slagate: warning: {doubt}")
     for finding in args.findings:
         errors.print(f"slagate: {finding.severity}: {finding}")
     raise typer.Exit(EXIT_FINDINGS if args.errors else 0)

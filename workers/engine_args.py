@@ -100,12 +100,13 @@ def assemble(
     if role not in ROLES:
         raise UsageError(f"--role must be one of {', '.join(ROLES)} (got {role!r})")
     merged = merge([Layer(DEFAULT, DEFAULTS), *layers])
-    findings = [*_replaced_options(merged), *prune(merged)]
+    wanted = wanted or Wanted()
+    findings = [*_replaced_options(merged), *prune(merged, role, wanted.engine_version)]
     model, wrong = check_values(merged.values, allow_unknown=allow_unknown)
     findings += wrong
     case = None
     if model is not None:
-        case = case_of(role, model, merged.values, wanted or Wanted())
+        case = case_of(role, model, merged.values, wanted)
         findings += findings_of(case)
     return EngineArgs(role, merged.values, merged.sources, findings, case)
 

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from slagate.workers.engine_args_merge import in_brief
 from slagate.workers.engine_args_model import UNSET_IF_NONE, EngineModel
+from slagate.workers.engine_args_sections import POWER_OF_TWO
 from slagate.workers.engine_args_text import inline
 from slagate.workers.engine_findings import Finding, error, warning
 
@@ -162,6 +163,8 @@ def _finding(details: ErrorDetails) -> Finding:
         return error("E104", key, f"is {got}", _choice(details["loc"], details["input"]))
     if (wanted := _TYPES.get(kind)) is not None:
         return error("E102", key, f"must be {wanted} (got {got})", _type_advice(details["input"]))
+    if kind == POWER_OF_TWO:
+        return error("E103", key, f"must be a power of two (got {got})", "write 32, or 64")
     if (bound := _BOUNDS.get(kind)) is not None:
         limit = details["ctx"][bound.limit]
         return error("E103", key, f"must {bound.words} {limit} (got {got})", "bring it within that")

@@ -5,18 +5,22 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field
 
 from slagate.workers.engine_args_sections import (
+    MAX_RANKS,
     AttentionDpConfig,
     CacheTransceiverConfig,
+    Count,
     CudaGraphConfig,
     KvCacheConfig,
     KvConnectorConfig,
     MoeConfig,
+    Ranks,
     SchedulerConfig,
     Section,
     SpeculativeConfig,
+    Whole,
 )
 
 UNSET_IF_NONE: Mapping[str, int] = MappingProxyType(
@@ -25,7 +29,7 @@ UNSET_IF_NONE: Mapping[str, int] = MappingProxyType(
 """Arguments for which the engine reads an explicit null as "not given", and what it then takes."""
 
 # -1 is the engine's own "choose for me".
-_Moe = Annotated[int, Field(ge=-1)]
+_Moe = Annotated[int, Field(ge=-1, le=MAX_RANKS)]
 
 
 class EngineModel(Section):
@@ -46,24 +50,24 @@ class EngineModel(Section):
     orchestrator_type: Literal["rpc", "ray"] | None = None
     env_overrides: dict[str, str] | None = None
 
-    tensor_parallel_size: PositiveInt = 1
-    pipeline_parallel_size: PositiveInt = 1
-    context_parallel_size: PositiveInt = 1
-    gpus_per_node: PositiveInt | None = None
+    tensor_parallel_size: Ranks = 1
+    pipeline_parallel_size: Ranks = 1
+    context_parallel_size: Ranks = 1
+    gpus_per_node: Ranks | None = None
     moe_cluster_parallel_size: _Moe | None = None
     moe_tensor_parallel_size: _Moe | None = None
     moe_expert_parallel_size: _Moe | None = None
     enable_attention_dp: bool = False
     enable_lm_head_tp_in_adp: bool = False
     attention_dp_config: AttentionDpConfig | None = None
-    pp_partition: list[PositiveInt] | None = None
+    pp_partition: list[Count] | None = None
     cp_config: dict[str, Any] | None = None
 
-    max_batch_size: PositiveInt = UNSET_IF_NONE["max_batch_size"]
-    max_num_tokens: PositiveInt = UNSET_IF_NONE["max_num_tokens"]
-    max_seq_len: PositiveInt | None = None
-    max_input_len: PositiveInt = UNSET_IF_NONE["max_input_len"]
-    max_beam_width: PositiveInt = UNSET_IF_NONE["max_beam_width"]
+    max_batch_size: Count = UNSET_IF_NONE["max_batch_size"]
+    max_num_tokens: Count = UNSET_IF_NONE["max_num_tokens"]
+    max_seq_len: Count | None = None
+    max_input_len: Count = UNSET_IF_NONE["max_input_len"]
+    max_beam_width: Count = UNSET_IF_NONE["max_beam_width"]
     enable_chunked_prefill: bool = False
 
     kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
@@ -107,25 +111,25 @@ class EngineModel(Section):
     checkpoint_format: str | None = None
     mm_encoder_only: bool = False
     disable_flashinfer_sampling: bool = False
-    garbage_collection_gen0_threshold: PositiveInt = 20_000
+    garbage_collection_gen0_threshold: Count = 20_000
     enable_sleep: bool = False
     sleep_config: dict[str, Any] | None = None
 
-    stream_interval: PositiveInt = 1
+    stream_interval: Count = 1
     batch_wait_timeout_ms: Annotated[float, Field(ge=0)] = 0
-    batch_wait_timeout_iters: NonNegativeInt = 0
+    batch_wait_timeout_iters: Whole = 0
     batch_wait_max_tokens_ratio: Annotated[float, Field(ge=0, le=1)] = 0
-    num_postprocess_workers: NonNegativeInt = 0
+    num_postprocess_workers: Whole = 0
     postprocess_tokenizer_dir: str | None = None
 
     return_perf_metrics: bool = False
-    perf_metrics_max_requests: NonNegativeInt = 0
-    iter_stats_max_iterations: PositiveInt | None = None
-    request_stats_max_iterations: PositiveInt | None = None
+    perf_metrics_max_requests: Whole = 0
+    iter_stats_max_iterations: Count | None = None
+    request_stats_max_iterations: Count | None = None
     enable_iter_perf_stats: bool = False
     enable_iter_req_stats: bool = False
     print_iter_log: bool = False
-    max_stats_len: PositiveInt = 1000
+    max_stats_len: Count = 1000
     otlp_traces_endpoint: str | None = None
 
     @property

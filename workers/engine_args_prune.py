@@ -3,6 +3,7 @@
 from typing import Any
 
 from slagate.workers.engine_args_merge import DEFAULT, Merged, in_brief, in_full, leaves
+from slagate.workers.engine_args_model import EngineModel
 from slagate.workers.engine_findings import Finding, warning
 
 BUILD = "build_config"
@@ -22,26 +23,69 @@ NOT_FOR_AUTODEPLOY = (
 )
 """AutoDeploy shards by itself; it refuses these."""
 
-
-def prune(merged: Merged) -> list[Finding]:
-    """Take out of `merged`, in place, what does not go to the engine; what was set is told."""
-    findings = _for_autodeploy(merged) if merged.values.get("backend") == AUTODEPLOY else []
-    return [*findings, *_lift_build_config(merged), *_post_processing(merged)]
+AUTODEPLOY_STATS_SINCE = (1, 3)
+"""Before, its arguments are not those of the PyTorch back-end, and unknown ones end the start."""
 
 
-def _for_autodeploy(merged: Merged) -> list[Finding]:
+ENCODER_ARGUMENTS = (
+    "model",
+    "max_batch_size",
+    "trust_remote_code",
+    "tensor_parallel_size",
+    "model_kwargs",
+)
+"""Those of the engine's that an encoder takes, as Dynamo's worker has it."""
+
+
+def prune(merged: Merged, role: str, version: tuple[int, int] | None) -> list[Finding]:
+    """Take out of `merged`, in place, what does not go to the engine; what was set is told.
+
+    `version` is TensorRT-LLM's, None where it is not known.
+    """
+    findings = (
+        _for_autodeploy(merged, version) if merged.values.get("backend") == AUTODEPLOY else []
+    )
+    findings += [*_lift_build_config(merged), *_post_processing(merged)]
+    return findings + _for_encoder(merged) if role == "encode" else findings
+
+
+def _for_encoder(merged: Merged) -> list[Finding]:
+    """What only engines with a KV cache take; a name that none of them has is left to the model."""
+    findings = []
+    for key in EngineModel.model_fields:
+        if key in ENCODER_ARGUMENTS or key not in merged.values:
+            continue
+        is_set = _is_set(merged, key)
+        value = _take(merged, key)
+        if is_set and value is not None:
+            findings.append(
+                warning(
+                    "E805",
+                    key,
+                    f"is {in_brief(value)}, and an encoder does not take it",
+                    f"it is left out; take it out: an encoder has {', '.join(ENCODER_ARGUMENTS)}",
+                )
+            )
+    return findings
+
+
+def _for_autodeploy(merged: Merged, version: tuple[int, int] | None) -> list[Finding]:
     if merged.sources.get(f"{CACHE}.{EVENTS}") == DEFAULT:
         _take(merged, f"{CACHE}.{EVENTS}")  # ours, for the back-end that makes events
         merged.values[CACHE].pop(EVENTS)
-    if merged.sources.get(STATS) == DEFAULT:
-        _take(merged, STATS)  # likewise: the other back-end's argument
     findings = []
-    for key in NOT_FOR_AUTODEPLOY:
-        is_set = any(
-            source != DEFAULT
-            for leaf, source in merged.sources.items()
-            if leaf == key or leaf.startswith(f"{key}.")
+    if version is not None and version < AUTODEPLOY_STATS_SINCE and _take(merged, STATS):
+        findings.append(
+            warning(
+                "E803",
+                STATS,
+                f"is true, and the back-end {AUTODEPLOY} does not take it before TensorRT-LLM 1.3: "
+                "this worker reports no load",
+                "it is left out; use a newer engine, or backend: pytorch",
+            )
         )
+    for key in NOT_FOR_AUTODEPLOY:
+        is_set = _is_set(merged, key)
         value = _take(merged, key)
         if is_set and value is not None:
             findings.append(
@@ -93,6 +137,15 @@ def _post_processing(merged: Merged) -> list[Finding]:
     if not value:
         return []
     return [warning("E108", key, f"is {in_brief(value)}, and is not passed on", "take it out")]
+
+
+def _is_set(merged: Merged, key: str) -> bool:
+    """Whether somebody set the key, or one below it."""
+    return any(
+        source != DEFAULT
+        for leaf, source in merged.sources.items()
+        if leaf == key or leaf.startswith(f"{key}.")
+    )
 
 
 def _take(merged: Merged, key: str) -> Any:

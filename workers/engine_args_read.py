@@ -5,6 +5,7 @@ for what that passes over in silence: a key given twice, of which the last would
 """
 
 import json
+import stat
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -16,6 +17,9 @@ from slagate.workers.errors import UsageError
 
 EXTRA = "--extra-engine-args"
 OVERRIDE = "--override-engine-args"
+MAX_BYTES = 1 << 20
+"""Of a file: a hundred times the largest that there is, and still read in seconds."""
+
 MAX_DEPTH = 50
 MAX_NODES = 100_000
 """Values in one file, each counted as often as aliases repeat it: ten lines of them can mean billions."""
@@ -60,12 +64,13 @@ def read_yaml(path: Path, option: str = EXTRA) -> ReadArgs:
 def parse_yaml(text: str, place: str) -> ReadArgs:
     """The mapping in `text`; `place` begins its errors. Raises `UsageError`."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
         if node is None:
             return ReadArgs({}, {})  # nothing but comments: all as it is
         walk = _Walk(place)
         walk.visit(node, "", depth=0)
-        value = yaml.safe_load(text)
+        value = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}:" if mark else ""
@@ -105,7 +110,14 @@ def _source(path: Path, option: str) -> str:
             raise UsageError(f"{option}: {path} is no file, and no packaged one of {known}")
         packaged = resources.files("slagate.configs").joinpath("engines").joinpath(f"{name}.yaml")
         return packaged.read_text(encoding="utf-8")
-    return path.read_text(encoding="utf-8")
+    found = path.stat()
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        raise UsageError(f"{option}: {path}: is no regular file")  # and may never end
+    with path.open("rb") as file:  # a folder has its own error
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise UsageError(f"{option}: {path}: has more than {MAX_BYTES:,} bytes")
+    return content.decode()
 
 
 class _Walk:

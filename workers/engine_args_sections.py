@@ -8,10 +8,31 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+POWER_OF_TWO = "power_of_two"
+"""The kind of error of a number that is none."""
+
+
+def _power_of_two(number: int) -> int:
+    if number & (number - 1):
+        raise PydanticCustomError(POWER_OF_TWO, "a power of two")
+    return number
+
+
+INT32_MAX = (1 << 31) - 1
+MAX_RANKS = 4096
+"""More GPUs than one engine has ever spanned; a larger number is a slip."""
+
+# The engine's C++ has 32 bits for counts, and 64 for bytes.
+Count = Annotated[int, Field(gt=0, le=INT32_MAX)]
+Whole = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Bytes = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+Ranks = Annotated[int, Field(gt=0, le=MAX_RANKS)]
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
-Sizes = Annotated[list[PositiveInt], Field(min_length=1)]
+Sizes = Annotated[list[Count], Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -29,9 +50,9 @@ class KvEventsConfig(Section):
     publisher: Literal["zmq", "null"] | None = None
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
-    buffer_steps: PositiveInt = 10_000
-    hwm: NonNegativeInt = 100_000
-    max_queue_size: NonNegativeInt = 100_000
+    buffer_steps: Count = 10_000
+    hwm: Whole = 100_000
+    max_queue_size: Whole = 100_000
     topic: str = ""
 
 
@@ -39,29 +60,29 @@ class KvCacheConfig(Section):
     """`kv_cache_config`: sizes, types and reuse of the KV cache."""
 
     enable_block_reuse: bool = True
-    max_tokens: PositiveInt | None = None
+    max_tokens: Count | None = None
     max_attention_window: Sizes | None = None
-    sink_token_length: NonNegativeInt | None = None
+    sink_token_length: Whole | None = None
     free_gpu_memory_fraction: Fraction = 0.9
-    host_cache_size: NonNegativeInt | None = None  # bytes
+    host_cache_size: Bytes | None = None  # bytes
     onboard_blocks: bool = True
     cross_kv_cache_fraction: Fraction | None = None
     secondary_offload_min_priority: Annotated[int, Field(ge=0, le=100)] | None = None
-    event_buffer_max_size: NonNegativeInt = 0
-    attention_dp_events_gather_period_ms: PositiveInt = 5
+    event_buffer_max_size: Whole = 0
+    attention_dp_events_gather_period_ms: Count = 5
     enable_partial_reuse: bool = True
     copy_on_partial_reuse: bool = True
     use_uvm: bool = False
-    max_gpu_total_bytes: NonNegativeInt = 0
+    max_gpu_total_bytes: Bytes = 0
     dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
-    tokens_per_block: PositiveInt = 32
+    tokens_per_block: Annotated[Count, AfterValidator(_power_of_two)] = 32
     use_kv_cache_manager_v2: Literal[False, True, "auto"] = False
     max_util_for_resume: Fraction = 0.95
-    disk_cache_size: NonNegativeInt | None = None  # bytes
+    disk_cache_size: Bytes | None = None  # bytes
     disk_cache_path: str | None = None
     kv_events_config: KvEventsConfig | None = None
-    iteration_stats_interval: PositiveInt = 1
+    iteration_stats_interval: Count = 1
 
 
 class CacheTransceiverConfig(Section):
@@ -69,11 +90,11 @@ class CacheTransceiverConfig(Section):
 
     backend: Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"] | None = None
     transceiver_runtime: Literal["CPP", "PYTHON", "auto"] | None = None
-    max_tokens_in_buffer: PositiveInt | None = None
-    kv_transfer_timeout_ms: PositiveInt | None = None
-    kv_transfer_sender_future_timeout_ms: PositiveInt | None = 1000
-    kv_transfer_poll_interval_ms: PositiveInt | None = None
-    kv_cache_bounce_size_mb: NonNegativeInt = 0
+    max_tokens_in_buffer: Count | None = None
+    kv_transfer_timeout_ms: Count | None = None
+    kv_transfer_sender_future_timeout_ms: Count | None = 1000
+    kv_transfer_poll_interval_ms: Count | None = None
+    kv_cache_bounce_size_mb: Whole = 0
     enable_pipelined_transfer: bool = False
 
 
@@ -82,7 +103,7 @@ class DynamicBatchConfig(Section):
 
     enable_batch_size_tuning: bool
     enable_max_num_tokens_tuning: bool
-    dynamic_batch_moving_average_window: PositiveInt
+    dynamic_batch_moving_average_window: Count
 
 
 class SchedulerConfig(Section):
@@ -100,8 +121,8 @@ class AttentionDpConfig(Section):
     """`attention_dp_config`: how attention-DP ranks share out requests."""
 
     enable_balance: bool = False
-    timeout_iters: NonNegativeInt = 50
-    batching_wait_iters: NonNegativeInt = 10
+    timeout_iters: Whole = 50
+    batching_wait_iters: Whole = 10
     kv_cache_routing_conversation_affinity: bool = False
 
 
@@ -109,7 +130,7 @@ class CudaGraphConfig(Section):
     """`cuda_graph_config`: the decode batches that are recorded once and replayed."""
 
     batch_sizes: Sizes | None = None
-    max_batch_size: NonNegativeInt = 0
+    max_batch_size: Whole = 0
     enable_padding: bool = False
 
     @property
@@ -124,7 +145,7 @@ class MoeConfig(Section):
     backend: Literal[
         "AUTO", "CUTLASS", "CUTEDSL", "WIDEEP", "TRTLLM", "DEEPGEMM", "VANILLA", "TRITON"
     ] = "AUTO"
-    max_num_tokens: PositiveInt | None = None
+    max_num_tokens: Count | None = None
     load_balancer: Any = None  # a path, or the file's content
     disable_finalize_fusion: bool = False
     use_low_precision_moe_combine: bool = False
@@ -158,38 +179,38 @@ class SpeculativeConfig(Section):
     """`speculative_config`: tokens drafted ahead. Which fields a type has: `FIELDS_OF_TYPE`."""
 
     decoding_type: DecodingType
-    max_draft_len: NonNegativeInt | None = None
-    max_total_draft_tokens: PositiveInt | None = None
+    max_draft_len: Whole | None = None
+    max_total_draft_tokens: Count | None = None
     speculative_model: str | None = None
     speculative_model_dir: str | None = None  # the older name of the same
-    max_concurrency: PositiveInt | None = None
+    max_concurrency: Count | None = None
     draft_len_schedule: Any = (
         None  # batch size to draft length; YAML's keys are ints, JSON's are text
     )
     load_format: str | None = None
-    acceptance_window: NonNegativeInt | None = None
+    acceptance_window: Whole | None = None
     acceptance_length_threshold: Annotated[float, Field(ge=0)] | None = None
     allow_advanced_sampling: bool = False
     eagle3_one_model: bool | None = True
     eagle3_layers_to_capture: Any = None  # a list or a set
     eagle3_model_arch: Literal["llama3", "mistral_large3"] = "llama3"
-    num_nextn_predict_layers: PositiveInt = 1
+    num_nextn_predict_layers: Count = 1
     use_relaxed_acceptance_for_thinking: bool = False
-    relaxed_topk: PositiveInt = 1
+    relaxed_topk: Count = 1
     relaxed_delta: Annotated[float, Field(ge=0)] = 0.0
-    max_matching_ngram_size: PositiveInt = 2
+    max_matching_ngram_size: Count = 2
     is_keep_all: bool = True
     is_use_oldest: bool = True
     is_public_pool: bool = True
-    max_window_size: PositiveInt = 4
-    max_ngram_size: PositiveInt = 3
-    max_verification_set_size: PositiveInt = 4
+    max_window_size: Count = 4
+    max_ngram_size: Count = 3
+    max_verification_set_size: Count = 4
     medusa_choices: Any = None
-    num_medusa_heads: PositiveInt | None = None
+    num_medusa_heads: Count | None = None
     drafter: Any = None
     resource_manager: Any = None
     output_directory: str | None = None
-    write_interval: PositiveInt = 20
+    write_interval: Count = 20
     file_prefix: str = "data"
 
     @property

@@ -17,8 +17,11 @@ from slagate.workers.errors import UsageError
 
 TRANSCEIVER = "cache_transceiver_config"
 REUSE = "kv_cache_config.enable_block_reuse"
+EVENTS = "kv_cache_config.event_buffer_max_size"
 OVERLAP = "disable_overlap_scheduler"
 CHUNKED = "enable_chunked_prefill"
+
+WHERE_REUSE_IS_OFF = "set it back to false with Eagle, or where prompts hold images"
 
 MAX_STEP_TOKENS = 8192
 """For an aggregated worker: TensorRT-LLM's own default; longer prompts go in pieces."""
@@ -54,6 +57,8 @@ class Conversion:
         """Takes plain nested dicts, which stay as they are. Raises `UsageError` for invalid ones."""
         self.values = _copy(values)
         self.changes: list[Change] = []
+        self.doubts: list[str] = []
+        """What no rule can see in the result, in words."""
 
     @property
     def model(self) -> EngineModel:
@@ -116,8 +121,11 @@ def convert(
 
 def _decode_to_agg(conversion: Conversion, _peer: Mapping[str, Any]) -> None:
     conversion.put(TRANSCEIVER, ABSENT, "an aggregated worker hands nothing over")
-    conversion.put(REUSE, True, "it processes prompts, whose beginnings repeat")  # noqa: FBT003
     model = conversion.model
+    off = "" if model.kv_cache_config.enable_block_reuse else "; it was off: " + WHERE_REUSE_IS_OFF
+    conversion.put(REUSE, True, f"it processes prompts, whose beginnings repeat{off}")  # noqa: FBT003
+    if model.kv_cache_config.event_buffer_max_size == 0:
+        conversion.put(EVENTS, ABSENT, "prefix routing finds what is cached by its events")
     longest = model.max_seq_len or MAX_STEP_TOKENS
     step = model.up_to_blocks(min(longest, MAX_STEP_TOKENS))
     if model.max_num_tokens < step:
@@ -170,15 +178,26 @@ def _as_peer(conversion: Conversion, peer: Mapping[str, Any]) -> None:
         TRANSCEIVER, peer[TRANSCEIVER], "as the other role has it: both move one KV cache"
     )
     cache = peer.get("kv_cache_config")
-    reuse = cache.get("enable_block_reuse", ABSENT) if isinstance(cache, dict) else ABSENT
-    conversion.put(REUSE, reuse, "as the other role has it")
+    for key in (REUSE, EVENTS):
+        name = key.rpartition(".")[2]
+        value = cache.get(name, ABSENT) if isinstance(cache, dict) else ABSENT
+        conversion.put(key, value, "as the other role has it")
 
 
 def _resize(conversion: Conversion, tp: int) -> None:
     old = conversion.model
     conversion.put("tensor_parallel_size", tp, "asked for")
+    if tp & (tp - 1):
+        conversion.doubts.append(
+            f"--tp {tp} is no power of two: the heads of few models divide by it"
+        )
     ep = old.moe_expert_parallel_size
     if ep is not None and ep > 0:
+        if tp % ep:
+            conversion.doubts.append(
+                f"--tp {tp} is no multiple of moe_expert_parallel_size, {ep}: see whether the model's "
+                "experts divide by the new one"
+            )
         was_all = ep == old.tensor_parallel_size
         new = tp if was_all else math.gcd(ep, tp)
         why = "as many as GPUs, as before" if was_all else "a divisor of tensor_parallel_size"

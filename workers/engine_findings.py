@@ -69,6 +69,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "E802": "a load balancer that is not there",
         "E803": "an argument that AutoDeploy does not take",
         "E804": "a load balancer that nothing uses",
+        "E805": "an argument that an encoder does not take",
     }
 )
 

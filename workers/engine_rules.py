@@ -36,6 +36,7 @@ RULES: tuple[Callable[[EngineCase], Iterator[Finding]], ...] = (
 PAIR_RULES: tuple[Callable[[EngineCase, EngineCase], Iterator[Finding]], ...] = (
     engine_rules_pair.kv_layout,
     engine_rules_pair.transports,
+    engine_rules_pair.prompts,
     engine_rules_pair.buffers,
     engine_rules_pair.drafting,
     engine_rules_pair.contexts,
@@ -43,7 +44,9 @@ PAIR_RULES: tuple[Callable[[EngineCase, EngineCase], Iterator[Finding]], ...] = 
 
 
 def findings_of(case: EngineCase) -> list[Finding]:
-    """What the rules find in one engine."""
+    """What the rules find in one engine; an encoder has no KV cache and no steps to go by."""
+    if case.role == "encode":
+        return []
     return [finding for rule in RULES for finding in rule(case)]
 
 

@@ -14,6 +14,11 @@ SEEN_BYTES_PER_TOKEN = (128 * 1024, 209_280_466_944 // 65_536)
 """KV of one token on one rank: an 8B model with grouped attention at 16 bits; and what one published
 recipe (nemotron-3-super) asked for, 194.9 GiB for 65,536 tokens, which no GPU has."""
 
+SMALL_BUFFER_TOKENS = 1024
+"""Below this the engine's fallback, which copies in pieces, is what moves most prompts."""
+
+SAY_LONGEST = "slagate worker check --longest-prompt"
+
 OVERLAP_ON_PREFILL_SINCE = (1, 3)
 """Before, the engine refuses context-only requests unless overlap scheduling is off."""
 
@@ -68,7 +73,16 @@ def transfer_buffer(case: EngineCase) -> Iterator[Finding]:
             f"is {buffer:,}, and prompts may have {longest:,} tokens: decode waits for ever for one "
             "that does not fit, so slagate refuses it",
             f"set it to {case.args.up_to_blocks(longest)}"
-            + ("" if certain else ", or say --longest-prompt, if prompts are shorter"),
+            + ("" if certain else f", or, if prompts are shorter, say so: {SAY_LONGEST}"),
+        )
+    elif longest is None and buffer < max(SMALL_BUFFER_TOKENS, case.args.max_num_tokens):
+        # A larger one somebody may have sized by prompts; the model's context cannot be read here.
+        yield warning(
+            "E203",
+            BUFFER,
+            f"is {buffer:,}, and only the model says how long prompts may be: decode waits for ever "
+            "for one that does not fit, so slagate refuses it",
+            f"set it to the longest prompt, and say that: {SAY_LONGEST}",
         )
 
 
@@ -98,11 +112,17 @@ def overlap_scheduler(case: EngineCase) -> Iterator[Finding]:
     version = case.wanted.engine_version
     if case.role == "prefill" and not disabled:
         if version is None or version < OVERLAP_ON_PREFILL_SINCE:
+            known = (
+                "which one is not known"
+                if version is None
+                else f"this is {version[0]}.{version[1]}"
+            )
             yield error(
                 "E206",
                 key,
-                "is false, and TensorRT-LLM before 1.3 then refuses context-only requests",
-                f"set {key}: true on prefill (or say --engine-version 1.3, if it is that)",
+                f"is false, and TensorRT-LLM before 1.3 then refuses context-only requests ({known})",
+                f"set {key}: true on prefill"
+                + (", or say --engine-version 1.3, if it is that" if version is None else ""),
             )
     elif case.role in ("agg", "decode") and disabled and case.args.speculative_config is None:
         yield warning(

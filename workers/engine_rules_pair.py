@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 from slagate.workers.engine_case import EngineCase
 from slagate.workers.engine_findings import Finding, error, warning
-from slagate.workers.engine_rules_disagg import BUFFER, SECTION
-
-SMALL_BUFFER_TOKENS = 1024
-"""Below this the engine's fallback, which copies in pieces, is what moves most prompts."""
+from slagate.workers.engine_rules_disagg import (
+    BUFFER,
+    SAY_LONGEST,
+    SECTION,
+    SMALL_BUFFER_TOKENS,
+)
 
 _NO_TALK = "which then do not understand each other"
 
@@ -49,6 +51,25 @@ def transports(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
     if len(runtimes) > 1:
         key = f"{SECTION}.transceiver_runtime"
         yield _differ("E305", key, one.transceiver_runtime, other.transceiver_runtime, so=_NO_TALK)
+
+
+def prompts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """E203: decode's buffer holds what prefill lets in, whatever decode's own context says."""
+    section = decode.args.cache_transceiver_config
+    buffer = None if section is None else section.max_tokens_in_buffer
+    longest, told = prefill.longest_prompt_tokens, decode.longest_prompt_tokens
+    if buffer is None or longest is None or buffer >= longest:
+        return
+    if told is not None and buffer < told:
+        return  # decode's own finding says it
+    yield warning(
+        "E203",
+        BUFFER,
+        f"is {buffer:,} on decode, and prefill takes prompts of {longest:,} tokens: decode waits for "
+        "ever for one that does not fit, so slagate refuses it",
+        f"set decode's to {decode.args.up_to_blocks(longest)}, or, if prompts are shorter, say so: "
+        f"{SAY_LONGEST}",
+    )
 
 
 def buffers(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:

@@ -25,15 +25,6 @@ log = logging.getLogger(__name__)
 
 NOT_SERVED = "this worker encodes images only, and the protocol has no call for that yet"
 
-ARGUMENTS = (
-    "model",
-    "max_batch_size",
-    "trust_remote_code",
-    "tensor_parallel_size",
-    "model_kwargs",
-)
-"""Those of the engine's that an encoder takes, as Dynamo's worker has it."""
-
 WITHOUT_ENCODER = ("Llama4ForConditionalGeneration",)
 """Architectures whose encoder TensorRT-LLM does not run by itself."""
 
@@ -55,10 +46,7 @@ async def start_encoder(values: Mapping[str, Any]) -> Encoder:
     if (architecture := _architecture(str(values["model"]))) in WITHOUT_ENCODER:
         log.warning("encoder.none", extra={"architecture": architecture})
         return Encoder(package, None)
-    taken = {name: values[name] for name in ARGUMENTS if values.get(name) is not None}
-    left_out = sorted(set(values) - set(ARGUMENTS) - {"backend"})
-    if left_out:
-        log.warning("encoder.arguments_left_out", extra={"arguments": left_out})
+    taken = {name: value for name, value in values.items() if value is not None}
     engine = await aside(as_usage(lambda: make(**taken)))
     return Encoder(package, engine)
 

@@ -5,6 +5,7 @@ worker starts, with what moved from one version to the next tried place after pl
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
@@ -62,6 +63,14 @@ def check_installed() -> None:
         raise UsageError(
             f"--engine trtllm needs tensorrt_llm, which is not installed: {HOW_TO_INSTALL}"
         )
+
+
+def installed_version() -> str | None:
+    """What the installed distribution says of itself; None where there is none. Imports nothing."""
+    try:
+        return importlib.metadata.version("tensorrt_llm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def load_package() -> EnginePackage:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +220,23 @@ def test_autodeploy_gets_none_of_what_it_refuses() -> None:
             "max_batch_size": 8,
         }
     )
-    assert args.values == {"backend": "_autodeploy", "kv_cache_config": {}, "max_batch_size": 8}
+    assert args.values == {
+        "backend": "_autodeploy",
+        "enable_iter_perf_stats": True,
+        "kv_cache_config": {},
+        "max_batch_size": 8,
+    }
     assert [finding.key for finding in args.findings] == ["tensor_parallel_size"]
+
+
+def test_autodeploy_reports_load_unless_its_version_cannot_which_is_told() -> None:
+    override = {"backend": "_autodeploy"}
+    for version in (None, (1, 3)):
+        args = built(override=override, wanted=Wanted(engine_version=version))
+        assert (args.values["enable_iter_perf_stats"], args.findings) == (True, [])
+    args = built(override=override, wanted=Wanted(engine_version=(1, 2)))
+    assert "enable_iter_perf_stats" not in args.values
+    assert codes(args) == ["E803"]
 
 
 def test_post_processing_workers_never_reach_the_engine() -> None:
@@ -228,6 +244,22 @@ def test_post_processing_workers_never_reach_the_engine() -> None:
         args = built(override={"num_postprocess_workers": n_workers})
         assert "num_postprocess_workers" not in args.values
         assert codes(args) == expected
+
+
+def test_what_may_never_end_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    fifo, large = tmp_path / "fifo.yaml", tmp_path / "large.yaml"
+    os.mkfifo(fifo)
+    for path in (fifo, Path("/dev/zero")):
+        with pytest.raises(UsageError, match=f"--extra-engine-args: {path}: is no regular file"):
+            built(extra=path)
+    large.write_text("# 30 MB\n" + "a: [1, 2, 3]\n" * 2_300_000)
+    with pytest.raises(UsageError, match=r"large\.yaml: has more than 1,048,576 bytes"):
+        built(extra=large)
+    large.write_bytes(b"max_batch_size: 8\n#" + b"x" * ((1 << 20) - 19))
+    assert built(extra=large).values["max_batch_size"] == 8
+    large.write_bytes(b"#" * ((1 << 20) + 1))
+    with pytest.raises(UsageError, match="has more than"):
+        built(extra=large)
 
 
 def test_unknown_arguments_go_on_when_they_may() -> None:

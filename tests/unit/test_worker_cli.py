@@ -1,5 +1,6 @@
 """`slagate worker`: a bare call runs a worker; the group has room for commands about one."""
 
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,44 @@ def test_engine_arguments_are_refused_for_the_simulated_engine(option: tuple[str
     result = CliRunner().invoke(cli, ["worker", "--role", "agg", *option])
     assert result.exit_code == 2
     assert f"{option[0]} is for --engine trtllm" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("installed", "options", "is_refused"),
+    [
+        (None, (), True),
+        (None, ("--engine-version", "1.3.0rc22"), False),
+        ("1.2.1", (), True),
+        ("1.3.0rc4", (), False),
+        ("1.3.0rc4", ("--engine-version", "1.2"), True),
+        ("0+unknown", (), True),
+    ],
+)
+@pytest.mark.parametrize("command", [("worker", "check"), ("worker", "--engine", "trtllm")])
+def test_engine_07_goes_by_the_version_that_is_installed_or_said(
+    command: tuple[str, ...],
+    installed: str | None,
+    options: tuple[str, ...],
+    is_refused: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(
+        "max_seq_len: 8192\ncache_transceiver_config: {backend: UCX, max_tokens_in_buffer: 8192}\n"
+    )
+
+    def version(name: str) -> str:
+        if installed is None or name != "tensorrt_llm":
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    show = () if "check" in command else ("--print-engine-args",)
+    arguments = ("--role", "prefill", "--extra-engine-args", str(file), *options, *show)
+    ended = CliRunner().invoke(cli, [*command, *arguments])
+    assert ended.exit_code == int(is_refused and not show)
+    assert ("E206" in ended.output) == is_refused
 
 
 def test_options_before_a_command_are_refused() -> None:
