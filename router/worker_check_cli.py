@@ -9,11 +9,11 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from slagate.router.command import fail, options_given, until_reader_leaves
+from slagate.router.command import fail, options_given, until_reader_leaves, with_options
 from slagate.router.engine_args_cli import (
     AllowUnknownEngineArgs,
     EngineVersion,
@@ -23,6 +23,7 @@ from slagate.router.engine_args_cli import (
     place_of,
     read_engine_args,
 )
+from slagate.router.engine_options import OPTIONS
 from slagate.router.grid_lint_cli import EXIT_FINDINGS, indented
 from slagate.workers.engine_args import EngineArgs, check_pair
 from slagate.workers.engine_case import Wanted
@@ -40,7 +41,7 @@ class Found(NamedTuple):
     place: str
 
 
-def check(
+def _check(
     context: typer.Context,
     *,
     role: Annotated[str, typer.Option(help="agg, prefill, decode or encode.")],
@@ -53,16 +54,6 @@ def check(
             metavar="FILE", help="Of the other role: decode's for prefill, prefill's for decode."
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="As for slagate worker.")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="As for slagate worker.")] = None,
-    max_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="As for slagate worker.")
-    ] = None,
-    max_seq_len: Annotated[int | None, typer.Option(min=2, help="As for slagate worker.")] = None,
-    attention_dp: Annotated[
-        bool, typer.Option("--attention-dp", help="As for slagate worker.")
-    ] = False,
-    kv_events: Annotated[int | None, typer.Option(min=0, help="As for slagate worker.")] = None,
     prefix_routing: Annotated[
         bool,
         typer.Option(
@@ -86,9 +77,10 @@ def check(
     as_json: Annotated[
         bool, typer.Option("--json", help="A JSON object a line instead of text.")
     ] = False,
+    engine_options: dict[str, Any],
 ) -> None:
     """Say what is wrong with the arguments of an engine, or of a pairing; no engine is needed."""
-    del model, tp, max_batch_size, max_seq_len, attention_dp, kv_events  # read from the context
+    del engine_options  # those that were given are read from the context
     if extra_engine_args is None and override_engine_args is None:
         fail("--extra-engine-args is missing: the file, or packaged configuration, to check")
     ignored = {_known_code(code) for code in ignore or ()}
@@ -118,6 +110,9 @@ def check(
             typer.echo(line)
     failed = any(each.finding.is_error or strict for each in kept)
     raise typer.Exit(EXIT_FINDINGS if failed else 0)
+
+
+check = with_options(_check, OPTIONS, "engine_options", lambda options, _: options)
 
 
 def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wanted) -> list[Found]:

@@ -1,13 +1,16 @@
 """`slagate worker`: a bare call runs a worker; the group has room for commands about one."""
 
+import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from slagate.router.cli import cli
+from slagate.router.engine_args_cli import PLACES
 
 
 @pytest.mark.parametrize(
@@ -119,6 +122,18 @@ def test_engine_07_goes_by_the_version_that_is_installed_or_said(
     ended = CliRunner().invoke(cli, [*command, *arguments])
     assert ended.exit_code == int(is_refused and not show)
     assert ("E206" in ended.output) == is_refused
+
+
+def test_whatever_sets_an_engine_argument_is_an_option_of_both_commands(tmp_path: Path) -> None:
+    worker = get_command(cli).commands["worker"]  # type: ignore[attr-defined]
+    for command in (worker, worker.commands["check"]):
+        assert PLACES.keys() <= {parameter.name for parameter in command.params}
+    file = tmp_path / "engine.yaml"
+    file.write_text("pipeline_parallel_size: 2\n")
+    given = ("--pipeline-parallel-size", "4", "--enable-attention-dp", "--kv-block-size", "7")
+    status, shown, _ = checked("--extra-engine-args", str(file), *given, "--json")
+    assert status == 1
+    assert [json.loads(line)["code"] for line in shown.splitlines()] == ["E107", "E103"]
 
 
 def test_options_before_a_command_are_refused() -> None:
