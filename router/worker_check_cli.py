@@ -140,7 +140,7 @@ def _text_lines(found: Sequence[Found], n_ignored: int) -> Iterator[str]:
     for of, finding, place in found:
         yield f"{finding.severity} {finding.code}  {of}  {finding.key}{f' ({place})' if place else ''}"
         yield from indented(f"{finding.key} {finding.text}.")
-        yield from indented(f"Fix: {finding.advice}.")
+        yield from indented(f"Fix: {finding.advice}{'' if finding.advice.endswith('?') else '.'}")
         yield ""
     counts = Counter(each.finding.severity for each in found)
     listed = ", ".join(f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items())
