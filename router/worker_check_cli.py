@@ -125,9 +125,18 @@ def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wan
     )
     of_peer = [Found(role, finding, place_of(finding, other.sources)) for finding in other.findings]
     try:
-        return of_peer + [Found(PAIR, finding, "") for finding in check_pair(args, other)]
+        return of_peer + [
+            Found(PAIR, finding, _places(finding, args, other))
+            for finding in check_pair(args, other)
+        ]
     except UsageError as error:
         fail(error)
+
+
+def _places(finding: Finding, *sides: EngineArgs) -> str:
+    """Where each side has the value from that the pairing's finding is about, where it was set."""
+    places = [(side.role, place_of(finding, side.sources)) for side in sides]
+    return "; ".join(f"{role}: {place}" for role, place in places if place)
 
 
 def _json_lines(found: Sequence[Found]) -> Iterator[str]:

@@ -161,6 +161,23 @@ def test_a_check_says_what_where_and_what_to_do(tmp_path: Path) -> None:
     assert (status, shown) == (0, "no findings (1 ignored)\n")
 
 
+def test_a_finding_of_a_pair_says_where_both_sides_have_it(tmp_path: Path) -> None:
+    files = {role: tmp_path / f"{role}.yaml" for role in ("prefill", "decode")}
+    for role, file in files.items():
+        file.write_text(f"kv_cache_config:\n  dtype: {'fp8' if role == 'decode' else 'auto'}\n")
+    arguments = ("--role", "prefill", "--extra-engine-args", str(files["prefill"]))
+    ended = CliRunner().invoke(
+        cli, ["worker", "check", *arguments, "--peer-engine-args", str(files["decode"]), "--json"]
+    )
+    (found,) = [
+        each for line in ended.stdout.splitlines() if (each := json.loads(line))["of"] == "pair"
+    ]
+    assert found["source"] == (
+        f"prefill: --extra-engine-args {files['prefill']}:2; "
+        f"decode: --extra-engine-args {files['decode']}:2"
+    )
+
+
 def test_a_check_needs_something_to_check() -> None:
     status, _, said = checked()
     assert status == 2
