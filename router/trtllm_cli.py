@@ -8,6 +8,7 @@ import typer
 
 from slagate.router.command import MAX_SECONDS, fail, finite, with_options
 from slagate.router.engine_args_cli import TRTLLM_ONLY
+from slagate.router.engine_options import TRTLLM_OPTIONS, text
 from slagate.workers.engine_args import EngineArgs
 from slagate.workers.errors import UsageError
 from slagate.workers.logits import LogitsProcessors
@@ -44,32 +45,9 @@ def _seconds(about: str, default: float, *, least: float = 0.1) -> tuple[object,
     return Annotated[float, option], default
 
 
-def _count(about: str) -> tuple[object, object]:
-    return Annotated[int | None, typer.Option(min=1, max=1 << 31, help=about)], None
-
-
-def _text(about: str) -> tuple[object, object]:
-    return Annotated[str | None, typer.Option(help=about)], None
-
-
 OPTIONS: dict[str, tuple[object, object]] = {
-    "served_model_name": _text("trtllm: what clients call the model; default: --model."),
-    "backend": _text("trtllm: pytorch or _autodeploy."),
-    "pipeline_parallel_size": _count("trtllm: pipeline parallel size."),
-    "expert_parallel_size": _count("trtllm: expert parallel size of MoE layers."),
-    "gpus_per_node": _count("trtllm: GPUs of a node; default: those visible."),
-    "kv_block_size": _count("trtllm: tokens of a KV block."),
-    "max_num_tokens": _count("trtllm: tokens a step may run."),
-    "free_gpu_memory_fraction": (
-        Annotated[
-            float | None,
-            typer.Option(
-                min=0.0, max=1.0, help="trtllm: share of free GPU memory for the KV cache."
-            ),
-        ],
-        None,
-    ),
-    "guided_decoding_backend": _text("trtllm: xgrammar or llguidance."),
+    "served_model_name": text("trtllm: what clients call the model; default: --model."),
+    **TRTLLM_OPTIONS,
     "end_id": (
         Annotated[
             int | None,

@@ -9,11 +9,11 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from slagate.router.command import fail, options_given, until_reader_leaves
+from slagate.router.command import fail, options_given, until_reader_leaves, with_options
 from slagate.router.engine_args_cli import (
     AllowUnknownEngineArgs,
     EngineVersion,
@@ -23,6 +23,7 @@ from slagate.router.engine_args_cli import (
     place_of,
     read_engine_args,
 )
+from slagate.router.engine_options import OPTIONS
 from slagate.router.grid_lint_cli import EXIT_FINDINGS, indented
 from slagate.workers.engine_args import EngineArgs, check_pair
 from slagate.workers.engine_case import Wanted
@@ -40,7 +41,7 @@ class Found(NamedTuple):
     place: str
 
 
-def check(
+def _check(
     context: typer.Context,
     *,
     role: Annotated[str, typer.Option(help="agg, prefill, decode or encode.")],
@@ -53,16 +54,6 @@ def check(
             metavar="FILE", help="Of the other role: decode's for prefill, prefill's for decode."
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="As for slagate worker.")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="As for slagate worker.")] = None,
-    max_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="As for slagate worker.")
-    ] = None,
-    max_seq_len: Annotated[int | None, typer.Option(min=2, help="As for slagate worker.")] = None,
-    attention_dp: Annotated[
-        bool, typer.Option("--attention-dp", help="As for slagate worker.")
-    ] = False,
-    kv_events: Annotated[int | None, typer.Option(min=0, help="As for slagate worker.")] = None,
     prefix_routing: Annotated[
         bool,
         typer.Option(
@@ -86,9 +77,10 @@ def check(
     as_json: Annotated[
         bool, typer.Option("--json", help="A JSON object a line instead of text.")
     ] = False,
+    engine_options: dict[str, Any],
 ) -> None:
     """Say what is wrong with the arguments of an engine, or of a pairing; no engine is needed."""
-    del model, tp, max_batch_size, max_seq_len, attention_dp, kv_events  # read from the context
+    del engine_options  # those that were given are read from the context
     if extra_engine_args is None and override_engine_args is None:
         fail("--extra-engine-args is missing: the file, or packaged configuration, to check")
     ignored = {_known_code(code) for code in ignore or ()}
@@ -120,6 +112,9 @@ def check(
     raise typer.Exit(EXIT_FINDINGS if failed else 0)
 
 
+check = with_options(_check, OPTIONS, "engine_options", lambda options, _: options)
+
+
 def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wanted) -> list[Found]:
     """The findings of the other role's file, and of both together."""
     role = {"prefill": "decode", "decode": "prefill"}.get(args.role)
@@ -130,9 +125,18 @@ def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wan
     )
     of_peer = [Found(role, finding, place_of(finding, other.sources)) for finding in other.findings]
     try:
-        return of_peer + [Found(PAIR, finding, "") for finding in check_pair(args, other)]
+        return of_peer + [
+            Found(PAIR, finding, _places(finding, args, other))
+            for finding in check_pair(args, other)
+        ]
     except UsageError as error:
         fail(error)
+
+
+def _places(finding: Finding, *sides: EngineArgs) -> str:
+    """Where each side has the value from that the pairing's finding is about, where it was set."""
+    places = [(side.role, place_of(finding, side.sources)) for side in sides]
+    return "; ".join(f"{role}: {place}" for role, place in places if place)
 
 
 def _json_lines(found: Sequence[Found]) -> Iterator[str]:
@@ -145,7 +149,7 @@ def _text_lines(found: Sequence[Found], n_ignored: int) -> Iterator[str]:
     for of, finding, place in found:
         yield f"{finding.severity} {finding.code}  {of}  {finding.key}{f' ({place})' if place else ''}"
         yield from indented(f"{finding.key} {finding.text}.")
-        yield from indented(f"Fix: {finding.advice}.")
+        yield from indented(f"Fix: {finding.advice}{'' if finding.advice.endswith('?') else '.'}")
         yield ""
     counts = Counter(each.finding.severity for each in found)
     listed = ", ".join(f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items())

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from slagate.router import engine_options
 from slagate.router.command import (
     MAX_SECONDS,
     LogLevel,
@@ -51,7 +52,7 @@ from slagate.workers.listen import Address, ignore_hangups
 worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one would run.")
 
 
-worker.command()(check)
+worker.command("check")(check)
 worker.command()(convert)
 
 
@@ -66,15 +67,8 @@ def _run_worker(
     profile: Annotated[
         str, typer.Option(help="Timing profile: a packaged name, or a file.")
     ] = "llama-3.1-8b-h100",
-    tp: Annotated[
-        int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Tensor parallel size.")
-    ] = 1,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="trtllm: folder or Hugging Face id. sim: served name; default: the profile's."
-        ),
-    ] = None,
+    tp: Annotated[int, engine_options.TP] = 1,
+    model: Annotated[str | None, engine_options.MODEL] = None,
     time_scale: Annotated[
         float, typer.Option(min=0.0, callback=finite, help="Engine times are multiplied by this.")
     ] = 1.0,
@@ -85,37 +79,17 @@ def _run_worker(
     kv_block_bytes: Annotated[
         int, typer.Option(min=16, max=1 << 28, help="Real bytes of a simulated KV block.")
     ] = 4096,
-    max_batch_size: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Requests a step may run.")
-    ] = 256,
-    max_seq_len: Annotated[
-        int, typer.Option(min=2, max=1 << 31, help="Context window, tokens.")
-    ] = 131_072,
-    attention_dp: Annotated[
-        bool,
-        typer.Option(
-            "--attention-dp",
-            "--enable-attention-dp",
-            help="One KV cache per rank; as many ranks as --tp.",
-        ),
-    ] = False,
+    max_batch_size: Annotated[int, engine_options.MAX_BATCH_SIZE] = 256,
+    max_seq_len: Annotated[int, engine_options.MAX_SEQ_LEN] = 131_072,
+    attention_dp: Annotated[bool, engine_options.ATTENTION_DP] = False,
     kv_host_blocks: Annotated[
         int,
         typer.Option(
             min=0, max=100_000_000, help="KV blocks in host memory, for what the device evicts."
         ),
     ] = 0,
-    kv_events: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=100_000_000,
-            help="KV events the engine keeps until they are read; 0: it makes none.",
-        ),
-    ] = sim_worker.KV_EVENTS,
-    stream_interval: Annotated[
-        int, typer.Option(min=1, help="Tokens between two responses of a stream.")
-    ] = 1,
+    kv_events: Annotated[int, engine_options.KV_EVENTS] = sim_worker.KV_EVENTS,
+    stream_interval: Annotated[int, engine_options.STREAM_INTERVAL] = 1,
     transport: Transport = "auto",
     kv_transfer_timeout: Annotated[
         float,

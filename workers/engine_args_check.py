@@ -1,6 +1,7 @@
 """Engine arguments against the model: unknown names, types, ranges and choices, as findings by key."""
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, UnionType
@@ -11,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from slagate.workers.engine_args_merge import in_brief
 from slagate.workers.engine_args_model import UNSET_IF_NONE, EngineModel
-from slagate.workers.engine_args_sections import POWER_OF_TWO
+from slagate.workers.engine_args_sections import INT32_MAX, POWER_OF_TWO
 from slagate.workers.engine_args_text import inline
 from slagate.workers.engine_findings import Finding, error, warning
 
@@ -58,6 +59,13 @@ class _Bound(NamedTuple):
     words: str
     limit: str  # its name in pydantic's details
 
+
+_READS_AS = {
+    "int_type": re.compile(r"[+-]?\d+"),
+    "float_type": re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)"),
+    "bool_type": re.compile(r"(?i)true|false|yes|no|on|off"),
+}
+"""What text says once it is out of its quotes."""
 
 _BOUNDS = {
     "greater_than": _Bound("be above", "gt"),
@@ -162,7 +170,8 @@ def _finding(details: ErrorDetails) -> Finding:
     if kind == "literal_error":
         return error("E104", key, f"is {got}", _choice(details["loc"], details["input"]))
     if (wanted := _TYPES.get(kind)) is not None:
-        return error("E102", key, f"must be {wanted} (got {got})", _type_advice(details["input"]))
+        advice = _type_advice(kind, key, details["input"])
+        return error("E102", key, f"must be {wanted} (got {got})", advice)
     if kind == POWER_OF_TWO:
         return error("E103", key, f"must be a power of two (got {got})", "write 32, or 64")
     if (bound := _BOUNDS.get(kind)) is not None:
@@ -171,12 +180,23 @@ def _finding(details: ErrorDetails) -> Finding:
     return error("E103", key, f"is refused: {details['msg']} (got {got})", "write another value")
 
 
-def _type_advice(got: Any) -> str:
+def _type_advice(kind: str, key: str, got: Any) -> str:
+    if kind in ("dict_type", "model_type") and got is not None:
+        example = ", as in backend: DEFAULT" if key == "cache_transceiver_config" else ""
+        return f"write its keys below it, one a line{example}"
     if isinstance(got, str):
         # YAML 1.1, which PyYAML reads, has no number without a point in 1e-3.
-        if re.fullmatch(r"[+-]?\d+[eE][+-]?\d{1,3}", got):
-            return f"write it as {inline(float(got))}"
-        return "write it without quotes"
+        if re.fullmatch(r"[+-]?\d+[eE][+-]?\d{1,3}", got) and math.isfinite(float(got)):
+            whole = kind == "int_type" and float(got).is_integer() and abs(float(got)) <= INT32_MAX
+            return f"write it as {int(float(got)) if whole else inline(float(got))}"
+        if kind in ("int_type", "float_type") and (
+            suffixed := re.fullmatch(r"(\d+) ?([kKmMgGtT])(i?[bB])?", got)
+        ):
+            number = int(suffixed[1]) << (10 * ("kmgt".index(suffixed[2].lower()) + 1))
+            return f"write it out, as in {number}"
+        if _READS_AS.get(kind, re.compile("")).fullmatch(got.strip()):
+            return "write it without quotes"
+        return "write a value of that type"
     if got is None:
         return "leave the key out where the default is meant"
     return "write a value of that type"

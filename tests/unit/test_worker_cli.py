@@ -1,13 +1,16 @@
 """`slagate worker`: a bare call runs a worker; the group has room for commands about one."""
 
+import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from slagate.router.cli import cli
+from slagate.router.engine_args_cli import PLACES
 
 
 @pytest.mark.parametrize(
@@ -121,6 +124,18 @@ def test_engine_07_goes_by_the_version_that_is_installed_or_said(
     assert ("E206" in ended.output) == is_refused
 
 
+def test_whatever_sets_an_engine_argument_is_an_option_of_both_commands(tmp_path: Path) -> None:
+    worker = get_command(cli).commands["worker"]  # type: ignore[attr-defined]
+    for command in (worker, worker.commands["check"]):
+        assert PLACES.keys() <= {parameter.name for parameter in command.params}
+    file = tmp_path / "engine.yaml"
+    file.write_text("pipeline_parallel_size: 2\n")
+    given = ("--pipeline-parallel-size", "4", "--enable-attention-dp", "--kv-block-size", "7")
+    status, shown, _ = checked("--extra-engine-args", str(file), *given, "--json")
+    assert status == 1
+    assert [json.loads(line)["code"] for line in shown.splitlines()] == ["E107", "E103"]
+
+
 def test_options_before_a_command_are_refused() -> None:
     result = CliRunner().invoke(cli, ["worker", "--role", "agg", "check"])
     assert result.exit_code == 2
@@ -144,6 +159,23 @@ def test_a_check_says_what_where_and_what_to_do(tmp_path: Path) -> None:
     assert checked("--extra-engine-args", str(file), "--strict")[0] == 1
     status, shown, _ = checked("--extra-engine-args", str(file), "--strict", "--ignore", "e207")
     assert (status, shown) == (0, "no findings (1 ignored)\n")
+
+
+def test_a_finding_of_a_pair_says_where_both_sides_have_it(tmp_path: Path) -> None:
+    files = {role: tmp_path / f"{role}.yaml" for role in ("prefill", "decode")}
+    for role, file in files.items():
+        file.write_text(f"kv_cache_config:\n  dtype: {'fp8' if role == 'decode' else 'auto'}\n")
+    arguments = ("--role", "prefill", "--extra-engine-args", str(files["prefill"]))
+    ended = CliRunner().invoke(
+        cli, ["worker", "check", *arguments, "--peer-engine-args", str(files["decode"]), "--json"]
+    )
+    (found,) = [
+        each for line in ended.stdout.splitlines() if (each := json.loads(line))["of"] == "pair"
+    ]
+    assert found["source"] == (
+        f"prefill: --extra-engine-args {files['prefill']}:2; "
+        f"decode: --extra-engine-args {files['decode']}:2"
+    )
 
 
 def test_a_check_needs_something_to_check() -> None:
