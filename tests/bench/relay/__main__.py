@@ -3,9 +3,9 @@
 python -m bench.relay W1 W3 nginx fixed --rounds 3 --seconds 2
 
 Workloads are W1, W1h, W2p, W2s and W3, and `memory`; none named: all of them. Variants are direct, nginx,
-envoy, bare (the least that relays in Python, with nothing that a real relay needs), fixed (our relay with a
-fixed choice), full (with routing), full_own (the same, a connection to each of its 64 workers) and aio
-(grpc.aio with a fixed choice); none named: those of the workload.
+envoy, bare (the least that relays in Python, with nothing that a real relay needs, so not for W2), fixed
+(our relay with a fixed choice), full (with routing), full_own (the same, a connection to each of its 64
+workers) and aio (grpc.aio with a fixed choice); none named: those of the workload.
 
 What is measured has one core, the client and the workers the other. CPU is user and system time of the
 process and its descendants, by the scheduler: a request, or in W2 a message. Every answer is checked, and
