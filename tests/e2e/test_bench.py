@@ -7,8 +7,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from support.processes import READY_LIMIT_S, SLAGATE, Cluster, eventually, run_cli
 
 
@@ -17,7 +15,6 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_a_sweep_leaves_a_table_a_csv_file_and_a_picture(either: Cluster, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     figures, picture = tmp_path / "bench.csv", tmp_path / "bench.png"
     done = run_cli(
         *("bench", "--insecure", "--target", either.gateway.address),

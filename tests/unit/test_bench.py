@@ -165,7 +165,6 @@ def test_the_frontier_is_what_no_level_beats() -> None:
 
 
 def test_the_picture_is_a_png_or_an_svg_with_its_words(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     png, svg = tmp_path / "a.png", tmp_path / "a.svg"
     for path in (png, svg):
         write_pareto(some_rows(), path, title="A title", subtitle="ISL 5")
@@ -181,7 +180,6 @@ def test_the_picture_is_a_png_or_an_svg_with_its_words(tmp_path: Path) -> None:
 
 
 def test_no_picture_of_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     rows = [figures(level(REFUSED), targets=Targets(), share=GPUS)]
     with pytest.raises(UsageError, match=r"^--plot .*no level was answered"):
         write_pareto(rows, tmp_path / "a.png", title="", subtitle="")

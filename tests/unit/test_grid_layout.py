@@ -1,5 +1,6 @@
 """Pictures as scenes: everything is there, readable, and in nobody's way."""
 
+from importlib import import_module
 from itertools import combinations
 from typing import NamedTuple
 
@@ -289,8 +290,8 @@ def test_wrapped_text_is_all_there_and_fits(width: float) -> None:
 
 
 def test_the_estimate_of_a_width_is_never_less_than_the_font_of_pictures_takes() -> None:
-    textpath = pytest.importorskip("matplotlib.textpath")
-    properties = pytest.importorskip("matplotlib.font_manager").FontProperties
+    textpath = import_module("matplotlib.textpath")
+    properties = import_module("matplotlib.font_manager").FontProperties
     for bold in (False, True):
         font = properties(family="DejaVu Sans", weight="bold" if bold else "normal")
         for code in range(33, 127):
