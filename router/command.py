@@ -18,6 +18,7 @@ from slagate.pools.errors import ConfigError
 from slagate.pools.grid_config import FleetConfig, load_config
 from slagate.router.settings import POLICIES
 from slagate.workers.errors import UsageError
+from slagate.workers.farewell import all_closed
 from slagate.workers.kv_choice import TRANSPORTS
 from slagate.workers.listen import Address, parse_address
 from slagate.workers.logs import log_to_stderr
@@ -67,8 +68,15 @@ def run_to_exit(
     gRPC's threads, and its log, take no notice.
     """
     use_uvloop = sys.platform != "win32" and not starts_processes
+
+    async def whole() -> int:
+        try:
+            return await main_coroutine()
+        finally:
+            await all_closed()
+
     try:
-        status = anyio.run(main_coroutine, backend_options={"use_uvloop": use_uvloop})
+        status = anyio.run(whole, backend_options={"use_uvloop": use_uvloop})
     except Exception as error:
         cause: BaseException = error
         # Task groups wrap what went wrong inside; Python 3.10 has no name for the wrapper.

@@ -2,6 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import anyio
 
 ANSWER_LIMIT_S = 1.0
 """For the client to have read the first notice. Then it is told the end of it all the same."""
@@ -12,19 +15,56 @@ LINGER_S = 5.0
 _ASKED = b"farewell"
 
 
-def close_in_time(transport: asyncio.Transport) -> asyncio.TimerHandle | None:
+END_LIMIT_S = 1.0
+"""For those whose connections are closed at the end of everything: a process does not stay for them."""
+
+
+class Closing:
+    """A connection that is closed, until its transport is."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._all = _closing.setdefault(asyncio.get_running_loop(), set())
+        self._all.add(self)
+        self.transport = transport
+        self.is_over = anyio.Event()
+        self._timer = asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
+
+    def over(self) -> None:
+        """The transport is closed."""
+        self._timer.cancel()
+        self._all.discard(self)
+        self.is_over.set()
+
+
+_closing: WeakKeyDictionary[asyncio.AbstractEventLoop, set[Closing]] = WeakKeyDictionary()
+
+
+def close_in_time(transport: asyncio.Transport) -> Closing | None:
     """Close it when all is written. One whose peer reads no more would keep its socket for ever.
 
-    What is returned is for whoever is told that it is closed to cancel.
+    What is returned is for whoever is told that it is closed to end.
     """
     # One of TLS waits for the peer's goodbye too, half a minute by default. It does not count what waits
     # below it, and nothing at all once it is closed.
     is_tls = transport.get_extra_info("ssl_object") is not None
     is_waiting = is_tls or transport.get_write_buffer_size() > 0
     transport.close()
-    if not is_waiting:
-        return None
-    return asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
+    return Closing(transport) if is_waiting else None
+
+
+async def all_closed() -> None:
+    """Wait for the connections of this loop that were closed: the last thing before the loop ends.
+
+    A transport of TLS that hears its peer's goodbye while its loop is closed raises from there.
+    """
+    waiting = list(_closing.get(asyncio.get_running_loop(), ()))
+    with anyio.move_on_after(END_LIMIT_S):
+        for each in waiting:
+            await each.is_over.wait()
+    for each in waiting:
+        if not each.is_over.is_set():
+            each.transport.abort()
+            await each.is_over.wait()
 
 
 class Farewell:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from slagate.workers.budget import Budget
-from slagate.workers.farewell import LINGER_S, Farewell, close_in_time
+from slagate.workers.farewell import LINGER_S, Closing, Farewell, close_in_time
 from slagate.workers.h2_engine import EngineError, begin, new_engine
 from slagate.workers.h2_events import Events
 from slagate.workers.h2_outbox import Outbox
@@ -51,7 +51,7 @@ class H2Connection(asyncio.Protocol):
         self._is_blocked = False  # by the transport
         self._will_flush = False
         self._is_leaving = False
-        self._linger: asyncio.TimerHandle | None = None  # for a peer to take our last words
+        self._closing: Closing | None = None  # for a peer to take our last words
         self._unsaid: asyncio.TimerHandle | None = (
             None  # until it can be told that it is turned away
         )
@@ -227,8 +227,8 @@ class H2Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As `asyncio.Protocol`."""
-        if self._linger is not None:
-            self._linger.cancel()
+        if self._closing is not None:
+            self._closing.over()
         self._lose("the peer closed the connection" if exc is None else str(exc))
 
     def pause_writing(self) -> None:
@@ -304,7 +304,7 @@ class H2Connection(asyncio.Protocol):
 
     def _close(self, transport: asyncio.Transport) -> None:
         if not transport.is_closing():
-            self._linger = close_in_time(transport)
+            self._closing = close_in_time(transport)
 
     def _abort(self, reason: str) -> None:
         self.is_broken = True

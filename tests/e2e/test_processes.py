@@ -55,14 +55,18 @@ def config_of(of: Cluster) -> dict[str, Any]:
     return fleet_config({"a": ("agg", of.addresses("a"))})
 
 
+def ready_lines(of: Gateway) -> list[dict[str, Any]]:
+    """What the log says so far of processes that serve: lines come late, several at once."""
+    whole, _, _ = of.process.stderr().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines() if '"process.ready"' in line]
+
+
 def pids(of: Gateway) -> dict[int, int]:
     """The newest process of each number."""
     found: dict[int, int] = {}
 
     def is_told() -> bool:
-        # Lines come within a tenth of a second, several at once.
-        lines = [line for line in of.process.stderr().splitlines() if '"process.ready"' in line]
-        found.update({each["process_number"]: each["pid"] for each in map(json.loads, lines)})
+        found.update({each["process_number"]: each["pid"] for each in ready_lines(of)})
         return len(found) == n_running(of)
 
     eventually(is_told, "the log says which processes there are")
@@ -302,9 +306,11 @@ def _versions(of: Gateway) -> set[str]:
 def test_the_ready_line_has_the_pid_and_those_of_the_processes(two: Cluster) -> None:
     process = two.gateway.process
     assert process.ready["pid"] == process.popen.pid
-    first = [json.loads(line) for line in process.stderr().splitlines() if "process.ready" in line]
-    assert {each["process_number"] for each in first[:2]} == {0, 1}
-    by_number = sorted((each["process_number"], each["pid"]) for each in first[:2])
+    # The first two: other tests of this module kill processes of this cluster.
+    eventually(lambda: len(ready_lines(two.gateway)) >= 2, "the log says which processes there are")
+    first = ready_lines(two.gateway)[:2]
+    by_number = sorted((each["process_number"], each["pid"]) for each in first)
+    assert [number for number, _ in by_number] == [0, 1]
     assert process.ready["process_pids"] == [pid for _, pid in by_number]
 
 

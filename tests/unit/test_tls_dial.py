@@ -13,6 +13,7 @@ import pytest
 import uvloop
 
 from slagate.workers.channel import StreamChannel
+from slagate.workers.farewell import all_closed
 from slagate.workers.grpc_wire import CONTENT_TYPE, status_headers
 from slagate.workers.h2 import H2Connection
 from slagate.workers.h2_port import Headers, Settings, Stream
@@ -31,6 +32,7 @@ def run(main: Callable[[], Awaitable[None]], loop: str = "uvloop") -> None:
     async def limited() -> None:
         with anyio.fail_after(20):
             await main()
+            await all_closed()
 
     anyio.run(limited, backend_options=LOOPS[loop])
 

@@ -21,6 +21,7 @@ import uvloop
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.front import Front, serve_front
 from slagate.workers.channel import GENERATE
+from slagate.workers.farewell import all_closed
 from slagate.workers.h2_port import Settings
 from slagate.workers.links import Links, dial_unix
 from slagate.workers.listen import Address, listen_on
@@ -95,6 +96,7 @@ def play(
         with anyio.fail_after(20):
             async with served(folder, *scripts, client_ca=client_ca) as s:
                 await scene(s)
+            await all_closed()
 
     anyio.run(main, backend_options=LOOPS[loop])
 

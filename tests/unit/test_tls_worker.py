@@ -16,6 +16,7 @@ from cryptography import x509
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.client import GrpcWorker, connect_worker
 from slagate.workers.errors import WorkerError
+from slagate.workers.farewell import all_closed
 from slagate.workers.listen import Address
 from slagate.workers.server import serve_worker
 from slagate.workers.tls import ClientTls, ServerTls, Side, following
@@ -71,6 +72,7 @@ def play(folder: Path, scene: Callable[[Ends], Awaitable[None]]) -> None:
         with anyio.fail_after(20):
             async with ends(folder) as e:
                 await scene(e)
+            await all_closed()
 
     anyio.run(main, backend_options={"loop_factory": uvloop.new_event_loop})
 
