@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write tests/golden/* anew instead of comparing",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_ignore_collect(collection_path: Path) -> Generator[None, bool | None, bool | None]:
+    """Nobody leaves out a module of tests, as plugins of installed packages do by its name."""
+    is_left_out = yield
+    if is_left_out and collection_path.match("test_*.py"):
+        raise pytest.UsageError(f"a plugin leaves out {collection_path}")
+    return is_left_out
 
 
 @pytest.hookimpl(trylast=True)
