@@ -12,6 +12,9 @@ DYNAMO_RUNTIME := ai-dynamo-runtime==1.6.1
 # What profiles are made from: 165 MB, so not for every run.
 AICONFIGURATOR := aiconfigurator==0.12.0
 
+# The tests start hundreds of processes, each of which would compile the sources anew: half of its start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: dev demo test test-long fuzz check fmt lint types proto proto-check wheel-smoke bench bench-relay clean
 
 dev: $(STAMP) .types/slagate
