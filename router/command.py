@@ -15,11 +15,9 @@ from rich.console import Console
 
 from slagate.pools.errors import ConfigError
 from slagate.router.settings import POLICIES
-from slagate.workers.errors import UsageError
-from slagate.workers.kv_choice import TRANSPORTS
+from slagate.workers.errors import ProfileError, UsageError
 from slagate.workers.listen import Address, parse_address
 from slagate.workers.logs import log_to_stderr
-from slagate.workers.profile import ProfileError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -111,13 +109,6 @@ MaybeListen = Annotated[
 """Of a group that listens unless it is asked for one of its commands, which then has to be checked."""
 Policy = Annotated[str, typer.Option(help=f"How workers are chosen: {' or '.join(POLICIES)}.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
-Transport = Annotated[
-    str,
-    typer.Option(
-        help="How the KV cache moves between workers: nixl, shm (shared memory), or auto: nixl where it "
-        "works, else shm.",
-    ),
-]
 
 
 def options_given(context: typer.Context) -> list[str]:
@@ -160,12 +151,6 @@ def with_options(
     )
     with_more.__annotations__ = {key: each.annotation for key, each in parameters.items()}
     return with_more
-
-
-def check_transport(transport: str) -> None:
-    """End the command unless `transport` is one there is."""
-    if transport not in TRANSPORTS:
-        fail(f"--transport must be one of {', '.join(TRANSPORTS)} (got {transport!r})")
 
 
 def check_policy(policy: str) -> None:

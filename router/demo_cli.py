@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from slagate.router.command import Policy, Transport, check_policy, check_transport, run_to_exit
+from slagate.router.command import Policy, check_policy, run_to_exit
 from slagate.router.demo import run_demo
 from slagate.router.settings import Settings
+from slagate.router.transport_option import Transport, check_transport
 
 
 def demo(

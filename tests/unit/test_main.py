@@ -38,7 +38,16 @@ def test_grpc_is_quiet_from_its_import_on_unless_the_user_wants_otherwise(
     assert ended.stdout.splitlines()[-1] == f"{given or 'NONE'} True"
 
 
-def test_a_command_imports_none_of_what_only_others_need() -> None:
+@pytest.mark.parametrize(
+    ("command", "own", "of_others"),
+    [
+        (["worker", "--role", "agg"], "worker_cli", {"slagate.pools.grid_config"}),
+        (["reload"], "reload_cli", {"numpy", "slagate.workers.profile"}),
+    ],
+)
+def test_a_command_imports_none_of_what_only_others_need(
+    command: list[str], own: str, of_others: set[str]
+) -> None:
     script = (
         "import sys\n"
         f"from {ENTRY} import main\n"
@@ -48,14 +57,11 @@ def test_a_command_imports_none_of_what_only_others_need() -> None:
         "    print(*sys.modules)\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", script, "worker", "--role", "agg"],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", script, *command], capture_output=True, text=True, check=True
     )
     modules = set(ended.stdout.split())
-    assert "slagate.router.worker_cli" in modules
-    assert not modules & {"slagate.router.serve_cli", "slagate.pools.grid_config"}
+    assert f"slagate.router.{own}" in modules
+    assert not modules & {"slagate.router.serve_cli", *of_others}
 
 
 def test_a_mistyped_command_is_answered_with_what_it_is_like() -> None:

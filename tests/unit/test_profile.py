@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slagate.workers.profile import ProfileError, TpProfile, available_profiles, load_profile
+from slagate.workers.errors import ProfileError
+from slagate.workers.profile import TpProfile, available_profiles, load_profile
 from slagate.workers.profile_table import MAX_WHOLE
 
 ALL = [
