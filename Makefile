@@ -12,6 +12,9 @@ DYNAMO_RUNTIME := ai-dynamo-runtime==1.6.1
 # What profiles are made from: 165 MB, so not for every run.
 AICONFIGURATOR := aiconfigurator==0.12.0
 
+# The tests start hundreds of processes, each of which would compile the sources anew: half of its start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: dev demo test test-long fuzz check fmt lint types proto proto-check wheel-smoke bench bench-relay clean
 
 dev: $(STAMP) .types/slagate
@@ -42,6 +45,8 @@ test-long: dev
 	@$(BIN)/python -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"$(AICONFIGURATOR) needs Python 3.11 to 3.13, {sys.executable} is {v[0]}.{v[1]}")'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(AICONFIGURATOR)
 	SLAGATE_SEEDS=6000 $(BIN)/python -m pytest $(PARALLEL) tests/property tests/long
+	SLAGATE_SEEDS=25 $(BIN)/python -m pytest $(PARALLEL) tests/simulation/test_gateway.py tests/simulation/test_wire.py
+	SLAGATE_SEEDS=50000 $(BIN)/python -m pytest $(PARALLEL) -k mem_0 tests/contract/test_worker_memory.py tests/unit/test_kv_log.py
 
 fuzz: dev
 	SLAGATE_SEEDS=25000 $(BIN)/python -m pytest $(PARALLEL) tests/property/test_h2_fuzz.py tests/property/test_path_fuzz.py

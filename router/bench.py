@@ -17,8 +17,8 @@ from slagate.router.bench_load import Prompts, load_requests
 from slagate.router.bench_report import Level, Targets, problem
 from slagate.router.client_cli import only_model
 from slagate.router.loadgen import Progress, Served, run_callers
+from slagate.router.metadata_keys import ITL, TTFT
 from slagate.router.refusals import why_not
-from slagate.router.sla import ITL, TTFT
 from slagate.workers.aside import aside
 from slagate.workers.client import GrpcWorker, connect_worker, unary
 from slagate.workers.clock import monotonic_s

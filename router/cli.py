@@ -1,135 +1,78 @@
-"""The `slagate` command: all of its commands, and those that are a few lines."""
+"""The `slagate` command: which commands there are. Each is imported when it is asked for."""
 
-from pathlib import Path
-from typing import Annotated
+import gc
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
 
 import typer
-from rich.console import Console
+from typer.core import TyperGroup
+from typer.main import get_group
 
-from slagate.router import client_cli
-from slagate.router.bench_cli import bench
-from slagate.router.command import (
-    Policy,
-    Transport,
-    check_policy,
-    check_transport,
-    fail,
-    run_to_exit,
-)
-from slagate.router.demo import run_demo
-from slagate.router.grid_cli import grid
-from slagate.router.profile_cli import profile
-from slagate.router.receipts_cli import receipts, recompute
-from slagate.router.reload_cli import reload
-from slagate.router.serve_cli import serve
-from slagate.router.settings import Settings
-from slagate.router.tls_cli import dials
-from slagate.router.worker_cli import worker
-from slagate.workers.errors import UsageError
-from slagate.workers.tls_files import TlsFiles
+COMMANDS = {
+    "serve": "serve_cli",
+    "bench": "bench_cli",
+    "receipts": "receipts_cli",
+    "recompute": "receipts_cli",
+    "reload": "reload_cli",
+    "generate": "client_commands",
+    "explain": "client_commands",
+    "pools": "client_commands",
+    "demo": "demo_cli",
+    "grid": "grid_cli",
+    "profile": "profile_cli",
+    "worker": "worker_cli",
+}
+"""In which module of this package a command is, under its own name; in the order of `slagate --help`."""
+
+
+class _Commands(TyperGroup):
+    """Imports and builds a command when it is asked for.
+
+    A process runs one of them; importing what only the others need took a fifth of a worker's start.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All there are."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command, or None."""
+        if cmd_name not in self.commands:
+            # For a name that there is not, typer looks through all of them for one that is like it.
+            self.commands.update(_built([cmd_name] if cmd_name in COMMANDS else COMMANDS))
+        return self.commands.get(cmd_name)
+
 
 cli = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="SLA-aware global router gateway for TensorRT-LLM.",
 )
-cli.add_typer(grid, name="grid")
-cli.add_typer(profile, name="profile")
-cli.add_typer(worker, name="worker")
-cli.command()(serve)
-cli.command()(bench)
-cli.command()(receipts)
-cli.command()(recompute)
-cli.command()(reload)
 
 
-Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway to call.")]
-Admin = Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway's admin listener.")]
-Tokens = Annotated[
-    str | None, typer.Option(metavar="1,2,3|@FILE", help="Prompt token ids, or a file of them.")
-]
-Isl = Annotated[int | None, typer.Option(min=1, help="Or: a made-up prompt of this many tokens.")]
-Model = Annotated[str | None, typer.Option(help="Model name; may be left out where one is served.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Output budget.")]
-TtftMs = Annotated[str | None, typer.Option(help="TTFT target, ms.")]
-ItlMs = Annotated[str | None, typer.Option(help="ITL target, ms.")]
-Priority = Annotated[str | None, typer.Option(help="int32, higher is more important.")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+@cli.callback()
+def _without_command() -> None:
+    """Without one of its own, typer builds no group."""
 
 
-@cli.command()
-@dials
-def generate(
-    *,
-    target: Target,
-    tls: TlsFiles | None,
-    tokens: Tokens = None,
-    isl: Isl = None,
-    model: Model = None,
-    max_tokens: MaxTokens = None,
-    ttft_ms: TtftMs = None,
-    itl_ms: ItlMs = None,
-    priority: Priority = None,
-    receipt: Annotated[
-        bool, typer.Option("--receipt", help="Print the receipt at the end.")
-    ] = False,
-    timeout: Annotated[float | None, typer.Option(help="Deadline, seconds.")] = None,
-) -> None:
-    """Send one request and print its token ids as they come, then the receipt as JSON."""
-    prompt = _prompt(tokens, isl)
-    options = client_cli.RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
-    run_to_exit(
-        lambda: client_cli.generate(target, options, tls=tls, receipt=receipt, timeout_s=timeout)
-    )
+def _built(names: Iterable[str]) -> dict[str, Any]:
+    group = typer.Typer()
+    for name in names:
+        command = _imported(name)
+        if isinstance(command, typer.Typer):
+            group.add_typer(command, name=name)
+        else:
+            group.command(name)(command)
+    return dict(get_group(group).commands)
 
 
-@cli.command()
-@dials
-def explain(
-    *,
-    target: Admin,
-    tls: TlsFiles | None,
-    tokens: Tokens = None,
-    isl: Isl = None,
-    model: Model = None,
-    max_tokens: MaxTokens = None,
-    ttft_ms: TtftMs = None,
-    itl_ms: ItlMs = None,
-    priority: Priority = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show the decision for a request; nothing is sent to a worker."""
-    prompt = _prompt(tokens, isl)
-    options = client_cli.RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
-    run_to_exit(lambda: client_cli.explain(target, options, tls=tls, as_json=as_json))
-
-
-@cli.command()
-@dials
-def pools(*, target: Admin, tls: TlsFiles | None, as_json: AsJson = False) -> None:
-    """Show the pools and workers of a running gateway."""
-    run_to_exit(lambda: client_cli.pools(target, tls=tls, as_json=as_json))
-
-
-@cli.command()
-def demo(
-    *,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Of the sample; default: all of it.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("build/demo.json"),
-    transport: Transport = "auto",
-    policy: Policy = Settings.policy,
-) -> None:
-    """Replay a real trace through a gateway and eight simulated workers on this machine."""
-    check_transport(transport)
-    check_policy(policy)
-    run_to_exit(lambda: run_demo(requests, out, Console(), transport=transport, policy=policy))
-
-
-def _prompt(tokens: str | None, isl: int | None) -> list[int]:
+def _imported(name: str) -> Any:
+    # What an import makes stays: to look for garbage in it took a tenth of a start.
+    gc.disable()
     try:
-        return client_cli.read_prompt(tokens, isl)
-    except UsageError as error:
-        fail(error)
+        return getattr(import_module(f"slagate.router.{COMMANDS[name]}"), name)
+    finally:
+        gc.enable()

@@ -15,8 +15,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router.calling import admin_at, engine_at
 from slagate.router.client_tables import print_decision, print_pools
 from slagate.router.command import CallFailed
-from slagate.router.generate import RECEIPT_TRAILER
-from slagate.router.sla import ITL, PRIORITY, RECEIPT, TTFT
+from slagate.router.metadata_keys import ITL, PRIORITY, RECEIPT, RECEIPT_TRAILER, TTFT
 from slagate.workers.client import GrpcWorker
 from slagate.workers.errors import UsageError, WorkerError
 from slagate.workers.stream import BufferedSink

@@ -5,9 +5,8 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import anyio
@@ -15,14 +14,11 @@ import typer
 from rich.console import Console
 
 from slagate.pools.errors import ConfigError
-from slagate.pools.grid_config import FleetConfig, load_config
 from slagate.router.settings import POLICIES
-from slagate.workers.errors import UsageError
+from slagate.workers.errors import ProfileError, UsageError
 from slagate.workers.farewell import all_closed
-from slagate.workers.kv_choice import TRANSPORTS
 from slagate.workers.listen import Address, parse_address
 from slagate.workers.logs import log_to_stderr
-from slagate.workers.profile import ProfileError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -119,30 +115,8 @@ MaybeListen = Annotated[
     ),
 ]
 """Of a group that listens unless it is asked for one of its commands, which then has to be checked."""
-FleetFile = Annotated[
-    Path,
-    typer.Argument(help="Fleet file, or a configuration of Dynamo's router or endpoint picker."),
-]
-Lenient = Annotated[
-    bool, typer.Option("--lenient", help="Leave out unknown keys of the fleet file, and list them.")
-]
-PoolsFile = Annotated[
-    Path | None,
-    typer.Option("--pools", metavar="FILE", help='Further pools: a JSON file {"pools": {...}}.'),
-]
-PoolWorkers = Annotated[
-    list[str] | None,
-    typer.Option("--pool", metavar="NAME=HOST:PORT,...", help="Workers of a pool; repeatable."),
-]
 Policy = Annotated[str, typer.Option(help=f"How workers are chosen: {' or '.join(POLICIES)}.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
-Transport = Annotated[
-    str,
-    typer.Option(
-        help="How the KV cache moves between workers: nixl, shm (shared memory), or auto: nixl where it "
-        "works, else shm.",
-    ),
-]
 
 
 def options_given(context: typer.Context) -> list[str]:
@@ -187,12 +161,6 @@ def with_options(
     return with_more
 
 
-def check_transport(transport: str) -> None:
-    """End the command unless `transport` is one there is."""
-    if transport not in TRANSPORTS:
-        fail(f"--transport must be one of {', '.join(TRANSPORTS)} (got {transport!r})")
-
-
 def check_policy(policy: str) -> None:
     """End the command unless `policy` is one there is."""
     if policy not in POLICIES:
@@ -205,41 +173,3 @@ def start_log(level: str, **about: object) -> None:
         log_to_stderr(level, **about)
     except ValueError:
         fail(f"--log-level must be debug, info, warning or error (got {level!r})")
-
-
-def read_fleet(
-    path: Path,
-    *,
-    lenient: bool,
-    pools: Path | None,
-    pool: Sequence[str] | None,
-    untold: str | None = None,
-) -> FleetConfig:
-    """The fleet file with what the options add, to look at; see `checked`."""
-    workers = pool_workers(pool or ())
-    return checked(
-        lambda: load_config(path, lenient=lenient, pools=pools, workers=workers), untold=untold
-    )
-
-
-def checked(read: Callable[[], FleetConfig], *, untold: str | None = None) -> FleetConfig:
-    """What `read` returns, its warnings on stderr but for `untold`; a `ConfigError` ends the command."""
-    try:
-        config = read()
-    except ConfigError as error:
-        fail(error)
-    for warning in config.warnings:
-        if untold is None or not warning.endswith(f": {untold}"):
-            errors.print(f"slagate: warning: {warning}")
-    return config
-
-
-def pool_workers(options: Sequence[str]) -> dict[str, list[str]]:
-    """Addresses by pool from options such as `fast=10.0.0.1:9000,10.0.0.2:9000`; others end the command."""
-    workers: dict[str, list[str]] = {}
-    for option in options:
-        name, _, addresses = option.rpartition("=")  # a name may have a "=", an address has none
-        if not name:
-            fail(f"--pool must be NAME=HOST:PORT,... (got {option!r})")
-        workers.setdefault(name, []).extend(addresses.split(","))
-    return workers

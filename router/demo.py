@@ -24,8 +24,8 @@ from slagate.router.cluster import Cluster, ClusterError
 from slagate.router.demo_fleet import DemoFleet, kv_verify_failures, start_fleet
 from slagate.router.demo_report import Row, build_report, example, table
 from slagate.router.loadgen import LoadRequest, Progress, Served, mismatch, run_load
+from slagate.router.metadata_keys import ITL, OBJECTIVE, RECEIPT, SESSION_ID, TTFT
 from slagate.router.replay import Arrival, arrivals, load_trace, prompt_tokens
-from slagate.router.sla import ITL, OBJECTIVE, RECEIPT, SESSION_ID, TTFT
 from slagate.workers.client import connect_worker
 from slagate.workers.errors import UsageError
 from slagate.workers.listen import stopped

@@ -25,6 +25,7 @@ from slagate.router.errors import (
 )
 from slagate.router.handoff import Handoff, PrefillSink, guard
 from slagate.router.live import Running
+from slagate.router.metadata_keys import RECEIPT_TRAILER
 from slagate.router.receipts import Record
 from slagate.router.request import Request, check_length, output_budget, parse_request
 from slagate.router.score import Ask
@@ -36,8 +37,6 @@ from slagate.workers.logs import note
 from slagate.workers.worker import OK, Status
 
 log = logging.getLogger(__name__)
-
-RECEIPT_TRAILER = "slagate-receipt-bin"
 
 
 async def generate(call: ClientCall, gateway: Gateway) -> None:

@@ -9,15 +9,8 @@ import typer
 from slagate.pools.grid_file import ANY_CLASS
 from slagate.pools.grid_schema import fleet_schema
 from slagate.pools.json_text import shown
-from slagate.router.command import (
-    FleetFile,
-    Lenient,
-    PoolsFile,
-    PoolWorkers,
-    errors,
-    fail,
-    read_fleet,
-)
+from slagate.router.command import errors, fail
+from slagate.router.fleet_options import FleetFile, Lenient, PoolsFile, PoolWorkers, read_fleet
 from slagate.router.grid_build_cli import build
 from slagate.router.grid_lint_cli import lint
 from slagate.router.grid_select import select_lines

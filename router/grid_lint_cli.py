@@ -5,7 +5,6 @@ Exit status 0: no findings; 1: findings; 2: the file, one of its profiles or the
 
 import difflib
 import json
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,20 +18,11 @@ from slagate.pools.grid_lint import lint as findings_of
 from slagate.pools.grid_lint_codes import CODES, Finding
 from slagate.pools.json_text import json_path, shown
 from slagate.pools.pool_profiles import read_profiles
-from slagate.router.command import (
-    FleetFile,
-    Lenient,
-    PoolsFile,
-    PoolWorkers,
-    fail,
-    read_fleet,
-    until_reader_leaves,
-)
+from slagate.router.command import fail, until_reader_leaves
+from slagate.router.finding_text import EXIT_FINDINGS, indented
+from slagate.router.fleet_options import FleetFile, Lenient, PoolsFile, PoolWorkers, read_fleet
 from slagate.router.replay import TraceError, load_trace
 from slagate.workers.profile import TpProfile
-
-EXIT_FINDINGS = 1
-COLUMNS = 100
 
 
 def lint(
@@ -107,19 +97,6 @@ def text_lines(found: Sequence[Finding], *, n_ignored: int = 0) -> Iterator[str]
     counts = Counter(finding.code for finding in found)
     listed = ", ".join(f"{code} x{n}" if n > 1 else code for code, n in counts.items())
     yield f"{len(found)} finding{'s' * (len(found) > 1)}{ignored}: {listed}"
-
-
-def indented(text: str) -> list[str]:
-    """The text in lines of a page's width, below what it is about."""
-    indent = " " * 6
-    return textwrap.wrap(
-        text,
-        width=COLUMNS,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _known_code(code: str) -> str:

@@ -15,17 +15,9 @@ from slagate.pools.grid_config import FleetConfig, parse_config
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.attainment import CellTraffic
 from slagate.router.calling import admin_at
-from slagate.router.command import (
-    Lenient,
-    PoolsFile,
-    PoolWorkers,
-    errors,
-    fail,
-    read_fleet,
-    run_to_exit,
-    until_reader_leaves,
-)
+from slagate.router.command import errors, fail, run_to_exit, until_reader_leaves
 from slagate.router.decision_message import WIRE_STAGE
+from slagate.router.fleet_options import Lenient, PoolsFile, PoolWorkers, read_fleet
 from slagate.router.grid_layout import scene
 from slagate.router.grid_picture import missing_glyphs, write_picture
 from slagate.router.grid_scene import Scene

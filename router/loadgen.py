@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.generate import RECEIPT_TRAILER
+from slagate.router.metadata_keys import RECEIPT_TRAILER
 from slagate.workers.clock import monotonic_s
 from slagate.workers.errors import status_of_engine_error
 from slagate.workers.worker import OK, Call, Metadata, Sink, Status

@@ -24,8 +24,8 @@ from slagate.router.profile_measure import (
     measured_content,
 )
 from slagate.router.tls_cli import dials
-from slagate.workers.errors import UsageError
-from slagate.workers.profile import ProfileError, load_profile
+from slagate.workers.errors import ProfileError, UsageError
+from slagate.workers.profile import load_profile
 from slagate.workers.tls_files import TlsFiles
 
 profile = typer.Typer(no_args_is_help=True, help="Timing profiles of models on GPUs.")

@@ -12,7 +12,8 @@ from slagate.pools.overlap import Prompt
 from slagate.pools.run_trie import Root
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import InvalidRequest, TooLarge, Unsupported
-from slagate.router.sla import ITL, TTFT, looks_like_ours
+from slagate.router.metadata_keys import ITL, TTFT
+from slagate.router.sla import looks_like_ours
 from slagate.workers.legs import REQUEST_TYPE
 
 MAX_ID_BYTES = 1024

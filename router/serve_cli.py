@@ -11,20 +11,16 @@ from prometheus_client import disable_created_metrics
 
 from slagate.router import app as gateway_app
 from slagate.router.command import (
-    Lenient,
     Listen,
     LogLevel,
     Policy,
-    PoolsFile,
-    PoolWorkers,
     check_policy,
-    checked,
     fail,
-    pool_workers,
     run_to_exit,
     start_log,
 )
 from slagate.router.config_source import FleetSource
+from slagate.router.fleet_options import Lenient, PoolsFile, PoolWorkers, checked, pool_workers
 from slagate.router.process import config_in_force, own_place
 from slagate.router.processes import MAX_PROCESSES, serve_processes
 from slagate.router.settings import Settings

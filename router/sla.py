@@ -21,19 +21,19 @@ from msgspec import structs
 
 from slagate.pools.grid_file import Objective, default_for
 from slagate.router.errors import InvalidRequest
+from slagate.router.metadata_keys import (
+    FAIRNESS_ID,
+    ITL,
+    KNOWN,
+    OBJECTIVE,
+    PRIORITY,
+    RECEIPT,
+    ROUTING_KEY,
+    SESSION_ID,
+    TTFT,
+)
 from slagate.workers.legs import TARGET_RANK
 from slagate.workers.worker import Metadata
-
-TTFT = "x-slo-ttft-ms"
-ITL = "x-slo-tpot-ms"
-PRIORITY = "openengine-priority"
-OBJECTIVE = "x-gateway-inference-objective"
-FAIRNESS_ID = "x-gateway-inference-fairness-id"
-SESSION_ID = "x-dynamo-session-id"
-RECEIPT = "slagate-receipt"
-ROUTING_KEY = "openengine-routing-key"
-
-KNOWN = (TTFT, ITL, PRIORITY, OBJECTIVE, FAIRNESS_ID, SESSION_ID, RECEIPT, ROUTING_KEY)
 
 MAX_TEXT = 256
 """Characters of a class, tenant or conversation id: they end up in receipts of 4 KiB."""

@@ -19,6 +19,7 @@ from slagate.router.errors import LegFailed, RequestError
 from slagate.router.handoff import Handoff, Releaser
 from slagate.router.leg import LegSink
 from slagate.router.live import LiveRequests, Running
+from slagate.router.metadata_keys import PRIORITY
 from slagate.router.metrics import Metrics
 from slagate.router.policy import StageChoice
 from slagate.router.receipt_ring import ReceiptRing
@@ -26,7 +27,6 @@ from slagate.router.receipts import Record
 from slagate.router.request import Request
 from slagate.router.score import Ask
 from slagate.router.settings import Settings
-from slagate.router.sla import PRIORITY
 from slagate.router.splice import Splice
 from slagate.workers.legs import DECODE_RANK, TARGET_RANK
 from slagate.workers.stream import Outlet

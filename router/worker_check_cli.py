@@ -24,7 +24,7 @@ from slagate.router.engine_args_cli import (
     read_engine_args,
 )
 from slagate.router.engine_options import OPTIONS
-from slagate.router.grid_lint_cli import EXIT_FINDINGS, indented
+from slagate.router.finding_text import EXIT_FINDINGS, indented
 from slagate.workers.engine_args import EngineArgs, check_pair
 from slagate.workers.engine_case import Wanted
 from slagate.workers.engine_findings import CODES, Finding

@@ -11,8 +11,6 @@ from slagate.router.command import (
     MAX_SECONDS,
     LogLevel,
     MaybeListen,
-    Transport,
-    check_transport,
     fail,
     finite,
     options_given,
@@ -36,6 +34,7 @@ from slagate.router.logits_cli import (
     read_logits_processors,
 )
 from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
+from slagate.router.transport_option import Transport, check_transport
 from slagate.router.trtllm_cli import (
     check_engine,
     option,

@@ -8,7 +8,7 @@ import typer
 
 from slagate.router.command import errors, fail, until_reader_leaves
 from slagate.router.engine_args_cli import AllowUnknownEngineArgs, engine_version_of
-from slagate.router.grid_lint_cli import EXIT_FINDINGS
+from slagate.router.finding_text import EXIT_FINDINGS
 from slagate.workers.engine_args import assemble
 from slagate.workers.engine_args_merge import Layer
 from slagate.workers.engine_args_read import read_yaml

@@ -50,12 +50,13 @@ def pytest_ignore_collect(collection_path: Path) -> Generator[None, bool | None,
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Shuffled as they are, those of tests/e2e come first.
+    """Shuffled as they are, those of tests/e2e come first, then those of tests/contract.
 
-    Of two processes the first one then has most of them, with the clusters that they share and the time
+    Of two processes the first one then has most of them, with the processes that they share and the time
     they wait, the other one works, and what is left for the end are small tests.
     """
-    items.sort(key=lambda item: item.path.parent.name != "e2e")
+    first = ["e2e", "contract"]
+    items.sort(key=lambda item: [item.path.parent.name != folder for folder in first])
 
 
 def pytest_collection_finish() -> None:

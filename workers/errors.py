@@ -28,6 +28,10 @@ class UsageError(ValueError):
     """An option of a command is wrong, or does not fit what the command meets; the message says which."""
 
 
+class ProfileError(ValueError):
+    """A profile that cannot be used; the text names the file and the field."""
+
+
 class WorkerError(Exception):
     """A worker refused or failed a call; `status` is what it said (or what the transport made of it).
 

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from slagate.workers.errors import ProfileError
 from slagate.workers.profile_table import Floats, Ints, Table
 
 HOST_LINK_BYTES_PER_S = 25e9
@@ -26,10 +27,6 @@ _FEW = 8
 
 _FAR_TOKENS = 2.0**32
 """Beyond any prompt, context and batch: token counts on the wire are 32 bits."""
-
-
-class ProfileError(ValueError):
-    """A profile that cannot be used; the text names the file and the field."""
 
 
 _Row = tuple[

@@ -10,9 +10,9 @@ from support.contract import DIRECT, PROCESS, SERVED, Play, Scenario, Setup
 from support.trtllm_process import SharedWorkers
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedWorkers]:
-    """Worker processes of the whole session."""
+    """Worker processes of all tests of this folder."""
     shared = SharedWorkers(tmp_path_factory.mktemp("workers"))
     yield shared
     shared.close()

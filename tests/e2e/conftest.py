@@ -8,7 +8,8 @@ from support.foreign_client import Client
 from support.processes import Cluster, Pool, cluster
 
 
-@pytest.fixture(scope="session")
+# They end with the last test of this folder: eight idle processes take a tenth of a core from all others.
+@pytest.fixture(scope="package")
 def disagg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two equal prefill and two equal decode workers at true speed; context window 32,768."""
     window = ("--max-seq-len", "32768")
@@ -17,7 +18,7 @@ def disagg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def agg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two equal workers that do both phases, at true speed."""
     with cluster(tmp_path_factory.mktemp("agg"), {"a": Pool("agg", 2)}) as running:

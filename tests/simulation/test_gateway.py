@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from support import virtual_loop
+from support.seeds import n_seeds_of
 from support.simulation import Plan, Seen, check_idle, check_tokens, running, simulate
 
 DISAGG = {"prefill": 2, "decode": 2}
@@ -33,7 +34,7 @@ def plans(rng: random.Random, count: int) -> list[Plan]:
     return made
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(n_seeds_of(10)))
 @pytest.mark.parametrize("stages", [DISAGG, AGG], ids=["disagg", "agg"])
 def test_random_clients_leave_nothing_behind(stages: dict[str, int], seed: int) -> None:
     async def main() -> list[Seen]:
@@ -59,7 +60,7 @@ def test_random_clients_leave_nothing_behind(stages: dict[str, int], seed: int) 
         assert one.code in allowed, one.plan
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(n_seeds_of(6)))
 @pytest.mark.parametrize("stages", [DISAGG, AGG], ids=["disagg", "agg"])
 def test_workers_that_refuse_leave_nothing_behind(stages: dict[str, int], seed: int) -> None:
     async def main() -> list[Seen]:
@@ -80,7 +81,7 @@ def test_workers_that_refuse_leave_nothing_behind(stages: dict[str, int], seed: 
         assert "INTERNAL" not in attempts[:-1]
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(n_seeds_of(6)))
 @pytest.mark.parametrize("stages", [DISAGG, AGG], ids=["disagg", "agg"])
 def test_workers_lost_midway_leave_nothing_behind(stages: dict[str, int], seed: int) -> None:
     """Streams that break or go silent: what arrived is right, and nothing stays held."""

@@ -115,7 +115,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
     """What the real command line makes of `slagate ARGUMENTS`. Raises its usage errors."""
     name, *options = arguments
     group: Any = typer.main.get_command(cli)
-    command = group.commands[name]
+    command = group.get_command(None, name)
     values: dict[str, Any] = command.make_context(name, list(options)).params
     return values
 

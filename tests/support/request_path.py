@@ -13,8 +13,9 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router.app import App, build
 from slagate.router.client_stream import Serve
 from slagate.router.errors import Outcome
-from slagate.router.generate import RECEIPT_TRAILER, generate
+from slagate.router.generate import generate
 from slagate.router.live import Running
+from slagate.router.metadata_keys import RECEIPT_TRAILER
 from slagate.router.settings import Settings
 from slagate.router.turn import ClientCall
 from slagate.workers.stream import BufferedSink

@@ -19,7 +19,8 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.app import App, build
 from slagate.router.errors import Aborted
-from slagate.router.generate import RECEIPT_TRAILER, generate
+from slagate.router.generate import generate
+from slagate.router.metadata_keys import RECEIPT_TRAILER
 from slagate.router.settings import Settings
 from slagate.router.turn import ClientCall
 from slagate.workers.stream import BufferedSink

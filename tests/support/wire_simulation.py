@@ -14,7 +14,8 @@ import anyio
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.front import Front
-from slagate.router.generate import RECEIPT_TRAILER, generate
+from slagate.router.generate import generate
+from slagate.router.metadata_keys import RECEIPT_TRAILER
 from slagate.router.settings import Settings
 from slagate.workers.channel import StreamChannel
 from slagate.workers.h2_port import Settings as Http2Settings

@@ -7,6 +7,7 @@ samples that break it, so that a rule which finds nothing by mistake shows.
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ MODULES = {
     for path in sorted((REPOSITORY / package).glob("*.py"))
     if not re.search(r"_pb2(_grpc)?$", path.stem)
 }
+
+
+@cache
+def parsed(source: str) -> ast.Module:
+    """Its tree, which nobody changes: every rule asks for those of all modules."""
+    return ast.parse(source)
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
@@ -82,7 +89,7 @@ def forbidden_imports(module: str, source: str) -> list[str]:
     """Imports against the direction, from tests, relative, or under a folder's bare name."""
     package = module.split("/")[0]
     allowed = BELOW[package] | {package}
-    tree = ast.parse(source)
+    tree = parsed(source)
     # A dotted name in a string is an import too, by importlib or as a package of resources.
     by_text = [text for text in constants(tree) if re.fullmatch(r"slagate(\.\w+)+", text)]
     findings = []
@@ -101,7 +108,7 @@ def code_besides_docstring(module: str, source: str) -> list[str]:
     """What an __init__.py holds after its docstring, or the lack of a docstring."""
     if not module.endswith("/__init__"):
         return []
-    tree = ast.parse(source)
+    tree = parsed(source)
     if ast.get_docstring(tree) is None:
         return ["no docstring"]
     return [ast.unparse(node) for node in tree.body[1:]]
@@ -111,7 +118,7 @@ def generate_on_the_wire(module: str, source: str) -> list[str]:
     """Mentions of the Generate path or its generated stub and servicer, outside their modules."""
     if module in SPEAKS_GENERATE:
         return []
-    tree = ast.parse(source)
+    tree = parsed(source)
     generated = {"InferenceStub", "InferenceServicer", "add_InferenceServicer_to_server"}
     findings = [name for name in names(tree) if name in generated]
     return findings + [text for text in constants(tree) if "openengine.v1.Inference/" in text]
@@ -126,7 +133,7 @@ def outside_the_repository(module: str, source: str) -> list[str]:
     del module
     # After a letter, a dot or another slash it is a relative path, a URL or a media type.
     absolute = r"(?<![\w./-])/[\w.-]+/[\w./-]*"
-    found = [path for text in constants(ast.parse(source)) for path in re.findall(absolute, text)]
+    found = [path for text in constants(parsed(source)) for path in re.findall(absolute, text)]
     foreign = [path for path in found if not re.match(SAME_EVERYWHERE, path)]
     return foreign + re.findall(r"\.\./shared", source)
 
@@ -134,7 +141,7 @@ def outside_the_repository(module: str, source: str) -> list[str]:
 def unsafe_decoding(module: str, source: str) -> list[str]:
     """Calls and modules that run or rebuild whatever the bytes they are given say."""
     del module
-    tree = ast.parse(source)
+    tree = parsed(source)
     modules = r"pickle|cPickle|cloudpickle|dill|marshal|shelve|joblib|multiprocessing\.connection"
     findings = [n for n in imported_modules(tree) if re.match(rf"({modules})(\.|$)", n)]
     findings += [n for n in imported_modules(tree) if re.match(r"yaml\.(\w+_)?load(_all)?$", n)]
@@ -156,7 +163,7 @@ def engine_imported(module: str, source: str) -> list[str]:
     """Imports of the HTTP/2 engine, which is alpha: one module is to change when it does."""
     if module == "workers/h2_engine":
         return []
-    return [n for n in imported_modules(ast.parse(source)) if n.split(".")[0] == "ngh2"]
+    return [n for n in imported_modules(parsed(source)) if n.split(".")[0] == "ngh2"]
 
 
 Rule = Callable[[str, str], list[str]]

@@ -4,7 +4,7 @@ import anyio
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.errors import Outcome
-from slagate.router.generate import RECEIPT_TRAILER
+from slagate.router.metadata_keys import RECEIPT_TRAILER
 from slagate.router.turn import LEG_SLACK_S
 from slagate.workers.legs import CONTEXT_ONLY, REQUEST_TYPE
 from slagate.workers.worker import OK

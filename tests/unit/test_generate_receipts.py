@@ -9,7 +9,7 @@ from slagate.pools.ranks import Limits, Work
 from slagate.pools.table import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.errors import Outcome
-from slagate.router.generate import RECEIPT_TRAILER
+from slagate.router.metadata_keys import RECEIPT_TRAILER
 from slagate.router.receipt_ring import in_turns
 from slagate.router.receipts_cli import Recheck, json_line
 from slagate.router.settings import Settings

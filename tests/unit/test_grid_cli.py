@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 from typer.testing import CliRunner, Result
 
 from slagate.router.cli import cli
-from slagate.router.command import pool_workers
+from slagate.router.fleet_options import pool_workers
 from support.fleet_files import disagg_file
 from support.fleet_problems import PREFILL
 

@@ -6,7 +6,8 @@ import typer
 from typer.testing import CliRunner, Result
 
 from slagate.router.cli import cli as slagate
-from slagate.router.grid_lint_cli import COLUMNS, lint
+from slagate.router.finding_text import COLUMNS
+from slagate.router.grid_lint_cli import lint
 
 REPOSITORY = Path(__file__).parents[2]
 FIXTURES = REPOSITORY / "tests" / "golden" / "lint"

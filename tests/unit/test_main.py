@@ -1,10 +1,13 @@
-"""The entry point of the command: what has to be so before gRPC is imported."""
+"""The entry point of the command: what has to be so before gRPC is imported, and what is not imported."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
+
+from slagate.router.cli import COMMANDS, cli
 
 ENTRY = "slagate.router.__main__"
 
@@ -33,3 +36,40 @@ def test_grpc_is_quiet_from_its_import_on_unless_the_user_wants_otherwise(
         check=True,
     )
     assert ended.stdout.splitlines()[-1] == f"{given or 'NONE'} True"
+
+
+@pytest.mark.parametrize(
+    ("command", "own", "of_others"),
+    [
+        (["worker", "--role", "agg"], "worker_cli", {"slagate.pools.grid_config"}),
+        (["reload"], "reload_cli", {"numpy", "slagate.workers.profile"}),
+    ],
+)
+def test_a_command_imports_none_of_what_only_others_need(
+    command: list[str], own: str, of_others: set[str]
+) -> None:
+    script = (
+        "import sys\n"
+        f"from {ENTRY} import main\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit:\n"
+        "    print(*sys.modules)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *command], capture_output=True, text=True, check=True
+    )
+    modules = set(ended.stdout.split())
+    assert f"slagate.router.{own}" in modules
+    assert not modules & {"slagate.router.serve_cli", *of_others}
+
+
+def test_a_mistyped_command_is_answered_with_what_it_is_like() -> None:
+    ended = CliRunner().invoke(cli, ["explian"])
+    assert ended.exit_code == 2
+    assert "Did you mean 'explain'?" in " ".join(ended.output.split())
+
+
+def test_the_help_lists_every_command() -> None:
+    words = CliRunner().invoke(cli, ["--help"]).output.split()
+    assert COMMANDS.keys() <= set(words)

@@ -52,7 +52,7 @@ def test_a_script_gives_up_at_the_first_error(name: str) -> None:
 
 def options_of(command: str) -> set[str]:
     group: Any = typer.main.get_command(cli)
-    return {option for each in group.commands[command].params for option in each.opts}
+    return {option for each in group.get_command(None, command).params for option in each.opts}
 
 
 def slagate_calls(text: str) -> list[tuple[str, set[str]]]:

@@ -6,20 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slagate.router.errors import InvalidRequest
-from slagate.router.sla import (
+from slagate.router.metadata_keys import (
     FAIRNESS_ID,
     ITL,
     KNOWN,
-    MAX_TEXT,
     OBJECTIVE,
     PRIORITY,
     RECEIPT,
     ROUTING_KEY,
     SESSION_ID,
     TTFT,
-    Sla,
-    parse_sla,
 )
+from slagate.router.sla import MAX_TEXT, Sla, parse_sla
 
 TEXTS = (OBJECTIVE, FAIRNESS_ID, SESSION_ID)
 

@@ -14,8 +14,7 @@ from slagate.pools.errors import ConfigError
 from slagate.router.command import EXIT_USAGE, run_to_exit
 from slagate.router.demo import run_demo
 from slagate.router.replay import TraceError, load_trace
-from slagate.workers.errors import UsageError
-from slagate.workers.profile import ProfileError
+from slagate.workers.errors import ProfileError, UsageError
 from slagate.workers.sim_worker import SimOptions, sim_worker
 from support.engines import PROFILE
 from support.virtual_loop import run

@@ -3,12 +3,14 @@
 import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from slagate.router import worker_cli
 from slagate.router.cli import cli
 from slagate.router.engine_args_cli import PLACES
 
@@ -125,7 +127,7 @@ def test_engine_07_goes_by_the_version_that_is_installed_or_said(
 
 
 def test_whatever_sets_an_engine_argument_is_an_option_of_both_commands(tmp_path: Path) -> None:
-    worker = get_command(cli).commands["worker"]  # type: ignore[attr-defined]
+    worker: Any = get_command(worker_cli.worker)
     for command in (worker, worker.commands["check"]):
         assert PLACES.keys() <= {parameter.name for parameter in command.params}
     file = tmp_path / "engine.yaml"

@@ -1,0 +1,27 @@
+"""`slagate demo`: the options."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from slagate.router.command import Policy, check_policy, run_to_exit
+from slagate.router.demo import run_demo
+from slagate.router.settings import Settings
+from slagate.router.transport_option import Transport, check_transport
+
+
+def demo(
+    *,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Of the sample; default: all of it.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("build/demo.json"),
+    transport: Transport = "auto",
+    policy: Policy = Settings.policy,
+) -> None:
+    """Replay a real trace through a gateway and eight simulated workers on this machine."""
+    check_transport(transport)
+    check_policy(policy)
+    run_to_exit(lambda: run_demo(requests, out, Console(), transport=transport, policy=policy))
