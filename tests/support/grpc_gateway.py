@@ -3,7 +3,6 @@
 A worker does what the request's `traceparent` says, which the gateway passes on as it is.
 """
 
-import asyncio
 import json
 import random
 import threading
@@ -125,6 +124,7 @@ async def aio_worker(*options: tuple[str, Any]) -> AsyncIterator[OeWorker]:
     async def generate(data: bytes, context: Any) -> AsyncIterator[bytes]:
         request, order = worker.take(data, context)
         worker.n_running += 1
+        is_whole = False
         try:
             for number in range(order.n_messages):
                 if number == order.hang_after:
@@ -132,15 +132,15 @@ async def aio_worker(*options: tuple[str, Any]) -> AsyncIterator[OeWorker]:
                 yield message(request, number, order.message_bytes)
             if order.n_messages == order.hang_after:
                 await anyio.sleep_forever()
+            is_whole = not order.finish_then_hang
             if order.code:
                 await context.abort(_CODES[order.code], order.details)
             yield last(request)
             if order.finish_then_hang:
                 await anyio.sleep_forever()
-        except asyncio.CancelledError:
-            worker.n_cancelled += 1
-            raise
         finally:
+            # Not where it is cancelled: one that has not gone on from a yield by then is closed there.
+            worker.n_cancelled += not is_whole
             worker.n_running -= 1
 
     replies = _control()
@@ -168,31 +168,30 @@ async def sync_worker(*options: tuple[str, Any]) -> AsyncIterator[OeWorker]:
 
     def generate(data: bytes, context: Any) -> Iterator[bytes]:
         over = threading.Event()
+        is_whole = False
         with lock:
             request, order = worker.take(data, context)
             worker.n_running += 1
         if not context.add_callback(over.set):
             over.set()
-
-        def hang() -> None:
-            over.wait()
-            with lock:
-                worker.n_cancelled += 1
-
         try:
             for number in range(order.n_messages):
                 if number == order.hang_after:
-                    return hang()
+                    over.wait()
+                    return
                 yield message(request, number, order.message_bytes)
             if order.n_messages == order.hang_after:
-                return hang()
+                over.wait()
+                return
+            is_whole = not order.finish_then_hang
             if order.code:
                 context.abort(_CODES[order.code], order.details)
             yield last(request)
             if order.finish_then_hang:
-                hang()
+                over.wait()
         finally:
             with lock:
+                worker.n_cancelled += not is_whole
                 worker.n_running -= 1
 
     replies = _control()
