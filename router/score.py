@@ -155,6 +155,17 @@ class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
         context_tokens = 0 if self.stage is Stage.PREFILL else isl_tokens
         return Work(new_tokens, self._work_s.item(row), context_tokens)
 
+    def waiting_s(self, row: int) -> float:
+        """Seconds of work in front of the prompt's own: the row's queue, and what the host has of it."""
+        pool = self.pool
+        host_tokens = pool.cached.host_tokens.item(row) if pool.cached.has_host else 0
+        return pool.rows.load_s.item(row) + pool.estimator.host_s(host_tokens)
+
+    def decoding(self, row: int) -> tuple[int, float]:
+        """The batch that the request is part of on a row, and the mean context there."""
+        rows = self.pool.rows
+        return rows.batch.item(row), rows.mean_tokens_at(row, self.ask.isl_tokens)
+
     def pick(self, draw: float) -> tuple[int | None, bool]:
         """The row to take, and whether only because it was starved; None: there is no open one."""
         open_ = self._open()
