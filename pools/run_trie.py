@@ -116,7 +116,9 @@ class RunTrie:
                     segments.append(Segment(run, at, n_blocks))
                     at += n_blocks
                     position += n_blocks * block_bytes
-                    continue
+                    if position == end or len(segments) == max_segments:
+                        break
+            # Whatever is next in the run, if anything, is another block.
             first = content[position : position + block_bytes]
             child = self._child(run, at, first)
             if child is not None:
