@@ -164,7 +164,7 @@ class RunTrie:
         run: Run | None = self._roots.get(root)
         steps: list[tuple[int, int]] = []
         depth = at = n_hops = 0
-        while run is not None and depth < n_blocks and lanes:
+        while run is not None and depth < n_blocks and lanes and at <= run.kid_top:
             position = depth * block_bytes
             run = self._child(run, at, content[position : position + block_bytes])
             if run is None:

@@ -175,18 +175,18 @@ class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
         scores, last, has_starved = self.score_s, self.pool.rows.last_chosen, False
         starved_at = self.pool.n_leases - STARVED_ROUNDS * n_open
         may_starve = self.stage is not Stage.DECODE and n_open > 1 and starved_at >= 0
-        if may_starve and last[last.argmin()] <= starved_at:
+        if may_starve and last.item(last.argmin()) <= starved_at:
             starved = self._starved(open_, starved_at)
             if len(starved):
                 has_starved, open_ = True, starved
         if open_ is not None:
             scores = scores[open_]
-        best = (scores == scores[scores.argmin()]).nonzero()[0]
+        best = (scores == scores.item(scores.argmin())).nonzero()[0]
         if open_ is not None:
             best = open_[best]
         if len(best) > 1:
             last = last[best]
-            best = best[last == last[last.argmin()]]
+            best = best[last == last.item(last.argmin())]
         return best.item(int(draw * len(best))), has_starved
 
     def _open(self) -> Ints | None:
