@@ -106,18 +106,19 @@ class Fit:
     def _solve(self, work_s: float, seconds: float, weight: float) -> None:
         """Add an observation to the sums, and find the coefficients that fit best now."""
         self._a = a = FORGET * self._a + weight * work_s * work_s
-        self._b = b = FORGET * self._b + weight * work_s
-        self._c = c = FORGET * self._c + weight
         self._d = d = FORGET * self._d + weight * work_s * seconds
-        self._e = e = FORGET * self._e + weight * seconds
         hold_scale = 1.0 / self._now_scale**2
         a += hold_scale
-        c += _HOLD_OFFSET
         d += hold_scale * self._now_scale
-        e += _HOLD_OFFSET * self._now_offset_s
-        # Positive: the sums alone give >= 0, and what holds adds to both factors.
-        offset_s = (a * e - b * d) / (a * c - b * b)
-        self._now_offset_s = min(self._max_offset_s, max(0.0, offset_s))
-        # The best scale for an offset at its bound, and the same as without one inside.
-        scale = (d - b * self._now_offset_s) / a
-        self._now_scale = min(MAX_SCALE, max(MIN_SCALE, scale))
+        if self._max_offset_s:
+            self._b = b = FORGET * self._b + weight * work_s
+            self._c = c = FORGET * self._c + weight
+            self._e = e = FORGET * self._e + weight * seconds
+            c += _HOLD_OFFSET
+            e += _HOLD_OFFSET * self._now_offset_s
+            # Positive: the sums alone give >= 0, and what holds adds to both factors.
+            offset_s = (a * e - b * d) / (a * c - b * b)
+            self._now_offset_s = min(self._max_offset_s, max(0.0, offset_s))
+            # The best scale for an offset at its bound, and the same as without one inside.
+            d -= b * self._now_offset_s
+        self._now_scale = min(MAX_SCALE, max(MIN_SCALE, d / a))

@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 MAX_WHOLE = 1024
 """Whole numbers on the first axis up to which `Table.many_whole` looks up what `many` computes."""
 
-_MAX_KNOWN = 1024
+MAX_KNOWN = 1024
 """Points whose seconds are kept. A request asks twice, when it is placed and when it is learnt from."""
 
 
@@ -121,7 +121,7 @@ class Table:
         seconds = self._known.get((x, y))
         if seconds is None:
             seconds = self._at(x, y)
-            if len(self._known) >= _MAX_KNOWN:
+            if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
             self._known[x, y] = seconds
         return seconds
