@@ -224,6 +224,11 @@ class Estimator:
         self._frozen = FrozenEstimator(profile, source)
         self._has_news = False  # something was learnt that is not in `_frozen`
 
+    @property
+    def profile(self) -> TpProfile | None:
+        """What it began with."""
+        return self._frozen.profile
+
     def starts_as(self, other: "Estimator") -> bool:
         """Whether both began with the same numbers, whatever they have learnt since."""
         return self._frozen.table_json() == other.frozen().table_json()

@@ -33,6 +33,8 @@ ERROR_SPAN = 64
 OFFSET_UNIT_S = 0.02
 """An overhead that is as easily believed as twice the time of everything."""
 
+_HOLD_OFFSET = 1.0 / OFFSET_UNIT_S**2
+
 MIN_SCALE, MAX_SCALE = 0.01, 100.0
 """Anything a GPU may be to another one, and a simulated engine that runs a test at ten times the speed."""
 
@@ -89,8 +91,7 @@ class Fit:
         counted_s = predicted_s * math.exp(min(limit, max(-limit, away)))
         usual = self._usual * (USUAL_STEP if abs(away) > self._usual else 1 / USUAL_STEP)
         self._usual = min(MAX_USUAL, max(MIN_USUAL, usual))
-        self._add(work_s, counted_s, weight / (counted_s * predicted_s))
-        self._solve()
+        self._solve(work_s, counted_s, weight / (counted_s * predicted_s))
         if self.n_observed >= self._min_observed:
             self.scale, self.offset_s = self._now_scale, self._now_offset_s
         return True
@@ -102,21 +103,22 @@ class Fit:
         else:
             self.error += (error - self.error) / min(self.n_observed, ERROR_SPAN)
 
-    def _add(self, work_s: float, seconds: float, weight: float) -> None:
-        self._a = FORGET * self._a + weight * work_s * work_s
-        self._b = FORGET * self._b + weight * work_s
-        self._c = FORGET * self._c + weight
-        self._d = FORGET * self._d + weight * work_s * seconds
-        self._e = FORGET * self._e + weight * seconds
-
-    def _solve(self) -> None:
-        hold_scale, hold_offset = 1.0 / self._now_scale**2, 1.0 / OFFSET_UNIT_S**2
-        a, b, c = self._a + hold_scale, self._b, self._c + hold_offset
-        d = self._d + hold_scale * self._now_scale
-        e = self._e + hold_offset * self._now_offset_s
-        # Positive: the sums alone give >= 0, and what holds adds to both factors.
-        offset_s = (a * e - b * d) / (a * c - b * b)
-        self._now_offset_s = min(self._max_offset_s, max(0.0, offset_s))
-        # The best scale for an offset at its bound, and the same as without one inside.
-        scale = (d - b * self._now_offset_s) / a
-        self._now_scale = min(MAX_SCALE, max(MIN_SCALE, scale))
+    def _solve(self, work_s: float, seconds: float, weight: float) -> None:
+        """Add an observation to the sums, and find the coefficients that fit best now."""
+        self._a = a = FORGET * self._a + weight * work_s * work_s
+        self._d = d = FORGET * self._d + weight * work_s * seconds
+        hold_scale = 1.0 / self._now_scale**2
+        a += hold_scale
+        d += hold_scale * self._now_scale
+        if self._max_offset_s:
+            self._b = b = FORGET * self._b + weight * work_s
+            self._c = c = FORGET * self._c + weight
+            self._e = e = FORGET * self._e + weight * seconds
+            c += _HOLD_OFFSET
+            e += _HOLD_OFFSET * self._now_offset_s
+            # Positive: the sums alone give >= 0, and what holds adds to both factors.
+            offset_s = (a * e - b * d) / (a * c - b * b)
+            self._now_offset_s = min(self._max_offset_s, max(0.0, offset_s))
+            # The best scale for an offset at its bound, and the same as without one inside.
+            d -= b * self._now_offset_s
+        self._now_scale = min(MAX_SCALE, max(MIN_SCALE, d / a))

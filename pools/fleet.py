@@ -187,7 +187,9 @@ class Fleet:
 
         Looks at the workers once for each change of what they serve.
         """
-        n_changes = sum(pool.n_model_changes for pool in self.pools.values())
+        n_changes = 0
+        for pool in self.pools.values():
+            n_changes += pool.n_model_changes
         if self._windows_of != (self._n_applied, n_changes):
             self._windows_of = self._n_applied, n_changes
             self._windows.clear()

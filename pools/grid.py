@@ -83,15 +83,18 @@ class StageGrid:
         when a size of this grid is missing, when a value of this grid or `priority` is not a finite
         number, and for a name that is no axis field.
         """
+        if not values.keys() <= _KNOWN_FIELDS:
+            unknown = min(values.keys() - _KNOWN_FIELDS)
+            raise SelectError(unknown, f"is not one of {', '.join(AXIS_FIELDS)}")
         return self.place(values, priority)[0]
 
     def place(
         self, values: Mapping[str, Number | None], priority: Number | None = None
     ) -> tuple[Cell, tuple[str, ...]]:
-        """As `select`, with the names of all pools that the request may use, in order."""
-        if not values.keys() <= _KNOWN_FIELDS:
-            unknown = min(values.keys() - _KNOWN_FIELDS)
-            raise SelectError(unknown, f"is not one of {', '.join(AXIS_FIELDS)}")
+        """As `select`, with the names of all pools that the request may use, in order.
+
+        Other names than those of axis fields go unnoticed: a policy's are always the same.
+        """
         index = tuple([axis.index(self._given(axis, values)) for axis in self.axes])
         rule = None if priority is None else self._rule(priority)
         place = self._places.get((index, rule))

@@ -187,7 +187,8 @@ class Table:
         # Floats do not add up to zero again by themselves.
         left_s = seconds[row] = max(0.0, seconds[row] - queued_s) if left_tokens else 0.0
         self._float[LOAD_S][row] = left_s + self._float[FOREIGN_S][row]
-        self._show_shut(row)
+        if self._int[SHUT][row]:
+            self._show_shut(row)
 
     def end_lease(self, row: int, *, context_tokens: int) -> None:
         """One lease less on a row."""
@@ -198,8 +199,10 @@ class Table:
 
     def set_worker_inflight(self, row: int, n_leases: int) -> None:
         """Leases on all rows of the row's worker."""
-        self._int[WORKER_INFLIGHT][row] = n_leases
-        self._show_shut(row)
+        ints = self._int
+        ints[WORKER_INFLIGHT][row] = n_leases
+        if n_leases >= ints[MAX_INFLIGHT][row] or ints[SHUT][row]:
+            self._show_shut(row)
 
     def _derive(self, row: int) -> None:
         """Bring all that follows from a row's figures in line with them; they may be any."""

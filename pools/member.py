@@ -31,6 +31,8 @@ TOO_LONG = "was removed from the configuration, and its requests took too long"
 class Stage(Enum):
     """What a pool does with a request. The value is the label in metrics and the CLI."""
 
+    __hash__ = object.__hash__  # a member is one object; `Enum` hashes its name, in Python
+
     PREFILL = "prefill"
     DECODE = "decode"
     AGG = "agg"

@@ -116,7 +116,9 @@ class RunTrie:
                     segments.append(Segment(run, at, n_blocks))
                     at += n_blocks
                     position += n_blocks * block_bytes
-                    continue
+                    if position == end or len(segments) == max_segments:
+                        break
+            # Whatever is next in the run, if anything, is another block.
             first = content[position : position + block_bytes]
             child = self._child(run, at, first)
             if child is not None:
@@ -162,7 +164,7 @@ class RunTrie:
         run: Run | None = self._roots.get(root)
         steps: list[tuple[int, int]] = []
         depth = at = n_hops = 0
-        while run is not None and depth < n_blocks and lanes:
+        while run is not None and depth < n_blocks and lanes and at <= run.kid_top:
             position = depth * block_bytes
             run = self._child(run, at, content[position : position + block_bytes])
             if run is None:

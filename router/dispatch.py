@@ -63,7 +63,8 @@ class Dispatcher:
         member.on_change = partial(self._changed, pool.name)
 
     def _changed(self, pool: str) -> None:
-        self.step(pool)
+        if self._lanes.n_waiting:
+            self.step(pool)
         if self._neighbours is not None:
             self._neighbours.wake()
 

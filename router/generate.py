@@ -11,8 +11,6 @@ handoff is freed by a task that outlives it. How a leg is called, tried elsewher
 import asyncio
 import logging
 
-from msgspec import structs
-
 from slagate.pools.member import Stage
 from slagate.router.assignment import Assignment
 from slagate.router.errors import (
@@ -94,9 +92,6 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
     gateway.live.add(call.peer, request.id, call.running)
     try:
         assignment = await _assigned(gateway, record, ask, request)
-        # What it is decided by does not change any more, whatever a reload says its class means.
-        final = structs.replace(assignment.decision.ask.sla, is_final=True)
-        ask = structs.replace(ask, sla=final)
         turn = Turn(call, gateway, record, request, ask, assignment, deadline_s)
         try:
             infos = [member.models.get(request.model) for member in assignment.members]
@@ -205,7 +200,7 @@ def _finish(
         {
             "request_id": record.request_id,
             "outcome": outcome.value,
-            "workers": [attempt.winner.view.address for attempt in record.attempts],
+            "workers": [attempt.choice.worker for attempt in record.attempts],
             "ttft_s": record.ttft_s,
             "itl_s": record.itl_s,
             "total_s": now_s - record.started_s,

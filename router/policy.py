@@ -44,6 +44,7 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
     grid: StageGrid
     cell: Cell
     pool_order: tuple[str, ...]
+    pool: str  # where the winner is; without one, the pool to blame
     scored: tuple[Scored, ...]  # every pool that was looked at
     row: int | None  # of the winner, in the pool looked at last; None: nobody may take the request
     starved: bool  # the winner goes first because it had no request for long
@@ -68,9 +69,9 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
         return tuple(_target(axis, sla) for axis in axes if axis.field in TARGETS)
 
     @property
-    def pool(self) -> str:
-        """Where the winner is; without one, the pool to blame."""
-        return self.pool_order[0] if self.row is None else self.scored[-1].pool.name
+    def worker(self) -> str | None:
+        """The address of the winner's worker."""
+        return None if self.row is None else self.scored[-1].pool.rows.names[self.row][0]
 
     @property
     def winner(self) -> Candidate | None:
@@ -186,6 +187,7 @@ def choose_stage(
         grid=grid,
         cell=cell,
         pool_order=order,
+        pool=order[0] if row is None else name,
         scored=tuple(scored),
         row=row,
         starved=starved,

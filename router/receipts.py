@@ -43,9 +43,15 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, eq=False):
     """How the call to a chosen worker went."""
 
     choice: StageChoice
-    winner: Candidate  # of the choice
     status: str
     message: str
+
+    @property
+    def winner(self) -> Candidate:
+        """The row that was called."""
+        winner = self.choice.winner
+        assert winner is not None
+        return winner
 
     def to_message(self) -> gw.Attempt:
         """The attempt on the wire."""
@@ -80,10 +86,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
         """Note how the call to the stage's chosen worker went."""
         assert self.decision is not None
         choice = self.decision.stage(stage)
-        winner = choice.winner
-        assert winner is not None
-        message = status.message[:MAX_MESSAGE]
-        self.attempts += (Attempt(choice, winner, status.code.name, message),)
+        self.attempts += (Attempt(choice, status.code.name, status.message[:MAX_MESSAGE]),)
 
     def n_attempts(self, stage: Stage) -> int:
         """Calls made to workers of one stage."""
@@ -105,11 +108,13 @@ class Record(msgspec.Struct, gc=False, eq=False):
 
     def ttft_met(self) -> bool | None:
         """Whether the TTFT target was met; None without a target or a token."""
-        return _met(self.ttft_s, self.sla.ttft_ms)
+        target_ms = self.sla.ttft_ms
+        return None if target_ms is None else _met(self.ttft_s, target_ms)
 
     def itl_met(self) -> bool | None:
         """Whether the ITL target was met; None without a target or two tokens."""
-        return _met(self.itl_s, self.sla.itl_ms)
+        target_ms = self.sla.itl_ms
+        return None if target_ms is None else _met(self.itl_s, target_ms)
 
     @property
     def predicted_cached_tokens(self) -> int | None:
@@ -192,7 +197,5 @@ class Record(msgspec.Struct, gc=False, eq=False):
         )
 
 
-def _met(actual_s: float | None, target_ms: float | None) -> bool | None:
-    if actual_s is None or target_ms is None:
-        return None
-    return actual_s * 1000 <= target_ms
+def _met(actual_s: float | None, target_ms: float) -> bool | None:
+    return None if actual_s is None else actual_s * 1000 <= target_ms

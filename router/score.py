@@ -155,6 +155,17 @@ class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
         context_tokens = 0 if self.stage is Stage.PREFILL else isl_tokens
         return Work(new_tokens, self._work_s.item(row), context_tokens)
 
+    def waiting_s(self, row: int) -> float:
+        """Seconds of work in front of the prompt's own: the row's queue, and what the host has of it."""
+        pool = self.pool
+        host_tokens = pool.cached.host_tokens.item(row) if pool.cached.has_host else 0
+        return pool.rows.load_s.item(row) + pool.estimator.host_s(host_tokens)
+
+    def decoding(self, row: int) -> tuple[int, float]:
+        """The batch that the request is part of on a row, and the mean context there."""
+        rows = self.pool.rows
+        return rows.batch.item(row), rows.mean_tokens_at(row, self.ask.isl_tokens)
+
     def pick(self, draw: float) -> tuple[int | None, bool]:
         """The row to take, and whether only because it was starved; None: there is no open one."""
         open_ = self._open()
@@ -164,18 +175,18 @@ class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
         scores, last, has_starved = self.score_s, self.pool.rows.last_chosen, False
         starved_at = self.pool.n_leases - STARVED_ROUNDS * n_open
         may_starve = self.stage is not Stage.DECODE and n_open > 1 and starved_at >= 0
-        if may_starve and last[last.argmin()] <= starved_at:
+        if may_starve and last.item(last.argmin()) <= starved_at:
             starved = self._starved(open_, starved_at)
             if len(starved):
                 has_starved, open_ = True, starved
         if open_ is not None:
             scores = scores[open_]
-        best = (scores == scores[scores.argmin()]).nonzero()[0]
+        best = (scores == scores.item(scores.argmin())).nonzero()[0]
         if open_ is not None:
             best = open_[best]
         if len(best) > 1:
             last = last[best]
-            best = best[last == last[last.argmin()]]
+            best = best[last == last.item(last.argmin())]
         return best.item(int(draw * len(best))), has_starved
 
     def _open(self) -> Ints | None:

@@ -100,19 +100,17 @@ class Turn:
         if cached_tokens is None or record.decision is None:
             return
         choice = record.decision.stage(stage)
-        assert choice.winner is not None
-        lease.member.truth.add(choice.winner.view.cached_tokens, cached_tokens)
+        scored, row = choice.scored[-1], choice.row
+        assert row is not None
+        lease.member.truth.add(scored.pool.cached_tokens.item(row), cached_tokens)
         done_s = self.gateway.now_s() if stage is Stage.PREFILL else record.tally.first_token_s
-        if done_s is None:
+        estimator = self._estimator(choice)
+        if done_s is None or estimator is None:
             return
-        estimator, view = self._estimator(choice), choice.winner.view
-        if estimator is None:
-            return
-        work_s = view.queued_s + view.foreign_s + estimator.frozen().host_s(view.host_tokens)
         estimator.observe_prefill(
             self.ask.isl_tokens - cached_tokens,
             cached_tokens,
-            queued_s=work_s,
+            queued_s=scored.waiting_s(row),
             seconds=done_s - self.leg_started_s,
         )
 
@@ -122,21 +120,16 @@ class Turn:
         if itl_s is None or decision is None:
             return
         choice = decision.stage(stage)
-        winner, estimator = choice.winner, self._estimator(choice)
-        assert winner is not None
-        if estimator is None:
-            return
-        batch = winner.view.inflight + winner.view.foreign_requests + 1
-        mean_tokens = (winner.view.context_tokens + self.ask.isl_tokens) / (
-            winner.view.inflight + 1
-        )
-        estimator.observe_itl(batch, mean_tokens, seconds=itl_s)
+        estimator = self._estimator(choice)
+        assert choice.row is not None
+        if estimator is not None:
+            estimator.observe_itl(*choice.scored[-1].decoding(choice.row), seconds=itl_s)
 
     def _estimator(self, choice: StageChoice) -> Estimator | None:
         """What learns from a choice; None: its pool has gone, or is of other workers by now."""
         pool = self.gateway.dispatcher.fleet.pool(choice.pool, choice.stage)
         predicted_by = choice.scored[-1].pool.estimator.profile
-        if pool is None or pool.estimator.frozen().profile is not predicted_by:
+        if pool is None or pool.estimator.profile is not predicted_by:
             return None
         return pool.estimator
 
@@ -273,9 +266,11 @@ class Turn:
     ) -> Assignment:
         """Other workers, waited for like any, but as old as the request is. Raises `failure`."""
         dispatcher, started_s = self.gateway.dispatcher, self.gateway.now_s()
+        # What it was decided by does not change any more, whatever a reload says its class means.
+        ask = replace(self.ask, sla=replace(self.record.sla, is_final=True))
         try:
             with dispatcher.submit(
-                self.ask, self.request.prompt, stages=stages, since_s=self.record.started_s
+                ask, self.request.prompt, stages=stages, since_s=self.record.started_s
             ) as ticket:
                 found = await ticket.assigned()
         except RequestError:

@@ -147,8 +147,8 @@ class Lanes:
     def is_free(self, ticket: Ticket) -> bool:
         """Whether nobody who came before waits for what it would take."""
         taken = self._older(ticket.since_s)
-        if not self.n_waiting:
-            return not any(choice.pool in taken for choice in ticket.decision.stages)
+        if not self.n_waiting and not taken:
+            return True
         lane = self._lanes.get(ticket.lane)
         taken = taken | self.kept()
         in_line = lane is not None and bool(lane.tickets)

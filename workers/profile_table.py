@@ -26,6 +26,9 @@ Ints = npt.NDArray[np.int64]
 MAX_WHOLE = 1024
 """Whole numbers on the first axis up to which `Table.many_whole` looks up what `many` computes."""
 
+MAX_KNOWN = 1024
+"""Points whose seconds are kept. A request asks twice, when it is placed and when it is learnt from."""
+
 
 class _Line:
     """Seconds along the first axis at one value of the second: `v[i] * exp(slope[i] * (x - x[i]))`.
@@ -62,6 +65,7 @@ class Table:
         "_bands_many",
         "_cells",
         "_cells_many",
+        "_known",
         "_lines",
         "_log_xs",
         "_log_xs_many",
@@ -106,6 +110,7 @@ class Table:
         self._log_xs_many = np.array(self._log_xs)
         self._ys_many = np.array(ys)
         self._whole: Floats | None = None
+        self._known: dict[tuple[float, float], float] = {}
         # f64[(log x, seconds, slope), near or far, cell] and f64[(as in a band), slot of y]
         cells = np.array(self._cells).reshape(-1, 2, 3)
         self._cells_many = np.ascontiguousarray(cells.transpose(2, 1, 0))
@@ -113,6 +118,15 @@ class Table:
 
     def at(self, x: float, y: float) -> float:
         """Seconds at (x >= 1, y); y > 0 where that axis is in log space."""
+        seconds = self._known.get((x, y))
+        if seconds is None:
+            seconds = self._at(x, y)
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[x, y] = seconds
+        return seconds
+
+    def _at(self, x: float, y: float) -> float:
         log_x = math.log(x)
         if self._log_y:
             y = math.log(y)
