@@ -9,6 +9,7 @@ import typer
 
 from slagate.router.command import errors, fail, until_reader_leaves
 from slagate.workers.engine_args import EngineArgs, build_engine_args
+from slagate.workers.engine_args_read import EXTRA
 from slagate.workers.engine_args_text import yaml_lines
 from slagate.workers.engine_case import Wanted
 from slagate.workers.engine_findings import Finding
@@ -96,6 +97,7 @@ def read_engine_args(
     override: str | None,
     allow_unknown: bool,
     wanted: Wanted,
+    extra_option: str = EXTRA,
 ) -> EngineArgs:
     """The merged arguments; `given` are the parameters that the command line set. Else ends the command."""
     try:
@@ -104,9 +106,9 @@ def read_engine_args(
             cli=cli_values(given),
             extra=extra,
             override=override,
-            forced={},
             allow_unknown=allow_unknown,
             wanted=wanted,
+            extra_option=extra_option,
         )
     except UsageError as error:
         fail(error)

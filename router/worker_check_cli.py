@@ -26,6 +26,7 @@ from slagate.router.engine_args_cli import (
 from slagate.router.engine_options import OPTIONS
 from slagate.router.grid_lint_cli import EXIT_FINDINGS, indented
 from slagate.workers.engine_args import EngineArgs, check_pair
+from slagate.workers.engine_args_read import PEER
 from slagate.workers.engine_case import Wanted
 from slagate.workers.engine_findings import CODES, Finding
 from slagate.workers.errors import UsageError
@@ -119,9 +120,15 @@ def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wan
     """The findings of the other role's file, and of both together."""
     role = {"prefill": "decode", "decode": "prefill"}.get(args.role)
     if role is None:
-        fail(f"--peer-engine-args is for --role prefill or decode (got {args.role!r})")
+        fail(f"{PEER} is for --role prefill or decode (got {args.role!r})")
     other = read_engine_args(
-        role, {}, extra=peer, override=None, allow_unknown=allow_unknown, wanted=wanted
+        role,
+        {},
+        extra=peer,
+        override=None,
+        allow_unknown=allow_unknown,
+        wanted=wanted,
+        extra_option=PEER,
     )
     of_peer = [Found(role, finding, place_of(finding, other.sources)) for finding in other.findings]
     try:

@@ -58,6 +58,7 @@ def test_engine_arguments_are_printed_with_their_sources_as_yaml(tmp_path: Path)
             "free_gpu_memory_fraction": 0.7,
             "event_buffer_max_size": 100_000,
         },
+        "num_postprocess_workers": 0,
     }
     sources = dict(line.strip().split("  # ") for line in shown.splitlines() if "  # " in line)
     by_value = {value.strip(): source for value, source in sources.items()}
@@ -174,8 +175,14 @@ def test_a_finding_of_a_pair_says_where_both_sides_have_it(tmp_path: Path) -> No
     ]
     assert found["source"] == (
         f"prefill: --extra-engine-args {files['prefill']}:2; "
-        f"decode: --extra-engine-args {files['decode']}:2"
+        f"decode: --peer-engine-args {files['decode']}:2"
     )
+    arguments = ("--role", "prefill", "--extra-engine-args", "deepseek-r1/prefill")
+    files["decode"].write_text("max_batch_size: 0\n")
+    ended = CliRunner().invoke(
+        cli, ["worker", "check", *arguments, "--peer-engine-args", str(files["decode"])]
+    )
+    assert f"max_batch_size (--peer-engine-args {files['decode']}:1)" in ended.stdout
 
 
 def test_a_check_needs_something_to_check() -> None:
