@@ -9,6 +9,7 @@ import typer
 
 from slagate.router.command import errors, fail, until_reader_leaves
 from slagate.workers.engine_args import EngineArgs, build_engine_args
+from slagate.workers.engine_args_merge import DEFAULT
 from slagate.workers.engine_args_read import EXTRA
 from slagate.workers.engine_args_text import yaml_lines
 from slagate.workers.engine_case import Wanted
@@ -138,6 +139,8 @@ def show_engine_args(args: EngineArgs) -> None:
             typer.echo(line)
 
 
-def place_of(finding: Finding, sources: Mapping[str, str]) -> str:
-    """Where the value that a finding is about came from; empty where nobody set it."""
-    return sources.get(finding.key.partition("[")[0], "")
+def place_of(finding: Finding, places: Mapping[str, str]) -> str:
+    """Where the value that a finding is about came from, or the section that lacks it; else empty."""
+    key = finding.key.partition("[")[0]
+    section = places.get(key.rpartition(".")[0], "")
+    return places.get(key, "" if section == DEFAULT else section)

@@ -100,7 +100,7 @@ def _check(
         allow_unknown=allow_unknown_engine_args,
         wanted=wanted,
     )
-    found = [Found(role, finding, place_of(finding, args.sources)) for finding in args.findings]
+    found = [Found(role, finding, place_of(finding, args.places)) for finding in args.findings]
     if peer_engine_args is not None:
         found += _with_peer(
             args, peer_engine_args, allow_unknown=allow_unknown_engine_args, wanted=wanted
@@ -130,7 +130,7 @@ def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wan
         wanted=wanted,
         extra_option=PEER,
     )
-    of_peer = [Found(role, finding, place_of(finding, other.sources)) for finding in other.findings]
+    of_peer = [Found(role, finding, place_of(finding, other.places)) for finding in other.findings]
     try:
         return of_peer + [
             Found(PAIR, finding, _places(finding, args, other))
@@ -142,7 +142,7 @@ def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wan
 
 def _places(finding: Finding, *sides: EngineArgs) -> str:
     """Where each side has the value from that the pairing's finding is about, where it was set."""
-    places = [(side.role, place_of(finding, side.sources)) for side in sides]
+    places = [(side.role, place_of(finding, side.places)) for side in sides]
     return "; ".join(f"{role}: {place}" for role, place in places if place)
 
 

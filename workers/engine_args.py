@@ -53,6 +53,8 @@ class EngineArgs:
     """Plain nested dicts: what `LLM(**values)` gets."""
     sources: Mapping[str, str]
     """Dotted key of each value to where it came from."""
+    places: Mapping[str, str]
+    """The same, with sections, and with what was taken out."""
     findings: Sequence[Finding]
     case: EngineCase | None
     """What the rules looked at; None where values are wrong one by one."""
@@ -109,6 +111,7 @@ def assemble(
         raise UsageError(f"--role must be one of {', '.join(ROLES)} (got {role!r})")
     merged = merge([Layer(DEFAULT, DEFAULTS), *layers])
     wanted = wanted or Wanted()
+    before = {**merged.sections, **merged.sources}
     findings = [
         *_replaced_options(merged),
         *_replaced_by_forced(merged),
@@ -120,7 +123,8 @@ def assemble(
     if model is not None:
         case = case_of(role, model, merged.values, wanted)
         findings += findings_of(case)
-    return EngineArgs(role, merged.values, merged.sources, findings, case)
+    places = {**before, **merged.sources}
+    return EngineArgs(role, merged.values, merged.sources, places, findings, case)
 
 
 def check_pair(one: EngineArgs, other: EngineArgs) -> list[Finding]:

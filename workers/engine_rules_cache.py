@@ -1,5 +1,6 @@
 """Rules of the KV cache of one engine: events, reuse, memory, types, the model's too."""
 
+import difflib
 from collections.abc import Iterator
 
 from slagate.workers.engine_case import EngineCase
@@ -64,11 +65,13 @@ def cache_memory(case: EngineCase) -> Iterator[Finding]:
             "start with 0.85 to 0.9, less with a transfer buffer",
         )
     if cache.dtype not in QUANTISED:
+        near = difflib.get_close_matches(cache.dtype.lower(), QUANTISED, n=1, cutoff=0.8)
         yield warning(
             "E605",
             f"{CACHE}.dtype",
             f"is {cache.dtype}, which the engine warns about and does not act on",
-            f"use one of {', '.join(QUANTISED)}; auto is the model's own type",
+            (f"did you mean {near[0]}? Use " if near else "use ")
+            + f"one of {', '.join(QUANTISED)}; auto is the model's own type",
         )
 
 

@@ -114,6 +114,10 @@ def drafting(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
             "the draft's KV moves with the model's",
             "use the same on both",
         )
+    elif one is not None and other is not None:
+        models = one.draft_model, other.draft_model
+        if None not in models and models[0] != models[1]:
+            yield _differ("E307", "speculative_config.speculative_model", *models)
 
 
 def contexts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
