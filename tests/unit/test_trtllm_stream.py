@@ -10,6 +10,7 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.trtllm_handoffs import Handoffs
+from slagate.workers.trtllm_observer import SILENT
 from slagate.workers.trtllm_output import MAX_PROMPT_ENTRIES, OutputForm
 from slagate.workers.trtllm_poll import Activity
 from slagate.workers.trtllm_request import EngineRequest
@@ -270,6 +271,7 @@ def test_everybody_who_waits_for_the_last_request_of_an_engine_is_told() -> None
                     tasks=tasks,
                     request_error=ValueError,
                     on_fatal=fatal.append,
+                    observer=SILENT,
                 )
                 running.start("r", stream)
                 for _ in range(2):
