@@ -16,7 +16,7 @@ from slagate.router.command import (
     fail,
     run_to_exit,
 )
-from slagate.router.demo import run_demo
+from slagate.router.demo import run_demo, serve_demo
 from slagate.router.grid_cli import grid
 from slagate.router.profile_cli import profile
 from slagate.router.receipts_cli import receipts, recompute
@@ -121,10 +121,20 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("build/demo.json"),
     transport: Transport = "auto",
     policy: Policy = Settings.policy,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Replay nothing; serve clients of yours until SIGTERM."),
+    ] = False,
 ) -> None:
     """Replay a real trace through a gateway and eight simulated workers on this machine."""
     check_transport(transport)
     check_policy(policy)
+    if serve:
+        if requests is not None:
+            fail("--requests: --serve replays nothing")
+        # What is on stdout is for programs.
+        console = Console(stderr=True)
+        run_to_exit(lambda: serve_demo(out, console, transport=transport, policy=policy))
     run_to_exit(lambda: run_demo(requests, out, Console(), transport=transport, policy=policy))
 
 
