@@ -9,7 +9,7 @@ import json
 import os
 import random
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,7 @@ from slagate.router.metadata_keys import ITL, OBJECTIVE, RECEIPT, SESSION_ID, TT
 from slagate.router.replay import Arrival, arrivals, load_trace, prompt_tokens
 from slagate.workers.client import connect_worker
 from slagate.workers.errors import UsageError
-from slagate.workers.listen import stopped
+from slagate.workers.listen import ready_line, stopped
 from slagate.workers.sim_blocks import continuation
 from slagate.workers.sim_settings import VOCAB_SIZE
 
@@ -62,7 +62,38 @@ async def run_demo(
     """
     replay = _plan(requests)
     _make_room(out)
-    status = INTERRUPTED
+    status = await _until_signal(
+        out, console, lambda cluster: _run(cluster, replay, out, console, transport, policy)
+    )
+    if status is None:
+        console.print("Interrupted; every process that was started has ended.")
+        return INTERRUPTED
+    return status
+
+
+async def serve_demo(
+    out: Path, console: Console, *, transport: str = "auto", policy: str = "prefix"
+) -> int:
+    """Run the demo's fleet, beside `out`, until SIGINT or SIGTERM, and replay nothing; the exit status.
+
+    A ready line on stdout has the gateway's addresses. 1 when a process of it ends by itself.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+    async def serve(cluster: Cluster) -> int:
+        fleet = await _start(cluster, out, console, transport, policy)
+        ready_line(listen=fleet.gateway, admin=fleet.admin, model=fleet.model)
+        await cluster.during(anyio.sleep_forever)
+        raise AssertionError("nothing but a signal ends it")
+
+    return await _until_signal(out, console, serve) or 0
+
+
+async def _until_signal(
+    out: Path, console: Console, work: Callable[[Cluster], Awaitable[int]]
+) -> int | None:
+    """What `work` returns, or None after SIGINT or SIGTERM; every process that it started has ended."""
+    status = None
     async with stopped() as signalled, anyio.create_task_group() as tasks:
 
         async def watch() -> None:
@@ -70,10 +101,8 @@ async def run_demo(
             tasks.cancel_scope.cancel()
 
         tasks.start_soon(watch)
-        status = await _demo(replay, out, console, transport, policy)
+        status = await _in_cluster(out, console, work)
         tasks.cancel_scope.cancel()
-    if status == INTERRUPTED:
-        console.print("Interrupted; every process that was started has ended.")
     return status
 
 
@@ -95,12 +124,12 @@ def _make_room(out: Path) -> None:
     out.unlink(missing_ok=True)
 
 
-async def _demo(
-    replay: Sequence[Arrival], out: Path, console: Console, transport: str, policy: str
+async def _in_cluster(
+    out: Path, console: Console, work: Callable[[Cluster], Awaitable[int]]
 ) -> int:
     cluster = Cluster(out.parent / "demo-logs")
     try:
-        return await _run(cluster, replay, out, console, transport, policy)
+        return await work(cluster)
     except ClusterError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1
@@ -111,6 +140,15 @@ async def _demo(
             console.print(f"Killed, because SIGTERM did not end them: {', '.join(killed)}")
 
 
+async def _start(
+    cluster: Cluster, out: Path, console: Console, transport: str, policy: str
+) -> DemoFleet:
+    with console.status("Starting five prefill workers, three decode workers and the gateway"):
+        return await start_fleet(
+            cluster, out.with_name("demo-fleet.json"), transport=transport, policy=policy
+        )
+
+
 async def _run(
     cluster: Cluster,
     replay: Sequence[Arrival],
@@ -119,10 +157,7 @@ async def _run(
     transport: str,
     policy: str,
 ) -> int:
-    with console.status("Starting five prefill workers, three decode workers and the gateway"):
-        fleet = await start_fleet(
-            cluster, out.with_name("demo-fleet.json"), transport=transport, policy=policy
-        )
+    fleet = await _start(cluster, out, console, transport, policy)
     started_s = anyio.current_time()
     served = await cluster.during(lambda: _replay(fleet, replay, console))
     wall_s = anyio.current_time() - started_s

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from slagate.router.command import Policy, check_policy, run_to_exit
-from slagate.router.demo import run_demo
+from slagate.router.command import Policy, check_policy, fail, run_to_exit
+from slagate.router.demo import run_demo, serve_demo
 from slagate.router.settings import Settings
 from slagate.router.transport_option import Transport, check_transport
 
@@ -20,8 +20,18 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("build/demo.json"),
     transport: Transport = "auto",
     policy: Policy = Settings.policy,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Replay nothing; serve clients of yours until SIGTERM."),
+    ] = False,
 ) -> None:
     """Replay a real trace through a gateway and eight simulated workers on this machine."""
     check_transport(transport)
     check_policy(policy)
+    if serve:
+        if requests is not None:
+            fail("--requests: --serve replays nothing")
+        # What is on stdout is for programs.
+        console = Console(stderr=True)
+        run_to_exit(lambda: serve_demo(out, console, transport=transport, policy=policy))
     run_to_exit(lambda: run_demo(requests, out, Console(), transport=transport, policy=policy))

@@ -44,6 +44,7 @@ class DemoFleet(NamedTuple):
     """A running fleet. Addresses are host:port."""
 
     gateway: str
+    admin: str
     workers: tuple[str, ...]
     pools: tuple[PoolName, ...]
     transport: str
@@ -93,6 +94,7 @@ async def start_fleet(
     info = await _ask(workers[0], GrpcWorker.server_info)
     return DemoFleet(
         gateway=ready["listen"],
+        admin=ready["admin"],
         workers=workers,
         pools=pools,
         transport=", ".join(sorted(transports)),

@@ -9,6 +9,8 @@ import typer
 
 from slagate.router.command import errors, fail, until_reader_leaves
 from slagate.workers.engine_args import EngineArgs, build_engine_args
+from slagate.workers.engine_args_merge import DEFAULT
+from slagate.workers.engine_args_read import EXTRA
 from slagate.workers.engine_args_text import yaml_lines
 from slagate.workers.engine_case import Wanted
 from slagate.workers.engine_findings import Finding
@@ -96,6 +98,7 @@ def read_engine_args(
     override: str | None,
     allow_unknown: bool,
     wanted: Wanted,
+    extra_option: str = EXTRA,
 ) -> EngineArgs:
     """The merged arguments; `given` are the parameters that the command line set. Else ends the command."""
     try:
@@ -104,9 +107,9 @@ def read_engine_args(
             cli=cli_values(given),
             extra=extra,
             override=override,
-            forced={},
             allow_unknown=allow_unknown,
             wanted=wanted,
+            extra_option=extra_option,
         )
     except UsageError as error:
         fail(error)
@@ -136,6 +139,8 @@ def show_engine_args(args: EngineArgs) -> None:
             typer.echo(line)
 
 
-def place_of(finding: Finding, sources: Mapping[str, str]) -> str:
-    """Where the value that a finding is about came from; empty where nobody set it."""
-    return sources.get(finding.key.partition("[")[0], "")
+def place_of(finding: Finding, places: Mapping[str, str]) -> str:
+    """Where the value that a finding is about came from, or the section that lacks it; else empty."""
+    key = finding.key.partition("[")[0]
+    section = places.get(key.rpartition(".")[0], "")
+    return places.get(key, "" if section == DEFAULT else section)

@@ -15,6 +15,7 @@ from slagate.router.errors import InvalidRequest, TooLarge, Unsupported
 from slagate.router.metadata_keys import ITL, TTFT
 from slagate.router.sla import looks_like_ours
 from slagate.workers.legs import REQUEST_TYPE
+from slagate.workers.sampling_limits import Fault, sampling_fault, stopping_fault
 
 MAX_ID_BYTES = 1024
 """Of a request id; TensorRT-LLM's own server has the same limit."""
@@ -73,9 +74,11 @@ def parse_request(data: bytes, *, max_bytes: int) -> Request:
             if sampling.num_sequences == 0:
                 raise InvalidRequest("sampling.num_sequences", "must be at least 1")
             raise Unsupported("sampling.num_sequences", "one sequence a request is served")
+        _refuse(sampling_fault(sampling))
     max_tokens, min_tokens = None, 0
     if message.HasField("stopping"):
         max_tokens, min_tokens = _max_tokens(message.stopping), message.stopping.min_tokens
+        _refuse(stopping_fault(message.stopping))
     return Request(
         data, request_id, model, isl_tokens, max_tokens, min_tokens, _prompt(message, ids)
     )
@@ -124,6 +127,11 @@ def _check_private(message: oe.GenerateRequest) -> None:
         if key in _CARRIERS_OF_OTHERS or looks_like_ours(key):
             reason = f"is not read; targets travel in metadata, {TTFT} and {ITL}"
             raise InvalidRequest(f"extra.{key[:80]}", reason)
+
+
+def _refuse(fault: Fault | None) -> None:
+    if fault is not None:
+        raise InvalidRequest(fault.field, fault.reason)
 
 
 def _prompt(message: oe.GenerateRequest, ids: Sequence[int]) -> Prompt | None:

@@ -18,6 +18,7 @@ from slagate.workers.trtllm_options import (
     WARM_UP_LIMIT_S,
     TrtllmOptions,
 )
+from slagate.workers.trtllm_package import check_installed
 from slagate.workers.trtllm_watch import WatchTimes
 
 DRAIN_S = 10.0
@@ -87,6 +88,14 @@ def check_engine(engine: str, given: Sequence[str]) -> None:
         if name in given:
             other = "sim" if engine == "trtllm" else "trtllm"
             fail(f"{option(name)} is for --engine {other}, not for {engine}")
+
+
+def check_package() -> None:
+    """End the command, and say what to install, unless TensorRT-LLM is there."""
+    try:
+        check_installed()
+    except UsageError as error:
+        fail(error)
 
 
 def trtllm_drain_s(role: str) -> float:

@@ -26,6 +26,7 @@ from slagate.router.engine_args_cli import (
 from slagate.router.engine_options import OPTIONS
 from slagate.router.finding_text import EXIT_FINDINGS, indented
 from slagate.workers.engine_args import EngineArgs, check_pair
+from slagate.workers.engine_args_read import PEER
 from slagate.workers.engine_case import Wanted
 from slagate.workers.engine_findings import CODES, Finding
 from slagate.workers.errors import UsageError
@@ -99,7 +100,7 @@ def _check(
         allow_unknown=allow_unknown_engine_args,
         wanted=wanted,
     )
-    found = [Found(role, finding, place_of(finding, args.sources)) for finding in args.findings]
+    found = [Found(role, finding, place_of(finding, args.places)) for finding in args.findings]
     if peer_engine_args is not None:
         found += _with_peer(
             args, peer_engine_args, allow_unknown=allow_unknown_engine_args, wanted=wanted
@@ -119,11 +120,17 @@ def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wan
     """The findings of the other role's file, and of both together."""
     role = {"prefill": "decode", "decode": "prefill"}.get(args.role)
     if role is None:
-        fail(f"--peer-engine-args is for --role prefill or decode (got {args.role!r})")
+        fail(f"{PEER} is for --role prefill or decode (got {args.role!r})")
     other = read_engine_args(
-        role, {}, extra=peer, override=None, allow_unknown=allow_unknown, wanted=wanted
+        role,
+        {},
+        extra=peer,
+        override=None,
+        allow_unknown=allow_unknown,
+        wanted=wanted,
+        extra_option=PEER,
     )
-    of_peer = [Found(role, finding, place_of(finding, other.sources)) for finding in other.findings]
+    of_peer = [Found(role, finding, place_of(finding, other.places)) for finding in other.findings]
     try:
         return of_peer + [
             Found(PAIR, finding, _places(finding, args, other))
@@ -135,7 +142,7 @@ def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wan
 
 def _places(finding: Finding, *sides: EngineArgs) -> str:
     """Where each side has the value from that the pairing's finding is about, where it was set."""
-    places = [(side.role, place_of(finding, side.sources)) for side in sides]
+    places = [(side.role, place_of(finding, side.places)) for side in sides]
     return "; ".join(f"{role}: {place}" for role, place in places if place)
 
 

@@ -37,6 +37,7 @@ from slagate.router.tls_cli import Insecure, TlsCert, TlsClientCa, TlsKey, liste
 from slagate.router.transport_option import Transport, check_transport
 from slagate.router.trtllm_cli import (
     check_engine,
+    check_package,
     option,
     options_of,
     trtllm_drain_s,
@@ -153,9 +154,11 @@ def _run_worker(
         if given:
             fail(f"{option(given[0])}: options come after {context.invoked_subcommand!r}")
         return
+    check_engine(engine, given)
+    if engine == "trtllm" and not print_engine_args:
+        check_package()  # before anything else: without it no option helps
     if role is None:
         fail("--role is missing: prefill, decode, agg or encode")
-    check_engine(engine, given)
     args = None
     if engine == "trtllm":
         args = read_engine_args(

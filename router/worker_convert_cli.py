@@ -11,7 +11,7 @@ from slagate.router.engine_args_cli import AllowUnknownEngineArgs, engine_versio
 from slagate.router.finding_text import EXIT_FINDINGS
 from slagate.workers.engine_args import assemble
 from slagate.workers.engine_args_merge import Layer
-from slagate.workers.engine_args_read import read_yaml
+from slagate.workers.engine_args_read import PEER, read_yaml
 from slagate.workers.engine_args_sections import MAX_RANKS
 from slagate.workers.engine_args_text import yaml_lines
 from slagate.workers.engine_case import Wanted
@@ -48,11 +48,7 @@ def convert(
     if to is None and tp is None:
         fail("--to or --tp is missing: what to convert to")
     try:
-        peer = (
-            None
-            if peer_engine_args is None
-            else read_yaml(peer_engine_args, "--peer-engine-args").values
-        )
+        peer = None if peer_engine_args is None else read_yaml(peer_engine_args, PEER).values
         conversion = converted(
             read_yaml(extra_engine_args).values, role=role, to=to, tp=tp, peer=peer
         )

@@ -20,7 +20,7 @@ from slagate.workers.engine_args_merge import (
     merge,
 )
 from slagate.workers.engine_args_prune import prune
-from slagate.workers.engine_args_read import EXTRA, OVERRIDE, read_override, read_yaml
+from slagate.workers.engine_args_read import EXTRA, OVERRIDE, PEER, read_override, read_yaml
 from slagate.workers.engine_case import EngineCase, Wanted, case_of
 from slagate.workers.engine_findings import Finding, warning
 from slagate.workers.engine_rules import findings_of, findings_of_pair
@@ -37,6 +37,12 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """What slagate says where nobody else does; the rest is TensorRT-LLM's own."""
 
+FORCED_VALUES: Mapping[str, Any] = {
+    # Processes that detokenise, which a gateway's requests do without.
+    "num_postprocess_workers": 0,
+}
+"""What a worker's engine has whatever anybody says."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineArgs:
@@ -47,6 +53,8 @@ class EngineArgs:
     """Plain nested dicts: what `LLM(**values)` gets."""
     sources: Mapping[str, str]
     """Dotted key of each value to where it came from."""
+    places: Mapping[str, str]
+    """The same, with sections, and with what was taken out."""
     findings: Sequence[Finding]
     case: EngineCase | None
     """What the rules looked at; None where values are wrong one by one."""
@@ -69,20 +77,22 @@ def build_engine_args(
     cli: Mapping[str, Any],
     extra: Path | None,
     override: str | None,
-    forced: Mapping[str, Any],
+    forced: Mapping[str, Any] = FORCED_VALUES,
     allow_unknown: bool = False,
     wanted: Wanted | None = None,
+    extra_option: str = EXTRA,
 ) -> EngineArgs:
     """Merge defaults < `cli` < `extra` (YAML) < `override` (JSON) < `forced`; dicts deep, lists replaced.
 
     `cli` and `forced` are nested like the result; None in `cli` is an option that was not given. With
-    `wanted`, rules also look at what the engine is for. Raises `UsageError` naming the option for what
-    cannot be read; what can be read and is wrong is a finding: see `EngineArgs.refuse_errors`.
+    `wanted`, rules also look at what the engine is for. `extra_option` is what names `extra` on the
+    command line. Raises `UsageError` naming the option for what cannot be read; what can be read and is
+    wrong is a finding: see `EngineArgs.refuse_errors`.
     """
     layers = [Layer(COMMAND_LINE, _given(cli))]
     if extra is not None:
-        read = read_yaml(extra)
-        layers.append(Layer(f"{EXTRA} {extra}", read.values, read.lines))
+        read = read_yaml(extra, extra_option)
+        layers.append(Layer(f"{extra_option} {extra}", read.values, read.lines))
     if override is not None:
         layers.append(Layer(OVERRIDE, read_override(override)))
     layers.append(Layer(FORCED, forced))
@@ -101,14 +111,20 @@ def assemble(
         raise UsageError(f"--role must be one of {', '.join(ROLES)} (got {role!r})")
     merged = merge([Layer(DEFAULT, DEFAULTS), *layers])
     wanted = wanted or Wanted()
-    findings = [*_replaced_options(merged), *prune(merged, role, wanted.engine_version)]
+    before = {**merged.sections, **merged.sources}
+    findings = [
+        *_replaced_options(merged),
+        *_replaced_by_forced(merged),
+        *prune(merged, role, wanted.engine_version),
+    ]
     model, wrong = check_values(merged.values, allow_unknown=allow_unknown)
     findings += wrong
     case = None
     if model is not None:
         case = case_of(role, model, merged.values, wanted)
         findings += findings_of(case)
-    return EngineArgs(role, merged.values, merged.sources, findings, case)
+    places = {**before, **merged.sources}
+    return EngineArgs(role, merged.values, merged.sources, places, findings, case)
 
 
 def check_pair(one: EngineArgs, other: EngineArgs) -> list[Finding]:
@@ -119,7 +135,7 @@ def check_pair(one: EngineArgs, other: EngineArgs) -> list[Finding]:
     by_role = {one.role: one, other.role: other}
     if by_role.keys() != {"prefill", "decode"}:
         raise UsageError(
-            f"--peer-engine-args: a pairing is one prefill and one decode (got {one.role} and {other.role})"
+            f"{PEER}: a pairing is one prefill and one decode (got {one.role} and {other.role})"
         )
     prefill, decode = by_role["prefill"].case, by_role["decode"].case
     if prefill is None or decode is None:
@@ -150,4 +166,18 @@ def _replaced_options(merged: Merged) -> list[Finding]:
         )
         for replaced in merged.replaced
         if replaced.old_source == COMMAND_LINE and replaced.new_source != FORCED
+    ]
+
+
+def _replaced_by_forced(merged: Merged) -> list[Finding]:
+    return [
+        warning(
+            "E108",
+            replaced.key,
+            f"is {in_brief(replaced.old)} by {replaced.old_source}, and is always "
+            f"{in_brief(replaced.new)} here",
+            "take it out",
+        )
+        for replaced in merged.replaced
+        if replaced.new_source == FORCED and replaced.old_source != DEFAULT
     ]

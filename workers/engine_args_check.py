@@ -88,17 +88,53 @@ class Checked(NamedTuple):
 
 
 def check_values(values: Mapping[str, Any], *, allow_unknown: bool) -> Checked:
-    """The model of merged arguments; unknown ones are left out of it, and errors unless allowed."""
+    """The model of merged arguments; unknown ones are left out of it, and errors unless allowed.
+
+    That goes for names, for choices, and for what a section lacks that has an unknown name in it.
+    """
     findings: list[Finding] = []
     known = _without_unknown(EngineModel, values, "", findings, allow_unknown=allow_unknown)
     for name in UNSET_IF_NONE:
         if name in known and known[name] is None:
             del known[name]
-    try:
-        return Checked(EngineModel.model_validate(known), findings)
-    except ValidationError as refused:
-        findings += [_finding(details) for details in refused.errors()]
-        return Checked(None, findings)
+    while True:
+        try:
+            return Checked(EngineModel.model_validate(known), findings)
+        except ValidationError as refused:
+            errors = refused.errors()
+        if not allow_unknown or not _leave_out_newer(errors, known, findings):
+            findings += [_finding(details) for details in errors]
+            return Checked(None, findings)
+
+
+def _leave_out_newer(
+    errors: Sequence[ErrorDetails], known: dict[str, Any], findings: list[Finding]
+) -> bool:
+    """Take out of `known` what only a newer engine can judge, and say so; whether there was any."""
+    unknown_in = {
+        finding.key.rpartition(".")[0] for finding in findings if finding.code in ("E101", "E104")
+    }
+    is_any = False
+    for details in errors:
+        path = [str(part) for part in details["loc"]]
+        if details["type"] == "literal_error":
+            found = _finding(details)
+            findings.append(
+                found._replace(
+                    severity="warning", advice=f"it is passed on as it is; {found.advice}"
+                )
+            )
+        elif details["type"] == "missing" and ".".join(path[:-1]) in unknown_in:
+            path.pop()  # what this kind of section needs is not known
+        else:
+            continue
+        *sections, last = path
+        into = known
+        for section in sections:
+            into = into.get(section, {})
+        into.pop(last, None)
+        is_any = True
+    return is_any
 
 
 def _without_unknown(
@@ -199,6 +235,10 @@ def _type_advice(kind: str, key: str, got: Any) -> str:
         return "write a value of that type"
     if got is None:
         return "leave the key out where the default is meant"
+    if kind == "string_type" and isinstance(got, bool | int | float):
+        return "write it in quotes"
+    if kind == "int_type" and isinstance(got, float) and got.is_integer():
+        return f"write it as {int(got)}"
     return "write a value of that type"
 
 

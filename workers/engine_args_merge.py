@@ -55,6 +55,8 @@ class Merged:
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     replaced: list[Replaced] = field(default_factory=list)
+    sections: dict[str, str] = field(default_factory=dict)
+    """Where each section was last written into."""
 
 
 def merge(layers: Iterable[Layer]) -> Merged:
@@ -77,6 +79,13 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
+def _sections(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield f"{prefix}{key}"
+            yield from _sections(value, f"{prefix}{key}.")
+
+
 def in_full(value: Any) -> str:
     """The value as JSON; what JSON, or UTF-8, has no form for as Python shows it."""
     text = json.dumps(value, default=repr, ensure_ascii=False)
@@ -95,6 +104,8 @@ def _put(
     for key, value in values.items():
         dotted = f"{prefix}{key}"
         old = into.get(key)
+        for section in _sections({key: value}, prefix):
+            merged.sections[section] = layer.source_of(section)
         if isinstance(value, Mapping) and isinstance(old, dict):
             if value and not old:
                 merged.sources.pop(dotted, None)  # an empty section is no value any more

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from slagate.workers.engine_args_sections import (
     MAX_RANKS,
@@ -32,6 +32,10 @@ UNSET_IF_NONE: Mapping[str, int] = MappingProxyType(
 _Moe = Annotated[int, Field(ge=-1, le=MAX_RANKS)]
 
 
+def _in_any_case(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
 class EngineModel(Section):
     """All arguments at their defaults but for what was given."""
 
@@ -43,11 +47,16 @@ class EngineModel(Section):
     trust_remote_code: bool = False
     model_kwargs: dict[str, Any] | None = None
     dtype: str = "auto"
-    load_format: Literal["auto", "dummy", "AUTO", "DUMMY", "vision_only", "VISION_ONLY"] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy", "vision_only"], BeforeValidator(_in_any_case)
+    ] = "auto"
     revision: str | None = None
     tokenizer_revision: str | None = None
     backend: Literal["pytorch", "_autodeploy"] = "pytorch"
     orchestrator_type: Literal["rpc", "ray"] | None = None
+    ray_worker_extension_cls: str | None = None
+    ray_placement_config: dict[str, Any] | None = None
+    ray_worker_nsight_options: dict[str, str] | None = None
     env_overrides: dict[str, str] | None = None
 
     tensor_parallel_size: Ranks = 1

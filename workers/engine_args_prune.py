@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slagate.workers.engine_args_merge import DEFAULT, Merged, in_brief, in_full, leaves
+from slagate.workers.engine_args_merge import DEFAULT, FORCED, Merged, in_brief, in_full, leaves
 from slagate.workers.engine_args_model import EngineModel
 from slagate.workers.engine_findings import Finding, warning
 
@@ -45,7 +45,7 @@ def prune(merged: Merged, role: str, version: tuple[int, int] | None) -> list[Fi
     findings = (
         _for_autodeploy(merged, version) if merged.values.get("backend") == AUTODEPLOY else []
     )
-    findings += [*_lift_build_config(merged), *_post_processing(merged)]
+    findings += _lift_build_config(merged)
     return findings + _for_encoder(merged) if role == "encode" else findings
 
 
@@ -130,19 +130,10 @@ def _lift_build_config(merged: Merged) -> list[Finding]:
     return findings
 
 
-def _post_processing(merged: Merged) -> list[Finding]:
-    """Post-processing is detokenising, which the gateway's workers do not do."""
-    key = "num_postprocess_workers"
-    value = _take(merged, key)
-    if not value:
-        return []
-    return [warning("E108", key, f"is {in_brief(value)}, and is not passed on", "take it out")]
-
-
 def _is_set(merged: Merged, key: str) -> bool:
-    """Whether somebody set the key, or one below it."""
+    """Whether an operator set the key, or one below it."""
     return any(
-        source != DEFAULT
+        source not in (DEFAULT, FORCED)
         for leaf, source in merged.sources.items()
         if leaf == key or leaf.startswith(f"{key}.")
     )

@@ -214,6 +214,11 @@ class SpeculativeConfig(Section):
     file_prefix: str = "data"
 
     @property
+    def draft_model(self) -> str | None:
+        """The draft model, under either name."""
+        return self.speculative_model or self.speculative_model_dir
+
+    @property
     def draft_tokens(self) -> int:
         """Tokens that a request may have besides its own in one step."""
         if self.decoding_type == "MTP":

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from slagate.workers.engine_args_check import check_values
 from slagate.workers.engine_args_merge import in_brief
 from slagate.workers.engine_args_model import EngineModel
+from slagate.workers.engine_args_read import PEER
 from slagate.workers.errors import UsageError
 
 TRANSCEIVER = "cache_transceiver_config"
@@ -112,7 +113,7 @@ def convert(
         if (role, to) not in steps:
             raise UsageError(f"--to: from {role} to {to} there is no way but by agg")
         if role == "agg" and peer is None:
-            raise UsageError(f"--peer-engine-args: {to} needs those of the role it pairs with")
+            raise UsageError(f"{PEER}: {to} needs those of the role it pairs with")
         steps[role, to](conversion, peer or {})
     if tp is not None:
         _resize(conversion, tp)
@@ -173,7 +174,7 @@ def _agg_to_prefill(conversion: Conversion, peer: Mapping[str, Any]) -> None:
 def _as_peer(conversion: Conversion, peer: Mapping[str, Any]) -> None:
     """What both roles of a pairing must have alike."""
     if not isinstance(peer.get(TRANSCEIVER), dict):
-        raise UsageError(f"--peer-engine-args: has no {TRANSCEIVER} to go by")
+        raise UsageError(f"{PEER}: has no {TRANSCEIVER} to go by")
     conversion.put(
         TRANSCEIVER, peer[TRANSCEIVER], "as the other role has it: both move one KV cache"
     )

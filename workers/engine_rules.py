@@ -27,6 +27,7 @@ RULES: tuple[Callable[[EngineCase], Iterator[Finding]], ...] = (
     engine_rules_cache.cache_memory,
     engine_rules_cache.streaming_events,
     engine_rules_cache.tiers,
+    engine_rules_cache.model_type,
     engine_rules_decoding.speculation,
     engine_rules_decoding.fields_of_kind,
     engine_rules_decoding.save_state,

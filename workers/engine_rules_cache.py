@@ -1,5 +1,6 @@
-"""Rules of the KV cache of one engine: events, reuse, memory, types."""
+"""Rules of the KV cache of one engine: events, reuse, memory, types, the model's too."""
 
+import difflib
 from collections.abc import Iterator
 
 from slagate.workers.engine_case import EngineCase
@@ -8,6 +9,10 @@ from slagate.workers.engine_findings import Finding, error, warning
 CACHE = "kv_cache_config"
 QUANTISED = ("auto", "fp8", "nvfp4")
 """What the engine acts on; it warns about another explicit type and goes on."""
+
+COMPUTED_IN = ("auto", "bfloat16", "float16", "float32")
+STORED_IN = ("fp8", "nvfp4", "int8", "float8", "fp4", "int4", "mxfp4", "mxfp8")
+"""Types of weights and of the KV cache; activations have none of them."""
 
 MAX_FRACTION = 0.95
 KVBM = "kvbm"
@@ -60,11 +65,33 @@ def cache_memory(case: EngineCase) -> Iterator[Finding]:
             "start with 0.85 to 0.9, less with a transfer buffer",
         )
     if cache.dtype not in QUANTISED:
+        near = difflib.get_close_matches(cache.dtype.lower(), QUANTISED, n=1, cutoff=0.8)
         yield warning(
             "E605",
             f"{CACHE}.dtype",
             f"is {cache.dtype}, which the engine warns about and does not act on",
-            f"use one of {', '.join(QUANTISED)}; auto is the model's own type",
+            (f"did you mean {near[0]}? Use " if near else "use ")
+            + f"one of {', '.join(QUANTISED)}; auto is the model's own type",
+        )
+
+
+def model_type(case: EngineCase) -> Iterator[Finding]:
+    """E609: `dtype` is what the model computes in; the type of the KV cache is one level down."""
+    dtype = case.args.dtype
+    if dtype.lower().startswith(STORED_IN):
+        of_cache = dtype if dtype in QUANTISED else "fp8"
+        yield error(
+            "E609",
+            "dtype",
+            f"is {dtype}, and no model computes in that: weights are as the checkpoint has them",
+            f"take it out; for the KV cache write {CACHE}.dtype: {of_cache}",
+        )
+    elif dtype not in COMPUTED_IN:
+        yield warning(
+            "E609",
+            "dtype",
+            f"is {dtype}, which is no name that the engine has for a type",
+            f"use one of {', '.join(COMPUTED_IN)}",
         )
 
 

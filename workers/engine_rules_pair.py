@@ -9,6 +9,7 @@ from slagate.workers.engine_rules_disagg import (
     SAY_LONGEST,
     SECTION,
     SMALL_BUFFER_TOKENS,
+    transfer_buffer,
 )
 
 _NO_TALK = "which then do not understand each other"
@@ -57,10 +58,10 @@ def prompts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
     """E203: decode's buffer holds what prefill lets in, whatever decode's own context says."""
     section = decode.args.cache_transceiver_config
     buffer = None if section is None else section.max_tokens_in_buffer
-    longest, told = prefill.longest_prompt_tokens, decode.longest_prompt_tokens
+    longest = prefill.longest_prompt_tokens
     if buffer is None or longest is None or buffer >= longest:
         return
-    if told is not None and buffer < told:
+    if any(finding.code == "E203" for finding in transfer_buffer(decode)):
         return  # decode's own finding says it
     yield warning(
         "E203",
@@ -113,6 +114,10 @@ def drafting(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
             "the draft's KV moves with the model's",
             "use the same on both",
         )
+    elif one is not None and other is not None:
+        models = one.draft_model, other.draft_model
+        if None not in models and models[0] != models[1]:
+            yield _differ("E307", "speculative_config.speculative_model", *models)
 
 
 def contexts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:

@@ -6,17 +6,16 @@ over the budget, as the answer ends there anyway. Defaults are those of TensorRT
 server, not `SamplingParams`'.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import Refused
+from slagate.workers.sampling_limits import Fault, sampling_fault, stopping_fault
 from slagate.workers.trtllm_engine import Engine
 from slagate.workers.trtllm_output import MAX_PROMPT_ENTRIES, HiddenStop, OutputForm
 
-MAX_STOP_CONDITIONS = 64
 MAX_STOP_TEXT_BYTES = 1024
 """Of one, in UTF-8: each is looked for in everything that is generated."""
 
@@ -42,6 +41,11 @@ def invalid(field: str, reason: str) -> Refused:
 def unsupported(field: str, reason: str) -> Refused:
     """The request may be right, and is not for this worker."""
     return Refused(grpc.StatusCode.UNIMPLEMENTED, f"{field}: {reason}")
+
+
+def _refuse(fault: Fault | None) -> None:
+    if fault is not None:
+        raise invalid(fault.field, fault.reason)
 
 
 def max_sequences(engine: Engine, *, hands_off: bool) -> int:
@@ -123,6 +127,7 @@ def sampling_values(
 
 def _checked_sampling(sampling: oe.SamplingParams) -> dict[str, Any]:
     """Knobs that are set, after a check, and the defaults of those that always are."""
+    _refuse(sampling_fault(sampling))
     values: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     for field in (
         "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
@@ -130,21 +135,7 @@ def _checked_sampling(sampling: oe.SamplingParams) -> dict[str, Any]:
     ):  # fmt: skip
         if sampling.HasField(field):
             values[field] = getattr(sampling, field)
-    for field, value in values.items():
-        if not math.isfinite(value):
-            raise invalid(f"sampling.{field}", "must be a finite number")
-    if values["temperature"] < 0:
-        raise invalid("sampling.temperature", "must not be negative")
-    if not 0 < values["top_p"] <= 1:
-        raise invalid("sampling.top_p", "must be over 0 and at most 1")
-    if values["top_k"] < -1:
-        raise invalid("sampling.top_k", "must be at least -1")
-    # -1 is how others say "off"; TensorRT-LLM says 0.
-    values["top_k"] = max(values["top_k"], 0)
-    if not 0 <= values.get("min_p", 0) <= 1:
-        raise invalid("sampling.min_p", "must be from 0 to 1")
-    if values.get("repetition_penalty", 1) <= 0:
-        raise invalid("sampling.repetition_penalty", "must be over 0")
+    values["top_k"] = max(values["top_k"], 0)  # -1 is "off", which TensorRT-LLM calls 0
     return values
 
 
@@ -195,8 +186,7 @@ def parse_stops(request: oe.GenerateRequest, engine: Engine, *, vocab_size: int 
     They may not be too many, too long or empty, nor of text where there is no tokenizer.
     """
     field, stopping = "stopping.conditions", request.stopping
-    if len(stopping.conditions) > MAX_STOP_CONDITIONS:
-        raise invalid(field, f"more than {MAX_STOP_CONDITIONS} are given")
+    _refuse(stopping_fault(stopping))
     texts, token_ids = [], []
     for condition in stopping.conditions:
         if condition.WhichOneof("condition") == "stop_token_id":

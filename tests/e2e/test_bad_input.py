@@ -4,6 +4,7 @@ The worker counts what reaches it, so that "no worker" is seen and not believed.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from math import nan
 from typing import Any, NamedTuple
 
 import grpc
@@ -61,6 +62,14 @@ BAD_REQUESTS: Mapping[str, tuple[Any, grpc.StatusCode, str]] = {
         good(sampling={"num_sequences": 2}),
         UNIMPLEMENTED,
         "sampling.num_sequences",
+    ),
+    "top_k -2": (good(sampling={"top_k": -2}), INVALID, "sampling.top_k"),
+    "top_p 0": (good(sampling={"top_p": 0}), INVALID, "sampling.top_p"),
+    "temperature NaN": (good(sampling={"temperature": nan}), INVALID, "sampling.temperature"),
+    "10,000 stops": (
+        good(stopping={"conditions": [{"stop_token_id": 1}] * 10_000}),
+        INVALID,
+        "stopping.conditions",
     ),
     "10 MB prompt": (request([100_000] * 3_500_000), TOO_LARGE, "token_ids"),
     "over the window": (request([1] * (MAX_CONTEXT_TOKENS + 1)), INVALID, "token_ids"),
@@ -121,6 +130,7 @@ def test_a_good_request_is_counted_by_the_worker(served: Served) -> None:
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
 def test_a_bad_request_reaches_no_worker(served: Served, name: str) -> None:
+    """ENGINE-08, for what no engine can use."""
     message, code, field = BAD_REQUESTS[name]
     outcome = "too_large" if code is TOO_LARGE else "invalid"
     assert_refused(

@@ -18,7 +18,7 @@ import pytest
 
 from support.certificates import Ca
 from support.foreign_client import Client, request
-from support.manifests import FOLDER, Pod, command_of, fleet, named, pods
+from support.manifests import FOLDER, Pod, command_of, fleet, named, objects, pods
 from support.processes import (
     LOOPBACK,
     PROFILE,
@@ -110,6 +110,26 @@ def test_a_worker_answers_the_probes_of_the_manifests(tmp_path: Path) -> None:
     with running("worker", worker_arguments("prefill", *options), tmp_path) as worker:
         at = str(worker.ready["metrics"])
         assert [http(at, path)[0] for path in ("/healthz", "/readyz", "/metrics")] == [200] * 3
+
+
+# --- the model cache -------------------------------------------------------------------------------
+
+
+def test_a_model_is_downloaded_once_and_never_seen_in_part(tmp_path: Path) -> None:
+    script = named(objects(FOLDER / "model-cache" / "pvc.yaml"), "ConfigMap", "fill-models")["data"]
+    (tmp_path / "fill.sh").write_text(script["fill.sh"].replace("/models/", f"{tmp_path}/models/"))
+    (tmp_path / "models").mkdir()
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    tool(
+        tools / "python3",
+        f'test ! -e {tmp_path}/models/m && mkdir "$PART" && echo x >>{tmp_path}/downloads',
+    )
+    env = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "MODEL": "org/m"}
+    for _ in range(2):  # a Job may run again
+        subprocess.run([BASH, str(tmp_path / "fill.sh")], env=env, check=True)
+    assert os.listdir(tmp_path / "models") == ["m"]
+    assert (tmp_path / "downloads").read_text() == "x\n"
 
 
 # --- groups of nodes -------------------------------------------------------------------------------

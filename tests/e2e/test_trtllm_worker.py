@@ -79,8 +79,28 @@ def agg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 # --- the start -------------------------------------------------------------------------------------
 
 
-def test_without_the_package_it_is_said_what_to_install() -> None:
-    ended = run_cli(*arguments("agg"))
+@pytest.mark.parametrize(
+    "given",
+    [
+        arguments("agg"),
+        ["worker", "--engine", "trtllm"],
+        # With an argument that is wrong, and without certificates.
+        [
+            "worker",
+            "--engine",
+            "trtllm",
+            "--role",
+            "prefill",
+            "--model",
+            "m",
+            "--listen",
+            f"{LOOPBACK}:0",
+        ],
+    ],
+    ids=["ready-to-run", "nothing", "wrong"],
+)
+def test_without_the_package_it_is_said_what_to_install(given: list[str]) -> None:
+    ended = run_cli(*given)
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert "pip install 'slagate[trtllm]'" in ended.stderr

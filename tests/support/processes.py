@@ -72,16 +72,16 @@ class Process:
     def address(self) -> str:
         return str(self.ready["listen"])
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, limit_s: float = READY_LIMIT_S) -> None:
         """Read the ready line; fails with the process's stderr when none comes."""
         assert self.popen.stdout is not None
         fd = self.popen.stdout.fileno()
         text = b""
         while b"\n" not in text:
-            readable, _, _ = select.select([fd], [], [], READY_LIMIT_S)
+            readable, _, _ = select.select([fd], [], [], limit_s)
             chunk = os.read(fd, 65536) if readable else b""
             if not chunk:
-                why = "ended" if readable else f"said nothing for {READY_LIMIT_S} s"
+                why = "ended" if readable else f"said nothing for {limit_s} s"
                 raise AssertionError(f"{self.name} {why} before it was ready:\n{self.stderr()}")
             text += chunk
         line, self._rest_of_stdout = text.split(b"\n", 1)

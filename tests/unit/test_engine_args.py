@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from slagate.workers import engine_args_read
 from slagate.workers.engine_args import EngineArgs, build_engine_args, check_pair
 from slagate.workers.engine_args_check import check_values
 from slagate.workers.engine_args_merge import Layer, leaves, merge
 from slagate.workers.engine_args_model import EngineModel
+from slagate.workers.engine_args_read import parse_yaml
 from slagate.workers.engine_args_text import yaml_lines
 from slagate.workers.engine_case import Wanted
 from slagate.workers.errors import UsageError
@@ -162,14 +164,13 @@ def test_what_is_replaced_is_logged_with_values_and_sources(
     ]
 
 
-def test_engine_01_an_option_that_a_file_replaces_is_a_finding_and_a_forced_one_is_not(
-    file: Path,
-) -> None:
+def test_engine_01_an_option_that_a_file_replaces_is_a_finding(file: Path) -> None:
     (finding,) = built(cli={"tensor_parallel_size": 4}, extra=file).findings
     assert (finding.code, finding.key) == ("E107", "tensor_parallel_size")
     assert "4 on the command line" in finding.text
     assert f"8 by --extra-engine-args {file}:1" in finding.text
-    assert not built(cli={"stream_interval": 4}, forced={"stream_interval": 1}).findings
+    (finding,) = built(cli={"stream_interval": 4}, forced={"stream_interval": 1}).findings
+    assert (finding.code, finding.key) == ("E108", "stream_interval")
 
 
 def test_engine_02_equal_values_in_two_places_are_no_conflict(file: Path) -> None:
@@ -239,11 +240,16 @@ def test_autodeploy_reports_load_unless_its_version_cannot_which_is_told() -> No
     assert codes(args) == ["E803"]
 
 
-def test_post_processing_workers_never_reach_the_engine() -> None:
-    for n_workers, expected in ((0, []), (4, ["E108"])):
-        args = built(override={"num_postprocess_workers": n_workers})
-        assert "num_postprocess_workers" not in args.values
+def test_what_is_forced_is_told_where_somebody_wanted_something_else(file: Path) -> None:
+    key = "num_postprocess_workers"
+    for override, expected in ((None, []), ({key: 0}, []), ({key: 4}, ["E108"])):
+        text = None if override is None else json.dumps(override)
+        args = build_engine_args(role="agg", cli={}, extra=file, override=text)
+        assert (args.values[key], args.sources[key]) == (0, "forced")
         assert codes(args) == expected
+    encoder = build_engine_args(role="encode", cli={}, extra=None, override=None)
+    assert key not in encoder.values
+    assert not encoder.findings
 
 
 def test_what_may_never_end_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -284,6 +290,45 @@ def test_a_file_that_is_not_there_names_the_option_and_the_packaged_ones() -> No
         built(extra=Path("qwen3/prefil"))
     with pytest.raises(UsageError, match=r"--extra-engine-args: nowhere\.yaml: No such file"):
         built(extra=Path("nowhere.yaml"))
+
+
+_LINES = [
+    "max_batch_size: 8",
+    "kv_cache_config:",
+    "  dtype: fp8",
+    "\tdtype: fp8",
+    "  - {a: [1, 0x10, 1e-3, .inf], 'b': \"x\\ty\"}",
+    "- 1",
+    "? a",
+    ": b: c",
+    "m: &m {a: 1, <<: {b: off}}",
+    "n: *m",
+    "text: |",
+    "   of two",
+    "  # no comment",
+    "%YAML 1.3",
+    "---",
+    "k: 'it''s\u2028\x85 one'",
+    "\ud7ff\U0001f600: 2026-01-01",
+]
+
+
+@given(st.lists(st.sampled_from(_LINES), max_size=6), st.sampled_from(["\n", "\r\n"]))
+def test_the_loader_in_c_reads_what_the_one_in_python_does(lines: list[str], end: str) -> None:
+    """Values, lines and errors; it is five times as fast."""
+    assert engine_args_read._FAST_LOADER is yaml.CSafeLoader, "PyYAML is here without libyaml"
+    text = end.join(lines)
+    with pytest.MonkeyPatch.context() as patch:
+        fast = _read(text)
+        patch.setattr(engine_args_read, "_FAST_LOADER", yaml.SafeLoader)
+        assert _read(text) == fast
+
+
+def _read(text: str) -> str:
+    try:
+        return repr(parse_yaml(text, "here"))
+    except UsageError as error:
+        return str(error)
 
 
 def test_files_that_are_no_text_or_empty(tmp_path: Path) -> None:

@@ -177,6 +177,16 @@ def test_the_grace_period_holds_the_whole_end(pod: Pod, given: dict[str, Any]) -
         assert others.spec["terminationGracePeriodSeconds"] >= needed_s
 
 
+def test_a_rollout_has_the_time_that_a_start_may_take() -> None:
+    """`kubectl rollout status` fails at the deadline, 600 s unless it is given."""
+    deployments = [pod for pod in pods(ALL) if pod.owner["kind"] == "Deployment"]
+    assert deployments
+    for pod in deployments:
+        probe = pod.container["startupProbe"]
+        allowed_s = probe["periodSeconds"] * probe["failureThreshold"]
+        assert pod.owner["spec"].get("progressDeadlineSeconds", 600) > allowed_s, pod.name
+
+
 def given_file(pod: Pod, path: Path, of: list[Object]) -> str | None:
     """The content of a file that a ConfigMap has, "" of one in a Secret; None where there is none."""
     mounts = {mount["name"]: Path(mount["mountPath"]) for mount in pod.container["volumeMounts"]}

@@ -1,3 +1,4 @@
+import math
 import struct
 
 import grpc
@@ -14,6 +15,7 @@ from slagate.router.request import (
     output_budget,
     parse_request,
 )
+from slagate.workers.sampling_limits import MAX_STOP_CONDITIONS
 from support.builders import model_info, request, session
 
 LIMIT = 8 << 20
@@ -83,6 +85,40 @@ def test_a_wrong_field_is_named(change: dict[str, object], field: str) -> None:
     error = refused(message)
     assert error.field == field
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_k", -2),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("temperature", math.nan),
+        ("temperature", -0.1),
+        ("min_p", math.inf),
+        ("frequency_penalty", math.nan),
+        ("presence_penalty", -math.inf),
+        ("repetition_penalty", 0.0),
+    ],
+)
+def test_engine_08_a_sampling_value_that_no_engine_can_use_is_refused_here(
+    field: str, value: float
+) -> None:
+    """ENGINE-08: whoever serves behind the gateway, it never sees it."""
+    message = request()
+    setattr(message.sampling, field, value)
+    error = refused(message)
+    assert (error.field, error.code) == (f"sampling.{field}", grpc.StatusCode.INVALID_ARGUMENT)
+
+
+def test_engine_08_stop_conditions_are_limited_here_and_off_is_off() -> None:
+    message = request()
+    for _ in range(MAX_STOP_CONDITIONS):
+        message.stopping.conditions.add(stop_token_id=1)
+    message.sampling.MergeFrom(oe.SamplingParams(top_k=-1, temperature=0, top_p=1, seed=0))
+    parse(message)
+    message.stopping.conditions.add(stop_token_id=1)
+    assert refused(message).field == "stopping.conditions"
 
 
 @pytest.mark.parametrize("value", ["context_only", "", "context_and_generation"])

@@ -60,6 +60,7 @@ def test_engine_arguments_are_printed_with_their_sources_as_yaml(tmp_path: Path)
             "free_gpu_memory_fraction": 0.7,
             "event_buffer_max_size": 100_000,
         },
+        "num_postprocess_workers": 0,
     }
     sources = dict(line.strip().split("  # ") for line in shown.splitlines() if "  # " in line)
     by_value = {value.strip(): source for value, source in sources.items()}
@@ -176,8 +177,42 @@ def test_a_finding_of_a_pair_says_where_both_sides_have_it(tmp_path: Path) -> No
     ]
     assert found["source"] == (
         f"prefill: --extra-engine-args {files['prefill']}:2; "
-        f"decode: --extra-engine-args {files['decode']}:2"
+        f"decode: --peer-engine-args {files['decode']}:2"
     )
+    arguments = ("--role", "prefill", "--extra-engine-args", "deepseek-r1/prefill")
+    files["decode"].write_text("max_batch_size: 0\n")
+    ended = CliRunner().invoke(
+        cli, ["worker", "check", *arguments, "--peer-engine-args", str(files["decode"])]
+    )
+    assert f"max_batch_size (--peer-engine-args {files['decode']}:1)" in ended.stdout
+
+
+def test_a_finding_says_where_a_section_is_and_what_was_taken_out(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(
+        "backend: _autodeploy\ntensor_parallel_size: 4\nattention_dp_config:\n  timeout_iters: 5\n"
+        "build_config:\n  max_batch_size: 4\nspeculative_config:\n  max_draft_len: 3\n"
+    )
+    _, shown, _ = checked("--extra-engine-args", str(file), "--json")
+    found = [json.loads(line) for line in shown.splitlines()]
+    assert {
+        each["key"]: each["source"].removeprefix(f"--extra-engine-args {file}:") for each in found
+    } == {
+        "build_config": "5",
+        "tensor_parallel_size": "2",
+        "speculative_config.decoding_type": "7",
+    }
+    file.write_text("attention_dp_config:\n  timeout_iters: 5\n")
+    _, shown, _ = checked("--extra-engine-args", str(file), "--json")
+    assert json.loads(shown)["source"] == f"--extra-engine-args {file}:1"
+    # What nobody wrote is nowhere.
+    connector = dict.fromkeys(("module", "scheduler_class", "worker_class"), "kvbm")
+    override = {
+        "kv_connector_config": {f"connector_{name}": value for name, value in connector.items()}
+    }
+    _, shown, _ = checked("--override-engine-args", json.dumps(override), "--json")
+    found = [json.loads(line) for line in shown.splitlines()]
+    assert [(each["code"], each["source"]) for each in found] == [("E607", "")]
 
 
 def test_a_check_needs_something_to_check() -> None:

@@ -1,0 +1,61 @@
+"""What sampling and stopping options of a request may be, whichever engine gets it.
+
+The gateway and every worker ask here: an engine that does not check a value may die of it, for everybody.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from slagate.proto import openengine_pb2 as oe
+
+MAX_STOP_CONDITIONS = 64
+"""As on TensorRT-LLM's own OpenEngine server."""
+
+
+class Fault(NamedTuple):
+    """A field that is wrong, and why."""
+
+    field: str
+    reason: str
+
+
+class _Rule(NamedTuple):
+    holds: Callable[[float], bool]
+    words: str
+
+
+_FINITE = _Rule(math.isfinite, "must be a finite number")
+
+_RULES: Mapping[str, _Rule] = MappingProxyType(
+    {
+        "temperature": _Rule(lambda value: value >= 0, "must not be negative"),
+        "top_p": _Rule(lambda value: 0 < value <= 1, "must be over 0 and at most 1"),
+        # -1 is how others say "off"; TensorRT-LLM says 0.
+        "top_k": _Rule(lambda value: value >= -1, "must be at least -1"),
+        "min_p": _Rule(lambda value: 0 <= value <= 1, "must be from 0 to 1"),
+        "repetition_penalty": _Rule(lambda value: value > 0, "must be over 0"),
+        "frequency_penalty": _FINITE,
+        "presence_penalty": _FINITE,
+    }
+)
+
+
+def sampling_fault(sampling: oe.SamplingParams) -> Fault | None:
+    """The first field that is set and out of its range; None when there is none."""
+    for descriptor, value in sampling.ListFields():
+        rule = _RULES.get(descriptor.name)
+        if rule is None:
+            continue
+        for one in (_FINITE, rule):
+            if not one.holds(value):
+                return Fault(f"sampling.{descriptor.name}", one.words)
+    return None
+
+
+def stopping_fault(stopping: oe.StoppingOptions) -> Fault | None:
+    """More stop conditions than an engine takes; None where they are not."""
+    if len(stopping.conditions) > MAX_STOP_CONDITIONS:
+        return Fault("stopping.conditions", f"more than {MAX_STOP_CONDITIONS} are given")
+    return None
