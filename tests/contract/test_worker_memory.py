@@ -23,6 +23,8 @@ from support.sim_llm import n_timers, until
 
 N_REQUESTS = n_seeds_of(15_000)
 N_WARM = 5_000
+FILLING_BLOCKS = 3_000
+"""What is remembered up to a bound of its own, of handoffs for example, has not reached it by then."""
 WAVE = 250
 LONGEST_S = 0.05
 """A request's life before it is given up: from waiting for a place over prefill to some tokens."""
@@ -202,7 +204,8 @@ def test_mem_01_nothing_is_left_of_thousands_of_requests_given_up_at_any_point()
                     warm_blocks, warm_bytes = sys.getallocatedblocks(), resident_bytes()
                 await run.wave(WAVE)
             assert objects_of_requests() == before
-            assert sys.getallocatedblocks() - warm_blocks < (N_REQUESTS - N_WARM) / 5
+            n_more = sys.getallocatedblocks() - warm_blocks
+            assert n_more < FILLING_BLOCKS + (N_REQUESTS - N_WARM) / 5
             assert resident_bytes() - warm_bytes < 8 << 20
             # Handoffs that were collected are not counted any more, and polling has stopped.
             await until(asyncio.get_running_loop().time() + 2.0)
