@@ -117,24 +117,29 @@ def _leave_out_newer(
     is_any = False
     for details in errors:
         path = [str(part) for part in details["loc"]]
-        if details["type"] == "literal_error":
-            found = _finding(details)
-            findings.append(
-                found._replace(
-                    severity="warning", advice=f"it is passed on as it is; {found.advice}"
-                )
-            )
-        elif details["type"] == "missing" and ".".join(path[:-1]) in unknown_in:
+        is_choice = details["type"] == "literal_error"
+        if details["type"] == "missing" and ".".join(path[:-1]) in unknown_in:
             path.pop()  # what this kind of section needs is not known
-        else:
+        elif not is_choice:
             continue
-        *sections, last = path
-        into = known
-        for section in sections:
-            into = into.get(section, {})
-        into.pop(last, None)
+        if not _take_out(known, path):
+            continue
         is_any = True
+        if is_choice:
+            found = _finding(details)
+            advice = f"it is passed on as it is; {found.advice}"
+            findings.append(found._replace(severity="warning", advice=advice))
     return is_any
+
+
+def _take_out(values: Any, path: Sequence[str]) -> bool:
+    """Whether there was something at the path, which is gone now."""
+    if not path or not isinstance(values, dict) or path[0] not in values:
+        return False
+    if len(path) > 1:
+        return _take_out(values[path[0]], path[1:])
+    del values[path[0]]
+    return True
 
 
 def _without_unknown(

@@ -432,14 +432,16 @@ _ARGUMENTS = st.dictionaries(
 )
 
 
-@given(_ARGUMENTS, st.sampled_from(["agg", "prefill", "decode", "encode"]))
+@given(_ARGUMENTS, st.sampled_from(["agg", "prefill", "decode", "encode"]), st.booleans())
 def test_whatever_the_values_are_there_are_findings_and_no_crash(
-    values: dict[str, Any], role: str
+    values: dict[str, Any],
+    role: str,
+    allow_unknown: bool,  # noqa: FBT001
 ) -> None:
     args = built(role=role, override=values)
     for finding in args.findings:
         assert all(part.encode() for part in finding)
-    model, findings = check_values(args.values, allow_unknown=False)
+    model, findings = check_values(args.values, allow_unknown=allow_unknown)
     assert (model is None) <= any(finding.is_error for finding in findings)
 
 
