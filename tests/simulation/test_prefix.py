@@ -28,7 +28,7 @@ PREFIX = list(range(8192))
 STAGES = {"prefill": {"prefill": 4, "decode": 4}, "agg": {"agg": 4}}
 
 
-def sharing(n: int, *, seed: int = 0, n_tokens: int = 20) -> list[Plan]:
+def sharing(n: int, *, seed: int = 0, n_tokens: int = 4) -> list[Plan]:
     """Requests whose prompts differ in their last tokens only."""
     rng = random.Random(seed)
     return [Plan(0.0, [*PREFIX, *rng.choices(range(100_000), k=40)], n_tokens) for _ in range(n)]
