@@ -107,7 +107,7 @@ def conversations(n: int, *, turns: int, rng: random.Random) -> list[Plan]:
     for _ in range(n):
         at_s, prompt = rng.uniform(0, 30), rng.choices(range(100_000), k=rng.randrange(200, 4000))
         for _ in range(turns):
-            plans.append(Plan(at_s, list(prompt), rng.randrange(5, 60)))
+            plans.append(Plan(at_s, list(prompt), rng.randrange(5, 30)))
             prompt += rng.choices(range(100_000), k=rng.randrange(50, 2000))
             at_s += rng.uniform(3, 10)
     return plans
