@@ -12,7 +12,7 @@ import pytest
 
 from support.foreign_client import Client, read, request
 from support.foreign_worker import MAX_CONTEXT_TOKENS, TOKENS, ForeignWorker, foreign_worker
-from support.processes import Gateway, eventually, fleet_config, gateway, run_cli
+from support.processes import Gateway, eventually, fleet_config, gateway, run_here
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 TOO_LARGE = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -238,7 +238,7 @@ def test_a_worker_gets_an_id_of_the_gateways_own(served: Served) -> None:
 
 def test_explain_reaches_no_worker(served: Served) -> None:
     calls = len(served.worker.calls)
-    explained = run_cli(
+    explained = run_here(
         "explain", "--insecure", "--target", served.gateway.admin_address, "--isl", "9", "--json"
     )
     assert explained.returncode == 0, explained.stderr

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from support.processes import READY_LIMIT_S, SLAGATE, Cluster, eventually, run_cli
+from support.processes import READY_LIMIT_S, SLAGATE, Cluster, eventually, run_cli, run_here
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -45,7 +45,7 @@ def test_a_sweep_leaves_a_table_a_csv_file_and_a_picture(either: Cluster, tmp_pa
 
 def test_refusals_are_counted_by_status(agg: Cluster, tmp_path: Path) -> None:
     figures = tmp_path / "bench.csv"
-    done = run_cli(
+    done = run_here(
         *("bench", "--insecure", "--target", agg.gateway.address, "--concurrency", "1"),
         *("--requests", "3", "--warmup", "0", "--isl", "200000", "--csv", str(figures)),
     )
@@ -84,7 +84,7 @@ def test_an_interruption_leaves_what_was_measured(agg: Cluster, tmp_path: Path) 
 def test_a_gateway_that_is_not_there_is_said_and_nothing_is_written(tmp_path: Path) -> None:
     figures = tmp_path / "bench.csv"
     figures.write_text("of an earlier run\n")
-    done = run_cli(
+    done = run_here(
         *("bench", "--insecure", "--target", "127.0.0.1:1", "--wait", "0.2"),
         *("--csv", str(figures)),
     )

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from support.processes import MODEL, Cluster, fleet_config, run_cli
+from support.processes import MODEL, Cluster, fleet_config, run_cli, run_here
 from support.sim_tokens import expected
 
 
 def output(*arguments: str, stdin: str = "") -> str:
-    ended = run_cli(*arguments, stdin=stdin)
+    ended = run_here(*arguments, stdin=stdin)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -21,16 +21,12 @@ def numbers(line: str) -> list[int]:
 
 
 def test_generate_prints_the_token_ids(either: Cluster) -> None:
-    printed = output(
-        "generate",
-        "--insecure",
-        "--target",
-        either.gateway.address,
-        "--tokens",
-        "1,2,3",
-        "--max-tokens",
-        "5",
+    ended = run_cli(
+        *("generate", "--insecure", "--target", either.gateway.address),
+        *("--tokens", "1,2,3", "--max-tokens", "5"),
     )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    printed = ended.stdout
     assert numbers(printed) == expected([1, 2, 3], 5)
     assert printed.endswith("\n")
 
@@ -90,7 +86,7 @@ def test_generate_makes_up_a_prompt_of_a_length(agg: Cluster) -> None:
 def test_generate_says_what_is_wrong(
     agg: Cluster, options: tuple[str, ...], status: int, naming: str
 ) -> None:
-    ended = run_cli("generate", "--insecure", "--target", agg.gateway.address, *options)
+    ended = run_here("generate", "--insecure", "--target", agg.gateway.address, *options)
     assert ended.returncode == status, ended.stderr
     assert naming in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -142,7 +138,7 @@ def test_explain_says_it_in_words(disagg: Cluster) -> None:
 
 
 def test_explain_refuses_what_generate_refuses(disagg: Cluster) -> None:
-    ended = run_cli(
+    ended = run_here(
         *(
             "explain",
             "--insecure",
@@ -211,6 +207,6 @@ def test_grid_select_answers_each_line(tmp_path: Path) -> None:
 def test_grid_select_refuses_a_stage_the_file_has_not(tmp_path: Path) -> None:
     config = tmp_path / "fleet.json"
     config.write_text(json.dumps(fleet_config({"p": ("prefill", []), "d": ("decode", [])})))
-    ended = run_cli("grid", "select", str(config), "--stage", "agg")
+    ended = run_here("grid", "select", str(config), "--stage", "agg")
     assert ended.returncode == 2
     assert "--stage" in ended.stderr

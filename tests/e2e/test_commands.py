@@ -18,6 +18,7 @@ from support.processes import (
     fleet_config,
     gateway,
     run_cli,
+    run_here,
     running,
     serve_arguments,
     worker_arguments,
@@ -102,7 +103,7 @@ def test_a_gateway_does_not_share_a_port(agg: Cluster, tmp_path: Path, listener:
     taken = addresses[listener]
     config = config_file(tmp_path, fleet_config({"a": ("agg", agg.addresses("a"))}))
     # Of an option given twice the last one counts.
-    ended = run_cli(*serve_arguments(config, f"--{listener}", taken))
+    ended = run_here(*serve_arguments(config, f"--{listener}", taken))
     told = f"--{listener}: cannot listen on {taken}: Address already in use"
     assert_refused(ended, naming=told)
     assert served.is_ready()
@@ -140,7 +141,7 @@ def assert_refused(ended: Any, *, naming: str) -> None:
 def test_a_wrong_option_of_a_worker_is_refused_by_name(
     options: tuple[str, ...], naming: str
 ) -> None:
-    assert_refused(run_cli(*worker_arguments("agg"), *options), naming=naming)
+    assert_refused(run_here(*worker_arguments("agg"), *options), naming=naming)
 
 
 def _config(**changes: Any) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def _strategy(**changes: Any) -> dict[str, Any]:
 )
 def test_a_wrong_fleet_file_is_refused_by_path(tmp_path: Path, config: Any, naming: str) -> None:
     """CFG-06, CFG-10: at the start, not at the first request."""
-    ended = run_cli(*serve_arguments(config_file(tmp_path, config)))
+    ended = run_here(*serve_arguments(config_file(tmp_path, config)))
     assert_refused(ended, naming=naming)
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from support.foreign_client import Client, read, request
-from support.processes import Cluster, run_cli
+from support.processes import Cluster, run_cli, run_here
 from support.sim_tokens import prompt
 
 
@@ -16,7 +16,7 @@ def n_ended(printed: str) -> int:
 
 def test_a_running_gateway_shows_its_grid_with_its_traffic(agg: Cluster, tmp_path: Path) -> None:
     target = ("--insecure", "--target", agg.gateway.admin_address)
-    before = run_cli("grid", "show", *target)
+    before = run_here("grid", "show", *target)
     assert before.returncode == 0, before.stderr
     with Client(agg.gateway.address) as client:
         calls = [

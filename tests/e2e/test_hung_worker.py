@@ -2,22 +2,29 @@
 
 import signal
 import threading
-from pathlib import Path
+from collections.abc import Iterator
 
 import grpc
 import pytest
 
 from support.foreign_client import Answer, Client, request
-from support.processes import Pool, cluster, eventually
+from support.processes import Cluster, Pool, cluster, eventually
 from support.sim_tokens import expected, prompt
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """All ready and idle whenever a test of this module has ended."""
+    pools = {"prefill": Pool("prefill", 2), "decode": Pool("decode", 2)}
+    with cluster(tmp_path_factory.mktemp("hung"), pools) as running:
+        yield running
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 def test_health_04_a_hung_worker_leaves_and_its_unanswered_requests_go_elsewhere(
-    tmp_path: Path, stage: str
+    fleet: Cluster, stage: str
 ) -> None:
-    pools = {"prefill": Pool("prefill", 2), "decode": Pool("decode", 2)}
-    with cluster(tmp_path, pools) as fleet, Client(fleet.gateway.address) as client:
+    with Client(fleet.gateway.address) as client:
         hung = fleet.workers[stage][0]
         hung.popen.send_signal(signal.SIGSTOP)
         try:

@@ -13,15 +13,15 @@ from support.sim_tokens import expected, prompt
 
 N_CLIENTS = 40
 N_TOKENS = 4
-PROMPT_TOKENS = 60_000
-"""1,875 blocks: without sharing, NIXL's pool of 16,384 slots would hold eight such prompts."""
+PROMPT_TOKENS = 30_000
+"""938 blocks: without sharing, NIXL's pool of 16,384 slots would hold seventeen such prompts."""
 
 LEG_LIMIT_S = 30.0
 
 
 def test_forty_clients_share_the_blocks_of_their_prompt_in_the_pool_too(tmp_path: Path) -> None:
     """All are parked before the first one is collected, and then all are collected at once."""
-    options = ("--transport", "nixl", "--time-scale", "0", "--kv-blocks", "2000")
+    options = ("--transport", "nixl", "--time-scale", "0", "--kv-blocks", "1000")
     tokens = prompt(PROMPT_TOKENS)
     wanted = expected(tokens, N_TOKENS)
     with ExitStack() as stack:

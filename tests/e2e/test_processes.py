@@ -31,6 +31,7 @@ from support.processes import (
     fleet_config,
     gateway,
     run_cli,
+    run_here,
     serve_arguments,
     starting,
 )
@@ -47,7 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Iterator[Cluster]:
     """Two aggregated workers behind two processes."""
-    with cluster(folder, {"a": Pool("agg", 2)}, "--processes", "2") as running:
+    # Slow ones: what streams for seconds, while processes are killed and end, takes few tokens.
+    slow = ("--time-scale", "4")
+    with cluster(folder, {"a": Pool("agg", 2, slow)}, "--processes", "2") as running:
         yield running
 
 
@@ -117,7 +120,7 @@ def test_two_hundred_requests_split_evenly_and_a_killed_process_ends_only_its_ow
     lost_before = served.metrics("slagate_process_lost_requests_total")[""]
     requests_before = served.pools()[0].requests_total
     with ExitStack() as stack:
-        streams = Streams(served.address, 200, 600, stack)
+        streams = Streams(served.address, 200, 150, stack)
         loads = [worker.inflight for worker in served.workers()]
         assert sum(loads) == served.pools()[0].inflight == 200
         assert min(loads) >= 80, "no worse than 60 to 40"
@@ -229,7 +232,7 @@ def test_control_answers_for_all_processes(two: Cluster) -> None:
         clients = [stack.enter_context(Client(two.gateway.address)) for _ in range(8)]
         infos = [client.control("GetServerInfo") for client in clients]
         assert len({info.instance_id for info in infos}) == 1
-        calls = [client.start(request(range(50), 2000)) for client in clients]
+        calls = [client.start(request(range(50), 500)) for client in clients]
         for call in calls:
             next(call)
         assert {client.load().running_requests for client in clients} == {8}
@@ -324,7 +327,7 @@ def test_a_reload_is_in_force_in_all_processes_or_in_none(two: Cluster, folder: 
         changed["pools"]["a"]["workers"].pop()
         path = folder / "changed.json"
         path.write_text(json.dumps(changed))
-        ended = run_cli(
+        ended = run_here(
             "reload", "--insecure", "--target", served.admin_address, "--config", str(path)
         )
         assert (ended.returncode, ended.stderr) == (0, "")
@@ -333,7 +336,7 @@ def test_a_reload_is_in_force_in_all_processes_or_in_none(two: Cluster, folder: 
         assert _versions(served) == {second}
         assert len(served.workers()) == 1
         path.write_text(json.dumps({"mode": "agg"}))
-        assert run_cli(
+        assert run_here(
             "reload", "--insecure", "--target", served.admin_address, "--config", str(path)
         ).returncode
         assert _versions(served) == {second}
@@ -344,7 +347,7 @@ def test_a_reload_is_in_force_in_all_processes_or_in_none(two: Cluster, folder: 
             eventually(lambda: n_running(served) == 2, "it is back", limit_s=60.0)
             eventually(served.is_ready, "it is ready")
         assert _versions(served) == {second}
-        ended = run_cli("reload", "--insecure", "--target", served.admin_address, "--rollback")
+        ended = run_here("reload", "--insecure", "--target", served.admin_address, "--rollback")
         assert ended.returncode == 0
         assert _versions(served) == {first}
         (folder / "reloaded.json").write_text(json.dumps(changed))
@@ -376,7 +379,7 @@ def test_a_second_server_on_the_port_is_an_error(
             }
             arguments = [word for pair in (others | {option: address}).items() for word in pair]
             plain = ["--insecure", "--worker-insecure"]
-            ended = run_cli("serve", "--config", str(path), *arguments, *plain, *options)
+            ended = run_here("serve", "--config", str(path), *arguments, *plain, *options)
             assert (ended.returncode, ended.stdout) == (2, "")
             why = f"{option}: cannot listen on {address}: Address already in use"
             assert f"slagate: {why}\n" in ended.stderr
@@ -388,7 +391,7 @@ def test_it_drains_in_all_processes_and_logs_name_them(two: Cluster, folder: Pat
             gateway(folder, config_of(two), "--processes", "2", name="drained")
         )
         eventually(served.is_ready, "it is ready")
-        streams = Streams(served.address, 40, 100, stack)
+        streams = Streams(served.address, 40, 25, stack)
         served.process.popen.send_signal(signal.SIGTERM)
         assert streams.join() == {grpc.StatusCode.OK: 40}
         assert served.process.popen.wait(30) == 0
@@ -405,7 +408,7 @@ def test_what_does_not_end_in_time_gets_a_status(two: Cluster, folder: Path) -> 
             gateway(folder, config_of(two), "--processes", "2", "--drain", "0.2", name="cut")
         )
         eventually(served.is_ready, "it is ready")
-        streams = Streams(served.address, 20, 5000, stack)
+        streams = Streams(served.address, 20, 1250, stack)
         assert served.process.terminate() == 0
         assert streams.join() == {grpc.StatusCode.UNAVAILABLE: 20}
 

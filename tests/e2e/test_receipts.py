@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from support.foreign_client import Client, read, request
-from support.processes import SLAGATE, Cluster, Pool, cluster, eventually, run_cli
+from support.processes import SLAGATE, Cluster, Pool, cluster, eventually, run_cli, run_here
 from support.sim_tokens import prompt
 
 N_REQUESTS = 30
@@ -49,7 +49,7 @@ def test_all_receipts_of_a_run_come_out_the_same_offline(agg: Cluster) -> None:
 def test_a_changed_file_fails_and_a_damaged_one_is_refused(agg: Cluster, tmp_path: Path) -> None:
     with Client(agg.gateway.address) as client:
         serve(client, 2)
-    printed = run_cli(
+    printed = run_here(
         "receipts", "--insecure", "--target", agg.gateway.admin_address, "--limit", "2"
     ).stdout
     first, second, third = lines_of(printed)
@@ -57,11 +57,11 @@ def test_a_changed_file_fails_and_a_damaged_one_is_refused(agg: Cluster, tmp_pat
     winner["queued_s"] += 100
     path = tmp_path / "changed.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in (first, second, third)))
-    changed = run_cli("recompute", str(path))
+    changed = run_here("recompute", str(path))
     assert changed.returncode == 1
     assert f"recorded {winner['worker']} of pool a, recomputed " in changed.stdout
     path.write_text(printed[:-200])
-    damaged = run_cli("recompute", str(path))
+    damaged = run_here("recompute", str(path))
     assert damaged.returncode == 2
     assert damaged.stderr.startswith("slagate: line 3: is not JSON")
     assert "Traceback" not in damaged.stderr
@@ -91,7 +91,7 @@ def test_followers_get_new_receipts_and_end_with_the_gateway(tmp_path: Path) -> 
             follower.kill()
             follower.wait()
         assert (follower.returncode, complaints) == (0, b"")
-        assert run_cli("recompute", str(out)).returncode == 0
+        assert run_here("recompute", str(out)).returncode == 0
 
 
 def test_who_has_read_enough_may_leave(agg: Cluster) -> None:
@@ -123,6 +123,6 @@ def test_who_has_read_enough_may_leave(agg: Cluster) -> None:
 
 
 def test_a_gateway_that_is_not_there_is_named() -> None:
-    ended = run_cli("receipts", "--insecure", "--target", "127.0.0.1:9")
+    ended = run_here("receipts", "--insecure", "--target", "127.0.0.1:9")
     assert ended.returncode == 1
     assert ended.stderr.startswith("slagate: UNAVAILABLE")

@@ -26,6 +26,7 @@ from support.processes import (
     fleet_config,
     gateway,
     run_cli,
+    run_here,
     serve_arguments,
     starting,
 )
@@ -74,7 +75,7 @@ class Served:
         beside.rename(self.path)
 
     def reload(self, *options: str) -> tuple[int, str, str]:
-        ended = run_cli("reload", "--insecure", "--target", self.running.admin_address, *options)
+        ended = run_here("reload", "--insecure", "--target", self.running.admin_address, *options)
         assert "Traceback" not in ended.stderr
         return ended.returncode, ended.stdout, ended.stderr
 

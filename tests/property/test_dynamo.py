@@ -18,7 +18,7 @@ from slagate.pools.errors import ConfigError
 from slagate.pools.grid import StageGrid
 from slagate.pools.grid_config import FleetConfig, load_config
 from support.dynamo_router import Answer, Router, write
-from support.processes import run_cli
+from support.processes import run_here
 from support.random_fleets import AXES, damage, inputs, probes, random_file
 
 N_FILES = 1500
@@ -175,7 +175,7 @@ def test_the_command_gives_the_same_pools(tmp_path: Path, number: int) -> None:
     stage, grid = next(iter(load_config(path).stages.items()))
     asked = [each for _, each in zip(range(1000), values_of(stage, grid, rng), strict=False)]
     lines = [json.dumps(request | {"priority": priority}) for request, priority in asked]
-    ended = run_cli("grid", "select", str(path), "--stage", stage, stdin="\n".join(lines))
+    ended = run_here("grid", "select", str(path), "--stage", stage, stdin="\n".join(lines))
     assert ended.returncode == 0, ended.stderr
     found = [json.loads(line) for line in ended.stdout.splitlines()]
     assert len(found) == len(asked)

@@ -17,7 +17,7 @@ def plans(rng: random.Random, count: int) -> list[Plan]:
     """Prompts of every size against the block, outputs of every length, and impatient clients."""
     made = []
     for _ in range(count):
-        n_prompt = rng.choice([1, 31, 32, 33, 200, 3000, 20_000])
+        n_prompt = rng.choice([1, 31, 32, 33, 200, 3000, 9000])
         first = rng.randrange(50_000)
         does = rng.choice(["stays", "stays", "cancels", "aborts", "has a deadline"])
         moment_s = rng.choice([0.0, 0.001, rng.uniform(0, 0.02), rng.uniform(0, 1.5)])

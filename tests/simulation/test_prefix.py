@@ -28,7 +28,7 @@ PREFIX = list(range(8192))
 STAGES = {"prefill": {"prefill": 4, "decode": 4}, "agg": {"agg": 4}}
 
 
-def sharing(n: int, *, seed: int = 0, n_tokens: int = 20) -> list[Plan]:
+def sharing(n: int, *, seed: int = 0, n_tokens: int = 4) -> list[Plan]:
     """Requests whose prompts differ in their last tokens only."""
     rng = random.Random(seed)
     return [Plan(0.0, [*PREFIX, *rng.choices(range(100_000), k=40)], n_tokens) for _ in range(n)]
@@ -107,7 +107,7 @@ def conversations(n: int, *, turns: int, rng: random.Random) -> list[Plan]:
     for _ in range(n):
         at_s, prompt = rng.uniform(0, 30), rng.choices(range(100_000), k=rng.randrange(200, 4000))
         for _ in range(turns):
-            plans.append(Plan(at_s, list(prompt), rng.randrange(5, 60)))
+            plans.append(Plan(at_s, list(prompt), rng.randrange(5, 30)))
             prompt += rng.choices(range(100_000), k=rng.randrange(50, 2000))
             at_s += rng.uniform(3, 10)
     return plans

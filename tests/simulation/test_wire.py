@@ -20,7 +20,7 @@ def plans(rng: random.Random, count: int) -> list[Plan]:
     made = []
     for _ in range(count):
         first = rng.randrange(50_000)
-        n_prompt = rng.choice([1, 31, 32, 33, 200, 3000, 20_000])
+        n_prompt = rng.choice([1, 31, 32, 33, 200, 3000, 9000])
         does = rng.choice(["stays", "stays", "stays", "cancels", "has a deadline"])
         moment_s = rng.choice([0.0, 0.001, 0.005, rng.uniform(0, 0.02), rng.uniform(0, 1.5)])
         made.append(

@@ -80,5 +80,7 @@ class Router:
 
 def write(path: Path, content: object) -> Path:
     """The content as Python writes it, NaN included."""
+    # A file system that flushes what was truncated takes a millisecond to write over a file.
+    path.unlink(missing_ok=True)
     path.write_text(json.dumps(content), encoding="utf-8")
     return path

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import anyio
 import grpc
+from anyio.abc import TaskGroup, TaskStatus
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.client import connect_worker
@@ -112,7 +113,7 @@ async def transfers(
     numbers = iter(range(n_transfers))
     prompts = random.Random(seed)
 
-    async def client() -> None:
+    async def client(links: _Links) -> None:
         for number in numbers:
             size = prompts.randint(1, 700)
             prompt = [prompts.randrange(100_000) for _ in range(size)]
@@ -124,19 +125,43 @@ async def transfers(
                 if not side.up.is_set():
                     await anyio.to_thread.run_sync(side.up.wait)
             started_s = monotonic_s()
-            end = await _transfer(pair, f"t{seed}-{number}", prompt)
+            end = await _transfer(pair, links, f"t{seed}-{number}", prompt)
             tally.longest_s = max(tally.longest_s, monotonic_s() - started_s)
             tally.ends[end.split(":")[0]] += 1
             if end.startswith("WRONG"):
                 tally.wrong.append(f"transfer {number}: {end}")
 
-    async with anyio.create_task_group() as tasks:
-        for _ in range(n_clients):
-            tasks.start_soon(client)
+    async with anyio.create_task_group() as keeping:
+        links = _Links(keeping)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(n_clients):
+                tasks.start_soon(client, links)
+        keeping.cancel_scope.cancel()
     return tally
 
 
-async def _transfer(pair: tuple[Side, Side], request_id: str, prompt: list[int]) -> str:
+class _Links:
+    """A connection to each process that has been asked for, for as long as the task group runs."""
+
+    def __init__(self, tasks: TaskGroup) -> None:
+        self._tasks = tasks
+        self._workers: dict[Process, Worker] = {}
+
+    async def worker(self, process: Process) -> Worker:
+        """The one to this process, made where there is none yet."""
+        if process not in self._workers:
+            self._workers[process] = await self._tasks.start(self._keep, process)
+        return self._workers[process]
+
+    async def _keep(self, process: Process, *, task_status: TaskStatus[Worker]) -> None:
+        async with connect_worker(process.address) as worker:
+            task_status.started(worker)
+            await anyio.sleep_forever()
+
+
+async def _transfer(
+    pair: tuple[Side, Side], links: _Links, request_id: str, prompt: list[int]
+) -> str:
     """One prefill and one decode leg; how they ended."""
     data = oe.GenerateRequest(
         request_id=request_id,
@@ -144,12 +169,14 @@ async def _transfer(pair: tuple[Side, Side], request_id: str, prompt: list[int])
         token_ids=oe.TokenIds(ids=prompt),
         stopping=oe.StoppingOptions(max_tokens=N_TOKENS, ignore_eos=True),
     ).SerializeToString()
-    ready = await leg_of(pair[0].process, prefill_leg(data, f"{request_id}-p"))
+    ready = await leg_over(
+        await links.worker(pair[0].process), prefill_leg(data, f"{request_id}-p")
+    )
     if ready.events != ["prefill_ready"]:
         return _failure("prefill", ready)
     session = ready.messages[0].prefill_ready.kv_session
     leg = decode_leg(data, f"{request_id}-d", session=session, max_tokens=None)
-    sink = await leg_of(pair[1].process, leg)
+    sink = await leg_over(await links.worker(pair[1].process), leg)
     if sink.tokens != expected(prompt, len(sink.tokens)):
         return f"WRONG: tokens {sink.tokens}"
     if sink.code is grpc.StatusCode.OK and sink.events[-1] == "finished":
@@ -158,14 +185,19 @@ async def _transfer(pair: tuple[Side, Side], request_id: str, prompt: list[int])
 
 
 async def leg_of(process: Process, data: bytes, *, limit_s: float = LEG_LIMIT_S) -> KeepingSink:
-    """One leg, straight to a worker, and what came of it."""
-    sink = KeepingSink()
+    """One leg, straight to a worker over a connection of its own, and what came of it."""
     async with connect_worker(process.address) as worker:
-        call = worker.generate(data, (), sink, timeout_s=limit_s)
-        try:
-            return await sink.done()
-        finally:
-            call.cancel()
+        return await leg_over(worker, data, limit_s=limit_s)
+
+
+async def leg_over(worker: Worker, data: bytes, *, limit_s: float = LEG_LIMIT_S) -> KeepingSink:
+    """One leg over this connection, and what came of it."""
+    sink = KeepingSink()
+    call = worker.generate(data, (), sink, timeout_s=limit_s)
+    try:
+        return await sink.done()
+    finally:
+        call.cancel()
 
 
 def _failure(stage: str, sink: KeepingSink) -> str:

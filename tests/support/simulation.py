@@ -35,6 +35,9 @@ REFUSALS = (
     Status(grpc.StatusCode.INTERNAL, "broken"),
 )
 
+SAMPLE_S = 0.005
+"""About as often as anything changes: the network's delay and an iteration of an engine take as long."""
+
 LOST = Status(grpc.StatusCode.UNAVAILABLE, "connection lost")
 
 
@@ -185,7 +188,7 @@ async def sample(fleet: Fleet) -> None:
     for step in itertools.count():
         check_always(fleet)
         # Closely while things happen, then rarely: a silent worker holds its request for minutes.
-        await anyio.sleep(0.001 if step < 4000 else 1.0)
+        await anyio.sleep(SAMPLE_S if step < 4 / SAMPLE_S else 1.0)
 
 
 async def _client(fleet: Fleet, peer: str, seen: Seen) -> None:
