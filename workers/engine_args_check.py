@@ -156,7 +156,8 @@ def _without_unknown(
         field = model.model_fields.get(key)
         if field is None:
             put = warning if allow_unknown else error
-            advice = _advice(key, prefix, model) or _UNKNOWN[allow_unknown]
+            # YAML has keys that are numbers, true or null.
+            advice = _advice(str(key), prefix, model) or _UNKNOWN[allow_unknown]
             findings.append(put("E101", dotted, "is no argument of TensorRT-LLM's", advice))
             continue
         section = _section_of(field.annotation)

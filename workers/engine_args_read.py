@@ -18,7 +18,7 @@ from slagate.workers.errors import UsageError
 EXTRA = "--extra-engine-args"
 PEER = "--peer-engine-args"
 OVERRIDE = "--override-engine-args"
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 18
 """Of a file: a hundred times the largest that there is, and still read in seconds."""
 
 MAX_DEPTH = 50
@@ -26,9 +26,6 @@ MAX_NODES = 100_000
 """Values in one file, each counted as often as aliases repeat it: ten lines of them can mean billions."""
 
 _SUFFIXES = (".yaml", ".yml")
-_FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""What it reads, the loader in Python reads alike, with the same lines: five times as long."""
-
 _TOO_MUCH = f"has more than {MAX_NODES:,} values, or is nested more than {MAX_DEPTH} deep"
 
 
@@ -68,12 +65,14 @@ def read_yaml(path: Path, option: str = EXTRA) -> ReadArgs:
 def parse_yaml(text: str, place: str) -> ReadArgs:
     """The mapping in `text`; `place` begins its errors. Raises `UsageError`."""
     try:
-        loader, node = _composed(text)
+        # Not libyaml's, which is faster: it takes tabs, tags and byte order marks that this one refuses.
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
         if node is None:
             return ReadArgs({}, {})  # nothing but comments: all as it is
         walk = _Walk(place)
         walk.visit(node, "", depth=0)
-        value = loader.construct_document(node)
+        value = _constructed(loader, node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}:" if mark else ""
@@ -92,15 +91,13 @@ def parse_yaml(text: str, place: str) -> ReadArgs:
     return ReadArgs(value, walk.lines)
 
 
-def _composed(text: str) -> tuple[Any, yaml.Node | None]:
-    """The one document's root, and the loader that constructs its value."""
+def _constructed(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    """What a node means. Raises `ValueError` where a text is not what its tag says, as `!!bool maybe`."""
     try:
-        loader = _FAST_LOADER(text)
-        return loader, loader.get_single_node()
-    except yaml.YAMLError:
-        # libyaml refuses a little more, and in other words.
-        slow = yaml.SafeLoader(text)
-        return slow, slow.get_single_node()
+        return loader.construct_document(node)
+    except (LookupError, AttributeError, TypeError) as error:
+        # PyYAML takes it that a tag was found by the text.
+        raise ValueError("a value is not what its tag says") from error
 
 
 def read_override(text: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The gateway and every worker ask here: an engine that does not check a value may
 
 import math
 from collections.abc import Callable, Mapping
+from ctypes import c_float
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ class _Rule(NamedTuple):
     words: str
 
 
-_FINITE = _Rule(math.isfinite, "must be a finite number")
+_FINITE = _Rule(math.isfinite, "must be a finite number of 32 bits")
 
 _RULES: Mapping[str, _Rule] = MappingProxyType(
     {
@@ -48,8 +49,10 @@ def sampling_fault(sampling: oe.SamplingParams) -> Fault | None:
         rule = _RULES.get(descriptor.name)
         if rule is None:
             continue
+        # Engines compute with 32 bits: 1e39 is infinity there, and 1e-50 is 0.
+        narrow = c_float(value).value
         for one in (_FINITE, rule):
-            if not one.holds(value):
+            if not (one.holds(value) and one.holds(narrow)):
                 return Fault(f"sampling.{descriptor.name}", one.words)
     return None
 

@@ -97,6 +97,8 @@ def test_a_wrong_field_is_named(change: dict[str, object], field: str) -> None:
         ("temperature", -0.1),
         ("min_p", math.inf),
         ("frequency_penalty", math.nan),
+        ("frequency_penalty", 1e39),
+        ("repetition_penalty", 1e-50),
         ("presence_penalty", -math.inf),
         ("repetition_penalty", 0.0),
     ],
