@@ -71,8 +71,10 @@ def _built(names: Iterable[str]) -> dict[str, Any]:
 
 def _imported(name: str) -> Any:
     # What an import makes stays: to look for garbage in it took a tenth of a start.
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         return getattr(import_module(f"slagate.router.{COMMANDS[name]}"), name)
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
