@@ -42,7 +42,14 @@ class FixedChoice:
         self.settings = Settings()
 
     async def serve(self, call: ClientCall) -> None:
-        """One request from its arrival to its end."""
+        """One request from its arrival to its end, or until its client leaves."""
+        call.running.begin()
+        try:
+            await self._serve(call)
+        finally:
+            call.running.over()
+
+    async def _serve(self, call: ClientCall) -> None:
         try:
             if call.refusal is not None:
                 raise call.refusal
@@ -62,7 +69,7 @@ class FixedChoice:
             stuck_s=self.settings.stuck_s,
             now_s=monotonic_s,
             on_token=_nothing,
-            on_answered=_nothing,
+            on_answered=call.running.answered,
         )
         leg = next(self._channels).generate(
             agg_leg(request.data, leg_id, max_tokens=None),
