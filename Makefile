@@ -46,7 +46,6 @@ test-long: dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(AICONFIGURATOR)
 	SLAGATE_SEEDS=6000 $(BIN)/python -m pytest $(PARALLEL) tests/property tests/long
 	SLAGATE_SEEDS=25 $(BIN)/python -m pytest $(PARALLEL) tests/simulation/test_gateway.py tests/simulation/test_wire.py
-	SLAGATE_SEEDS=50000 $(BIN)/python -m pytest $(PARALLEL) -k mem_0 tests/contract/test_worker_memory.py tests/unit/test_kv_log.py
 
 fuzz: dev
 	SLAGATE_SEEDS=25000 $(BIN)/python -m pytest $(PARALLEL) tests/property/test_h2_fuzz.py tests/property/test_path_fuzz.py

@@ -18,7 +18,7 @@ command.add_typer(profile_cli, name="profile")
 
 
 def check(path: Path) -> None:
-    """Times are those of a machine that may be busy: wrong are those too short, or in another unit.
+    """Times are those of a busy machine, so they only have to be near.
 
     That of a prompt is never too short; steps are, when the first of them is seen late.
     """
@@ -27,10 +27,10 @@ def check(path: Path) -> None:
     assert measured.kv_capacity_tokens == pytest.approx(real.kv_capacity_tokens, rel=0.001)
     for new, cached in ((2048, 0), (8192, 0), (2048, 2048), (8192, 2048)):
         expected_s = real.prefill_s(new, cached)
-        assert 0.95 * expected_s < measured.prefill_s(new, cached) < 100 * expected_s
+        assert 0.95 * expected_s < measured.prefill_s(new, cached) < 1.5 * expected_s + 0.1
     for batch in (1, 8):
         expected_s = real.itl_s(batch, 2048)
-        assert 0.75 * expected_s < measured.itl_s(batch, 2048) < 100 * expected_s
+        assert 0.75 * expected_s < measured.itl_s(batch, 2048) < 2 * expected_s
 
 
 def test_an_agg_worker_is_measured(tmp_path: Path) -> None:

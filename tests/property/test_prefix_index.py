@@ -19,7 +19,6 @@ from support.seeds import each_seed
 
 N_SEEDS = 300
 N_STEPS = 120
-N_QUERIES = 1  # after each step
 ROOTS = (Root(), Root(), Root(lora_name="a"), Root(cache_salt="a"))
 HASHES = (0, 2**64 - 1, 1, 2**60 + 1, 2**61 + 1, 2**60, 2, 3, 4, 2**63 + 4)
 KEYS = (b"", b"\0", b"picture")
@@ -124,7 +123,7 @@ class World:
             assert holder.n_pending == len(naive.pending)
             assert (holder.n_dropped, holder.has_gap) == (naive.n_dropped, naive.has_gap)
         bits = np.array([-1, *(holder.bit for holder in self.holders)], np.int32)
-        for _ in range(N_QUERIES):
+        for _ in range(3):
             tokens = self.tokens(self.rng.randint(0, 6)) + b"\0\0\0"
             root, keys = self.rng.choice(ROOTS), self.keyed(4)
             match = self.index.match(tokens, root, keys=keys)

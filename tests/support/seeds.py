@@ -1,4 +1,4 @@
-"""How many random histories or requests some tests run: few in `make check`, many in `make test-long`."""
+"""How many random histories the property tests run: few in `make check`, many in `make test-long`."""
 
 import os
 from collections.abc import Callable
