@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: dev demo test test-long fuzz check fmt lint types proto proto-check wheel-smoke bench bench-relay clean
 
-dev: $(STAMP) .types/slagate
+dev: $(STAMP)
 
 $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 10) else f"slagate needs Python 3.10 or newer, {sys.executable} is {v[0]}.{v[1]} (use make PYTHON=...)")'
@@ -26,10 +26,6 @@ $(STAMP): pyproject.toml Makefile
 	$(if $(filter Linux,$(shell uname -s)),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NIXL))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(DYNAMO)
 	@touch $(STAMP)
-
-# Type checkers do not run import hooks, so they see the namespace through this link.
-.types/slagate:
-	@mkdir -p .types && ln -sfn .. .types/slagate
 
 demo: dev
 	$(BIN)/slagate demo
@@ -98,4 +94,4 @@ build/relay/.stamp: pyproject.toml Makefile
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .types build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info

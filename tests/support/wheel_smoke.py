@@ -60,7 +60,7 @@ def known_files() -> list[str]:
 
 
 def copy_tree(files: list[str], target: Path) -> None:
-    """Copies the known files only: setuptools would also ship what an old build/lib still holds."""
+    """Copies the known files only: a build ships whatever else lies in the folders."""
     for path in files:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPOSITORY / path, target / path)
@@ -80,7 +80,7 @@ def check_contents(wheel: Path, files: list[str]) -> int:
     problems = [f"not in the wheel: {name}" for name in sorted(wanted - shipped)]
     problems += [f"only in the wheel: {name}" for name in sorted(shipped - wanted)]
     if problems:
-        raise SystemExit("\n".join([*problems, "see [tool.setuptools] in pyproject.toml"]))
+        raise SystemExit("\n".join([*problems, "see [tool.hatch.build] in pyproject.toml"]))
     return len(shipped)
 
 
