@@ -61,13 +61,13 @@ types: dev
 	$(BIN)/mypy
 
 proto: dev
-	$(BIN)/python tests/support/protogen.py
+	$(BIN)/python tests/support/repository/protogen.py
 
 proto-check: dev
-	$(BIN)/python tests/support/protogen.py --check
+	$(BIN)/python tests/support/repository/protogen.py --check
 
 wheel-smoke: dev
-	$(BIN)/python tests/support/wheel_smoke.py
+	$(BIN)/python tests/support/repository/wheel_smoke.py
 
 bench: dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(DYNAMO_RUNTIME)

@@ -14,7 +14,7 @@ def main() -> None:
     # gRPC reads it once, when it is imported. Its lines are not JSON, name no listener, and come as fast as
     # anybody connects who is refused; what they say of a refusal, the one refused is told.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from slagate.router.cli import cli
+    from slagate.router.commands import cli
 
     cli()
 

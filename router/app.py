@@ -15,51 +15,48 @@ from typing import NamedTuple
 import anyio
 import grpc.aio
 
-from slagate.pools.fleet import Fleet, prepare
-from slagate.pools.grid_config import FleetConfig
-from slagate.pools.watch import Connect, watch_fleet
+from slagate.pools.fleet.fleet import Fleet, prepare
+from slagate.pools.fleet.watch import Connect, watch_fleet
+from slagate.pools.fleet_file.load import FleetConfig
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.proto import process_pb2_grpc as ps_grpc
-from slagate.router.admin import AdminService
-from slagate.router.connection_counts import Refused
-from slagate.router.dispatch import Dispatcher
-from slagate.router.errors import Draining
-from slagate.router.front import Front, serve_front
+from slagate.proto.http2.interfaces import Settings as Http2Settings
+from slagate.proto.rpc.address import Address
+from slagate.proto.rpc.connection_pool import Links, dial_unix
+from slagate.router.front.server import Front, serve_front
 from slagate.router.generate import generate
-from slagate.router.handoff import Releaser
-from slagate.router.live import LiveRequests
-from slagate.router.metrics import Metrics
-from slagate.router.process import Place, Share, parent_watched, sharing
-from slagate.router.process_service import ProcessService, Siblings
-from slagate.router.receipt_config import config_message
-from slagate.router.receipt_ring import ReceiptRing
-from slagate.router.reload import Proposal, Reloader, Source, put_in_process, reloading
-from slagate.router.service import ControlService
-from slagate.router.settings import Settings
-from slagate.router.turn import Gateway
-from slagate.workers.client import connect_worker
-from slagate.workers.clock import monotonic_s, unix_s
-from slagate.workers.h2_port import Settings as Http2Settings
-from slagate.workers.links import Links, dial_unix
-from slagate.workers.listen import Address, bind, given_by, listen_on, ready_line, stopped
-from slagate.workers.probes import serve_probes
+from slagate.router.legs.attempts import Gateway
+from slagate.router.legs.handoff import Releaser
+from slagate.router.metrics import Metrics, Refused
+from slagate.router.multiprocess.child import Place, Share, parent_watched, sharing
+from slagate.router.multiprocess.service import ProcessService, Siblings
+from slagate.router.receipts.config import config_message
+from slagate.router.receipts.ring import ReceiptRing
+from slagate.router.reload.reload import Proposal, Reloader, Source, put_in_process, reloading
+from slagate.router.request.errors import Draining
+from slagate.router.request.running import LiveRequests
+from slagate.router.request.settings import CUT_S, RECEIPTS_S, Settings
+from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.router.services.admin import AdminService
+from slagate.router.services.control import ControlService
+from slagate.workers.client.client import connect_worker
+from slagate.workers.runtime.clock import monotonic_s, unix_s
+from slagate.workers.runtime.listen import bind, given_by, listen_on, stopped
+from slagate.workers.runtime.probes import serve_probes
+from slagate.workers.runtime.ready_line import ready_line
 from slagate.workers.server import SERVER_OPTIONS
-from slagate.workers.tls import ClientTls, ServerTls, following
-from slagate.workers.tls_files import TlsFiles
+from slagate.workers.tls.files import TlsFiles
+from slagate.workers.tls.reloading import ClientTls, ServerTls, following
 
 LOCAL = Http2Settings(ping_after_s=1e6)
 """Of the connections to the local server, which is this process."""
-
-CUT_S = 2.0
 """For requests that outlived the drain to get their last status out."""
 
 
 YOUNG_OBJECTS = 5000
 """How many may have come before the youngest are collected, which takes under a millisecond. Of Python's
 own 700 nearly all are of requests that run, and are walked for nothing."""
-
-RECEIPTS_S = 1.0
 """For whoever follows receipts to get the last ones."""
 
 

@@ -11,9 +11,14 @@ handoff is freed by a task that outlives it. How a leg is called, tried elsewher
 import asyncio
 import logging
 
-from slagate.pools.member import Stage
-from slagate.router.assignment import Assignment
-from slagate.router.errors import (
+from slagate.pools.grid.stage import Stage
+from slagate.proto.rpc.status import OK, Status
+from slagate.router.legs.attempts import Gateway, Turn
+from slagate.router.legs.handoff import Handoff, PrefillSink, guard
+from slagate.router.legs.relay import Splice
+from slagate.router.receipts.record import Record
+from slagate.router.request.call import ClientCall
+from slagate.router.request.errors import (
     CANCELLED,
     INTERNAL,
     DeadlineExceeded,
@@ -21,18 +26,14 @@ from slagate.router.errors import (
     Outcome,
     RequestError,
 )
-from slagate.router.handoff import Handoff, PrefillSink, guard
-from slagate.router.live import Running
-from slagate.router.metadata_keys import RECEIPT_TRAILER
-from slagate.router.receipts import Record
-from slagate.router.request import Request, check_length, output_budget, parse_request
-from slagate.router.score import Ask
-from slagate.router.sla import parse_sla
-from slagate.router.splice import Splice
-from slagate.router.turn import ClientCall, Gateway, Turn
+from slagate.router.request.metadata import RECEIPT_TRAILER
+from slagate.router.request.request import Request, check_length, output_budget, parse_request
+from slagate.router.request.running import Running
+from slagate.router.request.sla import parse_sla
+from slagate.router.scheduling.score import Ask
+from slagate.router.scheduling.wait_queue import Assignment
 from slagate.workers.legs import agg_leg, decode_leg, prefill_leg
-from slagate.workers.logs import note
-from slagate.workers.worker import OK, Status
+from slagate.workers.runtime.logs import note
 
 log = logging.getLogger(__name__)
 

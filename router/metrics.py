@@ -1,23 +1,92 @@
-"""Every metric family, in one place. Labels come from closed sets; workers appear on gauges only."""
+"""Every metric family, in one place. Labels come from closed sets; workers appear on gauges only.
+
+Clients' connections, counted: how many there are, and what became of the others.
+"""
 
 from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from slagate.pools.event_view import EventView, Mode
-from slagate.pools.fleet import Fleet
-from slagate.pools.member import Member
-from slagate.pools.table import State
-from slagate.router.connection_counts import ConnectionCounts
-from slagate.router.dispatch import Dispatcher
-from slagate.router.errors import Outcome
-from slagate.router.receipts import Record
-from slagate.workers.tls import Side
+from slagate.pools.fleet.fleet import Fleet
+from slagate.pools.fleet.member import Member
+from slagate.pools.inflight.rows import State
+from slagate.pools.kv_events.view import EventView, Mode
+from slagate.router.receipts.record import Record
+from slagate.router.request.errors import Outcome
+from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.workers.tls.reloading import Side
+
+
+class Ended(Enum):
+    """How a connection ended. The value is the label."""
+
+    CLIENT = "client"  # closed by the client, or lost on the way
+    BROKEN = (
+        "broken"  # for what its client did, or did not do: `client.broken` in the log says what
+    )
+    DRAINED = "drained"  # the gateway shuts down
+
+
+class Refused(Enum):
+    """Why one was not even taken. The value is the label."""
+
+    LIMIT = "limit"  # there were `max_connections` already
+    DRAINING = "draining"
+    TLS = "tls"  # the handshake failed: `tls.refused` in the log says why
+
+
+class ConnectionCounts:
+    """Of one listener for clients."""
+
+    def __init__(self, registry: CollectorRegistry, gauges: CollectorRegistry) -> None:
+        """`gauges` gets the gauge once more."""
+        self._n_open = 0
+        now = Gauge(
+            "slagate_client_connections", "Connections of clients that are open", registry=registry
+        )
+        # Not written with each change: a process that is started again would go on from there.
+        now.set_function(lambda: self._n_open)
+        gauges.register(now)
+        self._accepted = Counter(
+            "slagate_client_connections_accepted",
+            "Connections of clients that were taken, with TLS behind the handshake",
+            registry=registry,
+        )
+        ended = Counter(
+            "slagate_client_connections_ended",
+            "Connections of clients that were taken and are over, by how they ended",
+            ["reason"],
+            registry=registry,
+        )
+        refused = Counter(
+            "slagate_client_connections_refused",
+            "Connections of clients that were not taken, by why",
+            ["reason"],
+            registry=registry,
+        )
+        self._ended = {each: ended.labels(reason=each.value) for each in Ended}
+        self._refused = {each: refused.labels(reason=each.value) for each in Refused}
+
+    def accepted(self) -> None:
+        """One more is open."""
+        self._n_open += 1
+        self._accepted.inc()
+
+    def ended(self, how: Ended) -> None:
+        """One that was open is not any more."""
+        self._n_open -= 1
+        self._ended[how].inc()
+
+    def refused(self, why: Refused) -> None:
+        """One was not taken."""
+        self._refused[why].inc()
+
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 60)
 ITL_BUCKETS_S = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)

@@ -5,7 +5,7 @@ import re
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.worker import Status
+from slagate.proto.rpc.status import Status
 
 STATUS_OF_ENGINE_ERROR: dict[int, grpc.StatusCode] = {
     oe.ERROR_CODE_UNSPECIFIED: grpc.StatusCode.INTERNAL,
@@ -22,14 +22,6 @@ STATUS_OF_ENGINE_ERROR: dict[int, grpc.StatusCode] = {
     oe.ERROR_CODE_INTERNAL: grpc.StatusCode.INTERNAL,
 }
 """OpenEngine names no complete table; this is ours, and both sides of our wire use it."""
-
-
-class UsageError(ValueError):
-    """An option of a command is wrong, or does not fit what the command meets; the message says which."""
-
-
-class ProfileError(ValueError):
-    """A profile that cannot be used; the text names the file and the field."""
 
 
 class WorkerError(Exception):
@@ -87,3 +79,13 @@ def scrub(message: str) -> str:
 def cut(message: str) -> str:
     """The message as far as it fits a status."""
     return message.encode(errors="replace")[:MAX_MESSAGE_BYTES].decode(errors="ignore")
+
+
+def invalid(field: str, reason: str) -> Refused:
+    """The request is wrong."""
+    return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {reason}")
+
+
+def unsupported(field: str, reason: str) -> Refused:
+    """The request may be right, and is not for this worker."""
+    return Refused(grpc.StatusCode.UNIMPLEMENTED, f"{field}: {reason}")

@@ -3,7 +3,7 @@
 Concatenated protobuf messages merge: a scalar's last value wins, sub-messages and maps merge, repeated
 fields grow. So a leg is the client's own bytes plus a few fields, and a 32k-token prompt is never
 serialised again. The same property would let a client's own values survive, so `kv.session` and
-`extra.request_type` are refused at the door (`slagate.router.request`).
+`extra.request_type` are refused at the door (`slagate.router.request.request`).
 """
 
 from slagate.proto import openengine_pb2 as oe

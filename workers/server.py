@@ -11,13 +11,14 @@ import grpc.aio
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
-from slagate.workers.channel import GENERATE, SUBSCRIBE_KV_EVENTS
+from slagate.proto.rpc.address import Address
+from slagate.proto.rpc.client_call import MAX_MESSAGE_BYTES
+from slagate.proto.rpc.sinks import BufferedSink, Call, Sink
+from slagate.proto.rpc.status import Status
 from slagate.workers.errors import WorkerError, cut
-from slagate.workers.listen import Address, bind, given_by
-from slagate.workers.rpc import MAX_MESSAGE_BYTES
-from slagate.workers.stream import BufferedSink
-from slagate.workers.tls import ServerTls
-from slagate.workers.worker import Call, Sink, Status, Worker
+from slagate.workers.runtime.listen import bind, given_by
+from slagate.workers.tls.reloading import ServerTls
+from slagate.workers.worker import GENERATE, SUBSCRIBE_KV_EVENTS, Worker
 
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

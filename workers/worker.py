@@ -18,59 +18,16 @@ engine's side); `WorkerServer` joins the two over gRPC.
 All callbacks run on the event loop's thread. `end` may be called before `generate` returns.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
-
-import grpc
+from typing import Protocol
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.sinks import Call, Sink
+from slagate.proto.rpc.status import Metadata
 
-Metadata = Sequence[tuple[str, str | bytes]]
+GENERATE = "/openengine.v1.Inference/Generate"
+SUBSCRIBE_KV_EVENTS = "/openengine.v1.Control/SubscribeKvEvents"
+SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
 """gRPC metadata: lower-case keys; values are bytes for keys that end in `-bin`."""
-
-
-class Status(NamedTuple):
-    """How a call ended, with the trailing metadata that came along."""
-
-    code: grpc.StatusCode
-    message: str = ""
-    trailers: tuple[tuple[str, str | bytes], ...] = ()
-
-
-OK = Status(grpc.StatusCode.OK)
-
-
-class Sink(Protocol):
-    """Where one call's output goes."""
-
-    def message(self, data: bytes, /) -> None:
-        """Take one serialised response of the stream."""
-
-    def end(self, status: Status, /) -> None:
-        """Take the end of the call; the last thing a sink is told."""
-
-
-class StreamSink(Sink, Protocol):
-    """A sink that takes what came together together, where there is a wire to come over.
-
-    Of what it was given at once it takes all: to pause is about what comes after.
-    """
-
-    def batch(self, messages: list[bytes], /) -> None:
-        """Take serialised responses of the stream, in order, as `message` would."""
-
-
-class Call(Protocol):
-    """One running stream: what its consumer may ask of the producer."""
-
-    def cancel(self) -> None:
-        """Give the call up. Idempotent, harmless after the end; never waits."""
-
-    def pause(self) -> None:
-        """Ask for silence until `resume`; the producer keeps its place. Idempotent."""
-
-    def resume(self) -> None:
-        """Take up again after `pause`. Idempotent."""
 
 
 class Worker(Protocol):

@@ -15,7 +15,7 @@ from bench.figures import figures, ratio
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.workers.legs import prefill_leg
-from support.processes import MODEL, Cluster, Pool, cluster
+from support.gateway.processes import MODEL, Cluster, Pool, cluster
 
 ROUNDS = 25
 

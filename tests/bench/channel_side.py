@@ -19,9 +19,10 @@ import grpc
 import grpc.aio
 import uvloop
 
-from slagate.workers.channel import GENERATE, StreamChannel
-from slagate.workers.worker import OK, Status
-from support.h2_peer import PeerServer, PeerStream
+from slagate.proto.rpc.status import OK, Status
+from slagate.workers.client.streams import StreamChannel
+from slagate.workers.worker import GENERATE
+from support.http2.peer import PeerServer, PeerStream
 
 REQUEST = bytes(2000)
 MESSAGE = bytes(40)

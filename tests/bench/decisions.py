@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slagate.pools.fleet import Fleet
-from slagate.pools.member import Stage
-from slagate.pools.overlap import Prompt
-from slagate.pools.pool import Pool
-from slagate.pools.ranks import Work
-from slagate.router.policy import choose, choose_stage
-from slagate.router.score import Ask
-from slagate.router.sla import Sla
+from slagate.pools.fleet.fleet import Fleet
+from slagate.pools.fleet.pool import Pool
+from slagate.pools.fleet.ranks import Work
+from slagate.pools.grid.stage import Stage
+from slagate.pools.prefix.overlap import Prompt
+from slagate.router.request.sla import Sla
+from slagate.router.scheduling.policy import choose, choose_stage
+from slagate.router.scheduling.score import Ask
 from support.builders import MODEL, PROFILE, fleet
 
 BLOCK_TOKENS = 32

@@ -18,13 +18,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from slagate.router.replay import TraceRequest, load_trace, prompt_tokens
-from slagate.workers.kv_memory import MemoryExchange
-from slagate.workers.sim_blocks import continuation
-from slagate.workers.sim_llm import SimLLM
-from slagate.workers.sim_request import DisaggregatedParams, SamplingParams
+from slagate.router.loadgen.trace import TraceRequest, load_trace, prompt_tokens
+from slagate.workers.kv_transfer.memory import MemoryExchange
+from slagate.workers.sim.kv_cache.blocks import continuation
+from slagate.workers.sim.llm import SimLLM
+from slagate.workers.sim.request import DisaggregatedParams, SamplingParams
 from support import virtual_loop
-from support.sim_llm import MODEL, llm, until
+from support.engine.sim_llm import MODEL, llm, until
 
 ROUNDS = 5
 RUNNING = 32

@@ -30,13 +30,13 @@ import uvloop
 
 from bench.decisions import Scene, Taken, both_decisions, busy_fleet, in_us, percentiles_us
 from bench.event_source import BLOCK_TOKENS
-from slagate.pools.event_view import EventView, Mode
-from slagate.pools.follow import Follower
-from slagate.pools.rank_follower import WAITING_BYTES
-from slagate.pools.turns import Turns
+from slagate.pools.kv_events.follower import Follower
+from slagate.pools.kv_events.rank_follower import WAITING_BYTES
+from slagate.pools.kv_events.view import EventView, Mode
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.client import connect_worker
-from slagate.workers.clock import unix_s
+from slagate.workers.client.client import connect_worker
+from slagate.workers.runtime.clock import unix_s
+from slagate.workers.runtime.cooperative import Turns
 
 N_WORKERS = 64
 N_EVENTS = 1_000_000

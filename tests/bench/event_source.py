@@ -20,12 +20,12 @@ from typing import Any
 
 import grpc
 
-from slagate.pools.kv_batches import Head, read_head
-from slagate.workers.channel import SUBSCRIBE_KV_EVENTS
-from slagate.workers.kv_changes import Block, Change, Removed, Stored
-from slagate.workers.kv_feed import HEARTBEAT_S
-from slagate.workers.kv_log import RankLog
-from slagate.workers.kv_wire import CLEARED_EVENT, response, token_field
+from slagate.pools.kv_events.decode import Head, read_head
+from slagate.workers.kv_events.changes import Block, Change, Removed, Stored
+from slagate.workers.kv_events.feed import HEARTBEAT_S
+from slagate.workers.kv_events.log import RankLog
+from slagate.workers.kv_events.wire import CLEARED_EVENT, response, token_field
+from slagate.workers.worker import SUBSCRIBE_KV_EVENTS
 
 BLOCK_TOKENS = 32
 N_STREAMS = 32

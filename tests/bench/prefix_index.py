@@ -23,8 +23,8 @@ import numpy as np
 
 from bench.prefix_other import OtherIndex, available
 from bench.prefix_trace import BLOCK_TOKENS, DECODED_BLOCKS, Fleet, Op, Query, Removed, Stored
-from slagate.pools.claims import DEVICE
-from slagate.pools.prefix_index import PrefixIndex
+from slagate.pools.prefix.claims import DEVICE
+from slagate.pools.prefix.index import PrefixIndex
 from slagate.proto import openengine_pb2 as oe
 
 N_WORKERS = 64

@@ -12,8 +12,8 @@ from typing import Any
 import anyio
 
 from bench.figures import figures
-from support.processes import Cluster, Pool, cluster, eventually, fleet_config
-from support.reloads import Run, reload_under_load
+from support.gateway.processes import Cluster, Pool, cluster, eventually, fleet_config
+from support.gateway.reloads import Run, reload_under_load
 
 PER_S = 100.0
 SECONDS = 60.0

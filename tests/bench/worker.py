@@ -15,10 +15,11 @@ from typing import Any
 import uvloop
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.client import connect_worker
-from slagate.workers.worker import Status, Worker
-from support.engines import sim
-from support.processes import MODEL, Process, running, worker_arguments
+from slagate.proto.rpc.status import Status
+from slagate.workers.client.client import connect_worker
+from slagate.workers.worker import Worker
+from support.engine.workers import sim
+from support.gateway.processes import MODEL, Process, running, worker_arguments
 
 STREAMS = 64
 SUBSCRIBERS = 2

@@ -6,8 +6,8 @@ import anyio
 import pytest
 
 from support import virtual_loop
-from support.contract import DIRECT, PROCESS, SERVED, Play, Scenario, Setup
-from support.trtllm_process import SharedWorkers
+from support.engine.process import SharedWorkers
+from support.worker.contract import DIRECT, PROCESS, SERVED, Play, Scenario, Setup
 
 
 @pytest.fixture(scope="package")

@@ -9,8 +9,8 @@ import uvloop
 
 from slagate.router.app import _drain
 from support.builders import request
-from support.grpc_clients import Connect, aio_client, rest, sync_client
-from support.grpc_gateway import Order, aio_worker, until, whole
+from support.gateway.grpc_gateway import Order, aio_worker, until, whole
+from support.http2.grpc_clients import Connect, aio_client, rest, sync_client
 
 N_AT_ONCE = 8
 POLICIES = {"pick_first": (), "round_robin": (("grpc.lb_policy_name", "round_robin"),)}

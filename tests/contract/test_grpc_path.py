@@ -12,13 +12,13 @@ import pytest
 import uvloop
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.forward import PEER
-from slagate.router.settings import Settings
-from slagate.workers.channel import GENERATE
-from slagate.workers.rpc import MAX_MESSAGE_BYTES
+from slagate.proto.rpc.client_call import MAX_MESSAGE_BYTES
+from slagate.router.request.metadata import PEER
+from slagate.router.request.settings import Settings
+from slagate.workers.worker import GENERATE
 from support.builders import request
-from support.grpc_clients import Caller, Client, Connect, aio_client, rest, sync_client
-from support.grpc_gateway import Order, Serve, Whole, aio_worker, sync_worker, until, whole
+from support.gateway.grpc_gateway import Order, Serve, Whole, aio_worker, sync_worker, until, whole
+from support.http2.grpc_clients import Caller, Client, Connect, aio_client, rest, sync_client
 
 LIMIT_S = 30
 

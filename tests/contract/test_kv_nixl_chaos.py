@@ -1,6 +1,6 @@
 """Every transfer ends once, rightly and in time, and leaves nothing behind, whatever happens meanwhile."""
 
-from support.kv_transport_chaos import chaos
+from support.kv.transport_chaos import chaos
 
 N_TRANSFERS = 200
 SEED = 1

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slagate.workers.clock import monotonic_s
-from support.kv_processes import (
+from slagate.workers.runtime.clock import monotonic_s
+from support.kv.processes import (
     Stable,
     There,
     blocks_of,

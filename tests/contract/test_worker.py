@@ -14,9 +14,9 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
 from slagate.workers.legs import agg_leg, decode_leg, prefill_leg
 from slagate.workers.worker import Worker
-from support.contract import Play, Setup, ask, start
-from support.engines import MODEL, expected, request
-from support.sinks import KeepingSink
+from support.engine.workers import MODEL, expected, request
+from support.worker.contract import Play, Setup, ask, start
+from support.worker.sinks import KeepingSink
 
 PROMPT = list(range(1, 101))
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.foreign_client import Client
-from support.processes import Cluster, Pool, cluster
+from support.gateway.foreign_client import Client
+from support.gateway.processes import Cluster, Pool, cluster
 
 
 # They end with the last test of this folder: eight idle processes take a tenth of a core from all others.

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
-from support.foreign_client import Client, read, request
-from support.foreign_worker import MAX_CONTEXT_TOKENS, TOKENS, ForeignWorker, foreign_worker
-from support.processes import Gateway, eventually, fleet_config, gateway, run_here
+from support.gateway.foreign_client import Client, read, request
+from support.gateway.processes import Gateway, eventually, fleet_config, gateway, run_here
+from support.worker.foreign import MAX_CONTEXT_TOKENS, TOKENS, ForeignWorker, foreign_worker
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 TOO_LARGE = grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from support.processes import READY_LIMIT_S, SLAGATE, Cluster, eventually, run_cli, run_here
+from support.gateway.processes import READY_LIMIT_S, SLAGATE, Cluster, eventually, run_cli, run_here
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
-from support.foreign_client import Client, read, read_tokens, request
-from support.processes import (
+from support.engine.tokens import expected, prompt
+from support.gateway.foreign_client import Client, read, read_tokens, request
+from support.gateway.processes import (
     Gateway,
     eventually,
     fleet_config,
@@ -19,7 +20,6 @@ from support.processes import (
     running,
     worker_arguments,
 )
-from support.sim_tokens import expected, prompt
 
 N_LONG = 20_000
 

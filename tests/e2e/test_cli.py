@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from support.processes import MODEL, Cluster, fleet_config, run_cli, run_here
-from support.sim_tokens import expected
+from support.engine.tokens import expected
+from support.gateway.processes import MODEL, Cluster, fleet_config, run_cli, run_here
 
 
 def output(*arguments: str, stdin: str = "") -> str:

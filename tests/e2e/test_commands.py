@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-from support.foreign_client import Client, prefill_leg, read, read_tokens, request
-from support.processes import (
+from support.engine.tokens import expected, prompt
+from support.gateway.foreign_client import Client, prefill_leg, read, read_tokens, request
+from support.gateway.processes import (
     LOOPBACK,
     MODEL,
     Cluster,
@@ -23,7 +24,6 @@ from support.processes import (
     serve_arguments,
     worker_arguments,
 )
-from support.sim_tokens import expected, prompt
 
 EXIT_USAGE = 2
 

@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from support.processes import READY_LIMIT_S, run_cli, starting
+from support.gateway.processes import READY_LIMIT_S, run_cli, starting
 
 
 def test_the_demos_fleet_is_there_for_a_bench_until_it_is_told_to_end(tmp_path: Path) -> None:

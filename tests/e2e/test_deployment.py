@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from support.certificates import Ca
-from support.foreign_client import Client, request
-from support.manifests import FOLDER, Pod, command_of, fleet, named, objects, pods
-from support.processes import (
+from support.engine.tokens import expected, prompt
+from support.gateway.certificates import Ca
+from support.gateway.foreign_client import Client, request
+from support.gateway.processes import (
     LOOPBACK,
     PROFILE,
     READY_LIMIT_S,
@@ -30,7 +30,7 @@ from support.processes import (
     running,
     worker_arguments,
 )
-from support.sim_tokens import expected, prompt
+from support.repository.manifests import FOLDER, Pod, command_of, fleet, named, objects, pods
 
 SLURM = FOLDER.parent / "slurm"
 BASH = shutil.which("bash") or ""

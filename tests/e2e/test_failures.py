@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from support.foreign_client import Client, read, read_tokens, request
-from support.foreign_worker import ForeignWorker, Received, foreign_worker, token_response
-from support.processes import (
+from support.engine.tokens import expected, prompt
+from support.gateway.foreign_client import Client, read, read_tokens, request
+from support.gateway.processes import (
     Gateway,
     eventually,
     fleet_config,
@@ -18,7 +18,7 @@ from support.processes import (
     running,
     worker_arguments,
 )
-from support.sim_tokens import expected, prompt
+from support.worker.foreign import ForeignWorker, Received, foreign_worker, token_response
 
 # A worker leaves after three failed looks, one a second or so, and returns after two good ones; the first
 # of them may be 12 s away when it was gone for long.

@@ -5,10 +5,10 @@ from typing import Any
 import grpc
 import pytest
 
-from support.foreign_client import Client, prefill_leg, read, read_tokens, request
+from support.engine.tokens import expected, prompt
+from support.gateway.foreign_client import Client, prefill_leg, read, read_tokens, request
+from support.gateway.processes import MODEL, Cluster, eventually
 from support.openengine_tables import tables
-from support.processes import MODEL, Cluster, eventually
-from support.sim_tokens import expected, prompt
 
 SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
 

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from support.foreign_client import Client, read, request
-from support.processes import Cluster, run_cli, run_here
-from support.sim_tokens import prompt
+from support.engine.tokens import prompt
+from support.gateway.foreign_client import Client, read, request
+from support.gateway.processes import Cluster, run_cli, run_here
 
 
 def n_ended(printed: str) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from support.foreign_client import Answer, Client, decode_leg, prefill_leg, request
-from support.processes import Cluster, eventually
-from support.sim_tokens import expected, prompt
+from support.engine.tokens import expected, prompt
+from support.gateway.foreign_client import Answer, Client, decode_leg, prefill_leg, request
+from support.gateway.processes import Cluster, eventually
 
 PROMPT = prompt(100, seed=21)
 OTHER_PROMPT = prompt(100, seed=22)  # as long as the first: only its content differs

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from support.foreign_client import Answer, Client, request
-from support.processes import Cluster, Pool, cluster, eventually
-from support.sim_tokens import expected, prompt
+from support.engine.tokens import expected, prompt
+from support.gateway.foreign_client import Answer, Client, request
+from support.gateway.processes import Cluster, Pool, cluster, eventually
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from support.foreign_client import Client, read, read_tokens, request
-from support.processes import Pool, cluster, eventually
-from support.sim_tokens import expected, prompt
+from support.engine.tokens import expected, prompt
+from support.gateway.foreign_client import Client, read, read_tokens, request
+from support.gateway.processes import Pool, cluster, eventually
 
 N_CLIENTS = 4
 N_STREAMS = 6  # of each

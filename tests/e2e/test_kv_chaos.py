@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from support.kv_chaos import (
+from support.kv.chaos import (
     LEG_LIMIT_S,
     LONG_FREEZE_S,
     MARGIN_S,

@@ -7,9 +7,9 @@ import anyio
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.legs import decode_leg, prefill_leg
-from support.kv_chaos import Side, comes_to_rest, leg_of
-from support.processes import MODEL
-from support.sim_tokens import expected, prompt
+from support.engine.tokens import expected, prompt
+from support.gateway.processes import MODEL
+from support.kv.chaos import Side, comes_to_rest, leg_of
 
 N_CLIENTS = 40
 N_TOKENS = 4

@@ -11,10 +11,17 @@ from typing import Any
 import grpc
 import pytest
 
-from support.foreign_client import Client, decode_leg, prefill_leg, read, read_tokens, request
-from support.processes import Cluster, Pool, cluster, eventually
-from support.receipts import ASK, receipt_of
-from support.sim_tokens import expected, prompt
+from support.engine.tokens import expected, prompt
+from support.gateway.foreign_client import (
+    Client,
+    decode_leg,
+    prefill_leg,
+    read,
+    read_tokens,
+    request,
+)
+from support.gateway.processes import Cluster, Pool, cluster, eventually
+from support.gateway.receipts import ASK, receipt_of
 
 # Each relayed message carries the client's id, so that a thousand of them are more than the buffer.
 LONG_ID = "x" * 1000

@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 
 from slagate.proto import gateway_pb2 as gw
-from support.foreign_client import Client, read, request
-from support.processes import Cluster, eventually
-from support.receipts import ASK, receipt_of
-from support.sim_tokens import expected, prompt
+from support.engine.tokens import expected, prompt
+from support.gateway.foreign_client import Client, read, request
+from support.gateway.processes import Cluster, eventually
+from support.gateway.receipts import ASK, receipt_of
 
 N_REQUESTS = 100
 

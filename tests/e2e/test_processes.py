@@ -20,8 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
-from support.foreign_client import Client, read, request
-from support.processes import (
+from support.engine.tokens import expected
+from support.gateway.foreign_client import Client, read, request
+from support.gateway.processes import (
     LOOPBACK,
     Cluster,
     Gateway,
@@ -35,7 +36,6 @@ from support.processes import (
     serve_arguments,
     starting,
 )
-from support.sim_tokens import expected
 
 N_CLIENTS = 20
 

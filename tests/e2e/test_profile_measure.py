@@ -6,10 +6,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from slagate.router.profile_cli import profile as profile_cli
-from slagate.workers.profile import load_profile
-from support.engines import MODEL, PROFILE
-from support.processes import running, worker_arguments
+from slagate.router.cli.tools.profile import profile as profile_cli
+from slagate.workers.profiles.profile import load_profile
+from support.engine.workers import MODEL, PROFILE
+from support.gateway.processes import running, worker_arguments
 
 ROWS = ["--prompts", "2048,8192", "--cached", "0,2048", "--batches", "1,8", "--contexts", "2048"]
 ROWS += ["--repeats", "1", "--steps", "32"]

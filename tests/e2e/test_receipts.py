@@ -5,9 +5,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from support.foreign_client import Client, read, request
-from support.processes import SLAGATE, Cluster, Pool, cluster, eventually, run_cli, run_here
-from support.sim_tokens import prompt
+from support.engine.tokens import prompt
+from support.gateway.foreign_client import Client, read, request
+from support.gateway.processes import SLAGATE, Cluster, Pool, cluster, eventually, run_cli, run_here
 
 N_REQUESTS = 30
 

@@ -15,8 +15,9 @@ import grpc
 import pytest
 
 from slagate.proto import gateway_pb2 as gw
-from support.foreign_client import Client, read, request
-from support.processes import (
+from support.engine.tokens import prompt
+from support.gateway.foreign_client import Client, read, request
+from support.gateway.processes import (
     Cluster,
     Gateway,
     Pool,
@@ -30,8 +31,7 @@ from support.processes import (
     serve_arguments,
     starting,
 )
-from support.reloads import reload_under_load
-from support.sim_tokens import prompt
+from support.gateway.reloads import reload_under_load
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ import pytest
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
-from support.certificates import Ca, Pair
-from support.processes import (
+from support.engine.tokens import expected
+from support.gateway.certificates import Ca, Pair
+from support.gateway.processes import (
     Gateway,
     Process,
     eventually,
@@ -27,7 +28,6 @@ from support.processes import (
     serve_arguments,
     worker_arguments,
 )
-from support.sim_tokens import expected
 
 
 class Fleet(NamedTuple):

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from support.foreign_client import Answer, Client, read, request
-from support.processes import Cluster
-from support.sim_tokens import EOS, PROMPT_BEFORE_EOS, expected, prompt
+from support.engine.tokens import EOS, PROMPT_BEFORE_EOS, expected, prompt
+from support.gateway.foreign_client import Answer, Client, read, request
+from support.gateway.processes import Cluster
 
 
 @pytest.mark.parametrize("n_prompt", [1, 31, 32, 33, 1000, 20_000])

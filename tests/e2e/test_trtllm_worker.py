@@ -13,16 +13,16 @@ import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.client import GrpcWorker, connect_worker
+from slagate.workers.client.client import GrpcWorker, connect_worker
 from slagate.workers.errors import WorkerError
 from slagate.workers.legs import prefill_leg
-from slagate.workers.sim_api import VERSIONS
-from support.contract import ask, hand_off, resume, start
-from support.engines import expected, request
-from support.processes import LOOPBACK, STOP_LIMIT_S, Process, eventually, run_cli
-from support.sinks import KeepingSink
-from support.trtllm_double import Fault
-from support.trtllm_process import arguments, trtllm_worker
+from slagate.workers.sim.api import VERSIONS
+from support.engine.double import Fault
+from support.engine.process import arguments, trtllm_worker
+from support.engine.workers import expected, request
+from support.gateway.processes import LOOPBACK, STOP_LIMIT_S, Process, eventually, run_cli
+from support.worker.contract import ask, hand_off, resume, start
+from support.worker.sinks import KeepingSink
 
 Code = grpc.StatusCode
 PROMPT = list(range(1, 101))

@@ -7,8 +7,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from slagate.router.profile_cli import profile as profile_cli
-from slagate.workers.profile import load_profile
+from slagate.router.cli.tools.profile import profile as profile_cli
+from slagate.workers.profiles.profile import load_profile
 
 QWEN = Path(__file__).resolve().parents[2] / "configs/profiles/qwen3-32b-fp8-h200.json"
 command = typer.Typer()

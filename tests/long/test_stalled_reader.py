@@ -5,10 +5,10 @@ from typing import Any
 
 import grpc
 
-from slagate.workers.clock import monotonic_s
-from support.foreign_client import Client, read, read_tokens, request
-from support.processes import Pool, cluster, eventually
-from support.sim_tokens import expected, prompt
+from slagate.workers.runtime.clock import monotonic_s
+from support.engine.tokens import expected, prompt
+from support.gateway.foreign_client import Client, read, read_tokens, request
+from support.gateway.processes import Pool, cluster, eventually
 
 STOPS_S = 60.0
 N_OTHERS = 200

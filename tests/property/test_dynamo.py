@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from slagate.pools.axis import Axis
-from slagate.pools.errors import ConfigError
-from slagate.pools.grid import StageGrid
-from slagate.pools.grid_config import FleetConfig, load_config
-from support.dynamo_router import Answer, Router, write
-from support.processes import run_here
-from support.random_fleets import AXES, damage, inputs, probes, random_file
+from slagate.pools.fleet_file.load import FleetConfig, load_config
+from slagate.pools.grid.axis import Axis
+from slagate.pools.grid.errors import ConfigError
+from slagate.pools.grid.grid import StageGrid
+from support.fleet.dynamo_router import Answer, Router, write
+from support.fleet.random_fleets import AXES, damage, inputs, probes, random_file
+from support.gateway.processes import run_here
 
 N_FILES = 1500
 N_INPUTS = 100  # of each file

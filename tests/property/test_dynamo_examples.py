@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from slagate.pools.grid_config import load_config
-from support.dynamo_router import Answer, Router, write
+from slagate.pools.fleet_file.load import load_config
+from support.fleet.dynamo_router import Answer, Router, write
 
 
 def disagg(n_prefill: int, n_decode: int, unit: str, **more: Any) -> dict[str, Any]:

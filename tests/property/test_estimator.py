@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple, replace
 
-from slagate.pools.estimator import Coefficients, Estimator, FrozenEstimator
-from slagate.pools.fit import MAX_OFFSET_S, MAX_SCALE, MIN_SCALE
-from slagate.workers.profile import TpProfile, available_profiles, load_profile
+from slagate.pools.estimator.estimator import Coefficients, Estimator, FrozenEstimator
+from slagate.pools.estimator.fit import MAX_OFFSET_S, MAX_SCALE, MIN_SCALE
+from slagate.workers.profiles.profile import TpProfile, available_profiles, load_profile
 
 PROFILES = [None] + [
     load_profile(name).tp(size)

@@ -11,19 +11,25 @@ import anyio
 import anyio.lowlevel
 import grpc
 
-from slagate.pools.event_view import Mode
-from slagate.pools.prefix_index import PrefixIndex
-from slagate.pools.run_trie import Root
+from slagate.pools.kv_events.view import Mode
+from slagate.pools.prefix.index import PrefixIndex
+from slagate.pools.prefix.trie import Root
+from slagate.proto.rpc.sinks import Call, EndedCall, Sink
+from slagate.proto.rpc.status import Metadata, Status
 from slagate.workers.errors import Refused
-from slagate.workers.kv_feed import KvFeed
-from slagate.workers.sim_blocks import TOKEN_BYTES, Prompt, block_states, seed_state, token_bytes
-from slagate.workers.sim_kv_cache import Allocation, SimKvCache
-from slagate.workers.sim_kv_events import KvEventQueue, KvEventRecorder
-from slagate.workers.stream import EndedCall
-from slagate.workers.worker import Call, Metadata, Sink, Status
-from support.fake_worker import FakeWorker
-from support.followed import Followed, depth_of, followed, info
+from slagate.workers.kv_events.feed import KvFeed
+from slagate.workers.sim.kv_cache.blocks import (
+    TOKEN_BYTES,
+    Prompt,
+    block_states,
+    seed_state,
+    token_bytes,
+)
+from slagate.workers.sim.kv_cache.cache import Allocation, SimKvCache
+from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder
+from support.kv.followed import Followed, depth_of, followed, info
 from support.virtual_loop import run
+from support.worker.fake import FakeWorker
 
 BLOCK_TOKENS = 4
 SALTS = ("", "s")

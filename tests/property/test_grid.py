@@ -7,11 +7,11 @@ from typing import Any
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from slagate.pools.axis import Axis
-from slagate.pools.errors import ConfigError
-from slagate.pools.grid_config import FleetConfig, parse_config
-from slagate.router.grid_select import select_lines
-from support.fleet_files import agg_file, disagg_file
+from slagate.pools.fleet_file.load import FleetConfig, parse_config
+from slagate.pools.grid.axis import Axis
+from slagate.pools.grid.errors import ConfigError
+from slagate.router.cli.grid.select import select_lines
+from support.fleet.files import agg_file, disagg_file
 
 everyday = st.integers(-10, 20_000) | st.decimals(-10, 2000, places=1).map(float)
 extreme = st.integers(-(10**420), 10**420) | st.floats(allow_nan=False, allow_infinity=False)

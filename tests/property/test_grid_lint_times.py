@@ -5,9 +5,9 @@ from itertools import combinations
 
 import pytest
 
-from slagate.pools.curve import Load, profile_decode
-from slagate.pools.grid_lint_times import Plan, PoolCurves
-from slagate.workers.profile import load_profile
+from slagate.pools.grid_build.curve import Load, profile_decode
+from slagate.pools.grid_lint.times import Plan, PoolCurves
+from slagate.workers.profiles.profile import load_profile
 
 LOADS = [step / 200 for step in range(10, 198)]
 

@@ -4,10 +4,10 @@ import random
 
 import anyio
 
-from slagate.workers.h2 import H2Connection
-from slagate.workers.h2_port import Headers, Settings, Stream, StreamEnd
-from slagate.workers.h2_stream import H2Stream
-from support.memory_transport import MemoryTransport, joined
+from slagate.proto.http2.connection import H2Connection
+from slagate.proto.http2.interfaces import Headers, Settings, Stream, StreamEnd
+from slagate.proto.http2.stream import H2Stream
+from support.http2.memory_transport import MemoryTransport, joined
 from support.seeds import each_seed
 from support.virtual_loop import run
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import anyio
 
-from slagate.workers.channel import StreamChannel
-from slagate.workers.grpc_frames import prefix
-from slagate.workers.worker import OK
-from support.bytes_sink import BytesSink
-from support.h2_peer import ANSWER, PeerServer, PeerStream, echo
-from support.http2_fuzz import PREFACE, Replay, frames, spoilt_client, spoilt_server
-from support.memory_transport import MemoryTransport, Network, joined
+from slagate.proto.rpc.frames import prefix
+from slagate.proto.rpc.status import OK
+from slagate.workers.client.streams import StreamChannel
+from support.http2.fuzz import PREFACE, Replay, frames, spoilt_client, spoilt_server
+from support.http2.memory_transport import MemoryTransport, Network, joined
+from support.http2.peer import ANSWER, PeerServer, PeerStream, echo
 from support.seeds import each_seed, n_seeds_of
 from support.virtual_loop import VirtualLoop, run
+from support.worker.bytes_sink import BytesSink
 
 N_INPUTS = 500
 N_CALLS = 6

@@ -5,11 +5,17 @@ import random
 import anyio.lowlevel
 
 from slagate.workers.errors import Refused
-from slagate.workers.kv_feed import KvFeed
-from slagate.workers.sim_blocks import TOKEN_BYTES, Prompt, block_states, seed_state, token_bytes
-from slagate.workers.sim_kv_cache import Allocation, SimKvCache
-from slagate.workers.sim_kv_events import KvEventQueue, KvEventRecorder
-from support.kv_mirror import KvMirror, KvStream
+from slagate.workers.kv_events.feed import KvFeed
+from slagate.workers.sim.kv_cache.blocks import (
+    TOKEN_BYTES,
+    Prompt,
+    block_states,
+    seed_state,
+    token_bytes,
+)
+from slagate.workers.sim.kv_cache.cache import Allocation, SimKvCache
+from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder
+from support.kv.mirror import KvMirror, KvStream
 from support.seeds import each_seed
 from support.virtual_loop import run
 

@@ -3,10 +3,10 @@
 import random
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.kv_changes import Block, Change, Cleared, Moved, Removed, Stored
-from slagate.workers.kv_log import RankLog
-from slagate.workers.kv_wire import token_field
-from support.kv_mirror import RankMirror
+from slagate.workers.kv_events.changes import Block, Change, Cleared, Moved, Removed, Stored
+from slagate.workers.kv_events.log import RankLog
+from slagate.workers.kv_events.wire import token_field
+from support.kv.mirror import RankMirror
 
 N_HISTORIES = 1500
 N_STEPS = 40

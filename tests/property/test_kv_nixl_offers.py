@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slagate.workers.kv_nixl_descriptor import NixlDescriptor, tags_digest
-from slagate.workers.kv_nixl_offers import Offer, Offers
-from slagate.workers.kv_nixl_pool import SlotPool, checksum
-from slagate.workers.kv_transfer import Blocks, KvTransferError
+from slagate.workers.kv_transfer.nixl.descriptor import NixlDescriptor, tags_digest
+from slagate.workers.kv_transfer.nixl.slots import Offer, Offers, SlotPool, checksum
+from slagate.workers.kv_transfer.transport import Blocks, KvTransferError
 
 N_SLOTS = 12
 BLOCK_BYTES = 40

@@ -9,22 +9,22 @@ from typing import NamedTuple
 import anyio
 import grpc
 
-from slagate.router.front import Front
-from slagate.router.settings import ClientLimits, Settings
-from slagate.workers.channel import StreamChannel
-from slagate.workers.h2_port import Settings as Http2Settings
-from slagate.workers.links import Links
-from slagate.workers.worker import OK
+from slagate.proto.http2.interfaces import Settings as Http2Settings
+from slagate.proto.rpc.connection_pool import Links
+from slagate.proto.rpc.status import OK
+from slagate.router.front.server import Front
+from slagate.router.request.settings import ClientLimits, Settings
+from slagate.workers.client.streams import StreamChannel
 from support.builders import finished, request, token
-from support.bytes_sink import BytesSink
-from support.fake_worker import HANG, FakeWorker, Script, Wait, refusal
-from support.h2_peer import PeerServer
-from support.http2_fuzz import PREFACE, Replay, frames, spoilt_client, spoilt_server
-from support.http2_worker import Http2Server, Http2Worker, over_http2, tapped
-from support.memory_transport import Network, joined
-from support.request_path import Bench, bench
+from support.gateway.request_path import Bench, bench
+from support.http2.fuzz import PREFACE, Replay, frames, spoilt_client, spoilt_server
+from support.http2.memory_transport import Network, joined
+from support.http2.peer import PeerServer
+from support.http2.worker import Http2Server, Http2Worker, over_http2, tapped
 from support.seeds import each_batch, n_seeds_of
 from support.virtual_loop import VirtualLoop, run
+from support.worker.bytes_sink import BytesSink
+from support.worker.fake import HANG, FakeWorker, Script, Wait, refusal
 
 N_INPUTS = 500
 N_BATCH = 20

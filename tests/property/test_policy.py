@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from slagate.pools.estimator import Estimator
-from slagate.pools.member import Stage
-from slagate.pools.table import RowView, State
-from slagate.router.policy import StageChoice, choose_stage
-from slagate.router.score import Candidate, score_pool
+from slagate.pools.estimator.estimator import Estimator
+from slagate.pools.grid.stage import Stage
+from slagate.pools.inflight.rows import RowView, State
+from slagate.router.scheduling.policy import StageChoice, choose_stage
+from slagate.router.scheduling.score import Candidate, score_pool
 from support.builders import MODEL, ask, one_cell, pool_view, profiled, view
 
 ESTIMATORS = {"nominal": Estimator(), "profile": profiled()}

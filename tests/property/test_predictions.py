@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slagate.pools.predictions import Claim, Predictions
-from slagate.pools.run_trie import Root
+from slagate.pools.prefix.predictions import Claim, Predictions
+from slagate.pools.prefix.trie import Root
 from support.seeds import each_seed
 
 N_SEEDS = 300

@@ -10,11 +10,11 @@ import struct
 import numpy as np
 import pytest
 
-from slagate.pools.claims import DEVICE, HOST
-from slagate.pools.holdings import Holder
-from slagate.pools.prefix_index import PrefixIndex
-from slagate.pools.run_trie import Root
-from support.naive_index import NaiveHolder, NaiveIndex
+from slagate.pools.prefix.claims import DEVICE, HOST
+from slagate.pools.prefix.holder import Holder
+from slagate.pools.prefix.index import PrefixIndex
+from slagate.pools.prefix.trie import Root
+from support.kv.naive_index import NaiveHolder, NaiveIndex
 from support.seeds import each_seed
 
 N_SEEDS = 300

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from slagate.proto import gateway_pb2 as gw
-from slagate.router.receipts_cli import Recheck, json_line, parsed
-from support.receipts import RandomFleet
+from slagate.router.cli.receipts import Recheck, json_line, parsed
+from support.gateway.receipts import RandomFleet
 
 N_RECEIPTS = 500
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from slagate.workers.sim_blocks import Prompt, block_states, seed_state, token_bytes
-from slagate.workers.sim_kv_cache import Allocation, SimKvCache
-from slagate.workers.sim_kv_events import KvEventQueue, KvEventRecorder
-from support.kv_consumer import KvConsumer
+from slagate.workers.sim.kv_cache.blocks import Prompt, block_states, seed_state, token_bytes
+from slagate.workers.sim.kv_cache.cache import Allocation, SimKvCache
+from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder
+from support.kv.consumer import KvConsumer
 
 SALTS = ("", "s")
 SEEDS = {salt: seed_state("m", salt) for salt in SALTS}

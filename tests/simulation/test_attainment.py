@@ -7,15 +7,16 @@ import anyio
 import grpc
 import pytest
 
-from slagate.pools.grid_config import parse_config
+from slagate.pools.fleet_file.load import parse_config
 from slagate.proto import gateway_pb2 as gw
-from slagate.router.admin import AdminService
-from slagate.router.settings import Settings
-from slagate.workers.worker import Metadata, Sink, Status
+from slagate.proto.rpc.sinks import Sink
+from slagate.proto.rpc.status import Metadata, Status
+from slagate.router.request.settings import Settings
+from slagate.router.services.admin import AdminService
 from support import virtual_loop
-from support.context import Context
-from support.reloads import Nowhere
-from support.simulation import Fleet, Plan, Seen, fleet_file, running, simulate
+from support.gateway.context import Context
+from support.gateway.reloads import Nowhere
+from support.gateway.simulation import Fleet, Plan, Seen, fleet_file, running, simulate
 
 Counts = dict[tuple[int, tuple[int, ...]], tuple[int, int, int, int]]
 """Requests, judged, met and failed, by stage and cell."""

@@ -5,9 +5,9 @@ from collections import Counter
 import anyio
 import pytest
 
-from slagate.router.receipt_ring import ReceiptRing
+from slagate.router.receipts.ring import ReceiptRing
 from support import virtual_loop
-from support.simulation import Plan, running, simulate
+from support.gateway.simulation import Plan, running, simulate
 from support.tracked import tracked
 
 N_REQUESTS = 100

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from support import virtual_loop
+from support.gateway.simulation import Plan, Seen, check_idle, check_tokens, running, simulate
 from support.seeds import n_seeds_of
-from support.simulation import Plan, Seen, check_idle, check_tokens, running, simulate
 
 DISAGG = {"prefill": 2, "decode": 2}
 AGG = {"agg": 2}

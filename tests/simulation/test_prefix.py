@@ -6,13 +6,14 @@ from collections import Counter
 import anyio
 import pytest
 
-from slagate.pools.member import Member, Stage
-from slagate.pools.ranks import Limits
-from slagate.router.settings import Settings
-from slagate.workers.stream import BufferedSink
+from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.ranks import Limits
+from slagate.pools.grid.stage import Stage
+from slagate.proto.rpc.sinks import BufferedSink
+from slagate.router.request.settings import Settings
 from support import virtual_loop
-from support.engines import request
-from support.simulation import (
+from support.engine.workers import request
+from support.gateway.simulation import (
     Fleet,
     Plan,
     Seen,

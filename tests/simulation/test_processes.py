@@ -9,17 +9,25 @@ from pathlib import Path
 import anyio
 import pytest
 
-from slagate.pools.grid_config import parse_config
+from slagate.pools.fleet_file.load import parse_config
 from slagate.router.app import build
-from slagate.router.process import share_of
-from slagate.router.settings import Settings
-from slagate.workers.trtllm import TrtllmWorker
+from slagate.router.multiprocess.child import share_of
+from slagate.router.request.settings import Settings
+from slagate.workers.trtllm.worker import TrtllmWorker
 from slagate.workers.worker import Worker
 from support import virtual_loop
-from support.engines import sim
-from support.network import FarWorker
-from support.shared import Opened
-from support.simulation import Fleet, Plan, Seen, check_idle, check_tokens, fleet_file, simulate
+from support.engine.workers import sim
+from support.gateway.shared import Opened
+from support.gateway.simulation import (
+    Fleet,
+    Plan,
+    Seen,
+    check_idle,
+    check_tokens,
+    fleet_file,
+    simulate,
+)
+from support.worker.network import FarWorker
 
 MAX_INFLIGHT = 3
 

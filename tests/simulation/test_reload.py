@@ -10,20 +10,21 @@ from typing import Any
 import anyio
 import pytest
 
-from slagate.pools.grid_config import parse_config
-from slagate.pools.member import Member, Stage
-from slagate.pools.table import State
+from slagate.pools.fleet.member import Member
+from slagate.pools.fleet_file.load import parse_config
+from slagate.pools.grid.stage import Stage
+from slagate.pools.inflight.rows import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.app import build
-from slagate.router.receipt_config import read_config
-from slagate.router.receipt_ring import in_turns
-from slagate.router.recompute import decide_again
-from slagate.router.reload import Reloaded
-from slagate.router.settings import Settings
+from slagate.router.receipts.config import read_config
+from slagate.router.receipts.recompute import decide_again
+from slagate.router.receipts.ring import in_turns
+from slagate.router.reload.reload import Reloaded
+from slagate.router.request.settings import Settings
 from slagate.workers.worker import Worker
 from support import virtual_loop
-from support.simulation import (
+from support.gateway.simulation import (
     Fleet,
     Plan,
     Seen,

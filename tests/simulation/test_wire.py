@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from support import virtual_loop
+from support.gateway.simulation import Plan, Seen, check_tokens
+from support.gateway.wire_simulation import check_wire, play, wired
 from support.seeds import n_seeds_of
-from support.simulation import Plan, Seen, check_tokens
-from support.wire_simulation import check_wire, play, wired
 
 DISAGG = {"prefill": 2, "decode": 2}
 AGG = {"agg": 2}

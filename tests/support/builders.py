@@ -6,25 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from slagate.pools.axis import Axis
-from slagate.pools.cached import cached_of
-from slagate.pools.estimator import Estimator
-from slagate.pools.fleet import Fleet, prepare
-from slagate.pools.grid import StageGrid
-from slagate.pools.grid_config import FleetConfig, parse_config
-from slagate.pools.live_table import Table, rows_of
-from slagate.pools.member import Member, Stage
-from slagate.pools.overlap import Prompt
-from slagate.pools.pool import Pool, PoolView
-from slagate.pools.ranks import Limits
-from slagate.pools.table import UNLIMITED, RowView, State
+from slagate.pools.estimator.estimator import Estimator
+from slagate.pools.fleet.fleet import Fleet, prepare
+from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.pool import Pool, PoolView
+from slagate.pools.fleet.ranks import Limits
+from slagate.pools.fleet_file.load import FleetConfig, parse_config
+from slagate.pools.grid.axis import Axis
+from slagate.pools.grid.grid import StageGrid
+from slagate.pools.grid.stage import Stage
+from slagate.pools.inflight.rows import UNLIMITED, RowView, State
+from slagate.pools.inflight.table import Table, rows_of
+from slagate.pools.prefix.cached import cached_of
+from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.assignment import Assignment
-from slagate.router.dispatch import Dispatcher
-from slagate.router.errors import RequestError
-from slagate.router.score import Ask
-from slagate.router.sla import Sla
-from slagate.workers.profile import load_profile
+from slagate.router.request.errors import RequestError
+from slagate.router.request.sla import Sla
+from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.router.scheduling.score import Ask
+from slagate.router.scheduling.wait_queue import Assignment
+from slagate.workers.profiles.profile import load_profile
 
 MODEL = "llama"
 PROFILE = "llama-3.1-8b-h100"

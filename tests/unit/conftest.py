@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.sim_llm import Pair
+from support.engine.sim_llm import Pair
 
 
 @pytest.fixture

@@ -6,17 +6,19 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 MODULES = sorted(
-    f"slagate.{package}.{path.stem}"
-    for package in ("workers", "pools", "router")
-    for path in (REPOSITORY / package).glob("*.py")
+    ".".join(("slagate", *path.relative_to(REPOSITORY).with_suffix("").parts))
+    for package in ("proto", "workers", "pools", "router")
+    for path in (REPOSITORY / package).rglob("*.py")
     if ">>>" in path.read_text(encoding="utf-8")
 )
 
 
 def test_the_modules_with_examples_are_found() -> None:
-    assert {"slagate.router.sla", "slagate.router.client_cli", "slagate.workers.listen"} <= set(
-        MODULES
-    )
+    assert {
+        "slagate.router.request.sla",
+        "slagate.router.cli.client",
+        "slagate.proto.rpc.address",
+    } <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -18,12 +18,12 @@ import grpc.aio
 import uvloop
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.request import parse_request
-from slagate.router.settings import Settings
-from slagate.workers.channel import GENERATE
-from slagate.workers.control_channel import CHANNEL_OPTIONS
+from slagate.router.request.request import parse_request
+from slagate.router.request.settings import Settings
+from slagate.workers.client.control import CHANNEL_OPTIONS
 from slagate.workers.legs import agg_leg, client_id_suffix
 from slagate.workers.server import SERVER_OPTIONS
+from slagate.workers.worker import GENERATE
 
 
 async def main(workers: list[str]) -> None:

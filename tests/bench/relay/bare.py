@@ -28,8 +28,8 @@ from ngh2 import (
 )
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.frames import PREFIX_BYTES, framed, prefix
 from slagate.router.app import YOUNG_OBJECTS
-from slagate.workers.grpc_frames import PREFIX_BYTES, framed, prefix
 from slagate.workers.legs import client_id_suffix
 
 REQUEST = [

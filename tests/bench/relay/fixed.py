@@ -15,22 +15,24 @@ from contextlib import asynccontextmanager, closing
 import anyio
 import uvloop
 
-from slagate.pools.member import Stage
+from slagate.pools.grid.stage import Stage
+from slagate.proto.http2.interfaces import Settings as Http2Settings
+from slagate.proto.rpc.address import Address
+from slagate.proto.rpc.connection_pool import Links, dial_unix
+from slagate.proto.rpc.status import OK
 from slagate.router.app import YOUNG_OBJECTS
-from slagate.router.client_stream import Serve
-from slagate.router.errors import RequestError
-from slagate.router.front import serve_front
-from slagate.router.request import parse_request
-from slagate.router.settings import Settings
-from slagate.router.splice import Splice, Tally
-from slagate.router.turn import ClientCall
-from slagate.workers.channel import StreamChannel
-from slagate.workers.clock import monotonic_s
-from slagate.workers.h2_port import Settings as Http2Settings
+from slagate.router.front.client_stream import Serve
+from slagate.router.front.server import serve_front
+from slagate.router.legs.relay import Splice
+from slagate.router.receipts.record import Tally
+from slagate.router.request.call import ClientCall
+from slagate.router.request.errors import RequestError
+from slagate.router.request.request import parse_request
+from slagate.router.request.settings import Settings
+from slagate.workers.client.streams import StreamChannel
 from slagate.workers.legs import agg_leg
-from slagate.workers.links import Links, dial_unix
-from slagate.workers.listen import Address, listen_on
-from slagate.workers.worker import OK
+from slagate.workers.runtime.clock import monotonic_s
+from slagate.workers.runtime.listen import listen_on
 
 
 class FixedChoice:

@@ -25,17 +25,18 @@ from prometheus_client import disable_created_metrics
 
 from bench.relay.fixed import channels_to, fronted
 from bench.relay.workloads import cached_halves
-from slagate.pools.fleet import Fleet
-from slagate.pools.watch import Connect
+from slagate.pools.fleet.fleet import Fleet
+from slagate.pools.fleet.watch import Connect
+from slagate.proto.rpc.sinks import Call, Sink
+from slagate.proto.rpc.status import Metadata
 from slagate.router.app import build
 from slagate.router.generate import generate
-from slagate.router.settings import Settings
-from slagate.workers.channel import StreamChannel
-from slagate.workers.clock import monotonic_s
-from slagate.workers.logs import log_to_stderr
-from slagate.workers.worker import Call, Metadata, Sink
+from slagate.router.request.settings import Settings
+from slagate.workers.client.streams import StreamChannel
+from slagate.workers.runtime.clock import monotonic_s
+from slagate.workers.runtime.logs import log_to_stderr
 from support.builders import PROFILE, config
-from support.fake_worker import ROLES, FakeWorker
+from support.worker.fake import ROLES, FakeWorker
 
 N_MEMBERS = 64
 BLOCK_TOKENS = 32

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slagate.pools.overlap import Prompt
+from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe
 from support.builders import MODEL
 

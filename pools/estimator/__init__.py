@@ -1,0 +1,1 @@
+"""estimator: a room of `pools`."""

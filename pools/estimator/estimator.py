@@ -1,0 +1,287 @@
+"""Predicts prefill seconds and inter-token seconds of a pool's workers, and learns from what they took.
+
+    work_s      P(new, cached)
+    ttft_s      prefill_offset_s + prefill_scale * (work queued on the worker + the prompt's own)
+    itl_s       itl_scale * D(batch, context)
+
+P and D are of the pool's timing profile; without one, of `Nominal`. Queues are sums of work, in P's own
+seconds as they were before any coefficient. Were they corrected seconds, the coefficients would be learnt
+from numbers that they made, late by the length of a queue: in overload that swings without bound.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import structs
+
+from slagate.pools.estimator.fit import MAX_OFFSET_S, Fit
+from slagate.workers.profiles.profile import HOST_LINK_BYTES_PER_S, TpProfile, tp_profile_from_json
+from slagate.workers.profiles.table import Floats, Ints
+
+NOMINAL_KV_BYTES_PER_TOKEN = 131_072
+"""Of an 8B model in 16 bits: 32 layers, 8 KV heads of 128, K and V."""
+
+MIN_OBSERVED = 8
+"""Observations before a profile is corrected: a few first requests may all be slow."""
+
+MIN_OBSERVED_NOMINAL = 32
+"""Observations before there are predictions without a profile."""
+
+
+class Coefficients(msgspec.Struct, frozen=True, gc=False):
+    """What a profile is corrected by. As they are here: not at all."""
+
+    prefill_scale: float = 1.0
+    prefill_offset_s: float = 0.0
+    itl_scale: float = 1.0
+
+    @property
+    def prefill(self) -> tuple[float, float]:
+        """Those of a prefill: scale and offset."""
+        return self.prefill_scale, self.prefill_offset_s
+
+
+UNCORRECTED = Coefficients()
+
+_WorkT = TypeVar("_WorkT", float, Floats)
+
+
+class Speed(Protocol):
+    """What is corrected: P(new, cached) and D(batch, context), for one point and for f64[n]."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Size of one token's KV cache."""
+
+    def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
+        """Seconds to prefill `new_tokens` behind `cached_tokens`."""
+
+    def itl_s(self, batch_size: float, context_tokens: float) -> float:
+        """Seconds of one decode step at this batch size and mean context."""
+
+    def prefill_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
+        """As `prefill_s`."""
+
+    def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
+        """As `itl_s`."""
+
+    def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
+        """As `itl_s`, for whole batch sizes >= 1; it may differ in the last digits."""
+
+
+class Nominal:
+    """Stands in for a profile: workers of one pool are alike, so of the right order is all it needs."""
+
+    kv_bytes_per_token = NOMINAL_KV_BYTES_PER_TOKEN
+
+    def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
+        """In proportion to the new tokens, at 20,000 tokens/s."""
+        return max(0.0, new_tokens) / 20_000
+
+    def itl_s(self, batch_size: float, context_tokens: float) -> float:
+        """A constant step plus a share for each token of context that it reads."""
+        return 0.01 + max(0.0, batch_size) * max(0.0, context_tokens) * 1e-8
+
+    def prefill_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
+        """As `prefill_s`."""
+        return np.maximum(0.0, new_tokens) / 20_000
+
+    def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
+        """As `itl_s`."""
+        return 0.01 + np.maximum(0.0, batch_size) * np.maximum(0.0, context_tokens) * 1e-8
+
+    def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
+        """As `itl_s`."""
+        seconds: Floats = batch_size * context_tokens
+        seconds *= 1e-8
+        seconds += 0.01
+        return seconds
+
+
+NOMINAL = Nominal()
+
+
+class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
+    """A pool's speed as it is known at one moment: the same point gives the same number for ever."""
+
+    profile: TpProfile | None = None
+    profile_source: str = "none"
+    coefficients: Coefficients = UNCORRECTED
+    _speed: Speed = NOMINAL  # the profile's, whatever is given
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` naming a coefficient that is negative or no number."""
+        of = self.coefficients
+        # One that is negative, infinite or no number shows in the least or the sum.
+        if not (
+            of.prefill_scale >= 0.0
+            and of.prefill_offset_s >= 0.0
+            and of.itl_scale >= 0.0
+            and of.prefill_scale + of.prefill_offset_s + of.itl_scale < math.inf
+        ):
+            for name, value in structs.asdict(of).items():
+                if not 0.0 <= value < math.inf:
+                    raise ValueError(f"{name} must be finite and >= 0, got {value}")
+        structs.force_setattr(self, "_speed", _speed(self.profile))
+
+    @property
+    def source(self) -> str:
+        """Where the numbers come from, for people; "none" when there is nothing behind them."""
+        if self.profile is None:
+            return "learned" if self.predicts else "none"
+        return self.profile_source
+
+    @property
+    def predicts_prefill(self) -> bool:
+        """False: prefill seconds rank workers of the pool but mean nothing as seconds."""
+        return self.profile is not None or self.coefficients.prefill != UNCORRECTED.prefill
+
+    @property
+    def predicts_itl(self) -> bool:
+        """False: inter-token seconds rank workers of the pool but mean nothing as seconds."""
+        return self.profile is not None or self.coefficients.itl_scale != UNCORRECTED.itl_scale
+
+    @property
+    def predicts(self) -> bool:
+        """Whether some of the numbers mean something as seconds."""
+        return self.predicts_prefill or self.predicts_itl
+
+    def work_s(self, new_tokens: float, cached_tokens: float) -> float:
+        """What a prefill adds to its worker's queue: uncorrected seconds."""
+        return self._speed.prefill_s(new_tokens, cached_tokens)
+
+    def work_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
+        """As `work_s`, for f64[n] each."""
+        return self._speed.prefill_many(new_tokens, cached_tokens)
+
+    def ttft_s(self, work_s: _WorkT) -> _WorkT:
+        """Seconds from a leg's start to its first answer, for the work of the queue and its own."""
+        scale, offset_s = self.coefficients.prefill
+        return work_s * scale + offset_s
+
+    def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
+        """`ttft_s` on an idle worker."""
+        return self.ttft_s(self.work_s(new_tokens, cached_tokens))
+
+    def itl_s(self, batch_size: float, context_tokens: float) -> float:
+        """Seconds of one decode step at this batch size and mean context."""
+        return self.coefficients.itl_scale * self._speed.itl_s(batch_size, context_tokens)
+
+    def ttft_many(self, work_s: Floats) -> Floats:
+        """As `ttft_s`, for f64[n], in place."""
+        work_s *= self.coefficients.prefill_scale
+        work_s += self.coefficients.prefill_offset_s
+        return work_s
+
+    def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
+        """As `itl_s`, for f64[n] each."""
+        seconds = self._speed.itl_many(batch_size, context_tokens)
+        seconds *= self.coefficients.itl_scale
+        return seconds
+
+    def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
+        """As `itl_s`, for n whole batch sizes >= 1; it may differ in the last digits."""
+        seconds = self._speed.itl_of_batches(batch_size, context_tokens)
+        seconds *= self.coefficients.itl_scale
+        return seconds
+
+    def host_s(self, tokens: float) -> float:
+        """Seconds to bring KV cache of `tokens` back from the host: nominal, part of a prefill's work."""
+        return max(0.0, tokens) * self._speed.kv_bytes_per_token / HOST_LINK_BYTES_PER_S
+
+    def table_json(self) -> dict[str, object]:
+        """All that it predicts from but the coefficients, as JSON values; the same for all of a pool."""
+        profile = None if self.profile is None else self.profile.to_json()
+        return {"source": self.profile_source, "profile": profile}
+
+    @classmethod
+    def from_json(
+        cls, table: Mapping[str, object], coefficients: Coefficients
+    ) -> "FrozenEstimator":
+        """The estimator that gave `table_json` and `coefficients`: the same numbers to the last bit.
+
+        Raises `ValueError` naming the field that is wrong.
+        """
+        source, profile = table.get("source"), table.get("profile")
+        if not isinstance(source, str):
+            raise ValueError(f"source must be text, got {source!r}")
+        if profile is not None and not isinstance(profile, Mapping):
+            raise ValueError(f"profile must be a table or null, got {profile!r}")
+        read = None if profile is None else tp_profile_from_json(profile)
+        return cls(read, source, coefficients)
+
+
+class Estimator:
+    """Learns a pool's speed. Observations only change what is frozen after them."""
+
+    def __init__(self, profile: TpProfile | None = None, *, source: str = "none") -> None:
+        self._speed = _speed(profile)
+        self._prefill = _fit(profile)
+        self._itl = _fit(profile, max_offset_s=0.0)
+        self._frozen = FrozenEstimator(profile, source)
+        self._has_news = False  # something was learnt that is not in `_frozen`
+
+    @property
+    def profile(self) -> TpProfile | None:
+        """What it began with."""
+        return self._frozen.profile
+
+    def starts_as(self, other: "Estimator") -> bool:
+        """Whether both began with the same numbers, whatever they have learnt since."""
+        return self._frozen.table_json() == other.frozen().table_json()
+
+    def frozen(self) -> FrozenEstimator:
+        """The estimator as it stands; the same object until an observation changes the numbers."""
+        if self._has_news:
+            self._has_news = False
+            learnt = Coefficients(self._prefill.scale, self._prefill.offset_s, self._itl.scale)
+            before = self._frozen
+            if learnt != before.coefficients:
+                self._frozen = FrozenEstimator(before.profile, before.profile_source, learnt)
+        return self._frozen
+
+    def observe_prefill(
+        self, new_tokens: int, cached_tokens: int, queued_s: float, seconds: float
+    ) -> None:
+        """A leg's first answer came after `seconds`, behind queued work of `queued_s`.
+
+        Numbers that are no time (negative, not finite) are not learnt from; nor by `observe_itl`.
+        """
+        own_s = self._speed.prefill_s(new_tokens, cached_tokens)
+        work_s = own_s + queued_s
+        # A queue is a guess (how much of it was done, who else sends), a prompt is known.
+        weight = own_s / work_s if work_s > 0 else 1.0
+        if self._prefill.observe(work_s, seconds, weight=weight):
+            self._has_news = True
+
+    def observe_itl(self, batch_size: float, context_tokens: float, seconds: float) -> None:
+        """A decode step at this batch size and mean context took `seconds`."""
+        if self._itl.observe(self._speed.itl_s(batch_size, context_tokens), seconds):
+            self._has_news = True
+
+    @property
+    def prefill_error(self) -> float | None:
+        """Recent mean |predicted - actual| / actual of TTFT, predicted before it was learnt from."""
+        return self._prefill.error
+
+    @property
+    def itl_error(self) -> float | None:
+        """As `prefill_error`, of ITL."""
+        return self._itl.error
+
+    @property
+    def n_observed(self) -> int:
+        """Observations of both kinds that were learnt from."""
+        return self._prefill.n_observed + self._itl.n_observed
+
+
+def _fit(profile: TpProfile | None, *, max_offset_s: float = MAX_OFFSET_S) -> Fit:
+    min_observed = MIN_OBSERVED_NOMINAL if profile is None else MIN_OBSERVED
+    return Fit(min_observed=min_observed, max_offset_s=max_offset_s)
+
+
+def _speed(profile: TpProfile | None) -> Speed:
+    return NOMINAL if profile is None else profile

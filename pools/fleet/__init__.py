@@ -1,0 +1,1 @@
+"""fleet: a room of `pools`."""

@@ -1,0 +1,256 @@
+"""The fleet: every pool of a configuration, and the grid of each stage."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from slagate.pools.estimator.estimator import Estimator
+from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.pool import Pool, PoolView
+from slagate.pools.fleet.ranks import Limits
+from slagate.pools.fleet_file.load import FleetConfig
+from slagate.pools.fleet_file.models import Objective, PoolSpec
+from slagate.pools.grid.grid import StageGrid
+from slagate.pools.grid.stage import Stage
+from slagate.pools.inflight.rows import UNLIMITED, State
+from slagate.pools.inflight.shared_counts import SharedCounts
+from slagate.pools.prefix.overlap import Prompt
+from slagate.workers.profiles.profile import TpProfile
+from slagate.workers.runtime.clock import monotonic_s
+
+
+class Prepared(NamedTuple):
+    """A configuration that a fleet can take over: it was checked, and every profile in it was read."""
+
+    config: FleetConfig
+    estimators: Mapping[str, Estimator]  # by pool, nothing learnt yet
+
+
+def prepare(config: FleetConfig) -> Prepared:
+    """For a configuration that was checked for serving."""
+    assert config.profiles is not None, "it was read with serving=True"
+    return Prepared(config, _estimators(config, config.profiles))
+
+
+class Fleet:
+    """Grids and pools of the configuration that is in force, and who still drains of those before it.
+
+    Without `prefix` nobody asks what is cached where, and workers are chosen by their load alone. With
+    `shared` other processes of the gateway send to the same workers.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        prefix: bool = True,
+        shared: SharedCounts | None = None,
+        now_s: Callable[[], float] = monotonic_s,
+    ) -> None:
+        self._prefix = prefix
+        self._shared = shared
+        self._now_s = now_s
+        self.warnings: tuple[str, ...] = ()
+        self.grids: Mapping[Stage, StageGrid] = {}
+        self.objectives: Mapping[str, Objective] = {}
+        self.pools: dict[str, Pool] = {}
+        self._leaving: list[Pool] = []  # pools that are not there any more, whose workers drain
+        self._on_join: list[Callable[[Pool, Member], None]] = []
+        self._n_applied = 0
+        self._models: set[str] = set()
+        self._windows: dict[str, int | None] = {}  # by served model
+        self._windows_of = (-1, -1)
+        self.apply(prepared)
+
+    def apply(self, prepared: Prepared) -> None:
+        """Put a configuration in force, in one step.
+
+        Pools and workers that stay keep all that is known of them, and their requests. Those that go take
+        nothing new, and leave once what they have is done.
+        """
+        config = prepared.config
+        self.models()  # those of workers that go now are not forgotten
+        before = self.pools
+        for pool in self._leaving:
+            if pool.is_empty:
+                pool.give_up_line()
+        self._leaving = [pool for pool in self._leaving if not pool.is_empty]
+        self.warnings = config.warnings
+        self.objectives = config.objectives
+        self.grids = {Stage(name): grid for name, grid in config.stages.items()}
+        # Scrapes and probes read from a thread of their own: never half a fleet.
+        pools: dict[str, Pool] = {}
+        for stage, grid in self.grids.items():
+            for index, name in enumerate(grid.pool_names):
+                estimator, spec = prepared.estimators[name], config.pools[name]
+                pool = self._known(before, stage, name) or Pool(
+                    name,
+                    stage=stage,
+                    index=index,
+                    estimator=estimator,
+                    prefix=self._prefix,
+                    shared=self._shared,
+                    now_s=self._now_s,
+                )
+                pools[name] = pool
+                pool.index, pool.limits = index, _limits(spec)
+                if not pool.estimator.starts_as(estimator):
+                    pool.estimator = estimator
+        self.pools = pools
+        for pool in before.values():
+            if pools.get(pool.name) is not pool:
+                self._leaving.append(pool)
+                for address in list(pool.members):
+                    pool.drain(address)
+        for name, pool in pools.items():
+            addresses = config.pools[name].workers
+            stay = set(addresses)
+            for address in [each for each in pool.members if each not in stay]:
+                pool.drain(address)
+            for address in addresses:
+                self._join(pool, address)
+        self._n_applied += 1
+
+    def on_join(self, tell: Callable[[Pool, Member], None]) -> None:
+        """Be told of every member, now and when it joins."""
+        self._on_join.append(tell)
+        for pool in self.pools.values():
+            for member in pool.members.values():
+                tell(pool, member)
+
+    def _known(self, before: Mapping[str, Pool], stage: Stage, name: str) -> Pool | None:
+        """The pool of that name and stage, also one that was on its way out."""
+        for pool in (*before.values(), *self._leaving):
+            if pool.name == name and pool.stage is stage:
+                if pool in self._leaving:
+                    self._leaving.remove(pool)
+                return pool
+        return None
+
+    def _join(self, pool: Pool, address: str) -> None:
+        member = None if address in pool.members else pool.join(address)
+        if member is not None:
+            for tell in self._on_join:
+                tell(pool, member)
+
+    def pool(self, name: str, stage: Stage) -> Pool | None:
+        """A pool that a request was sent to; None: the configuration has it no more."""
+        pool = self.pools.get(name)
+        return pool if pool is not None and pool.stage is stage else None
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages a request goes through, in order."""
+        return tuple(self.grids)
+
+    @property
+    def all_pools(self) -> Iterator[Pool]:
+        """Every pool of the configuration, and those of which only workers that drain are left."""
+        yield from list(self.pools.values())
+        yield from [pool for pool in list(self._leaving) if not pool.is_empty]
+
+    def members(self) -> Iterator[Member]:
+        """Every worker of the configuration, pool by pool."""
+        for pool in list(self.pools.values()):
+            yield from list(pool.members.values())
+
+    def standing(self) -> Iterator[Member]:
+        """Members, and where one of a stage has not been looked at yet, those of the stage that drain.
+
+        They are up as far as anybody knows: what comes for such a stage waits a moment, and is served.
+        """
+        members = list(self.members())
+        yield from members
+        joining = {member.stage for member in members if member.state is State.JOINING}
+        if joining:
+            yield from (m for m in self.all_members() if m.is_draining and m.stage in joining)
+
+    def all_members(self) -> Iterator[Member]:
+        """As `members`, and those that drain."""
+        for pool in self.all_pools:
+            yield from pool.all_members
+
+    def views(self, prompt: Prompt | None = None) -> Mapping[str, PoolView]:
+        """Pools by name, each as it stands when it is first looked at: for use within one step."""
+        return _Views(self.pools, prompt)
+
+    def models(self) -> set[str]:
+        """Models that some worker serves or has served: a fleet that is down still knows its names."""
+        for member in self.members():
+            self._models.update(member.models)
+        return self._models
+
+    def serves(self, model: str) -> bool:
+        """Whether `models` has this one; does not look at the workers once it has been seen."""
+        return model in self._models or model in self.models()
+
+    def context_window(self, model: str) -> int | None:
+        """The longest context, in tokens, that every stage has a worker for; None: not known.
+
+        Looks at the workers once for each change of what they serve.
+        """
+        n_changes = 0
+        for pool in self.pools.values():
+            n_changes += pool.n_model_changes
+        if self._windows_of != (self._n_applied, n_changes):
+            self._windows_of = self._n_applied, n_changes
+            self._windows.clear()
+        if model not in self._windows:
+            if not self.serves(model):
+                return None  # and nothing is kept of names that clients make up
+            self._windows[model] = self._find_window(model)
+        return self._windows[model]
+
+    def _find_window(self, model: str) -> int | None:
+        windows: dict[Stage, int] = {}
+        for member in self.members():
+            info = member.models.get(model)
+            if info is not None:
+                # One that does not say may have any.
+                known = info.HasField("max_context_length")
+                tokens = info.max_context_length if known else UNLIMITED
+                windows[member.stage] = max(tokens, windows.get(member.stage, 0))
+        shortest = min(windows.values(), default=UNLIMITED)
+        return None if shortest == UNLIMITED else shortest
+
+    def unready_stages(self) -> list[Stage]:
+        """Stages without a single ready worker; empty means that a request can be served."""
+        return [
+            stage
+            for stage in self.stages
+            if not any(member.is_up for member in self.standing() if member.stage is stage)
+        ]
+
+    def not_ready(self) -> str:
+        """Why no request at all can be served; empty when one can."""
+        if unready := self.unready_stages():
+            return ", ".join(f"no {stage.value} worker is ready" for stage in unready)
+        served = [
+            {name for m in self.standing() if m.stage is stage and m.is_up for name in m.models}
+            for stage in self.stages
+        ]
+        return "" if set.intersection(*served) else "no model is served by every stage"
+
+
+class _Views(dict[str, PoolView]):
+    """Most decisions look at one pool a stage, so the others are not copied."""
+
+    def __init__(self, pools: Mapping[str, Pool], prompt: Prompt | None) -> None:
+        super().__init__()
+        self._pools = pools
+        self._prompt = prompt
+
+    def __missing__(self, name: str) -> PoolView:
+        view = self[name] = self._pools[name].view(self._prompt)
+        return view
+
+
+def _limits(spec: PoolSpec) -> Limits:
+    return Limits(spec.max_inflight, spec.max_queued_tokens)
+
+
+def _estimators(config: FleetConfig, profiles: Mapping[str, TpProfile]) -> dict[str, Estimator]:
+    found = {name: Estimator() for name in config.pools}
+    for name, profile in profiles.items():
+        spec = config.pools[name]
+        found[name] = Estimator(profile, source=f"profile {spec.profile} tp {spec.tp}")
+    return found

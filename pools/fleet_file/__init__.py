@@ -1,0 +1,1 @@
+"""fleet_file: a room of `pools`."""

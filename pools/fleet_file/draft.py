@@ -1,0 +1,98 @@
+"""A fleet file while it is being checked: what is wrong with it, and where that stands in the file.
+
+The checks see one spelling of each key, that of `grid_file`. Operators see the spelling, and the file, that
+a value came from.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from slagate.pools.grid.errors import Problem
+from slagate.pools.grid.json_text import short_path, shown
+
+Path = tuple[str | int, ...]
+ABSENT = object()
+"""The value of a key that is not there, for `Draft.refuse`."""
+
+
+class Draft:
+    """Problems, warnings and ignored keys; `content` is what the checks look at."""
+
+    def __init__(self) -> None:
+        self.content: Any = None
+        self.warnings: list[str] = []
+        self.ignored: list[str] = []
+        self._found: list[tuple[Path, str]] = []
+        self._bad: set[Path] = set()
+        self._places: dict[Path, tuple[str, Path]] = {}  # the file it is from, and the path there
+        self._derived: set[Path] = set()
+
+    def place(self, path: Path) -> str:
+        """Where `path` is, for people."""
+        for at in range(len(path), 0, -1):
+            if path[:at] in self._places:
+                prefix, start = self._places[path[:at]]
+                return prefix + short_path((*start, *path[at:]))
+        return short_path(path)
+
+    def written(self, *path: str | int) -> str:
+        """The last key of `path` as it is spelled."""
+        _, there = self._places.get(path, ("", path))
+        return str(there[-1])
+
+    def move(self, path: Path, there: Path, *, prefix: str = "") -> None:
+        """Note that what the checks see at `path` is at `there` in the file, or in what `prefix` names."""
+        self._places[path] = prefix, there
+
+    def derive(self, path: Path, value: object) -> None:
+        """Put a value at a key of the top level that the file does not have, and has no fault in."""
+        self.content[path[0]] = value
+        self._derived.add(path)
+
+    def warn(self, path: Path, message: str) -> None:
+        """Note something that loads, and that the operator should know of."""
+        self.warnings.append(f"{self.place(path)}: {message}")
+
+    def ignore(self, path: Path) -> None:
+        """Note an unknown key that is left out."""
+        self.ignored.append(self.place(path))
+        self.warn(path, "unknown key, ignored")
+
+    def refuse(self, path: Path, reason: str, got: object) -> None:
+        """Note that `got` cannot stay at `path`."""
+        self._bad.add(path)
+        if path not in self._derived:
+            self._found.append(
+                (path, f"{reason} (got {'nothing' if got is ABSENT else shown(got)})")
+            )
+
+    def get(self, *path: str | int) -> Any:
+        """The value at `path`; None when it is absent, or refused itself or as a part of something.
+
+        The parts of what comes back may have been refused.
+        """
+        value = self.content
+        for depth, part in enumerate(path):
+            if path[:depth] in self._bad:
+                return None
+            if isinstance(value, dict):
+                value = value.get(part)
+            elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
+                value = value[part]
+            else:
+                return None
+        return None if path in self._bad else value
+
+    def problems(self) -> list[Problem]:
+        """All problems, in the order in which they were found, each once."""
+        return list(dict.fromkeys(Problem(self.place(path), text) for path, text in self._found))
+
+
+def dicts_in(value: object) -> Iterable[tuple[str | int, dict[str, Any]]]:
+    """The entries of a list or of an object that are objects, with their keys."""
+    entries: Iterable[tuple[str | int, object]] = ()
+    if isinstance(value, list | tuple):
+        entries = enumerate(value)
+    elif isinstance(value, dict):
+        entries = value.items()
+    return ((key, entry) for key, entry in entries if isinstance(entry, dict))

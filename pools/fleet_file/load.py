@@ -1,0 +1,188 @@
+"""Reading a fleet file: every problem is found here, all of them at once, and none at request time.
+
+The grid of one stage, from a fleet file that passed every check.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from pydantic import BaseModel
+
+from slagate.pools.fleet_file.check import Extras, checked
+from slagate.pools.fleet_file.keys import STAGES, AxisKeys, StageKeys
+from slagate.pools.fleet_file.models import AggFile, Objective, PoolSpec, PrefillFile
+from slagate.pools.grid.axis import Axis, UnevenAxis
+from slagate.pools.grid.errors import ConfigError, Problem
+from slagate.pools.grid.grid import PriorityRule, StageGrid
+from slagate.pools.grid.json_text import ROOT, ReadJson, read_json, shown
+from slagate.workers.profiles.profile import TpProfile
+
+
+def stage_grid(file: PrefillFile | AggFile, keys: StageKeys, *, epp: bool) -> StageGrid:
+    """The grid of the stage with `keys`; `epp`: as the endpoint picker counts, and reads unset values."""
+    strategy = getattr(file, keys.strategy)
+    names: tuple[str, ...] = getattr(file, keys.names)
+    axes = [axis for each in keys.axes if (axis := _axis(strategy, each, doubles=epp)) is not None]
+    entries: list[object] = list(getattr(strategy, keys.mapping))
+    for _ in axes[1:]:
+        entries = [entry for row in entries for entry in row]  # type: ignore[attr-defined]
+    priorities: tuple[int, ...] | None = getattr(file, keys.priorities)
+    return StageGrid(
+        axes=tuple(axes),
+        cells=tuple(_cell(entry, names) for entry in entries),
+        pool_names=names,
+        priorities=tuple(range(len(names))) if priorities is None else priorities,
+        rules=tuple(
+            PriorityRule(rule.min_priority, rule.max_priority, _number(rule.target_pool, names))
+            for rule in strategy.priority_overrides
+        ),
+        retry=file.enable_priority_retry,
+        size_optional=any(axis.optional for axis in keys.axes),
+        negative_is_none=epp,
+    )
+
+
+def _axis(strategy: BaseModel, keys: AxisKeys, *, doubles: bool) -> Axis | UnevenAxis | None:
+    edges = getattr(strategy, keys.edges)
+    if edges is not None:
+        return UnevenAxis(keys.field, edges)
+    low, high, resolution = (getattr(strategy, key) for key in keys.even)
+    if low is None:
+        return None
+    if doubles:
+        low, high = float(low), float(high)
+    return Axis(keys.field, low, high, resolution)
+
+
+def _cell(entry: object, names: tuple[str, ...]) -> tuple[int, ...]:
+    if isinstance(entry, list | tuple):
+        return tuple(_number(pool, names) for pool in entry)
+    return (_number(entry, names),)
+
+
+def _number(pool: object, names: tuple[str, ...]) -> int:
+    if isinstance(pool, str):
+        return names.index(pool)
+    assert isinstance(pool, int), "the file's rules let nothing else pass"
+    return pool
+
+
+UNREACHED = "no cell, override or retry leads to this pool"
+"""The end of the warning of a pool that no request can come to."""
+
+_NOTHING = ReadJson(None, None, ())
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """A fleet file that passed every check.
+
+    `stages` has "prefill" and "decode" in mode disagg, "agg" in mode agg; a file of Dynamo's endpoint
+    picker alone has mode "prefill" and that stage. `warnings` are lines to show to the operator. `ignored`
+    has the paths of unknown keys that were left out. `text` is the content as JSON, the same for the same
+    content, with what was ignored left out and what other sources gave put in. `profiles` are by pool, of
+    those that name one; None: nobody asked whether a gateway can serve with this file.
+    """
+
+    source: str
+    text: str
+    mode: str
+    stages: Mapping[str, StageGrid]
+    pools: Mapping[str, PoolSpec]
+    objectives: Mapping[str, Objective]
+    warnings: tuple[str, ...]
+    ignored: tuple[str, ...]
+    profiles: Mapping[str, TpProfile] | None
+
+
+def load_config(
+    path: str | os.PathLike[str],
+    *,
+    lenient: bool = False,
+    pools: str | os.PathLike[str] | None = None,
+    workers: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    serving: bool = False,
+    text: str | None = None,
+) -> FleetConfig:
+    """The fleet file at `path`. Raises `ConfigError` when it cannot be read or used.
+
+    `pools` is a file with a `pools` section, and `workers` has addresses by pool; each is put over what
+    comes before it. With `lenient` unknown keys are left out. With `serving` what a gateway needs is asked
+    for as well: workers for each pool, and profiles that can be read. `text` stands in for what the file
+    holds.
+    """
+    source = os.fspath(path)
+    problems: list[Problem] = []
+    read = _read(path, "", problems) if text is None else _json(text, "", problems)
+    more = _NOTHING if pools is None else _read(pools, f"{os.fspath(pools)}: ", problems)
+    if problems:
+        raise ConfigError(source, problems)
+    extras = Extras(
+        lenient=lenient,
+        serving=serving,
+        repeated=read.repeated,
+        pools_name=None if pools is None else os.fspath(pools),
+        pools=more,
+        workers=workers,
+    )
+    return _parsed(read.value, source, extras)
+
+
+def parse_config(
+    obj: object, *, source: str, lenient: bool = False, serving: bool = False
+) -> FleetConfig:
+    """As `load_config`, of the content `obj`; `source` names it. Raises `ConfigError`."""
+    return _parsed(obj, source, Extras(lenient=lenient, serving=serving))
+
+
+def _read(path: str | os.PathLike[str], prefix: str, problems: list[Problem]) -> ReadJson:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        problems.append(Problem(f"{prefix}{ROOT}", f"cannot be read: {error.strerror}"))
+    except ValueError as error:  # not UTF-8, or a path with a NUL in it
+        problems.append(Problem(f"{prefix}{ROOT}", f"cannot be read: {error}"))
+    else:
+        return _json(text, prefix, problems)
+    return _NOTHING
+
+
+def _json(text: str, prefix: str, problems: list[Problem]) -> ReadJson:
+    read = read_json(text)
+    if read.problem is not None:
+        problems.append(Problem(f"{prefix}{read.problem.path}", read.problem.message))
+    return read
+
+
+def _parsed(content: object, source: str, extras: Extras) -> FleetConfig:
+    if not isinstance(content, dict):
+        raise ConfigError(source, [Problem(ROOT, f"must be an object (got {shown(content)})")])
+    found = checked(content, extras)
+    draft, file = found.draft, found.file
+    problems = draft.problems()
+    if problems or file is None:
+        raise ConfigError(source, problems)
+    stages = {
+        stage: stage_grid(file, keys, epp=found.form.epp and stage == "prefill")
+        for stage, keys in STAGES[found.form.mode].items()
+    }
+    for stage, keys in STAGES[found.form.mode].items():
+        reached = stages[stage].reached()
+        for at in range(len(stages[stage].pool_names)):
+            if at not in reached:
+                draft.warn((keys.names, at), UNREACHED)
+    return FleetConfig(
+        source=source,
+        text=json.dumps(found.kept, separators=(",", ":"), sort_keys=True),
+        mode=found.form.mode,
+        stages=MappingProxyType(stages),
+        pools=MappingProxyType(file.pools),
+        objectives=MappingProxyType(file.objectives),
+        warnings=tuple(draft.warnings),
+        ignored=tuple(draft.ignored),
+        profiles=None if found.profiles is None else MappingProxyType(found.profiles),
+    )

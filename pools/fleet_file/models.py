@@ -1,0 +1,237 @@
+"""The shape of a fleet file: Dynamo's global-router JSON, and what slagate has besides.
+
+These models state keys, types and single-value bounds. What one value says about another is in
+`grid_rules`; docs/grid.md is the page for operators. The descriptions go into `slagate grid schema`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from slagate.pools.fleet_file.values import (
+    Address,
+    AnyNumber,
+    Array,
+    Count,
+    Limit,
+    Maybe,
+    Name,
+    Number,
+    PoolRef,
+    Positive,
+    TargetMs,
+    Whole,
+    Word,
+)
+
+ANY_CLASS = "*"
+"""The entry of `objectives` for requests of no class, or of one that is not listed."""
+
+# How deep the table goes depends on the axes, so its content is a cross-field rule.
+Table = Array[object]
+
+
+def _says(text: str) -> Any:
+    return Field(description=text)
+
+
+SizeBound = Annotated[Maybe[Number], _says("An end of the axis, in tokens.")]
+LatencyBound = Annotated[Maybe[Number], _says("An end of the axis, in milliseconds.")]
+Bands = Annotated[Maybe[Count], _says("How many bands of equal width the axis has.")]
+SizeEdges = Annotated[
+    Maybe[Array[Number]],
+    _says("Instead of min, max and resolution: n+1 ascending numbers of tokens make n bands."),
+]
+LatencyEdges = Annotated[
+    Maybe[Array[Number]],
+    _says("Instead of min, max and resolution: n+1 ascending numbers of ms make n bands."),
+]
+Pool = Annotated[PoolRef, _says("A pool: its position in the list of pools, or its name.")]
+Names = Annotated[Array[Name], _says("The names of the pools, by position.")]
+Speeds = Annotated[
+    Maybe[Array[Whole]], _says("An integer for each pool, lower is faster; without it 0, 1, 2, ...")
+]
+NPools = Annotated[Count, _says("How many pools the stage has.")]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class OverrideRule(_Part):
+    """Requests with a priority in this range, ends included, go to this pool whatever the grid says."""
+
+    min_priority: AnyNumber
+    max_priority: AnyNumber
+    target_pool: Pool
+
+
+Rules = Annotated[
+    Array[OverrideRule], _says("Rules over the grid; the first one with the priority counts.")
+]
+
+
+class PrefillStrategy(_Part):
+    """The grid of ISL (tokens) by TTFT target (ms); the mapping is `[isl][ttft]`."""
+
+    isl_min: SizeBound = None
+    isl_max: SizeBound = None
+    isl_resolution: Bands = None
+    isl_edges: SizeEdges = None
+    ttft_min_ms: LatencyBound = None
+    ttft_max_ms: LatencyBound = None
+    ttft_resolution: Bands = None
+    ttft_edges_ms: LatencyEdges = None
+    prefill_pool_mapping: Table
+    priority_overrides: Rules = ()
+
+
+class DecodeStrategy(_Part):
+    """The grid of context length (tokens) by ITL target (ms); the mapping is `[context][itl]`."""
+
+    context_length_min: SizeBound = None
+    context_length_max: SizeBound = None
+    context_length_resolution: Bands = None
+    context_length_edges: SizeEdges = None
+    itl_min_ms: LatencyBound = None
+    itl_max_ms: LatencyBound = None
+    itl_resolution: Bands = None
+    itl_edges_ms: LatencyEdges = None
+    decode_pool_mapping: Table
+    priority_overrides: Rules = ()
+
+
+class AggStrategy(_Part):
+    """The grid of TTFT by ITL target (ms): `[ttft][itl]`, or `[isl][ttft][itl]` with the isl keys."""
+
+    isl_min: SizeBound = None
+    isl_max: SizeBound = None
+    isl_resolution: Bands = None
+    isl_edges: SizeEdges = None
+    ttft_min_ms: LatencyBound = None
+    ttft_max_ms: LatencyBound = None
+    ttft_resolution: Bands = None
+    ttft_edges_ms: LatencyEdges = None
+    itl_min_ms: LatencyBound = None
+    itl_max_ms: LatencyBound = None
+    itl_resolution: Bands = None
+    itl_edges_ms: LatencyEdges = None
+    agg_pool_mapping: Table
+    priority_overrides: Rules = ()
+
+
+class PoolSpec(_Part):
+    """Where the workers of one pool are, how fast they are to begin with, and what plans count with."""
+
+    workers: Annotated[Array[Address], _says("Addresses as host:port or [IPv6]:port.")] = ()
+    profile: Annotated[
+        Maybe[Word], _says("The name of a packaged profile, or the path of one; needs tp.")
+    ] = None
+    tp: Annotated[Maybe[Count], _says("The tensor parallel size to read from the profile.")] = None
+    max_inflight: Annotated[
+        Maybe[Limit],
+        _says(
+            "The most requests a worker gets at once. Without it a decode or agg worker gets as many as "
+            "its engine runs at once, a prefill worker any number."
+        ),
+    ] = None
+    max_queued_tokens: Annotated[
+        Maybe[Limit],
+        _says("A worker with as many prompt tokens left to process gets no further prompt."),
+    ] = None
+    cost: Annotated[Maybe[Positive], _says("GPUs per worker; without it tp, or else 1.")] = None
+    replicas: Annotated[
+        Maybe[Count],
+        _says(
+            "How many workers plans count with; without it those of workers, or else 1. Serving ignores it."
+        ),
+    ] = None
+    batch: Annotated[
+        Maybe[Limit],
+        _says(
+            "How many requests its engine runs at once, for plans, which take no more than max_inflight; "
+            "without both 256. Serving ignores it."
+        ),
+    ] = None
+
+    @property
+    def planned_workers(self) -> int:
+        """How many workers plans count with."""
+        return self.replicas or len(self.workers) or 1
+
+    @property
+    def gpus(self) -> int | float:
+        """What one worker costs, in GPUs."""
+        return self.cost if self.cost is not None else self.tp or 1
+
+
+class Objective(_Part):
+    """What a request of one class asks for where it does not say."""
+
+    ttft_ms: Annotated[Maybe[TargetMs], _says("TTFT target, milliseconds.")] = None
+    itl_ms: Annotated[Maybe[TargetMs], _says("ITL target, milliseconds.")] = None
+    priority: Annotated[
+        Maybe[Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]], _says("Higher is more important.")
+    ] = None
+
+
+def default_for(objectives: Mapping[str, Objective], name: str) -> Objective | None:
+    """What requests of class `name` (empty: of none) ask for where they do not say; None: nothing."""
+    return objectives.get(name) or objectives.get(ANY_CLASS)
+
+
+class _File(_Part):
+    enable_priority_retry: Annotated[
+        bool, _says("Whether a request that failed before its first output may go to faster pools.")
+    ] = False
+    pools: Annotated[
+        dict[str, PoolSpec], _says("By name of the pool: its workers, profile, limits and cost.")
+    ] = {}
+    objectives: Annotated[
+        dict[str, Objective],
+        _says(
+            f'Defaults by class; "{ANY_CLASS}" is for requests of no class, or of one that is not here.'
+        ),
+    ] = {}
+
+
+class PrefillFile(_File):
+    """The prefill half of a fleet."""
+
+    num_prefill_pools: NPools
+    prefill_pool_dynamo_namespaces: Names
+    prefill_pool_priorities: Speeds = None
+    prefill_pool_selection_strategy: PrefillStrategy
+
+
+class DisaggFile(PrefillFile):
+    """A fleet of prefill and decode pools."""
+
+    mode: Literal["disagg"] = "disagg"
+    num_decode_pools: NPools
+    decode_pool_dynamo_namespaces: Names
+    decode_pool_priorities: Speeds = None
+    decode_pool_selection_strategy: DecodeStrategy
+
+
+class AggFile(_File):
+    """A fleet of pools that do both phases."""
+
+    mode: Literal["agg"]
+    num_agg_pools: NPools
+    agg_pool_dynamo_namespaces: Names
+    agg_pool_priorities: Speeds = None
+    agg_pool_selection_strategy: AggStrategy
+
+
+FILES: dict[str, type[PrefillFile] | type[AggFile]] = {
+    "disagg": DisaggFile,
+    "agg": AggFile,
+    "prefill": PrefillFile,
+}
+STRATEGIES: dict[str, type[BaseModel]] = {
+    "prefill_pool_selection_strategy": PrefillStrategy,
+    "decode_pool_selection_strategy": DecodeStrategy,
+    "agg_pool_selection_strategy": AggStrategy,
+}

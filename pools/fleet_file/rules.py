@@ -1,0 +1,196 @@
+"""What the values of a fleet file must say about each other, checked wherever both are usable alone.
+
+Whether a gateway can serve with the pools of a file: whether each has workers of its own.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from slagate.pools.fleet_file.draft import ABSENT, Draft, Path, dicts_in
+from slagate.pools.fleet_file.keys import OVERRIDES, PREFILL, STAGES, AxisKeys, Form, StageKeys
+from slagate.pools.fleet_file.mapping import MappingCheck, PoolNames, Side
+from slagate.pools.fleet_file.models import ANY_CLASS
+from slagate.pools.fleet_file.values import is_number
+from slagate.pools.grid.axis import Axis, Number
+from slagate.pools.grid.json_text import named, short_path, shown
+
+
+def check_rules(draft: Draft, form: Form) -> None:
+    """Add to `draft` each contradiction between two values of a file of this form."""
+    roles: dict[str, str] = {}
+    for stage, keys in STAGES[form.mode].items():
+        _check_lengths(draft, keys)
+        _check_names(draft, keys, stage, roles)
+    for stage, keys in STAGES[form.mode].items():
+        if draft.get(keys.strategy) is not None:
+            others = {name: role for name, role in roles.items() if role != stage}
+            pools = PoolNames(stage, draft.get(keys.pool_count), draft.get(keys.names), others)
+            doubles = form.epp and keys is PREFILL
+            sides = [
+                _check_axis(draft, keys, axis, doubles=doubles)
+                for axis in keys.axes
+                if not axis.optional or _is_given(draft, keys, axis)
+            ]
+            mapping = draft.get(keys.strategy, keys.mapping)
+            if mapping is not None:
+                MappingCheck(draft, sides, pools).check((keys.strategy, keys.mapping), mapping)
+            _check_overrides(draft, keys, pools)
+    for name, spec in dicts_in(draft.get("pools")):
+        if "profile" in spec and "tp" not in spec:
+            draft.refuse(("pools", name, "tp"), "is required with profile", ABSENT)
+    if "" in (draft.get("objectives") or {}):
+        reason = f'must be a class, or "{ANY_CLASS}" for requests of none'
+        draft.refuse(("objectives", ""), reason, draft.get("objectives", ""))
+
+
+def _check_lengths(draft: Draft, keys: StageKeys) -> None:
+    n_pools = draft.get(keys.pool_count)
+    said_by = draft.written(keys.pool_count)
+    for key in (keys.names, keys.priorities):
+        entries = draft.get(key)
+        if n_pools is not None and entries is not None and len(entries) != n_pools:
+            size = f"must have {shown(n_pools)} entries, as {said_by} says"
+            draft.refuse((key,), f"{size}, and has {len(entries)}", entries)
+
+
+def _check_names(draft: Draft, keys: StageKeys, stage: str, roles: dict[str, str]) -> None:
+    names = draft.content.get(keys.names)
+    for at, name in enumerate(names if isinstance(names, list | tuple) else ()):
+        if not isinstance(name, str) or not name:
+            continue
+        if name not in roles:
+            roles[name] = stage
+        elif roles[name] == stage:
+            draft.refuse((keys.names, at), "is in this list twice", name)
+        else:
+            reason = f"is a {roles[name]} pool already, and a pool has one role"
+            draft.refuse((keys.names, at), reason, name)
+
+
+def _is_given(draft: Draft, keys: StageKeys, axis: AxisKeys) -> bool:
+    return any(key in draft.get(keys.strategy) for key in (*axis.even, axis.edges))
+
+
+def _check_axis(draft: Draft, keys: StageKeys, axis: AxisKeys, *, doubles: bool) -> Side:
+    where = keys.strategy
+    strategy = draft.get(where)
+    if axis.edges in strategy:
+        return _check_edges(draft, keys, axis)
+    for key in axis.even:
+        if key not in strategy:
+            reason = "is required"
+            if axis.optional:
+                reason = f"is required: {', '.join(axis.even)} go together"
+            draft.refuse((where, key), reason, ABSENT)
+    low, high, resolution = (draft.get(where, key) for key in axis.even)
+    resolution_key = draft.written(where, axis.resolution)
+    if low is not None and high is not None:
+        _check_ends(draft, keys, axis, doubles=doubles)
+    return Side(resolution_key, resolution)
+
+
+def _check_ends(draft: Draft, keys: StageKeys, axis: AxisKeys, *, doubles: bool) -> None:
+    where = keys.strategy
+    low, high, resolution = (draft.get(where, key) for key in axis.even)
+    low_key, high_key, resolution_key = (draft.written(where, key) for key in axis.even)
+    ends: tuple[Number, Number] = (float(low), float(high)) if doubles else (low, high)
+    if ends[0] >= ends[1]:
+        reason = f"must be below {high_key}, which is {shown(high)}"
+        draft.refuse((where, axis.low), reason, low)
+    elif resolution is not None and not _is_computable(Axis(axis.field, *ends, resolution)):
+        reason = (
+            f"makes no grid with {low_key} {shown(low)} and {resolution_key} {shown(resolution)}:"
+            " the width of a band must be a double above 0"
+        )
+        draft.refuse((where, axis.high), reason, high)
+
+
+def _is_computable(axis: Axis) -> bool:
+    try:
+        return axis.step > 0
+    except OverflowError:
+        return False
+
+
+def _check_edges(draft: Draft, keys: StageKeys, axis: AxisKeys) -> Side:
+    path: Path = (keys.strategy, axis.edges)
+    strategy, edges = draft.get(keys.strategy), draft.get(*path)
+    beside = [draft.written(keys.strategy, key) for key in axis.even if key in strategy]
+    if beside:
+        reason = f"is there beside {', '.join(beside)}: keep one or the other"
+        draft.refuse(path, reason, strategy[axis.edges])
+    if edges is None:
+        return Side(axis.edges, None)
+    if len(edges) < 2:
+        draft.refuse(path, "must have at least 2 numbers, for one band", edges)
+        return Side(axis.edges, None)
+    for at in range(1, len(edges)):
+        if is_number(edges[at - 1]) and is_number(edges[at]) and edges[at] <= edges[at - 1]:
+            reason = f"must be above the edge before it, which is {shown(edges[at - 1])}"
+            draft.refuse((*path, at), reason, edges[at])
+    return Side(axis.edges, len(edges) - 1)
+
+
+def _check_overrides(draft: Draft, keys: StageKeys, pools: PoolNames) -> None:
+    for path, low, high, target in _overrides(draft, keys):
+        if low is not None and high is not None and low > high:
+            high_key = draft.written(*path, "max_priority")
+            reason = f"must not be above {high_key}, which is {shown(high)}"
+            draft.refuse((*path, "min_priority"), reason, low)
+        fault = None if target is None else pools.fault(target)
+        if fault is not None:
+            draft.refuse((*path, "target_pool"), fault, target)
+
+
+def _overrides(
+    draft: Draft, keys: StageKeys
+) -> Iterator[tuple[Path, Number | None, Number | None, object]]:
+    where: Path = (keys.strategy, OVERRIDES)
+    for at, _ in dicts_in(draft.get(*where)):
+        path = (*where, at)
+        yield (
+            path,
+            draft.get(*path, "min_priority"),
+            draft.get(*path, "max_priority"),
+            draft.get(*path, "target_pool"),
+        )
+
+
+HALF = "is the prefill half of a fleet; add the decode keys to serve requests"
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong with the pools."""
+
+    path: Path
+    reason: str
+    got: object
+
+
+def worker_faults(
+    roles: Mapping[str, str], addresses: Mapping[str, Sequence[object] | None]
+) -> Iterator[Fault]:
+    """What keeps the gateway from serving with `addresses` by pool.
+
+    Those of a pool are None when they were refused already, and () when there is no key for them. `roles`
+    has the stage of each pool of the grids.
+    """
+    for name, stage in roles.items():
+        if name not in addresses:
+            reason = f"is required, as a {stage} pool has this name"
+            yield Fault(("pools", name), reason, ABSENT)
+        elif addresses[name] is not None and not addresses[name]:
+            got = ABSENT if addresses[name] == () else addresses[name]
+            yield Fault(("pools", name, "workers"), "must not be empty", got)
+    first_place: dict[str, Path] = {}
+    for name, workers in addresses.items():
+        if name not in roles:
+            reason = f"is not one of the pools {', '.join(map(named, roles))}"
+            yield Fault(("pools", name), reason, name)
+        for at, address in enumerate(workers or ()):
+            path: Path = ("pools", name, "workers", at)
+            if not isinstance(address, str):
+                continue
+            first = first_place.setdefault(address.lower(), path)
+            if first != path:
+                yield Fault(path, f"is at {short_path(first)} already", address)

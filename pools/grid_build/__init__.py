@@ -1,0 +1,1 @@
+"""grid_build: a room of `pools`."""

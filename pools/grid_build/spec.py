@@ -1,0 +1,220 @@
+"""What a grid is built from: a spec file with the pools of each stage and the axes of their grids.
+
+The shape, and what its values must say about each other. docs/build.md is the page for operators.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+from slagate.pools.fleet_file.models import Objective
+from slagate.pools.fleet_file.values import Address, Array, Count, Limit, Maybe, Name, Number, Word
+from slagate.pools.grid.errors import ConfigError, Problem
+from slagate.pools.grid.json_text import ROOT, json_path, read_json, shown
+from slagate.pools.grid_build.profiles import profile_problems
+from slagate.pools.grid_build.spec_rules import contradictions
+
+_REASONS = {
+    "missing": "is required",
+    "int_type": "must be an integer",
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "dict_type": "must be an object",
+    "too_short": "must not be empty",
+    "model_type": "must be an object",
+    "greater_than": "must be above {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be below {lt:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "literal_error": "must be {expected}",
+}
+
+
+def _point(value: object) -> object:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise PydanticCustomError("point", "must be a pair [tokens, ms]")
+    return tuple(value)
+
+
+Point = Annotated[tuple[Number, Number | None], BeforeValidator(_point)]
+Share = Annotated[float, Field(strict=False, ge=0.0, lt=1.0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class AxisSpec(_Part):
+    """The bands of one axis: `edges`, or `resolution` equal ones from `min` to `max`.
+
+    `beyond`: whether what lies outside can come too (sizes above the last edge, targets below the first).
+    """
+
+    min: Maybe[Number] = None
+    max: Maybe[Number] = None
+    resolution: Maybe[Annotated[int, Field(ge=1, le=10_000)]] = None
+    edges: Maybe[Array[Number]] = None
+    beyond: bool = True
+
+
+class PoolBuildSpec(_Part):
+    """One pool: what it costs, how fast it is, and what a fleet file says of it besides.
+
+    Speed is a timing profile, or curves of [tokens, ms]: TTFT of one prompt on an idle worker over ISL,
+    ITL under the planned load over context (agg: over ISL). `cost` is GPUs per worker, `batch` how many
+    requests its engine runs at once.
+    """
+
+    name: Name
+    tp: Maybe[Count] = None
+    replicas: Maybe[Count] = None
+    cost: Maybe[Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)]] = None
+    profile: Maybe[Word] = None
+    ttft_curve: Maybe[Array[Point]] = None
+    itl_curve: Maybe[Array[Point]] = None
+    workers: Array[Address] = ()
+    batch: Maybe[Limit] = None
+    max_inflight: Maybe[Limit] = None
+    max_queued_tokens: Maybe[Limit] = None
+
+    @property
+    def gpus(self) -> float:
+        """Cost of one worker."""
+        return self.cost if self.cost is not None else float(self.tp or 1)
+
+    @property
+    def planned_workers(self) -> int:
+        """How many workers the plan counts with."""
+        return self.replicas or len(self.workers) or 1
+
+
+class TrafficSpec(_Part):
+    """What is known of the traffic: mean prompt and answer, and how much the time of prompts varies."""
+
+    isl: Maybe[Count] = None
+    osl: Count = 256
+    service_variability: Annotated[float, Field(strict=False, ge=0.0, allow_inf_nan=False)] = 0.0
+
+
+class StageSpec(_Part):
+    """The pools of one stage; each kind of stage adds the axes of its grid."""
+
+    pools: Annotated[Array[PoolBuildSpec], Field(min_length=1)]
+
+
+class PrefillSpec(StageSpec):
+    """The prefill pools and their grid."""
+
+    isl: AxisSpec
+    ttft_ms: AxisSpec
+
+
+class DecodeSpec(StageSpec):
+    """The decode pools and their grid."""
+
+    context_length: AxisSpec
+    itl_ms: AxisSpec
+
+
+class AggSpec(StageSpec):
+    """The pools that do both, and their grid; without `isl` it has two axes."""
+
+    isl: Maybe[AxisSpec] = None
+    ttft_ms: AxisSpec
+    itl_ms: AxisSpec
+
+
+class _Spec(_Part):
+    utilisation: Share = 0.7
+    margin: Share = 0.0
+    enable_priority_retry: bool = False
+    traffic: TrafficSpec = TrafficSpec()
+    objectives: dict[str, Objective] = {}
+
+
+class DisaggBuildSpec(_Spec):
+    """A fleet with prefill pools and decode pools."""
+
+    mode: Literal["disagg"] = "disagg"
+    prefill: PrefillSpec
+    decode: DecodeSpec
+
+
+class AggBuildSpec(_Spec):
+    """A fleet of pools that do both phases."""
+
+    mode: Literal["agg"]
+    agg: AggSpec
+
+
+BuildSpec = DisaggBuildSpec | AggBuildSpec
+_SPECS: Mapping[str, type[DisaggBuildSpec] | type[AggBuildSpec]] = {
+    "disagg": DisaggBuildSpec,
+    "agg": AggBuildSpec,
+}
+STAGES = {"disagg": ("prefill", "decode"), "agg": ("agg",)}
+AXES = {
+    "prefill": ("isl", "ttft_ms"),
+    "decode": ("context_length", "itl_ms"),
+    "agg": ("isl", "ttft_ms", "itl_ms"),
+}
+
+
+def stages_of(spec: BuildSpec) -> dict[str, StageSpec]:
+    """The stages of a spec by name."""
+    return {stage: getattr(spec, stage) for stage in STAGES[spec.mode]}
+
+
+def parse_spec(text: str, source: str) -> BuildSpec:
+    """The spec that `text` holds; `source` names it. Raises `ConfigError` with all that is wrong."""
+    content, problem, repeated = read_json(text)
+    if problem is not None:
+        raise ConfigError(source, [problem])
+    if not isinstance(content, dict):
+        raise ConfigError(source, [Problem(ROOT, f"must be an object (got {shown(content)})")])
+    problems = [Problem(json_path(path), "is given more than once, keep one") for path in repeated]
+    mode = content.get("mode", "disagg")
+    if not isinstance(mode, str) or mode not in _SPECS:
+        problems.append(Problem("mode", f'must be "disagg" or "agg" (got {shown(mode)})'))
+        mode = "agg" if "agg" in content else "disagg"
+        content = {**content, "mode": mode}
+    spec = None
+    try:
+        spec = _SPECS[mode].model_validate(content)
+    except ValidationError as error:
+        problems += [_problem(item, mode) for item in error.errors(include_url=False)]
+    # Rules come last: of a place that cannot be read at all they have nothing better to say.
+    problems += contradictions(content, STAGES[mode], AXES)
+    problems += profile_problems(content, STAGES[mode])
+    by_path: dict[str, Problem] = {}
+    for problem in problems:
+        by_path.setdefault(problem.path, problem)
+    if by_path or spec is None:
+        raise ConfigError(source, list(by_path.values()))
+    return spec
+
+
+def _problem(item: Any, mode: str) -> Problem:
+    kind, path = item["type"], item["loc"]
+    if kind == "extra_forbidden":
+        return Problem(json_path(path), f"{_unknown(path, mode)} (got {shown(item['input'])})")
+    known = _REASONS.get(kind)
+    reason = known.format(**item.get("ctx", {})) if known else item["msg"]
+    got = "nothing" if kind == "missing" else shown(item["input"])
+    return Problem(json_path(path), f"{reason} (got {got})")
+
+
+def _unknown(path: tuple[str | int, ...], mode: str) -> str:
+    model: Any = _SPECS[mode]
+    if path[:-1]:
+        parent = next((part for part in reversed(path[:-1]) if isinstance(part, str)), "")
+        models = {"pools": PoolBuildSpec, "traffic": TrafficSpec, "prefill": PrefillSpec}
+        models |= {"decode": DecodeSpec, "agg": AggSpec}
+        model = models.get(parent, AxisSpec)
+    close = difflib.get_close_matches(str(path[-1]), list(model.model_fields), n=1)
+    return f'unknown key, did you mean "{close[0]}"?' if close else "unknown key"

@@ -1,0 +1,1 @@
+"""grid_lint: a room of `pools`."""

@@ -1,0 +1,208 @@
+"""Lint, G3: cells against what the profiles predict, in time and in GPUs.
+
+A cell has sizes and targets. Its worst case is the longest prompt with the tightest target; the table of
+Dynamo's planner is made for that, too. That nothing meets some cell is no finding: long prompts with tight
+targets are in every grid that has both. A band that nothing meets in any of its cells is one.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from slagate.pools.grid.axis import number_text
+from slagate.pools.grid_lint.codes import Finding, Hit, Hits
+from slagate.pools.grid_lint.times import BUSY, Times
+from slagate.pools.grid_lint.view import (
+    Band,
+    Index,
+    StageView,
+    band_words,
+    brackets,
+    is_above,
+    looked_at,
+    ms,
+    tokens,
+    word,
+)
+
+_TO_SPARE = 0.1
+"""Of its target, that a cheaper pool must have: plans keep some of it free."""
+
+
+def cost(view: StageView) -> Iterator[Finding]:
+    """The findings of G3; none about pools without a profile."""
+    if all(profile is not None for profile in view.profiles):
+        yield from _unmet(view)
+    yield from _misses(view)
+    yield from _expensive(view)
+
+
+_Pairs = tuple[tuple[Times, Times], ...]
+"""What the cell's own pool and another one take, by latency of the grid."""
+
+
+class _Rival(NamedTuple):
+    """A pool beside that of a cell, and what both take at a size of it and for its longest prompts."""
+
+    pool: int
+    size: float
+    times: _Pairs
+    longest: tuple[_Pairs, ...]
+
+
+def _unmet(view: StageView) -> Iterator[Finding]:
+    shortest = min(band.low for band in view.size_bands)
+    never, long = Hits(), Hits()
+    for axis_at in view.latency_axes:
+        axis = view.grid.axes[axis_at]
+        time_ms, pool = _fastest(view, shortest, axis.field)
+        for at in range(axis.resolution):
+            if is_above(time_ms, axis.edges[at + 1]):
+                never.add(_never_met, view, axis_at, at, shortest, time_ms, pool)
+        if is_above(time_ms, axis.high):
+            continue  # then all of its bands are told
+        *inner, last = view.size_bands
+        # The last of several has everything that is longer, so its end is nobody's longest prompt.
+        for size in (*(band.high for band in inner), last.low if inner else last.high):
+            time_ms, pool = _fastest(view, size, axis.field)
+            if is_above(time_ms, axis.high):
+                long.add(_too_long, view, axis_at, size, time_ms, pool)
+    yield from never.findings(
+        "G301", "Begin the latency axis at what the fastest pool can do, or add a faster pool."
+    )
+    yield from long.findings(
+        "G302", "Extend the latency axis to what the fastest pool takes, or add a faster pool."
+    )
+
+
+def _fastest(view: StageView, size: float, field: str) -> tuple[float, int]:
+    """The least time of any pool with a profile, in ms, and that pool."""
+    times = ((view.times_ms(pool, size, field), pool) for pool in sorted({*view.kinds}))
+    return min((time.idle, pool) for time, pool in times if time is not None)
+
+
+def _never_met(
+    view: StageView, axis_at: int, at: int, size: float, time_ms: float, pool: int
+) -> Hit:
+    axis = view.grid.axes[axis_at]
+    message = (
+        f"no request of the {word(axis.field)} band {band_words(axis, at)} is ever met; {view.names[pool]},"
+        f" the fastest, takes {ms(time_ms)} for {tokens(size)} on an idle worker"
+    )
+    return Hit(view.places.bands(axis.field), f"{band_words(axis, at)}", message)
+
+
+def _too_long(view: StageView, axis_at: int, size: float, time_ms: float, pool: int) -> Hit:
+    axis = view.grid.axes[axis_at]
+    message = (
+        f"the {word(axis.field)} axis ends at {number_text(axis.high)} ms; {view.names[pool]}, the fastest,"
+        f" takes {ms(time_ms)} for {tokens(size)} on an idle worker"
+    )
+    return Hit(view.places.end(axis.field, last=True), tokens(size), message)
+
+
+def _misses(view: StageView) -> list[Finding]:
+    hits = Hits()
+    rivals: dict[tuple[Band, int], list[_Rival]] = {}
+    for index, (own, *_) in view.cells.items():
+        key = view.sizes(index), view.kinds[own]
+        if key not in rivals:
+            rivals[key] = list(_rivals(view, *key))
+        targets = view.targets(index)
+        for rival in rivals[key]:
+            if (field := _missed(rival, targets)) is not None:
+                hits.add(_missed_at, view, index, rival, field)
+                break
+    advice = "Give the cell the faster pool, or begin its band at what its own pool can do."
+    return hits.findings("G303", advice)
+
+
+def _rivals(view: StageView, sizes: Band, own: int) -> Iterator[_Rival]:
+    """Pools that are faster than `own` in some latency at some size, longest prompts first.
+
+    A pool that is faster only under some loads is no better, and one that is slower for the longest
+    prompts is none to give the cell to.
+    """
+    others = sorted({*view.kinds} - {own})
+    longest = {
+        other: tuple(_pairs(view, own, other, size) for size in view.longest(sizes))
+        for other in others
+    }
+    for size in looked_at(sizes):
+        for other in others:
+            times = _pairs(view, own, other, size)
+            if any(theirs.less(mine) for mine, theirs in times):
+                yield _Rival(other, size, times, longest[other])
+
+
+def _pairs(view: StageView, own: int, other: int, size: float) -> _Pairs:
+    """Empty where one of them has no profile."""
+    pairs = []
+    for field in view.fields:
+        own_times, other_times = (view.times_ms(pool, size, field) for pool in (own, other))
+        if own_times is not None and other_times is not None:
+            pairs.append((own_times, other_times))
+    return tuple(pairs)
+
+
+def _missed(rival: _Rival, targets: Mapping[str, Band]) -> int | None:
+    """The latency, by number, of a target that the cell's own pool misses and the rival meets."""
+    for pairs in rival.longest:
+        for (own, other), (low_ms, _) in zip(pairs, targets.values(), strict=True):
+            if not other.at_most(own) and other.busy > low_ms:
+                return None
+    found = None
+    for at, ((own, other), (low_ms, high_ms)) in enumerate(
+        zip(rival.times, targets.values(), strict=True)
+    ):
+        if other.idle >= high_ms:
+            return None  # the other one does not meet it either
+        if found is None and other.less(own) and is_above(own.idle, max(low_ms, other.idle)):
+            found = at
+    return found
+
+
+def _missed_at(view: StageView, index: Index, rival: _Rival, at: int) -> Hit:
+    field, (low_ms, _) = list(view.targets(index).items())[at]
+    own_times, other_times = rival.times[at]
+    message = (
+        f"{view.cell_words(index)} goes to {view.names[view.cells[index][0]]}, whose idle workers take"
+        f" {ms(own_times.idle)} {word(field)} for {tokens(rival.size)}; {view.names[rival.pool]} meets"
+        f" targets from {ms(max(low_ms, other_times.idle))}"
+    )
+    return Hit(view.places.cell(index), brackets(index), message)
+
+
+def _expensive(view: StageView) -> list[Finding]:
+    hits = Hits()
+    by_cost = sorted(
+        {
+            (view.gpus[pool], kind): pool for pool, kind in reversed([*enumerate(view.kinds)])
+        }.values(),
+        key=lambda pool: (view.gpus[pool], pool),
+    )
+    for index, (own, *_) in view.cells.items():
+        if view.is_open_ended(index):
+            continue
+        for pool in by_cost:
+            if view.gpus[pool] >= view.gpus[own]:
+                break
+            if view.is_met_when_busy(pool, index, to_spare=_TO_SPARE):
+                hits.add(_cheaper, view, index, pool)
+                break
+    advice = (
+        f"Give the cell the cheaper pool. Busy means {BUSY:.0%} of its time, or of its batch, among"
+        " prompts that are as long as the axis goes."
+    )
+    return hits.findings("G304", advice)
+
+
+def _cheaper(view: StageView, index: Index, pool: int) -> Hit:
+    own, size = view.cells[index][0], view.sizes(index).high
+    busy = {field: view.times_ms(pool, size, field) for field in view.fields}
+    takes = " and ".join(f"{ms(t.busy)} {word(field)}" for field, t in busy.items() if t)
+    message = (
+        f"{view.cell_words(index)} goes to {view.names[own]} at {number_text(view.gpus[own])} GPUs a"
+        f" worker; {view.names[pool]} at {number_text(view.gpus[pool])} takes {takes} for {tokens(size)},"
+        " even when busy"
+    )
+    return Hit(view.places.cell(index), brackets(index), message)

@@ -1,0 +1,157 @@
+"""Lint, G5: priority overrides, and what a retry can change."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from slagate.pools.grid.axis import number_text
+from slagate.pools.grid.grid import INT32, PriorityRule
+from slagate.pools.grid_lint.codes import LISTED, Finding, Hit, Hits
+from slagate.pools.grid_lint.view import Index, StageView, brackets
+
+
+def overrides(view: StageView) -> Iterator[Finding]:
+    """The findings of G5 about one stage."""
+    grid = view.grid
+    for at, (rule, left) in enumerate(zip(grid.rules, grid.matched(), strict=True)):
+        if not grid.sendable(rule):
+            sent = f"{0 if grid.negative_is_none else INT32[0]:,} to {INT32[1]:,}"
+            yield Finding(
+                "G502",
+                view.places.rule(at),
+                f"{_range(rule)} has no whole number from {sent}, and priorities are such",
+                "Correct the range, or take the override out.",
+            )
+        elif not left:
+            yield Finding(
+                "G501",
+                view.places.rule(at),
+                f"{_range(rule)} is covered by the overrides before it, and the first match counts",
+                "Move it before them, or take it out.",
+            )
+        else:
+            yield from _demotion(view, at, rule)
+    yield from _equals(view)
+    yield from _contradictions(view)
+
+
+def retry_changes_nothing(views: Sequence[StageView]) -> Iterator[Finding]:
+    """G505, which is about the whole file."""
+    if not any(view.grid.retry for view in views) or any(map(_goes_on, views)):
+        return
+    firsts = sum(len({pools[0] for pools in view.starts}) for view in views)
+    yield Finding(
+        "G505",
+        "enable_priority_retry",
+        f"none of the {firsts} pools that cells and overrides name first has a strictly faster one to go"
+        " on to that is not listed already",
+        "Switch it off, or order the pool priorities so that slow pools can go on to fast ones.",
+    )
+
+
+def _goes_on(view: StageView) -> bool:
+    """Whether a retry adds a pool to some list: one that is strictly faster than the first."""
+    numbers = view.grid.priorities
+    ordered = sorted(numbers)
+    return view.grid.retry and any(
+        bisect_left(ordered, numbers[first]) > sum(numbers[at] < numbers[first] for at in spill)
+        for first, *spill in view.starts
+    )
+
+
+def _demotion(view: StageView, at: int, rule: PriorityRule) -> Iterator[Finding]:
+    if rule.low <= 0:
+        return  # what is less important than the rest may well get less
+    hits = Hits()
+    for index, (own, *_) in view.cells.items():
+        if own != rule.pool and view.slower_in(index, rule.pool, own):
+            hits.add(_demoted, view, at, rule, index)
+    advice = "Send high priorities to the fastest pool; to hold work back, use priorities below 0."
+    yield from hits.findings("G503", advice)
+
+
+def _demoted(view: StageView, at: int, rule: PriorityRule, index: Index) -> Hit:
+    own = view.cells[index][0]
+    message = (
+        f"{_range(rule)} goes to {view.names[rule.pool]}, but in {view.cell_words(index)} requests without"
+        f" a priority get the faster {view.names[own]}:"
+        f" {view.why_slower(rule.pool, own, view.sizes(index).high)}"
+    )
+    return Hit(view.places.rule(at), brackets(index), message)
+
+
+def _equals(view: StageView) -> Iterator[Finding]:
+    if not view.grid.retry:
+        return
+    # What every list that starts with a pool has of its equals; the rest of them it cannot go on to.
+    common: dict[int, set[int]] = {}
+    for first, *spill in view.starts:
+        common[first] = common.get(first, {*spill}).intersection(spill)
+    for level, pools in _by_priority(view).items():
+        apart: set[int] = set()
+        for first in pools:
+            if len(apart) == len(pools):
+                break
+            if first in common and (others := pools - common[first] - {first}):
+                apart |= {first, *others}
+        if apart:
+            yield Finding(
+                "G504",
+                view.places.priorities(),
+                f"pools {_listed(view, sorted(apart))} have the same priority, {level}; a retry goes to"
+                " strictly faster pools only, so none of them takes what another could not",
+                "Give them different priorities, or list the other one as spill in the cells.",
+            )
+
+
+def _by_priority(view: StageView) -> dict[int, set[int]]:
+    """The pools by number, where two or more have it."""
+    times = Counter(view.grid.priorities)
+    levels: dict[int, set[int]] = {level: set() for level, n in times.items() if n > 1}
+    for pool, level in enumerate(view.grid.priorities):
+        if level in levels:
+            levels[level].add(pool)
+    return levels
+
+
+def _listed(view: StageView, pools: Sequence[int]) -> str:
+    names = [view.names[pool] for pool in pools]
+    if len(names) > LISTED:
+        return f"{', '.join(names[:LISTED])}, ... ({len(names):,} pools)"
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _contradictions(view: StageView) -> list[Finding]:
+    if not view.grid.retry:
+        return []
+    sizes = sorted({size for band in view.size_bands for size in band})
+    numbers = view.grid.priorities
+    measured = [pool for pool in range(view.n_pools) if view.profiles[pool] is not None]
+    slowest: dict[int, int] = {}  # by number, of pools that are as fast as each other
+    for pool in measured:
+        kind = view.kinds[pool]
+        if numbers[pool] > numbers[slowest.setdefault(kind, pool)]:
+            slowest[kind] = pool
+    faster = {
+        a: [slowest[b] for b in slowest if all(view.slower(a, b, size) for size in sizes)]
+        for a in slowest
+    }
+    hits = Hits()
+    for a in measured:
+        b = max(faster[view.kinds[a]], key=lambda pool: numbers[pool], default=a)
+        if numbers[a] < numbers[b]:
+            hits.add(_contradicted, view, a, b, sizes[-1])
+    return hits.findings("G506", "Number the pools from fast to slow.")
+
+
+def _contradicted(view: StageView, a: int, b: int, size: float) -> Hit:
+    message = (
+        f"pool {view.names[a]} has priority {view.grid.priorities[a]}, faster than"
+        f" {view.grid.priorities[b]} of {view.names[b]}, but is slower at every size:"
+        f" {view.why_slower(a, b, size)}; a retry would go to it from there"
+    )
+    return Hit(view.places.priorities(), f"{view.names[a]} before {view.names[b]}", message)
+
+
+def _range(rule: PriorityRule) -> str:
+    return f"priority {number_text(rule.low)} to {number_text(rule.high)}"

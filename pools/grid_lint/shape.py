@@ -1,0 +1,184 @@
+"""Lint, G1: what the mapping says about itself, pool against pool and band against band."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from slagate.pools.grid.axis import Axis
+from slagate.pools.grid_lint.codes import Finding, Hit, Hits
+from slagate.pools.grid_lint.view import Index, StageView, band_words, brackets, word
+
+
+def shape(view: StageView) -> Iterator[Finding]:
+    """The findings of G1."""
+    if view.n_pools == 1:
+        return  # nothing to choose, so nothing to be said about choices
+    yield from _tighter_is_slower(view)
+    yield from _longer_is_slower(view)
+    yield from _reach(view)
+    yield from _sameness(view)
+    yield from _spill_order(view)
+
+
+def _tighter_is_slower(view: StageView) -> list[Finding]:
+    hits = Hits()
+    for axis_at in view.latency_axes:
+        fields = (view.grid.axes[axis_at].field,)
+        for line in view.lines(axis_at):
+            for tight, loose in pairwise(line):
+                a, b = view.cells[tight][0], view.cells[loose][0]
+                if a != b and view.slower_in(tight, a, b, fields):
+                    hits.add(_tighter, view, tight, loose, fields)
+    advice = "Swap the pools of the two cells, or correct the pool priorities or profiles."
+    return hits.findings("G101", advice)
+
+
+def _tighter(view: StageView, tight: Index, loose: Index, fields: tuple[str, ...]) -> Hit:
+    a, b, size = view.cells[tight][0], view.cells[loose][0], view.sizes(tight).high
+    message = (
+        f"{view.cell_words(tight)} goes to {view.names[a]}, which is slower than {view.names[b]} of the"
+        f" looser {brackets(loose)}: {view.why_slower(a, b, size, fields)}"
+    )
+    return Hit(view.places.cell(tight), brackets(tight), message)
+
+
+def _longer_is_slower(view: StageView) -> list[Finding]:
+    if view.size_axis is None:
+        return []
+    hits = Hits()
+    for line in view.lines(view.size_axis):
+        for short, long in pairwise(line):
+            a, b = view.cells[long][0], view.cells[short][0]
+            if a != b and view.slower_in(long, a, b) and view.takes_longer_for(a, long, than=short):
+                hits.add(_longer, view, short, long)
+    advice = (
+        "Give the longer prompts the faster pool; or, where the slower one meets the target as it is, the"
+        " shorter prompts that one, too."
+    )
+    return hits.findings("G102", advice)
+
+
+def _longer(view: StageView, short: Index, long: Index) -> Hit:
+    a, b = view.cells[long][0], view.cells[short][0]
+    message = (
+        f"{view.cell_words(long)} goes to {view.names[a]}, which is slower than {view.names[b]} of the"
+        f" shorter {brackets(short)} with the same target:"
+        f" {view.why_slower(a, b, view.sizes(long).high)}"
+    )
+    return Hit(view.places.cell(long), brackets(long), message)
+
+
+def _reach(view: StageView) -> Iterator[Finding]:
+    first = {pools[0] for pools in view.starts}
+    listed = {pool for pools in view.starts for pool in pools}
+    reached = view.grid.reached()
+    for pool, name in enumerate(view.names):
+        where = view.places.pool(pool)
+        if pool in first:
+            continue
+        if pool in listed:
+            yield Finding(
+                "G105",
+                where,
+                f"pool {name} is the first choice of no cell and of no override, only spill",
+                "Give it cells of its own, or leave it as a reserve and ignore this code.",
+            )
+        elif pool in reached:
+            yield Finding(
+                "G104",
+                where,
+                f"pool {name} is in no cell and no override; only a request that another {view.stage}"
+                " pool could not take comes to it",
+                "Give it cells of its own, or leave it as a reserve and ignore this code.",
+            )
+        else:
+            yield Finding(
+                "G103",
+                where,
+                f"pool {name} is in no cell and no override that can match, and no retry leads to it:"
+                " its workers never get a request",
+                "Name it in the mapping or in an override, or take it out of the file.",
+            )
+
+
+def _sameness(view: StageView) -> Iterator[Finding]:
+    if len(view.cells) == 1:
+        return
+    firsts = {pools[0] for pools in view.cells.values()}
+    if len(firsts) == 1:
+        name = view.names[next(iter(firsts))]
+        yield Finding(
+            "G108",
+            view.places.cell(()),
+            f"all {len(view.cells)} cells go to {name}, so neither size nor target matters",
+            "Spread the cells over the pools, or make the grid a single cell.",
+        )
+    if len(set(view.cells.values())) == 1:
+        return
+    for axis_at, axis in enumerate(view.grid.axes):
+        n_bands = axis.resolution
+        lines = [[view.cells[index] for index in line] for line in view.lines(axis_at)]
+        slices = list(zip(*lines, strict=True))
+        name, where = word(axis.field), view.places.bands(axis.field)
+        if n_bands > 1 and len(set(slices)) == 1:
+            yield Finding(
+                "G106",
+                where,
+                f"all {n_bands} {name} bands go to the same pools, so {name} never matters",
+                "Map the bands differently, or cut this axis into one band.",
+            )
+        elif isinstance(axis, Axis):
+            if coarser := _coarser(slices):
+                yield Finding(
+                    "G107",
+                    where,
+                    f"{n_bands} {name} bands say no more than {coarser} would: each"
+                    f" {n_bands // coarser} of them have the same pools",
+                    f"Cut this axis into {coarser} bands, unless the finer statistics are wanted.",
+                )
+        else:
+            same = [at for at, (a, b) in enumerate(pairwise(slices)) if a == b]
+            if same:
+                at = same[0]
+                message = (
+                    f"the {name} bands {band_words(axis, at)} and {band_words(axis, at + 1)}"
+                    " have the same pools"
+                )
+                hits = Hits()
+                for at in same:
+                    hits.add(Hit, where, f"bands {at} and {at + 1}", message)
+                yield from hits.findings(
+                    "G107", "Join the two bands, unless the finer statistics are wanted."
+                )
+
+
+def _coarser(slices: Sequence[object]) -> int | None:
+    """The least number of equal bands that would say the same; None: it takes as many as there are."""
+    n_bands = len(slices)
+    for coarser in range(2, n_bands):
+        width, rest = divmod(n_bands, coarser)
+        if not rest and all(slices[at] == slices[at - at % width] for at in range(n_bands)):
+            return coarser
+    return None
+
+
+def _spill_order(view: StageView) -> list[Finding]:
+    hits = Hits()
+    for index, pools in view.cells.items():
+        own = pools[0]
+        for before, after in pairwise(pools[1:]):
+            if view.slower_in(index, before, own) and view.slower_in(index, own, after):
+                hits.add(_spilled, view, index, before, after)
+                break
+    advice = (
+        "List the faster pools first: what the cell's own pool just meets, a slower one misses."
+    )
+    return hits.findings("G109", advice)
+
+
+def _spilled(view: StageView, index: Index, before: int, after: int) -> Hit:
+    own = view.cells[index][0]
+    message = (
+        f"{view.cell_words(index)} spills from {view.names[own]} to the slower {view.names[before]} before"
+        f" the faster {view.names[after]}: {view.why_slower(before, own, view.sizes(index).high)}"
+    )
+    return Hit(view.places.cell(index), brackets(index), message)

@@ -1,0 +1,1 @@
+"""inflight: a room of `pools`."""

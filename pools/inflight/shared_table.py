@@ -1,0 +1,149 @@
+"""The rows of a pool of one process of several: what the others have on a worker counts in a decision."""
+
+import msgspec
+import numpy as np
+
+from slagate.pools.inflight.rows import (
+    BATCH,
+    CONTEXT_TOKENS,
+    DOWN,
+    FOREIGN_S,
+    INFLIGHT,
+    LAST_CHOSEN,
+    LOAD_S,
+    MAX_INFLIGHT,
+    MAX_QUEUED_TOKENS,
+    QUEUE_FULL,
+    QUEUED_S,
+    QUEUED_TOKENS,
+    SHUT,
+    WIDTH,
+    WORKER_INFLIGHT,
+    Ints,
+    Rows,
+)
+from slagate.pools.inflight.shared_counts import N_COUNTS, NOBODY, Others, RankCell, SharedCounts
+from slagate.pools.inflight.table import Table
+
+_LIMITS = slice(MAX_INFLIGHT, MAX_QUEUED_TOKENS + 1)  # of `WORKER_INFLIGHT` and `QUEUED_TOKENS`
+
+
+class SharedTable(Table):
+    """A table that shows the other processes what it has, and whose `rows` have what they have too.
+
+    All else is only of this process. `name` is the same in all of them, and no other table's.
+    """
+
+    def __init__(self, name: str, shared: SharedCounts) -> None:
+        super().__init__()
+        self._name = name
+        self._shared = shared
+        self._slots: list[int] = []  # of its rows
+        self._places: Ints | None = None  # of the same in the other processes
+
+    def add(self, address: str, rank: int | None) -> int:
+        """A row with all figures 0 but for the turn of its last lease; its number."""
+        row = super().add(address, rank)
+        if row == len(self._slots):
+            self._slots.append(NOBODY)
+        self._places = None
+        # The first row of a worker is for rank 0, or for whichever the worker takes.
+        slot = self._slots[row] = self._shared.claim(f"{self._name} {address} {rank or 0}")
+        super().set_chosen(row, self._shared.get(slot, RankCell.LAST_CHOSEN))
+        return row
+
+    def give_up(self, row: int) -> None:
+        """Its worker has left."""
+        super().give_up(row)
+        self._shared.give_up(self._slots[row])
+        self._slots[row] = NOBODY
+        self._places = None
+
+    def set(self, row: int, **figures: int) -> None:
+        """Set figures of a row."""
+        super().set(row, **figures)
+        self._show(row, *range(N_COUNTS))
+        self._show_chosen(row)
+
+    def set_s(self, row: int, **seconds: float) -> None:
+        """Set figures of a row that are seconds."""
+        super().set_s(row, **seconds)
+        self._show_queued_s(row)
+
+    def set_chosen(self, row: int, number: int) -> None:
+        """The number of the newest lease on a row."""
+        super().set_chosen(row, number)
+        self._show_chosen(row)
+
+    def add_lease(
+        self, row: int, *, queued_tokens: int, queued_s: float, context_tokens: int
+    ) -> None:
+        """One lease more on a row, and what comes with it."""
+        super().add_lease(
+            row, queued_tokens=queued_tokens, queued_s=queued_s, context_tokens=context_tokens
+        )
+        self._show(row, INFLIGHT, QUEUED_TOKENS, CONTEXT_TOKENS)
+        self._show_queued_s(row)
+
+    def end_prefill(self, row: int, *, queued_tokens: int, queued_s: float) -> None:
+        """What a lease had queued on a row is not queued there any more."""
+        super().end_prefill(row, queued_tokens=queued_tokens, queued_s=queued_s)
+        self._show(row, QUEUED_TOKENS)
+        self._show_queued_s(row)
+
+    def end_lease(self, row: int, *, context_tokens: int) -> None:
+        """One lease less on a row."""
+        super().end_lease(row, context_tokens=context_tokens)
+        self._show(row, INFLIGHT, CONTEXT_TOKENS)
+
+    def set_worker_inflight(self, row: int, n_leases: int) -> None:
+        """Leases of this process on all rows of the row's worker."""
+        super().set_worker_inflight(row, n_leases)
+        self._show(row, WORKER_INFLIGHT)
+
+    def _show(self, row: int, *figures: int) -> None:
+        """Tell the others some of the first `N_COUNTS` figures of a row; cells have the same numbers."""
+        slot = self._slots[row]
+        for figure in figures:
+            self._shared.set(slot, figure, self._int[figure][row])
+
+    def _show_queued_s(self, row: int) -> None:
+        self._shared.set_s(self._slots[row], RankCell.QUEUED_S, self._float[QUEUED_S][row])
+
+    def _show_chosen(self, row: int) -> None:
+        self._shared.set(self._slots[row], RankCell.LAST_CHOSEN, self._int[LAST_CHOSEN][row])
+
+    def elsewhere(self, rows: list[int]) -> tuple[int, int]:
+        """Leases, and prompt tokens that wait, that other processes of the gateway have on some rows."""
+        counts = self._others().counts[:, rows].sum(axis=1)
+        return int(counts[INFLIGHT]), int(counts[QUEUED_TOKENS])
+
+    def last_turn(self) -> int:
+        """The highest `last_chosen`, of whichever process of the gateway."""
+        return max(super().last_turn(), int(self._others().last_chosen.max(initial=0)))
+
+    def _others(self) -> Others:
+        if self._places is None:
+            self._places = self._shared.places(np.array(self._slots, dtype=np.int64))
+        return self._shared.others(self._places)
+
+    def rows(self) -> Rows:
+        """As those of a table that has the leases of all processes."""
+        n = len(self)
+        ints, floats = self._ints[:, :n].copy(), self._floats[:, :n].copy()
+        others, counts = self._others(), self._counted()
+        ints[:N_COUNTS] += others.counts
+        ints[BATCH : WIDTH + 1] += others.counts[INFLIGHT]
+        last = ints[LAST_CHOSEN]
+        np.maximum(last, others.last_chosen, out=last)
+        queued_s = floats[QUEUED_S]
+        queued_s += others.queued_s
+        np.add(queued_s, floats[FOREIGN_S], out=floats[LOAD_S])
+        # More leases open no row, so that those which this process alone has shut are right already.
+        at_limit = ints[WORKER_INFLIGHT : QUEUED_TOKENS + 1] >= ints[_LIMITS]
+        if at_limit.any():
+            shut = ints[SHUT]
+            shut |= at_limit[0] * DOWN | at_limit[1] * QUEUE_FULL
+            # All else that is counted is known of the workers, not what any process has there.
+            counts = msgspec.structs.replace(counts, n_shut=int(np.count_nonzero(shut)))
+        return self._frozen(ints, floats, counts)

@@ -1,0 +1,288 @@
+"""The rows of a pool as they change: written one figure at a time, copied for each decision."""
+
+from collections.abc import Iterable, Mapping, MutableSequence
+from typing import cast
+
+import numpy as np
+
+from slagate.pools.inflight.rows import (
+    BATCH,
+    CAPACITY_TOKENS,
+    CONTEXT_TOKENS,
+    DOWN,
+    FLOAT_FIELDS,
+    FOREIGN_REQUESTS,
+    FOREIGN_S,
+    INFLIGHT,
+    INT_FIELDS,
+    LAST_CHOSEN,
+    LEFT,
+    LOAD_S,
+    MAX_INFLIGHT,
+    MAX_QUEUED_TOKENS,
+    N_FLOATS,
+    N_INTS,
+    PLACE,
+    QUEUE_FULL,
+    QUEUED_S,
+    QUEUED_TOKENS,
+    READY,
+    SHUT,
+    STATE,
+    STATES,
+    SUSPECT,
+    UNLIMITED,
+    UNTOLD,
+    WIDTH,
+    WORKER_INFLIGHT,
+    Counts,
+    Flags,
+    Floats,
+    Ints,
+    Rows,
+    RowView,
+    State,
+)
+
+
+class Table:
+    """The rows of one pool. Members write to their own.
+
+    A row keeps its number: leases and caches go by it. One that was given up is the next one's that is
+    added; until then it stays among the others, as one that has left.
+    """
+
+    _ints: Ints
+    _floats: Floats
+
+    def __init__(self) -> None:
+        self._names: list[tuple[str, int | None]] = []
+        self._row_models: list[frozenset[str]] = []
+        self._resize(4)
+        self._free: list[int] = []
+        self._frozen_names: tuple[tuple[str, int | None], ...] = ()
+        self._models: Mapping[frozenset[str], Flags] | None = None
+        self._counts: Counts | None = None  # None: to be counted, something that counts has changed
+        # Times that somebody said what is served, the same as before included.
+        self.n_model_changes = 0
+
+    def _resize(self, n_rows: int) -> None:
+        ints = np.zeros((N_INTS, n_rows), dtype=np.int64)
+        floats = np.zeros((N_FLOATS, n_rows), dtype=np.float64)
+        n_old = len(self._names)
+        if n_old:
+            ints[:, :n_old], floats[:, :n_old] = self._ints, self._floats
+        self._ints, self._floats = ints, floats
+        # The same memory: single figures are read and written three times as fast this way.
+        self._int = [cast("MutableSequence[int]", each.data) for each in ints]
+        self._float = [cast("MutableSequence[float]", each.data) for each in floats]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, address: str, rank: int | None) -> int:
+        """A row with all figures 0; its number."""
+        row = self._free.pop() if self._free else self._appended()
+        self._ints[:, row] = 0
+        self._floats[:, row] = 0.0
+        self._names[row] = (address, rank)
+        self._frozen_names = tuple(self._names)
+        self._derive(row)
+        return row
+
+    def give_up(self, row: int) -> None:
+        """Its worker has left."""
+        self._names[row] = ("", None)
+        self._frozen_names = tuple(self._names)
+        self.set_models(row, frozenset())
+        self.set_state(row, State.LEFT, suspect=False)
+        self.set_foreign(row, None)
+        self._free.append(row)
+
+    def _appended(self) -> int:
+        row = len(self._names)
+        if row == self._ints.shape[1]:
+            self._resize(2 * row)
+        self._names.append(("", None))
+        self._row_models.append(frozenset())
+        self._models = None
+        return row
+
+    def name(self, row: int) -> tuple[str, int | None]:
+        """The address of a row's worker, and the rank."""
+        return self._names[row]
+
+    def is_up(self, row: int) -> bool:
+        """Whether the row's worker is ready, and below its limit of requests."""
+        return not self._int[SHUT][row] & DOWN
+
+    def rename(self, row: int, rank: int | None) -> None:
+        """Another rank for a row: what it is turns out once the worker is reached."""
+        self._names[row] = (self._names[row][0], rank)
+        self._frozen_names = tuple(self._names)
+
+    def set_state(self, row: int, state: State, *, suspect: bool) -> None:
+        """Whether the row may take work."""
+        self._int[STATE][row] = STATES.index(state)
+        self._int[SUSPECT][row] = suspect
+        self._derive(row)
+
+    def set_models(self, row: int, models: frozenset[str]) -> None:
+        """What the row's worker serves."""
+        self.n_model_changes += 1
+        if self._row_models[row] != models:
+            self._row_models[row] = models
+            self._models = None
+
+    def get(self, name: str, row: int) -> int:
+        """One figure of a row."""
+        return self._int[PLACE[name]][row]
+
+    def set(self, row: int, **figures: int) -> None:
+        """Set figures of a row."""
+        for name, value in figures.items():
+            self._int[PLACE[name]][row] = value
+        self._derive(row)
+
+    def get_s(self, name: str, row: int) -> float:
+        """One figure of a row that is seconds."""
+        return self._float[PLACE[name]][row]
+
+    def set_s(self, row: int, **seconds: float) -> None:
+        """Set figures of a row that are seconds."""
+        for name, value in seconds.items():
+            self._float[PLACE[name]][row] = value
+        self._derive(row)
+
+    def set_foreign(self, row: int, load: tuple[int, float] | None) -> None:
+        """Requests and predicted seconds on a row that others sent; None: nobody can tell now."""
+        self._int[UNTOLD][row] = load is None
+        requests, seconds = (0, 0.0) if load is None else load
+        self._int[FOREIGN_REQUESTS][row] = requests
+        self._float[FOREIGN_S][row] = seconds
+        self._derive(row)
+
+    def set_chosen(self, row: int, number: int) -> None:
+        """The number of the newest lease on a row."""
+        self._int[LAST_CHOSEN][row] = number
+
+    def add_lease(
+        self, row: int, *, queued_tokens: int, queued_s: float, context_tokens: int
+    ) -> None:
+        """One lease more on a row, and what comes with it."""
+        ints = self._int
+        inflight = ints[INFLIGHT][row] = ints[INFLIGHT][row] + 1
+        ints[CONTEXT_TOKENS][row] += context_tokens
+        queued = ints[QUEUED_TOKENS][row] = ints[QUEUED_TOKENS][row] + queued_tokens
+        self._float[QUEUED_S][row] += queued_s
+        self._show_load(row, inflight)
+        if queued >= ints[MAX_QUEUED_TOKENS][row]:
+            self._show_shut(row)
+
+    def end_prefill(self, row: int, *, queued_tokens: int, queued_s: float) -> None:
+        """What a lease had queued on a row is not queued there any more."""
+        queued = self._int[QUEUED_TOKENS]
+        left_tokens = queued[row] = queued[row] - queued_tokens
+        seconds = self._float[QUEUED_S]
+        # Floats do not add up to zero again by themselves.
+        left_s = seconds[row] = max(0.0, seconds[row] - queued_s) if left_tokens else 0.0
+        self._float[LOAD_S][row] = left_s + self._float[FOREIGN_S][row]
+        if self._int[SHUT][row]:
+            self._show_shut(row)
+
+    def end_lease(self, row: int, *, context_tokens: int) -> None:
+        """One lease less on a row."""
+        ints = self._int
+        inflight = ints[INFLIGHT][row] = ints[INFLIGHT][row] - 1
+        ints[CONTEXT_TOKENS][row] -= context_tokens
+        self._show_load(row, inflight)
+
+    def set_worker_inflight(self, row: int, n_leases: int) -> None:
+        """Leases on all rows of the row's worker."""
+        ints = self._int
+        ints[WORKER_INFLIGHT][row] = n_leases
+        if n_leases >= ints[MAX_INFLIGHT][row] or ints[SHUT][row]:
+            self._show_shut(row)
+
+    def _derive(self, row: int) -> None:
+        """Bring all that follows from a row's figures in line with them; they may be any."""
+        self._show_load(row, self._int[INFLIGHT][row])
+        self._show_shut(row)
+        self._counts = None
+
+    def _show_load(self, row: int, inflight: int) -> None:
+        ints, floats = self._int, self._float
+        floats[LOAD_S][row] = floats[QUEUED_S][row] + floats[FOREIGN_S][row]
+        ints[WIDTH][row] = inflight + 1
+        # What others sent is theirs to say, and a receipt to decide again from may be made up.
+        ints[BATCH][row] = min(inflight + 1 + ints[FOREIGN_REQUESTS][row], UNLIMITED)
+
+    def _show_shut(self, row: int) -> None:
+        ints = self._int
+        is_down = ints[WORKER_INFLIGHT][row] >= ints[MAX_INFLIGHT][row] or ints[STATE][row] != READY
+        shut = DOWN if is_down else 0
+        if ints[QUEUED_TOKENS][row] >= ints[MAX_QUEUED_TOKENS][row]:
+            shut |= QUEUE_FULL
+        if ints[SHUT][row] != shut:
+            ints[SHUT][row] = shut
+            self._counts = None
+
+    def _counted(self) -> Counts:
+        """What is known of all rows together; counted once, until something that counts changes."""
+        if self._counts is None:
+            n = len(self._names)
+            ints = self._ints[:, :n]
+            self._counts = Counts(
+                int(np.count_nonzero(ints[SHUT])),
+                int(np.count_nonzero(ints[SUSPECT])),
+                int(np.count_nonzero(ints[STATE] == LEFT)),
+                int(np.count_nonzero(ints[UNTOLD])),
+                int(ints[CAPACITY_TOKENS].min()) if n else UNLIMITED,
+            )
+        return self._counts
+
+    def elsewhere(self, rows: list[int]) -> tuple[int, int]:
+        """Leases, and prompt tokens that wait, that other processes of the gateway have on some rows."""
+        return 0, 0
+
+    def last_turn(self) -> int:
+        """The highest `last_chosen`, of whichever process of the gateway."""
+        return int(self._ints[LAST_CHOSEN, : len(self._names)].max(initial=0))
+
+    def rows(self) -> Rows:
+        """All rows as they stand; where nobody can tell what others sent, it is what the rest have."""
+        n = len(self._names)
+        return self._frozen(self._ints[:, :n].copy(), self._floats[:, :n].copy(), self._counted())
+
+    def _frozen(self, ints: Ints, floats: Floats, counts: Counts) -> Rows:
+        """Copies of the figures as a decision sees them."""
+        if self._models is None:
+            self._models = _flags(self._row_models)
+        if 0 < counts.n_untold < len(self._names):
+            untold = ints[UNTOLD] != 0
+            # An old report that says "idle" would draw everything to a worker nobody hears of.
+            for figures in (ints[FOREIGN_REQUESTS], floats[FOREIGN_S]):
+                if figures.any():
+                    figures[untold] = figures[~untold].mean()
+            np.add(floats[QUEUED_S], floats[FOREIGN_S], out=floats[LOAD_S])
+            np.add(ints[WIDTH], ints[FOREIGN_REQUESTS], out=ints[BATCH])
+        return Rows(self._frozen_names, counts, self._models, ints, floats)
+
+
+def rows_of(views: Iterable[RowView]) -> Rows:
+    """The inverse of `Rows.view`, for decisions that are made again from what was written down."""
+    table = Table()
+    for view in views:
+        row = table.add(view.address, view.rank)
+        table.set(row, **{name: getattr(view, name) for name in INT_FIELDS})
+        table.set_s(row, **{name: getattr(view, name) for name in FLOAT_FIELDS})
+        table.set_state(row, view.state, suspect=view.suspect)
+        table.set_models(row, view.models)
+    return table.rows()
+
+
+def _flags(row_models: list[frozenset[str]]) -> Mapping[frozenset[str], Flags]:
+    return {
+        models: np.array([each == models for each in row_models], dtype=np.bool_)
+        for models in set(row_models)
+    }

@@ -1,0 +1,258 @@
+"""One subscription to one rank's KV events: what arrives waits as bytes, and is applied bit by bit."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import NamedTuple
+
+import anyio
+import grpc
+
+from slagate.pools.kv_events.apply import BlockWriter, MismatchError
+from slagate.pools.kv_events.decode import PIECE_BYTES, UndecodableError, parse, pieces, read_head
+from slagate.pools.kv_events.view import EventView, Mode, RankEvents
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.sinks import Call
+from slagate.proto.rpc.status import Metadata, Status
+from slagate.workers.errors import scrub, status_of_engine_error
+from slagate.workers.kv_events.feed import HEARTBEAT_S
+from slagate.workers.runtime.cooperative import Turns
+from slagate.workers.worker import Worker
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 3 * HEARTBEAT_S
+"""A stream that has nothing to say for that long, not even that, is dead."""
+
+MAX_OLD = 64
+"""Batches in a row that may be old news; one more, and the worker counts anew."""
+
+TURN_WORK = 5_000
+"""Of one turn, in units of about 20 ns: a tenth of a millisecond, and a slice of a long event more."""
+
+_MESSAGE_WORK = 150
+_PARSED_BYTES = 14  # for one unit
+
+_FINAL = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION)
+_STALE = (grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+class Kind(Enum):
+    """What can follow the end of a stream."""
+
+    LOST = "lost"  # go on where it ended, if the worker still can
+    STALE = "stale"  # start over with a snapshot
+    NONE = "none"  # this worker has no events that can be used
+
+
+class End(NamedTuple):
+    """How a stream ended."""
+
+    kind: Kind
+    reason: str
+
+
+class EventStream:
+    """The sink of one subscription. Applies what comes until something is wrong or the stream ends.
+
+        message ──▶ waiting bytes ──▶ step, step, step: sequence check, pieces, index
+        end ─────▶ behind what waits
+
+    Whatever a worker sends, the only exception that leaves this class is none.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        events: EventView,
+        *,
+        state: RankEvents,
+        writer: Callable[[], BlockWriter],
+        turns: Turns,
+        max_waiting_bytes: int,
+        resync_from_s: float,
+    ) -> None:
+        """`state.next_number` is what to go on with; None: any may be first, after a snapshot's request.
+
+        `writer` is called for each batch; from `resync_from_s` on, a holder that lacks blocks is a reason
+        to start over.
+        """
+        self._rank = rank
+        self._events = events
+        self._state = state
+        self._writer = writer
+        self._turns = turns
+        self._max_bytes = max_waiting_bytes
+        self._resync_from_s = resync_from_s
+        self._waiting: deque[bytes] = deque()
+        self._work: Iterator[int] | None = None  # of the first message that waits
+        self._call: Call | None = None
+        self._is_paused = False
+        self._status: Status | None = None
+        self._end: End | None = None
+        self._ended = anyio.Event()
+        self._n_old = 0  # in a row
+        self._now_s = asyncio.get_running_loop().time
+        self._began_s = self._heard_s = self._now_s()  # the latter: something was applied
+        self.n_applied = 0
+
+    def __repr__(self) -> str:
+        """State in one line, for people and for tests."""
+        return f"EventStream(rank {self._rank}, {self.n_applied} applied, {self._end})"
+
+    def message(self, data: bytes, /) -> None:
+        """As `Sink.message`."""
+        if self._end is None:
+            self._waiting.append(data)
+            self._state.n_waiting_bytes += len(data)
+            self._pause_or_resume()
+            self._turns.add(self._step)
+
+    def end(self, status: Status, /) -> None:
+        """As `Sink.end`."""
+        self._status = status
+        self._turns.add(self._step)
+
+    async def follow(self, worker: Worker, request: bytes, metadata: Metadata) -> End:
+        """Subscribe, and apply until the end. Leaves no call behind, however it is left."""
+        self._call = worker.kv_events(request, metadata, self)
+        self._pause_or_resume()
+        try:
+            while self._end is None:
+                with anyio.CancelScope(deadline=self._heard_s + SILENCE_S):
+                    await self._ended.wait()
+                if self._end is None and self._now_s() >= self._heard_s + SILENCE_S:
+                    self._finish(Kind.LOST, f"silent for {SILENCE_S:g} s")
+            return self._end
+        finally:
+            self.stop()
+            self._call.cancel()
+
+    def stop(self) -> None:
+        """Apply nothing any more."""
+        self._finish(Kind.LOST, "is left")
+
+    def _step(self) -> bool:
+        """One turn's work; true while there is more."""
+        room = TURN_WORK
+        while room > 0 and self._end is None:
+            if self._work is None:
+                if not self._waiting:
+                    self._drained()
+                    return False
+                self._work = self._apply(self._waiting[0])
+            room -= self._advance()
+        return self._end is None
+
+    def _advance(self) -> int:
+        """Do a bit of the first message; how much work it was."""
+        assert self._work is not None
+        try:
+            return next(self._work)
+        except StopIteration:
+            if self._end is None:
+                self._heard_s = self._now_s()
+                self._work = None
+                self._state.n_waiting_bytes -= len(self._waiting.popleft())
+                self._pause_or_resume()
+        except UndecodableError as error:
+            self._events.n_errors += 1
+            self._finish(Kind.STALE, f"undecodable batch: {error}")
+        except MismatchError as error:
+            self._events.n_errors += 1
+            self._finish(Kind.NONE, str(error))
+        except Exception as error:
+            # Whatever one worker sends, the others and the gateway go on.
+            log.exception("events.apply")
+            self._events.n_errors += 1
+            self._finish(Kind.STALE, f"batch that cannot be applied: {type(error).__name__}")
+        return _MESSAGE_WORK
+
+    def _apply(self, message: bytes) -> Iterator[int]:
+        head = read_head(message)
+        if isinstance(head, oe.EngineError):
+            self._failed(status_of_engine_error(head))
+            return
+        if head.rank != self._rank:
+            raise UndecodableError(f"of rank {head.rank} on the stream of rank {self._rank}")
+        if not self._is_next(head.number):
+            return
+        state, writer, events = self._state, self._writer(), self._events
+        state.applied_unix_s = head.unix_s
+        n_before, n_errors = writer.n_events, writer.n_errors
+        writer.was_cleared = False
+        for piece in pieces(message, head):
+            if piece.n_bytes > PIECE_BYTES:
+                yield TURN_WORK  # it takes a good part of a turn, so that must be a new one
+            parsed = parse(message, piece)
+            yield piece.n_bytes // _PARSED_BYTES
+            yield from writer.apply(parsed)
+        state.next_number = head.number + 1
+        if writer.was_cleared:
+            state.is_partial = False
+        if writer.n_events > n_before:
+            events.n_events += writer.n_events - n_before
+            events.is_silent = False
+        events.n_errors += writer.n_errors - n_errors
+        events.n_batches += 1
+        self.n_applied += 1
+        if writer.has_gap and self._now_s() >= self._resync_from_s:
+            self._finish(
+                Kind.STALE, "the index had no room for all of its blocks, or lacks parents"
+            )
+
+    def _is_next(self, number: int) -> bool:
+        """Whether this batch is to be applied; ends the stream where batches are missing."""
+        expected = self._state.next_number
+        if expected is None:
+            # Nothing tells a snapshot but that it begins with a clearing.
+            self._state.is_partial = number > 0
+            return True
+        if number == expected:
+            self._n_old = 0
+            return True
+        if number < expected and self._n_old < MAX_OLD:
+            self._n_old += 1
+            return False
+        self._events.n_gaps += 1
+        # A worker that skips right after it was told where to go on cannot go on there.
+        kind = Kind.LOST if self.n_applied and number > expected else Kind.STALE
+        self._finish(kind, f"gap: batch {number} instead of {expected}")
+        return False
+
+    def _drained(self) -> None:
+        """Nothing waits: it is up to date, or at its end."""
+        if self._status is not None:
+            self._failed(self._status)
+        elif self.n_applied and self._state.mode is not Mode.LIVE:
+            self._state.rebuild_s = self._now_s() - self._began_s
+            self._events.set(self._state, Mode.LIVE, "")
+
+    def _failed(self, status: Status) -> None:
+        kind = Kind.LOST
+        if status.code in _FINAL:
+            kind = Kind.NONE
+        elif status.code in _STALE:
+            kind = Kind.STALE
+        self._finish(kind, f"{status.code.name}: {scrub(status.message)}")
+
+    def _finish(self, kind: Kind, reason: str) -> None:
+        if self._end is None:
+            self._end = End(kind, reason)
+            self._waiting.clear()
+            self._work = None
+            self._state.n_waiting_bytes = 0
+            self._ended.set()
+
+    def _pause_or_resume(self) -> None:
+        if self._call is None or self._end is not None:
+            return
+        n_bytes = self._state.n_waiting_bytes
+        if not self._is_paused and n_bytes > self._max_bytes:
+            self._is_paused = True
+            self._call.pause()
+        elif self._is_paused and n_bytes <= self._max_bytes // 4:
+            self._is_paused = False
+            self._call.resume()

@@ -1,0 +1,1 @@
+"""prefix: a room of `pools`."""

@@ -1,0 +1,250 @@
+"""Which worker's cache holds how much of a prompt, from the KV events of the engines.
+
+    stored, removed, cleared ─▶ PrefixIndex ─▶ match(tokens): leading blocks per holder, exact
+                                   │ tokens in runs (run_trie), claims by engine hash (holdings),
+                                   │ blocks of unknown parents (pending)
+
+Rules:
+* Overlap is the leading consecutive full blocks that are held, in any tier or all on the device.
+* The newest word on a (tier, hash) wins; what is unknown is removed without an error.
+* A block counts once its parent is known. Until then it waits; when too many wait, or more is stored than
+  `max_pairs`, the holder `has_gap`: it has more than is known here, never less.
+* An event is one step: all its blocks are placed, then what waited for them, in the order of arrival.
+
+Everything belongs to one thread, that of the event loop: no method waits, so each is one step to all tasks.
+"""
+
+import heapq
+from array import array
+from collections.abc import Mapping
+
+from slagate.pools.prefix.blocks import substituted
+from slagate.pools.prefix.claims import DEVICE, HOST, Claims, Hashes, unsigned
+from slagate.pools.prefix.holder import Holder
+from slagate.pools.prefix.lanes import Lanes
+from slagate.pools.prefix.match import Match
+from slagate.pools.prefix.pending import Claim, Pending
+from slagate.pools.prefix.trie import Root, RunTrie, Tokens
+
+MAX_PENDING = 4096
+
+_BASE = Root()
+
+
+class PrefixIndex:
+    """All holders of blocks of one size. `stored` is O(blocks), `match` O(runs and their distinct leads).
+
+    Before one is let go it is emptied: all holders leave and are swept, as `rank_follower` does. What is
+    left then stays in memory, as no collector would find it (`Run`).
+
+    Raises `ValueError` for a block or a run of less than one.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        *,
+        max_pairs: int = 16_000_000,
+        max_hops: int = 512,
+        max_run_blocks: int = 1024,
+        max_pending: int = MAX_PENDING,
+    ) -> None:
+        if block_tokens < 1 or max_run_blocks < 1:
+            raise ValueError(f"blocks of {block_tokens} tokens, runs of {max_run_blocks} blocks")
+        self.block_tokens = block_tokens
+        self.max_pairs = max_pairs
+        self._trie = RunTrie(block_tokens, max_hops=max_hops, max_run_blocks=max_run_blocks)
+        self._lanes = Lanes(self._trie)
+        self._block_bytes = self._trie.block_bytes
+        self._max_pending = max_pending
+        self._claims = Claims(self._trie)
+
+    @property
+    def n_pairs(self) -> int:
+        """(holder, block) pairs, those of the dead included until they are swept."""
+        return self._claims.n_blocks + self._lanes.n_dead_blocks
+
+    @property
+    def n_runs(self) -> int:
+        """Runs of blocks."""
+        return self._trie.n_runs
+
+    @property
+    def n_distinct_blocks(self) -> int:
+        """Blocks whose tokens are kept: those that are held, and what is above them."""
+        return self._trie.n_blocks
+
+    @property
+    def n_roots(self) -> int:
+        """Roots with blocks below them."""
+        return self._trie.n_roots
+
+    @property
+    def n_bytes_estimate(self) -> int:
+        """Memory, roughly: tokens of distinct blocks, claims, runs."""
+        trie = self._trie
+        return trie.n_blocks * self._block_bytes + 90 * self.n_pairs + 1000 * trie.n_runs
+
+    @property
+    def n_changes(self) -> int:
+        """Times that a holder's bit has become another one."""
+        return self._lanes.n_changes
+
+    def join(self) -> Holder:
+        """A holder of nothing."""
+        return Holder(self._lanes.take(), self._max_pending)
+
+    def leave(self, holder: Holder) -> None:
+        """Forget a holder, in O(1); memory comes back by `sweep`. Idempotent."""
+        self._bury(holder)
+        holder.start(-1, Pending(self._max_pending))
+
+    def cleared(self, holder: Holder) -> None:
+        """A holder has nothing now, in O(1). Raises `ValueError` for a holder that left."""
+        if holder.bit < 0:
+            raise ValueError("holder: it has left")
+        self._bury(holder)
+        holder.start(self._lanes.take(), Pending(self._max_pending))
+
+    def stored(
+        self,
+        holder: Holder,
+        hashes: Hashes,
+        parent: int | None,
+        tokens: Tokens,
+        *,
+        root: Root = _BASE,
+        tier: int = DEVICE,
+        keys: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """A chain of blocks is held: its tokens (uint32, little-endian), and what the first hangs from.
+
+        `parent` None: it is the first block of prompts, below `root`. `keys` are further inputs of a
+        block's identity, by block number in this chain. Raises `ValueError` for tokens that are not those
+        of so many blocks, a hash beyond 64 bits, a negative block number in keys, or a holder that left.
+        """
+        claims = self._claims
+        if (
+            len(hashes) == 1
+            and tier == DEVICE
+            and parent is not None
+            and not keys
+            and not holder.pending.blocks
+            and type(hashes[0]) is int
+            and len(tokens) == self._block_bytes
+            and claims.n_blocks + self._lanes.n_dead_blocks < self.max_pairs
+            and claims.go_on(holder, hashes[0], parent, tokens)
+        ):
+            return
+        content = bytes(tokens)
+        if len(content) != len(hashes) * self._block_bytes:
+            raise ValueError(
+                f"tokens: {len(content)} bytes, but {len(hashes)} hashes"
+                f" of {self.block_tokens} tokens need {len(hashes) * self._block_bytes}"
+            )
+        if holder.bit < 0:
+            raise ValueError("holder: it has left")
+        if keys:
+            content = substituted(content, keys, self._block_bytes)
+        names = unsigned(hashes)
+        if not names:
+            return
+        if parent is not None:
+            (parent,) = unsigned([parent])
+        if self.n_pairs + len(names) > self.max_pairs:
+            # Taken no more; but what these hashes were before, they are not any more.
+            self.removed(holder, names, tier=tier)
+            self._drop(holder, len(names))
+            return
+        woken: list[tuple[int, Claim]] = []
+        place = self._claims.place(holder, tier, parent, root)
+        if place is not None:
+            self._claims.hold(holder, place, tier, names, content)
+            for name in names if len(holder.pending) else ():
+                holder.pending.cancel((tier, name))
+                woken += holder.pending.below(name)
+        elif parent is not None:
+            woken = self._wait(holder, parent, tier, names, content)
+        if woken:
+            self._wake(holder, woken)
+        self._claims.tidy()
+
+    def removed(self, holder: Holder, hashes: Hashes, *, tier: int | None = None) -> None:
+        """Blocks are not held any more, in one tier or (None) in all; what is unknown is passed over.
+
+        Raises `ValueError` for a hash beyond 64 bits.
+        """
+        if (
+            len(hashes) == 1
+            and tier == DEVICE
+            and not holder.pending.blocks
+            and self._claims.evict_last(holder, hashes[0])
+        ):
+            return
+        names = unsigned(hashes)
+        for one in (DEVICE, HOST) if tier is None else (tier,):
+            if len(holder.pending):
+                for name in names:
+                    holder.pending.cancel((one, name))
+            for name in self._claims.evict(holder, names) if one == DEVICE else names:
+                self._claims.release(holder, one, name)
+        self._claims.tidy()
+
+    def match(
+        self, tokens: Tokens, root: Root = _BASE, *, keys: Mapping[int, bytes] | None = None
+    ) -> Match:
+        """How much of a prompt each holder has. Raises `ValueError` for a negative block number in keys."""
+        content = tokens if type(tokens) is bytes else bytes(tokens)
+        if keys:
+            content = substituted(content, keys, self._block_bytes)
+        lanes = self._lanes
+        return self._trie.match(content, root, lanes=lanes.live, n_holders=lanes.n_bits)
+
+    def sweep(self, n_blocks: int = 1000) -> bool:
+        """Give up about so many blocks of the dead. False when nothing is left to do."""
+        return self._lanes.sweep(n_blocks)
+
+    def _bury(self, holder: Holder) -> None:
+        self._claims.n_blocks -= holder.n_blocks
+        self._lanes.bury(holder)
+
+    def _drop(self, holder: Holder, n_blocks: int) -> None:
+        holder.n_dropped += n_blocks
+        holder.has_gap = True
+
+    def _wait(
+        self, holder: Holder, parent: int, tier: int, names: "array[int]", content: bytes
+    ) -> list[tuple[int, Claim]]:
+        """Let blocks wait; those that hang from something known after all are returned."""
+        pending = holder.pending
+        for name in names:
+            # It is another block now, wherever that will be.
+            self._claims.release(holder, tier, name)
+        for at, (name, above) in enumerate(zip(names, [parent, *names], strict=False)):
+            start = at * self._block_bytes
+            if not pending.put((tier, name), above, content[start : start + self._block_bytes]):
+                self._drop(holder, 1)
+        known = [
+            name for name in names if self._claims.place(holder, tier, name, _BASE) is not None
+        ]
+        return [one for name in known for one in pending.below(name)]
+
+    def _wake(self, holder: Holder, woken: list[tuple[int, Claim]]) -> None:
+        """Place blocks that waited, the oldest first, and what waits for them."""
+        heapq.heapify(woken)
+        while woken:
+            number, claim = heapq.heappop(woken)
+            block = holder.pending.blocks.get(claim)
+            if block is None or block.number != number:
+                continue
+            tier, name = claim
+            place = self._claims.place(holder, tier, block.parent, _BASE)
+            if place is None:
+                continue
+            holder.pending.cancel(claim)
+            if self.n_pairs >= self.max_pairs:
+                self._drop(holder, 1)
+                continue
+            self._claims.hold(holder, place, tier, array("Q", [name]), block.content)
+            for below in holder.pending.below(name):
+                heapq.heappush(woken, below)

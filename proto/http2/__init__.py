@@ -1,0 +1,1 @@
+"""http2: a room of `proto`."""

@@ -1,0 +1,1 @@
+"""rpc: a room of `proto`."""

@@ -1,0 +1,282 @@
+"""One call with one request and a stream of answers, over one HTTP/2 stream: as `Call`."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import grpc
+
+from slagate.proto.http2.connection import H2Connection
+from slagate.proto.http2.engine import unindexed
+from slagate.proto.http2.interfaces import REFUSED_STREAM, Headers, Stream, StreamEnd
+from slagate.proto.rpc.frames import IDENTITY, MessageReader, WireError, prefix
+from slagate.proto.rpc.headers import (
+    CONTENT_TYPE,
+    answer_of,
+    encode_timeout,
+    status_of_headers,
+    status_of_reset,
+)
+from slagate.proto.rpc.sinks import Sink
+from slagate.proto.rpc.status import Status
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Of one message on any hop of ours, well above the gateway's own limit of a request."""
+
+_LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "the worker did not answer in time")
+_CANCELLED = Status(grpc.StatusCode.CANCELLED, "cancelled by the gateway")
+_UNTAKEN = Status(grpc.StatusCode.INTERNAL, "the answer could not be taken")
+_CUT_OFF = Status(grpc.StatusCode.INTERNAL, "the call ended within a message")
+
+_FIXED_HEADERS = (
+    (b"te", b"trailers"),
+    (b"content-type", CONTENT_TYPE),
+    (b"grpc-accept-encoding", b"identity,gzip,deflate"),
+    (b"user-agent", b"slagate"),
+)
+
+
+def call_headers(path: str, authority: bytes, *, scheme: bytes) -> Headers:
+    """The headers that all calls of a method have in common."""
+    return (
+        (b":method", b"POST"),
+        (b":scheme", scheme),
+        (b":path", path.encode()),
+        (b":authority", authority),
+        *_FIXED_HEADERS,
+    )
+
+
+class Rpc:
+    """The handler of its stream, and what its consumer asks.
+
+        waiting ──start──▶ sent ──headers──▶ answered ──▶ ended     each of them may end it
+
+    While paused, what arrives is kept, at most the stream's window and what was on its way; an end waits
+    behind what is kept, unless it is the consumer's own or that of the deadline.
+    """
+
+    __slots__ = (
+        "_again",
+        "_base",
+        "_deadline_s",
+        "_is_answered",
+        "_is_paused",
+        "_kept",
+        "_loop",
+        "_metadata",
+        "_on_end",
+        "_reader",
+        "_request",
+        "_sink",
+        "_status",
+        "_stream",
+        "_take",
+        "_timer",
+        "_trailers",
+        "_was_refused",
+        "has_ended",
+    )
+
+    def __init__(
+        self,
+        base: Headers,
+        request: bytes,
+        metadata: Headers,
+        sink: Sink,
+        *,
+        timeout_s: float | None,
+        on_end: Callable[["Rpc"], None],
+        again: Callable[["Rpc"], None],
+    ) -> None:
+        """`base` are the headers of all such calls, from `call_headers`.
+
+        `on_end` is called before the sink's `end`; `again` when the worker has not looked at it.
+        """
+        self._base = base
+        self._request = request
+        self._metadata = metadata
+        self._sink = sink
+        self._take: Callable[[list[bytes]], None] = getattr(sink, "batch", self._take_each)
+        self._on_end = on_end
+        self._again = again
+        self._loop = loop = asyncio.get_running_loop()
+        self._deadline_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            self._deadline_s = loop.time() + timeout_s
+            self._timer = loop.call_later(timeout_s, self.end, _LATE)
+        self._stream: Stream | None = None
+        self._reader = MessageReader(MAX_MESSAGE_BYTES)
+        self._trailers: Headers = ()
+        self._kept: deque[bytes] = deque()
+        self._status: Status | None = None  # behind what is kept
+        self._is_paused = False
+        self._is_answered = False
+        self._was_refused = False
+        self.has_ended = False
+
+    def start(self, connection: H2Connection, /) -> bool:
+        """As `Starter.start`: send the request."""
+        headers = [*self._base, *self._metadata]
+        if self._deadline_s is not None:
+            remaining_s = self._deadline_s - self._loop.time()
+            headers.append(unindexed(b"grpc-timeout", encode_timeout(remaining_s)))
+        stream = connection.open(headers, self)
+        if stream is None:
+            return False
+        self._stream = stream
+        stream.send(prefix(self._request) + self._request)
+        stream.finish()
+        if self._is_paused:
+            stream.pause()
+        return True
+
+    # --- as `Call`
+
+    def cancel(self) -> None:
+        """As `Call.cancel`."""
+        self.end(_CANCELLED)
+
+    def pause(self) -> None:
+        """As `Call.pause`."""
+        if not self._is_paused:
+            self._is_paused = True
+            if self._stream is not None:
+                self._stream.pause()
+
+    def resume(self) -> None:
+        """As `Call.resume`."""
+        if self._is_paused:
+            self._is_paused = False
+            # Not within this call: the consumer may be in the middle of something.
+            self._loop.call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        try:
+            while self._kept and not self._is_paused and not self.has_ended:
+                self._sink.message(self._kept.popleft())
+        except Exception:
+            # One call's sink must not end the connection of them all.
+            log.exception("channel.call")
+            self.end(_UNTAKEN)
+        if self._is_paused or self.has_ended:
+            return
+        if self._status is not None:
+            self.end(self._status)
+        elif self._stream is not None:
+            # Not before all was taken: who pauses and resumes at once would else get ever more to keep.
+            self._stream.resume()
+
+    # --- as `StreamHandler`
+
+    def headers(self, headers: Headers, /) -> None:
+        """As `StreamHandler.headers`."""
+        self._is_answered = True
+        self._request = b""
+        self._trailers = headers  # where there are no others
+        refusal, encoding = answer_of(tuple(headers))
+        if refusal is not None:
+            self.end(refusal)
+        elif encoding != IDENTITY:
+            self._reader = MessageReader(MAX_MESSAGE_BYTES, encoding=encoding)
+
+    def data(self, data: bytes, /) -> None:
+        """As `StreamHandler.data`."""
+        if self.has_ended or self._status is not None:
+            return
+        try:
+            messages = self._reader.feed(data)
+        except WireError as error:
+            self._pass_on(error.whole)
+            self._finish(error.status)
+            if self._stream is not None:
+                self._stream.reset()
+                self._stream = None
+            return
+        self._pass_on(messages)
+
+    def _pass_on(self, messages: list[bytes]) -> None:
+        if not messages:
+            return
+        if self._is_paused or self._kept:
+            self._kept.extend(messages)
+            return
+        try:
+            self._take(messages)
+        except Exception:
+            # One call's sink must not end the connection of them all.
+            log.exception("channel.call")
+            self.end(_UNTAKEN)
+
+    def _take_each(self, messages: list[bytes]) -> None:
+        for at, message in enumerate(messages):
+            self._sink.message(message)
+            if self._is_paused:
+                self._kept.extend(messages[at + 1 :])
+                break
+            if self.has_ended:
+                break
+
+    def trailers(self, headers: Headers, /) -> None:
+        """As `StreamHandler.trailers`."""
+        self._trailers = headers
+
+    def ended(self) -> None:
+        """As `StreamHandler.ended`."""
+        if self._stream is not None and self._stream.unsent_bytes:
+            # It was answered before all of it was sent, which nobody waits for any more.
+            self._stream.reset()
+        self._stream = None
+        status = status_of_headers(self._trailers)
+        if status.code is grpc.StatusCode.OK and self._reader.waiting_bytes:
+            status = _CUT_OFF
+        self._finish(status)
+
+    def writable(self) -> None:
+        """As `StreamHandler.writable`. The request was given whole."""
+
+    def closed(self, end: StreamEnd, /) -> None:
+        """As `StreamHandler.closed`."""
+        if self.has_ended or self._status is not None:
+            return
+        if end.code is None:
+            self._finish(Status(grpc.StatusCode.UNAVAILABLE, end.reason))
+        elif end.code == REFUSED_STREAM and not self._is_answered and not self._was_refused:
+            # The peer says that it has not looked at it, as one that is about to leave does.
+            self._was_refused = True
+            self._stream = None
+            self._again(self)
+        else:
+            self._finish(status_of_reset(end.code, end.reason))
+
+    # ---
+
+    def _finish(self, status: Status) -> None:
+        if self._status is not None:
+            return
+        if self._kept:
+            self._status = status
+        else:
+            self.end(status)
+
+    def end(self, status: Status, /) -> None:
+        """As `Starter.end`. End it now, once. The worker is told where it may still be at work."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._stream is not None:
+            self._stream.reset()
+        self._kept.clear()
+        self._request = b""
+        self._on_end(self)
+        try:
+            self._sink.end(status)
+        except Exception:
+            # As for a message.
+            log.exception("channel.end")

@@ -1,0 +1,231 @@
+"""A few HTTP/2 connections to one address, and the calls that wait for room on them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import anyio
+import grpc
+from anyio.abc import TaskGroup
+
+from slagate.proto.http2.connection import H2Connection
+from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM, Settings
+from slagate.proto.rpc.address import parse_address
+from slagate.proto.rpc.status import Status
+
+MAX_CONNECTIONS = 8
+"""To one worker, at a time. A second one only where the first has as many streams as the worker permits."""
+
+CONNECT_LIMIT_S = 5.0
+"""For a connection and the worker's first word on it."""
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+"""Between two attempts. A worker that restarts must be found again in seconds."""
+
+MAX_PING_AFTER_S = 7200.0
+
+_TOO_MANY_PINGS = b"too_many_pings"
+"""How servers of gRPC say which calm they ask for (its proposal A8): there is that of calls too."""
+
+MakeProtocol = Callable[[], asyncio.Protocol]
+Dial = Callable[[str, MakeProtocol], Awaitable[Any]]
+"""Connects a protocol to an address. Raises `OSError` or `ValueError` saying why it cannot."""
+
+
+async def dial_tcp(address: str, make: MakeProtocol) -> None:
+    """In plain text. As `Dial`."""
+    host, port = parse_address(address)
+    # Without Nagle's delay: event loops switch it off for TCP.
+    await asyncio.get_running_loop().create_connection(make, host, port)
+
+
+async def dial_unix(path: str, make: MakeProtocol) -> None:
+    """A socket of this machine. As `Dial`."""
+    await asyncio.get_running_loop().create_unix_connection(make, path)
+
+
+class Starter(Protocol):
+    """A call that waits for a connection."""
+
+    def start(self, connection: H2Connection, /) -> bool:
+        """Open its stream there; false: the connection takes no more."""
+
+    def end(self, status: Status, /) -> None:
+        """Take the end of it: no connection can be had. Calls `Links.drop` first, if at all."""
+
+
+class Links:
+    """Connects when there is something to send. The task group that owns the connecting is the caller's.
+
+    While the address cannot be reached, calls fail at once with UNAVAILABLE until the next attempt is due.
+    """
+
+    def __init__(
+        self, address: str, tasks: TaskGroup, *, settings: Settings, dial: Dial, hint: str = ""
+    ) -> None:
+        """`hint` is said behind the reason where a new connection is lost before the peer's first word."""
+        self._address = address
+        self._hint = hint
+        self._tasks = tasks
+        self._settings = settings
+        self._dial = dial
+        self._loop = asyncio.get_running_loop()
+        self._links: list[_Link] = []  # that may take a stream, now or later
+        self._waiting: dict[Starter, None] = {}  # in order
+        self._is_dialing = False
+        self._n_failed = 0  # attempts in a row
+        self._retry_at_s = 0.0
+        self._failure = ""
+        self._closed_by: str | None = None
+
+    def __repr__(self) -> str:
+        """State in one line, for people and for tests."""
+        return f"{len(self._waiting)} waiting, {self.connections}"
+
+    @property
+    def connections(self) -> list[H2Connection]:
+        """Those that are open."""
+        return [link.connection for link in self._links]
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether calls wait for room."""
+        return bool(self._waiting)
+
+    def start(self, call: Starter) -> None:
+        """Start it as soon as there is room."""
+        if not self._waiting:
+            for link in self._links:
+                if link.connection.room > 0 and call.start(link.connection):
+                    return
+        self._waiting[call] = None
+        self.serve()
+
+    def drop(self, call: Starter) -> None:
+        """It does not wait any more. Harmless when it did not."""
+        self._waiting.pop(call, None)
+
+    def reachable(self) -> None:
+        """The address was reached in another way: the next call need not wait for its turn to try."""
+        self._n_failed = 0
+        self._retry_at_s = 0.0
+
+    def close(self, reason: str) -> None:
+        """End every connection; streams that are open are closed for this reason."""
+        self._closed_by = reason
+        for connection in self.connections:
+            connection.close(reason)
+        self._fail_waiting(reason)
+
+    def serve(self) -> None:
+        """Start the calls that wait, as far as there is room, and connect where there is none."""
+        while self._waiting:
+            link = next((link for link in self._links if link.connection.room > 0), None)
+            if link is None:
+                self._want_another()
+                return
+            call = next(iter(self._waiting))
+            if call.start(link.connection):
+                self.drop(call)
+
+    def _want_another(self) -> None:
+        if self._closed_by is not None:
+            self._fail_waiting(self._closed_by)
+            return
+        n_links = sum(not link.connection.is_retiring for link in self._links)
+        if self._is_dialing or n_links >= MAX_CONNECTIONS:
+            return
+        if self._loop.time() >= self._retry_at_s:
+            self._is_dialing = True
+            self._tasks.start_soon(self._connect)
+        elif not n_links:
+            self._fail_waiting(self._failure)
+
+    async def _connect(self) -> None:
+        link = _Link(self, self._settings)
+        is_dialed = False
+        try:
+            with anyio.fail_after(CONNECT_LIMIT_S):
+                await self._dial(self._address, lambda: link.connection)
+                is_dialed = True
+                await link.settled.wait()
+            self._failure = "" if link.lost_by is None else link.lost_by + self._hint
+        except TimeoutError:
+            self._failure = f"no answer in {CONNECT_LIMIT_S:g} s"
+        except (OSError, ValueError) as error:
+            self._failure = str(error) or type(error).__name__
+        finally:
+            self._is_dialing = False
+            if not is_dialed:
+                # It may be in use by now. uvloop frees the transport of a dial that is given up, and tells
+                # nobody: a word on it would raise.
+                link.connection.abandon("given up")
+            elif link not in self._links:
+                link.connection.close("given up")
+        if self._failure:
+            delay_s = min(FIRST_BACKOFF_S * 2**self._n_failed, MAX_BACKOFF_S)
+            self._n_failed = min(self._n_failed + 1, 16)
+            self._retry_at_s = self._loop.time() + delay_s
+            if not self._links:
+                self._fail_waiting(self._failure)
+        self.serve()
+
+    def _fail_waiting(self, reason: str) -> None:
+        text = f"cannot connect to {self._address}: {reason}"
+        status = Status(grpc.StatusCode.UNAVAILABLE, text)
+        waiting, self._waiting = self._waiting, {}
+        for call in waiting:
+            call.end(status)
+
+    # --- what the connections tell
+
+    def opened(self, link: "_Link") -> None:
+        """A connection is ready."""
+        if self._closed_by is not None:
+            return  # and who dialled it closes it
+        self._n_failed = 0
+        self._links.append(link)
+        self.serve()
+
+    def asked_for_calm(self) -> None:
+        """The peer was pinged too often."""
+        after_s = min(self._settings.ping_after_s * 2, MAX_PING_AFTER_S)
+        self._settings = replace(self._settings, ping_after_s=after_s)
+
+    def dropped(self, link: "_Link") -> None:
+        """A connection is over."""
+        if link in self._links:
+            self._links.remove(link)
+
+
+class _Link:
+    """One connection: its `Owner`."""
+
+    def __init__(self, links: Links, settings: Settings) -> None:
+        self._links = links
+        self.connection = H2Connection(self, settings)
+        self.settled = anyio.Event()  # ready or lost
+        self.lost_by: str | None = None
+
+    def ready(self) -> None:
+        """As `Owner.ready`."""
+        self.settled.set()
+        self._links.opened(self)
+
+    def freed(self) -> None:
+        """As `Owner.freed`."""
+        if self._links.has_waiting:
+            self._links.serve()
+
+    def retiring(self, code: int, about: bytes, /) -> None:
+        """As `Owner.retiring`."""
+        if code == ENHANCE_YOUR_CALM and about == _TOO_MANY_PINGS:
+            self._links.asked_for_calm()
+
+    def lost(self, reason: str, /) -> None:
+        """As `Owner.lost`."""
+        self.lost_by = reason
+        self.settled.set()
+        self._links.dropped(self)

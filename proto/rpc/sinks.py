@@ -1,0 +1,173 @@
+"""A sink that an async writer drains: the joint between callbacks and a coroutine that must wait."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import anyio
+
+from slagate.proto.rpc.status import OK, Status
+
+
+class Sink(Protocol):
+    """Where one call's output goes."""
+
+    def message(self, data: bytes, /) -> None:
+        """Take one serialised response of the stream."""
+
+    def end(self, status: Status, /) -> None:
+        """Take the end of the call; the last thing a sink is told."""
+
+
+class StreamSink(Sink, Protocol):
+    """A sink that takes what came together together, where there is a wire to come over.
+
+    Of what it was given at once it takes all: to pause is about what comes after.
+    """
+
+    def batch(self, messages: list[bytes], /) -> None:
+        """Take serialised responses of the stream, in order, as `message` would."""
+
+
+class Call(Protocol):
+    """One running stream: what its consumer may ask of the producer."""
+
+    def cancel(self) -> None:
+        """Give the call up. Idempotent, harmless after the end; never waits."""
+
+    def pause(self) -> None:
+        """Ask for silence until `resume`; the producer keeps its place. Idempotent."""
+
+    def resume(self) -> None:
+        """Take up again after `pause`. Idempotent."""
+
+
+class BufferedSink:
+    """Holds what a call produced until one reader has written it out.
+
+    `n_bytes` is what waits. The owner decides what a full buffer means: the worker's server pauses the
+    engine's stream, the gateway ends a client's stream. One reader only.
+    """
+
+    def __init__(self, on_message: Callable[["BufferedSink"], None] | None = None) -> None:
+        """`on_message` is told after each message that was queued, whatever the reader does."""
+        self._on_message = on_message
+        self.n_bytes: int = 0
+        self.status: Status | None = None
+        self._messages: deque[bytes] = deque()
+        self._on_room: Callable[[], None] | None = None
+        self._wake = anyio.Event()
+
+    def __repr__(self) -> str:
+        """State in one line, for people and for tests."""
+        end = "open" if self.status is None else self.status.code.name
+        return f"BufferedSink({len(self._messages)} messages, {self.n_bytes} bytes, {end})"
+
+    def message(self, data: bytes, /) -> None:
+        """Queue one message behind the others."""
+        self._messages.append(data)
+        self.n_bytes += len(data)
+        self._wake.set()
+        if self._on_message is not None:
+            self._on_message(self)
+
+    def batch(self, messages: list[bytes], /) -> None:
+        """As `StreamSink.batch`."""
+        for data in messages:
+            self.message(data)
+
+    def end(self, status: Status = OK, /) -> None:
+        """Mark the end; what is queued is still written first."""
+        if self.status is None:
+            self.status = status
+            self._wake.set()
+
+    def left(self) -> tuple[int, ...]:
+        """As `Outlet.left`."""
+        return (self.n_bytes,)
+
+    def discard(self) -> None:
+        """Drop what is queued: its reader does not take it."""
+        self._messages.clear()
+        self.n_bytes = 0
+
+    def on_room(self, tell: Callable[[], None], /) -> None:
+        """As `Outlet.on_room`."""
+        self._on_room = tell
+
+    async def next(self) -> bytes | None:
+        """The next message in order, or None when the call has ended and all was taken."""
+        while not self._messages:
+            if self.status is not None:
+                return None
+            self._wake = anyio.Event()
+            await self._wake.wait()
+        data = self._messages.popleft()
+        self.n_bytes -= len(data)
+        if not self._messages and self._on_room is not None:
+            tell, self._on_room = self._on_room, None
+            tell()
+        return data
+
+
+class Outlet(StreamSink, Protocol):
+    """A sink whose owner may look at what waits in it. `BufferedSink` is one."""
+
+    @property
+    def n_bytes(self) -> int:
+        """What waits for the reader."""
+
+    def left(self) -> tuple[int, ...]:
+        """How much its reader has still to take, by each count that falls when some of it is taken."""
+
+    def discard(self) -> None:
+        """Drop what waits: its reader does not take it."""
+
+    def on_room(self, tell: Callable[[], None], /) -> None:
+        """Call this once when nothing waits any more."""
+
+
+def was_taken(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
+    """Whether some of what was `left` is not any more.
+
+    >>> was_taken((5, 100), (5, 90)), was_taken((5, 100), (5, 120))
+    (True, False)
+    """
+    return any(after < count for count, after in zip(before, now, strict=True))
+
+
+class Gate:
+    """Where a producer waits while its consumer wants silence: open, until `pause`."""
+
+    def __init__(self) -> None:
+        self._open = anyio.Event()
+        self._open.set()
+
+    def pause(self) -> None:
+        """Close. Idempotent."""
+        if self._open.is_set():
+            self._open = anyio.Event()
+
+    def resume(self) -> None:
+        """Open. Idempotent."""
+        self._open.set()
+
+    async def wait(self) -> None:
+        """Give others a turn, and return when the gate is open then."""
+        await self._open.wait()
+        # A waiter wakes in a later turn than the `resume`, and may find the gate closed again.
+        while not self._open.is_set():
+            await self._open.wait()
+
+
+class EndedCall:
+    """The `Call` of what was refused: there is nothing to ask of it any more."""
+
+    def cancel(self) -> None:
+        """As `Call.cancel`."""
+
+    def pause(self) -> None:
+        """As `Call.pause`."""
+
+    def resume(self) -> None:
+        """As `Call.resume`."""

@@ -1,0 +1,18 @@
+"""How a gRPC call ends, and the metadata that goes with it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import grpc
+
+
+class Status(NamedTuple):
+    """How a call ended, with the trailing metadata that came along."""
+
+    code: grpc.StatusCode
+    message: str = ""
+    trailers: tuple[tuple[str, str | bytes], ...] = ()
+
+
+OK = Status(grpc.StatusCode.OK)
+Metadata = Sequence[tuple[str, str | bytes]]

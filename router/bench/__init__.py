@@ -1,0 +1,1 @@
+"""bench: a room of `router`."""

@@ -1,0 +1,268 @@
+"""`slagate bench`: wait until a gateway is healthy, warm it up, measure it at each level of concurrency."""
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import islice
+from time import process_time
+from typing import Any, Protocol
+
+import anyio
+
+from slagate.proto import gateway_pb2 as gw
+from slagate.proto import gateway_pb2_grpc as gw_grpc
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.bench.load import Prompts, load_requests
+from slagate.router.bench.report import Level, Targets, problem
+from slagate.router.client.call import only_model
+from slagate.router.client.refusals import why_not
+from slagate.router.loadgen.loadgen import Progress, Served, run_callers
+from slagate.router.request.metadata import ITL, TTFT
+from slagate.workers.client.client import GrpcWorker, connect_worker, unary
+from slagate.workers.client.control import channel_to
+from slagate.workers.errors import WorkerError
+from slagate.workers.runtime.clock import monotonic_s
+from slagate.workers.runtime.threads import aside
+from slagate.workers.tls.files import TlsFiles
+from slagate.workers.tls.reloading import ClientTls
+
+CONNECTIONS = 8
+"""To the gateway, as several clients would have: its processes share connections, not requests."""
+
+POLL_S = 0.5
+
+BUSY_RATIO = 0.8
+"""Of one core: a load client that is busier measures itself."""
+
+
+class NotReadyError(Exception):
+    """Nothing could be measured; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure."""
+
+    levels: Sequence[int]  # callers at once
+    prompts: Prompts
+    targets: Targets
+    n_requests: int | None  # of each level
+    seconds: float | None  # or for how long each level begins requests
+    per_caller: int  # without either: so many requests for each caller
+    n_warmup: int
+    wait_s: float  # for health
+    timeout_s: float  # of a request
+    seed: int
+    model: str | None
+
+
+@dataclass(slots=True)
+class Measured:
+    """What there is so far, also after an interruption."""
+
+    model: str = ""
+    n_workers: int | None = None
+    levels: list[Level] = field(default_factory=list)
+
+
+class Listener(Protocol):
+    """Who shows how far it is."""
+
+    def phase(self, what: str, total: float | None) -> None:
+        """Another phase begins; `total` requests, or seconds, or nobody knows."""
+
+    def change(self, done: float, state: str) -> None:
+        """The phase goes on."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+
+
+async def run_bench(
+    target: str,
+    admin: str | None,
+    plan: Plan,
+    measured: Measured,
+    listener: Listener,
+    *,
+    tls: TlsFiles | None,
+) -> str:
+    """Measure into `measured`, so that whoever cancels this has what there is; why not, else "".
+
+    Raises `UsageError` where the gateway serves several models and none is named.
+    """
+    side = None if tls is None else ClientTls("command", tls)
+    async with AsyncExitStack() as stack:
+        gateways = [
+            await stack.enter_async_context(connect_worker(target, tls=side))
+            for _ in range(CONNECTIONS)
+        ]
+        stub: Any = None
+        if admin is not None:
+            stub = gw_grpc.GatewayStub(await stack.enter_async_context(channel_to(admin, side)))
+        listener.phase(f"Waiting for {target}", None)
+        try:
+            measured.n_workers = await wait_healthy(
+                gateways[0], stub, limit_s=plan.wait_s, on_state=lambda why: listener.change(0, why)
+            )
+            measured.model = plan.model or await only_model(gateways[0])
+            sweep = Sweep(gateways, plan, measured, listener)
+            await sweep.warm_up()
+            for concurrency in plan.levels:
+                await sweep.level(concurrency)
+        except NotReadyError as error:
+            # Not past the connections, whose task groups would wrap it.
+            return f"{target}: {error}. {await aside(lambda: why_not(target, side))}".rstrip(". ")
+        except WorkerError as error:
+            return f"{target}: {error}"
+    return ""
+
+
+async def wait_healthy(
+    gateway: GrpcWorker,
+    admin: Any,
+    *,
+    limit_s: float,
+    on_state: Callable[[str], None],
+) -> int | None:
+    """Wait until the gateway says that it is ready and, with an `admin` stub, every worker; their number.
+
+    Raises `NotReadyError` after `limit_s`, with the last reason.
+    """
+    why = "no answer yet"
+    with anyio.move_on_after(limit_s):
+        while True:
+            n_workers = None
+            try:
+                health = await gateway.health(oe.HealthRequest())
+                why = _unhealthy(health)
+                if not why and admin is not None:
+                    listed: gw.ListPoolsResponse = await unary(
+                        admin.ListPools, gw.ListPoolsRequest()
+                    )
+                    n_workers = sum(pool.workers for pool in listed.pools)
+                    n_ready = sum(pool.workers_ready for pool in listed.pools)
+                    why = "" if n_ready == n_workers else f"{n_ready} of {n_workers} workers ready"
+            except WorkerError as error:
+                why = str(error)
+            if not why:
+                return n_workers
+            on_state(why)
+            # Polled: what another process is about to do sets no event here.
+            await anyio.sleep(POLL_S)
+    raise NotReadyError(f"is not ready after {limit_s:g} s: {why}")
+
+
+def _unhealthy(health: oe.HealthResponse) -> str:
+    if health.state == oe.HEALTH_STATE_READY:
+        return ""
+    said = [check.message for check in health.checks if check.message]
+    return said[0] if said else oe.HealthState.Name(health.state)
+
+
+class Sweep:
+    """The levels of one run, one after the other, over the same connections."""
+
+    def __init__(
+        self,
+        gateways: Sequence[GrpcWorker],
+        plan: Plan,
+        measured: Measured,
+        listener: Listener,
+        *,
+        now_s: Callable[[], float] = monotonic_s,
+        cpu_s: Callable[[], float] = process_time,
+    ) -> None:
+        self._gateways = gateways
+        self._plan = plan
+        self._measured = measured
+        self._listener = listener
+        self._now_s, self._cpu_s = now_s, cpu_s
+        targets = ((TTFT, plan.targets.ttft_ms), (ITL, plan.targets.itl_ms))
+        self._metadata = tuple((key, f"{ms:g}") for key, ms in targets if ms is not None)
+
+    async def warm_up(self) -> None:
+        """Requests that do not count: connections, caches, and what engines compile at first use.
+
+        Raises `NotReadyError` when none of them is answered.
+        """
+        n_requests = self._plan.n_warmup
+        if not n_requests:
+            return
+        results: list[Served] = []
+        at_once = min(n_requests, max(self._plan.levels))
+        self._listener.phase("Warming up", n_requests)
+        await self._send("warm-up", at_once, n_requests, None, results)
+        if self._tell_failed("warm-up", results) == len(results):
+            raise NotReadyError("no request of the warm-up was answered")
+
+    async def level(self, concurrency: int) -> None:
+        """Measure one level; what was measured is kept also when this is cancelled."""
+        plan = self._plan
+        n_requests = plan.n_requests
+        if n_requests is None and plan.seconds is None:
+            n_requests = plan.per_caller * concurrency
+        results: list[Served] = []
+        total = plan.seconds if n_requests is None else n_requests
+        self._listener.phase(f"{concurrency} at once", total)
+        started_s, cpu_s = anyio.current_time(), self._cpu_s()
+        finished = False
+        try:
+            await self._send(str(concurrency), concurrency, n_requests, plan.seconds, results)
+            finished = True
+        finally:
+            seconds = anyio.current_time() - started_s
+            busy = (self._cpu_s() - cpu_s) / seconds if seconds else 0.0
+            if results:
+                level = Level(concurrency, results, seconds, not finished, busy)
+                self._measured.levels.append(level)
+        self._tell_failed(f"{concurrency} at once", results)
+        if busy > BUSY_RATIO:
+            self._listener.note(
+                f"{concurrency} at once: this process was busy {busy:.0%} of the time, so latencies "
+                "are partly its own"
+            )
+
+    def _tell_failed(self, phase: str, results: Sequence[Served]) -> int:
+        """Say how many failed, and the first one's reason; their number."""
+        failed = [one for one in results if problem(one) is not None]
+        if failed:
+            reason = failed[0].status.message or failed[0].fault
+            self._listener.note(
+                f"{phase}: {len(failed)} of {len(results)} failed, the first with "
+                f"{problem(failed[0])}: {reason}"
+            )
+        return len(failed)
+
+    async def _send(
+        self,
+        phase: str,
+        concurrency: int,
+        n_requests: int | None,
+        seconds: float | None,
+        results: list[Served],
+    ) -> None:
+        plan = self._plan
+        rng = random.Random(f"{plan.seed}/{phase}")
+        endless = load_requests(
+            plan.prompts, rng, model=self._measured.model, metadata=self._metadata
+        )
+        started_s = anyio.current_time()
+
+        def show(progress: Progress) -> None:
+            spent_s = anyio.current_time() - started_s
+            done = min(spent_s, seconds or 0.0) if n_requests is None else progress.n_done
+            rate = progress.n_tokens / spent_s if spent_s else 0.0
+            self._listener.change(done, f"{progress.n_failed} failed, {rate:,.0f} tokens/s")
+
+        await run_callers(
+            self._gateways,
+            islice(endless, n_requests),
+            concurrency=concurrency,
+            seconds=seconds,
+            timeout_s=plan.timeout_s,
+            on_change=show,
+            results=results,
+            now_s=self._now_s,
+        )

@@ -1,0 +1,223 @@
+"""The Pareto picture of `slagate bench`: what users see against what the hardware gives, and TTFT."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slagate.router.bench.report import QUANTILES, Figure
+from slagate.router.grid_view.picture import need_matplotlib
+from slagate.workers.runtime.errors import UsageError
+
+KINDS = ("png", "svg")
+DPI = 150
+_SIZE = (11.5, 5.6)  # inches
+_CHAR = 5.3  # of a label, in points
+
+_INK, _GREY, _LINE, _MISSED = "#222222", "#9a9a9a", "#1f5fa8", "#c0392b"
+_TTFT = dict(zip(QUANTILES, ("#9cc3e6", "#4f8fc9", "#1f5fa8"), strict=True))
+_STYLE = {
+    "font.family": ["DejaVu Sans"],
+    "font.size": 10,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "slagate",
+    "text.parse_math": False,
+    "axes.edgecolor": _GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#ececec",
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+}
+_PER = {"gpu": "per GPU", "worker": "per worker", "fleet": "of the fleet"}
+
+
+class Point(NamedTuple):
+    """One level: tokens/s of the median user, and of each GPU, worker or the fleet."""
+
+    concurrency: int
+    user: float
+    share: float
+    sla_met: float | None
+
+
+def points(rows: Sequence[Mapping[str, Figure]]) -> list[Point]:
+    """Of the rows that have both figures."""
+    found = []
+    for row in rows:
+        user, share, met = (
+            row[name] for name in ("tokens_per_s_per_user", "tokens_per_s_per_share", "sla_met")
+        )
+        if isinstance(user, float) and isinstance(share, float):
+            concurrency = row["concurrency"]
+            assert isinstance(concurrency, int)
+            found.append(Point(concurrency, user, share, met if isinstance(met, float) else None))
+    return found
+
+
+def frontier(of: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats in one figure and equals in the other; by user's speed.
+
+    >>> levels = [Point(1, 90, 5, None), Point(2, 80, 9, None), Point(4, 79, 8, None)]
+    >>> [point.concurrency for point in frontier(levels)]
+    [2, 1]
+    """
+    best = [
+        one
+        for one in of
+        if not any(
+            other.user >= one.user and other.share >= one.share and other[1:3] != one[1:3]
+            for other in of
+        )
+    ]
+    return sorted(best, key=lambda point: (point.user, -point.share))
+
+
+def kind_of(path: Path) -> str:
+    """The format that a file's name asks for. Raises `UsageError`, also where nothing can draw it."""
+    kind = path.suffix.removeprefix(".").lower()
+    if kind not in KINDS:
+        raise UsageError(f"--plot {path}: must end in .png or .svg")
+    need_matplotlib()
+    return kind
+
+
+def write_pareto(
+    rows: Sequence[Mapping[str, Figure]], path: Path, *, title: str, subtitle: str
+) -> None:
+    """Draw the picture into `path`. Raises `UsageError`, also where no level has both figures."""
+    kind = kind_of(path)
+    if not points(rows):
+        raise UsageError(f"--plot {path}: no level was answered, so there is nothing to draw")
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        canvas = Canvas(figsize=_SIZE, dpi=DPI, facecolor="white")
+        grid = canvas.add_gridspec(
+            1, 2, width_ratios=(3, 2), left=0.07, right=0.975, top=0.8, bottom=0.12, wspace=0.22
+        )
+        canvas.text(0.07, 0.945, title, fontsize=14, fontweight="bold")
+        canvas.text(0.07, 0.895, subtitle, fontsize=9.5, color="#555555")
+        _draw_pareto(canvas.add_subplot(grid[0]), rows)
+        _draw_ttft(canvas.add_subplot(grid[1]), rows)
+        metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
+        try:
+            canvas.savefig(path, format=kind, dpi=DPI, metadata=metadata)
+        except OSError as error:
+            raise UsageError(f"--plot {path}: cannot be written: {error.strerror}") from error
+
+
+def _draw_pareto(axes: Any, rows: Sequence[Mapping[str, Figure]]) -> None:
+    shown = points(rows)
+    best = frontier(shown)
+    beaten = [point for point in shown if point not in best]
+    axes.plot(
+        [p.user for p in best], [p.share for p in best], color=_LINE, linewidth=2, zorder=2,
+        label="Pareto frontier",
+    )  # fmt: skip
+    axes.scatter(
+        [p.user for p in best], [p.share for p in best], s=52, color=_LINE, zorder=3,
+        edgecolors="white", linewidths=1.2,
+    )  # fmt: skip
+    if beaten:
+        axes.scatter(
+            [p.user for p in beaten], [p.share for p in beaten], s=44, zorder=3,
+            facecolors="white", edgecolors=_GREY, linewidths=1.4, label="beaten by another level",
+        )  # fmt: skip
+    axes.set_xlim(left=0, right=max(p.user for p in shown) * 1.16)
+    axes.set_ylim(bottom=0, top=max(p.share for p in shown) * 1.12)
+    _label_all(axes, shown)
+    itl_ms = rows[0]["itl_target_ms"]
+    if isinstance(itl_ms, float) and itl_ms > 0:
+        axes.axvspan(0, 1000 / itl_ms, color=_MISSED, alpha=0.06, linewidth=0, zorder=0)
+        axes.axvline(
+            1000 / itl_ms, color=_MISSED, linewidth=1, linestyle=(0, (4, 3)), zorder=1,
+            label=f"ITL target {itl_ms:g} ms",
+        )  # fmt: skip
+    axes.set_xlabel("output tokens/s per user (1 / median ITL)")
+    axes.set_ylabel(f"output tokens/s {_PER[str(rows[0]['share'])]}")
+    _legend(axes, 3)
+
+
+def _label_all(axes: Any, shown: Sequence[Point]) -> None:
+    """Each point's label at the first of four places beside it where nothing else is."""
+    spots = [tuple(axes.transData.transform((p.user, p.share)) * 72 / DPI) for p in shown]
+    taken = [_Box(x - 4, y - 4, x + 4, y + 4) for x, y in spots]
+    for point, (x, y) in zip(shown, spots, strict=True):
+        text = f"{point.concurrency}"
+        if point.sla_met is not None:
+            text += f"  ({point.sla_met:.0%})"
+        width = _CHAR * len(text)
+        places = [(dx, dy) for dx in (7, -7 - width) for dy in (4, -13)]
+        boxes = [_Box(x + dx, y + dy, x + dx + width, y + dy + 10) for dx, dy in places]
+        free = [n for n, box in enumerate(boxes) if not any(map(box.overlaps, taken))]
+        at = free[0] if free else 0
+        taken.append(boxes[at])
+        axes.annotate(
+            text, (point.user, point.share), xytext=places[at], textcoords="offset points",
+            fontsize=9, zorder=4, bbox={"facecolor": "white", "alpha": 0.7, "pad": 0.6, "linewidth": 0},
+        )  # fmt: skip
+
+
+class _Box(NamedTuple):
+    """A rectangle, in points."""
+
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+    def overlaps(self, other: "_Box") -> bool:
+        return (
+            self.left < other.right
+            and other.left < self.right
+            and self.bottom < other.top
+            and other.bottom < self.top
+        )
+
+
+def _draw_ttft(axes: Any, rows: Sequence[Mapping[str, Figure]]) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+    levels: list[Any] = [row["concurrency"] for row in rows]
+    for quantile, colour in _TTFT.items():
+        pairs = [
+            (row["concurrency"], row[f"ttft_p{quantile}_ms"])
+            for row in rows
+            if row[f"ttft_p{quantile}_ms"] is not None
+        ]
+        axes.plot(
+            [x for x, _ in pairs], [y for _, y in pairs], color=colour, marker="o", markersize=4.5,
+            linewidth=1.8, label=f"p{quantile}",
+        )  # fmt: skip
+    target_ms = rows[0]["ttft_target_ms"]
+    if isinstance(target_ms, float) and target_ms > 0:
+        axes.axhline(
+            target_ms, color=_MISSED, linewidth=1, linestyle=(0, (4, 3)),
+            label=f"target {target_ms:g} ms",
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(levels))
+    axes.xaxis.set_minor_locator(NullLocator())
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_major_formatter(plain)
+    axes.yaxis.set_major_formatter(plain)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("requests at once")
+    axes.set_ylabel("TTFT (ms)")
+    _legend(axes, 4)
+
+
+def _legend(axes: Any, columns: int) -> None:
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False, fontsize=9,
+        borderaxespad=0.2, handlelength=1.8, columnspacing=1.2,
+    )  # fmt: skip

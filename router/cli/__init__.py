@@ -1,0 +1,1 @@
+"""cli: a room of `router`."""

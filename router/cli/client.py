@@ -1,0 +1,199 @@
+"""The client commands: `generate`, `explain`, `pools`."""
+
+import json
+import sys
+import uuid
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from slagate.proto import gateway_pb2 as gw
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.sinks import BufferedSink
+from slagate.proto.rpc.status import Status
+from slagate.router.cli.client_tables import print_decision, print_pools
+from slagate.router.client.call import CallFailed, admin_at, engine_at, only_model
+from slagate.router.request.metadata import ITL, PRIORITY, RECEIPT, RECEIPT_TRAILER, TTFT
+from slagate.workers.errors import WorkerError
+from slagate.workers.runtime.errors import UsageError
+from slagate.workers.tls.files import TlsFiles
+
+
+class RequestOptions(NamedTuple):
+    """What the flags of `generate` and `explain` say of a request."""
+
+    prompt: list[int]
+    model: str | None
+    max_tokens: int | None
+    ttft_ms: str | None
+    itl_ms: str | None
+    priority: str | None
+
+    def metadata(self) -> list[tuple[str, str | bytes]]:
+        """The SLA as gRPC metadata; values go out as typed, and the gateway judges them."""
+        pairs = ((TTFT, self.ttft_ms), (ITL, self.itl_ms), (PRIORITY, self.priority))
+        return [(key, value) for key, value in pairs if value is not None]
+
+    def message(self, model: str) -> oe.GenerateRequest:
+        """The request, with an id of its own."""
+        request = oe.GenerateRequest(
+            request_id=uuid.uuid4().hex, model=model, token_ids=oe.TokenIds(ids=self.prompt)
+        )
+        if self.max_tokens is not None:
+            if not 0 <= self.max_tokens < 2**32:
+                raise UsageError(
+                    f"--max-tokens must be an unsigned 32-bit number (got {self.max_tokens})"
+                )
+            request.stopping.max_tokens = self.max_tokens
+        return request
+
+
+def read_prompt(tokens: str | None, isl: int | None) -> list[int]:
+    """The prompt of `--tokens 1,2,3`, `--tokens @FILE` or `--isl N`.
+
+    Raises `UsageError` naming the flag.
+
+    >>> read_prompt("5, 6", None)
+    [5, 6]
+    """
+    if (tokens is None) == (isl is None):
+        raise UsageError("give either --tokens or --isl")
+    if isl is not None:
+        # Any fixed sequence does; a long period keeps two lengths from looking like repeats.
+        return [(i * 48271 + 11) % 100_003 for i in range(isl)]
+    assert tokens is not None
+    if tokens.startswith("@"):
+        try:
+            tokens = Path(tokens[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "is not text"
+            raise UsageError(f"--tokens {tokens}: {reason}") from error
+    words = tokens.replace(",", " ").split()
+    for word in words:
+        if not (word.isascii() and word.isdigit() and len(word) <= 10 and int(word) < 2**32):
+            raise UsageError(f"--tokens: {word[:40]!r} is not a token id")
+    return [int(word) for word in words]
+
+
+async def generate(
+    target: str,
+    options: RequestOptions,
+    *,
+    tls: TlsFiles | None,
+    receipt: bool,
+    timeout_s: float | None,
+) -> int:
+    """Stream one request to stdout; the exit status."""
+    async with engine_at(target, tls) as gateway:
+        model = options.model or await only_model(gateway)
+        metadata = options.metadata()
+        if receipt:
+            metadata.append((RECEIPT, "1"))
+        sink = BufferedSink()
+        request = options.message(model).SerializeToString()
+        call = gateway.generate(request, metadata, sink, timeout_s=timeout_s)
+        try:
+            status = await _print_tokens(sink)
+        finally:
+            call.cancel()
+        trailer = dict(status.trailers).get(RECEIPT_TRAILER)
+        if isinstance(trailer, bytes):
+            _print_json(gw.Receipt.FromString(trailer))
+        if status.code is not grpc.StatusCode.OK:
+            raise WorkerError(status)
+    return 0
+
+
+async def _print_tokens(sink: BufferedSink) -> Status:
+    """Write token ids as they come, separated by spaces, and a newline behind the last.
+
+    Returns how it ended. Raises `CallFailed` where that was once tokens had come.
+    """
+    n_tokens = 0
+    problem = ""
+    while (data := await sink.next()) is not None:
+        response = oe.GenerateResponse.FromString(data)
+        for token in response.token.tokens:
+            sys.stdout.write(f"{' ' if n_tokens else ''}{token.token_id}")
+            n_tokens += 1
+        sys.stdout.flush()
+        if response.HasField("error"):
+            problem = f"{oe.ErrorCode.Name(response.error.code)}: {response.error.message}"
+    if n_tokens:
+        sys.stdout.write("\n")
+    assert sink.status is not None
+    if problem:
+        return Status(grpc.StatusCode.UNKNOWN, problem, sink.status.trailers)
+    if n_tokens and sink.status.code is grpc.StatusCode.UNAVAILABLE:
+        # The server could be reached, so there is nothing to find out.
+        raise CallFailed(str(WorkerError(sink.status)))
+    return sink.status
+
+
+async def explain(
+    target: str, options: RequestOptions, *, tls: TlsFiles | None, as_json: bool
+) -> int:
+    """Print a decision; the exit status."""
+    async with admin_at(target, tls) as gateway:
+        model = options.model or await _admin_model(gateway)
+        request = gw.ExplainRequest(request=options.message(model))
+        decision = await gateway.Explain(request, metadata=options.metadata(), timeout=10)
+    if as_json:
+        _print_json(decision)
+    else:
+        print_decision(decision)
+    return 0
+
+
+async def _admin_model(stub: Any) -> str:
+    workers = (await stub.ListWorkers(gw.ListWorkersRequest(), timeout=10)).workers
+    models = sorted({model for worker in workers for model in worker.models})
+    if len(models) != 1:
+        raise UsageError(f"--model is needed: the gateway serves {', '.join(models) or 'none yet'}")
+    return str(models[0])
+
+
+async def pools(target: str, *, tls: TlsFiles | None, as_json: bool) -> int:
+    """Print pools and workers; the exit status."""
+    async with admin_at(target, tls) as gateway:
+        pool_list = await gateway.ListPools(gw.ListPoolsRequest(), timeout=10)
+        worker_list = await gateway.ListWorkers(gw.ListWorkersRequest(), timeout=10)
+    if as_json:
+        _write_json(to_dict(pool_list) | to_dict(worker_list))
+    else:
+        print_pools(pool_list, worker_list)
+    return 0
+
+
+def to_dict(message: Message) -> dict[str, Any]:
+    """Protobuf's JSON under the names of the proto file, 64-bit numbers as numbers."""
+    # Zeros are figures here: a worker with nothing in flight says so.
+    value = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    _numbers(value, message.DESCRIPTOR)
+    return value
+
+
+def _numbers(value: dict[str, Any], descriptor: Any) -> None:
+    """Turn 64-bit numbers, which protobuf's JSON writes as strings, back into numbers; in place."""
+    for name, item in value.items():
+        field = descriptor.fields_by_name.get(name)
+        if field is None:
+            continue
+        if field.cpp_type in (field.CPPTYPE_INT64, field.CPPTYPE_UINT64):
+            value[name] = int(item)
+        elif field.message_type is not None and "Struct" not in field.message_type.name:
+            for child in item if isinstance(item, list) else [item]:
+                _numbers(child, field.message_type)
+
+
+def _write_json(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def _print_json(message: Message) -> None:
+    _write_json(to_dict(message))

@@ -1,0 +1,82 @@
+"""The options of the client commands `generate`, `explain` and `pools`."""
+
+from typing import Annotated
+
+import typer
+
+from slagate.router.cli import client as client_cli
+from slagate.router.cli.command import fail, run_to_exit
+from slagate.router.cli.tls import dials
+from slagate.workers.runtime.errors import UsageError
+from slagate.workers.tls.files import TlsFiles
+
+Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway to call.")]
+Admin = Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway's admin listener.")]
+Tokens = Annotated[
+    str | None, typer.Option(metavar="1,2,3|@FILE", help="Prompt token ids, or a file of them.")
+]
+Isl = Annotated[int | None, typer.Option(min=1, help="Or: a made-up prompt of this many tokens.")]
+Model = Annotated[str | None, typer.Option(help="Model name; may be left out where one is served.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Output budget.")]
+TtftMs = Annotated[str | None, typer.Option(help="TTFT target, ms.")]
+ItlMs = Annotated[str | None, typer.Option(help="ITL target, ms.")]
+Priority = Annotated[str | None, typer.Option(help="int32, higher is more important.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+
+@dials
+def generate(
+    *,
+    target: Target,
+    tls: TlsFiles | None,
+    tokens: Tokens = None,
+    isl: Isl = None,
+    model: Model = None,
+    max_tokens: MaxTokens = None,
+    ttft_ms: TtftMs = None,
+    itl_ms: ItlMs = None,
+    priority: Priority = None,
+    receipt: Annotated[
+        bool, typer.Option("--receipt", help="Print the receipt at the end.")
+    ] = False,
+    timeout: Annotated[float | None, typer.Option(help="Deadline, seconds.")] = None,
+) -> None:
+    """Send one request and print its token ids as they come, then the receipt as JSON."""
+    prompt = _prompt(tokens, isl)
+    options = client_cli.RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
+    run_to_exit(
+        lambda: client_cli.generate(target, options, tls=tls, receipt=receipt, timeout_s=timeout)
+    )
+
+
+@dials
+def explain(
+    *,
+    target: Admin,
+    tls: TlsFiles | None,
+    tokens: Tokens = None,
+    isl: Isl = None,
+    model: Model = None,
+    max_tokens: MaxTokens = None,
+    ttft_ms: TtftMs = None,
+    itl_ms: ItlMs = None,
+    priority: Priority = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the decision for a request; nothing is sent to a worker."""
+    prompt = _prompt(tokens, isl)
+    options = client_cli.RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
+    run_to_exit(lambda: client_cli.explain(target, options, tls=tls, as_json=as_json))
+
+
+@dials
+def pools(*, target: Admin, tls: TlsFiles | None, as_json: AsJson = False) -> None:
+    """Show the pools and workers of a running gateway."""
+    run_to_exit(lambda: client_cli.pools(target, tls=tls, as_json=as_json))
+
+
+def _prompt(tokens: str | None, isl: int | None) -> list[int]:
+    try:
+        return client_cli.read_prompt(tokens, isl)
+    except UsageError as error:
+        fail(error)

@@ -1,0 +1,194 @@
+"""What the commands of the CLI share: option types, usage errors, and running to an exit status.
+
+What the commands that tell of findings have in common.
+"""
+
+import functools
+import inspect
+import math
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import anyio
+import typer
+from rich.console import Console
+
+from slagate.pools.grid.errors import ConfigError
+from slagate.proto.http2.goaway import all_closed
+from slagate.proto.rpc.address import Address, parse_address
+from slagate.router.client.call import CallFailed
+from slagate.router.request.settings import POLICIES
+from slagate.workers.profiles.errors import ProfileError
+from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.logs import log_to_stderr
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+
+
+def fail(message: object) -> NoReturn:
+    """End the command with the status of a usage error."""
+    errors.print(f"slagate: {message}")
+    raise typer.Exit(EXIT_USAGE)
+
+
+def parsed_address(text: str) -> Address:
+    """The address that an option names. Raises `BadParameter`."""
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@contextmanager
+def until_reader_leaves() -> Iterator[None]:
+    """Print to stdout in the block; it ends, without error, where the reader of a pipe has enough."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still buffered must go somewhere at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def run_to_exit(
+    main_coroutine: Callable[[], Coroutine[Any, Any, int]], *, starts_processes: bool = False
+) -> None:
+    """Run to the end on the fastest loop there is and leave with its status.
+
+    Who `starts_processes` while gRPC is in use runs on asyncio's own loop: it does so by vfork, of which
+    gRPC's threads, and its log, take no notice.
+    """
+    use_uvloop = sys.platform != "win32" and not starts_processes
+
+    async def whole() -> int:
+        try:
+            return await main_coroutine()
+        finally:
+            await all_closed()
+
+    try:
+        status = anyio.run(whole, backend_options={"use_uvloop": use_uvloop})
+    except Exception as error:
+        cause: BaseException = error
+        # Task groups wrap what went wrong inside; Python 3.10 has no name for the wrapper.
+        while inner := getattr(cause, "exceptions", None):
+            cause = inner[0]
+        if isinstance(cause, CallFailed):
+            errors.print(f"slagate: {cause}")
+            raise typer.Exit(EXIT_FAILED) from None
+        if isinstance(cause, ConfigError | ProfileError | UsageError | OSError):
+            fail(cause)
+        raise
+    raise typer.Exit(status)
+
+
+def finite(value: float | None) -> float | None:
+    """Refuse what `float` reads besides numbers: a limit of infinity is none. Raises `BadParameter`."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter("must be a finite number")
+    return value
+
+
+def whole_numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
+    """What `--option 1,2,4` says, sorted, each once; other text ends the command."""
+    words = text.split(",")
+    if not all(word.isascii() and word.isdigit() and int(word) >= least for word in words):
+        fail(f"{option} must be whole numbers from {least} on with commas between (got {text!r})")
+    return tuple(sorted({int(word) for word in words}))
+
+
+MAX_SECONDS = 1e6
+
+Listen = Annotated[
+    Address,
+    typer.Option(parser=parsed_address, metavar="HOST:PORT", help="Port 0: the kernel chooses."),
+]
+MaybeListen = Annotated[
+    Address | None,
+    typer.Option(
+        parser=parsed_address, metavar="HOST:PORT", help="Port 0: the kernel chooses. Required."
+    ),
+]
+"""Of a group that listens unless it is asked for one of its commands, which then has to be checked."""
+Policy = Annotated[str, typer.Option(help=f"How workers are chosen: {' or '.join(POLICIES)}.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+
+
+def options_given(context: typer.Context) -> list[str]:
+    """The parameters that the command line itself sets, by name."""
+    return [
+        name
+        for name in context.params
+        if (source := context.get_parameter_source(name)) is not None
+        and source.name == "COMMANDLINE"
+    ]
+
+
+def with_options(
+    command: Callable[..., None],
+    options: Mapping[str, tuple[object, object]],
+    name: str,
+    make: Callable[[dict[str, Any], Mapping[str, Any]], object],
+) -> Callable[..., None]:
+    """Give a command further options, by name with annotation and default.
+
+    They reach it as one parameter `name`: what `make` returns for their values and those of all others.
+    """
+
+    @functools.wraps(command)
+    def with_more(**values: Any) -> None:
+        more = {option: values.pop(option) for option in options}
+        command(**{name: make(more, values)}, **values)
+
+    signature = inspect.signature(command)
+    parameters = {key: each for key, each in signature.parameters.items() if key != name}
+    parameters |= {
+        option: inspect.Parameter(
+            option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+        )
+        for option, (kind, default) in options.items()
+    }
+    # What typer reads a command's options from.
+    with_more.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=list(parameters.values())
+    )
+    with_more.__annotations__ = {key: each.annotation for key, each in parameters.items()}
+    return with_more
+
+
+def check_policy(policy: str) -> None:
+    """End the command unless `policy` is one there is."""
+    if policy not in POLICIES:
+        fail(f"--policy must be one of {', '.join(POLICIES)} (got {policy!r})")
+
+
+def start_log(level: str, **about: object) -> None:
+    """Log to stderr from this level on, `about` in each line; another word ends the command."""
+    try:
+        log_to_stderr(level, **about)
+    except ValueError:
+        fail(f"--log-level must be debug, info, warning or error (got {level!r})")
+
+
+EXIT_FINDINGS = 1
+COLUMNS = 100
+
+
+def indented(text: str) -> list[str]:
+    """The text in lines of a page's width, below what it is about."""
+    indent = " " * 6
+    return textwrap.wrap(
+        text,
+        width=COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

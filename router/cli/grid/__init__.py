@@ -1,0 +1,1 @@
+"""grid: a room of `router`."""

@@ -1,0 +1,105 @@
+"""`slagate grid lint`: what is probably not meant in a fleet file that loads.
+
+Exit status 0: no findings; 1: findings; 2: the file, one of its profiles or the trace cannot be read.
+"""
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slagate.pools.fleet_file.load import UNREACHED, FleetConfig
+from slagate.pools.fleet_file.profiles import read_profiles
+from slagate.pools.grid.errors import ConfigError, Problem
+from slagate.pools.grid.json_text import json_path, shown
+from slagate.pools.grid_lint.codes import CODES, Finding
+from slagate.pools.grid_lint.lint import lint as findings_of
+from slagate.router.cli.command import EXIT_FINDINGS, fail, indented, until_reader_leaves
+from slagate.router.cli.fleet_options import FleetFile, Lenient, PoolsFile, PoolWorkers, read_fleet
+from slagate.router.loadgen.trace import TraceError, load_trace
+from slagate.workers.profiles.profile import TpProfile
+
+
+def lint(
+    config: FleetFile,
+    *,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Requests, JSON Lines: do the bands fit their sizes?"),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="CODE", help="Leave this one out; repeatable.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON object a line instead of text.")
+    ] = False,
+    lenient: Lenient = False,
+    pools: PoolsFile = None,
+    pool: PoolWorkers = None,
+) -> None:
+    """Look for what is probably not meant; exit status 1 where something is found."""
+    ignored = {_known_code(code) for code in ignore or ()}
+    fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool, untold=UNREACHED)
+    try:
+        traffic = [] if trace is None else [request.isl_tokens for request in load_trace(trace)]
+        found = findings_of(fleet, profiles=pool_profiles(fleet), traffic=traffic)
+    except (ConfigError, TraceError) as error:
+        fail(error)
+    kept = [finding for finding in found if finding.code not in ignored]
+    with until_reader_leaves():
+        for line in (
+            json_lines(kept) if as_json else text_lines(kept, n_ignored=len(found) - len(kept))
+        ):
+            typer.echo(line)
+    raise typer.Exit(EXIT_FINDINGS if kept else 0)
+
+
+def pool_profiles(config: FleetConfig) -> dict[str, TpProfile]:
+    """The profiles of the pools that name one. Raises `ConfigError` for those that cannot be read."""
+    named = {
+        name: (spec.profile, spec.tp)
+        for name, spec in config.pools.items()
+        if spec.profile is not None
+    }
+    profiles, faults = read_profiles(named)
+    if faults:
+        problems = [
+            Problem(json_path(fault.path), f"{fault.reason} (got {shown(fault.got)})")
+            for fault in faults
+        ]
+        raise ConfigError(config.source, problems)
+    return profiles
+
+
+def json_lines(found: Sequence[Finding]) -> Iterator[str]:
+    """Each finding as a JSON object."""
+    for finding in found:
+        yield json.dumps(finding._asdict(), ensure_ascii=False)
+
+
+def text_lines(found: Sequence[Finding], *, n_ignored: int = 0) -> Iterator[str]:
+    """The findings for people, then how many of which code."""
+    for finding in found:
+        yield f"{finding.code}  {finding.path}"
+        # Each message begins with a word of ours, never with a name.
+        yield from indented(f"{finding.message[:1].upper()}{finding.message[1:]}.")
+        yield from indented(f"Fix: {finding.advice}")
+        yield ""
+    ignored = f" ({n_ignored} ignored)" if n_ignored else ""
+    if not found:
+        yield f"no findings{ignored}"
+        return
+    counts = Counter(finding.code for finding in found)
+    listed = ", ".join(f"{code} x{n}" if n > 1 else code for code, n in counts.items())
+    yield f"{len(found)} finding{'s' * (len(found) > 1)}{ignored}: {listed}"
+
+
+def _known_code(code: str) -> str:
+    if code.upper() in CODES:
+        return code.upper()
+    near = difflib.get_close_matches(code.upper(), CODES, n=1, cutoff=0.0)
+    fail(f"--ignore must be a code of docs/lint.md, such as {near[0]} (got {code!r})")

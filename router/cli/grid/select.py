@@ -1,0 +1,88 @@
+"""`slagate grid select`: the cell of each request of a JSON Lines stream."""
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+
+from slagate.pools.fleet_file.models import Objective, default_for
+from slagate.pools.grid.axis import AXIS_FIELDS
+from slagate.pools.grid.errors import SelectError
+from slagate.pools.grid.grid import StageGrid
+from slagate.pools.grid.json_text import is_finite_number, read_json, short_path, shown
+
+_NUMBERS = (*AXIS_FIELDS, "priority")
+_FIELDS = (*_NUMBERS, "objective")
+
+
+def select_lines(
+    grid: StageGrid,
+    lines: Iterable[str],
+    *,
+    objectives: Mapping[str, Objective] = MappingProxyType({}),
+    note: Callable[[str], None] | None = None,
+) -> Iterator[str]:
+    """One JSON object without a line end for each of `lines`, in order.
+
+    `lines` are those of a text file as iterating over it gives them, so the newline that ends the file
+    starts no line, and an empty line elsewhere is one. A request without a cell gives
+    `{"error": "..."}`; no content of a line raises. The first class that counts as "*", as it
+    is not in `objectives`, is told to `note`.
+    """
+    told = False
+    for line in lines:
+        unlisted: list[str] = []
+        yield json.dumps(_answer(grid, line, objectives, unlisted))
+        if unlisted and note is not None and not told:
+            note(unlisted[0])
+            told = True
+
+
+def _answer(
+    grid: StageGrid, line: str, objectives: Mapping[str, Objective], unlisted: list[str]
+) -> dict[str, object]:
+    if not line.strip():
+        return {"error": "the line is empty"}
+    request, problem, repeated = read_json(line)
+    if problem is not None:
+        return {"error": str(problem)}
+    if not isinstance(request, dict):
+        return {"error": f"a line must be an object (got {shown(request)})"}
+    faults = [f"{short_path(path)}: is given more than once, keep one" for path in repeated]
+    faults += [fault for key, value in request.items() if (fault := _fault(key, value))]
+    if faults:
+        return {"error": "; ".join(faults)}
+    name = request.pop("objective", None) or ""
+    objective = default_for(objectives, name)
+    if name and name not in objectives and objective is not None:
+        unlisted.append(name)
+    for key in ("ttft_ms", "itl_ms", "priority") if objective is not None else ():
+        if request.get(key) is None:
+            request[key] = getattr(objective, key)
+    priority = request.pop("priority", None)
+    try:
+        cell = grid.select(request, priority)
+    except SelectError as error:
+        return {"error": str(error)}
+    layer = {"layer": cell.index[0]} if len(cell.index) == 3 else {}
+    return {
+        **layer,
+        "row": cell.row,
+        "col": cell.col,
+        "base_pool": cell.base_pool,
+        "pool": cell.pool,
+        "pool_name": grid.pool_names[cell.pool],
+    }
+
+
+def _fault(key: str, value: object) -> str | None:
+    """Why `value` cannot stand at `key`, also where this stage has no use for it."""
+    if key not in _FIELDS:
+        close = difflib.get_close_matches(key, _FIELDS, n=1)
+        hint = f', did you mean "{close[0]}"?' if close else ""
+        return f"{short_path((key,))}: unknown key{hint} (got {shown(value)})"
+    if key == "objective":
+        fits, must = isinstance(value, str), "must be a string"
+    else:
+        fits, must = is_finite_number(value), "must be a finite number"
+    return None if value is None or fits else f"{key}: {must} (got {shown(value)})"

@@ -1,0 +1,170 @@
+"""`slagate grid show`: the grids of a fleet file in the terminal or as pictures, if asked with traffic."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.console import Console
+
+from slagate.pools.fleet_file.load import FleetConfig, parse_config
+from slagate.proto import gateway_pb2 as gw
+from slagate.router.cli.command import errors, fail, run_to_exit, until_reader_leaves
+from slagate.router.cli.fleet_options import Lenient, PoolsFile, PoolWorkers, read_fleet
+from slagate.router.cli.tls import dials
+from slagate.router.client.call import admin_at
+from slagate.router.grid_view.layout import scene
+from slagate.router.grid_view.picture import missing_glyphs, write_picture
+from slagate.router.grid_view.scene import Scene
+from slagate.router.grid_view.terminal import print_stage
+from slagate.router.grid_view.view import StageView, Traffic, printable, spelled, stage_view
+from slagate.router.receipts.attainment import CellTraffic
+from slagate.router.receipts.messages import WIRE_STAGE
+from slagate.workers.runtime.errors import UsageError
+from slagate.workers.tls.files import TlsFiles
+
+PIPED_COLUMNS = 120
+"""Where no terminal says how wide it is."""
+
+TIMEOUT_S = 10.0
+"""For an answer that the gateway has at hand: one that takes longer is not there."""
+
+_STAGE_NAMES = {wire: stage.value for stage, wire in WIRE_STAGE.items()}
+
+
+class ShowOptions(NamedTuple):
+    """What is shown, and where."""
+
+    stage: str | None  # None: all there are
+    svg: Path | None
+    png: Path | None
+    width: int | None  # of the terminal, in columns; None: as it is
+
+
+@dials
+def show(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Fleet file, or a Dynamo global-router JSON; not needed with --target."
+        ),
+    ] = None,
+    *,
+    tls: TlsFiles | None,
+    stage: Annotated[
+        str | None, typer.Option(help="prefill, decode or agg; default: all there are.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    width: Annotated[
+        int | None, typer.Option(min=40, max=1000, help="Columns of the terminal.")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="A gateway's admin listener: its live traffic, too."
+        ),
+    ] = None,
+    lenient: Lenient = False,
+    pools: PoolsFile = None,
+    pool: PoolWorkers = None,
+) -> None:
+    """Show pool grids: a table in the terminal, or with --svg and --png pictures."""
+    fleet = None
+    if config is not None:
+        fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool)
+    elif target is None:
+        fail("give a CONFIG, or --target for that of a running gateway")
+    run_to_exit(lambda: show_grids(fleet, target, ShowOptions(stage, svg, png, width), tls=tls))
+
+
+async def show_grids(
+    config: FleetConfig | None, target: str | None, options: ShowOptions, *, tls: TlsFiles | None
+) -> int:
+    """Show the grids of `config`, or of the gateway at `target` with its traffic; the exit status.
+
+    Raises `UsageError` for a stage that is not there, a file of another grid than the gateway's, and a
+    picture that cannot be made.
+    """
+    traffic = None
+    if target is not None:
+        async with admin_at(target, tls) as gateway:
+            cells = await gateway.ListCells(gw.ListCellsRequest(), timeout=TIMEOUT_S)
+        config, traffic = with_cells(config, cells, target), cell_traffic(cells)
+    assert config is not None
+    show_stages(config, traffic, options)
+    return 0
+
+
+def with_cells(config: FleetConfig | None, cells: gw.ListCellsResponse, target: str) -> FleetConfig:
+    """The configuration that the cells of a gateway belong to: its own, or `config` where the grids agree.
+
+    Raises `UsageError` where they do not.
+    """
+    live = parse_config(
+        json.loads(cells.fleet), source=f"{target} (version {cells.config_version})"
+    )
+    if config is None:
+        return live
+    if config.stages != live.stages:
+        raise UsageError(
+            f"{config.source}: has other grids than {live.source}; to see those leave the file out"
+        )
+    return replace(config, source=f"{config.source} at {live.source}")
+
+
+def cell_traffic(cells: gw.ListCellsResponse) -> Traffic:
+    """The counts of a gateway's cells."""
+    return {
+        (_STAGE_NAMES[each.stage], tuple(each.cell)): CellTraffic(
+            each.requests, each.met, each.judged, each.failed
+        )
+        for each in cells.cells
+    }
+
+
+def show_stages(config: FleetConfig, traffic: Traffic | None, options: ShowOptions) -> None:
+    """Print the grids, or where a picture was asked for write it and say so. Raises `UsageError`."""
+    if options.stage is not None and options.stage not in config.stages:
+        known = ", ".join(config.stages)
+        raise UsageError(f"--stage must be one of {known} in this file (got {options.stage!r})")
+    stages = config.stages if options.stage is None else (options.stage,)
+    views = [stage_view(config, stage, traffic) for stage in stages]
+    with until_reader_leaves():
+        if options.svg is not None:
+            write_picture(scene(views), options.svg, kind="svg")
+            sys.stdout.write(f"{options.svg}: written\n")
+        if options.png is not None:
+            write_picture(_png_scene(views), options.png, kind="png")
+            sys.stdout.write(f"{options.png}: written\n")
+        if options.svg is None and options.png is None:
+            console = _console(options.width)
+            for view in views:
+                print_stage(console, view)
+
+
+def _png_scene(views: Sequence[StageView]) -> Scene:
+    """The picture in characters that the font of PNG files has; says on stderr which it lacks."""
+    made = scene(views)
+    if missing := missing_glyphs(made):
+        errors.print(
+            f"slagate: the font has no glyphs for {printable(missing)};"
+            " PNG has numbers and escapes, SVG keeps the text"
+        )
+        made = scene([spelled(view, missing) for view in views])
+    return made
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the caller: rich would end the process with status 1."""
+        raise BrokenPipeError
+
+
+def _console(width: int | None) -> Console:
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return _Console(width=width or (PIPED_COLUMNS if piped else None), highlight=False)

@@ -1,0 +1,166 @@
+"""The commands over receipts: `receipts` reads them from a gateway, `recompute` decides them again."""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from google.protobuf.json_format import ParseDict, ParseError
+
+from slagate.proto import gateway_pb2 as gw
+from slagate.router.cli.client import to_dict
+from slagate.router.cli.command import EXIT_FAILED, fail, run_to_exit
+from slagate.router.cli.tls import dials
+from slagate.router.client.call import admin_at
+from slagate.router.receipts.config import Damaged, Rules, read_config
+from slagate.router.receipts.recompute import decide_again
+from slagate.workers.runtime.errors import UsageError
+from slagate.workers.tls.files import TlsFiles
+
+MAX_WORDS = 300
+
+
+@dials
+def receipts(
+    *,
+    tls: TlsFiles | None,
+    target: Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway's admin listener.")],
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on with new ones until the gateway ends.")
+    ] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=0, max=2**32 - 1, help="Newest kept ones to begin with; default: all."),
+    ] = None,
+) -> None:
+    """Print a gateway's configuration and its newest receipts, as JSON lines."""
+    run_to_exit(lambda: print_receipts(target, tls=tls, follow=follow, limit=limit))
+
+
+def recompute(
+    file: Annotated[Path, typer.Argument(help="What `slagate receipts` printed; - is stdin.")],
+) -> None:
+    """Decide again what receipts hold, offline; fails where a choice comes out otherwise."""
+    try:
+        status = recompute_file(str(file))
+    except UsageError as error:
+        fail(error)
+    raise typer.Exit(status)
+
+
+async def print_receipts(
+    target: str, *, tls: TlsFiles | None, follow: bool, limit: int | None
+) -> int:
+    """Print the configuration and receipts of a running gateway; the exit status."""
+    request = gw.WatchReceiptsRequest(follow=follow, limit=limit)
+    async with admin_at(target, tls) as gateway:
+        try:
+            async for response in gateway.WatchReceipts(request):
+                print(json_line(response), flush=True)
+        except BrokenPipeError:
+            # Whoever read them has enough. What is still buffered must go somewhere at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def json_line(response: gw.WatchReceiptsResponse) -> str:
+    """A message as one line of JSON, doubles exact; `missed` only where there are some."""
+    value = to_dict(response)
+    if not response.missed:
+        del value["missed"]
+    return json.dumps(value, separators=(",", ":"))
+
+
+class Recheck:
+    """Decides receipts again as their lines come in, and counts."""
+
+    def __init__(self) -> None:
+        self.n_receipts = self.n_choices = self.n_mismatches = self.n_missed = 0
+        self._configs: dict[str, Rules] = {}
+
+    @property
+    def ok(self) -> bool:
+        """Whether there was something to decide, and all of it came out the same."""
+        return self.n_choices > 0 and not self.n_mismatches
+
+    def read(self, lines: Iterable[bytes]) -> Iterator[str]:
+        """A line for each choice that comes out otherwise. Raises `UsageError` naming line and field."""
+        n_lines = 0
+        for line in lines:
+            n_lines += 1
+            try:
+                if line.strip():
+                    yield from self._line(parsed(line))
+            except Damaged as error:
+                raise UsageError(f"line {n_lines}: {error}") from error
+        if not n_lines:
+            raise UsageError("line 1: there is none, the file is empty")
+
+    def _line(self, response: gw.WatchReceiptsResponse) -> Iterator[str]:
+        self.n_missed += response.missed
+        if response.HasField("config"):
+            rules = read_config(response.config)
+            self._configs[rules.version] = rules
+            return
+        if not response.HasField("receipt"):
+            raise Damaged("must have a config or a receipt")
+        if not self._configs:
+            raise Damaged("config: must come before the first receipt")
+        receipt = response.receipt
+        self.n_receipts += 1
+        for mismatch in decide_again(receipt, self._configs):
+            self.n_choices += 1
+            if mismatch is not None:
+                self.n_mismatches += 1
+                yield (
+                    f"receipt {receipt.number}, {mismatch.request_id!r}, {mismatch.stage}:"
+                    f" recorded {mismatch.recorded}, recomputed {mismatch.recomputed}"
+                )
+
+    def summary(self) -> str:
+        """The counts in words."""
+        if not self.n_choices:
+            return f"nothing to decide again: {self.n_receipts} receipts without a decision"
+        missed = f"; {self.n_missed} receipts were missed by the reader" if self.n_missed else ""
+        n_same = self.n_choices - self.n_mismatches
+        return (
+            f"{self.n_receipts} receipts, {self.n_choices} choices:"
+            f" {n_same} agree, {self.n_mismatches} differ{missed}"
+        )
+
+
+def recompute_file(path: str) -> int:
+    """Decide again what a file of `receipts` holds, and print what differs; the exit status.
+
+    `-` is stdin. Raises `UsageError` naming line and field.
+    """
+    recheck = Recheck()
+    with ExitStack() as stack:
+        try:
+            lines = sys.stdin.buffer if path == "-" else stack.enter_context(open(path, "rb"))
+        except OSError as error:
+            raise UsageError(f"{path}: {error.strerror}") from error
+        for found in recheck.read(lines):
+            print(found)
+    print(recheck.summary())
+    return 0 if recheck.ok else EXIT_FAILED
+
+
+def parsed(line: bytes) -> gw.WatchReceiptsResponse:
+    """The inverse of `json_line`. Raises `Damaged`."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise Damaged("must be a JSON object")
+    try:
+        return ParseDict(value, gw.WatchReceiptsResponse())
+    except (ParseError, OverflowError, TypeError, ValueError) as error:
+        # Every field on the way down says "Failed to parse x field: ", the last one why.
+        words = str(error).replace("Failed to parse ", "").replace(" field: ", ": ")
+        raise Damaged(words.splitlines()[0][:MAX_WORDS]) from error

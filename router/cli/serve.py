@@ -1,0 +1,166 @@
+"""`slagate serve`: the gateway, as one process or as the parent of several."""
+
+import itertools
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from prometheus_client import disable_created_metrics
+
+from slagate.proto.rpc.address import Address
+from slagate.proto.rpc.client_call import MAX_MESSAGE_BYTES
+from slagate.router import app as gateway_app
+from slagate.router.cli.command import (
+    Listen,
+    LogLevel,
+    Policy,
+    check_policy,
+    fail,
+    run_to_exit,
+    start_log,
+)
+from slagate.router.cli.fleet_options import Lenient, PoolsFile, PoolWorkers, checked, pool_workers
+from slagate.router.cli.tls import Insecure, TlsCert, TlsClientCa, TlsKey, dial_tls, listener_tls
+from slagate.router.multiprocess.child import config_in_force, own_place
+from slagate.router.multiprocess.parent import MAX_PROCESSES, serve_processes
+from slagate.router.reload.source import FleetSource
+from slagate.router.request.settings import Settings
+from slagate.workers.runtime.listen import ignore_hangups
+
+
+def serve(
+    *,
+    config: Annotated[Path, typer.Option(help="Fleet file: pool grid and workers, JSON.")],
+    listen: Listen,
+    admin: Listen,
+    http: Listen,
+    max_request_bytes: Annotated[
+        int, typer.Option(min=1, max=MAX_MESSAGE_BYTES // 2, help="Limit of one request.")
+    ] = Settings.max_request_bytes,
+    default_timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds for a request without a deadline.")
+    ] = Settings.default_timeout_s,
+    drain: Annotated[
+        float, typer.Option(min=0.0, help="Seconds for running requests after SIGTERM.")
+    ] = Settings.drain_s,
+    max_attempts: Annotated[
+        int, typer.Option(min=1, help="Workers that one stage of a request may try.")
+    ] = Settings.max_attempts,
+    policy: Policy = Settings.policy,
+    max_waiting: Annotated[
+        int,
+        typer.Option(min=0, help="Requests that may wait while all workers are at their limits."),
+    ] = Settings.max_waiting,
+    client_receipts: Annotated[
+        bool,
+        typer.Option(
+            "--receipts/--no-receipts",
+            help="Whether clients may see pools and workers in receipts.",
+        ),
+    ] = Settings.client_receipts,
+    lenient: Lenient = False,
+    pools: PoolsFile = None,
+    pool: PoolWorkers = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Reload when a file of the configuration changes.")
+    ] = Settings.watch_config,
+    processes: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_PROCESSES, help="Processes that share the clients' port."),
+    ] = 1,
+    worker_drain: Annotated[
+        float, typer.Option(min=0.0, help="Seconds for requests on workers that a reload removed.")
+    ] = Settings.worker_drain_s,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    insecure: Insecure = False,
+    worker_tls_ca: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="CAs (PEM) that workers' certificates are of."),
+    ] = None,
+    worker_tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Certificate (PEM) to show to workers.")
+    ] = None,
+    worker_tls_key: TlsKey = None,
+    worker_tls_name: Annotated[
+        str, typer.Option(help="Name in workers' certificates, if not their addresses' hosts.")
+    ] = "",
+    worker_insecure: Annotated[
+        bool, typer.Option("--worker-insecure", help="Plaintext to workers instead of TLS.")
+    ] = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run the gateway until SIGTERM."""
+    ignore_hangups()  # until there is something that can reload
+    check_policy(policy)
+    listeners = {"listen": listen, "admin": admin, "http": http}
+    _check_apart(listeners)
+    tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
+    worker_tls = dial_tls(
+        tls_ca=worker_tls_ca,
+        tls_cert=worker_tls_cert,
+        tls_key=worker_tls_key,
+        tls_name=worker_tls_name,
+        insecure=worker_insecure,
+        prefix="worker-",
+    )
+    source = FleetSource(config, lenient, pools, pool_workers(pool or ()))
+    stamp = source.stamp()
+    place = own_place()
+    if place is None:
+        fleet = checked(source.read)
+        start_log(log_level)
+    else:
+        fleet = config_in_force(place)
+        start_log(log_level, process_number=place.number)
+    settings = Settings(
+        max_request_bytes=max_request_bytes,
+        default_timeout_s=default_timeout,
+        drain_s=drain,
+        worker_drain_s=worker_drain,
+        watch_config=watch,
+        max_attempts=max_attempts,
+        policy=policy,
+        max_waiting=max_waiting,
+        client_receipts=client_receipts,
+    )
+
+    # A second series beside each counter and histogram, and nobody asks when they were created.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    is_parent = processes > 1 and place is None
+
+    async def main_coroutine() -> int:
+        if is_parent:
+            return await serve_processes(
+                source,
+                fleet,
+                settings,
+                stamp=stamp,
+                n_processes=processes,
+                arguments=sys.argv[1:],
+                tls=tls,
+                **listeners,
+            )
+        await gateway_app.serve(
+            source,
+            fleet,
+            settings,
+            stamp=stamp,
+            place=place,
+            tls=tls,
+            worker_tls=worker_tls,
+            **listeners,
+        )
+        return 0
+
+    run_to_exit(main_coroutine, starts_processes=is_parent)
+
+
+def _check_apart(listeners: Mapping[str, Address]) -> None:
+    """Ends the command where two listeners have one address: what the kernel says blames another."""
+    for (one, address), (other, same) in itertools.combinations(listeners.items(), 2):
+        if address == same and address.port:
+            fail(f"--{one} and --{other} are both {address}")

@@ -1,0 +1,128 @@
+"""The options of TLS: what listens and what dials does it with TLS, or says that it does not."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slagate.router.cli.command import fail, with_options
+from slagate.workers.tls.files import PemFile, TlsFiles
+
+TlsCert = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Certificate chain (PEM) of the listeners.")
+]
+TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="Its private key (PEM).")]
+TlsClientCa = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Only clients with a certificate of these CAs (PEM): mTLS."),
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Plaintext instead of TLS.")]
+
+_OPTIONS_OF_A_COMMAND: dict[str, tuple[object, object]] = {
+    "tls_ca": (
+        Annotated[
+            Path | None,
+            typer.Option(metavar="FILE", help="CAs (PEM) that the server's certificate is of."),
+        ],
+        None,
+    ),
+    "tls_cert": (
+        Annotated[
+            Path | None,
+            typer.Option(metavar="FILE", help="Certificate (PEM) to show, where the server asks."),
+        ],
+        None,
+    ),
+    "tls_key": (TlsKey, None),
+    "tls_name": (
+        Annotated[
+            str, typer.Option(help="Name in the server's certificate, if not the one in --target.")
+        ],
+        "",
+    ),
+    "insecure": (Insecure, False),
+}
+
+
+def listener_tls(
+    cert: Path | None, key: Path | None, client_ca: Path | None, *, insecure: bool
+) -> TlsFiles | None:
+    """Of listeners; None is plaintext. Ends the command unless it is told which."""
+    files = TlsFiles(
+        cert=_file("--tls-cert", cert),
+        key=_file("--tls-key", key),
+        ca=_file("--tls-client-ca", client_ca),
+    )
+    ways = (
+        "--tls-cert and --tls-key (and --tls-client-ca, to ask clients for certificates)",
+        "--insecure",
+    )
+    if client_ca is not None and cert is None and not insecure:
+        fail("--tls-client-ca needs --tls-cert and --tls-key")
+    return _files(files, files.cert, "to listen", ways, insecure=insecure)
+
+
+def dial_tls(
+    *,
+    tls_ca: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_name: str,
+    insecure: bool,
+    prefix: str = "",
+) -> TlsFiles | None:
+    """Of what dials; None is plaintext. Ends the command unless it is told which."""
+    files = TlsFiles(
+        cert=_file(f"--{prefix}tls-cert", tls_cert),
+        key=_file(f"--{prefix}tls-key", tls_key),
+        ca=_file(f"--{prefix}tls-ca", tls_ca),
+        server_name=tls_name,
+    )
+    whom = "to call workers" if prefix else "to call a server"
+    ways = (
+        f"--{prefix}tls-ca (and --{prefix}tls-cert and --{prefix}tls-key, where it asks for one)",
+        f"--{prefix}insecure",
+    )
+    return _files(files, files.ca, whom, ways, insecure=insecure)
+
+
+def dials(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of what dials; they reach it as `tls`: files, or None for plaintext.
+
+    It has a `target`; where that is None, nothing is dialled.
+    """
+
+    def tls(options: dict[str, Any], others: Mapping[str, Any]) -> TlsFiles | None:
+        return None if others["target"] is None else dial_tls(**options)
+
+    return with_options(command, _OPTIONS_OF_A_COMMAND, "tls", tls)
+
+
+def _file(option: str, path: Path | None) -> PemFile | None:
+    return None if path is None else PemFile(option, path)
+
+
+def _files(
+    files: TlsFiles,
+    needed: PemFile | None,
+    what: str,
+    ways: tuple[str, str],
+    *,
+    insecure: bool,
+) -> TlsFiles | None:
+    given = files.cert or files.key or files.ca
+    if insecure:
+        name_option = ways[1].replace("insecure", "tls-name")
+        if given is not None or files.server_name:
+            fail(
+                f"{ways[1]} is plaintext: give no {given.option if given else name_option} with it"
+            )
+        return None
+    if files.cert is not None and files.key is None:
+        fail(f"{files.cert.option} needs {files.cert.option.replace('cert', 'key')}")
+    if files.key is not None and files.cert is None:
+        fail(f"{files.key.option} needs {files.key.option.replace('key', 'cert')}")
+    if needed is None:
+        fail(f"{what}, give {ways[0]}, or {ways[1]} for plaintext")
+    return files

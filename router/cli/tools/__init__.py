@@ -1,0 +1,1 @@
+"""tools: a room of `router`."""

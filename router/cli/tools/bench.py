@@ -1,0 +1,262 @@
+"""`slagate bench`: the options, and what is written at the end."""
+
+import random
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import typer
+from rich.console import Console
+
+from slagate.router.bench.bench import Measured, Plan, run_bench
+from slagate.router.bench.load import FixedPrompts, Prompts, TracePrompts
+from slagate.router.bench.picture import kind_of, write_pareto
+from slagate.router.bench.progress import shown
+from slagate.router.bench.report import Figure, Share, Targets, csv_text, figures, problem, table
+from slagate.router.cli.command import (
+    EXIT_FAILED,
+    MAX_SECONDS,
+    errors,
+    fail,
+    finite,
+    run_to_exit,
+    whole_numbers,
+)
+from slagate.router.cli.tls import dials
+from slagate.router.loadgen.trace import load_trace
+from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.listen import stopped
+from slagate.workers.tls.files import TlsFiles
+
+SAMPLE = "sample"
+ISL_TOKENS, OSL_TOKENS = 1024, 128
+PER_CALLER = 10
+INTERRUPTED = 130
+MAX_CONCURRENCY = 4096
+TABLE_WIDTH = 170  # where no terminal says how wide it is
+
+
+@dials
+def bench(
+    *,
+    target: Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway to measure.")],
+    tls: TlsFiles | None,
+    concurrency: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Requests at once, of each level.")
+    ] = "1,2,4,8,16,32",
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Of each level; default: {PER_CALLER} times its concurrency."),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            max=MAX_SECONDS,
+            callback=finite,
+            help="Or: how long each level begins requests.",
+        ),
+    ] = None,
+    isl: Annotated[
+        int | None, typer.Option(min=1, help=f"Prompt tokens; default: {ISL_TOKENS}.")
+    ] = None,
+    osl: Annotated[
+        int | None, typer.Option(min=1, help=f"Output tokens; default: {OSL_TOKENS}.")
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="sample|FILE", help="Or: prompts and lengths of a Mooncake trace."),
+    ] = None,
+    ttft_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1e9, callback=finite, help="TTFT target, sent and judged by."),
+    ] = None,
+    itl_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1e9, callback=finite, help="ITL target, sent and judged by."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model name; may be left out where one is served.")
+    ] = None,
+    admin: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The gateway's admin listener: wait for every worker, throughput of each.",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of the fleet: throughput of each.")
+    ] = None,
+    warmup: Annotated[
+        int | None,
+        typer.Option(min=0, help="Requests before; default: as many as the highest concurrency."),
+    ] = None,
+    wait: Annotated[
+        float,
+        typer.Option(min=0.0, max=MAX_SECONDS, callback=finite, help="Seconds to wait for health."),
+    ] = 60.0,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1, max=MAX_SECONDS, callback=finite, help="Deadline of a request, seconds."
+        ),
+    ] = 300.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the prompts; default: another one each time.")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="Write the figures here.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw the Pareto picture, .png or .svg."),
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="Of the picture.")] = None,
+) -> None:
+    """Measure throughput and latency of a running gateway at several levels of concurrency."""
+    levels = whole_numbers("--concurrency", concurrency, least=1)
+    _check_sizes(levels, requests, seconds)
+    try:
+        prompts = _prompts(isl, osl, trace)
+        for option, path in (("--csv", csv), ("--plot", plot)):
+            _make_room(option, path)
+        if plot is not None:
+            kind_of(plot)
+    except UsageError as error:
+        fail(error)
+    plan = Plan(
+        levels=levels,
+        prompts=prompts,
+        targets=Targets(ttft_ms, itl_ms),
+        n_requests=requests,
+        seconds=seconds,
+        per_caller=PER_CALLER,
+        n_warmup=max(levels) if warmup is None else warmup,
+        wait_s=wait,
+        timeout_s=timeout,
+        seed=random.SystemRandom().getrandbits(31) if seed is None else seed,
+        model=model,
+    )
+    measured = Measured()
+
+    async def main_coroutine() -> int:
+        status = await _measure(target, admin, plan, measured, tls=tls)
+        if measured.levels:
+            _leave(plan, measured, gpus=gpus, csv=csv, plot=plot, title=title)
+        answered = any(problem(one) is None for level in measured.levels for one in level.served)
+        return status if answered or status else EXIT_FAILED
+
+    run_to_exit(main_coroutine)
+
+
+def _check_sizes(levels: tuple[int, ...], requests: int | None, seconds: float | None) -> None:
+    if max(levels) > MAX_CONCURRENCY:
+        fail(f"--concurrency must be at most {MAX_CONCURRENCY} (got {max(levels)})")
+    if requests is not None and seconds is not None:
+        fail("give either --requests or --seconds")
+    if requests is not None and requests < max(levels):
+        fail(f"--requests {requests}: are too few for {max(levels)} at once (--concurrency)")
+
+
+def _prompts(isl: int | None, osl: int | None, trace: str | None) -> Prompts:
+    if trace is None:
+        return FixedPrompts(isl or ISL_TOKENS, osl or OSL_TOKENS)
+    if isl is not None or osl is not None:
+        raise UsageError(
+            f"--trace has sizes of its own: give no {'--osl' if isl is None else '--isl'}"
+        )
+    if trace == SAMPLE:
+        return TracePrompts(SAMPLE, load_trace())
+    try:
+        return TracePrompts(Path(trace).name, load_trace(trace))
+    except UsageError as error:
+        raise UsageError(f"--trace {error}") from error
+
+
+def _make_room(option: str, path: Path | None) -> None:
+    """Remove what an earlier run left, which must not pass for this one's. Raises `UsageError`.
+
+    So that a file that cannot be written is known before minutes are spent.
+    """
+    if path is None:
+        return
+    try:
+        with path.open("ab"):
+            pass
+        if path.is_file():
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot be written: {error.strerror}") from error
+
+
+async def _measure(
+    target: str, admin: str | None, plan: Plan, measured: Measured, *, tls: TlsFiles | None
+) -> int:
+    """Fill `measured`; the exit status. SIGINT and SIGTERM end it early."""
+    status = INTERRUPTED
+    with shown() as listener:
+        async with stopped() as signalled, anyio.create_task_group() as tasks:
+
+            async def watch() -> None:
+                await signalled.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(watch)
+            why_not = await run_bench(target, admin, plan, measured, listener, tls=tls)
+            if why_not:
+                listener.note(why_not)
+            status = EXIT_FAILED if why_not else 0
+            tasks.cancel_scope.cancel()
+    return status
+
+
+def _leave(
+    plan: Plan,
+    measured: Measured,
+    *,
+    gpus: int | None,
+    csv: Path | None,
+    plot: Path | None,
+    title: str | None,
+) -> None:
+    """Print the table and write the files."""
+    share = Share("fleet")
+    if gpus is not None:
+        share = Share("gpu", gpus)
+    elif measured.n_workers:
+        share = Share("worker", measured.n_workers)
+    rows = [figures(level, targets=plan.targets, share=share) for level in measured.levels]
+    about: dict[str, Figure] = {
+        "model": measured.model,
+        "prompts": str(plan.prompts),
+        "seed": plan.seed,
+    }
+    what = f"{measured.model}, {plan.prompts}"
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    console.print(table(rows, what))
+    if csv is not None:
+        _write(csv, csv_text(rows, about))
+    if plot is not None:
+        try:
+            write_pareto(rows, plot, title=title or measured.model, subtitle=_subtitle(plan, share))
+        except UsageError as error:
+            errors.print(f"slagate: {error}")
+
+
+def _subtitle(plan: Plan, share: Share) -> str:
+    said = [str(plan.prompts)]
+    if share.unit != "fleet":
+        unit = {"gpu": "GPU", "worker": "worker"}[share.unit]
+        said.append(f"{share.n} {unit}{'s' * (share.n > 1)}")
+    judged = any(target is not None for target in plan.targets)
+    said.append("points: requests at once" + (" (share that met the targets)" if judged else ""))
+    return "; ".join(said)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        errors.print(f"slagate: --csv {path}: cannot be written: {error.strerror}")

@@ -1,0 +1,194 @@
+"""`slagate profile ...`: timing profiles, from a database or from a live worker."""
+
+import json
+import random
+import uuid
+from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from slagate.pools.estimator.estimator import NOMINAL_KV_BYTES_PER_TOKEN
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.cli.command import errors, fail, run_to_exit, whole_numbers
+from slagate.router.cli.tls import dials
+from slagate.router.client.call import engine_at
+from slagate.router.profiles.build import AiConfigurator, profile_content
+from slagate.router.profiles.measure import (
+    AggBench,
+    Bench,
+    MeasurePlan,
+    PairBench,
+    capacity,
+    measure_decode,
+    measure_prefill,
+    measured_content,
+)
+from slagate.workers.profiles.errors import ProfileError
+from slagate.workers.profiles.profile import load_profile
+from slagate.workers.runtime.errors import UsageError
+from slagate.workers.tls.files import TlsFiles
+
+profile = typer.Typer(no_args_is_help=True, help="Timing profiles of models on GPUs.")
+
+Out = Annotated[Path, typer.Option(help="The profile file.")]
+
+
+@profile.command()
+def build(
+    *,
+    model: Annotated[str, typer.Option(help="Hugging Face id, as Qwen/Qwen3-32B-FP8.")],
+    system: Annotated[str, typer.Option(help="GPU system of the database, as h200_sxm.")],
+    tp: Annotated[str, typer.Option(metavar="N,N,...", help="Tensor parallel sizes.")],
+    out: Out,
+    engine_version: Annotated[
+        str | None, typer.Option(help="TensorRT-LLM version; default: the newest there is.")
+    ] = None,
+) -> None:
+    """Make a profile from AIConfigurator's TensorRT-LLM database (extra `aiconfigurator`)."""
+    sizes = whole_numbers("--tp", tp, least=1)
+    try:
+        timings = AiConfigurator(model, system, engine_version)
+        content = profile_content(
+            model,
+            system,
+            sizes,
+            timings,
+            on_size=lambda size: errors.print(f"slagate: tp {size}"),
+        )
+    except UsageError as error:
+        fail(error)
+    _write(out, content)
+
+
+@profile.command()
+@dials
+def measure(
+    *,
+    tls: TlsFiles | None,
+    target: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="An agg worker, or a prefill worker.")
+    ],
+    out: Out,
+    decode: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="With a prefill worker: the decode worker."),
+    ] = None,
+    prompts: Annotated[str, typer.Option(metavar="N,N,...", help="Prompt sizes, tokens.")] = (
+        "64,128,256,512,1024,2048,4096,8192,16384,32768"
+    ),
+    cached: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Tokens in the cache before those of the prompt.")
+    ] = "0,2048,8192",
+    batches: Annotated[str, typer.Option(metavar="N,N,...", help="Batch sizes.")] = (
+        "1,2,4,8,16,32,64,128"
+    ),
+    contexts: Annotated[str, typer.Option(metavar="N,N,...", help="Contexts, tokens.")] = (
+        "512,2048,8192,32768"
+    ),
+    repeats: Annotated[int, typer.Option(min=1, help="Of each row; the median counts.")] = 3,
+    steps: Annotated[int, typer.Option(min=16, help="Output tokens of a decode row.")] = 64,
+    system: Annotated[str, typer.Option(help="The GPU system, for the file.")] = "measured",
+    kv_capacity: Annotated[
+        int | None, typer.Option(min=1, help="KV cache in tokens; default: what the worker says.")
+    ] = None,
+    kv_bytes: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"KV cache of a token; default: {NOMINAL_KV_BYTES_PER_TOKEN}."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds of one request.")] = 600.0,
+) -> None:
+    """Measure a live worker that has nothing else to do; takes minutes on a real one."""
+    plan = MeasurePlan(
+        new_tokens=whole_numbers("--prompts", prompts, least=1),
+        cached_tokens=whole_numbers("--cached", cached, least=0),
+        batches=whole_numbers("--batches", batches, least=1),
+        contexts=whole_numbers("--contexts", contexts, least=1),
+        repeats=repeats,
+        steps=steps,
+    )
+
+    if kv_bytes is None:
+        kv_bytes = NOMINAL_KV_BYTES_PER_TOKEN
+        errors.print(f"slagate: without --kv-bytes, {kv_bytes} bytes a token is a guess")
+
+    async def main_coroutine() -> int:
+        content = await _measured(
+            target, decode, plan, tls=tls, system=system, kv_capacity=kv_capacity, kv_bytes=kv_bytes,
+            timeout_s=timeout,
+        )  # fmt: skip
+        _write(out, content)
+        return 0
+
+    run_to_exit(main_coroutine)
+
+
+async def _measured(
+    target: str,
+    decode: str | None,
+    plan: MeasurePlan,
+    *,
+    tls: TlsFiles | None,
+    system: str,
+    kv_capacity: int | None,
+    kv_bytes: int,
+    timeout_s: float,
+) -> dict[str, object]:
+    def on_row(line: str) -> None:
+        errors.print(f"slagate: {line}")
+
+    rng = random.Random(uuid.uuid4().int)  # a worker still has the prompts of the run before
+    async with AsyncExitStack() as stack:
+        worker = second = await stack.enter_async_context(engine_at(target, tls))
+        server = decoder = await worker.server_info()
+        if decode is not None:
+            second = await stack.enter_async_context(engine_at(decode, tls))
+            decoder = await second.server_info()
+        model = server.supported_models[0]
+        limit = capacity(decoder, await second.model_info(model), kv_capacity)
+        _check_roles(server, decoder, decode)
+        bench: Bench
+        if decode is None:
+            bench = AggBench(worker, model, timeout_s=timeout_s)
+        else:
+            bench = PairBench(worker, second, model, timeout_s=timeout_s)
+        prefill_rows = await measure_prefill(bench, plan, limit, rng=rng, on_row=on_row)
+        max_batch = decoder.capacity.max_running_requests or max(plan.batches)
+        decode_rows = await measure_decode(
+            bench, plan, limit, max_batch=max_batch, rng=rng, on_row=on_row
+        )
+    return measured_content(
+        prefill_rows,
+        decode_rows,
+        model=model,
+        system=system,
+        engine=f"{server.engine_name} {server.engine_version}",
+        source=f"measured with slagate profile measure, {plan.repeats} times each, medians",
+        tp=server.parallelism.tensor_parallel_size or 1,
+        kv_capacity_tokens=limit.kv_tokens,
+        kv_bytes_per_token=kv_bytes,
+    )
+
+
+def _check_roles(server: oe.ServerInfo, decoder: oe.ServerInfo, decode: str | None) -> None:
+    prefills = server.engine_role == oe.ENGINE_ROLE_PREFILL
+    if decode is None and server.engine_role != oe.ENGINE_ROLE_AGGREGATED:
+        raise UsageError("--target is no agg worker: give a prefill worker, and --decode with it")
+    if decode is not None and not (prefills and decoder.engine_role == oe.ENGINE_ROLE_DECODE):
+        raise UsageError("--decode must be a decode worker, with a prefill worker as --target")
+
+
+def _write(out: Path, content: dict[str, object]) -> None:
+    text = json.dumps(content, separators=(",", ":")) + "\n"
+    try:
+        with TemporaryDirectory() as folder:
+            aside = Path(folder, "profile.json")
+            aside.write_text(text, encoding="utf-8")
+            load_profile(aside)
+        out.write_text(text, encoding="utf-8")
+    except ProfileError as error:
+        fail(f"{out} was not written: {error}")
+    except OSError as error:
+        fail(f"{out} cannot be written: {error.strerror}")

@@ -1,0 +1,1 @@
+"""worker: a room of `router`."""

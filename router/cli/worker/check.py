@@ -1,0 +1,176 @@
+"""`slagate worker check`: what is wrong with engine arguments, without an engine.
+
+Exit status 0: no errors; 1: errors, or with --strict warnings; 2: something cannot be read.
+"""
+
+import difflib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from slagate.router.cli.command import (
+    EXIT_FINDINGS,
+    fail,
+    indented,
+    options_given,
+    until_reader_leaves,
+    with_options,
+)
+from slagate.router.cli.worker.engine_args import (
+    OPTIONS,
+    AllowUnknownEngineArgs,
+    EngineVersion,
+    ExtraEngineArgs,
+    OverrideEngineArgs,
+    engine_version_of,
+    place_of,
+    read_engine_args,
+)
+from slagate.workers.engine_args.build import EngineArgs, check_pair
+from slagate.workers.engine_args.model.findings import CODES, Finding
+from slagate.workers.engine_args.read import PEER
+from slagate.workers.engine_args.rules.case import Wanted
+from slagate.workers.runtime.errors import UsageError
+
+PAIR = "pair"
+
+
+class Found(NamedTuple):
+    """A finding, whose it is (a role's, or the pairing's), and where its value came from, if set."""
+
+    of: str
+    finding: Finding
+    place: str
+
+
+def _check(
+    context: typer.Context,
+    *,
+    role: Annotated[str, typer.Option(help="agg, prefill, decode or encode.")],
+    extra_engine_args: ExtraEngineArgs = None,
+    override_engine_args: OverrideEngineArgs = None,
+    allow_unknown_engine_args: AllowUnknownEngineArgs = False,
+    peer_engine_args: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Of the other role: decode's for prefill, prefill's for decode."
+        ),
+    ] = None,
+    prefix_routing: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-routing/--no-prefix-routing", help="Whether prefixes decide on workers."
+        ),
+    ] = True,
+    longest_prompt: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of the longest prompt; default: the context."),
+    ] = None,
+    kv_bytes_per_token: Annotated[
+        int | None, typer.Option(min=1, help="KV cache of one token on one rank, for estimates.")
+    ] = None,
+    engine_version: EngineVersion = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="CODE", help="Leave this one out; repeatable.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit status 1 for warnings, too.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON object a line instead of text.")
+    ] = False,
+    engine_options: dict[str, Any],
+) -> None:
+    """Say what is wrong with the arguments of an engine, or of a pairing; no engine is needed."""
+    del engine_options  # those that were given are read from the context
+    if extra_engine_args is None and override_engine_args is None:
+        fail("--extra-engine-args is missing: the file, or packaged configuration, to check")
+    ignored = {_known_code(code) for code in ignore or ()}
+    wanted = Wanted(
+        prefix_routing=prefix_routing,
+        longest_prompt_tokens=longest_prompt,
+        kv_bytes_per_token=kv_bytes_per_token,
+        engine_version=engine_version_of(engine_version),
+        environ=os.environ,
+    )
+    args = read_engine_args(
+        role,
+        {name: context.params[name] for name in options_given(context)},
+        extra=extra_engine_args,
+        override=override_engine_args,
+        allow_unknown=allow_unknown_engine_args,
+        wanted=wanted,
+    )
+    found = [Found(role, finding, place_of(finding, args.places)) for finding in args.findings]
+    if peer_engine_args is not None:
+        found += _with_peer(
+            args, peer_engine_args, allow_unknown=allow_unknown_engine_args, wanted=wanted
+        )
+    kept = [each for each in found if each.finding.code not in ignored]
+    with until_reader_leaves():
+        for line in _json_lines(kept) if as_json else _text_lines(kept, len(found) - len(kept)):
+            typer.echo(line)
+    failed = any(each.finding.is_error or strict for each in kept)
+    raise typer.Exit(EXIT_FINDINGS if failed else 0)
+
+
+check = with_options(_check, OPTIONS, "engine_options", lambda options, _: options)
+
+
+def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wanted) -> list[Found]:
+    """The findings of the other role's file, and of both together."""
+    role = {"prefill": "decode", "decode": "prefill"}.get(args.role)
+    if role is None:
+        fail(f"{PEER} is for --role prefill or decode (got {args.role!r})")
+    other = read_engine_args(
+        role,
+        {},
+        extra=peer,
+        override=None,
+        allow_unknown=allow_unknown,
+        wanted=wanted,
+        extra_option=PEER,
+    )
+    of_peer = [Found(role, finding, place_of(finding, other.places)) for finding in other.findings]
+    try:
+        return of_peer + [
+            Found(PAIR, finding, _places(finding, args, other))
+            for finding in check_pair(args, other)
+        ]
+    except UsageError as error:
+        fail(error)
+
+
+def _places(finding: Finding, *sides: EngineArgs) -> str:
+    """Where each side has the value from that the pairing's finding is about, where it was set."""
+    places = [(side.role, place_of(finding, side.places)) for side in sides]
+    return "; ".join(f"{role}: {place}" for role, place in places if place)
+
+
+def _json_lines(found: Sequence[Found]) -> Iterator[str]:
+    for each in found:
+        shown = {"of": each.of, **each.finding._asdict(), "source": each.place}
+        yield json.dumps(shown, ensure_ascii=False)
+
+
+def _text_lines(found: Sequence[Found], n_ignored: int) -> Iterator[str]:
+    for of, finding, place in found:
+        yield f"{finding.severity} {finding.code}  {of}  {finding.key}{f' ({place})' if place else ''}"
+        yield from indented(f"{finding.key} {finding.text}.")
+        yield from indented(f"Fix: {finding.advice}{'' if finding.advice.endswith('?') else '.'}")
+        yield ""
+    counts = Counter(each.finding.severity for each in found)
+    listed = ", ".join(f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items())
+    yield f"{listed or 'no findings'}{f' ({n_ignored} ignored)' if n_ignored else ''}"
+
+
+def _known_code(code: str) -> str:
+    if code.upper() in CODES:
+        return code.upper()
+    near = difflib.get_close_matches(code.upper(), CODES, n=1, cutoff=0.0)
+    fail(f"--ignore must be a code of docs/engines.md, such as {near[0]} (got {code!r})")

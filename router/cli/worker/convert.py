@@ -1,0 +1,87 @@
+"""`slagate worker convert`: engine arguments for another role, or another tensor-parallel size."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slagate.router.cli.command import EXIT_FINDINGS, errors, fail, until_reader_leaves
+from slagate.router.cli.worker.engine_args import AllowUnknownEngineArgs, engine_version_of
+from slagate.workers.engine_args.build import assemble
+from slagate.workers.engine_args.convert import Conversion
+from slagate.workers.engine_args.convert import convert as converted
+from slagate.workers.engine_args.model.merge import Layer
+from slagate.workers.engine_args.model.sections import MAX_RANKS
+from slagate.workers.engine_args.read import PEER, read_yaml
+from slagate.workers.engine_args.rules.case import Wanted
+from slagate.workers.engine_args.text import yaml_lines
+from slagate.workers.runtime.errors import UsageError
+
+CONVERTED_ROLES = ("agg", "prefill", "decode")
+
+
+def convert(
+    *,
+    role: Annotated[str, typer.Option(help="What the file is for: agg, prefill or decode.")],
+    extra_engine_args: Annotated[
+        Path, typer.Option(metavar="FILE", help="YAML: a file, or a packaged configuration.")
+    ],
+    to: Annotated[
+        str | None, typer.Option(help="What it shall be for; default: what it is for.")
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, max=MAX_RANKS, help="Tensor parallel size.")
+    ] = None,
+    peer_engine_args: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="From agg: of the role that the result pairs with."),
+    ] = None,
+    allow_unknown_engine_args: AllowUnknownEngineArgs = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result here.")] = None,
+) -> None:
+    """Show what changes, and why; exit status 1 where the result has errors."""
+    for option, value in (("--role", role), ("--to", to)):
+        if value not in (None, *CONVERTED_ROLES):
+            fail(f"{option} must be one of {', '.join(CONVERTED_ROLES)} (got {value!r})")
+    if to is None and tp is None:
+        fail("--to or --tp is missing: what to convert to")
+    try:
+        peer = None if peer_engine_args is None else read_yaml(peer_engine_args, PEER).values
+        conversion = converted(
+            read_yaml(extra_engine_args).values, role=role, to=to, tp=tp, peer=peer
+        )
+    except UsageError as error:
+        fail(error)
+    result_role = to or role
+    with until_reader_leaves():
+        for line in _diff_lines(conversion):
+            typer.echo(line)
+    if out is not None:
+        title = f"# For {result_role}, converted from {role} of {extra_engine_args}."
+        lines = [title, *yaml_lines(conversion.values)]
+        try:
+            out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        except OSError as error:
+            fail(f"--out: {out}: {error.strerror or error}")
+    args = assemble(
+        result_role,
+        [Layer("converted", conversion.values)],
+        allow_unknown=allow_unknown_engine_args,
+        wanted=Wanted(
+            prefix_routing=True, engine_version=engine_version_of(None), environ=os.environ
+        ),
+    )
+    for doubt in conversion.doubts:
+        errors.print(f"slagate: warning: {doubt}")
+    for finding in args.findings:
+        errors.print(f"slagate: {finding.severity}: {finding}")
+    raise typer.Exit(EXIT_FINDINGS if args.errors else 0)
+
+
+def _diff_lines(conversion: Conversion) -> list[str]:
+    """Each change, with its reason below it."""
+    lines = []
+    for change in conversion.changes:
+        lines += [str(change), f"      {change.why}"]
+    return lines or ["nothing changes"]

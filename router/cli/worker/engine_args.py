@@ -1,0 +1,235 @@
+"""The options that engine arguments come from, and what of a command line goes to the engine.
+
+Options of a command line that are engine arguments, one table for every command that takes them.
+
+`slagate worker` has some of them for the simulated engine too, with defaults of its own.
+
+`--transport`: how KV caches move.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slagate.router.cli.command import errors, fail, until_reader_leaves
+from slagate.workers.engine_args.build import EngineArgs, build_engine_args
+from slagate.workers.engine_args.model.findings import Finding
+from slagate.workers.engine_args.model.merge import DEFAULT
+from slagate.workers.engine_args.model.sections import INT32_MAX, MAX_RANKS
+from slagate.workers.engine_args.read import EXTRA
+from slagate.workers.engine_args.rules.case import Wanted
+from slagate.workers.engine_args.text import yaml_lines
+from slagate.workers.runtime.errors import UsageError
+from slagate.workers.serving.kv_transport import TRANSPORTS
+from slagate.workers.trtllm.package import installed_version
+
+ExtraEngineArgs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Engine arguments, YAML: a file, or a packaged configuration such as qwen3/prefill.",
+    ),
+]
+OverrideEngineArgs = Annotated[
+    str | None, typer.Option(metavar="JSON", help="Engine arguments over those of the file.")
+]
+AllowUnknownEngineArgs = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unknown-engine-args",
+        help="Pass on arguments that slagate does not know: for newer engines.",
+    ),
+]
+PrintEngineArgs = Annotated[
+    bool,
+    typer.Option(
+        "--print-engine-args",
+        help="Show what the engine would get, and where each value came from; nothing is started.",
+    ),
+]
+
+EngineVersion = Annotated[
+    str | None,
+    typer.Option(
+        metavar="X.Y", help="Of TensorRT-LLM, for rules that depend on it; default: the installed."
+    ),
+]
+
+TRTLLM_ONLY = (
+    "engine_version",
+    "extra_engine_args",
+    "override_engine_args",
+    "allow_unknown_engine_args",
+    "print_engine_args",
+)
+"""Parameters of this module that the simulated engine would ignore."""
+
+PLACES: Mapping[str, tuple[str, ...]] = {
+    "model": ("model",),
+    "tp": ("tensor_parallel_size",),
+    "max_batch_size": ("max_batch_size",),
+    "max_seq_len": ("max_seq_len",),
+    "attention_dp": ("enable_attention_dp",),
+    "kv_events": ("kv_cache_config", "event_buffer_max_size"),
+    "stream_interval": ("stream_interval",),
+    "backend": ("backend",),
+    "pipeline_parallel_size": ("pipeline_parallel_size",),
+    "expert_parallel_size": ("moe_expert_parallel_size",),
+    "gpus_per_node": ("gpus_per_node",),
+    "kv_block_size": ("kv_cache_config", "tokens_per_block"),
+    "max_num_tokens": ("max_num_tokens",),
+    "free_gpu_memory_fraction": ("kv_cache_config", "free_gpu_memory_fraction"),
+    "guided_decoding_backend": ("guided_decoding_backend",),
+}
+"""Parameter of a command to its engine argument."""
+
+
+def cli_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine arguments among the parameters that a command line gave, nested."""
+    values: dict[str, Any] = {}
+    for name, (*sections, key) in PLACES.items():
+        if parameters.get(name) is not None:
+            into = values
+            for section in sections:
+                into = into.setdefault(section, {})
+            into[key] = parameters[name]
+    return values
+
+
+def read_engine_args(
+    role: str,
+    given: Mapping[str, Any],
+    *,
+    extra: Path | None,
+    override: str | None,
+    allow_unknown: bool,
+    wanted: Wanted,
+    extra_option: str = EXTRA,
+) -> EngineArgs:
+    """The merged arguments; `given` are the parameters that the command line set. Else ends the command."""
+    try:
+        return build_engine_args(
+            role=role,
+            cli=cli_values(given),
+            extra=extra,
+            override=override,
+            allow_unknown=allow_unknown,
+            wanted=wanted,
+            extra_option=extra_option,
+        )
+    except UsageError as error:
+        fail(error)
+
+
+def engine_version_of(text: str | None) -> tuple[int, int] | None:
+    """What `--engine-version` says, else what is installed; None where neither says it."""
+    if text is None:
+        return _major_minor(installed_version() or "")
+    version = _major_minor(text)
+    if version is None:
+        fail(f"--engine-version must be a version such as 1.2 or 1.3.0rc22 (got {text!r})")
+    return version
+
+
+def _major_minor(text: str) -> tuple[int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)(?![\d])", text)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def show_engine_args(args: EngineArgs) -> None:
+    """The arguments as YAML on stdout, the findings on stderr."""
+    for finding in args.findings:
+        errors.print(f"slagate: {finding.severity}: {finding}")
+    with until_reader_leaves():
+        for line in yaml_lines(args.values, args.sources):
+            typer.echo(line)
+
+
+def place_of(finding: Finding, places: Mapping[str, str]) -> str:
+    """Where the value that a finding is about came from, or the section that lacks it; else empty."""
+    key = finding.key.partition("[")[0]
+    section = places.get(key.rpartition(".")[0], "")
+    return places.get(key, "" if section == DEFAULT else section)
+
+
+MODEL = typer.Option(
+    help="trtllm: folder or Hugging Face id. sim: served name; default: the profile's."
+)
+TP = typer.Option(
+    "--tp", "--tensor-parallel-size", min=1, max=MAX_RANKS, help="Tensor parallel size."
+)
+MAX_BATCH_SIZE = typer.Option(min=1, max=1_000_000, help="Requests a step may run.")
+MAX_SEQ_LEN = typer.Option(min=2, max=INT32_MAX, help="Context window, tokens.")
+ATTENTION_DP = typer.Option(
+    "--attention-dp",
+    "--enable-attention-dp",
+    help="One KV cache per rank; as many ranks as --tp.",
+)
+KV_EVENTS = typer.Option(
+    min=0,
+    max=100_000_000,
+    help="KV events the engine keeps until they are read; 0: it makes none.",
+)
+STREAM_INTERVAL = typer.Option(
+    min=1, max=INT32_MAX, help="Tokens between two responses of a stream."
+)
+
+
+def count(about: str, most: int = INT32_MAX) -> tuple[object, object]:
+    """An option that is a number from 1, unset by default."""
+    return Annotated[int | None, typer.Option(min=1, max=most, help=about)], None
+
+
+def text(about: str) -> tuple[object, object]:
+    """An option that is text, unset by default."""
+    return Annotated[str | None, typer.Option(help=about)], None
+
+
+TRTLLM_OPTIONS: dict[str, tuple[object, object]] = {
+    "backend": text("trtllm: pytorch or _autodeploy."),
+    "pipeline_parallel_size": count("trtllm: pipeline parallel size.", MAX_RANKS),
+    "expert_parallel_size": count("trtllm: expert parallel size of MoE layers.", MAX_RANKS),
+    "gpus_per_node": count("trtllm: GPUs of a node; default: those visible.", MAX_RANKS),
+    "kv_block_size": count("trtllm: tokens of a KV block."),
+    "max_num_tokens": count("trtllm: tokens a step may run."),
+    "free_gpu_memory_fraction": (
+        Annotated[
+            float | None,
+            typer.Option(
+                min=0.0, max=1.0, help="trtllm: share of free GPU memory for the KV cache."
+            ),
+        ],
+        None,
+    ),
+    "guided_decoding_backend": text("trtllm: xgrammar or llguidance."),
+}
+"""Those that the simulated engine has not: name to annotation and default."""
+
+OPTIONS: dict[str, tuple[object, object]] = {
+    "model": (Annotated[str | None, MODEL], None),
+    "tp": (Annotated[int | None, TP], None),
+    "max_batch_size": (Annotated[int | None, MAX_BATCH_SIZE], None),
+    "max_seq_len": (Annotated[int | None, MAX_SEQ_LEN], None),
+    "attention_dp": (Annotated[bool, ATTENTION_DP], False),
+    "kv_events": (Annotated[int | None, KV_EVENTS], None),
+    "stream_interval": (Annotated[int | None, STREAM_INTERVAL], None),
+    **TRTLLM_OPTIONS,
+}
+"""All, unset by default: for commands that run no engine."""
+
+Transport = Annotated[
+    str,
+    typer.Option(
+        help="How the KV cache moves between workers: nixl, shm (shared memory), or auto: nixl where it "
+        "works, else shm.",
+    ),
+]
+
+
+def check_transport(transport: str) -> None:
+    """End the command unless `transport` is one there is."""
+    if transport not in TRANSPORTS:
+        fail(f"--transport must be one of {', '.join(TRANSPORTS)} (got {transport!r})")

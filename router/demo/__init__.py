@@ -1,0 +1,1 @@
+"""demo: a room of `router`."""

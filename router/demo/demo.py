@@ -1,0 +1,254 @@
+"""`slagate demo`: a fleet of simulated workers and a gateway on this machine, under a real trace.
+
+Every process is its own, every call goes over gRPC, every handoff over NIXL, or over shared memory where
+there is no NIXL or the user says so. Each stream is
+compared with what the model would have said (`sim_blocks.continuation`).
+"""
+
+import json
+import os
+import random
+import stat
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from itertools import islice
+from pathlib import Path
+
+import anyio
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.router.demo.fleet import DemoFleet, kv_verify_failures, start_fleet
+from slagate.router.demo.report import Row, build_report, example, table
+from slagate.router.loadgen.cluster import Cluster, ClusterError
+from slagate.router.loadgen.loadgen import LoadRequest, Progress, Served, mismatch, run_load
+from slagate.router.loadgen.trace import Arrival, arrivals, load_trace, prompt_tokens
+from slagate.router.request.metadata import ITL, OBJECTIVE, RECEIPT, SESSION_ID, TTFT
+from slagate.workers.client.client import connect_worker
+from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.listen import stopped
+from slagate.workers.runtime.ready_line import ready_line
+from slagate.workers.sim.kv_cache.blocks import continuation
+from slagate.workers.sim.settings import VOCAB_SIZE
+
+SEED = 2025
+
+COMPRESSION = 12.0
+"""Twenty minutes of the trace in about 100 s. Eight processes may share as little as two cores; at the
+resulting 650 tokens/s they keep up, so that what is measured is the simulated GPUs."""
+
+CHANNELS = 4
+"""Connections to the gateway, as several clients would have."""
+
+REQUEST_LIMIT_S = 120.0
+INTERRUPTED = 130
+
+
+async def run_demo(
+    requests: int | None,
+    out: Path,
+    console: Console,
+    *,
+    transport: str = "auto",
+    policy: str = "prefix",
+) -> int:
+    """Run the demo, write the report to `out`, and return the exit status.
+
+    `requests` None replays the whole sample; `transport` is auto, nixl or shm, `policy` one of
+    `settings.POLICIES`. 0 means that every request was answered, with the right tokens and a receipt, and
+    every handoff was intact. SIGINT and SIGTERM end the demo and every process that it started. Raises
+    `UsageError` for more requests than there are, `OSError` when `out` cannot be written.
+    """
+    replay = _plan(requests)
+    _make_room(out)
+    status = await _until_signal(
+        out, console, lambda cluster: _run(cluster, replay, out, console, transport, policy)
+    )
+    if status is None:
+        console.print("Interrupted; every process that was started has ended.")
+        return INTERRUPTED
+    return status
+
+
+async def serve_demo(
+    out: Path, console: Console, *, transport: str = "auto", policy: str = "prefix"
+) -> int:
+    """Run the demo's fleet, beside `out`, until SIGINT or SIGTERM, and replay nothing; the exit status.
+
+    A ready line on stdout has the gateway's addresses. 1 when a process of it ends by itself.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+    async def serve(cluster: Cluster) -> int:
+        fleet = await _start(cluster, out, console, transport, policy)
+        ready_line(listen=fleet.gateway, admin=fleet.admin, model=fleet.model)
+        await cluster.during(anyio.sleep_forever)
+        raise AssertionError("nothing but a signal ends it")
+
+    return await _until_signal(out, console, serve) or 0
+
+
+async def _until_signal(
+    out: Path, console: Console, work: Callable[[Cluster], Awaitable[int]]
+) -> int | None:
+    """What `work` returns, or None after SIGINT or SIGTERM; every process that it started has ended."""
+    status = None
+    async with stopped() as signalled, anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            await signalled.wait()
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(watch)
+        status = await _in_cluster(out, console, work)
+        tasks.cancel_scope.cancel()
+    return status
+
+
+def _plan(requests: int | None) -> list[Arrival]:
+    trace = load_trace()
+    wanted = len(trace) if requests is None else requests
+    if not 1 <= wanted <= len(trace):
+        raise UsageError(
+            f"requests: the sample has 1 to {len(trace)} of them to replay (got {wanted})"
+        )
+    return list(islice(arrivals(trace, compression=COMPRESSION, rng=random.Random(SEED)), wanted))
+
+
+def _make_room(out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(out) and not stat.S_ISREG(out.lstat().st_mode):
+        raise UsageError(f"--out {out}: is there, and is not a regular file")
+    # What an earlier run left must not pass for the report of this one.
+    out.unlink(missing_ok=True)
+
+
+async def _in_cluster(
+    out: Path, console: Console, work: Callable[[Cluster], Awaitable[int]]
+) -> int:
+    cluster = Cluster(out.parent / "demo-logs")
+    try:
+        return await work(cluster)
+    except ClusterError as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        return 1
+    finally:
+        with anyio.CancelScope(shield=True):
+            killed = await cluster.stop()
+        if killed:
+            console.print(f"Killed, because SIGTERM did not end them: {', '.join(killed)}")
+
+
+async def _start(
+    cluster: Cluster, out: Path, console: Console, transport: str, policy: str
+) -> DemoFleet:
+    with console.status("Starting five prefill workers, three decode workers and the gateway"):
+        return await start_fleet(
+            cluster, out.with_name("demo-fleet.json"), transport=transport, policy=policy
+        )
+
+
+async def _run(
+    cluster: Cluster,
+    replay: Sequence[Arrival],
+    out: Path,
+    console: Console,
+    transport: str,
+    policy: str,
+) -> int:
+    fleet = await _start(cluster, out, console, transport, policy)
+    started_s = anyio.current_time()
+    served = await cluster.during(lambda: _replay(fleet, replay, console))
+    wall_s = anyio.current_time() - started_s
+    rows = [
+        Row(arrival, one, mismatch(one, _reference(arrival, fleet)))
+        for arrival, one in zip(replay, served, strict=True)
+    ]
+    report = build_report(rows, [(pool.stage, pool.name) for pool in fleet.pools]) | {
+        "kv_verify_failures": await kv_verify_failures(fleet.workers),
+        "transport": fleet.transport,
+        "policy": policy,
+        "wall_s": round(wall_s, 3),
+        "seed": SEED,
+        "compression": COMPRESSION,
+    }
+    await anyio.Path(out).write_text(json.dumps(report, indent=2) + "\n")
+    _show(report, example(rows), console)
+    counts = ("failed", "token_mismatches", "kv_verify_failures", "receipts_missing")
+    wrong = [f"{name} {report[name]}" for name in counts if report[name]]
+    console.print(f"{out}: {'NOT OK: ' + ', '.join(wrong) if wrong else 'ok'}", highlight=False)
+    return 1 if wrong else 0
+
+
+async def _replay(fleet: DemoFleet, replay: Sequence[Arrival], console: Console) -> list[Served]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
+    started_s = anyio.current_time()
+    async with AsyncExitStack() as stack:
+        targets = [
+            await stack.enter_async_context(connect_worker(fleet.gateway)) for _ in range(CHANNELS)
+        ]
+        bar = stack.enter_context(ProgressBar(*columns, console=console))
+        line = bar.add_task("Replaying", total=len(replay), state="")
+
+        def show(progress: Progress) -> None:
+            tokens_per_s = progress.n_tokens / max(anyio.current_time() - started_s, 1e-3)
+            state = (
+                f"{progress.n_sent - progress.n_done} in flight, {progress.n_failed} failed, "
+                f"{tokens_per_s:.0f} tokens/s"
+            )
+            bar.update(line, completed=progress.n_done, state=state)
+
+        return await run_load(
+            targets, _requests(fleet, replay), timeout_s=REQUEST_LIMIT_S, on_change=show
+        )
+
+
+def _requests(fleet: DemoFleet, replay: Sequence[Arrival]) -> Iterator[LoadRequest]:
+    for number, arrival in enumerate(replay):
+        request_id = f"demo-{number:04d}"
+        message = oe.GenerateRequest(
+            request_id=request_id,
+            model=fleet.model,
+            token_ids=oe.TokenIds(ids=prompt_tokens(arrival.trace, VOCAB_SIZE).tolist()),
+            # The trace says how long an answer was; the end of text may not cut it short.
+            stopping=oe.StoppingOptions(max_tokens=arrival.trace.osl_tokens, ignore_eos=True),
+        )
+        metadata = (
+            (TTFT, str(arrival.sla.ttft_ms)),
+            (ITL, str(arrival.sla.itl_ms)),
+            (OBJECTIVE, arrival.sla.name),
+            (SESSION_ID, f"conversation-{arrival.trace.conversation}"),
+            (RECEIPT, "1"),
+        )
+        yield LoadRequest(arrival.arrival_s, request_id, message.SerializeToString(), metadata)
+
+
+def _reference(arrival: Arrival, fleet: DemoFleet) -> list[int]:
+    return continuation(
+        prompt_tokens(arrival.trace, VOCAB_SIZE).tolist(),
+        arrival.trace.osl_tokens,
+        model=fleet.model,
+        block_tokens=fleet.block_tokens,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+def _show(report: dict[str, object], told: Row | None, console: Console) -> None:
+    console.print(table("Pools: latency in ms as the client saw it, targets met", report["pools"]))
+    console.print(table("Classes: the same", report["classes"]))
+    if told is not None and told.served.receipt is not None:
+        decision = told.served.receipt.decision
+        console.print(f"Why {decision.request_id} ({told.arrival.sla.name}) went where it went:")
+        console.print(decision.text, markup=False, highlight=False)
+    names = ("completed", "failed", "token_mismatches", "kv_verify_failures", "transport", "wall_s")
+    console.print(", ".join(f"{name} {report[name]}" for name in names), highlight=False)
+    for error in report["errors"] if isinstance(report["errors"], list) else []:
+        console.print(f"  {error}", style="red", markup=False, highlight=False)

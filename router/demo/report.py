@@ -1,0 +1,163 @@
+"""What a demo run leaves behind: figures for each pool and class, as a document and as tables."""
+
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+from rich.table import Table
+
+from slagate.pools.grid.stage import Stage
+from slagate.proto import gateway_pb2 as gw
+from slagate.router.loadgen.loadgen import Served, percentiles_ms
+from slagate.router.loadgen.trace import SLA_CLASSES, Arrival
+from slagate.router.receipts.messages import WIRE_STAGE
+
+MAX_ERRORS = 5
+
+
+class Row(NamedTuple):
+    """One request of the run: what was asked, what came, and how that differs from the reference."""
+
+    arrival: Arrival
+    served: Served
+    mismatch: str
+
+
+def pool_of(receipt: gw.Receipt | None, stage: Stage) -> str:
+    """The pool that served a stage, or was to; empty when the receipt does not say."""
+    if receipt is None:
+        return ""
+    wire = WIRE_STAGE[stage]
+    tried = [attempt.pool for attempt in receipt.attempts if attempt.stage == wire]
+    chosen = [choice.pool for choice in receipt.decision.stages if choice.stage == wire]
+    return (tried or chosen or [""])[-1]
+
+
+def figures(rows: Sequence[Row]) -> dict[str, object]:
+    """Latency in ms as the client saw it, and the share of targets met, 0 to 1.
+
+    A request without a token has met no target. ITL is a request's mean; requests of fewer than two
+    tokens have none and do not count for it.
+    """
+    ttft_met = [
+        row.served.ttft_s is not None and row.served.ttft_s * 1000 <= row.arrival.sla.ttft_ms
+        for row in rows
+    ]
+    itl_met = [
+        row.served.itl_s * 1000 <= row.arrival.sla.itl_ms
+        for row in rows
+        if row.served.itl_s is not None
+    ]
+    return {
+        "requests": len(rows),
+        "ttft_ms": percentiles_ms(row.served.ttft_s for row in rows),
+        "itl_ms": percentiles_ms(row.served.itl_s for row in rows),
+        "ttft_met": _share(ttft_met),
+        "itl_met": _share(itl_met),
+    }
+
+
+def _share(met: Sequence[bool]) -> float | None:
+    return round(sum(met) / len(met), 4) if met else None
+
+
+def build_report(rows: Sequence[Row], pools: Sequence[tuple[Stage, str]]) -> dict[str, object]:
+    """The part of `build/demo.json` that the requests decide."""
+    problems = [
+        f"{row.served.status.code.name}: {row.served.status.message}"
+        if row.served.failed
+        else f"mismatch: {row.mismatch}"
+        for row in rows
+        if row.served.failed or row.mismatch
+    ]
+    receipts = [row.served.receipt for row in rows if row.served.receipt is not None]
+    n_failed = sum(row.served.failed for row in rows)
+    return {
+        "requests": len(rows),
+        "completed": len(rows) - n_failed,
+        "failed": n_failed,
+        "token_mismatches": sum(bool(row.mismatch) for row in rows),
+        "receipts_missing": len(rows) - len(receipts),
+        "output_tokens": sum(len(row.served.tokens) for row in rows),
+        # Two runs of one seed must give the same tokens, whatever carried the KV cache.
+        "tokens_sha256": _digest(rows),
+        "pools": {
+            name: {"stage": stage.value}
+            | figures([row for row in rows if pool_of(row.served.receipt, stage) == name])
+            for stage, name in pools
+        },
+        "classes": {
+            sla.name: {"ttft_target_ms": sla.ttft_ms, "itl_target_ms": sla.itl_ms}
+            | figures([row for row in rows if row.arrival.sla == sla])
+            for sla in SLA_CLASSES
+        },
+        "ttft_ms": percentiles_ms(row.served.ttft_s for row in rows),
+        "prefix": _prefix(receipts)
+        | {"prompt_tokens": sum(row.arrival.trace.isl_tokens for row in rows)},
+        # How late the client itself sent: what it adds to no figure above.
+        "send_late_ms": percentiles_ms(row.served.late_s for row in rows),
+        "errors": list(dict.fromkeys(problems))[:MAX_ERRORS],
+    }
+
+
+def _prefix(receipts: Sequence[gw.Receipt]) -> dict[str, int]:
+    """Prompt tokens that were predicted to be cached where they were sent, beside the engines' word.
+
+    The error is summed over the requests, so that too much here does not make up for too little there.
+    """
+    pairs = [
+        (receipt.actual.predicted_cached_tokens, receipt.actual.cached_tokens)
+        for receipt in receipts
+        if receipt.actual.HasField("cached_tokens")
+    ]
+    return {
+        "predicted_tokens": sum(predicted for predicted, _ in pairs),
+        "engine_cached_tokens": sum(cached for _, cached in pairs),
+        "abs_error_tokens": sum(abs(predicted - cached) for predicted, cached in pairs),
+    }
+
+
+def _digest(rows: Sequence[Row]) -> str:
+    """Over every request's tokens as little-endian uint32, in order of sending, each after their count."""
+    digest = sha256()
+    for row in rows:
+        tokens = row.served.tokens
+        digest.update(len(tokens).to_bytes(4, "little"))
+        digest.update(np.array(tokens, dtype="<u4").tobytes())
+    return digest.hexdigest()
+
+
+def example(rows: Sequence[Row]) -> Row | None:
+    """A request to explain: the first with a tight TTFT target whose receipt has words, else any with."""
+    told = [row for row in rows if row.served.receipt and row.served.receipt.decision.text]
+    return min(told, key=lambda row: row.arrival.sla.ttft_ms, default=None)
+
+
+def table(title: str, groups: object) -> Table:
+    """`pools` or `classes` of the report."""
+    assert isinstance(groups, dict)
+    columns: dict[str, Callable[[dict[str, dict[str, object]]], str]] = {
+        "requests": lambda group: str(group["requests"]),
+        "TTFT p50": lambda group: _number(group["ttft_ms"]["p50"]),
+        "TTFT p99": lambda group: _number(group["ttft_ms"]["p99"]),
+        "TTFT met": lambda group: _percent(group["ttft_met"]),
+        "ITL p50": lambda group: _number(group["itl_ms"]["p50"]),
+        "ITL p99": lambda group: _number(group["itl_ms"]["p99"]),
+        "ITL met": lambda group: _percent(group["itl_met"]),
+    }
+    shown = Table(title=title, title_justify="left", pad_edge=False, collapse_padding=True)
+    shown.add_column("", no_wrap=True)
+    for column in columns:
+        shown.add_column(column, justify="right")
+    for name, group in groups.items():
+        shown.add_row(name, *(text(group) for text in columns.values()))
+    return shown
+
+
+def _number(value: object) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _percent(value: object) -> str:
+    return "-" if not isinstance(value, float) else f"{value:.1%}"

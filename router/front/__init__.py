@@ -1,0 +1,1 @@
+"""front: a room of `router`."""

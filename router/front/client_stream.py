@@ -1,0 +1,342 @@
+"""One Generate call of a client: from its bytes to a request, and from a worker's answer to bytes."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Protocol
+
+import grpc
+
+from slagate.proto.http2.interfaces import CANCEL, NO_ERROR, Headers, Stream, StreamEnd
+from slagate.proto.http2.outbox import LOW_WATER_BYTES
+from slagate.proto.rpc.frames import (
+    PREFIX_BYTES,
+    MessageReader,
+    WireError,
+    framed,
+    is_one_message,
+    supported_encoding,
+)
+from slagate.proto.rpc.headers import (
+    CONTENT_TYPE,
+    decode_timeout,
+    is_grpc,
+    status_headers,
+    to_metadata,
+)
+from slagate.proto.rpc.status import OK, Metadata, Status
+from slagate.router.front.limits import EACH_BYTES, FLUSH_S, Intake, Untaken, full
+from slagate.router.request.call import ClientCall
+from slagate.router.request.errors import INTERNAL, Malformed, RequestError, TooLarge
+from slagate.router.request.running import Running
+from slagate.router.request.settings import Settings
+
+log = logging.getLogger(__name__)
+
+READ_TIMES = 2
+"""Of the limit of a request: so much is read to say which of its fields is too large."""
+
+_ANSWER = ((b":status", b"200"), (b"content-type", CONTENT_TYPE))
+_EMPTY = Status(grpc.StatusCode.INTERNAL, "the call has no request message")
+_SEVERAL = Status(grpc.StatusCode.INTERNAL, "the call has more than one request message")
+_NO_GRPC = Status(grpc.StatusCode.INVALID_ARGUMENT, "the content-type is not gRPC's")
+_NOT_GRPC = ((b":status", b"415"),)
+
+Serve = Callable[[ClientCall], Coroutine[object, object, None]]
+"""Serves one Generate call; ends its `out`, whatever happens."""
+
+
+class Desk(Protocol):
+    """What a call needs of the front that it came to."""
+
+    serve: Serve
+    settings: Settings
+    loop: asyncio.AbstractEventLoop
+    requests: set[asyncio.Task[None]]
+    intake: Intake
+    untaken: Untaken
+
+
+class ClientStream:
+    """The handler of its stream, and the sink that its answer goes to.
+
+    What the client does not take at once waits here, where it can be dropped: the engine is given a
+    message only when little of the stream is unsent.
+    """
+
+    __slots__ = (
+        "_began_s",
+        "_desk",
+        "_has_answered",
+        "_headers",
+        "_is_closed",
+        "_is_refused",
+        "_is_served",
+        "_is_whole",
+        "_on_room",
+        "_peer",
+        "_reader",
+        "_request",
+        "_running",
+        "_stream",
+        "_timeout_s",
+        "_waiting",
+        "_waiting_bytes",
+        "status",
+    )
+
+    def __init__(
+        self,
+        stream: Stream,
+        headers: Headers,
+        fields: Mapping[bytes, bytes],
+        desk: Desk,
+        *,
+        peer: str,
+        refusal: RequestError | None = None,
+    ) -> None:
+        """`fields` are the headers by name; with a `refusal` nobody serves it."""
+        self._stream = stream
+        self._desk = desk
+        self._peer = peer
+        self._headers = headers
+        self._request: bytes | None = None
+        self._is_refused = False
+        self._reader: MessageReader | None = None
+        self._is_whole = False
+        self._began_s = desk.loop.time()
+        self._timeout_s: float | None = None  # the client's
+        self._running = Running()
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._has_answered = False
+        self._on_room: Callable[[], None] | None = None
+        self._is_closed = False
+        self._is_served = False
+        self.status: Status | None = None
+        if not is_grpc(fields.get(b"content-type", b"")):
+            self._drop()
+            self._finish(_NO_GRPC, _NOT_GRPC)
+            return
+        if refusal is not None:
+            self.refuse(refusal)
+            return
+        if not desk.intake.begin(self):
+            self.refuse(full())
+            return
+        try:
+            if b"grpc-encoding" in fields:
+                encoding = supported_encoding(headers)
+                max_bytes = READ_TIMES * desk.settings.max_request_bytes
+                self._reader = MessageReader(max_bytes, encoding=encoding)
+            if b"grpc-timeout" in fields:
+                self._timeout_s = decode_timeout(fields[b"grpc-timeout"])
+        except WireError as error:
+            self.refuse(self._error(error.status))
+        except ValueError as error:
+            self.refuse(Malformed(str(error), code=grpc.StatusCode.INTERNAL))
+
+    def __repr__(self) -> str:
+        """State in one line, for people and for tests."""
+        return f"ClientStream({self.n_bytes} bytes wait, {self.status})"
+
+    # --- as `StreamHandler`
+
+    def headers(self, headers: Headers, /) -> None:
+        """As `StreamHandler.headers`: none come to a server."""
+
+    def data(self, data: bytes, /) -> None:
+        """As `StreamHandler.data`."""
+        if self._is_refused:
+            return
+        max_bytes = READ_TIMES * self._desk.settings.max_request_bytes
+        if self._reader is None:
+            if self._request is None and is_one_message(data, max_bytes):
+                self._request = data[PREFIX_BYTES:]
+                if len(data) > EACH_BYTES:
+                    self._count(len(data))
+                return
+            self._reader = MessageReader(max_bytes)
+        try:
+            for message in self._reader.feed(data):
+                if self._request is not None:
+                    self.refuse(self._error(_SEVERAL))
+                    return
+                self._request = message
+        except WireError as error:
+            self.refuse(self._error(error.status))
+            return
+        self._count(self._reader.waiting_bytes + len(self._request or b""))
+
+    def _error(self, status: Status) -> RequestError:
+        if status.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Malformed(status.message, code=status.code)
+        limit_bytes = self._desk.settings.max_request_bytes
+        return TooLarge("request", f"{status.message}; the limit is {limit_bytes}")
+
+    def _count(self, n_bytes: int) -> None:
+        if not self._desk.intake.holds(self, n_bytes):
+            self.refuse(full())
+
+    def trailers(self, headers: Headers, /) -> None:
+        """As `StreamHandler.trailers`."""
+
+    def ended(self) -> None:
+        """As `StreamHandler.ended`: the request is whole."""
+        self._is_whole = True
+        if self._is_refused:
+            return
+        if self._request is None or (self._reader is not None and self._reader.waiting_bytes):
+            self.refuse(self._error(_EMPTY))
+            return
+        try:
+            metadata = to_metadata(self._headers)
+        except WireError as error:
+            self.refuse(self._error(error.status))
+            return
+        self._is_served = True
+        desk = self._desk
+        desk.requests.add(desk.loop.create_task(self._serve(self._request, metadata)))
+        self._request = None
+        self._headers = ()
+
+    def writable(self) -> None:
+        """As `StreamHandler.writable`."""
+        self._pass_on()
+        if not self._waiting and self._on_room is not None:
+            tell, self._on_room = self._on_room, None
+            tell()
+
+    def closed(self, _end: StreamEnd, /) -> None:
+        """As `StreamHandler.closed`: the client has its answer, or has left."""
+        self._is_closed = True
+        self._desk.intake.done(self)
+        self._desk.untaken.discard(self)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        self._on_room = None
+        self._running.end()
+
+    async def _serve(
+        self, request: bytes, metadata: Metadata, refusal: RequestError | None = None
+    ) -> None:
+        desk = self._desk
+        desk.intake.done(self)
+        try:
+            if self._is_closed and refusal is None:
+                # Given up as soon as it came: no worker need hear of it.
+                return
+            remaining_s = None
+            if self._timeout_s is not None:
+                remaining_s = max(self._began_s + self._timeout_s - desk.loop.time(), 0.0)
+            await desk.serve(
+                ClientCall(request, metadata, self._peer, remaining_s, self, self._running, refusal)
+            )
+        except Exception:
+            log.exception("front.bug")
+            self.end(INTERNAL)
+        finally:
+            task = asyncio.current_task()
+            assert task is not None
+            desk.requests.discard(task)
+
+    def refuse(self, error: RequestError, /) -> None:
+        """As `Arriving.refuse`: nothing of the request is kept, and nothing more of it is wanted.
+
+        It ends by way of whoever serves requests, and counts there as any other.
+        """
+        if self._drop():
+            desk = self._desk
+            desk.requests.add(desk.loop.create_task(self._serve(b"", (), error)))
+
+    def _drop(self) -> bool:
+        """False: it is refused already, or served."""
+        if self._is_refused or self._is_served:
+            return False
+        self._is_refused = True
+        self._desk.intake.done(self)
+        self._reader = None
+        self._request = None
+        return True
+
+    # --- as `Outlet`
+
+    @property
+    def n_bytes(self) -> int:
+        """As `Outlet.n_bytes`."""
+        return self._waiting_bytes + self._stream.unsent_bytes
+
+    def left(self) -> tuple[int, int]:
+        """As `Outlet.left`: of it, and what its connection must write before it can take more."""
+        return self.n_bytes, self._stream.ahead_bytes
+
+    def message(self, data: bytes, /) -> None:
+        """As `Sink.message`."""
+        self.batch([data])
+
+    def batch(self, messages: list[bytes], /) -> None:
+        """As `StreamSink.batch`."""
+        if self.status is not None:
+            return
+        stream = self._stream
+        if not self._has_answered:
+            self._has_answered = True
+            stream.respond(_ANSWER)
+        if self._waiting or stream.unsent_bytes > LOW_WATER_BYTES:
+            self._waiting.extend(messages)
+            self._waiting_bytes += sum(map(len, messages))
+            stream.tell_writable()
+        else:
+            stream.send(framed(messages))
+
+    def discard(self) -> None:
+        """As `Outlet.discard`."""
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def on_room(self, tell: Callable[[], None], /) -> None:
+        """As `Outlet.on_room`."""
+        self._on_room = tell
+        self._stream.tell_writable()
+
+    def end(self, status: Status = OK, /) -> None:
+        """As `Sink.end`."""
+        if self.status is None:
+            self._finish(status)
+
+    def _finish(self, status: Status, answer: Headers | None = None) -> None:
+        self.status = status
+        if self._is_closed:
+            return
+        desk = self._desk
+        limit_s = self._timeout_s
+        if limit_s is None:
+            limit_s = desk.settings.default_timeout_s
+        desk.untaken.add(self, max(self._began_s + limit_s, desk.loop.time() + FLUSH_S))
+        if answer is None:
+            self._pass_on()
+        else:
+            self._stream.respond(answer, last=True)
+        if not self._is_whole:
+            # Behind the answer, which a reset would overtake; RFC 9113, section 8.1.
+            self._stream.reset_behind(NO_ERROR)
+
+    def give_up(self) -> None:
+        """As `Answer.give_up`."""
+        self._stream.reset(CANCEL)
+        self.closed(StreamEnd(CANCEL, "the client has not taken its answer"))
+
+    def _pass_on(self) -> None:
+        while self._waiting and self._stream.unsent_bytes <= LOW_WATER_BYTES:
+            data = self._waiting.popleft()
+            self._waiting_bytes -= len(data)
+            self._stream.send(framed([data]))
+        if self._waiting:
+            self._stream.tell_writable()
+        elif self.status is not None:
+            trailers = status_headers(self.status)
+            if self._has_answered:
+                self._stream.end(trailers)
+            else:
+                self._stream.respond([*_ANSWER, *trailers], last=True)

@@ -1,0 +1,233 @@
+"""A client's call that is not Generate, passed on to the local server as it is, both ways."""
+
+import asyncio
+from typing import Protocol
+
+import grpc
+
+from slagate.proto.http2.connection import H2Connection
+from slagate.proto.http2.interfaces import (
+    CANCEL,
+    INTERNAL_ERROR,
+    NO_ERROR,
+    Headers,
+    Stream,
+    StreamEnd,
+)
+from slagate.proto.rpc.connection_pool import Links
+from slagate.proto.rpc.headers import CONTENT_TYPE, status_headers
+from slagate.proto.rpc.status import Status
+from slagate.router.front.limits import Untaken
+from slagate.router.request.metadata import PEER
+from slagate.router.request.settings import Settings
+
+"""Who a call came from: ours alone to say, so it is taken out of what clients send."""
+
+HIGH_WATER_BYTES = 64 << 10
+"""Unsent in one direction: the other end of it is asked to wait."""
+
+_PEER = PEER.encode()
+_LOST = Status(grpc.StatusCode.UNAVAILABLE, "the gateway is shutting down")
+
+
+class Desk(Protocol):
+    """What a call needs of the front that it came to."""
+
+    settings: Settings
+    loop: asyncio.AbstractEventLoop
+    local: Links
+    untaken: Untaken
+
+
+class Forward:
+    """The handler of the client's stream; `_Answer` is that of the stream to the local server."""
+
+    def __init__(
+        self,
+        client: Stream,
+        headers: Headers,
+        desk: Desk,
+        *,
+        peer: str,
+        refusal: Status | None = None,
+    ) -> None:
+        """With a `refusal` it is answered by that, and goes nowhere."""
+        self._client = client
+        self._headers = [*(field for field in headers if field[0] != _PEER), (_PEER, peer.encode())]
+        self._desk = desk
+        self.server: Stream | None = None
+        self._early: list[bytes] = []  # before there is a stream to the server
+        self._has_ended = False
+        self.is_over = False
+        self._is_blocked = False  # the answer, by the client
+        if refusal is None:
+            desk.local.start(self)
+        else:
+            self.end(refusal)
+
+    def start(self, connection: H2Connection, /) -> bool:
+        """As `Starter.start`."""
+        server = connection.open(self._headers, _Answer(self, self._client))
+        if server is None:
+            return False
+        self.server = server
+        for data in self._early:
+            server.send(data)
+        if self._early:
+            self._early.clear()
+            # It was asked to wait for this; by way of the other end, as it may have to wait for that.
+            server.tell_writable()
+        if self._has_ended:
+            server.finish()
+        return True
+
+    def end(self, status: Status, /) -> None:
+        """As `Starter.end`: the local server cannot be had, or is not to be asked."""
+        fields = [(b":status", b"200"), (b"content-type", CONTENT_TYPE), *status_headers(status)]
+        self._client.respond(fields, last=True)
+        self.answered()
+
+    def answered(self) -> None:
+        """The client's answer has its end, which may be before that of the request."""
+        self.over()
+        self._add_untaken()
+        if not self._has_ended:
+            # Nobody wants the rest; both are told so, the client behind its answer: RFC 9113, section 8.1.
+            self._client.reset_behind(NO_ERROR)
+            if self.server is not None:
+                self.server.reset()
+
+    def blocked(self) -> None:
+        """The client has not taken what came so far of its answer: its time to do so begins."""
+        if not self._is_blocked:
+            self._is_blocked = True
+            self._client.tell_writable()
+            self._add_untaken()
+
+    def _add_untaken(self) -> None:
+        desk = self._desk
+        desk.untaken.add(self, desk.loop.time() + desk.settings.default_timeout_s)
+
+    def over(self) -> None:
+        """Nothing more goes to the server."""
+        self.is_over = True
+        self._desk.local.drop(self)
+        self._desk.untaken.discard(self)
+
+    # --- as `StreamHandler`
+
+    def headers(self, headers: Headers, /) -> None:
+        """As `StreamHandler.headers`: none come to a server."""
+
+    def data(self, data: bytes, /) -> None:
+        """As `StreamHandler.data`."""
+        if self.is_over:
+            return
+        if self.server is None:
+            self._early.append(data)
+            self._client.pause()
+            return
+        self.server.send(data)
+        if self.server.unsent_bytes > HIGH_WATER_BYTES:
+            self._client.pause()
+            self.server.tell_writable()
+
+    def trailers(self, headers: Headers, /) -> None:
+        """As `StreamHandler.trailers`."""
+
+    def ended(self) -> None:
+        """As `StreamHandler.ended`."""
+        self._has_ended = True
+        if self.server is not None:
+            self.server.finish()
+
+    def writable(self) -> None:
+        """As `StreamHandler.writable`: of the answer."""
+        self._is_blocked = False
+        if not self.is_over:
+            self._desk.untaken.discard(self)
+        if self.server is not None:
+            self.server.resume()
+
+    def closed(self, _end: StreamEnd, /) -> None:
+        """As `StreamHandler.closed`: the client has all, or has left."""
+        self.over()
+        if self.server is not None:
+            self.server.reset()
+
+    # --- as `Answer`
+
+    def left(self) -> tuple[int, int]:
+        """As `Answer.left`."""
+        return self._client.unsent_bytes, self._client.ahead_bytes
+
+    def give_up(self) -> None:
+        """As `Answer.give_up`."""
+        self._client.reset()
+        self.closed(StreamEnd(CANCEL, "the client has not taken its answer"))
+
+
+class _Answer:
+    """The handler of the stream to the local server."""
+
+    def __init__(self, forward: Forward, client: Stream) -> None:
+        self._forward = forward
+        self._client = client
+        self._server_trailers: Headers | None = None
+        self._first: Headers | None = None  # kept until it is known whether they are the last
+        self._has_answered = False
+        self._is_last = False
+
+    def headers(self, headers: Headers, /) -> None:
+        """As `StreamHandler.headers`."""
+        self._first = headers
+        # Unless they turn out to be the last words, which has to be said along with them.
+        asyncio.get_running_loop().call_soon(self._respond)
+
+    def data(self, data: bytes, /) -> None:
+        """As `StreamHandler.data`."""
+        self._respond()
+        self._client.send(data)
+        server = self._forward.server
+        if server is not None and self._client.unsent_bytes > HIGH_WATER_BYTES:
+            server.pause()
+            self._forward.blocked()
+
+    def _respond(self) -> None:
+        if not self._has_answered and self._first is not None and not self._is_last:
+            self._has_answered = True
+            self._client.respond(self._first)
+
+    def trailers(self, headers: Headers, /) -> None:
+        """As `StreamHandler.trailers`."""
+        self._server_trailers = headers
+
+    def ended(self) -> None:
+        """As `StreamHandler.ended`."""
+        if self._server_trailers is not None:
+            self._respond()
+            self._client.end(self._server_trailers)
+        elif self._has_answered or self._first is None:
+            self._client.finish()
+        else:
+            self._is_last = True
+            self._client.respond(self._first, last=True)
+        self._forward.answered()
+
+    def writable(self) -> None:
+        """As `StreamHandler.writable`: of the request."""
+        self._client.resume()
+
+    def closed(self, end: StreamEnd, /) -> None:
+        """As `StreamHandler.closed`."""
+        if self._forward.is_over:
+            return
+        self._is_last = True  # the headers that it may have begun with come too late
+        if end.code is not None:
+            self._forward.over()
+            self._client.reset(end.code or INTERNAL_ERROR)
+        elif self._has_answered:
+            self._client.end(status_headers(_LOST))
+            self._forward.answered()
+        else:
+            self._forward.end(_LOST)

@@ -1,0 +1,241 @@
+"""The client-facing side: connections, and who serves the calls on them.
+
+Generate is served here, by `ClientStream` and the function that a front is given. Every other method goes,
+as it is, to the local server behind `local`.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import chain
+
+import anyio
+from prometheus_client import CollectorRegistry
+
+from slagate.proto.http2.connection import H2Connection
+from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM, Accept, Headers, Stream, StreamHandler
+from slagate.proto.http2.interfaces import Settings as Http2Settings
+from slagate.proto.http2.token_bucket import Budget
+from slagate.proto.rpc.connection_pool import Links
+from slagate.router.front.client_stream import ClientStream, Serve
+from slagate.router.front.limits import Intake, Overdue, Untaken
+from slagate.router.front.proxy import Forward
+from slagate.router.metrics import ConnectionCounts, Ended, Refused
+from slagate.router.request.errors import TooLarge
+from slagate.router.request.settings import Settings
+from slagate.workers.runtime.listen import BACKLOG
+from slagate.workers.tls.reloading import HANDSHAKE_LIMIT_S
+from slagate.workers.worker import GENERATE
+
+log = logging.getLogger(__name__)
+
+_PATH = GENERATE.encode()
+
+
+class Front:
+    """Has the clients' connections, and the requests that `serve` is at work on."""
+
+    def __init__(
+        self,
+        serve: Serve,
+        local: Links,
+        settings: Settings,
+        *,
+        counts: ConnectionCounts | None = None,
+    ) -> None:
+        limits = settings.clients
+        self.counts = counts or ConnectionCounts(CollectorRegistry(), CollectorRegistry())
+        self.serve = serve
+        self.settings = settings
+        self.loop = asyncio.get_running_loop()
+        self.requests: set[asyncio.Task[None]] = set()
+        self.local = local
+        self.clients: set[_Client] = set()
+        self.server: asyncio.Server | None = None
+        self.intake = Intake(max_bytes=limits.max_arriving_bytes, limit_s=limits.arrival_s)
+        self.silent: Overdue[_Client] = Overdue(
+            limits.handshake_s,
+            lambda client: client.connection.close("it said nothing", ENHANCE_YOUR_CALM),
+        )
+        self.untaken = Untaken()
+        self.http2 = Http2Settings(
+            max_streams=limits.max_streams,
+            max_header_bytes=limits.max_header_bytes,
+            resets=limits.resets,
+            chatter=limits.chatter,
+        )
+        self._untold: set[_Client] = set()  # may send something new, though it was asked not to
+        self._is_leaving = False
+        self._n_broken = 0
+        self._told_of_broken = Budget(10, 0.2)  # lines of the log, at once and each second
+        self._changed = anyio.Event()
+
+    def protocol(self) -> asyncio.Protocol:
+        """The end of a new connection."""
+        return _Client(self).connection
+
+    def joined(self, client: "_Client") -> bool:
+        """A client is connected: with TLS, only once it has shown who it is.
+
+        False: it comes too late, or is one too many.
+        """
+        if self._is_leaving:
+            self.counts.refused(Refused.DRAINING)
+            return False
+        if len(self.clients) >= self.settings.clients.max_connections:
+            self.counts.refused(Refused.LIMIT)
+            return False
+        self.clients.add(client)
+        self.silent.add(client)
+        self.counts.accepted()
+        return True
+
+    def retire(self) -> None:
+        """Ask for nothing new; what runs, or was on its way, goes on. Idempotent."""
+        if self._is_leaving:
+            return
+        self._is_leaving = True
+        if self.server is not None:
+            self.server.close()
+        self._untold = set(self.clients)
+        for client in list(self.clients):
+            client.connection.retire(partial(self._told, client))
+
+    async def settled(self) -> None:
+        """After `retire`: wait until every request that was on its way has arrived."""
+        while self._untold:
+            await self._change()
+        await self.intake.emptied()
+
+    async def emptied(self) -> None:
+        """Wait until no client is connected."""
+        while self.clients:
+            await self._change()
+
+    async def _change(self) -> None:
+        if self._changed.is_set():
+            # Not before: another one may be waiting for it.
+            self._changed = anyio.Event()
+        await self._changed.wait()
+
+    async def finished(self) -> None:
+        """Wait until no request is being served."""
+        while self.requests:
+            await asyncio.wait(self.requests)
+
+    def left(self, client: "_Client") -> None:
+        """A client's connection is over."""
+        if client in self.clients:
+            how = Ended.DRAINED if self._is_leaving else Ended.CLIENT
+            self.counts.ended(Ended.BROKEN if client.connection.is_broken else how)
+        self.clients.discard(client)
+        self.silent.discard(client)
+        self._changed.set()
+
+    def broken(self, peer: str, reason: str) -> None:
+        """A connection was ended for what its client did, or did not do."""
+        self._n_broken += 1
+        if self._told_of_broken.take(self.loop.time()):
+            about = {"peer": peer, "reason": reason, "connections": self._n_broken}
+            log.warning("client.broken", extra=about)
+
+    def _told(self, client: "_Client") -> None:
+        self._untold.discard(client)
+        self._changed.set()
+
+    def close(self) -> None:
+        """End every connection, and with it the requests of it."""
+        for client in list(self.clients):
+            client.connection.close("the gateway is shutting down")
+        self.silent.close()
+        self.intake.close()
+        self.untaken.close()
+
+
+class _Client:
+    """One connection of a client: its `Owner`."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self.connection = _ClientConnection(self, front.http2, accept=self._accept)
+
+    def _accept(self, stream: Stream, headers: Headers) -> StreamHandler:
+        fields = dict(headers)
+        front, peer = self._front, self.connection.peer
+        n_bytes = sum(map(len, chain.from_iterable(headers))) + 32 * len(headers)
+        max_bytes = front.http2.max_header_bytes
+        refusal = None
+        if n_bytes > max_bytes:
+            refusal = TooLarge("metadata", f"{n_bytes} bytes, more than {max_bytes}")
+        if fields.get(b":path") == _PATH:
+            return ClientStream(stream, headers, fields, front, peer=peer, refusal=refusal)
+        status = None if refusal is None else refusal.status()
+        return Forward(stream, headers, front, peer=peer, refusal=status)
+
+    def connected(self) -> bool:
+        """The connection is made. False: it is not wanted."""
+        return self._front.joined(self)
+
+    def ready(self) -> None:
+        """As `Owner.ready`."""
+        self._front.silent.discard(self)
+
+    def freed(self) -> None:
+        """As `Owner.freed`."""
+
+    def retiring(self, code: int, about: bytes, /) -> None:
+        """As `Owner.retiring`."""
+
+    def lost(self, reason: str, /) -> None:
+        """As `Owner.lost`."""
+        if self.connection.is_broken:
+            self._front.broken(self.connection.peer, reason)
+        self._front.left(self)
+
+
+class _ClientConnection(H2Connection):
+    def __init__(self, client: _Client, settings: Http2Settings, *, accept: Accept) -> None:
+        super().__init__(client, settings, accept=accept)
+        self._client = client
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._client.connected():
+            super().connection_made(transport)
+        else:
+            transport.close()
+
+
+@asynccontextmanager
+async def serve_front(
+    serve: Serve,
+    listening: socket.socket,
+    local: Links,
+    settings: Settings,
+    *,
+    tls: ssl.SSLContext | None = None,
+    counts: ConnectionCounts | None = None,
+) -> AsyncIterator[Front]:
+    """Serve clients on this socket, in plaintext without `tls`, for the time of the block.
+
+    `counts` has their connections.
+    """
+    loop = asyncio.get_running_loop()
+    front = Front(serve, local, settings, counts=counts)
+    front.server = await loop.create_server(
+        front.protocol,
+        sock=listening,
+        backlog=BACKLOG,
+        ssl=tls,
+        ssl_handshake_timeout=None if tls is None else HANDSHAKE_LIMIT_S,
+    )
+    try:
+        yield front
+    finally:
+        front.retire()
+        front.close()
+        with anyio.CancelScope(shield=True):
+            await front.finished()

@@ -1,0 +1,1 @@
+"""grid_view: a room of `router`."""

@@ -1,0 +1,139 @@
+"""A pool grid as tables for the terminal: the cells, then the pools, then notes."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from slagate.router.grid_view.view import POOL_COLUMNS, BandLabel, Panel, StageView, shade
+
+BORDER = 3
+"""Columns of a terminal that a column of a table takes besides its text."""
+
+
+def print_stage(console: Console, view: StageView) -> None:
+    """Print one stage, in as many tables as the width of the console asks for."""
+    console.print(Text(view.title, style="bold"), soft_wrap=True)
+    for panel in view.panels:
+        written = _written(view, panel, console.width)
+        for columns in written.blocks:
+            # A title of the table itself is wrapped to the table's width.
+            console.print(Text(_title(view, panel, columns)), soft_wrap=True)
+            console.print(_cell_table(view, panel, written, columns))
+    console.print("pools", style="bold")
+    console.print(_pool_table(view))
+    for note in view.notes:
+        console.print(Text(note), soft_wrap=True)
+
+
+class _Written(NamedTuple):
+    """What is written into the tables of a panel, and which columns go into each."""
+
+    rows: list[str]
+    columns: list[str]
+    cells: list[list[str]]
+    blocks: list[range]
+
+
+def _written(view: StageView, panel: Panel, width: int) -> _Written:
+    """Names where all columns fit into the width, else numbers, in blocks of columns that fit."""
+    rows = [_header(band, " to ", " ") for band in view.rows.bands]
+    room = width - 1 - BORDER - _width(rows)
+    for with_names, to in ((True, " to "), (False, "\n")):
+        columns = [_header(band, to, "\n") for band in view.columns.bands]
+        cells = [
+            [
+                _cell_text(view, (*panel.layer, row, col), with_names=with_names)
+                for col in range(len(columns))
+            ]
+            for row in range(len(rows))
+        ]
+        widths = [
+            BORDER + _width([header, *(line[col] for line in cells)])
+            for col, header in enumerate(columns)
+        ]
+        if sum(widths) <= room:
+            break
+    return _Written(rows, columns, cells, list(_blocks(widths, room)))
+
+
+def _blocks(widths: Sequence[int], room: int) -> Iterator[range]:
+    """Columns in order, as many in each block as there is room for, but at least one."""
+    start, used = 0, 0
+    for at, width in enumerate(widths):
+        if at > start and used + width > room:
+            yield range(start, at)
+            start, used = at, 0
+        used += width
+    yield range(start, len(widths))
+
+
+def _header(band: BandLabel, to: str, before_mark: str) -> str:
+    return f"{band.low}{to}{band.high}" + (f"{before_mark}default" if band.is_default else "")
+
+
+def _title(view: StageView, panel: Panel, columns: range) -> str:
+    title = f"{panel.title}: " if panel.title else ""
+    title += f"{view.rows.title} down, {view.columns.title} across"
+    n_columns = len(view.columns.bands)
+    if len(columns) < n_columns:
+        title += f", columns {columns.start + 1} to {columns.stop} of {n_columns}"
+    return title
+
+
+def _cell_table(view: StageView, panel: Panel, written: _Written, columns: range) -> Table:
+    tall = any("\n" in cell for line in written.cells for cell in line)
+    table = Table(padding=0, show_lines=tall)
+    table.add_column("", no_wrap=True)
+    for col in columns:
+        table.add_column(_padded(written.columns[col]), no_wrap=True)
+    for row, header in enumerate(written.rows):
+        line: list[RenderableType] = [_padded(header)]
+        for col in columns:
+            index = (*panel.layer, row, col)
+            style = _style(view.order(index)[0])
+            line.append(
+                _padded(written.cells[row][col], f"bold {style}" if view.is_bad(index) else style)
+            )
+        table.add_row(*line)
+    return table
+
+
+def _style(pool: int) -> str:
+    colours = shade(pool)
+    return f"{colours.ink} on {colours.fill}{' underline' if colours.hatched else ''}"
+
+
+def _padded(text: str, style: str = "") -> Padding:
+    # Over the padding too: a coloured cell is coloured from border to border.
+    return Padding(Text(text, no_wrap=True), (0, 1), style=style or "none")
+
+
+def _cell_text(view: StageView, index: tuple[int, ...], *, with_names: bool) -> str:
+    order = view.order(index)
+    names = [view.cell_name(pool) if with_names else str(pool) for pool in order]
+    lines = [names[0], *(f"> {name}" for name in names[1:])] if with_names else [">".join(names)]
+    if view.traffic is not None:
+        figures = [f"{'! ' * figure.is_bad}{figure.text}" for figure in view.figures(index)]
+        shown = [view.share(index), *figures]
+        lines += [", ".join(shown)] if with_names else shown
+    return "\n".join(lines)
+
+
+def _width(texts: Sequence[str]) -> int:
+    return max(Text(line).cell_len for text in texts for line in text.split("\n"))
+
+
+def _pool_table(view: StageView) -> Table:
+    table = Table()
+    table.add_column("#", justify="right")
+    for name in POOL_COLUMNS:
+        table.add_column(name, justify="left" if name == "pool" else "right")
+    for pool in view.pools:
+        style = _style(pool.number)
+        figures = (pool.tp, pool.gpus, pool.n_workers, pool.priority)
+        table.add_row(Text(str(pool.number), style), Text(pool.name, style), *figures)
+    return table

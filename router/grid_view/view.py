@@ -1,0 +1,302 @@
+"""What a table or a picture of a pool grid says: names, units, bands, figures and notes, as text.
+
+Names and shares of a grid as short text on one line.
+
+A colour for each pool.
+
+They are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with any colour vision tell
+apart; a cell has the name or the number of its pool as well, so that none is needed to read it.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from slagate.pools.fleet_file.load import FleetConfig
+from slagate.pools.fleet_file.models import ANY_CLASS, default_for
+from slagate.pools.grid.axis import SIZE_FIELDS, AnyAxis, Axis, Number, number_text
+from slagate.pools.grid.grid import StageGrid
+from slagate.router.receipts.attainment import CellTraffic
+
+MAX_NAME = 60
+
+
+def printable(text: str, most: int = MAX_NAME) -> str:
+    r"""`text` on one line and at most so long, what does not print escaped, the middle left out.
+
+    >>> printable("a\x1b[31m"), printable("prefill-pool-of-the-fast-tier", 16)
+    ('a\\x1b[31m', 'prefill…ast-tier')
+    """
+    escaped = "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+    if len(escaped) <= most:
+        return escaped
+    return f"{escaped[: (most - 1) // 2]}…{escaped[-(most // 2) :]}"
+
+
+def percent(part: int, whole: int) -> str:
+    """A part of a whole, rounded down to a tenth, so that a mark for "below" never contradicts the figure.
+
+    >>> percent(9499, 10000), percent(1, 1), percent(1, 3000)
+    ('94.9%', '100%', '<0.1%')
+    """
+    tenths = math.floor(1000 * part / whole)
+    if part and not tenths:
+        return "<0.1%"
+    return f"{tenths / 10:g}%"
+
+
+Traffic = Mapping[tuple[str, tuple[int, ...]], CellTraffic]
+"""By stage and index of a cell; a cell that is not there had no request."""
+
+LOW_RATIO = 0.95
+"""Of requests that met their targets: below it, a cell is marked."""
+
+FAILED_RATIO = 0.05
+"""Of requests that failed: from it on, a cell is marked."""
+
+_TITLES = {
+    "isl": "ISL (tokens)",
+    "context_length": "context length (tokens)",
+    "ttft_ms": "TTFT target (ms)",
+    "itl_ms": "ITL target (ms)",
+}
+
+
+class BandLabel(NamedTuple):
+    """One band of an axis, between two edges."""
+
+    low: str
+    high: str
+    is_default: bool  # a request without this target lands in it
+
+    def __str__(self) -> str:
+        return f"{self.low} to {self.high}"
+
+
+class AxisView(NamedTuple):
+    """One axis: its name with the unit, and its bands."""
+
+    title: str
+    bands: tuple[BandLabel, ...]
+    is_even: bool
+
+
+class PoolRow(NamedTuple):
+    """What is said of a pool; figures as text, `-` where there is none."""
+
+    number: int
+    name: str
+    tp: str
+    gpus: str
+    n_workers: str
+    priority: str
+
+
+POOL_COLUMNS = ("pool", "tp", "GPUs per worker", "workers", "priority (lower is faster)")
+
+
+class Figure(NamedTuple):
+    """What became of a cell's requests."""
+
+    text: str
+    is_bad: bool
+
+
+class Panel(NamedTuple):
+    """A table of two axes; `title` is its band of the third one, empty where there is none."""
+
+    title: str
+    layer: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageView:
+    """One stage of a fleet file."""
+
+    stage: str
+    title: str
+    grid: StageGrid
+    rows: AxisView
+    columns: AxisView
+    panels: tuple[Panel, ...]
+    pools: tuple[PoolRow, ...]
+    notes: tuple[str, ...]
+    traffic: Mapping[tuple[int, ...], CellTraffic] | None  # None: was not asked for
+    n_requests: int
+    unspelled: frozenset[int] = (
+        frozenset()
+    )  # pools that cells have the number of, whatever the room
+
+    def cell_name(self, pool: int) -> str:
+        """What a cell with room for names calls a pool."""
+        return str(pool) if pool in self.unspelled else self.pools[pool].name
+
+    def order(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        """The pools of a cell: first choice, then where it spills to."""
+        return self.grid.pools_at(index)
+
+    def share(self, index: tuple[int, ...]) -> str:
+        """How much of the stage's traffic the cell had."""
+        assert self.traffic is not None
+        cell = self.traffic.get(index)
+        return percent(cell.n_requests, self.n_requests) if cell and self.n_requests else "0%"
+
+    def figures(self, index: tuple[int, ...]) -> list[Figure]:
+        """How many of the cell's requests failed, and how many of those judged met; none of none."""
+        cell = CellTraffic() if self.traffic is None else self.traffic.get(index, CellTraffic())
+        found = []
+        if cell.n_failed:
+            text = f"{percent(cell.n_failed, cell.n_requests)} failed"
+            found.append(Figure(text, cell.n_failed / cell.n_requests >= FAILED_RATIO))
+        if cell.n_judged:
+            text = f"{percent(cell.n_met, cell.n_judged)} met"
+            found.append(Figure(text, cell.n_met < LOW_RATIO * cell.n_judged))
+        return found
+
+    def is_bad(self, index: tuple[int, ...]) -> bool:
+        """Whether too many of the cell's requests failed, or too few met their targets."""
+        return any(figure.is_bad for figure in self.figures(index))
+
+
+def stage_view(config: FleetConfig, stage: str, traffic: Traffic | None = None) -> StageView:
+    """One stage of `config`, with the traffic of its cells where there is some."""
+    grid = config.stages[stage]
+    defaults = _defaults(config, grid)
+    *outer, rows, columns = grid.axes
+    panels = [Panel("", ())]
+    for axis in outer:
+        shown = _axis_view(axis, None)
+        panels = [Panel(f"{shown.title} {band}", (at,)) for at, band in enumerate(shown.bands)]
+    mine = None
+    if traffic is not None:
+        mine = {index: cell for (of, index), cell in traffic.items() if of == stage}
+    return StageView(
+        stage=stage,
+        title=f"{printable(config.source)}, mode {config.mode}: {stage}",
+        grid=grid,
+        rows=_axis_view(rows, defaults.get(rows.field)),
+        columns=_axis_view(columns, defaults.get(columns.field)),
+        panels=tuple(panels),
+        pools=tuple(_pool_row(config, grid, number) for number in range(len(grid.pool_names))),
+        notes=(*_notes(config, grid, defaults), *_traffic_notes(mine)),
+        traffic=mine,
+        n_requests=sum(cell.n_requests for cell in (mine or {}).values()),
+    )
+
+
+def spelled(view: StageView, missing: Collection[str]) -> StageView:
+    """The view without these characters: escaped, and cells have the numbers of pools named with them."""
+    escapes = {ord(char): char.encode("unicode_escape").decode() for char in missing}
+    pools = [pool._replace(name=printable(pool.name.translate(escapes))) for pool in view.pools]
+    return replace(
+        view,
+        title=view.title.translate(escapes),
+        pools=tuple(pools),
+        notes=tuple(note.translate(escapes) for note in view.notes),
+        unspelled=frozenset(
+            old.number for old, new in zip(view.pools, pools, strict=True) if old != new
+        ),
+    )
+
+
+def _defaults(config: FleetConfig, grid: StageGrid) -> dict[str, Number]:
+    """The target of a request that has none and no class, by axis field."""
+    everyone = default_for(config.objectives, "")
+    found: dict[str, Number] = {}
+    for axis in grid.axes:
+        if axis.field not in SIZE_FIELDS:
+            given = None if everyone is None else getattr(everyone, axis.field)
+            found[axis.field] = axis.midpoint if given is None else given
+    return found
+
+
+def _axis_view(axis: AnyAxis, default: Number | None) -> AxisView:
+    at = None if default is None else axis.index(default)
+    edges = [number_text(edge) for edge in axis.edges]
+    bands = [BandLabel(*pair, at == band) for band, pair in enumerate(pairwise(edges))]
+    return AxisView(_TITLES[axis.field], tuple(bands), isinstance(axis, Axis) or len(bands) == 1)
+
+
+def _pool_row(config: FleetConfig, grid: StageGrid, number: int) -> PoolRow:
+    name = grid.pool_names[number]
+    spec = config.pools.get(name)
+    return PoolRow(
+        number=number,
+        name=printable(name),
+        tp="-" if spec is None or spec.tp is None else str(spec.tp),
+        gpus="-" if spec is None else number_text(spec.gpus),
+        n_workers="-" if spec is None or not spec.workers else str(len(spec.workers)),
+        priority=str(grid.priorities[number]),
+    )
+
+
+def _notes(config: FleetConfig, grid: StageGrid, defaults: Mapping[str, Number]) -> list[str]:
+    everyone = default_for(config.objectives, "")
+    notes = []
+    for field, ms in defaults.items():
+        is_given = everyone is not None and getattr(everyone, field) is not None
+        why = f'as objective "{ANY_CLASS}" says' if is_given else "the middle of the range"
+        name = field.removesuffix("_ms").upper()
+        notes.append(f"default: without a target the {name} counts as {number_text(ms)} ms, {why}.")
+    notes.append("A value on an edge is in the upper band, one outside in the first or last band.")
+    if any(len(pools) > 1 for pools in grid.cells):
+        notes.append("Behind > are the pools that a cell spills to, in order.")
+    names = [printable(name) for name in grid.pool_names]
+    if grid.rules:
+        notes.append("Priority overrides, the first that fits counts:")
+    for rule in grid.rules:
+        low, high = number_text(rule.low), number_text(rule.high)
+        notes.append(f"    priority {low} to {high}: pool {rule.pool}, {names[rule.pool]}")
+    if grid.retry:
+        notes.append("Retry: what failed goes on to the strictly faster pools, slowest first.")
+    return notes
+
+
+def _traffic_notes(traffic: Mapping[tuple[int, ...], CellTraffic] | None) -> list[str]:
+    if traffic is None:
+        return []
+    n_requests = sum(cell.n_requests for cell in traffic.values())
+    n_failed = sum(cell.n_failed for cell in traffic.values())
+    n_judged = sum(cell.n_judged for cell in traffic.values())
+    n_met = sum(cell.n_met for cell in traffic.values())
+    failed = f", {n_failed:,} of them failed here" if n_failed else ""
+    met = f", {percent(n_met, n_judged)} of those met it" if n_judged else ""
+    return [
+        f"Traffic: {n_requests:,} requests have ended{failed}, {n_judged:,} are judged by a target{met}.",
+        "In a cell: its share of them, how many of its own failed"
+        f" (!: {FAILED_RATIO:.0%} or more), and how many of those judged met their target"
+        f" (!: below {LOW_RATIO:.0%}).",
+    ]
+
+
+_BLACK, _WHITE = "#000000", "#ffffff"
+
+
+class Shade(NamedTuple):
+    """The colours of a pool, as #rrggbb."""
+
+    fill: str
+    ink: str
+    hatched: bool  # its fill is that of a pool before it
+
+
+_FILLS = (
+    ("#56b4e9", _BLACK),
+    ("#e69f00", _BLACK),
+    ("#009e73", _BLACK),
+    ("#f0e442", _BLACK),
+    ("#0072b2", _WHITE),
+    ("#d55e00", _BLACK),
+    ("#cc79a7", _BLACK),
+    ("#bbbbbb", _BLACK),
+)
+
+
+def shade(pool: int) -> Shade:
+    """The colours of the pool with this number."""
+    fill, ink = _FILLS[pool % len(_FILLS)]
+    return Shade(fill, ink, pool >= len(_FILLS))

@@ -1,0 +1,1 @@
+"""legs: a room of `router`."""

@@ -1,0 +1,60 @@
+"""Holds a worker's stream while too much of what it has said waits for the client."""
+
+import asyncio
+from collections.abc import Callable
+
+from slagate.proto.rpc.sinks import Call, Outlet, was_taken
+
+
+class Valve:
+    """Shut when no more may wait, and open again when nothing does.
+
+    A client that takes nothing for `limit_s` meanwhile is stuck: `stuck` is called, once.
+    """
+
+    def __init__(
+        self, client: Outlet, call: Call, *, limit_s: float, stuck: Callable[[], None]
+    ) -> None:
+        self._client = client
+        self._call: Call | None = call  # None: the stream is over
+        self._limit_s = limit_s
+        self._stuck = stuck
+        self._left: tuple[int, ...] | None = None  # when it was last looked at
+        self._timer: asyncio.TimerHandle | None = None  # while it is shut
+
+    def shut(self) -> bool:
+        """Let nothing more come; false: it does all the same."""
+        if self._call is None or self._timer is not None:
+            return False
+        self._call.pause()
+        self._client.on_room(self._open)
+        self._watch()
+        return True
+
+    def close(self) -> None:
+        """The stream is over. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._call = None
+
+    def _open(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            if self._call is not None:
+                self._call.resume()
+
+    def _watch(self) -> None:
+        # With what is passed on right now.
+        self._left = None
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
+
+    def _look(self) -> None:
+        left = self._client.left()
+        if self._left is None or was_taken(self._left, left):
+            self._left = left
+            self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
+        else:
+            self.close()
+            self._stuck()

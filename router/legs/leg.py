@@ -1,0 +1,161 @@
+"""What every leg has in common: one call to a worker, read until it has ended or failed."""
+
+import asyncio
+from abc import ABC, abstractmethod
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from slagate.pools.grid.stage import Stage
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.sinks import Call
+from slagate.proto.rpc.status import Status
+from slagate.router.request.errors import LegFailed, RequestError
+from slagate.workers.errors import scrub, status_of_engine_error
+
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+RETRYABLE = frozenset({UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+"""A status after which another worker may do better; after any other it would say the same."""
+
+
+class LegSink(ABC):
+    """The sink of a leg. `await completed()`, then `failure()` says how it went.
+
+    It is complete by the terminal event, by a failure, or by the end of the call, whichever is first. What
+    a worker sends behind its terminal event goes nowhere.
+
+    A worker that breaks the protocol (cannot be read, another request's id, no terminal event) counts as
+    unavailable: the request may be fine with another one.
+    """
+
+    def __init__(self, stage: Stage, leg_id: str) -> None:
+        self.is_complete = False
+        self.has_ended = False  # the call
+        self._waiter: asyncio.Future[None] | None = None
+        self.stage = stage
+        self.leg_id = leg_id
+        # From here on a repetition might do something twice: tokens for the client, a pull of the handoff.
+        self._committed = False
+        self._heard = False
+        self._lost = False
+        self._terminal = False
+        self._failure: RequestError | None = None
+
+    @abstractmethod
+    def take(self, response: oe.GenerateResponse, data: bytes) -> None:
+        """Take one response of this leg, in both forms; calls `_finish` on the one that completes it."""
+
+    def failure(self) -> RequestError | None:
+        """Why the leg did not do what it was for; None when it did."""
+        return self._failure
+
+    def started(self, call: Call, /) -> None:
+        """Take the call whose sink this is; it may be paused."""
+        return
+
+    def over(self) -> None:
+        """Nobody waits for it any more."""
+        return
+
+    def message(self, data: bytes, /) -> None:
+        """As `Sink.message`."""
+        if self._terminal or self._failure is not None:
+            return
+        try:
+            response = oe.GenerateResponse.FromString(data)
+        except DecodeError:
+            self._fail(Status(UNAVAILABLE, "sent a response that cannot be read"))
+            return
+        self._heard = True
+        # Once a decode worker has accepted a handoff nobody else can be sure of it.
+        self._committed = self._committed or self.stage is Stage.DECODE
+        if response.request_id != self.leg_id:
+            self._fail(Status(UNAVAILABLE, "answered with another request's id"))
+            return
+        self.take(response, data)
+
+    def batch(self, messages: list[bytes], /) -> None:
+        """As `StreamSink.batch`."""
+        for data in messages:
+            self.message(data)
+
+    def end(self, status: Status, /) -> None:
+        """As `Sink.end`. After the terminal event a status changes nothing."""
+        if not self._terminal and self._failure is None:
+            if status.code is grpc.StatusCode.OK:
+                self._fail(Status(UNAVAILABLE, "ended without a terminal event"))
+            else:
+                self._fail(status)
+        self.has_ended = True
+        self._completed()
+
+    async def completed(self) -> None:
+        """Wait until it is complete. One coroutine waits at a time, here or for the end."""
+        if not self.is_complete:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    async def ended(self, limit_s: float) -> None:
+        """Wait for the end of the call, at most that long."""
+        if not self.has_ended:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(limit_s, self._wake)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+
+    def worker_lost(self, reason: str) -> None:
+        """The worker is out of service: a leg that can be repeated elsewhere does not wait for it."""
+        if not self._committed and not self._terminal and self._failure is None:
+            self._lost = True
+            self._fail(Status(UNAVAILABLE, f"is out of service: {reason}"))
+
+    def cut_off(self, reason: str) -> None:
+        """The worker's time is up: the leg ends here, whatever it has said."""
+        if not self._terminal and self._failure is None:
+            self._lost = True
+            self._fail(Status(UNAVAILABLE, reason))
+
+    @property
+    def may_have_parked(self) -> bool:
+        """Whether the worker may hold a handoff of this leg that nobody knows of."""
+        return False
+
+    @property
+    def untaken(self) -> bool:
+        """Whether the leg failed with UNAVAILABLE before the worker had said anything."""
+        failure = self._failure
+        unheard = not self._heard and not self._lost
+        return failure is not None and failure.code is UNAVAILABLE and unheard
+
+    def _finish(self) -> None:
+        self._terminal = True
+        self._completed()
+
+    def _completed(self) -> None:
+        if not self.is_complete or self.has_ended:
+            self.is_complete = True
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, status: Status) -> None:
+        self._give_up(status, helps=status.code in RETRYABLE)
+
+    def _fail_by(self, error: oe.EngineError) -> None:
+        status = status_of_engine_error(error)
+        if self.stage is Stage.DECODE and error.code == oe.ERROR_CODE_KV_SESSION_NOT_FOUND:
+            # Between our workers only: a client has no session that could be wrong.
+            status = status._replace(code=UNAVAILABLE)
+        self._give_up(status, helps=error.retryable)
+
+    def _give_up(self, status: Status, *, helps: bool) -> None:
+        scrubbed = Status(status.code, scrub(status.message))
+        retryable = helps and not self._committed
+        self._failure = LegFailed(self.stage, scrubbed, retryable=retryable)
+        self._completed()

@@ -1,0 +1,1 @@
+"""loadgen: a room of `router`."""

@@ -1,0 +1,1 @@
+"""multiprocess: a room of `router`."""

@@ -1,0 +1,156 @@
+"""`slagate serve --processes N`: the parent of N gateways that are one to clients and operators.
+
+The parent has the admin and the HTTP listener, the configuration and its history. It carries no request:
+the children listen on one port, and share what they have under way (`pools/inflight/shared_counts.py`).
+"""
+
+import os
+import random
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import anyio
+import grpc.aio
+
+from slagate.pools.fleet.fleet import prepare
+from slagate.pools.fleet_file.load import FleetConfig
+from slagate.pools.inflight.shared_counts import SharedCounts, create
+from slagate.proto import gateway_pb2_grpc as gw_grpc
+from slagate.proto.rpc.address import Address
+from slagate.router.metrics import Metrics
+from slagate.router.multiprocess.admin import WholeGateway
+from slagate.router.multiprocess.child import Place
+from slagate.router.multiprocess.metrics import MergedMetrics, not_ready
+from slagate.router.multiprocess.supervisor import Supervisor, write_config
+from slagate.router.receipts.config import config_message
+from slagate.router.reload.reload import Proposal, Reloader, Source, reloading
+from slagate.router.request.settings import CUT_S, RECEIPTS_S, Settings
+from slagate.workers.runtime.clock import monotonic_s
+from slagate.workers.runtime.listen import bind, given_by, listen_on, stopped
+from slagate.workers.runtime.probes import serve_probes
+from slagate.workers.runtime.ready_line import ready_line
+from slagate.workers.server import SERVER_OPTIONS
+from slagate.workers.tls.files import TlsFiles
+from slagate.workers.tls.reloading import ServerTls, following
+
+MAX_PROCESSES = 64
+
+STOP_SLACK_S = 5.0
+"""For a process to end, beyond what its drain may take."""
+
+
+async def serve_processes(
+    source: Source,
+    config: FleetConfig,
+    settings: Settings,
+    *,
+    stamp: object,
+    listen: Address,
+    admin: Address,
+    http: Address,
+    n_processes: int,
+    arguments: Sequence[str],
+    tls: TlsFiles | None,
+) -> int:
+    """Run a gateway of several processes until SIGTERM or SIGINT; the exit status.
+
+    As `app.serve`; `arguments` are those of `slagate` that each child is started with, `tls` is for
+    operators. Raises `OSError` or `TlsError`.
+    """
+    prepared = prepare(config)
+    in_force = Proposal(prepared, config_message(prepared, policy=settings.policy))
+    operators_tls = None if tls is None else ServerTls("operators", tls)
+    rng = random.Random(uuid.uuid4().int)
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="slagate-", dir=_memory()))
+        # Nobody else may listen there. Children share the port with each other and with a socket that only
+        # keeps it, so that it is theirs also while none of them runs.
+        with given_by("--listen"):
+            listen_on(listen, backlog=0).close()
+            kept = stack.enter_context(closing(listen_on(listen, shared=True, backlog=0)))
+        listen = listen._replace(port=kept.getsockname()[1])
+        place = Place(
+            number=0,
+            n_processes=n_processes,
+            folder=folder,
+            instance_id=f"{rng.getrandbits(64):016x}",
+            port=listen.port,
+        )
+        create(place.counts, n_processes)
+        counts = SharedCounts(place.counts, None, n_processes=n_processes)
+        stack.callback(counts.close)
+        write_config(place, in_force.message)
+        supervisor = Supervisor(
+            place,
+            counts,
+            arguments=arguments,
+            stop_limit_s=settings.drain_s + CUT_S + RECEIPTS_S + STOP_SLACK_S,
+            now_s=monotonic_s,
+        )
+        metrics = Metrics()
+
+        async def agree(found: Proposal) -> None:
+            await supervisor.put_in_force(found.message)
+
+        reloader = Reloader(
+            in_force, put_in_force=_nothing, agree=agree, metrics=metrics, now_s=monotonic_s
+        )
+        operators = grpc.aio.server(options=SERVER_OPTIONS)
+        service = WholeGateway(
+            supervisor, counts, reloader=reloader, source=source, now_s=monotonic_s
+        )
+        gw_grpc.add_GatewayServicer_to_server(service, operators)
+        credentials = None if operators_tls is None else operators_tls.grpc_credentials()
+        with given_by("--admin"):
+            admin = bind(operators, admin, credentials)
+        registry = MergedMetrics(supervisor, counts, Path(folder), own=metrics).registry()
+        with given_by("--http"):
+            http_port = stack.enter_context(
+                serve_probes(*http, registry=registry, not_ready=lambda: not_ready(supervisor))
+            )
+        http = http._replace(port=http_port)
+        await operators.start()
+
+        def on_ready() -> None:
+            ready_line(
+                listen=str(listen),
+                admin=str(admin),
+                http=str(http),
+                pid=os.getpid(),
+                process_pids=supervisor.pids,
+            )
+
+        async with (
+            following(operators_tls) as reread,
+            stopped() as signals,
+            reloading(
+                reloader,
+                source,
+                watch=settings.watch_config,
+                stamp=stamp,
+                also=[reread, supervisor.hang_up],
+            ),
+            anyio.create_task_group() as tasks,
+        ):
+
+            async def stop_on_signal() -> None:
+                await signals.wait()
+                supervisor.stop()
+
+            tasks.start_soon(stop_on_signal)
+            status = await supervisor.run(on_ready)
+            tasks.cancel_scope.cancel()
+        await operators.stop(RECEIPTS_S)
+    return status
+
+
+def _memory() -> str | None:
+    """Where files are memory, and writing to one never waits for a disk; None: no such place is known."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+
+def _nothing(_: Proposal) -> None:
+    """The parent decides nothing itself."""

@@ -1,0 +1,293 @@
+"""The processes of a gateway, started by their parent, and started again when they end.
+
+start ──▶ (ready line on its stdout) ──▶ runs ──▶ ends: its row is cleared, the others look again, and after
+                └─ ends, or is late          └──▶ a pause another one has its place
+
+All of them have to start the first time, else the gateway does not. One that ends later is started again
+for as long as the gateway runs, after 0.1 s, then twice that and so on, at most 10 s.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from typing import Any
+
+import anyio
+import grpc
+import grpc.aio
+from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
+from msgspec.structs import replace
+
+from slagate.pools.grid.errors import ConfigError, Problem
+from slagate.pools.inflight.shared_counts import GATEWAY, GatewayCell, SharedCounts
+from slagate.proto import gateway_pb2 as gw
+from slagate.proto import gateway_pb2_grpc as gw_grpc
+from slagate.proto import process_pb2 as ps
+from slagate.proto import process_pb2_grpc as ps_grpc
+from slagate.router.multiprocess.child import Place, send_wake
+from slagate.router.process import SLAGATE
+from slagate.workers.runtime.ready_line import MAX_READY_LINE_BYTES
+from slagate.workers.server import SERVER_OPTIONS
+
+log = logging.getLogger(__name__)
+
+START_LIMIT_S = 60.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
+STEADY_S = 30.0
+"""One that ran for so long has not ended for something that was wrong from the start."""
+
+PREPARE_LIMIT_S = 60.0
+PUT_LIMIT_S = 5.0
+"""For a step that waits for nothing; a process that has not taken it by then is ended."""
+
+FAILED = 1
+"""Exit status where a process did not end as it should."""
+
+UNKNOWN = 255
+"""What asyncio says where a process was signalled that had just ended by itself."""
+
+
+class Child:
+    """A process that is ready, and who asks it."""
+
+    def __init__(self, place: Place, process: Process) -> None:
+        self.number = place.number
+        self.process = process
+        target = f"unix:{place.path('admin')}"
+        self._channel = grpc.aio.insecure_channel(target, options=SERVER_OPTIONS)
+        self.gateway: Any = gw_grpc.GatewayStub(self._channel)
+        self.control: Any = ps_grpc.ProcessStub(self._channel)
+        # Scrapes come on threads of their own.
+        self._for_threads = grpc.insecure_channel(target, options=SERVER_OPTIONS)
+        self.in_threads: Any = ps_grpc.ProcessStub(self._for_threads)
+
+    async def aclose(self) -> None:
+        """It has ended."""
+        await self._channel.close()
+        self._for_threads.close()
+
+    def kill(self) -> None:
+        """End it now; another one takes its place."""
+        with suppress(ProcessLookupError):
+            self.process.kill()
+
+
+class Supervisor:
+    """Keeps the processes running. `running` has those that are ready, by number."""
+
+    def __init__(
+        self,
+        place: Place,
+        counts: SharedCounts,
+        *,
+        arguments: Sequence[str],
+        stop_limit_s: float,
+        now_s: Callable[[], float],
+    ) -> None:
+        """`place` is that of number 0; `arguments` are those of `slagate` for each."""
+        self.running: dict[int, Child] = {}
+        self.n_restarts = 0
+        self.n_lost = 0  # requests that were running in processes when these ended
+        self.stopping = anyio.Event()
+        self._places = [replace(place, number=number) for number in range(place.n_processes)]
+        self._counts = counts
+        self._arguments = arguments
+        self._stop_limit_s = stop_limit_s
+        self._now_s = now_s
+        self._processes: dict[int, Process] = {}  # that have not ended
+        self._statuses: dict[int, int] = {}  # of those that ended last
+        # Nobody starts while another configuration is put in force: it would have the one before.
+        self._one_at_a_time = anyio.Lock()
+
+    async def run(self, on_ready: Callable[[], None]) -> int:
+        """Run them until `stop`; the exit status, that of a process that could not be started included."""
+        try:
+            async with self._one_at_a_time, anyio.create_task_group() as starts:
+                for place in self._places:
+                    starts.start_soon(self._start, place)
+            failed = [n for n in range(len(self._places)) if n not in self.running]
+            if failed and not self.stopping.is_set():
+                self.stop()
+            elif not failed:
+                on_ready()
+            async with anyio.create_task_group() as tasks:
+                for place in self._places:
+                    if place.number in self.running:
+                        tasks.start_soon(self._keep, place)
+            if failed:
+                # By a signal, or well but without a word: neither is a status of its own to pass on.
+                found = (self._statuses.get(number, FAILED) for number in failed)
+                return max(next((status for status in found if status != UNKNOWN), FAILED), FAILED)
+            return FAILED if any(self._statuses.values()) else 0
+        finally:
+            with anyio.CancelScope(shield=True):
+                for process in list(self._processes.values()):
+                    with suppress(ProcessLookupError):
+                        process.kill()
+                    await process.aclose()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those that run, by number."""
+        return [child.process.pid for _, child in sorted(self.running.items())]
+
+    def stop(self) -> None:
+        """Have all of them drain and end, and start no other."""
+        self.stopping.set()
+        for process in list(self._processes.values()):
+            with suppress(ProcessLookupError):
+                process.terminate()
+
+    def hang_up(self) -> None:
+        """Have all of them read their files of TLS again."""
+        for child in self.running.values():
+            with suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGHUP)
+
+    async def put_in_force(self, message: gw.GatewayConfig) -> None:
+        """Put a configuration in force in all of them. Raises `ConfigError`: then it is in none."""
+        async with self._one_at_a_time:
+            problems: list[Problem] = []
+
+            async def prepare(child: Child) -> None:
+                try:
+                    answer = await child.control.Prepare(message, timeout=PREPARE_LIMIT_S)
+                    problem = answer.problem
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.UNAVAILABLE:
+                        child.kill()  # has ended, or as good as that: another one reads it
+                        return
+                    problem = f"{error.code().name}: {error.details()}"
+                if problem:
+                    problems.append(Problem("$", f"process {child.number}: {problem}"))
+
+            async def put(child: Child) -> None:
+                request = ps.PutInForceRequest(version=message.version)
+                try:
+                    await child.control.PutInForce(request, timeout=PUT_LIMIT_S)
+                except grpc.aio.AioRpcError as error:
+                    about = {"process_number": child.number, "code": error.code().name}
+                    log.error("process.does_not_reload", extra=about)
+                    child.kill()
+
+            children = list(self.running.values())
+            await _each(prepare, children)
+            if problems:
+                raise ConfigError("config", problems)
+            # From here on it is in force: who starts reads it.
+            write_config(self._places[0], message)
+            await _each(put, children)
+
+    async def _start(self, place: Place) -> None:
+        """One more attempt: afterwards it runs, or has ended."""
+        process = await anyio.open_process(
+            [*SLAGATE, *self._arguments],
+            stderr=None,
+            env=os.environ | place.in_environment(),
+        )
+        self._processes[place.number] = process
+        ready: Mapping[str, object] | None = None
+        with anyio.move_on_after(START_LIMIT_S):
+            ready = await _ready_line(process)
+        if ready is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await self._ended(place, process)
+            return
+        if self.stopping.is_set():
+            # It may have started when the others were told.
+            with suppress(ProcessLookupError):
+                process.terminate()
+        self.running[place.number] = Child(place, process)
+        about = {"process_number": place.number, "pid": process.pid}
+        log.info("process.ready", extra=about)
+
+    async def _keep(self, place: Place) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            child = self.running.get(place.number)
+            if child is not None:
+                since_s = self._now_s()
+                await self._wait(child.process)
+                del self.running[place.number]
+                await child.aclose()
+                await self._ended(place, child.process)
+                if self._now_s() - since_s >= STEADY_S:
+                    pause_s = FIRST_PAUSE_S
+            if self.stopping.is_set():
+                return
+            self.n_restarts += 1
+            with anyio.move_on_after(pause_s):
+                await self.stopping.wait()
+                return
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            async with self._one_at_a_time:
+                if not self.stopping.is_set():
+                    await self._start(place)
+
+    async def _wait(self, process: Process) -> None:
+        """Until it ends; not for ever once all are to stop."""
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+
+                async def limit() -> None:
+                    await self.stopping.wait()
+                    await anyio.sleep(self._stop_limit_s)
+                    scope.cancel()
+
+                tasks.start_soon(limit)
+                await process.wait()
+                tasks.cancel_scope.cancel()
+        if process.returncode is None:
+            process.kill()
+
+    async def _ended(self, place: Place, process: Process) -> None:
+        """Tidy up behind one, so that nobody counts what it had, or waits for it."""
+        status = await process.wait()
+        await process.aclose()
+        del self._processes[place.number]
+        self._statuses[place.number] = status
+        running = self._counts.each(GATEWAY, GatewayCell.RUNNING)
+        n_lost = running[place.number] if running else 0
+        self.n_lost += n_lost
+        self._counts.clear(place.number)
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as sender:
+            sender.settimeout(0)
+            for other in self._places:
+                send_wake(sender, other.path("wake"))
+        if not self.stopping.is_set():
+            about = {"process_number": place.number, "pid": process.pid, "exit_status": status}
+            log.error("process.ended", extra=about | {"lost_requests": n_lost})
+
+
+def write_config(place: Place, message: gw.GatewayConfig) -> None:
+    """Say what is in force, to those who start from now on."""
+    beside = place.config.with_suffix(".new")
+    beside.write_bytes(message.SerializeToString())
+    beside.rename(place.config)
+
+
+async def _each(do: Callable[[Child], Any], children: Sequence[Child]) -> None:
+    async with anyio.create_task_group() as tasks:
+        for child in children:
+            tasks.start_soon(do, child)
+
+
+async def _ready_line(process: Process) -> Mapping[str, object] | None:
+    """What it says once it serves; None: it has ended."""
+    assert process.stdout is not None
+    stdout = BufferedByteReceiveStream(process.stdout)
+    try:
+        line = await stdout.receive_until(b"\n", MAX_READY_LINE_BYTES)
+    except (anyio.IncompleteRead, anyio.ClosedResourceError, anyio.DelimiterNotFound):
+        return None
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and found.get("event") == "ready" else None

@@ -1,0 +1,1 @@
+"""profiles: a room of `router`."""

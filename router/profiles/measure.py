@@ -1,0 +1,410 @@
+"""Measures a live worker: times of prompts and of decoding batches over OpenEngine, as a profile's rows.
+
+    prefill row    a prompt of fresh tokens with one token of output, on a worker that is otherwise idle;
+                   for cached tokens, behind a prefix that was sent before
+    decode row     a batch whose prompts are in the KV cache; the steps in which all of it decodes
+
+Each is repeated and the median taken. Times are the client's own: they have the way to the worker in them,
+as those of the gateway do.
+
+What `slagate profile measure` does to a worker: one prompt, or a batch that decodes.
+"""
+
+import math
+import random
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import NamedTuple, Protocol
+
+import anyio
+import grpc
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.status import OK, Status
+from slagate.workers.errors import status_of_engine_error
+from slagate.workers.legs import decode_leg, prefill_leg
+from slagate.workers.runtime.clock import monotonic_s
+from slagate.workers.runtime.errors import UsageError
+from slagate.workers.worker import Worker
+
+
+class Timed(NamedTuple):
+    """One prompt: seconds until its first token or its handoff, and what the worker had cached of it.
+
+    `cached_tokens` is 0 where the worker does not say.
+    """
+
+    seconds: float
+    cached_tokens: int
+
+
+class Tick(NamedTuple):
+    """Tokens that came at one moment."""
+
+    at_s: float
+    n_tokens: int
+
+
+@dataclass(slots=True)
+class Stream:
+    """The sink of one request: when its tokens came, and what it ended in."""
+
+    now_s: Callable[[], float]
+    ticks: list[Tick] = field(default_factory=list)
+    status: Status = OK
+    usage: oe.Usage | None = None
+    session: oe.KvSessionRef | None = None
+    first_s: float | None = None
+    ended: anyio.Event = field(default_factory=anyio.Event)
+
+    def message(self, data: bytes, /) -> None:
+        """Take one response."""
+        now_s = self.now_s()
+        response = oe.GenerateResponse.FromString(data)
+        event = response.WhichOneof("event")
+        if response.HasField("usage"):
+            self.usage = response.usage
+        if event == "error":
+            self.status = status_of_engine_error(response.error)
+            return
+        if self.first_s is None:
+            self.first_s = now_s
+        if event == "token":
+            self.ticks.append(Tick(now_s, len(response.token.tokens)))
+        elif event == "prefill_ready":
+            self.session = response.prefill_ready.kv_session
+
+    def end(self, status: Status, /) -> None:
+        """Take the end of the call."""
+        if self.status.code is grpc.StatusCode.OK:
+            self.status = status
+        self.ended.set()
+
+
+class Bench(Protocol):
+    """A worker, or a pair of them, that prompts can be timed on."""
+
+    async def prefill(self, prompt: Sequence[int]) -> Timed:
+        """Process one prompt. Raises `UsageError` when the worker refuses it."""
+
+    async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[Stream]:
+        """Have all prompts answered together, in `n_tokens` each. Raises `UsageError`."""
+
+
+class AggBench:
+    """One aggregated worker: prompts are put into its cache first, then asked again all at once."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        model: str,
+        *,
+        timeout_s: float,
+        now_s: Callable[[], float] = monotonic_s,
+    ) -> None:
+        self._worker, self._model = worker, model
+        self._timeout_s, self._now_s = timeout_s, now_s
+
+    async def prefill(self, prompt: Sequence[int]) -> Timed:
+        """As `Bench.prefill`."""
+        sent_s = self._now_s()
+        return _timed(await self._ask(_request(self._model, prompt, 1)), sent_s)
+
+    async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[Stream]:
+        """As `Bench.decode`."""
+        for prompt in prompts:
+            await self.prefill(prompt)
+        return await _together(
+            [(self._ask, _request(self._model, prompt, n_tokens)) for prompt in prompts]
+        )
+
+    async def _ask(self, request: bytes) -> Stream:
+        return await _ask(self._worker, request, self._timeout_s, self._now_s)
+
+
+class PairBench:
+    """A prefill worker and a decode worker: handoffs are made first, then collected all at once."""
+
+    def __init__(
+        self,
+        prefill: Worker,
+        decode: Worker,
+        model: str,
+        *,
+        timeout_s: float,
+        now_s: Callable[[], float] = monotonic_s,
+    ) -> None:
+        self._prefill, self._decode, self._model = prefill, decode, model
+        self._timeout_s, self._now_s = timeout_s, now_s
+
+    async def prefill(self, prompt: Sequence[int]) -> Timed:
+        """As `Bench.prefill`."""
+        sent_s = self._now_s()
+        stream = await self._first(_request(self._model, prompt, 1))
+        await self._prefill.abort(oe.AbortRequest(kv_session=stream.session))
+        return _timed(stream, sent_s)
+
+    async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[Stream]:
+        """As `Bench.decode`."""
+        legs = []
+        for prompt in prompts:
+            request = _request(self._model, prompt, n_tokens)
+            session = (await self._first(request)).session
+            assert session is not None
+            leg = decode_leg(request, uuid.uuid4().hex, session=session, max_tokens=None)
+            legs.append((self._second, leg))
+        return await _together(legs)
+
+    async def _first(self, request: bytes) -> Stream:
+        leg = prefill_leg(request, uuid.uuid4().hex)
+        stream = await _ask(self._prefill, leg, self._timeout_s, self._now_s)
+        if stream.session is None:
+            raise UsageError("the prefill worker gave no handoff for a prompt")
+        return stream
+
+    async def _second(self, leg: bytes) -> Stream:
+        return await _ask(self._decode, leg, self._timeout_s, self._now_s)
+
+
+def _request(model: str, prompt: Sequence[int], max_tokens: int) -> bytes:
+    return oe.GenerateRequest(
+        request_id=uuid.uuid4().hex,
+        model=model,
+        token_ids=oe.TokenIds(ids=prompt),
+        stopping=oe.StoppingOptions(max_tokens=max_tokens, ignore_eos=True),
+    ).SerializeToString()
+
+
+async def _ask(
+    worker: Worker, request: bytes, timeout_s: float, now_s: Callable[[], float]
+) -> Stream:
+    stream = Stream(now_s)
+    call = worker.generate(request, (), stream, timeout_s=timeout_s)
+    try:
+        await stream.ended.wait()
+    finally:
+        call.cancel()
+    if stream.status.code is not grpc.StatusCode.OK:
+        code, message = stream.status.code.name, stream.status.message
+        raise UsageError(f"the worker answered {code}: {message}")
+    return stream
+
+
+async def _together(
+    asked: Sequence[tuple[Callable[[bytes], Awaitable[Stream]], bytes]],
+) -> list[Stream]:
+    streams: dict[int, Stream] = {}
+    refusals: list[UsageError] = []
+
+    async def one(at: int) -> None:
+        ask, request = asked[at]
+        try:
+            streams[at] = await ask(request)
+        except UsageError as error:
+            refusals.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        for at in range(len(asked)):
+            tasks.start_soon(one, at)
+    if refusals:
+        raise refusals[0]
+    return [streams[at] for at in range(len(asked))]
+
+
+def _timed(stream: Stream, sent_s: float) -> Timed:
+    if stream.first_s is None:
+        raise UsageError("the worker ended a prompt without an answer")
+    cached = 0 if stream.usage is None else stream.usage.cached_prompt_tokens
+    return Timed(stream.first_s - sent_s, cached)
+
+
+MIN_STEPS = 8
+"""Steps of a whole batch below which its times say too little."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurePlan:
+    """Which rows to measure, each `repeats` times; decode rows over about `steps` tokens of output."""
+
+    new_tokens: tuple[int, ...]
+    cached_tokens: tuple[int, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    repeats: int = 3
+    steps: int = 64
+
+
+class Capacity(NamedTuple):
+    """What bounds the rows: the longest context, and the KV cache of a rank."""
+
+    context_tokens: int
+    kv_tokens: int
+
+
+class PrefillRow(NamedTuple):
+    """As a profile has it."""
+
+    new_tokens: int
+    cached_tokens: int
+    ms: float
+
+
+class DecodeRow(NamedTuple):
+    """As a profile has it."""
+
+    batch_size: int
+    context_tokens: int
+    itl_ms: float
+
+
+def capacity(server: oe.ServerInfo, model: oe.ModelInfo, kv_tokens: int | None) -> Capacity:
+    """What the worker says of itself; `kv_tokens`, where given, in place of the KV cache that it says.
+
+    Raises `UsageError` where neither is known.
+    """
+    ranks = max(1, server.parallelism.data_parallel_size)
+    said = server.capacity.total_kv_blocks * server.capacity.kv_block_size // ranks
+    if kv_tokens is None and not said:
+        raise UsageError("the worker does not say how much KV cache it has: give --kv-capacity")
+    total = kv_tokens or said
+    return Capacity(model.max_context_length or total, total)
+
+
+async def measure_prefill(
+    bench: Bench,
+    plan: MeasurePlan,
+    limit: Capacity,
+    *,
+    rng: random.Random,
+    on_row: Callable[[str], None],
+) -> list[PrefillRow]:
+    """The prefill rows that fit into the worker's limits; what is left out is said to `on_row`."""
+    rows = []
+    for cached in plan.cached_tokens:
+        prefix = fresh(cached, rng)
+        for new in plan.new_tokens:
+            if new + cached + 1 > min(limit):
+                on_row(f"prefill {new} + {cached} cached: left out, more than the worker takes")
+                continue
+            seconds = []
+            try:
+                if cached:
+                    await bench.prefill([*prefix, *fresh(1, rng)])
+                for _ in range(plan.repeats):
+                    timed = await bench.prefill([*prefix, *fresh(new, rng)])
+                    if timed.cached_tokens == cached:
+                        seconds.append(timed.seconds)
+            except UsageError as error:
+                on_row(f"prefill {new} + {cached} cached: left out, {error}")
+                continue
+            if not seconds:
+                on_row(f"prefill {new} + {cached} cached: left out, the worker had not cached that")
+                continue
+            rows.append(PrefillRow(new, cached, median(seconds) * 1000.0))
+            on_row(f"prefill {new} + {cached} cached: {rows[-1].ms:.2f} ms")
+    return rows
+
+
+async def measure_decode(
+    bench: Bench,
+    plan: MeasurePlan,
+    limit: Capacity,
+    *,
+    max_batch: int,
+    rng: random.Random,
+    on_row: Callable[[str], None],
+) -> list[DecodeRow]:
+    """The decode rows that fit into the worker's limits; what is left out is said to `on_row`."""
+    rows = []
+    for context in plan.contexts:
+        for batch in plan.batches:
+            name = f"decode {batch} x {context}"
+            longest = context + plan.steps
+            if (
+                batch > max_batch
+                or longest > limit.context_tokens
+                or batch * longest > limit.kv_tokens
+            ):
+                on_row(f"{name}: left out, more than the worker takes")
+                continue
+            found = []
+            try:
+                for _ in range(plan.repeats):
+                    # In the middle of the output the context is the one that the row says.
+                    n_prompt = max(1, context - plan.steps // 2)
+                    prompts = [fresh(n_prompt, rng) for _ in range(batch)]
+                    step_s = itl_s(await bench.decode(prompts, plan.steps))
+                    if step_s is not None:
+                        found.append(step_s)
+            except UsageError as error:
+                on_row(f"{name}: left out, {error}")
+                continue
+            if not found:
+                on_row(f"{name}: left out, the batch was never whole for {MIN_STEPS} steps")
+                continue
+            rows.append(DecodeRow(batch, context, median(found) * 1000.0))
+            on_row(f"{name}: {rows[-1].itl_ms:.3f} ms")
+    return rows
+
+
+def itl_s(streams: Sequence[Stream]) -> float | None:
+    """Mean seconds of a step while all of these streams were decoding; None: for too few steps."""
+    start_s = max(stream.ticks[0].at_s for stream in streams)
+    end_s = min(stream.ticks[-1].at_s for stream in streams)
+    means = []
+    for stream in streams:
+        inside = [tick for tick in stream.ticks if start_s <= tick.at_s <= end_s]
+        n_tokens = sum(tick.n_tokens for tick in inside[1:])
+        if n_tokens < MIN_STEPS:
+            return None
+        means.append((inside[-1].at_s - inside[0].at_s) / n_tokens)
+    return fmean(means)
+
+
+def fresh(n_tokens: int, rng: random.Random) -> list[int]:
+    """Token ids that no prompt had before, from a range that every vocabulary has."""
+    return [rng.randrange(100, 20_000) for _ in range(n_tokens)]
+
+
+def measured_content(
+    prefill: Sequence[PrefillRow],
+    decode: Sequence[DecodeRow],
+    *,
+    model: str,
+    system: str,
+    engine: str,
+    source: str,
+    tp: int,
+    kv_capacity_tokens: int,
+    kv_bytes_per_token: int,
+) -> dict[str, object]:
+    """The content of a profile file with these rows. Raises `UsageError` when there are none of a kind."""
+    for kind, rows in (("prefill", prefill), ("decode", decode)):
+        if not rows:
+            raise UsageError(f"no {kind} row could be measured")
+        if any(not 0.0 < row[2] < math.inf for row in rows):
+            raise UsageError(f"a {kind} row took no time at all: the worker is not a real one")
+    return {
+        "schema": 1,
+        "model": model,
+        "system": system,
+        "engine": engine,
+        "source": source,
+        "prefill_columns": ["new_tokens", "cached_tokens", "ms"],
+        "decode_columns": ["batch_size", "context_tokens", "itl_ms"],
+        "kv_bytes_per_token": kv_bytes_per_token,
+        "tp": {
+            str(tp): {
+                "kv_capacity_tokens": kv_capacity_tokens,
+                "prefill": [list(_rounded(row, 4)) for row in prefill],
+                "decode": [list(_rounded(row, 5)) for row in decode],
+            }
+        },
+    }
+
+
+def _rounded(row: tuple[int, int, float], digits: int) -> Iterator[float]:
+    x, y, ms = row
+    yield from (x, y, round(ms, digits))

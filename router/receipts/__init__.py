@@ -1,0 +1,1 @@
+"""receipts: a room of `router`."""

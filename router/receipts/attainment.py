@@ -1,0 +1,118 @@
+"""How many requests each grid cell had, and how many of them met their latency targets."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from slagate.pools.grid.stage import Stage
+from slagate.router.receipts.record import Record
+from slagate.router.request.errors import Outcome
+from slagate.router.scheduling.policy import Decision
+
+FAILURES = frozenset(
+    {
+        Outcome.OVERLOADED,
+        Outcome.UNAVAILABLE,
+        Outcome.WORKER_FAILED,
+        Outcome.DEADLINE,
+        Outcome.INTERNAL,
+    }
+)
+"""Outcomes that the fleet or its gateway answers for. The others without an answer are the client's doing:
+it asked for what nobody can do, did not take its tokens, cancelled or aborted."""
+
+
+class CellTraffic(NamedTuple):
+    """Requests of one cell that have ended.
+
+    Failed are those that ended in this stage with one of `FAILURES`: overloaded, unavailable, worker
+    failed, deadline, internal. Judged are those with a target of the stage, and with a latency to compare
+    with it or a failure, which has missed it.
+    """
+
+    n_requests: int = 0
+    n_met: int = 0  # of those judged, the ones with every target of the stage met
+    n_judged: int = 0
+    n_failed: int = 0
+
+
+CellKey = tuple[Stage, tuple[int, ...]]
+"""A stage, and the index of a cell in its grid."""
+
+
+class Attainment:
+    """Counts for one configuration version; takes no more memory than its grids have cells.
+
+    A prefill cell is judged by TTFT, a decode cell by ITL, an agg cell by both. A request that ended
+    without its answer counts up to the stage that it ended in, and not behind.
+    """
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+        self._cells: dict[CellKey, list[int]] = {}  # each the fields of a `CellTraffic`
+
+    @property
+    def version(self) -> str:
+        """The configuration that the counts are of."""
+        return self._version
+
+    @property
+    def cells(self) -> Mapping[CellKey, CellTraffic]:
+        """Those that had a request, as of now."""
+        return {key: CellTraffic(*counts) for key, counts in self._cells.items()}
+
+    def restart(self, version: str) -> None:
+        """Begin at zero under another configuration: its cells are others, whatever their numbers."""
+        self._version = version
+        self._cells = {}
+
+    def count(self, record: Record, outcome: Outcome) -> None:
+        """Count a request that has ended, as far as it was decided under our version."""
+        decision = record.decision
+        if decision is None:
+            return
+        ttft_met, itl_met = record.ttft_met(), record.itl_met()
+        ended_in = failed_in = None
+        if outcome is not Outcome.COMPLETED:
+            ended_in = _ended_in(record, decision)
+            if outcome in FAILURES:
+                failed_in = ended_in
+                # A failure without a latency has missed the target that it had.
+                if ttft_met is None and record.sla.ttft_ms is not None:
+                    ttft_met = False
+                if itl_met is None and record.sla.itl_ms is not None:
+                    itl_met = False
+        for choice in decision.stages:
+            stage = choice.stage
+            if choice.config_version == self._version:
+                is_judged, is_met = _verdict(stage, ttft_met=ttft_met, itl_met=itl_met)
+                counts = self._counts(stage, choice.cell.index)
+                counts[0] += 1
+                counts[1] += is_met and stage is not failed_in
+                counts[2] += is_judged
+                counts[3] += stage is failed_in
+            if stage is ended_in:
+                return
+
+    def _counts(self, stage: Stage, cell: tuple[int, ...]) -> list[int]:
+        counts = self._cells.get((stage, cell))
+        if counts is None:
+            counts = self._cells[stage, cell] = [0, 0, 0, 0]
+        return counts
+
+
+def _verdict(stage: Stage, *, ttft_met: bool | None, itl_met: bool | None) -> tuple[bool, bool]:
+    """Whether a stage is judged, and whether it met all that it is judged by."""
+    if stage is Stage.PREFILL:
+        return ttft_met is not None, ttft_met is True
+    if stage is Stage.DECODE:
+        return itl_met is not None, itl_met is True
+    is_judged = ttft_met is not None or itl_met is not None
+    return is_judged, is_judged and ttft_met is not False and itl_met is not False
+
+
+def _ended_in(record: Record, decision: Decision) -> Stage:
+    """The stage of the last call to a worker; before there was one, the stage that had nobody."""
+    if record.attempts:
+        return record.attempts[-1].choice.stage
+    choices = decision.stages
+    return next((each for each in choices if each.row is None), choices[0]).stage

@@ -1,0 +1,105 @@
+"""What decisions depend on besides their receipts: the fleet file, and what predictions start from."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from slagate.pools.estimator.estimator import Coefficients, FrozenEstimator
+from slagate.pools.fleet.fleet import Prepared, prepare
+from slagate.pools.fleet_file.load import parse_config
+from slagate.pools.grid.errors import ConfigError
+from slagate.pools.grid.grid import StageGrid
+from slagate.pools.grid.stage import Stage
+from slagate.proto import gateway_pb2 as gw
+
+
+class Damaged(ValueError):
+    """What cannot be used; the message starts with the field."""
+
+
+def config_message(prepared: Prepared, *, policy: str) -> gw.GatewayConfig:
+    """The configuration on the wire, under a version that is the digest of the rest."""
+    message = gw.GatewayConfig(
+        fleet=prepared.config.text,
+        estimators=[
+            gw.EstimatorTable(pool=name, table=_json(estimator.frozen().table_json()))
+            for name, estimator in sorted(prepared.estimators.items())
+        ],
+        policy=policy,
+    )
+    message.version = _digest(message)
+    return message
+
+
+class Rules(NamedTuple):
+    """A configuration to decide by again."""
+
+    version: str
+    grids: Mapping[Stage, StageGrid]
+    estimators: Mapping[str, FrozenEstimator]  # by pool, uncorrected
+
+    def estimator(self, pool: str, coefficients: gw.Coefficients) -> FrozenEstimator:
+        """A pool's estimator as it stood. Raises `ValueError` naming a coefficient."""
+        corrected = Coefficients(
+            coefficients.prefill_scale, coefficients.prefill_offset_s, coefficients.itl_scale
+        )
+        return replace(self.estimators[pool], coefficients=corrected)
+
+
+def read_config(message: gw.GatewayConfig) -> Rules:
+    """The inverse of `config_message`. Raises `Damaged`."""
+    if message.version != _digest(message):
+        raise Damaged("config.version: is not the digest of the rest")
+    try:
+        config = parse_config(json.loads(message.fleet), source="config.fleet")
+    except (ConfigError, ValueError) as error:
+        raise Damaged(f"config.fleet: {error}") from error
+    grids = {Stage(name): grid for name, grid in config.stages.items()}
+    estimators = {}
+    for at, each in enumerate(message.estimators):
+        try:
+            table = json.loads(each.table)
+            if not isinstance(table, dict):
+                raise ValueError(f"must be an object, got {each.table[:40]!r}")
+            estimators[each.pool] = FrozenEstimator.from_json(table, Coefficients())
+        except ValueError as error:
+            raise Damaged(f"config.estimators[{at}].table: {error}") from error
+    for name in (name for grid in grids.values() for name in grid.pool_names):
+        if name not in estimators:
+            raise Damaged(f"config.estimators: there is none for pool {name!r}")
+    return Rules(message.version, grids, estimators)
+
+
+def prepared_of(message: gw.GatewayConfig) -> Prepared:
+    """The configuration that `config_message` was given, as far as a gateway needs it, from nothing else.
+
+    Its warnings and ignored keys are those of a file with this content. Raises `Damaged`.
+    """
+    read = read_config(message)
+    config = parse_config(json.loads(message.fleet), source="config.fleet")
+    profiles = {
+        name: estimator.profile
+        for name, estimator in read.estimators.items()
+        if estimator.profile is not None
+    }
+    prepared = prepare(dataclasses.replace(config, profiles=profiles))
+    if config_message(prepared, policy=message.policy).version != message.version:
+        raise Damaged("config: comes out otherwise than it was read")
+    return prepared
+
+
+def _digest(message: gw.GatewayConfig) -> str:
+    content = [
+        message.fleet,
+        [[each.pool, each.table] for each in message.estimators],
+        message.policy,
+    ]
+    return hashlib.sha256(_json(content).encode()).hexdigest()[:16]
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)

@@ -1,0 +1,167 @@
+"""Decisions on the wire: cut to a few candidates for a trailer, or with all that they were made from."""
+
+from collections.abc import Generator, Iterable, Iterator
+from typing import TypeVar
+
+from msgspec.structs import asdict
+
+from slagate.pools.fleet.pool import PoolView
+from slagate.pools.grid.stage import Stage
+from slagate.pools.inflight.rows import UNLIMITED
+from slagate.proto import gateway_pb2 as gw
+from slagate.router.request.sla import Sla
+from slagate.router.scheduling.policy import Decision, StageChoice
+from slagate.router.scheduling.score import Candidate
+
+WIRE_STAGE = {
+    Stage.PREFILL: gw.STAGE_PREFILL,
+    Stage.DECODE: gw.STAGE_DECODE,
+    Stage.AGG: gw.STAGE_AGG,
+}
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Makes a T, and stops in between: a pool of a thousand workers is ten milliseconds of work."""
+
+CANDIDATES_A_STEP = 32
+
+
+def at_once(steps: Steps[T]) -> T:
+    """What the steps make, where nothing else waits for the event loop."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: T = end.value
+            return made
+
+
+def decision_message(
+    decision: Decision, *, request_id: str, max_tokens: int, top: int
+) -> gw.Decision:
+    """The decision with at most `top` candidates a stage."""
+    stages = (_choice_message(choice, choice.top(top)) for choice in decision.stages)
+    return _decision_message(decision, request_id, max_tokens, stages)
+
+
+def decision_steps(decision: Decision, *, request_id: str, max_tokens: int) -> Steps[gw.Decision]:
+    """The decision with all that is needed to make it again."""
+    message = _decision_message(decision, request_id, max_tokens, ())
+    for choice in decision.stages:
+        message.stages.append((yield from choice_steps(choice)))
+    return message
+
+
+def choice_steps(choice: StageChoice) -> Steps[gw.StageChoice]:
+    """The choice with all that is needed to make it again."""
+    message = _choice_message(choice, ())
+    message.pools.extend(_pool_look(scored.pool) for scored in choice.scored)
+    for number, candidate in enumerate(_every_candidate(choice), start=1):
+        message.candidates.append(candidate_message(candidate, model=choice.ask.model))
+        if number % CANDIDATES_A_STEP == 0:
+            yield
+    return message
+
+
+def sla_message(sla: Sla) -> gw.Sla:
+    """The SLA as it was understood."""
+    return gw.Sla(
+        ttft_ms=sla.ttft_ms,
+        itl_ms=sla.itl_ms,
+        priority=sla.priority,
+        objective=sla.objective,
+        fairness_id=sla.fairness_id,
+        session_id=sla.session_id,
+        by_objective=sla.by_objective,
+    )
+
+
+def candidate_message(candidate: Candidate, *, model: str) -> gw.Candidate:
+    """One row; `model` is the request's."""
+    view = candidate.view
+    return gw.Candidate(
+        worker=view.address,
+        rank=view.rank,
+        row=candidate.number,
+        pool=candidate.pool,
+        state=view.state.value,
+        suspect=view.suspect,
+        serves_model=model in view.models,
+        inflight=view.inflight,
+        worker_inflight=view.worker_inflight,
+        max_inflight=_limit(view.max_inflight),
+        queued_tokens=view.queued_tokens,
+        max_queued_tokens=_limit(view.max_queued_tokens),
+        queued_s=view.queued_s,
+        context_tokens=view.context_tokens,
+        capacity_tokens=_limit(view.capacity_tokens),
+        foreign_requests=view.foreign_requests,
+        foreign_s=view.foreign_s,
+        last_chosen=view.last_chosen,
+        device_tokens=view.device_tokens,
+        host_tokens=view.host_tokens,
+        score_s=candidate.score_s,
+        predicted_ttft_ms=in_ms(candidate.predicted_ttft_s),
+        predicted_itl_ms=in_ms(candidate.predicted_itl_s),
+        excluded=candidate.excluded,
+    )
+
+
+def in_ms(seconds: float | None) -> float | None:
+    """Seconds as milliseconds; what is not known stays so."""
+    return None if seconds is None else seconds * 1000
+
+
+def _decision_message(
+    decision: Decision, request_id: str, max_tokens: int, stages: Iterable[gw.StageChoice]
+) -> gw.Decision:
+    return gw.Decision(
+        request_id=request_id,
+        model=decision.ask.model,
+        sla=sla_message(decision.ask.sla),
+        isl_tokens=decision.ask.isl_tokens,
+        max_tokens=max_tokens,
+        stages=stages,
+        text=decision.explain(),
+    )
+
+
+def _choice_message(choice: StageChoice, shown: Iterable[Candidate]) -> gw.StageChoice:
+    winner = choice.winner
+    return gw.StageChoice(
+        stage=WIRE_STAGE[choice.stage],
+        cell=choice.cell.index,
+        base_pool=choice.base_pool,
+        pool=choice.pool,
+        overridden=choice.overridden,
+        targets=[gw.Target(**asdict(target)) for target in choice.targets],
+        worker="" if winner is None else winner.view.address,
+        rank=None if winner is None else winner.view.rank,
+        candidates=[candidate_message(each, model=choice.ask.model) for each in shown],
+        candidates_total=choice.n_candidates,
+        pool_order=choice.pool_order,
+        draw=choice.draw,
+        starved=choice.starved,
+        excluded_workers=sorted(choice.ask.excluded),
+        config_version=choice.config_version,
+    )
+
+
+def _every_candidate(choice: StageChoice) -> Iterator[Candidate]:
+    """As `StageChoice.top`, but pool by pool, and one at a time."""
+    winner = choice.winner
+    if winner is not None:
+        yield winner
+    for scored in choice.scored:
+        for candidate in scored.candidates(scored.order().tolist()):
+            if winner is None or (candidate.pool, candidate.row) != (winner.pool, winner.row):
+                yield candidate
+
+
+def _pool_look(pool: PoolView) -> gw.PoolLook:
+    coefficients = gw.Coefficients(**asdict(pool.estimator.coefficients))
+    return gw.PoolLook(name=pool.name, leases=pool.n_leases, coefficients=coefficients)
+
+
+def _limit(value: int) -> int | None:
+    return None if value >= UNLIMITED else value

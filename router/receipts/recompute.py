@@ -1,0 +1,290 @@
+"""Decides again from receipts alone: the same policy on the same figures must name the same winner.
+
+Pools are built of the candidates, in the order of their rows; the grid and what predictions start from come
+with the configuration, what corrects them and the draw with the choice.
+
+What comes out is compared with what is recorded: of a choice the winner with its rank and pool, `cell`,
+`base_pool`, `pool_order`, `overridden`, `targets`, `starved` and which pools were looked at; of each
+candidate `excluded`, `score_s` and both predictions. A figure that went in (state, limits, queues, cached
+tokens ...) is found changed where one of these then comes out otherwise. Nothing else is compared: not the
+order of the candidates, nor `text`, `attempts`, `actual`, the number of retries, ids and times.
+"""
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from slagate.pools.fleet.pool import PoolView
+from slagate.pools.inflight.rows import UNLIMITED, RowView, State
+from slagate.pools.inflight.table import rows_of
+from slagate.pools.prefix.cached import cached_of
+from slagate.proto import gateway_pb2 as gw
+from slagate.router.receipts.config import Damaged, Rules
+from slagate.router.receipts.messages import WIRE_STAGE, at_once, choice_steps
+from slagate.router.request.sla import Sla
+from slagate.router.scheduling.policy import choose_stage
+from slagate.router.scheduling.score import Ask
+
+TOLERANCE = 1e-9
+"""Of seconds, relative: other processors and libraries may round exponentials otherwise in the last bit."""
+
+_STAGES = {wire: stage for stage, wire in WIRE_STAGE.items()}
+_TOKENS = (
+    "queued_tokens",
+    "context_tokens",
+    "last_chosen",
+    "max_inflight",
+    "max_queued_tokens",
+    "capacity_tokens",
+    "device_tokens",
+    "host_tokens",
+)
+_SECONDS = ("score_s", "queued_s", "foreign_s")
+
+
+class Mismatch(NamedTuple):
+    """A choice that comes out otherwise."""
+
+    request_id: str
+    stage: str
+    recorded: str
+    recomputed: str
+
+
+def decide_again(receipt: gw.Receipt, configs: Mapping[str, Rules]) -> Iterator[Mismatch | None]:
+    """Each choice of a receipt, decided again; None: it comes out the same.
+
+    `configs` are the configurations before it, by version. Raises `Damaged` naming the field for a receipt
+    that cannot be decided again.
+    """
+    _check_stages(receipt, configs)
+    places = [(f"receipt.replaced[{at}]", each) for at, each in enumerate(receipt.replaced)]
+    last = receipt.decision.stages
+    places += [(f"receipt.decision.stages[{at}]", each) for at, each in enumerate(last)]
+    for place, choice in places:
+        rules = _rules(place, choice.config_version, configs)
+        yield _decide_again(place, choice, receipt.decision, rules)
+
+
+def _rules(place: str, version: str, configs: Mapping[str, Rules]) -> Rules:
+    try:
+        return configs[version]
+    except KeyError:
+        known = ", ".join(map(repr, configs))
+        raise Damaged(
+            f"{place}.config_version: {version!r} is not the version of a configuration before it,"
+            f" {known}"
+        ) from None
+
+
+def _check_stages(receipt: gw.Receipt, configs: Mapping[str, Rules]) -> None:
+    """One choice for each stage of the fleet, in order, or none where none was ever made."""
+    found = [_STAGES.get(choice.stage) for choice in receipt.decision.stages]
+    if not found and not receipt.replaced and not receipt.attempts:
+        return
+    rules = _rules("receipt", receipt.config_version, configs)
+    if found != list(rules.grids):
+        wanted = ", ".join(stage.value for stage in rules.grids)
+        got = ", ".join("no stage" if stage is None else stage.value for stage in found[:9])
+        raise Damaged(f"receipt.decision.stages: must be {wanted} (got {got or 'nothing'})")
+
+
+class _NotLookedAt(Exception):
+    """The policy asks for a pool that the receipt has not."""
+
+
+class _Pools(dict[str, PoolView]):
+    def __missing__(self, name: str) -> PoolView:
+        raise _NotLookedAt(name)
+
+
+class _Recorded(random.Random):
+    """The one draw that was taken."""
+
+    def __init__(self, draw: float) -> None:
+        super().__init__(0)
+        self._draw = draw
+
+    def random(self) -> float:
+        return self._draw
+
+
+def _decide_again(
+    place: str, recorded: gw.StageChoice, decision: gw.Decision, rules: Rules
+) -> Mismatch | None:
+    stage = _STAGES.get(recorded.stage)
+    if stage is None or stage not in rules.grids:
+        raise Damaged(f"{place}.stage: the fleet file has no such stage")
+    if not 0 <= recorded.draw < 1:
+        raise Damaged(f"{place}.draw: must be in [0, 1), got {recorded.draw}")
+    pools = _pools(place, recorded, decision, rules)
+    rng = _Recorded(recorded.draw)
+    found: tuple[str, str] | None
+    try:
+        ask = _ask(recorded, decision)
+        choice = choose_stage(stage, ask, rules.grids[stage], pools, rng=rng)
+    except _NotLookedAt as error:
+        found = f"the choice goes on to pool {error}", "it was not looked at"
+    else:
+        found = _difference(recorded, at_once(choice_steps(choice)))
+    if found is None:
+        return None
+    told, again = found
+    return Mismatch(decision.request_id, stage.value, recorded=told, recomputed=again)
+
+
+def _ask(recorded: gw.StageChoice, decision: gw.Decision) -> Ask:
+    sla = decision.sla
+    for name in ("ttft_ms", "itl_ms"):
+        if not math.isfinite(getattr(sla, name)):
+            raise Damaged(f"receipt.decision.sla.{name}: must be a finite number")
+    return Ask(
+        model=decision.model,
+        isl_tokens=decision.isl_tokens,
+        sla=Sla(
+            ttft_ms=sla.ttft_ms if sla.HasField("ttft_ms") else None,
+            itl_ms=sla.itl_ms if sla.HasField("itl_ms") else None,
+            priority=sla.priority if sla.HasField("priority") else None,
+            by_objective=tuple(sla.by_objective),
+        ),
+        excluded=frozenset(recorded.excluded_workers),
+    )
+
+
+def _pools(
+    place: str, recorded: gw.StageChoice, decision: gw.Decision, rules: Rules
+) -> dict[str, PoolView]:
+    """The pools that were looked at, as they were."""
+    if len(recorded.candidates) != recorded.candidates_total:
+        raise Damaged(
+            f"{place}.candidates: {len(recorded.candidates)} of {recorded.candidates_total};"
+            " a receipt from a trailer is not enough to decide again"
+        )
+    views: dict[str, dict[int, RowView]] = {look.name: {} for look in recorded.pools}
+    for at, candidate in enumerate(recorded.candidates):
+        where = f"{place}.candidates[{at}]"
+        if candidate.pool not in views:
+            raise Damaged(f"{where}.pool: {candidate.pool!r} is not among the pools looked at")
+        by_row = views[candidate.pool]
+        if candidate.row in by_row or candidate.row >= recorded.candidates_total:
+            raise Damaged(f"{where}.row: {candidate.row} is not its number in the pool")
+        by_row[candidate.row] = _view(where, candidate, decision.model)
+    pools = _Pools()
+    for at, look in enumerate(recorded.pools):
+        where = f"{place}.pools[{at}]"
+        if look.name not in rules.estimators:
+            raise Damaged(f"{where}.name: the fleet file has no pool {look.name!r}")
+        if look.leases > UNLIMITED:
+            raise Damaged(f"{where}.leases: is too large")
+        try:
+            estimator = rules.estimator(look.name, look.coefficients)
+        except ValueError as error:
+            raise Damaged(f"{where}.coefficients: {error}") from error
+        by_row = views[look.name]
+        if sorted(by_row) != list(range(len(by_row))):
+            raise Damaged(f"{where}: rows of pool {look.name!r} are missing")
+        rows = [by_row[row] for row in range(len(by_row))]
+        device_tokens = np.array([view.device_tokens for view in rows], dtype=np.int64)
+        host_tokens = np.array([view.host_tokens for view in rows], dtype=np.int64)
+        pools[look.name] = PoolView(
+            look.name,
+            estimator,
+            rows_of(rows),
+            cached_of(device_tokens, device_tokens + host_tokens),
+            look.leases,
+        )
+    return pools
+
+
+def _view(where: str, candidate: gw.Candidate, model: str) -> RowView:
+    for name in _TOKENS:
+        if getattr(candidate, name) > UNLIMITED:
+            raise Damaged(f"{where}.{name}: is too large")
+    for name in _SECONDS:
+        if not math.isfinite(getattr(candidate, name)):
+            raise Damaged(f"{where}.{name}: must be a finite number")
+    try:
+        state = State(candidate.state)
+    except ValueError:
+        raise Damaged(f"{where}.state: there is no state {candidate.state!r}") from None
+    return RowView(
+        address=candidate.worker,
+        rank=candidate.rank if candidate.HasField("rank") else None,
+        state=state,
+        suspect=candidate.suspect,
+        inflight=candidate.inflight,
+        worker_inflight=candidate.worker_inflight,
+        max_inflight=_limit(candidate, "max_inflight"),
+        queued_tokens=candidate.queued_tokens,
+        max_queued_tokens=_limit(candidate, "max_queued_tokens"),
+        queued_s=candidate.queued_s,
+        context_tokens=candidate.context_tokens,
+        capacity_tokens=_limit(candidate, "capacity_tokens"),
+        foreign_requests=candidate.foreign_requests,
+        foreign_s=candidate.foreign_s,
+        last_chosen=candidate.last_chosen,
+        models=frozenset({model} if candidate.serves_model else ()),
+        device_tokens=candidate.device_tokens,
+        host_tokens=candidate.host_tokens,
+    )
+
+
+def _limit(candidate: gw.Candidate, name: str) -> int:
+    return getattr(candidate, name) if candidate.HasField(name) else UNLIMITED  # type: ignore[arg-type]
+
+
+def _difference(recorded: gw.StageChoice, again: gw.StageChoice) -> tuple[str, str] | None:
+    """The first thing that is not the same, both ways, what matters most first."""
+    if _winner(recorded) != _winner(again):
+        return _winner(recorded), _winner(again)
+    for name in ("cell", "base_pool", "pool_order", "pool", "overridden", "starved"):
+        told, found = getattr(recorded, name), getattr(again, name)
+        if told != found:
+            return f"{name} {told}", f"{name} {found}"
+    if _targets(recorded) != _targets(again):
+        return f"targets {_targets(recorded)}", f"targets {_targets(again)}"
+    looks, looks_again = ([look.name for look in each.pools] for each in (recorded, again))
+    if looks != looks_again:
+        return f"looks at pools {looks}", f"looks at pools {looks_again}"
+    rows = {(each.pool, each.row): each for each in again.candidates}
+    for candidate in recorded.candidates:
+        other = rows[candidate.pool, candidate.row]
+        name = _row(candidate)
+        if candidate.excluded != other.excluded:
+            return tuple(f"{name} {each.excluded or 'open'}" for each in (candidate, other))  # type: ignore[return-value]
+        if not _is_same(candidate.score_s, other.score_s):
+            return f"{name} at {candidate.score_s!r} s", f"{name} at {other.score_s!r} s"
+        for field in ("predicted_ttft_ms", "predicted_itl_ms"):
+            ms, ms_again = _prediction_ms(candidate, field), _prediction_ms(other, field)
+            if not _is_same(ms, ms_again):
+                return f"{name} {field} {ms}", f"{name} {field} {ms_again}"
+    return None
+
+
+def _targets(choice: gw.StageChoice) -> list[tuple[str, float, str]]:
+    return [(target.field, target.ms, target.source) for target in choice.targets]
+
+
+def _is_same(told: float | None, found: float | None) -> bool:
+    if told is None or found is None:
+        return told is found
+    return math.isclose(told, found, rel_tol=TOLERANCE)
+
+
+def _prediction_ms(candidate: gw.Candidate, field: str) -> float | None:
+    return getattr(candidate, field) if candidate.HasField(field) else None  # type: ignore[arg-type]
+
+
+def _winner(choice: gw.StageChoice) -> str:
+    if not choice.worker:
+        return "nobody"
+    rank = f" rank {choice.rank}" if choice.HasField("rank") else ""
+    return f"{choice.worker}{rank} of pool {choice.pool}"
+
+
+def _row(candidate: gw.Candidate) -> str:
+    rank = f" rank {candidate.rank}" if candidate.HasField("rank") else ""
+    return f"{candidate.worker}{rank}"

@@ -1,0 +1,169 @@
+"""The newest receipts of a gateway, and who reads them.
+
+A request that ends costs no more than an entry here: what its receipt says is put into words for those who
+read it. They never hold anything up: whoever falls behind the oldest entry goes on there, and is told how
+many were missed.
+
+Entries live long, and are no work for the garbage collector: all they are made of is values without cycles
+(`gc=False`), arrays and exact tuples.
+"""
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from slagate.proto import gateway_pb2 as gw
+from slagate.router.receipts.attainment import Attainment
+from slagate.router.receipts.messages import Steps
+from slagate.router.receipts.record import Record, Stamp
+from slagate.router.request.errors import Outcome
+
+MAX_RECEIPTS = 2048
+MAX_BYTES = 64 << 20
+"""Of memory; at two pools of a thousand workers it is the limit that counts."""
+
+RECEIPT_BYTES, CHOICE_BYTES, ROW_BYTES = 4096, 4096, 200
+"""What an entry takes: for itself, for each choice, for each row that a choice looked at."""
+
+T = TypeVar("T")
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """One request that has ended."""
+
+    record: Record
+    outcome: Outcome
+    ended_s: float
+    stamp: Stamp
+    n_bytes: int  # of memory, an estimate
+
+    @property
+    def configs(self) -> list[gw.GatewayConfig]:
+        """What its choices were made under."""
+        return _configs(self.record)
+
+    def receipt(self) -> Steps[gw.Receipt]:
+        """The full receipt."""
+        return self.record.full(self.outcome, self.ended_s, self.stamp)
+
+
+class ReceiptRing:
+    """Keeps at most `max_receipts` that take `max_bytes` of memory; the oldest go first."""
+
+    def __init__(
+        self,
+        config: gw.GatewayConfig,
+        *,
+        unix_s: Callable[[], float],
+        max_receipts: int = MAX_RECEIPTS,
+        max_bytes: int = MAX_BYTES,
+        number: Callable[[int], int] = int,
+    ) -> None:
+        """`config` is the one in force. `number` makes a receipt's number of its place, from 1 on."""
+        self.config = config
+        self.attainment = Attainment(config.version)
+        self.n_bytes = 0
+        self._unix_s = unix_s
+        self._number = number
+        self._max_receipts = max_receipts
+        self._max_bytes = max_bytes
+        self._entries: deque[Entry] = deque()
+        self._next_number = 1
+        self._last_version = ""
+        self._closed = False
+        self._news: anyio.Event | None = None  # somebody waits for it
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        """State in one line, for people and for tests."""
+        return (
+            f"ReceiptRing({len(self)} kept, {self._next_number - 1} in all, {self.n_bytes} bytes)"
+        )
+
+    def put_in_force(self, config: gw.GatewayConfig) -> None:
+        """From now on requests are decided under this configuration."""
+        self.config = config
+        self.attainment.restart(config.version)
+
+    def add(self, record: Record, outcome: Outcome, now_s: float) -> Stamp:
+        """Keep what a request leaves behind; it must not change any more."""
+        decided = record.decision
+        version = self.config.version if decided is None else decided.stages[-1].config_version
+        stamp = Stamp(self._number(self._next_number), self._unix_s(), version)
+        self.attainment.count(record, outcome)
+        n_bytes = _n_bytes(record)
+        if version != self._last_version and decided is not None:
+            # Receipts of one version share its configuration; as good as each version has one that pays.
+            self._last_version = version
+            n_bytes += sum(config.ByteSize() for config in _configs(record))
+        self._next_number += 1
+        self._entries.append(Entry(record, outcome, now_s, stamp, n_bytes))
+        self.n_bytes += n_bytes
+        while len(self._entries) > self._max_receipts or self.n_bytes > self._max_bytes:
+            self.n_bytes -= self._entries.popleft().n_bytes
+        if self._news is not None:
+            self._tell()
+        return stamp
+
+    def close(self) -> None:
+        """Let whoever follows end, once they have read what is there."""
+        self._closed = True
+        self._tell()
+
+    async def watch(
+        self, *, limit: int | None = None, follow: bool = False
+    ) -> AsyncIterator[tuple[Entry, int]]:
+        """The newest `limit` of those kept (None: all), with `follow` new ones until `close`.
+
+        With each one comes how many before it were missed.
+        """
+        stop_at = self._next_number
+        n_kept = len(self) if limit is None else min(limit, len(self))
+        wanted = stop_at - n_kept
+        while True:
+            while self._entries and wanted < (self._next_number if follow else stop_at):
+                oldest = self._next_number - len(self._entries)
+                missed = max(0, oldest - wanted)
+                entry = self._entries[max(0, wanted - oldest)]
+                wanted = max(oldest, wanted) + 1
+                yield entry, missed
+            if not follow or self._closed:
+                return
+            if self._news is None:
+                self._news = anyio.Event()
+            await self._news.wait()
+
+    def _tell(self) -> None:
+        if self._news is not None:
+            self._news.set()
+            self._news = None
+
+
+async def in_turns(steps: Steps[T]) -> T:
+    """What the steps make, with everything else that waits for the event loop in between."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: T = end.value
+            return made
+        await anyio.lowlevel.checkpoint()
+
+
+def _configs(record: Record) -> list[gw.GatewayConfig]:
+    return list({each.config_version: each.config for each in record.choices}.values())
+
+
+def _n_bytes(record: Record) -> int:
+    n_bytes = RECEIPT_BYTES
+    for choice in record.choices:
+        n_bytes += CHOICE_BYTES
+        for scored in choice.scored:
+            n_bytes += ROW_BYTES * len(scored.score_s)
+    return n_bytes

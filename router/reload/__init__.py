@@ -1,0 +1,1 @@
+"""reload: a room of `router`."""

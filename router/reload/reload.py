@@ -1,0 +1,244 @@
+"""Another configuration for a running gateway: read, checked, compared, put in force, and taken back.
+
+    slagate reload, SIGHUP, --watch ──▶ read and check ──▶ problems: nothing changes, and they are told
+                                                      └──▶ in one step: grids, pools, version
+
+What is read is checked off the event loop; what is put in force waits for nothing, so that no request sees
+half of it.
+"""
+
+import logging
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import NamedTuple, Protocol
+
+import anyio
+import anyio.to_thread
+
+from slagate.pools.fleet.config_diff import changes
+from slagate.pools.fleet.fleet import Prepared, prepare
+from slagate.pools.fleet_file.load import FleetConfig
+from slagate.pools.grid.errors import ConfigError
+from slagate.proto import gateway_pb2 as gw
+from slagate.router.metrics import Metrics
+from slagate.router.receipts.config import config_message
+from slagate.router.receipts.ring import ReceiptRing
+from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.workers.runtime.listen import hung_up
+from slagate.workers.runtime.threads import aside
+
+log = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 1.0
+
+MAX_HISTORY = 8
+"""Configurations that can be gone back to, one after the other."""
+
+
+class Source(Protocol):
+    """Where a gateway's configuration comes from."""
+
+    def read(self) -> FleetConfig:
+        """Read it (again). Raises `ConfigError`."""
+
+    def parse(self, text: str) -> FleetConfig:
+        """Another content in its place. Raises `ConfigError`."""
+
+    def stamp(self) -> object:
+        """Something that is different once a file was written; never raises."""
+
+
+class NothingBefore(Exception):
+    """There is no configuration to go back to."""
+
+
+class Reloaded(NamedTuple):
+    """What came of a reload that was not refused."""
+
+    version: str  # in force after it
+    previous_version: str  # in force before it
+    proposed_version: str  # of what was read
+    changes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def applied(self) -> bool:
+        """Whether something is in force now that was not before."""
+        return self.version != self.previous_version
+
+
+class Proposal(NamedTuple):
+    """A configuration that can be put in force, and what receipts say of it."""
+
+    prepared: Prepared
+    message: gw.GatewayConfig
+    changes: tuple[str, ...] = ()  # to what was in force when it was made
+
+
+def put_in_process(dispatcher: Dispatcher, receipts: ReceiptRing) -> Callable[[Proposal], None]:
+    """The step that puts a proposal in force in one process."""
+
+    def put_in_force(found: Proposal) -> None:
+        dispatcher.put_in_force(found.prepared, found.message)
+        receipts.put_in_force(found.message)
+
+    return put_in_force
+
+
+class Reloader:
+    """The configuration that is in force, and those before it."""
+
+    def __init__(
+        self,
+        in_force: Proposal,
+        *,
+        put_in_force: Callable[[Proposal], None],
+        agree: Callable[[Proposal], Awaitable[None]] | None = None,
+        metrics: Metrics,
+        now_s: Callable[[], float],
+    ) -> None:
+        """`put_in_force` is the step; before it whoever else decides has to `agree`, else it raises."""
+        self._now_s = now_s
+        self._current = in_force
+        self._before: list[Proposal] = []
+        self._put_in_force = put_in_force
+        self._agree = agree
+        self._metrics = metrics
+        self._one_at_a_time = anyio.Lock()
+        self.since_s = now_s()
+
+    @property
+    def version(self) -> str:
+        """What is in force."""
+        return self._current.message.version
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Of what is in force."""
+        return self._current.prepared.config.warnings
+
+    async def reload(self, read: Callable[[], FleetConfig], *, dry_run: bool = False) -> Reloaded:
+        """Put in force what `read` gives. Raises `ConfigError`: then nothing has changed."""
+        async with self._one_at_a_time:
+            try:
+                found = await aside(lambda: self.propose(read))
+                await self._agreed(found, dry_run=dry_run)
+            except ConfigError as error:
+                if not dry_run:
+                    self._refused(error)
+                raise
+            return self.put(found, dry_run=dry_run)
+
+    async def roll_back(self, *, dry_run: bool = False) -> Reloaded:
+        """Put in force what was before, with the profiles of then.
+
+        Raises `NothingBefore`, or `ConfigError` where somebody does not agree.
+        """
+        async with self._one_at_a_time:
+            if not self._before:
+                raise NothingBefore("there is no configuration before this one")
+            before, last = self._before[:-1], self._before[-1]
+            found = await anyio.to_thread.run_sync(self._compared, last)
+            await self._agreed(found, dry_run=dry_run)
+            result = self.put(found, dry_run=dry_run)
+            if result.applied:
+                self._before = before
+            return result
+
+    def propose(self, read: Callable[[], FleetConfig]) -> Proposal:
+        """Check what `read` gives, and give it its version. Raises `ConfigError`."""
+        prepared = prepare(read())
+        message = config_message(prepared, policy=self._current.message.policy)
+        return self._compared(Proposal(prepared, message))
+
+    def put(self, found: Proposal, *, dry_run: bool = False) -> Reloaded:
+        """Put a proposal in force, in one step, unless it is already."""
+        old = self._current
+        result = Reloaded(
+            version=old.message.version if dry_run else found.message.version,
+            previous_version=old.message.version,
+            proposed_version=found.message.version,
+            changes=found.changes,
+            warnings=found.prepared.config.warnings,
+        )
+        if not result.applied:
+            return result
+        self._put_in_force(found)
+        self._current = found
+        self._before = [*self._before, old][-MAX_HISTORY:]
+        self.since_s = self._now_s()
+        self._metrics.reloads.labels(result="applied").inc()
+        about = {"version": result.version, "previous_version": result.previous_version}
+        log.info("config.reloaded", extra=about | {"changes": list(result.changes)})
+        return result
+
+    async def _agreed(self, found: Proposal, *, dry_run: bool) -> None:
+        if self._agree is not None and not dry_run and found.message.version != self.version:
+            await self._agree(found)
+
+    def _compared(self, found: Proposal) -> Proposal:
+        """With the changes; a grid may have a million cells, and comparing them is no work for the loop."""
+        return found._replace(changes=tuple(changes(self._current.prepared, found.prepared)))
+
+    def _refused(self, error: ConfigError) -> None:
+        self._metrics.reloads.labels(result="refused").inc()
+        about = {"source": error.source, "problems": [str(each) for each in error.problems]}
+        log.error("config.refused", extra=about)
+
+
+@asynccontextmanager
+async def reloading(
+    reloader: Reloader,
+    source: Source,
+    *,
+    watch: bool,
+    stamp: object,
+    also: Sequence[Callable[[], None]] = (),
+) -> AsyncIterator[None]:
+    """Within the block, read the source again with each SIGHUP, and with `watch` when it has changed.
+
+    `stamp` is the source's from before it was read for what is in force now. What is in `also` comes
+    first with each SIGHUP. After the block SIGHUP does nothing: a gateway that shuts down has better things
+    to do than to die of it.
+    """
+    # One that is asked for while another is under way comes behind it, once.
+    ask, asked = anyio.create_memory_object_stream[None](1)
+
+    def hangup() -> None:
+        for act in also:
+            act()
+        with suppress(anyio.WouldBlock):
+            ask.send_nowait(None)
+
+    with ask, asked:
+        async with anyio.create_task_group() as tasks, hung_up(hangup):
+            tasks.start_soon(_on_hangup, reloader, source, asked)
+            if watch:
+                tasks.start_soon(_on_change, reloader, source, stamp)
+            yield
+            tasks.cancel_scope.cancel()
+
+
+async def _on_hangup(reloader: Reloader, source: Source, asked: AsyncIterable[None]) -> None:
+    async for _ in asked:
+        await _reload(reloader, source)
+
+
+async def _on_change(reloader: Reloader, source: Source, read: object) -> None:
+    """Waits until a file that has changed stays as it is for one look."""
+    seen = read
+    while True:
+        await anyio.sleep(WATCH_INTERVAL_S)
+        before, seen = seen, await aside(source.stamp)
+        if seen == before and seen != read:
+            read = seen
+            await _reload(reloader, source)
+
+
+async def _reload(reloader: Reloader, source: Source) -> None:
+    try:
+        await reloader.reload(source.read)
+    except ConfigError:
+        pass  # the log has it, and what is in force stays
+    except Exception:
+        log.exception("config.bug")

@@ -1,0 +1,1 @@
+"""request: a room of `router`."""

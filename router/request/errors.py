@@ -1,0 +1,178 @@
+"""Every way a request can end, in one table: error -> (gRPC status, outcome).
+
+The outcome `internal` means a bug of ours and nothing else; no refusal of ours reads INTERNAL, but for what
+gRPC itself says that of. A worker's own code is kept, INTERNAL included, under another outcome. Outcomes
+are labels of `slagate_requests_total`, so the set is closed.
+"""
+
+from enum import Enum
+
+import grpc
+
+from slagate.pools.grid.stage import Stage
+from slagate.proto.rpc.status import Status
+
+
+class Outcome(Enum):
+    """How a request ended; exactly one each."""
+
+    __hash__ = object.__hash__  # a member is one object; `Enum` hashes its name, in Python
+
+    COMPLETED = "completed"
+    INVALID = "invalid"  # the request is wrong, whatever the fleet does
+    TOO_LARGE = "too_large"
+    OVERLOADED = "overloaded"  # every worker that may serve it is at its limit
+    UNAVAILABLE = "unavailable"  # no worker that may serve it is up
+    WORKER_FAILED = "worker_failed"
+    SLOW_CLIENT = "slow_client"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    INTERNAL = "internal"
+
+
+RETRY_PUSHBACK = "grpc-retry-pushback-ms"
+"""Trailing metadata that gRPC's own retry policy obeys: when it is worth trying again."""
+
+
+class RequestError(Exception):
+    """A request that ends without its answer; subclasses say which way."""
+
+    code = grpc.StatusCode.INTERNAL
+    outcome = Outcome.INTERNAL
+    retry_after_ms: int | None = None
+
+    def status(self) -> Status:
+        """What the client is told."""
+        pushback = self.retry_after_ms
+        trailers = () if pushback is None else ((RETRY_PUSHBACK, str(pushback)),)
+        return Status(self.code, str(self), trailers)
+
+
+class InvalidRequest(RequestError):
+    """A field of the request or its metadata is wrong."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    outcome = Outcome.INVALID
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+
+
+class Malformed(RequestError):
+    """What arrived is no call of gRPC's; `code` is what gRPC says of it, INTERNAL for most."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    outcome = Outcome.INVALID
+
+    def __init__(self, message: str, *, code: grpc.StatusCode = code) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class UnknownModel(RequestError):
+    """No pool has ever served this model."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    outcome = Outcome.INVALID
+
+
+class Unsupported(InvalidRequest):
+    """A field asks for what this gateway does not do."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
+class TooLarge(InvalidRequest):
+    """A field is over a limit of the gateway."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    outcome = Outcome.TOO_LARGE
+
+
+class Overloaded(RequestError):
+    """Every worker that may serve the request is at its limit, and no more may wait for one."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    outcome = Outcome.OVERLOADED
+    default_retry_ms = 1000
+
+    def __init__(self, message: str, *, retry_after_ms: int = default_retry_ms) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class NoWorker(RequestError):
+    """No worker that may serve the request is up."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    outcome = Outcome.UNAVAILABLE
+    retry_after_ms = 1000
+
+
+class SlowClient(RequestError):
+    """The client did not take its tokens, and its buffer is full."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    outcome = Outcome.SLOW_CLIENT
+
+
+class Aborted(RequestError):
+    """The client called Control.Abort for this request."""
+
+    code = grpc.StatusCode.CANCELLED
+    outcome = Outcome.CANCELLED
+
+
+class DeadlineExceeded(RequestError):
+    """The client's deadline, or the gateway's default limit, has passed."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    outcome = Outcome.DEADLINE
+
+
+class Draining(RequestError):
+    """The gateway is shutting down, and the time for running requests is over."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    outcome = Outcome.UNAVAILABLE
+    retry_after_ms = 1000
+
+
+OUTCOME_OF_WORKER_CODE = {
+    grpc.StatusCode.INVALID_ARGUMENT: Outcome.INVALID,
+    grpc.StatusCode.OUT_OF_RANGE: Outcome.INVALID,
+    grpc.StatusCode.NOT_FOUND: Outcome.INVALID,
+    grpc.StatusCode.UNIMPLEMENTED: Outcome.INVALID,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Outcome.OVERLOADED,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Outcome.DEADLINE,
+}
+"""What a worker's answer says of the request; any other code is the worker's failure."""
+
+
+class LegFailed(RequestError):
+    """A worker refused or failed its leg: its own code is kept, its message names the stage."""
+
+    def __init__(self, stage: Stage, status: Status, *, retryable: bool) -> None:
+        super().__init__(f"{stage.value}: {status.message or status.code.name}")
+        self.stage = stage
+        self.code = status.code
+        self.outcome = OUTCOME_OF_WORKER_CODE.get(status.code, Outcome.WORKER_FAILED)
+        if status.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
+            self.retry_after_ms = 1000
+        self.retryable = retryable  # another worker may do better, and nothing would happen twice
+
+
+class ErrorRelayed(RequestError):
+    """The worker's error event went to the client behind its tokens: the call itself then ends OK."""
+
+    code = grpc.StatusCode.OK
+    outcome = Outcome.WORKER_FAILED
+
+    def status(self) -> Status:
+        """OK, without words: the client has them already."""
+        return Status(self.code)
+
+
+INTERNAL = Status(grpc.StatusCode.INTERNAL, "internal error of the gateway; see its log")
+CANCELLED = Status(grpc.StatusCode.CANCELLED, "cancelled by the client")

@@ -1,0 +1,108 @@
+"""Requests that are running, by who sent them: what a client's own Abort, a limit, or a drain may end.
+
+The request path uses the event loop's own tasks and futures: cancel scopes and task groups around each
+request cost more than relaying its messages (docs/decisions/0015-the-data-plane.md).
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import anyio
+
+from slagate.router.request.errors import RequestError
+
+
+class Running:
+    """One request, as those see it who may end it: its task is cancelled, once, and not when answered."""
+
+    __slots__ = ("_has_ended", "_task", "ended_by", "is_answered")
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[object] | None = None
+        self._has_ended = False
+        self.ended_by: RequestError | None = None  # None also where the client has left
+        self.is_answered = False  # nobody needs it to end any more
+
+    def begin(self) -> None:
+        """The current task serves it. Raises `asyncio.CancelledError` where it was ended before."""
+        self._task = asyncio.current_task()
+        if self._has_ended:
+            raise asyncio.CancelledError
+
+    def end(self, error: RequestError | None = None) -> None:
+        """Have it end, by `error`, or because nobody waits for it."""
+        if not self._has_ended and not self.is_answered:
+            self._has_ended = True
+            self.ended_by = error
+            if self._task is not None:
+                self._task.cancel()
+
+    def answered(self) -> None:
+        """The client has its whole answer: neither a deadline nor an abort changes anything any more."""
+        self.is_answered = True
+
+    def over(self) -> None:
+        """The task is about to be done."""
+        self.is_answered = True
+        self._task = None
+
+    def caught(self) -> RequestError | None:
+        """What it was ended by, if anything; its task then goes on, as if it had not been cancelled."""
+        if self.ended_by is not None and self._task is not None and hasattr(self._task, "uncancel"):
+            self._task.uncancel()  # from Python 3.11 on
+        return self.ended_by
+
+
+class LiveRequests:
+    """Ids are the clients' and need not be unique; an entry belongs to the peer that sent it."""
+
+    def __init__(self, tell: Callable[[int], None] | None = None) -> None:
+        """`tell` gets the number of them with each change."""
+        self._running: dict[tuple[str, str], list[Running]] = {}
+        self._n_running = 0
+        self._tell = tell
+        self._gone = anyio.Event()
+
+    def __len__(self) -> int:
+        return self._n_running
+
+    def _count(self, change: int) -> None:
+        self._n_running += change
+        if self._tell is not None:
+            self._tell(self._n_running)
+
+    def add(self, peer: str, request_id: str, one: Running) -> None:
+        """List a request, until `remove`."""
+        self._running.setdefault((peer, request_id), []).append(one)
+        self._count(1)
+
+    def remove(self, peer: str, request_id: str, one: Running) -> None:
+        """It is not to be ended from here any more."""
+        several = self._running[peer, request_id]
+        several.remove(one)
+        if not several:
+            del self._running[peer, request_id]
+        self._count(-1)
+        if not self._n_running:
+            self._gone.set()
+
+    def abort(self, peer: str, request_id: str, error: RequestError) -> bool:
+        """End a peer's requests with this id by `error`; False: there is none."""
+        several = self._running.get((peer, request_id), [])
+        for one in several:
+            one.end(error)
+        return bool(several)
+
+    def end_all(self, error: RequestError) -> None:
+        """End every request by `error`."""
+        for several in self._running.values():
+            for one in several:
+                one.end(error)
+
+    async def none_left(self) -> None:
+        """Wait until nothing runs."""
+        while self._running:
+            if self._gone.is_set():
+                # Not before: another one may be waiting for it.
+                self._gone = anyio.Event()
+            await self._gone.wait()

@@ -1,0 +1,252 @@
+"""From a decision to leases, in one synchronous step: load counts from the moment of the choice.
+
+A request that every worker of its pools could take, were it not at its limit, waits (`waiting`); whenever a
+worker can take more, `step` assigns as many as fit.
+"""
+
+import logging
+import random
+from collections.abc import Callable, Collection
+from functools import partial
+
+from msgspec.structs import replace
+
+from slagate.pools.fleet.fleet import Fleet, Prepared
+from slagate.pools.fleet.lease import Lease
+from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.pool import Pool
+from slagate.pools.grid.stage import Stage
+from slagate.pools.inflight.rows import State
+from slagate.pools.prefix.overlap import Prompt
+from slagate.proto import gateway_pb2 as gw
+from slagate.router.request.errors import NoWorker, Overloaded, RequestError, UnknownModel
+from slagate.router.scheduling.peers import Neighbours
+from slagate.router.scheduling.policy import NO_CONFIG, Decision, StageChoice, choose
+from slagate.router.scheduling.score import LIMITS, Ask
+from slagate.router.scheduling.wait_queue import Assignment, Lanes, Ticket
+from slagate.workers.runtime.clock import monotonic_s
+
+log = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Assigns requests to workers of one fleet; at most `max_waiting` wait for one.
+
+    `neighbours` are the other processes that send to the same workers, and whose requests wait for them.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        rng: random.Random,
+        config: gw.GatewayConfig = NO_CONFIG,
+        max_waiting: int = 1024,
+        neighbours: Neighbours | None = None,
+        now_s: Callable[[], float] = monotonic_s,
+    ) -> None:
+        self.fleet = fleet
+        self._config = config
+        self._rng = rng
+        self._max_waiting = max_waiting
+        self._now_s = now_s
+        self._neighbours = neighbours
+        if neighbours is None:
+            self._lanes = Lanes(now_s=now_s)
+        else:
+            older = neighbours.older
+            self._lanes = Lanes(now_s=now_s, older=lambda since_s: older(since_s, fleet.pools))
+            neighbours.look = self.step
+        fleet.on_join(self._joined)
+
+    def _joined(self, pool: Pool, member: Member) -> None:
+        member.on_change = partial(self._changed, pool.name)
+
+    def _changed(self, pool: str) -> None:
+        if self._lanes.n_waiting:
+            self.step(pool)
+        if self._neighbours is not None:
+            self._neighbours.wake()
+
+    def _show_waiting(self) -> None:
+        """Tell the other processes what waits here."""
+        if self._neighbours is not None:
+            oldest_s = self._lanes.oldest_s()
+            self._neighbours.show_waiting(self._lanes.n_waiting, self.fleet.pools, oldest_s)
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests that wait for a worker below its limits."""
+        return self._lanes.n_waiting
+
+    def explain(self, ask: Ask, prompt: Prompt | None = None) -> Decision:
+        """The decision that would be taken now, with no chance used up. Raises as `submit` does."""
+        rng = random.Random()
+        rng.setstate(self._rng.getstate())
+        return self._choose(ask, prompt, None, rng)
+
+    def submit(
+        self,
+        ask: Ask,
+        prompt: Prompt | None = None,
+        *,
+        stages: tuple[Stage, ...] | None = None,
+        since_s: float | None = None,
+    ) -> Ticket:
+        """A request for workers, for the time of a block; `Ticket.assigned` waits for them.
+
+        They are for all stages, or for some of a request that lost its workers there and has waited since
+        `since_s`. Raises `UnknownModel` or `NoWorker`.
+        """
+        ticket = Ticket(
+            ask,
+            prompt,
+            stages=stages,
+            decision=self._choose(ask, prompt, stages, self._rng),
+            since_s=self._now_s() if since_s is None else since_s,
+            leave=self._left,
+        )
+        if not (self._refused(ticket) or (self._lanes.is_free(ticket) and self._taken(ticket))):
+            self._wait(ticket)
+            if since_s is not None:
+                # It may be older than who keeps the place that it was refused.
+                self.step()
+        return ticket
+
+    def _left(self, ticket: Ticket) -> None:
+        self._lanes.remove(ticket)
+        # It may have been the one that did not fit.
+        self.step()
+
+    def put_in_force(self, prepared: Prepared, config: gw.GatewayConfig) -> None:
+        """Another configuration, for the fleet and for those who wait; receipts call it `config`."""
+        # Out of the lanes before anything changes: what changes has them looked at, by half of it.
+        waiting = self._lanes.clear()
+        try:
+            self.fleet.apply(prepared)
+            self._config = config
+        finally:
+            for ticket in waiting:
+                if not self._try(ticket, self._lanes.kept()):
+                    self._lanes.add(ticket)
+            self._show_waiting()
+
+    def step(self, pool: str | None = None) -> None:
+        """Assign as many waiting requests as fit, and refuse those that no worker is left for.
+
+        With `pool` something has changed there only.
+        """
+        self._lanes.step(self._try, pool)
+        self._show_waiting()
+
+    def _try(self, ticket: Ticket, taken: Collection[str]) -> bool:
+        try:
+            return self._choose_and_settle(ticket, taken)
+        except Exception:
+            # Whoever gave something back is not to suffer for a bug with somebody else's request.
+            log.exception("dispatch.bug")
+            ticket.settle(RequestError("internal error of the gateway; see its log"))
+            return True
+
+    def _choose_and_settle(self, ticket: Ticket, taken: Collection[str]) -> bool:
+        try:
+            ticket.decision = self._choose(ticket.ask, ticket.prompt, ticket.stages, self._rng)
+        except RequestError as error:
+            ticket.settle(error)  # another configuration, that has no place for it
+            return True
+        if any(
+            choice.row is not None and choice.pool in taken for choice in ticket.decision.stages
+        ):
+            return False
+        return self._refused(ticket) or self._taken(ticket)
+
+    def _choose(
+        self,
+        ask: Ask,
+        prompt: Prompt | None,
+        stages: tuple[Stage, ...] | None,
+        rng: random.Random,
+    ) -> Decision:
+        """A decision for some stages, None: for all there are. Raises `UnknownModel` or `NoWorker`."""
+        self._check_model(ask)
+        fleet = self.fleet
+        if fleet.objectives:
+            ask = replace(ask, sla=ask.sla.with_defaults(fleet.objectives))
+        grids = fleet.grids
+        if stages is not None:
+            gone = ", ".join(stage.value for stage in stages if stage not in grids)
+            if gone:
+                raise NoWorker(f"the configuration has no {gone} pools any more")
+            grids = {stage: grids[stage] for stage in stages}
+        decision = choose(ask, grids, fleet.views(prompt), rng=rng)
+        for choice in decision.stages:
+            choice.config = self._config
+        return decision
+
+    def _refused(self, ticket: Ticket) -> bool:
+        """Refuse a ticket where a stage has nobody that it would be worth waiting for."""
+        for choice in ticket.decision.stages:
+            if choice.row is None and not choice.reasons & LIMITS:
+                pools = ", ".join(choice.pool_order)
+                refusal = NoWorker(f"{choice.stage.value}: no worker of pool {pools} is ready")
+                ticket.settle(refusal)
+                return True
+        return False
+
+    def _taken(self, ticket: Ticket) -> bool:
+        """Take the leases of a ticket's decision; False where a stage has nobody now."""
+        decision = ticket.decision
+        for choice in decision.stages:
+            if choice.row is None:
+                return False
+        leases: dict[Stage, Lease] = {}
+        try:
+            for choice in decision.stages:
+                leases[choice.stage] = self._lease(choice, ticket.prompt)
+        except Exception:
+            for lease in leases.values():
+                lease.release()
+            raise
+        ticket.settle(Assignment(decision, leases))
+        return True
+
+    def _wait(self, ticket: Ticket) -> None:
+        n_waiting = self._lanes.n_waiting
+        if self._neighbours is not None:
+            n_waiting += self._neighbours.waiting_elsewhere
+        if n_waiting < self._max_waiting:
+            self._lanes.add(ticket)
+            self._show_waiting()
+            return
+        others = f"{n_waiting} requests wait already" if n_waiting else "none may wait"
+        why = f"{_why(ticket.decision)}, and {others}"
+        ticket.settle(Overloaded(why, retry_after_ms=self._lanes.hint_ms(ticket)))
+
+    def _lease(self, choice: StageChoice, prompt: Prompt | None) -> Lease:
+        assert choice.row is not None
+        pool = self.fleet.pools[choice.pool]
+        if choice.pool != choice.pool_order[0]:
+            pool.spills_total += 1
+            log.warning(
+                "request.spilled",
+                extra={"stage": choice.stage.value, "from": choice.pool_order[0], "to": pool.name},
+            )
+        n_leases = choice.scored[-1].pool.n_leases
+        return pool.lease(choice.row, choice.work, prompt, n_leases=n_leases)
+
+    def _check_model(self, ask: Ask) -> None:
+        if not self.fleet.serves(ask.model):
+            if not self.fleet.models():
+                raise NoWorker("no worker has been reached yet")
+            if any(member.state is State.JOINING for member in self.fleet.members()):
+                raise NoWorker(
+                    "no worker of the model has been reached yet, and not all were asked"
+                )
+            raise UnknownModel(f"model: {ask.model[:100]!r} is not served here")
+
+
+def _why(decision: Decision) -> str:
+    """Which stage holds a request up; the first, where none does at this moment."""
+    choice = next((c for c in decision.stages if c.row is None), decision.stages[0])
+    reasons = " or ".join(sorted(choice.reasons & LIMITS)) or "at its limit"
+    return f"{choice.stage.value}: every worker of pool {', '.join(choice.pool_order)} is {reasons}"

@@ -1,0 +1,256 @@
+"""The policy: which pool, which worker. Pure, and every decision explains itself.
+
+`choose(ask, stages, pools, rng)` filters, scores and picks on a frozen snapshot; the same snapshot, ask
+and generator state give the same decision.
+
+Pool: the grid's cell, then priority overrides, then where the cell spills to and the retry order of the
+configuration. Worker and rank:
+the least predicted seconds; see `score`.
+"""
+
+import random
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from slagate.pools.fleet.pool import PoolView
+from slagate.pools.fleet.ranks import Work
+from slagate.pools.grid.axis import AnyAxis
+from slagate.pools.grid.grid import Cell, StageGrid
+from slagate.pools.grid.stage import Stage
+from slagate.proto import gateway_pb2 as gw
+from slagate.router.request.sla import Sla
+from slagate.router.scheduling.score import Ask, Candidate, Scored, score_pool
+
+NO_CONFIG = gw.GatewayConfig()
+
+TARGETS = ("ttft_ms", "itl_ms")
+"""The axes of a grid that are a latency."""
+
+
+class Target(msgspec.Struct, frozen=True, gc=False):
+    """A latency that was looked up in the grid."""
+
+    field: str
+    ms: float
+    source: str  # who says so: request, objective (the default of its class), or grid (the middle)
+
+
+class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
+    """The choice for one stage. What is only shown is made when it is asked for."""
+
+    stage: Stage
+    ask: Ask  # a retry's has more workers excluded than the decision's
+    grid: StageGrid
+    cell: Cell
+    pool_order: tuple[str, ...]
+    pool: str  # where the winner is; without one, the pool to blame
+    scored: tuple[Scored, ...]  # every pool that was looked at
+    row: int | None  # of the winner, in the pool looked at last; None: nobody may take the request
+    starved: bool  # the winner goes first because it had no request for long
+    draw: float  # in [0, 1), the one chance that was taken: it told equals apart
+    config: gw.GatewayConfig = NO_CONFIG  # that it was made under
+    _winner: Candidate | None = None  # once it was asked for
+
+    @property
+    def config_version(self) -> str:
+        """Of the configuration that it was made under."""
+        return self.config.version
+
+    @property
+    def base_pool(self) -> str:
+        """Where the grid alone would send it."""
+        return self.grid.pool_names[self.cell.base_pool]
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """One for each latency axis of the grid."""
+        sla, axes = self.ask.sla, self.grid.axes
+        return tuple(_target(axis, sla) for axis in axes if axis.field in TARGETS)
+
+    @property
+    def worker(self) -> str | None:
+        """The address of the winner's worker."""
+        return None if self.row is None else self.scored[-1].pool.rows.names[self.row][0]
+
+    @property
+    def winner(self) -> Candidate | None:
+        """The row that was chosen; None: nobody may take the request."""
+        if self._winner is None and self.row is not None:
+            self._winner = self.scored[-1].winner(self.row)
+        return self._winner
+
+    @property
+    def work(self) -> Work:
+        """What the request puts on the winner."""
+        return Work() if self.row is None else self.scored[-1].work(self.row)
+
+    @property
+    def n_candidates(self) -> int:
+        """Rows that were looked at."""
+        return sum(map(len, self.scored))
+
+    @property
+    def reasons(self) -> set[str]:
+        """Why rows could not be chosen."""
+        return set().union(*(each.reasons for each in self.scored))
+
+    def top(self, n: int | None) -> list[Candidate]:
+        """The winner, then the others as they are preferred, at most `n`; None: all."""
+        found = [] if self.winner is None else [self.winner]
+        others = [
+            other
+            for each in self.scored
+            for other in each.candidates(each.order()[: None if n is None else n + 1].tolist())
+            if self.winner is None or (other.pool, other.row) != (self.winner.pool, self.winner.row)
+        ]
+        if len(self.scored) > 1:
+            others.sort(key=lambda c: (bool(c.excluded), c.view.suspect, c.score_s))
+        return (found + others)[:n]
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """All of them, as `top`."""
+        return self.top(None)
+
+    @property
+    def overridden(self) -> bool:
+        """Whether a priority override replaced the grid's pool."""
+        return self.cell.pool != self.cell.base_pool
+
+
+class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """One choice a stage, in the order of the stages."""
+
+    ask: Ask
+    stages: tuple[StageChoice, ...]
+
+    def stage(self, stage: Stage) -> StageChoice:
+        """The choice for one stage."""
+        for choice in self.stages:
+            if choice.stage is stage:
+                return choice
+        raise KeyError(stage)
+
+    def replace(self, choice: StageChoice) -> "Decision":
+        """The decision with another choice for one stage."""
+        stages = tuple(choice if old.stage is choice.stage else old for old in self.stages)
+        return Decision(self.ask, stages)
+
+    def explain(self) -> str:
+        """The decision in words, one paragraph a stage."""
+        return "\n".join(_explain(self.ask, choice) for choice in self.stages)
+
+
+def choose(
+    ask: Ask,
+    stages: Mapping[Stage, StageGrid],
+    pools: Mapping[str, PoolView],
+    *,
+    rng: random.Random,
+) -> Decision:
+    """Choose a worker for each stage."""
+    choices = [choose_stage(stage, ask, grid, pools, rng=rng) for stage, grid in stages.items()]
+    return Decision(ask, tuple(choices))
+
+
+def choose_stage(
+    stage: Stage,
+    ask: Ask,
+    grid: StageGrid,
+    pools: Mapping[str, PoolView],
+    *,
+    rng: random.Random,
+) -> StageChoice:
+    """Choose a worker for one stage."""
+    sla, isl_tokens = ask.sla, ask.isl_tokens
+    values = {
+        "isl": isl_tokens,
+        "context_length": isl_tokens,
+        "ttft_ms": sla.ttft_ms,
+        "itl_ms": sla.itl_ms,
+    }
+    cell, order = grid.place(values, sla.priority)
+    # Drawn once whatever the number of ties, so that a receipt is enough to decide again.
+    draw = rng.random()
+    scored: list[Scored] = []
+    row, starved = None, False
+    for name in order:
+        looked_at = score_pool(stage, ask, pools[name])
+        scored.append(looked_at)
+        row, starved = looked_at.pick(draw)
+        if row is not None:
+            break
+    return StageChoice(
+        stage=stage,
+        ask=ask,
+        grid=grid,
+        cell=cell,
+        pool_order=order,
+        pool=order[0] if row is None else name,
+        scored=tuple(scored),
+        row=row,
+        starved=starved,
+        draw=draw,
+    )
+
+
+def _target(axis: AnyAxis, sla: Sla) -> Target:
+    given_ms = sla.ttft_ms if axis.field == "ttft_ms" else sla.itl_ms
+    if given_ms is None:
+        return Target(axis.field, axis.midpoint, "grid")
+    source = "objective" if axis.field in sla.by_objective else "request"
+    return Target(axis.field, given_ms, source)
+
+
+def _in_words(target: Target) -> str:
+    name = target.field.removesuffix("_ms").upper()
+    if target.source == "grid":
+        return f"no {name} target (so the middle of the grid, {target.ms:g} ms)"
+    of = " of its class" if target.source == "objective" else ""
+    return f"{name} target{of} {target.ms:g} ms"
+
+
+def _explain(ask: Ask, choice: StageChoice) -> str:
+    inputs = [f"{ask.isl_tokens} prompt tokens", *map(_in_words, choice.targets)]
+    cell = "".join(f"[{index}]" for index in choice.cell.index)
+    lines = [
+        f"{choice.stage.value}: {' and '.join(inputs)} fall in cell {cell},"
+        f" which is pool {choice.base_pool}."
+    ]
+    if choice.overridden:
+        lines.append(
+            f"Priority {ask.sla.priority} overrides that with pool {choice.pool_order[0]}."
+        )
+    if choice.winner is None:
+        reasons = ", ".join(sorted(choice.reasons)) or "the pool is empty"
+        lines.append(f"No worker can take it: {reasons}.")
+        return " ".join(lines)
+    if choice.pool != choice.pool_order[0]:
+        lines.append(f"No worker there can take it; pool {choice.pool} is next in the order.")
+    return " ".join([*lines, *_explain_winner(ask, choice, choice.winner)])
+
+
+def _explain_winner(ask: Ask, choice: StageChoice, best: Candidate) -> Iterator[str]:
+    n_open = sum(scored.n_open for scored in choice.scored)
+    name = (
+        best.view.address
+        if best.view.rank is None
+        else f"{best.view.address} rank {best.view.rank}"
+    )
+    if n_open == 1:
+        who = f"{name} is the only one that can take it"
+    elif choice.starved:
+        who = f"Of {n_open} that can take it {name} had no request for longest, and is idle"
+    else:
+        who = f"Of {n_open} that can take it {name} has the least to do"
+    yield (
+        f"{who}: predicted load {best.score_s:.4f} s, with {best.view.inflight} in flight and"
+        f" {best.view.queued_tokens} prompt tokens queued."
+    )
+    if choice.stage is not Stage.DECODE and best.view.cached_tokens:
+        where = f", {best.view.host_tokens} of them on the host" if best.view.host_tokens else ""
+        yield f"It has {best.view.cached_tokens} of the {ask.isl_tokens} prompt tokens cached{where}."
+    for label, seconds in (("TTFT", best.predicted_ttft_s), ("ITL", best.predicted_itl_s)):
+        if seconds is not None:
+            yield f"Predicted {label} {seconds * 1000:.1f} ms."

@@ -1,0 +1,299 @@
+"""One pool, scored for one request: numpy over its rows, since a pool may have hundreds.
+
+A row is a worker and attention-DP rank. Its score is predicted seconds, lower wins:
+
+    prefill   queued prefill seconds + this prompt's: what is cached costs nothing to compute, and what is
+              cached on the host costs its way back to the device
+    decode    ITL at the batch size with this request in it, times that batch size: the seconds of decode
+              that one step of the worker then serves. Peak-EWMA balancers weigh latency by pending
+              requests in the same way. ITL alone would not do: it is flat, and in real measurements not
+              even monotone, at small batches. A cached prefix is of no use to decode: its KV is pulled.
+    agg       the sum of the two
+
+Among equals the one that was chosen longest ago wins, then chance. Short prompts are done before the next
+one comes, so idle workers tie often, and chance alone spreads a hundred of them worse than 60 to 40 every
+few bursts. A row whose worker is suspect is chosen only where no other can be.
+
+Predicted seconds see one request only: while its queue is short, the one worker that holds a popular prefix
+wins for ever, and the others never get a copy of it. So a row that had none of its pool's last
+`STARVED_ROUNDS` x rows leases, is idle, and is not predicted to miss the request's TTFT target, goes first.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from slagate.pools.fleet.pool import PoolView
+from slagate.pools.fleet.ranks import Work
+from slagate.pools.grid.stage import Stage
+from slagate.pools.inflight.rows import (
+    LEFT,
+    QUEUE_FULL,
+    READY,
+    STATES,
+    Flags,
+    Floats,
+    Ints,
+    Rows,
+    RowView,
+    State,
+)
+from slagate.router.request.sla import Sla
+
+STARVED_ROUNDS = 10
+
+AT_LIMIT = "at its limit"
+QUEUE_AT_LIMIT = "at its limit of queued prompt tokens"
+KV_AT_LIMIT = "at its limit of KV cache"
+LIMITS = frozenset({AT_LIMIT, QUEUE_AT_LIMIT, KV_AT_LIMIT, State.JOINING.value})
+"""Reasons that pass by themselves, so that it is worth waiting; who joins is ready, or not, in a moment."""
+
+_FEW = 12
+"""Points that are interpolated faster one by one."""
+
+_KV_TOO_SMALL = "its KV cache is too small for the prompt"
+_FAILED = "failed this request"
+_OTHER_MODEL = "does not serve the model"
+_REASONS = (
+    "",
+    *(s.value for s in STATES),
+    _FAILED,
+    _OTHER_MODEL,
+    _KV_TOO_SMALL,
+    AT_LIMIT,
+    QUEUE_AT_LIMIT,
+    KV_AT_LIMIT,
+)
+_CODES = {reason: code for code, reason in enumerate(_REASONS)}
+_LEFT = _CODES[State.LEFT.value]
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False):
+    """What the policy knows of a request."""
+
+    model: str
+    isl_tokens: int
+    sla: Sla
+    excluded: frozenset[str] = frozenset()  # workers that failed this request already
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """One row, scored."""
+
+    row: int
+    number: int  # of the row among those whose worker has not left
+    view: RowView
+    pool: str
+    score_s: float
+    predicted_ttft_s: float | None
+    predicted_itl_s: float | None
+    excluded: str  # why it may not be chosen; empty: it may
+
+
+class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """The rows of one pool with their scores, as arrays; what is only shown is made when asked for."""
+
+    pool: PoolView
+    stage: Stage
+    ask: Ask
+    score_s: Floats
+    _work_s: Floats | None  # what the prompt costs each row
+    _ttft_s: Floats | None
+    _itl_s: Floats | None
+
+    def __len__(self) -> int:
+        return len(self.score_s) - self.pool.rows.counts.n_left
+
+    @property
+    def n_open(self) -> int:
+        """Rows that may be chosen."""
+        return int(np.count_nonzero(self._reasons == 0))
+
+    @property
+    def reasons(self) -> set[str]:
+        """Why rows may not be chosen."""
+        return {_REASONS[code] for code in np.unique(self._reasons) if code not in (0, _LEFT)}
+
+    @property
+    def _reasons(self) -> npt.NDArray[np.int8]:
+        return _reasons(self.stage, self.ask, self.pool)
+
+    def candidates(self, rows: Iterable[int]) -> Iterator[Candidate]:
+        """Some of the rows."""
+        reasons = self._reasons
+        for row in rows:
+            yield self._candidate(row, _REASONS[reasons[row]])
+
+    def winner(self, row: int) -> Candidate:
+        """The row that `pick` gave."""
+        return self._candidate(row, "")
+
+    def _candidate(self, row: int, excluded: str) -> Candidate:
+        pool, estimator = self.pool, self.pool.estimator
+        number = row
+        if pool.rows.counts.n_left:
+            number -= int(np.count_nonzero(self._has_left[:row]))
+        return Candidate(
+            row,
+            number,
+            pool.view(row),
+            pool.name,
+            self.score_s.item(row),
+            _at(self._ttft_s, row) if estimator.predicts_prefill else None,
+            _at(self._itl_s, row) if estimator.predicts_itl else None,
+            excluded,
+        )
+
+    def work(self, row: int) -> Work:
+        """What the request puts on a row."""
+        isl_tokens = self.ask.isl_tokens
+        if self._work_s is None:
+            return Work(context_tokens=isl_tokens)
+        new_tokens = isl_tokens - self.pool.cached_tokens.item(row)
+        context_tokens = 0 if self.stage is Stage.PREFILL else isl_tokens
+        return Work(new_tokens, self._work_s.item(row), context_tokens)
+
+    def waiting_s(self, row: int) -> float:
+        """Seconds of work in front of the prompt's own: the row's queue, and what the host has of it."""
+        pool = self.pool
+        host_tokens = pool.cached.host_tokens.item(row) if pool.cached.has_host else 0
+        return pool.rows.load_s.item(row) + pool.estimator.host_s(host_tokens)
+
+    def decoding(self, row: int) -> tuple[int, float]:
+        """The batch that the request is part of on a row, and the mean context there."""
+        rows = self.pool.rows
+        return rows.batch.item(row), rows.mean_tokens_at(row, self.ask.isl_tokens)
+
+    def pick(self, draw: float) -> tuple[int | None, bool]:
+        """The row to take, and whether only because it was starved; None: there is no open one."""
+        open_ = self._open()
+        n_open = len(self.score_s) if open_ is None else len(open_)
+        if not n_open:
+            return None, False
+        scores, last, has_starved = self.score_s, self.pool.rows.last_chosen, False
+        starved_at = self.pool.n_leases - STARVED_ROUNDS * n_open
+        may_starve = self.stage is not Stage.DECODE and n_open > 1 and starved_at >= 0
+        if may_starve and last.item(last.argmin()) <= starved_at:
+            starved = self._starved(open_, starved_at)
+            if len(starved):
+                has_starved, open_ = True, starved
+        if open_ is not None:
+            scores = scores[open_]
+        best = (scores == scores.item(scores.argmin())).nonzero()[0]
+        if open_ is not None:
+            best = open_[best]
+        if len(best) > 1:
+            last = last[best]
+            best = best[last == last.item(last.argmin())]
+        return best.item(int(draw * len(best))), has_starved
+
+    def _open(self) -> Ints | None:
+        """Rows that may be chosen, without those of suspect workers where there are others; None: all."""
+        rows, ask = self.pool.rows, self.ask
+        serving = rows.serving(ask.model)
+        counts = rows.counts
+        is_plain = (
+            serving is None
+            and not ask.excluded
+            and counts.n_shut == 0
+            and counts.least_capacity_tokens >= ask.isl_tokens
+        )
+        if is_plain and (self.stage is not Stage.DECODE or not _any_kv_full(rows, ask)):
+            if not counts.n_suspect:
+                return None
+            open_: Ints = np.arange(len(rows))
+        else:
+            open_ = (self._reasons == 0).nonzero()[0]
+        if counts.n_suspect:
+            healthy = open_[rows.suspects[open_] == 0]
+            open_ = healthy if len(healthy) else open_
+        return open_
+
+    def _starved(self, open_: Ints | None, starved_at: int) -> Ints:
+        of, ttft_ms = self.pool.rows, self.ask.sla.ttft_ms
+        starved = (of.last_chosen <= starved_at) & (of.batch == 1)
+        if ttft_ms is not None and self._ttft_s is not None:
+            # A turn is for the requests to come, and not at the price of this one's target.
+            starved &= self._ttft_s * 1000 <= ttft_ms
+        rows: Ints = starved.nonzero()[0] if open_ is None else open_[starved[open_]]
+        return rows
+
+    def order(self) -> Ints:
+        """Rows as they are preferred: the open ones first, none suspect, by score and last turn."""
+        rows = self.pool.rows
+        order = np.lexsort((rows.last_chosen, self.score_s, rows.suspects, self._reasons != 0))
+        return order[~self._has_left[order]]
+
+    @property
+    def _has_left(self) -> Flags:
+        has_left: Flags = self.pool.rows.states == LEFT
+        return has_left
+
+
+def score_pool(stage: Stage, ask: Ask, pool: PoolView) -> Scored:
+    """Score every row of a pool."""
+    rows, estimator = pool.rows, pool.estimator
+    score_s: Floats
+    work_s = ttft_s = itl_s = None
+    if stage is not Stage.DECODE:
+        work_s = _work_s(ask, pool)
+        score_s = ttft_s = estimator.ttft_many(rows.load_s + work_s)
+    if stage is not Stage.PREFILL:
+        batch = rows.batch
+        itl_s = estimator.itl_of_batches(batch, rows.mean_tokens(ask.isl_tokens))
+        decode_s = itl_s * batch
+        score_s = decode_s if ttft_s is None else ttft_s + decode_s
+    return Scored(pool, stage, ask, score_s, work_s, ttft_s, itl_s)
+
+
+def _work_s(ask: Ask, pool: PoolView) -> Floats:
+    """What the prompt costs each row, as `FrozenEstimator.work_s`."""
+    estimator, cached, isl_tokens = pool.estimator, pool.cached, ask.isl_tokens
+    depths = cached.depths
+    if len(depths) <= _FEW:
+        each_s: Floats = np.array([estimator.work_s(isl_tokens - d, d) for d in depths])
+    else:
+        points = np.array(depths, np.float64)
+        each_s = estimator.work_many(isl_tokens - points, points)
+    work_s: Floats = each_s.take(cached.places)
+    if cached.has_host:
+        work_s += cached.host_tokens * estimator.host_s(1)
+    return work_s
+
+
+def _any_kv_full(rows: Rows, ask: Ask) -> bool:
+    """Whether some row's KV cache may have no room for a prompt to decode."""
+    most = rows.ints("context_tokens").max(initial=0)
+    return bool(most + ask.isl_tokens > rows.counts.least_capacity_tokens)
+
+
+def _reasons(stage: Stage, ask: Ask, pool: PoolView) -> npt.NDArray[np.int8]:
+    """Why each row may not be chosen, as a place in `_REASONS`; the ones written last count most."""
+    rows = pool.rows
+    reasons = np.zeros(len(rows), dtype=np.int8)
+    if stage is Stage.DECODE:
+        # Not for agg: there prompts share what is cached of them, and the engine itself lets them wait.
+        needed = rows.ints("context_tokens") + ask.isl_tokens
+        full = (needed > rows.ints("capacity_tokens")) & (rows.ints("inflight") > 0)
+        reasons[full] = _CODES[KV_AT_LIMIT]
+    else:
+        queue_full = rows.shut & QUEUE_FULL != 0
+        reasons[queue_full] = _CODES[QUEUE_AT_LIMIT]
+    reasons[rows.ints("worker_inflight") >= rows.ints("max_inflight")] = _CODES[AT_LIMIT]
+    # Whatever it waited for, it would never fit.
+    reasons[rows.ints("capacity_tokens") < ask.isl_tokens] = _CODES[_KV_TOO_SMALL]
+    serving = rows.serving(ask.model)
+    if serving is not None:
+        reasons[~serving] = _CODES[_OTHER_MODEL]
+    if ask.excluded:
+        failed = [row for row, (address, _) in enumerate(rows.names) if address in ask.excluded]
+        reasons[failed] = _CODES[_FAILED]
+    down = rows.states != READY
+    reasons[down] = rows.states[down] + 1
+    return reasons
+
+
+def _at(seconds: Floats | None, row: int) -> float | None:
+    return None if seconds is None else seconds.item(row)

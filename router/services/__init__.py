@@ -1,0 +1,1 @@
+"""services: a room of `router`."""

@@ -1,0 +1,223 @@
+"""`slagate.v1.Gateway`: what operators ask, on a listener of its own."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any
+
+import grpc
+
+from slagate.pools.fleet.fleet import Fleet
+from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.pool import Pool
+from slagate.pools.grid.errors import ConfigError
+from slagate.pools.grid.grid import StageGrid
+from slagate.pools.inflight.rows import State
+from slagate.pools.kv_events.view import Mode
+from slagate.proto import gateway_pb2 as gw
+from slagate.proto import gateway_pb2_grpc as gw_grpc
+from slagate.router.receipts.messages import WIRE_STAGE, decision_steps
+from slagate.router.receipts.ring import ReceiptRing, in_turns
+from slagate.router.reload.reload import NothingBefore, Reloader, Source
+from slagate.router.request.errors import RequestError
+from slagate.router.request.request import output_budget, parse_request
+from slagate.router.request.settings import Settings
+from slagate.router.request.sla import parse_sla
+from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.router.scheduling.policy import Decision
+from slagate.router.scheduling.score import Ask
+
+ROLLBACK_ALONE = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    "rollback: goes back to what was in force before, so fleet cannot be given with it",
+)
+
+
+class ReloadService(gw_grpc.GatewayServicer):
+    """Has another configuration put in force."""
+
+    def __init__(self, reloader: Reloader, source: Source) -> None:
+        self._reloader = reloader
+        self._source = source
+
+    async def Reload(self, request: Any, context: Any) -> gw.ReloadResponse:
+        """Put another configuration in force, or say why not."""
+        reloader, dry_run = self._reloader, request.dry_run
+        read = self._source.read
+        if request.HasField("fleet"):
+            read = partial(self._source.parse, request.fleet)
+            if request.rollback:
+                await context.abort(*ROLLBACK_ALONE)
+        try:
+            if request.rollback:
+                result = await reloader.roll_back(dry_run=dry_run)
+            else:
+                result = await reloader.reload(read, dry_run=dry_run)
+        except NothingBefore as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"rollback: {error}")
+            raise AssertionError("context.abort raises") from error
+        except ConfigError as error:
+            version = reloader.version
+            problems = [gw.Problem(path=each.path, reason=each.message) for each in error.problems]
+            return gw.ReloadResponse(version=version, previous_version=version, problems=problems)
+        return gw.ReloadResponse(**result._asdict(), applied=result.applied)
+
+
+class AdminService(ReloadService):
+    """Reads the fleet, too."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        settings: Settings,
+        *,
+        reloader: Reloader,
+        source: Source,
+        receipts: ReceiptRing,
+        now_s: Callable[[], float],
+    ) -> None:
+        super().__init__(reloader, source)
+        self._dispatcher = dispatcher
+        self._settings = settings
+        self._receipts = receipts
+        self._now_s = now_s
+
+    @property
+    def _fleet(self) -> Fleet:
+        return self._dispatcher.fleet
+
+    async def Explain(self, request: Any, context: Any) -> gw.Decision:
+        """The decision for a request, checked as Generate checks it, with nothing sent or taken."""
+        try:
+            parsed = parse_request(
+                request.request.SerializeToString(), max_bytes=self._settings.max_request_bytes
+            )
+            sla = parse_sla(tuple(context.invocation_metadata() or ()))
+            decision = self._dispatcher.explain(
+                Ask(parsed.model, parsed.isl_tokens, sla), parsed.prompt
+            )
+            infos = [member.models.get(parsed.model) for member in self._winners(decision)]
+            budget = output_budget(parsed, infos)
+        except RequestError as error:
+            await context.abort(*error.status())
+            raise AssertionError("context.abort raises") from error
+        return await in_turns(decision_steps(decision, request_id=parsed.id, max_tokens=budget))
+
+    def _winners(self, decision: Decision) -> Iterator[Member]:
+        for choice in decision.stages:
+            if choice.winner is not None:
+                yield self._fleet.pools[choice.pool].members[choice.winner.view.address]
+
+    async def ListPools(self, request: Any, context: Any) -> gw.ListPoolsResponse:
+        """Every pool with its live numbers."""
+        return gw.ListPoolsResponse(
+            pools=[
+                _pool_status(pool, self._fleet.grids[pool.stage])
+                for pool in self._fleet.pools.values()
+            ],
+            warnings=self._fleet.warnings,
+            max_attempts=self._settings.max_attempts,
+            waiting_requests=self._dispatcher.n_waiting,
+            policy=self._settings.policy,
+            config_version=self._reloader.version,
+            config_age_s=self._now_s() - self._reloader.since_s,
+        )
+
+    async def ListWorkers(self, request: Any, context: Any) -> gw.ListWorkersResponse:
+        """Every worker with its health, leases and last report."""
+        now_s = self._now_s()
+        return gw.ListWorkersResponse(
+            workers=[_worker_status(member, now_s) for member in self._fleet.all_members()]
+        )
+
+    async def ListCells(self, request: Any, context: Any) -> gw.ListCellsResponse:
+        """What became of the requests of each grid cell, and the configuration that has the grid."""
+        attainment = self._receipts.attainment
+        return gw.ListCellsResponse(
+            cells=[
+                gw.CellStatus(
+                    stage=WIRE_STAGE[stage],
+                    cell=index,
+                    requests=traffic.n_requests,
+                    judged=traffic.n_judged,
+                    met=traffic.n_met,
+                    failed=traffic.n_failed,
+                )
+                for (stage, index), traffic in attainment.cells.items()
+            ],
+            config_version=attainment.version,
+            fleet=self._receipts.config.fleet,
+        )
+
+    async def WatchReceipts(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[gw.WatchReceiptsResponse]:
+        """The configuration, then full receipts."""
+        in_force = self._receipts.config
+        yield gw.WatchReceiptsResponse(config=in_force)
+        told = {in_force.version}
+        limit = request.limit if request.HasField("limit") else None
+        async for entry, missed in self._receipts.watch(limit=limit, follow=request.follow):
+            for config in entry.configs:
+                if config.version not in told:
+                    told.add(config.version)
+                    yield gw.WatchReceiptsResponse(config=config)
+            receipt = await in_turns(entry.receipt())
+            yield gw.WatchReceiptsResponse(receipt=receipt, missed=missed)
+
+
+def _pool_status(pool: Pool, grid: StageGrid) -> gw.PoolStatus:
+    members = list(pool.members.values())
+    return gw.PoolStatus(
+        name=pool.name,
+        stage=WIRE_STAGE[pool.stage],
+        index=pool.index,
+        workers=len(members),
+        workers_draining=sum(1 for _ in pool.all_members) - len(members),
+        workers_ready=sum(member.state is State.READY for member in members),
+        inflight=sum(member.inflight for member in members),
+        queued_tokens=sum(member.queued_tokens for member in members),
+        estimator=pool.estimator.frozen().source,
+        requests_total=pool.requests_total,
+        retries_total=pool.retries_total,
+        spills_total=pool.spills_total,
+        pool_order=[grid.pool_names[index] for index in grid.retry_order(pool.index)],
+        prefill_error=pool.estimator.prefill_error,
+        itl_error=pool.estimator.itl_error,
+    )
+
+
+def _worker_status(member: Member, now_s: float) -> gw.WorkerStatus:
+    status = gw.WorkerStatus(
+        worker=member.address,
+        pool=member.pool,
+        stage=WIRE_STAGE[member.stage],
+        state=member.state.value,
+        reason=member.reason,
+        models=sorted(member.models),
+        inflight=member.inflight,
+        queued_tokens=member.queued_tokens,
+    )
+    if member.info is not None:
+        status.instance_id = member.info.instance_id
+        status.engine = f"{member.info.engine_name} {member.info.engine_version}".strip()
+        status.kv_transfer_backend = member.info.kv_connector.transfer_backend
+    if member.load is not None:
+        status.load.CopyFrom(member.load)
+        status.load_age_ms = (now_s - member.load_at_s) * 1000
+    events = member.events
+    if events is not None:
+        status.events_mode, status.events_reason = events.mode.value, events.reason
+        if events.mode not in (Mode.OFF, Mode.NONE):
+            status.event_lag_ms = events.lag_s * 1000
+            status.index_blocks = events.n_blocks
+    truth = member.truth
+    if truth.n_requests:
+        status.prefix.CopyFrom(
+            gw.PrefixTruth(
+                predicted_tokens=truth.predicted_tokens,
+                engine_cached_tokens=truth.engine_cached_tokens,
+                abs_error_tokens=truth.abs_error_tokens,
+                requests=truth.n_requests,
+            )
+        )
+    return status

@@ -1,0 +1,174 @@
+"""The control face to clients: to them the gateway looks like one aggregated engine.
+
+What would show other tenants' tokens or touch their requests is not offered.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import grpc
+
+from slagate.pools.fleet.fleet import Fleet
+from slagate.pools.grid.stage import Stage
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto import openengine_pb2_grpc as oe_grpc
+from slagate.router.request.errors import Aborted
+from slagate.router.request.metadata import PEER
+from slagate.router.request.running import LiveRequests
+from slagate.workers.worker import SCHEMA_RELEASE
+
+ABORTED = "aborted by the client"
+
+
+class Siblings(Protocol):
+    """The other processes of the gateway."""
+
+    @property
+    def n_running(self) -> int:
+        """Requests that they serve."""
+
+    async def abort(self, peer: str, request_id: str) -> bool:
+        """As `LiveRequests.abort`, in whichever of them has it."""
+
+
+class ControlService(oe_grpc.ControlServicer):
+    """`openengine.v1.Control` for clients."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        live: LiveRequests,
+        *,
+        instance_id: str,
+        version: str,
+        not_ready: Callable[[], str],
+        siblings: Siblings | None = None,
+    ) -> None:
+        self._siblings = siblings
+        self._fleet = fleet
+        self._live = live
+        self._instance_id = instance_id
+        self._version = version
+        self._not_ready = not_ready
+
+    async def GetServerInfo(self, request: Any, context: Any) -> oe.ServerInfo:
+        """The fleet as one engine."""
+        return oe.ServerInfo(
+            engine_name="slagate",
+            engine_version=self._version,
+            engine_role=oe.ENGINE_ROLE_AGGREGATED,
+            instance_id=self._instance_id,
+            supported_models=sorted(self._fleet.models()),
+            schema_revision=1,
+            minimum_client_revision=1,
+            schema_release=SCHEMA_RELEASE,
+        )
+
+    async def GetModelInfo(self, request: Any, context: Any) -> oe.ModelInfo:
+        """What every worker of the model can do: the smallest window, the features that all have."""
+        members = [one for one in self._fleet.standing() if request.model in one.models]
+        infos = [member.models[request.model] for member in members]
+        # Decode workers see no prompt.
+        prompted = [m.models[request.model] for m in members if m.stage is not Stage.DECODE]
+        if not infos:
+            reason = f"model: {request.model[:100]!r} is not served here"
+            await _abort(context, grpc.StatusCode.NOT_FOUND, reason)
+        info = oe.ModelInfo(
+            model_id=infos[0].model_id,
+            served_model_name=request.model,
+            supports_text_input=False,
+            supports_token_ids_input=True,
+            supports_lora=all(i.supports_lora for i in infos),
+            supports_multimodal=False,
+            generation=oe.GenerationCapabilities(
+                prompt_logprobs=_logprobs([i.generation.prompt_logprobs for i in prompted]),
+                output_logprobs=_logprobs([i.generation.output_logprobs for i in infos]),
+                max_num_sequences=1,
+                supports_priority=True,
+                supports_stop_in_output=all(i.generation.supports_stop_in_output for i in infos),
+                supports_cache_salt=all(i.generation.supports_cache_salt for i in infos),
+                supports_prefix_cache_bypass=all(
+                    i.generation.supports_prefix_cache_bypass for i in infos
+                ),
+            ),
+        )
+        windows = [i.max_context_length for i in infos if i.HasField("max_context_length")]
+        if windows:
+            info.max_context_length = min(windows)
+        return info
+
+    async def GetLoad(self, request: Any, context: Any) -> oe.LoadInfo:
+        """The whole gateway's load: requests it is serving now."""
+        elsewhere = 0 if self._siblings is None else self._siblings.n_running
+        return oe.LoadInfo(
+            instance_id=self._instance_id, running_requests=len(self._live) + elsewhere
+        )
+
+    async def Health(self, request: Any, context: Any) -> oe.HealthResponse:
+        """READY while every stage has a ready worker and the gateway is not draining."""
+        down = self._fleet.unready_stages()
+        checks = [
+            oe.HealthCheck(
+                name=stage.value,
+                state=oe.HEALTH_STATE_NOT_READY if stage in down else oe.HEALTH_STATE_READY,
+            )
+            for stage in self._fleet.stages
+        ]
+        reason = self._not_ready()
+        state = oe.HEALTH_STATE_NOT_READY if reason else oe.HEALTH_STATE_READY
+        checks.insert(0, oe.HealthCheck(name="grpc", state=state, message=reason))
+        return oe.HealthResponse(state=state, checks=checks)
+
+    async def Abort(self, request: Any, context: Any) -> oe.AbortResponse:
+        """A client's own running requests only, recognised by its connection."""
+        target = request.WhichOneof("target")
+        if target is None:
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "target: none is given")
+        if target != "request_id":
+            await _abort(
+                context,
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"{target}: a client may abort its own requests only, by request_id",
+            )
+        peer = _peer(context)
+        found = self._live.abort(peer, request.request_id, Aborted(ABORTED))
+        if not found and self._siblings is not None:
+            found = await self._siblings.abort(peer, request.request_id)
+        if not found:
+            await _abort(
+                context,
+                grpc.StatusCode.NOT_FOUND,
+                "request_id: no running request of this connection has it",
+            )
+        return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
+
+    async def _refuse(self, request: Any, context: Any) -> NoReturn:
+        await _abort(context, grpc.StatusCode.UNIMPLEMENTED, "is not offered to clients")
+
+    LoadLora = UnloadLora = ListLoras = _refuse
+    GetKvEventSources = _refuse
+    SubscribeKvEvents = _refuse  # type: ignore[assignment]  # refuses before any event
+
+
+async def _abort(context: Any, code: grpc.StatusCode, message: str) -> NoReturn:
+    await context.abort(code, message)
+    raise AssertionError("context.abort raises")
+
+
+def _logprobs(offers: Sequence[oe.LogprobCapabilities]) -> oe.LogprobCapabilities:
+    """What every worker offers; the smallest of their limits."""
+    common = oe.LogprobCapabilities(
+        supported=bool(offers) and all(offer.supported for offer in offers)
+    )
+    if common.supported:
+        modes = [set(offer.candidate_selection_modes) for offer in offers]
+        common.candidate_selection_modes.extend(sorted(modes[0].intersection(*modes[1:])))
+        limits = [offer.max_top_n for offer in offers if offer.HasField("max_top_n")]
+        if limits:
+            common.max_top_n = min(limits)
+    return common
+
+
+def _peer(context: Any) -> str:
+    """Who called: as the front says, behind whose socket nobody else is."""
+    return str(dict(context.invocation_metadata() or ()).get(PEER, ""))

@@ -1,0 +1,297 @@
+"""A `tensorrt_llm` package with the simulated engine in it, for a real worker process.
+
+`tests/support/package` on `PYTHONPATH` makes it importable; the environment says which version it is, and
+what is wrong with it. Its `LLM` has what TensorRT-LLM's has and nothing more, so a worker that leans on a
+lever of the simulation fails. Prompts that begin with one of `Fault` make the engine misbehave.
+"""
+
+import functools
+import json
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from enum import IntEnum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import anyio
+import prometheus_client
+
+from slagate.workers.kv_transfer.shm import SharedMemoryTransport
+from slagate.workers.profiles.profile import load_profile
+from slagate.workers.sim.api import SimApi, sim_api
+from slagate.workers.sim.handoff import DisaggIds
+from slagate.workers.sim.outputs import RequestOutput
+from slagate.workers.sim.settings import SimSettings
+
+ENVIRONMENT = "SLAGATE_TEST_ENGINE"
+"""JSON: `api`, `init` ("hang", "fail" or seconds), and fields of `SimSettings`."""
+
+PROFILE = "llama-3.1-8b-h100"
+
+PRUNED = (
+    "build_config",
+    "scheduler_config",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+    "moe_cluster_parallel_size",
+    "moe_tensor_parallel_size",
+    "moe_expert_parallel_size",
+    "enable_attention_dp",
+    "cp_config",
+)
+"""What `_autodeploy` has no argument for."""
+
+
+class Fault(IntEnum):
+    """First token of a prompt -> what the engine does about it."""
+
+    DIE = 90_001  # a fatal error, of which the result tells
+    DIE_SILENTLY = 90_002  # a fatal error that only the flag and the health check tell of
+    HANG = 90_003  # no result, ever
+    REFUSE = 90_004  # ValueError at submit
+    FAIL = 90_005  # RequestError from the result
+    EMPTY = 90_006  # a result without an end
+    NO_HANDOFF = 90_007  # context_only that leaves nothing to fetch
+    CHECK_HANGS = 90_008  # the health check does not answer any more
+
+
+class DoubleLLM:
+    """What TensorRT-LLM shows of an `LLM`; the simulated engine is out of reach behind it."""
+
+    api: SimApi
+    settings: Mapping[str, Any]
+
+    def __init__(
+        self,
+        model: object,
+        tokenizer: object = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,  # noqa: FBT001, FBT002
+        trust_remote_code: bool = False,  # noqa: FBT001, FBT002
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        settings = dict(self.settings)
+        init = settings.pop("init", None)
+        if init == "hang":
+            threading.Event().wait()
+        if init == "fail":
+            raise RuntimeError("CUDA out of memory")
+        if kwargs.pop("backend", "pytorch") == "_autodeploy":
+            for name in PRUNED:
+                if name in kwargs:
+                    raise ValueError(f"AutoDeploy's LlmArgs has no argument {name!r}")
+        transport = SharedMemoryTransport() if kwargs.get("cache_transceiver_config") else None
+        sim = self.api.LLM(
+            model,
+            tokenizer,
+            tokenizer_mode,
+            skip_tokenizer_init,
+            trust_remote_code,
+            tensor_parallel_size,
+            dtype,
+            revision,
+            tokenizer_revision,
+            sim=SimSettings(profile=load_profile(PROFILE).tp(1), transport=transport, **settings),
+            **kwargs,
+        )
+        self.llm_id, self.args, self.tokenizer = sim.llm_id, sim.args, sim.tokenizer
+        self.get_kv_cache_events_async = sim.get_kv_cache_events_async
+        self.generate_async = _with_faults(sim)
+        self.get_stats_async = lambda timeout=2: _with_parked(sim, timeout)
+        if self.api.version != "1.2":
+            self.get_kv_cache_capacity = sim.get_kv_cache_capacity  # type: ignore[attr-defined]
+            self._check_health = lambda: _check(sim)
+        self._executor = _Executor(sim)
+        self.shutdown = lambda: _shut_down(sim, transport)
+
+
+class _Executor:
+    """`llm._executor`, before and after the end."""
+
+    def __init__(self, sim: Any) -> None:
+        self._sim = sim
+
+    @property
+    def _fatal_error(self) -> BaseException | None:
+        return None if self._sim._executor is None else self._sim._executor._fatal_error
+
+
+def _shut_down(sim: Any, transport: SharedMemoryTransport | None) -> None:
+    if sim._executor is not None and sim._executor._fatal_error is not None:
+        threading.Event().wait()  # for ranks that are dead
+    sim.shutdown()
+    if transport is not None:
+        transport.close()
+
+
+def _check(sim: Any) -> bool:
+    if getattr(sim, "check_hangs", False):
+        threading.Event().wait()
+    return bool(sim._check_health())
+
+
+async def _with_parked(sim: Any, timeout_s: float | None) -> AsyncIterator[Any]:
+    """Iterations; one more where handoffs changed since: the engine goes round while they are fetched."""
+    async for row in sim.get_stats_async(timeout=timeout_s):
+        sim.last_row = row
+        yield row
+    row = getattr(sim, "last_row", None)
+    n_active = sim.n_parked + sim.n_running
+    if row is not None and row["numActiveRequests"] != n_active:
+        sim.last_row = {**row, "numActiveRequests": n_active}
+        yield sim.last_row
+
+
+def _with_faults(sim: Any) -> Callable[..., Any]:
+    @functools.wraps(sim.generate_async)
+    def generate_async(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        first = inputs[0] if isinstance(inputs, list) else None
+        if first == Fault.REFUSE:
+            raise ValueError("the prompt is refused")
+        if first == Fault.DIE_SILENTLY:
+            sim._executor._fatal_error = RuntimeError("rank 0 died")
+        if first == Fault.CHECK_HANGS:
+            sim.check_hangs = True
+        if first in (Fault.HANG, Fault.EMPTY, Fault.DIE_SILENTLY, Fault.CHECK_HANGS):
+            return _Stuck(ends=first == Fault.EMPTY)
+        result = sim.generate_async(inputs, *args, **kwargs)
+        if first == Fault.FAIL:
+            sim.inject_request_error(result.request_id, "the request failed")
+        if first == Fault.DIE:
+            sim.inject_fatal(RuntimeError("the event loop of rank 0 was terminated"))
+        return _WithoutHandoff(result) if first == Fault.NO_HANDOFF else result
+
+    return generate_async
+
+
+class _Stuck:
+    """A result that never changes; with `ends` it stops at once, without an end of its outputs."""
+
+    def __init__(self, *, ends: bool) -> None:
+        self.outputs = [
+            SimpleNamespace(
+                token_ids=[],
+                finish_reason=None,
+                disaggregated_params=None,
+                request_perf_metrics=None,
+            )
+        ]
+        self.cached_tokens = 0
+        self._ends = ends
+
+    def abort(self) -> None:
+        """Has no effect: nobody works on it."""
+
+    async def aresult(self) -> "_Stuck":
+        async for _ in self:
+            pass
+        return self
+
+    def __aiter__(self) -> "_Stuck":
+        return self
+
+    async def __anext__(self) -> "_Stuck":
+        if not self._ends:
+            await anyio.sleep_forever()
+        raise StopAsyncIteration
+
+
+class _WithoutHandoff:
+    """A context_only result whose params stayed what they were in the request."""
+
+    def __init__(self, result: RequestOutput) -> None:
+        self._result = result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._result, name)
+
+    def __aiter__(self) -> "_WithoutHandoff":
+        return self
+
+    async def __anext__(self) -> "_WithoutHandoff":
+        await self._result.__anext__()
+        self._result.outputs[0].disaggregated_params = None
+        return self
+
+
+class DoubleCollector:
+    """`tensorrt_llm.metrics.MetricsCollector`, with a family of each kind; in the default registry."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        names = list(labels)
+        success = prometheus_client.Counter(
+            "trtllm_request_success", "Requests that succeeded.", [*names, "finished_reason"]
+        )
+        self._labels, self._success = labels, success
+        self._ttft = prometheus_client.Histogram(
+            "trtllm_time_to_first_token_seconds", "Time to first token.", names
+        ).labels(**labels)
+        self._utilization = prometheus_client.Gauge(
+            "trtllm_kv_cache_utilization", "KV cache utilization.", names
+        ).labels(**labels)
+
+    def log_request_metrics_dict(self, metrics: dict[str, Any]) -> None:
+        self._success.labels(**self._labels, finished_reason=metrics["finished_reason"]).inc()
+        self._ttft.observe(metrics["ttft"])
+
+    def log_iteration_stats(self, stats: dict[str, Any]) -> None:
+        cache = stats["kvCacheStats"]
+        self._utilization.set(cache["usedNumBlocks"] / cache["maxNumBlocks"])
+
+
+class OldCollector(DoubleCollector):
+    """The same, of 1.2."""
+
+    log_metrics_dict = DoubleCollector.log_request_metrics_dict
+    log_request_metrics_dict = None  # type: ignore[assignment]
+
+
+def _ids(version: str) -> Callable[..., int] | None:
+    """`get_global_disagg_request_id` of a version; 1.2 has none."""
+    makers: dict[tuple[int, int], DisaggIds] = {}
+
+    def new(place: tuple[int, int]) -> int:
+        return makers.setdefault(place, DisaggIds(*place)).next(anyio.current_time())
+
+    def of_machine(machine_id: int) -> int:
+        assert 0 <= machine_id < 1024
+        return new(divmod(machine_id, 64))
+
+    def of_process(node_id: int, process_id: int = 0) -> int:
+        return new((node_id, process_id))
+
+    return {"1.2": None, "1.3rc": of_machine, "main": of_process}[version]
+
+
+def install(package: ModuleType) -> None:
+    """Fill the package, and put what is below it into `sys.modules`, as the environment says."""
+    settings = json.loads(os.environ.get(ENVIRONMENT, "{}"))
+    api = sim_api(settings.pop("api", "main"))
+    llm = type("LLM", (DoubleLLM,), {"api": api, "settings": settings})
+    names: dict[str, dict[str, Any]] = {
+        "": {"LLM": llm, "MultimodalEncoder": api.MultimodalEncoder, "__version__": api.version},
+        "llmapi": {"DisaggregatedParams": api.DisaggregatedParams},
+        "llmapi.llm": {"SamplingParams": api.SamplingParams},
+        "llmapi.disagg_utils": {},
+        "executor": {},
+        "executor.utils": {"RequestError": api.RequestError},
+        "sampling_params": {"LogitsProcessor": api.LogitsProcessor},
+        "scheduling_params": {"SchedulingParams": api.SchedulingParams},
+        "metrics": {"MetricsCollector": OldCollector if api.version == "1.2" else DoubleCollector},
+    }
+    make_id = _ids(api.version)
+    if make_id is not None:
+        names["llmapi.disagg_utils"]["get_global_disagg_request_id"] = make_id
+    for path, members in names.items():
+        module = package
+        if path:
+            module = ModuleType(f"{package.__name__}.{path}")
+            module.__path__ = []
+            sys.modules[module.__name__] = module
+        vars(module).update(members)

@@ -1,0 +1,136 @@
+"""Receipts: as the trailing metadata carries them, and of decisions over random fleets."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from slagate.pools.estimator.estimator import Coefficients
+from slagate.pools.fleet.fleet import Fleet, prepare
+from slagate.pools.fleet.pool import PoolView
+from slagate.pools.fleet_file.load import parse_config
+from slagate.pools.grid.stage import Stage
+from slagate.pools.inflight.rows import RowView, State
+from slagate.proto import gateway_pb2 as gw
+from slagate.proto.rpc.status import OK
+from slagate.router.receipts.config import config_message
+from slagate.router.receipts.messages import at_once
+from slagate.router.receipts.record import Record, Stamp
+from slagate.router.request.errors import Outcome
+from slagate.router.request.sla import Sla
+from slagate.router.scheduling.policy import choose, choose_stage
+from slagate.router.scheduling.score import Ask
+from support.builders import MODEL, PROFILE, pool_view, view
+from support.fleet.files import agg_file, disagg_file
+from support.gateway.foreign_client import Answer
+
+ASK = [("slagate-receipt", "1")]
+"""Request metadata that asks for one."""
+
+
+def receipt_of(answer: Answer) -> gw.Receipt:
+    """The receipt of an answer; fails when it has none."""
+    trailer = answer.trailers["slagate-receipt-bin"]
+    assert isinstance(trailer, bytes)
+    return gw.Receipt.FromString(trailer)
+
+
+class RandomFleet:
+    """A fleet of several pools a stage, with and without profiles, that is in another state each time."""
+
+    def __init__(self, mode: str = "disagg") -> None:
+        content: dict[str, Any] = disagg_file() if mode == "disagg" else agg_file()
+        content["enable_priority_retry"] = True
+        stages = ("prefill", "decode") if mode == "disagg" else ("agg",)
+        names = [name for stage in stages for name in content[f"{stage}_pools"]]
+        content["pools"] = {
+            name: {"workers": [f"{name}:1"]} | ({"profile": PROFILE, "tp": 1} if at % 2 else {})
+            for at, name in enumerate(names)
+        }
+        overrides = {"min_priority": 5, "max_priority": 9, "target_pool": 1}
+        for stage in stages:
+            content[f"{stage}_pool_selection_strategy"]["priority_overrides"] = [overrides]
+        prepared = prepare(parse_config(content, source="fleet.json", serving=True))
+        self.config = config_message(prepared, policy="prefix")
+        self._fleet = Fleet(prepared)
+
+    def receipt(self, rng: random.Random, number: int = 1) -> gw.Receipt:
+        """The full receipt of one request, some with workers that failed."""
+        record = Record(0.0)
+        record.request_id = f"r-{number}"
+        pools = {name: self._pool(name, rng) for name in self._fleet.pools}
+        ask = Ask(MODEL, rng.choice([200, 1000, 5000]), _sla(rng))
+        record.decision = choose(ask, self._fleet.grids, pools, rng=rng)
+        for choice in record.decision.stages:
+            while choice.winner is not None and rng.random() < 0.3:
+                record.attempt(choice.stage, OK)
+                ask = replace(ask, excluded=ask.excluded | {choice.winner.view.address})
+                pools = {name: self._pool(name, rng) for name in pools}
+                grid = self._fleet.grids[choice.stage]
+                choice = choose_stage(choice.stage, ask, grid, pools, rng=rng)
+                record.decision = record.decision.replace(choice)
+        for choice in record.choices:
+            choice.config = self.config
+        stamp = Stamp(number, 1.5, self.config.version)
+        return at_once(record.full(Outcome.COMPLETED, 1.0, stamp))
+
+    def _pool(self, name: str, rng: random.Random) -> PoolView:
+        decodes = self._fleet.pools[name].stage is Stage.DECODE
+        views: list[RowView] = []
+        for worker in range(rng.randint(1, 3)):
+            n_ranks = rng.choice([1, 1, 2])
+            for rank in range(n_ranks):
+                views.append(
+                    _row(
+                        rng, f"{name}-{worker}:1", rank if n_ranks > 1 else None, cached=not decodes
+                    )
+                )
+        rng.shuffle(views)
+        of = pool_view(name, views, n_leases=rng.choice([3, 200]))
+        estimator = self._fleet.pools[name].estimator.frozen()
+        if rng.random() < 0.7:
+            learnt = Coefficients(rng.uniform(0.5, 2), rng.uniform(0, 0.1), rng.uniform(0.5, 2))
+            estimator = replace(estimator, coefficients=learnt)
+        return replace(of, estimator=estimator)
+
+
+def _row(rng: random.Random, address: str, rank: int | None, *, cached: bool) -> RowView:
+    """Values from small sets, so that equals are frequent."""
+    inflight = rng.choice([0, 0, 0, 1, 4])
+    figures: dict[str, Any] = {
+        "rank": rank,
+        "suspect": rng.random() < 0.15,
+        "worker_inflight": inflight + rng.choice([0, 0, 2]),
+        "queued_tokens": inflight * 100,
+        "queued_s": inflight * rng.choice([0.003, rng.random()]),
+        "context_tokens": inflight * 1000,
+        "last_chosen": rng.choice([0, 0, 1, 7, 100]),
+    }
+    if rng.random() < 0.2:
+        figures |= {"max_inflight": rng.choice([0, 4]), "max_queued_tokens": rng.choice([100, 500])}
+    if rng.random() < 0.2:
+        figures["capacity_tokens"] = rng.choice([800, 5000])
+    if rng.random() < 0.2:
+        figures |= {"foreign_requests": rng.randint(1, 3), "foreign_s": rng.random() / 10}
+    if cached and rng.random() < 0.4:
+        figures |= {
+            "device_tokens": rng.choice([0, 64, 96]),
+            "host_tokens": rng.choice([0, 0, 32]),
+        }
+    return view(
+        address,
+        state=rng.choice([State.READY] * 8 + [State.NOT_READY, State.REFUSED]),
+        inflight=inflight,
+        models=rng.choice([(MODEL,)] * 5 + [("other", MODEL), ("other",)]),
+        **figures,
+    )
+
+
+def _sla(rng: random.Random) -> Sla:
+    targets: Mapping[str, Any] = {
+        "ttft_ms": rng.choice([None, 50.0, 123.4, 700.0]),
+        "itl_ms": rng.choice([None, 3.0, 20.1, 40.0]),
+        "priority": rng.choice([None, None, 6, -3]),
+    }
+    return Sla(**targets)

@@ -1,0 +1,25 @@
+"""A request that is listed as running, in the way in which `generate` has it."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from slagate.router.request.running import LiveRequests, Running
+
+
+@contextmanager
+def listed(live: LiveRequests, peer: str, request_id: str) -> Iterator[None]:
+    """For the time of the block. Raises the error that it was ended by."""
+    one = Running()
+    one.begin()
+    live.add(peer, request_id, one)
+    try:
+        yield
+    except asyncio.CancelledError:
+        ended_by = one.caught()
+        if ended_by is None:
+            raise
+        raise ended_by from None
+    finally:
+        one.over()
+        live.remove(peer, request_id, one)

@@ -1,0 +1,249 @@
+import logging
+from typing import Any
+
+import pytest
+
+from slagate.pools.fleet.health import FAILURES_TO_LEAVE
+from slagate.pools.fleet.lease import Lease
+from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.pool import Pool
+from slagate.pools.fleet.ranks import Work
+from slagate.pools.grid.stage import Stage
+from slagate.pools.inflight.rows import UNLIMITED, State
+from slagate.pools.inflight.table import Table
+from slagate.proto import openengine_pb2 as oe
+from support.builders import member, pool
+
+
+def probed(results: str, of: Member | None = None) -> list[State]:
+    """States after each probe: o is ok, x failed, r refused."""
+    of = of or Member("w:1", pool="p", stage=Stage.AGG, table=Table())
+    states = []
+    for result in results:
+        before = of.state
+        if result == "o":
+            changed = of.probe_ok()
+        elif result == "x":
+            changed = of.probe_failed("slow")
+        else:
+            changed = of.refuse("wrong role")
+        assert changed == (of.state is not before)
+        states.append(of.state)
+    return states
+
+
+C, R, N, F = State.CONNECTING, State.READY, State.NOT_READY, State.REFUSED
+
+
+def test_health_08_out_after_the_third_failure_in_a_row_and_in_after_the_second_success() -> None:
+    assert probed("oxoxxxoo") == [R, R, R, R, R, N, N, R]
+
+
+@pytest.mark.parametrize(
+    ("results", "states"),
+    [
+        ("o", [R]),
+        ("xxxx", [C, C, C, C]),
+        ("xo", [C, R]),
+        ("oxxoxxo", [R] * 7),
+        ("oxxxoxoo", [R, R, R, N, N, N, N, R]),
+        ("oxxxxxx", [R, R, R, N, N, N, N]),
+        ("r", [F]),
+        ("or", [R, F]),
+        ("oxxxr", [R, R, R, N, F]),
+        ("rr", [F, F]),
+        ("rxx", [F, F, F]),
+        ("roo", [F, N, R]),
+        ("roxoo", [F, N, N, N, R]),
+        ("ror", [F, N, F]),
+    ],
+)
+def test_the_table_of_the_module_holds(results: str, states: list[State]) -> None:
+    assert probed(results) == states
+
+
+def test_a_worker_that_came_back_has_all_its_failures_ahead_of_it_again() -> None:
+    of = member()
+    probed("xxxoo", of)
+    assert probed("x" * FAILURES_TO_LEAVE, of)[-2:] == [R, N]
+
+
+def test_the_reason_says_why_it_is_not_ready() -> None:
+    of = Member("w:1", pool="p", stage=Stage.AGG, table=Table())
+    assert of.reason == "not looked at yet"
+    of.probe_failed("UNAVAILABLE: refused")
+    assert of.reason == "UNAVAILABLE: refused"
+    of.probe_ok()
+    assert of.reason == ""
+    probed("xxx", of)
+    assert of.reason == "slow"
+    of.refuse("is a decode worker")
+    of.refuse("is a prefill worker")
+    assert of.reason == "is a prefill worker"
+
+
+def test_a_view_is_a_copy_of_that_moment() -> None:
+    of = pool("w:1", max_inflight=2)
+    before = of.view()
+    of.lease(0, Work(10, 0.5, 20))
+    view = before.view(0)
+    assert (view.inflight, view.queued_tokens, view.queued_s, view.context_tokens) == (0, 0, 0.0, 0)
+    view = of.view().view(0)
+    assert (view.inflight, view.queued_tokens, view.queued_s, view.context_tokens) == (
+        1,
+        10,
+        0.5,
+        20,
+    )
+    assert (view.state, view.max_inflight, view.models) == (R, 2, frozenset({"llama"}))
+
+
+def test_a_prefill_that_is_done_shortens_the_queue_and_keeps_the_slot() -> None:
+    of = member()
+    lease = Lease(of, of.ranks.rows[0], Work(10, 0.5, 20))
+    lease.prefill_done()
+    assert (of.inflight, of.queued_tokens, of.queued_s, of.context_tokens) == (1, 0, 0.0, 20)
+    lease.release()
+    assert (of.inflight, of.queued_tokens, of.queued_s, of.context_tokens) == (0, 0, 0.0, 0)
+
+
+def test_floats_that_do_not_add_up_leave_an_idle_queue_of_exactly_zero() -> None:
+    of = member()
+    leases = [Lease(of, of.ranks.rows[0], Work(1, seconds, 0)) for seconds in (0.1, 0.2, 0.3)]
+    for lease in leases:
+        lease.release()
+    assert of.queued_s == 0.0
+
+
+def test_i3_a_pool_gives_no_lease_on_a_worker_that_may_not_take_work() -> None:
+    of = pool("w:1", max_inflight=1)
+    of.lease(0, Work())
+    with pytest.raises(AssertionError):
+        of.lease(0, Work())
+    for results in ("xxx", "r"):
+        of = pool("w:1")
+        probed(results, of.members["w:1"])
+        with pytest.raises(AssertionError):
+            of.lease(0, Work())
+        assert of.requests_total == 0
+
+
+def test_reprs_say_the_state_in_one_line() -> None:
+    of = pool("w:1")
+    of.lease(0, Work(3, 0.1, 4))
+    assert repr(of) == "Pool(pool, [Member(w:1, ready, inflight 1, queued 3, context 4)])"
+
+
+class Leg:
+    def __init__(self, of: Member, *, tell_once: bool = False) -> None:
+        self.told: list[str] = []
+        self._of, self._tell_once = of, tell_once
+        of.legs.add(self)
+
+    def worker_lost(self, reason: str) -> None:
+        self.told.append(reason)
+        if self._tell_once:
+            self._of.legs.discard(self)
+
+    def cut_off(self, reason: str) -> None:
+        self.told.append(f"cut: {reason}")
+
+
+def test_who_holds_a_leg_is_told_once_when_the_worker_leaves_service() -> None:
+    of = member()
+    leg = Leg(of)
+    probed("xxo", of)
+    assert leg.told == []
+    probed("xxx", of)
+    assert leg.told == ["slow"]
+    probed("xxxroo", of)
+    assert leg.told == ["slow"]
+    of.refuse("wrong role")
+    of.legs.discard(leg)
+    probed("ooxxx", of)
+    assert leg.told == ["slow", "wrong role"]
+
+
+def test_one_that_is_told_may_stop_listening_at_once() -> None:
+    of = member()
+    leg = Leg(of, tell_once=True)
+    of.refuse("wrong role")
+    assert (leg.told, of.legs) == (["wrong role"], set())
+
+
+def test_every_change_of_state_is_logged_by_the_member_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="slagate.pools.fleet.member")
+    probed("xooxxxxoo")
+    lines = [vars(record) for record in caplog.records]
+    assert {line["message"] for line in lines} == {"member.state"}
+    assert [(line["worker"], line["pool"], line["state"], line["reason"]) for line in lines] == [
+        ("w:1", "p", "connecting", "slow"),
+        ("w:1", "p", "ready", ""),
+        ("w:1", "p", "not_ready", "slow"),
+        ("w:1", "p", "ready", ""),
+    ]
+
+
+def test_a_view_follows_the_models_that_are_set() -> None:
+    in_pool = pool("w:1")
+    of = in_pool.members["w:1"]
+    assert in_pool.view().view(0).models == {"llama"}
+    of.models = {name: oe.ModelInfo() for name in ("a", "b")}
+    assert in_pool.view().view(0).models == {"a", "b"}
+    assert set(of.models) == {"a", "b"}
+
+
+def told(n_ranks: int, *, takes_rank: bool, capacity: oe.DeploymentCapacity | None = None) -> Any:
+    info = oe.ServerInfo(capacity=capacity)
+    info.parallelism.data_parallel_size = n_ranks
+    info.extra["trtllm_supports_dp_rank_targeting"] = takes_rank
+    info.extra["slagate_supports_decode_dp_rank"] = takes_rank
+    return info
+
+
+def ranks(of: Pool) -> list[tuple[str, int | None, bool]]:
+    rows = of.view().rows
+    shown = [rows.view(at) for at in range(len(rows))]
+    return [(each.address, each.rank, each.state is State.READY) for each in shown]
+
+
+def test_each_rank_that_can_be_asked_for_is_a_row_and_its_lease_asks_for_it() -> None:
+    of = pool("w:1", "x:1", stage=Stage.PREFILL)
+    member, _ = of.members.values()
+    assert ranks(of) == [("w:1", None, True), ("x:1", None, True)]
+    member.info = told(2, takes_rank=False)
+    assert ranks(of) == [("w:1", None, True), ("x:1", None, True)]
+    member.info = told(2, takes_rank=True)
+    assert ranks(of) == [("w:1", 0, True), ("x:1", None, True), ("w:1", 1, True)]
+    lease = of.lease(2, Work(5, 0.1, 0))
+    assert (lease.member, lease.rank) == (member, 1)
+    first, _, second = (of.view().view(row) for row in range(3))
+    assert (first.inflight, second.inflight) == (0, 1)
+    assert first.worker_inflight == second.worker_inflight == member.inflight == 1
+    # Back with fewer ranks: what is leased on the one that is gone is still given back.
+    member.info = told(1, takes_rank=True)
+    assert ranks(of) == [("w:1", None, True), ("x:1", None, True), ("w:1", 1, False)]
+    lease.release()
+    assert (member.inflight, member.queued_tokens) == (0, 0)
+
+
+def test_limits_are_those_of_the_file_then_what_the_engine_runs_at_once() -> None:
+    capacity = oe.DeploymentCapacity(
+        max_running_requests=64, total_kv_blocks=1000, kv_block_size=32
+    )
+    for stage, configured, wanted in (
+        (Stage.PREFILL, None, UNLIMITED),
+        (Stage.DECODE, None, 64),
+        (Stage.AGG, None, 64),
+        (Stage.AGG, 7, 7),
+        (Stage.PREFILL, 7, 7),
+    ):
+        of = pool("w:1", stage=stage, max_inflight=configured)
+        of.members["w:1"].info = told(1, takes_rank=True, capacity=capacity)
+        row = of.view().view(0)
+        assert row.max_inflight == of.members["w:1"].max_inflight == wanted
+        assert row.capacity_tokens == 32_000
+    of.members["w:1"].info = told(2, takes_rank=True, capacity=capacity)
+    assert of.view().view(1).capacity_tokens == 16_000

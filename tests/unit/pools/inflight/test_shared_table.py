@@ -1,0 +1,95 @@
+"""Decisions over shared counts: as if one process had all the leases."""
+
+import random
+from pathlib import Path
+from tempfile import mkdtemp
+
+from msgspec.structs import astuple
+
+from slagate.pools.fleet.pool import PoolView
+from slagate.pools.grid.stage import Stage
+from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, Rows, State
+from slagate.pools.inflight.shared_table import SharedTable
+from slagate.pools.inflight.table import Table
+from slagate.pools.prefix.cached import nothing_cached
+from slagate.router.scheduling.policy import StageChoice, choose_stage
+from support.builders import MODEL, ask, one_cell, profiled
+from support.gateway.shared import Opened
+from support.seeds import each_seed
+
+ESTIMATOR = profiled().frozen()
+N_ROWS = 6
+SUMMED = ("inflight", "worker_inflight", "queued_tokens", "context_tokens")
+LIMITS = ("max_inflight", "max_queued_tokens", "capacity_tokens")
+
+
+def decided(stage: Stage, rows: Rows) -> StageChoice:
+    n_leases = int(rows.last_chosen.max())
+    only = PoolView("only", ESTIMATOR, rows, nothing_cached(len(rows)), n_leases)
+    grid = one_cell(stage, "only")
+    return choose_stage(stage, ask(isl_tokens=700), grid, {"only": only}, rng=random.Random(1))
+
+
+def test_a_decision_is_as_in_a_table_of_one_process_that_has_the_sums(tmp_path: Path) -> None:
+    shut: set[int] = set()
+
+    def history(seed: int) -> None:
+        opened = Opened(Path(mkdtemp(dir=tmp_path)), 3)
+        shut.update(compare(random.Random(seed), opened))
+        opened.close()
+
+    each_seed(4, history)
+    assert shut == {DOWN, QUEUE_FULL, DOWN | QUEUE_FULL}, "some rows are shut by the sums alone"
+
+
+def compare(rng: random.Random, opened: Opened) -> set[int]:
+    """Compare at every step of a history; the bits of rows that only the sums shut."""
+    tables = [SharedTable("agg p", opened(number)) for number in range(3)]
+    plain, here = Table(), tables[0]
+    shut: set[int] = set()
+    for row in range(N_ROWS):
+        limits = {"max_inflight": 4, "max_queued_tokens": 700, "capacity_tokens": 9000 + row}
+        for of in (*tables, plain):
+            of.add(f"w{row}:1", None)
+            of.set_models(row, frozenset({MODEL} if row else {"other"}))
+        for table in tables:
+            table.set(row, **limits)
+    for turn in range(1, 151):
+        of, row = rng.choice(tables), rng.randrange(N_ROWS)
+        does = rng.choice(["lease", "lease", "prefilled", "ended", "state", "foreign"])
+        inflight = of.get("inflight", row)
+        if does == "lease" and inflight < 3:
+            of.add_lease(row, queued_tokens=200, queued_s=0.125, context_tokens=1000)
+            of.set_worker_inflight(row, inflight + 1)
+            of.set_chosen(row, turn)
+        elif does == "prefilled" and of.get("queued_tokens", row):
+            of.end_prefill(row, queued_tokens=200, queued_s=0.125)
+        elif does == "ended" and inflight:
+            of.end_lease(row, context_tokens=1000)
+            of.set_worker_inflight(row, inflight - 1)
+        elif does == "state":
+            state = rng.choice([State.READY, State.READY, *State])
+            suspect = rng.random() < 0.2
+            for each in (here, plain):
+                each.set_state(row, state, suspect=suspect)
+        elif does == "foreign":
+            load = rng.choice([None, (rng.randrange(4), rng.random())])
+            for each in (here, plain):
+                each.set_foreign(row, load)
+        for row in range(N_ROWS):
+            plain.set(row, **{name: sum(t.get(name, row) for t in tables) for name in SUMMED})
+            plain.set(row, **{name: here.get(name, row) for name in LIMITS})
+            plain.set_s(row, queued_s=sum(t.get_s("queued_s", row) for t in tables))
+            plain.set_chosen(row, max(t.get("last_chosen", row) for t in tables))
+        found, wanted = here.rows(), plain.rows()
+        assert found._ints.tolist() == wanted._ints.tolist()
+        assert found._floats.tolist() == wanted._floats.tolist()
+        assert astuple(found.counts) == astuple(wanted.counts)
+        assert here.last_turn() == plain.last_turn()
+        for stage in Stage:
+            one, two = decided(stage, found), decided(stage, wanted)
+            assert (one.row, one.starved, one.work) == (two.row, two.starved, two.work)
+            assert one.candidates == two.candidates
+        alone = here._ints[:, :N_ROWS]
+        shut.update((found.shut & ~Rows((), found.counts, {}, alone, here._floats).shut).tolist())
+    return shut - {0}

@@ -1,0 +1,261 @@
+"""The relay where several things come together: in one read, in one turn, on a line that is full."""
+
+import random
+import struct
+import tracemalloc
+from typing import Any
+
+import anyio
+import grpc
+import pytest
+
+from slagate.pools.grid.stage import Stage
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto.http2.engine import RequestReceived
+from slagate.proto.http2.events import Events
+from slagate.proto.http2.outbox import Outbox
+from slagate.proto.http2.stream import H2Stream
+from slagate.proto.rpc.client_call import Rpc
+from slagate.proto.rpc.frames import framed
+from slagate.proto.rpc.sinks import BufferedSink
+from slagate.router.legs.relay import Splice, plain_tokens
+from slagate.router.receipts.record import Tally
+from slagate.workers.legs import client_id_suffix
+from support.virtual_loop import run
+from support.worker.bytes_sink import BytesSink
+
+
+class Paused:
+    """A call that notes whether it is to be silent."""
+
+    def __init__(self) -> None:
+        self.n_pauses = 0
+
+    def cancel(self) -> None: ...
+
+    def pause(self) -> None:
+        self.n_pauses += 1
+
+    def resume(self) -> None:
+        self.n_pauses -= 1
+
+
+def one_token(number: int) -> bytes:
+    response = oe.GenerateResponse(request_id="leg-1")
+    response.token.output_index = 0
+    response.token.tokens.add(token_id=number)
+    return response.SerializeToString()
+
+
+@pytest.mark.parametrize("n_together", [1, 2, 40, 100])
+def test_what_came_together_across_the_bound_of_the_buffer_is_passed_on_and_the_worker_waits(
+    n_together: int,
+) -> None:
+    async def main() -> None:
+        client, call, tally = BufferedSink(), Paused(), Tally()
+        splice = Splice(
+            Stage.DECODE,
+            client,
+            leg_id="leg-1",
+            client_id="mine",
+            tally=tally,
+            max_buffer_bytes=1000,
+            stuck_s=5.0,
+            now_s=lambda: 1.0,
+            on_token=lambda: None,
+            on_answered=lambda: None,
+        )
+        splice.started(call)
+        messages = [one_token(number) for number in range(100)]
+        n_given = 0
+        while not call.n_pauses:
+            splice.batch(messages[n_given : n_given + n_together])
+            n_given += n_together
+        assert splice.failure() is None
+        assert tally.n_messages == tally.n_tokens == min(n_given, 100)
+        splice.over()
+
+    run(main)
+
+
+class Wire:
+    """A stream of an HTTP/2 connection that takes everything."""
+
+    unsent_bytes = 0
+    n_resets = 0
+
+    def reset(self, _code: int = 0) -> None:
+        self.n_resets += 1
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+def test_a_call_that_failed_while_it_was_paused_does_not_end_well() -> None:
+    async def main() -> None:
+        sink, wire = BytesSink(), Wire()
+        call = Rpc((), b"", (), sink, timeout_s=None, on_end=lambda _: None, again=lambda _: None)
+        call._stream = wire  # type: ignore[assignment]
+        call.headers([(b":status", b"200"), (b"content-type", b"application/grpc")])
+        call.pause()
+        call.data(framed([b"1"]))
+        call.data(struct.pack(">BI", 1, 3) + b"bad")  # compressed, in a stream without an encoding
+        assert wire.n_resets == 1
+        call.data(framed([b"2"]))
+        call.trailers([(b"grpc-status", b"0")])
+        call.ended()
+        call.resume()
+        await anyio.sleep(0.01)
+        assert sink.messages == [b"1"]
+        assert sink.code is grpc.StatusCode.INTERNAL
+
+    run(main)
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_messages_in_front_of_one_that_cannot_be_read_come_before_the_error(
+    *, is_paused: bool
+) -> None:
+    """In one read, from a worker that then breaks off."""
+
+    async def main() -> None:
+        sink, wire = BytesSink(), Wire()
+        call = Rpc((), b"", (), sink, timeout_s=None, on_end=lambda _: None, again=lambda _: None)
+        call._stream = wire  # type: ignore[assignment]
+        call.headers([(b":status", b"200"), (b"content-type", b"application/grpc")])
+        if is_paused:
+            call.pause()
+        call.data(framed([b"1", b"2"]) + struct.pack(">BI", 1, 3) + b"bad")
+        assert wire.n_resets >= 1
+        if is_paused:
+            assert sink.status is None
+            call.resume()
+            await anyio.sleep(0.01)
+        assert sink.messages == [b"1", b"2"]
+        assert sink.code is grpc.StatusCode.INTERNAL
+
+    run(main)
+
+
+def test_a_call_that_is_answered_before_all_of_it_was_sent_gives_its_place_back() -> None:
+    async def main() -> None:
+        sink, wire = BytesSink(), Wire()
+        wire.unsent_bytes = 5
+        call = Rpc((), b"", (), sink, timeout_s=None, on_end=lambda _: None, again=lambda _: None)
+        call._stream = wire  # type: ignore[assignment]
+        call.headers([(b":status", b"200"), (b"content-type", b"application/grpc")])
+        call.trailers([(b"grpc-status", b"8")])
+        call.ended()
+        assert sink.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert wire.n_resets == 1
+
+    run(main)
+
+
+def test_a_stream_is_reset_behind_its_last_words_and_not_while_they_cannot_be_written() -> None:
+    class Engine:
+        def queued_body_size(self, _: int) -> int:
+            return 0
+
+    class Line:
+        engine: Any = Engine()
+        resets: list[int] = []  # noqa: RUF012
+
+        def forget(self, _: H2Stream) -> bool:
+            return True
+
+        def submit(self, _action: Any, stream_id: int, _code: int) -> None:
+            self.resets.append(stream_id)
+
+    line = Line()
+    line.engine.reset_stream = None
+    stream = H2Stream(line, 1, None)  # type: ignore[arg-type]
+    outbox = Outbox(line.engine, {1: stream}, error=ValueError)
+    outbox.reset_behind(stream, 0)
+    outbox.written(is_drained=False)
+    assert line.resets == []
+    outbox.written(is_drained=True)
+    assert line.resets == [1]
+
+
+def test_what_comes_behind_the_end_of_a_connection_is_for_nobody() -> None:
+    class Line:
+        def add(self, *_: object) -> None:
+            raise AssertionError("a stream on a connection that is over")
+
+    def accept(*_: object) -> Any:
+        raise AssertionError("a request on a connection that is over")
+
+    events = Events(Line(), Line(), accept, {}, chatter=Any, resets=Any, farewell=Any)  # type: ignore[arg-type]
+    request = RequestReceived(1, ((b":method", b"POST"),), end_stream=False)
+    with pytest.raises(AssertionError):
+        events.tell([request])
+    events.is_over = True
+    events.tell([request])
+
+
+HEAD = client_id_suffix("leg-1")
+
+
+def odd(rng: random.Random) -> bytes:
+    """A response as some writer of protobuf may have put it, not always well."""
+    response = oe.GenerateResponse()
+    token = response.token
+    if rng.random() < 0.7:
+        token.output_index = rng.choice([0, 1, 200])
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
+        info = token.tokens.add(token_id=rng.choice([0, 5, 127, 128, 40_000, 2**32 - 1]))
+        if rng.random() < 0.2:
+            info.token = rng.choice(["a", "é", ""])
+        if rng.random() < 0.1:
+            info.logprob = -1.5
+    if rng.random() < 0.3:
+        token.text = rng.choice(["hello", "né", "x" * 100])
+    data = response.SerializeToString()
+    if rng.random() < 0.2:
+        data += oe.GenerateResponse(usage=oe.Usage(cached_prompt_tokens=3)).SerializeToString()
+    if rng.random() < 0.2:
+        data += oe.GenerateResponse(
+            finished=oe.GenerationFinished(output_index=0)
+        ).SerializeToString()
+    if rng.random() < 0.2:
+        data += data
+    if rng.random() < 0.3:
+        at = rng.randrange(len(data) + 1)
+        data = data[:at] + bytes([rng.randrange(256)]) + data[at + rng.randrange(2) :]
+    return data
+
+
+def test_what_is_told_from_bytes_alone_is_what_the_parser_says() -> None:
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    n_plain = 0
+    for _ in range(20_000):
+        data = odd(rng)
+        n_tokens = plain_tokens(HEAD + data, len(HEAD))
+        if n_tokens < 0:
+            continue
+        n_plain += 1
+        response = oe.GenerateResponse.FromString(HEAD + data)
+        assert response.WhichOneof("event") == "token", (seed, data)
+        assert len(response.token.tokens) == n_tokens, (seed, data)
+        assert not response.HasField("usage"), (seed, data)
+        assert response.request_id == "leg-1", (seed, data)
+    assert n_plain > 1000, seed
+
+
+def test_mem_a_large_message_that_begins_like_a_token_is_not_looked_through() -> None:
+    data = HEAD + b"\x1a\x7f" + b"\x12\x02\x08\x01" * 200_000
+    tracemalloc.start()
+    try:
+        assert plain_tokens(data, len(HEAD)) == -1
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 100_000
+
+
+def test_a_plain_token_is_told_from_its_bytes() -> None:
+    message = one_token(40_000)
+    assert plain_tokens(message, len(HEAD)) == 1

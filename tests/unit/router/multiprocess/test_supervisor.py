@@ -1,0 +1,202 @@
+"""Processes that cannot start, and what they are asked, with real sockets and real children."""
+
+from pathlib import Path
+
+import anyio
+import grpc
+import grpc.aio
+import pytest
+
+from slagate.pools.fleet.fleet import prepare
+from slagate.proto import gateway_pb2 as gw
+from slagate.proto import process_pb2 as ps
+from slagate.proto import process_pb2_grpc as ps_grpc
+from slagate.router.metrics import Metrics
+from slagate.router.multiprocess.child import Place, config_in_force, own_place
+from slagate.router.multiprocess.service import ProcessService, Siblings
+from slagate.router.multiprocess.supervisor import Supervisor, write_config
+from slagate.router.receipts.config import Damaged, config_message, prepared_of
+from slagate.router.receipts.ring import ReceiptRing
+from slagate.router.reload.reload import Proposal, Reloader, put_in_process
+from slagate.router.request import errors
+from slagate.router.request.running import LiveRequests
+from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.router.scheduling.peers import Neighbours
+from slagate.workers.runtime.clock import monotonic_s
+from support.builders import PROFILE, config, fleet, rng
+from support.gateway.context import Aborted, Context
+from support.gateway.running import listed
+from support.gateway.shared import Opened
+from support.virtual_loop import run
+
+
+def place_in(folder: Path, *, n_processes: int = 2) -> Place:
+    return Place(number=0, n_processes=n_processes, folder=str(folder), instance_id="i", port=1)
+
+
+def supervised(folder: Path, *arguments: str) -> tuple[int, bool]:
+    """The exit status of processes with these arguments, and whether they were said to be ready."""
+    opened = Opened(folder, 2)
+    is_ready = False
+
+    def on_ready() -> None:
+        nonlocal is_ready
+        is_ready = True
+
+    async def main() -> int:
+        of = Supervisor(
+            place_in(folder), opened(None), arguments=arguments, stop_limit_s=5, now_s=monotonic_s
+        )
+        return await of.run(on_ready)
+
+    try:
+        return anyio.run(main), is_ready
+    finally:
+        opened.close()
+
+
+def test_a_process_that_cannot_start_ends_the_gateway_with_its_status(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert supervised(tmp_path, "serve", "--nonsense") == (2, False)
+    assert capfd.readouterr().err.count("--nonsense") >= 2, "each says why"
+
+
+def test_one_that_ends_well_but_never_was_ready_is_a_failure_too(tmp_path: Path) -> None:
+    assert supervised(tmp_path, "grid", "schema") == (1, False)
+
+
+def test_a_place_travels_in_the_environment_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = place_in(tmp_path)
+    assert own_place() is None
+    for name, value in place.in_environment().items():
+        monkeypatch.setenv(name, value)
+    assert own_place() == place
+    assert own_place() is None
+
+
+def message_of(*, n_workers: int = 2) -> gw.GatewayConfig:
+    workers = [f"w{n}:1" for n in range(n_workers)]
+    pools = {"agg": {"workers": workers, "profile": PROFILE, "tp": 1, "max_inflight": 3}}
+    return config_message(prepare(config("agg", pools)), policy="prefix")
+
+
+def test_a_configuration_comes_out_of_its_message_as_it_went_in(tmp_path: Path) -> None:
+    message = message_of()
+    prepared = prepared_of(message)
+    assert config_message(prepared, policy="prefix") == message
+    assert prepared.config.pools["agg"].max_inflight == 3
+    assert prepared.estimators["agg"].frozen().source == f"profile {PROFILE} tp 1"
+    write_config(place_in(tmp_path), message)
+    assert config_message(prepare(config_in_force(place_in(tmp_path))), policy="prefix") == message
+    message.fleet = message.fleet.replace("w0:1", "w9:1")
+    with pytest.raises(Damaged, match="version"):
+        prepared_of(message)
+
+
+class Running:
+    """What a process answers from."""
+
+    def __init__(self) -> None:
+        self.fleet = fleet("agg")
+        first = message_of(n_workers=1)
+        self.dispatcher = Dispatcher(self.fleet, rng=rng())
+        self.receipts = ReceiptRing(first, unix_s=lambda: 1.5)
+        self.live = LiveRequests()
+        metrics = Metrics()
+        metrics.watch(self.dispatcher)
+        self.reloader = Reloader(
+            Proposal(prepared_of(first), first),
+            put_in_force=put_in_process(self.dispatcher, self.receipts),
+            metrics=metrics,
+            now_s=lambda: 0.0,
+        )
+        self.service = ProcessService(
+            self.reloader, self.live, metrics, not_ready=self.fleet.not_ready
+        )
+
+
+def test_a_configuration_is_in_force_only_once_it_was_prepared() -> None:
+    async def main() -> None:
+        of = Running()
+        before, message = of.reloader.version, message_of(n_workers=3)
+        put = ps.PutInForceRequest(version=message.version)
+        with pytest.raises(Aborted) as refused:
+            await of.service.PutInForce(put, Context())
+        assert refused.value.code is grpc.StatusCode.FAILED_PRECONDITION
+        assert not (await of.service.Prepare(message, Context())).problem
+        assert of.reloader.version == before
+        await of.service.PutInForce(put, Context())
+        assert of.reloader.version == of.receipts.config.version == message.version
+        assert len(of.fleet.pools["agg"].members) == 3
+        with pytest.raises(Aborted):
+            await of.service.PutInForce(put, Context())
+        message.version = "another"
+        assert "version" in (await of.service.Prepare(message, Context())).problem
+
+    anyio.run(main)
+
+
+def test_a_look_has_gauges_when_they_are_asked_for() -> None:
+    async def main() -> None:
+        of = Running()
+        of.fleet.pools["agg"].members["a1:1"].refuse("gone")
+        assert await of.service.Look(ps.LookRequest(), Context()) == ps.LookResponse()
+        text = (await of.service.Look(ps.LookRequest(metrics=True), Context())).metrics.decode()
+        assert 'slagate_worker_ready{pool="agg",stage="agg",worker="a1:1"} 0.0' in text
+        assert "slagate_requests_total" not in text
+        of.fleet.pools["agg"].members["a2:1"].refuse("gone")
+        look = await of.service.Look(ps.LookRequest(), Context())
+        assert look.not_ready == "no agg worker is ready"
+
+    anyio.run(main)
+
+
+def test_an_abort_finds_the_process_that_has_the_request(tmp_path: Path) -> None:
+    async def main() -> None:
+        opened = Opened(tmp_path, 3)
+        place = place_in(tmp_path, n_processes=3)
+        of = Running()
+        server = grpc.aio.server()
+        ps_grpc.add_ProcessServicer_to_server(of.service, server)
+        server.add_insecure_port(f"unix:{place.path('admin', number=1)}")
+        await server.start()
+        siblings = Siblings(place, Neighbours(opened(0), wake=lambda _: None, now_s=lambda: 0.0))
+        ended: list[str] = []
+
+        async def serve() -> None:
+            with pytest.raises(errors.Aborted) as caught, listed(of.live, "me", "r"):
+                await anyio.sleep_forever()
+            ended.append(str(caught.value))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve)
+            await anyio.wait_all_tasks_blocked()
+            assert not await siblings.abort("somebody", "r")
+            assert not await siblings.abort("me", "another")
+            assert not ended
+            # Number 2 does not run.
+            assert await siblings.abort("me", "r")
+        assert ended == ["aborted by the client"]
+        await server.stop(None)
+        opened.close()
+
+    anyio.run(main)
+
+
+def test_running_requests_are_told_to_the_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        opened = Opened(tmp_path, 2)
+        a, b = (
+            Neighbours(opened(number), wake=lambda _: None, now_s=lambda: 0.0)
+            for number in range(2)
+        )
+        live = LiveRequests(a.show_running)
+        with listed(live, "p", "r"), listed(live, "p", "s"):
+            assert (b.running_elsewhere, a.running_elsewhere) == (2, 0)
+        assert (b.running_elsewhere, len(live)) == (0, 0)
+        opened.close()
+
+    run(main)

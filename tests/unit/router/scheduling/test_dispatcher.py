@@ -1,0 +1,239 @@
+import logging
+
+import grpc
+import pytest
+
+from slagate.pools.fleet.fleet import Fleet, prepare
+from slagate.pools.fleet_file.load import parse_config
+from slagate.pools.grid.stage import Stage
+from slagate.pools.inflight.rows import State
+from slagate.router.request.errors import RETRY_PUSHBACK, NoWorker, Overloaded, UnknownModel
+from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.router.scheduling.policy import Decision
+from slagate.router.scheduling.score import Candidate
+from slagate.router.scheduling.wait_queue import Assignment
+from support.builders import MODEL, ask, fleet, model_info, put_in, rng, take_now
+from support.fleet.files import disagg_file
+
+DOWN = (State.CONNECTING, State.NOT_READY, State.REFUSED)
+
+
+def dispatcher(of: Fleet | None = None) -> Dispatcher:
+    return Dispatcher(of or fleet(), rng=rng())
+
+
+def assign(d: Dispatcher, *, model: str = MODEL) -> Assignment:
+    return take_now(d, ask(model=model))
+
+
+def candidates(decision: Decision) -> list[list[Candidate]]:
+    return [choice.candidates for choice in decision.stages]
+
+
+def inflight(of: Fleet) -> dict[str, int]:
+    return {member.address: member.inflight for member in of.members() if member.inflight}
+
+
+def test_load_counts_from_the_choice_and_is_gone_after_release() -> None:
+    d = dispatcher()
+    assignment = assign(d)
+    assert assignment.stages == (Stage.PREFILL, Stage.DECODE)
+    assert sorted(inflight(d.fleet).values()) == [1, 1]
+    assert [m.stage for m in assignment.members] == [Stage.PREFILL, Stage.DECODE]
+    assignment.release()
+    assignment.release()
+    assert inflight(d.fleet) == {}
+
+
+def test_the_second_of_two_requests_goes_to_the_other_worker() -> None:
+    d = dispatcher()
+    held = [assign(d), assign(d)]
+    assert inflight(d.fleet) == {"p1:1": 1, "p2:1": 1, "d1:1": 1, "d2:1": 1}
+    assert len(held) == 2
+
+
+def test_explain_is_what_decide_does_next_and_takes_nothing() -> None:
+    d = dispatcher()
+    for _ in range(20):
+        explained = d.explain(ask())
+        assert inflight(d.fleet) == {}
+        assert candidates(d.explain(ask())) == candidates(explained)
+        assignment = assign(d)
+        assert candidates(assignment.decision) == candidates(explained)
+        assignment.release()
+
+
+def test_health_03_an_unknown_model_is_not_found_and_no_worker_is_unavailable() -> None:
+    d = dispatcher()
+    with pytest.raises(UnknownModel) as unknown:
+        assign(d, model="gpt-9")
+    assert unknown.value.code is grpc.StatusCode.NOT_FOUND
+    for state in DOWN:
+        for member in d.fleet.members():
+            put_in(member, state)
+        with pytest.raises(NoWorker) as down:
+            assign(d)
+        assert down.value.code is grpc.StatusCode.UNAVAILABLE
+        assert dict(down.value.status().trailers)[RETRY_PUSHBACK] == "1000"
+        with pytest.raises(UnknownModel):
+            assign(d, model="gpt-9")
+
+
+def test_health_03_a_model_whose_workers_are_gone_is_still_known() -> None:
+    d = dispatcher()
+    assign(d).release()
+    for member in d.fleet.members():
+        member.models = {}
+        put_in(member, State.NOT_READY)
+    with pytest.raises(NoWorker):
+        assign(d)
+
+
+def test_health_06_a_fleet_that_was_never_reached_is_unavailable_not_ignorant() -> None:
+    with pytest.raises(NoWorker, match="no worker has been reached yet") as caught:
+        take_now(dispatcher(fleet(ready=False)), ask())
+    assert caught.value.status().code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_message_with_the_clients_model_name_stays_short() -> None:
+    for act in (take_now, Dispatcher.explain):
+        with pytest.raises(UnknownModel) as caught:
+            act(dispatcher(), ask(model="x" * 1_000_000))
+        n_characters = len(str(caught.value))
+        assert n_characters < 1000
+
+
+def test_score_04_full_workers_are_passed_over_and_a_full_pool_is_overloaded() -> None:
+    of = fleet("agg", pools={"agg": {"max_inflight": 2}})
+    d = Dispatcher(of, rng=rng(), max_waiting=0)
+    held = [assign(d) for _ in range(4)]
+    assert inflight(d.fleet) == {"a1:1": 2, "a2:1": 2}
+    with pytest.raises(Overloaded, match="every worker of pool agg is at its limit") as caught:
+        assign(d)
+    assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(caught.value.status().trailers)[RETRY_PUSHBACK] == "1000"
+    freed = held.pop()
+    freed.release()
+    assert assign(d).members == freed.members
+
+
+def test_disagg_03_a_missing_decode_worker_leaves_no_prefill_lease() -> None:
+    d = dispatcher()
+    for member in d.fleet.pools["decode"].members.values():
+        member.probe_failed("gone")
+        member.refuse("gone")
+    with pytest.raises(NoWorker, match="decode"):
+        assign(d)
+    assert inflight(d.fleet) == {}
+
+
+def test_another_worker_for_one_stage_moves_one_lease() -> None:
+    d = dispatcher()
+    assignment = assign(d)
+    prefill, decode = assignment.members
+    asked = ask(excluded=frozenset({decode.address}))
+    found = take_now(d, asked, stages=(Stage.DECODE,))
+    assert found.stages == (Stage.DECODE,)
+    assignment.adopt(found)
+    other = assignment.lease(Stage.DECODE).member
+    assert other is not decode
+    assert inflight(d.fleet) == {prefill.address: 1, other.address: 1}
+    winner = assignment.decision.stage(Stage.DECODE).winner
+    assert winner is not None
+    assert winner.view.address == other.address
+    both = ask(excluded=frozenset({decode.address, other.address}))
+    with pytest.raises(NoWorker):
+        take_now(d, both, stages=(Stage.DECODE,))
+    assert inflight(d.fleet) == {prefill.address: 1, other.address: 1}
+    assignment.release()
+    assert inflight(d.fleet) == {}
+
+
+def test_cfg_11_enable_priority_retry_alone_sends_a_failed_request_to_the_faster_pool() -> None:
+    for retry, wanted in ((True, "pf:1"), (False, None)):
+        content = disagg_file() | {"enable_priority_retry": retry}
+        workers = {"p-fast": "pf:1", "p-bulk": "pb:1", "d-fast": "df:1", "d-bulk": "db:1"}
+        content["pools"] = {name: {"workers": [address]} for name, address in workers.items()}
+        of = Fleet(prepare(parse_config(content, source="f", serving=True)))
+        for member in of.members():
+            member.models = {MODEL: model_info()}
+            member.probe_ok()
+        d = dispatcher(of)
+        assignment = assign(d)
+        failed = assignment.lease(Stage.PREFILL).member
+        assert failed.address == "pb:1"
+        asked = ask(excluded=frozenset({"pb:1"}))
+        if wanted is None:
+            with pytest.raises(NoWorker):
+                take_now(d, asked, stages=(Stage.PREFILL,))
+        else:
+            (found,) = take_now(d, asked, stages=(Stage.PREFILL,)).members
+            assert found.address == wanted
+
+
+def spilling() -> Dispatcher:
+    """Two prefill pools; a request of p-bulk may go to p-fast too."""
+    content = disagg_file() | {"enable_priority_retry": True}
+    workers = {"p-fast": "pf:1", "p-bulk": "pb:1", "d-fast": "df:1", "d-bulk": "db:1"}
+    content["pools"] = {name: {"workers": [address]} for name, address in workers.items()}
+    of = Fleet(prepare(parse_config(content, source="f", serving=True)))
+    for member in of.members():
+        member.models = {MODEL: model_info()}
+        member.probe_ok()
+    return dispatcher(of)
+
+
+def test_i8_a_leg_that_goes_to_another_pool_is_counted_there_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, logger="slagate.router.scheduling.dispatcher")
+    d = spilling()
+    assign(d).release()
+    assert {pool.spills_total for pool in d.fleet.pools.values()} == {0}
+    assert caplog.records == []
+    put_in(d.fleet.pools["p-bulk"].members["pb:1"], State.NOT_READY)
+    d.explain(ask())
+    assert {pool.spills_total for pool in d.fleet.pools.values()} == {0}
+    assign(d)
+    assert {p.name: p.spills_total for p in d.fleet.pools.values() if p.spills_total} == {
+        "p-fast": 1
+    }
+    (line,) = caplog.records
+    assert line.getMessage() == "request.spilled"
+    about = vars(line)
+    assert (about["stage"], about["from"], about["to"]) == ("prefill", "p-bulk", "p-fast")
+
+
+def test_i8_a_second_attempt_in_another_pool_is_a_spill_too() -> None:
+    d = spilling()
+    assign(d)
+    take_now(d, ask(excluded=frozenset({"pb:1"})), stages=(Stage.PREFILL,))
+    assert d.fleet.pools["p-fast"].spills_total == 1
+
+
+def test_a_decision_without_a_winner_is_shown_by_explain_and_refused_when_it_is_taken() -> None:
+    d = dispatcher()
+    for member in d.fleet.pools["decode"].members.values():
+        member.refuse("gone")
+    decision = d.explain(ask())
+    assert [choice.winner is None for choice in decision.stages] == [False, True]
+    with pytest.raises(NoWorker, match="decode: no worker of pool decode is ready"):
+        assign(d)
+    assert inflight(d.fleet) == {}
+
+
+def test_explain_raises_as_an_assignment_does() -> None:
+    for act in (take_now, Dispatcher.explain):
+        with pytest.raises(UnknownModel):
+            act(dispatcher(), ask(model="gpt-9"))
+        with pytest.raises(NoWorker):
+            act(dispatcher(fleet(ready=False)), ask())
+
+
+def test_only_ready_workers_hold_leases() -> None:
+    d = dispatcher()
+    member = next(d.fleet.members())
+    member.refuse("wrong role")
+    for _ in range(20):
+        assign(d)
+    assert member.inflight == 0

@@ -1,0 +1,58 @@
+"""A worker whose engine is not there yet, and the one that it becomes."""
+
+import grpc
+import pytest
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.workers.errors import WorkerError
+from slagate.workers.serving.starting import StartingWorker
+from support import virtual_loop
+from support.engine.workers import MODEL, expected, request, sim
+from support.worker.contract import ask
+from support.worker.sinks import KeepingSink
+
+PROMPT = list(range(1, 50))
+WHY = "the engine is starting: engine"
+
+
+def test_until_it_is_there_all_but_health_is_unavailable() -> None:
+    async def main() -> None:
+        starting = StartingWorker("import")
+        starting.phase = "engine"
+        assert starting.why_not_ready == WHY
+        health = await starting.health(oe.HealthRequest())
+        assert health.state == oe.HEALTH_STATE_STARTING
+        assert [(c.name, c.message) for c in health.checks] == [("grpc", ""), ("model", WHY)]
+        sink = await ask(starting, request("r", PROMPT))
+        assert (sink.status, sink.messages) == ((grpc.StatusCode.UNAVAILABLE, WHY, ()), [])
+        events = KeepingSink()
+        starting.kv_events(b"", (), events)
+        assert events.code is grpc.StatusCode.UNAVAILABLE
+        for answer in (
+            starting.server_info(),
+            starting.model_info(MODEL),
+            starting.load(oe.GetLoadRequest()),
+            starting.abort(oe.AbortRequest(request_id="r")),
+            starting.kv_event_sources(oe.GetKvEventSourcesRequest()),
+        ):
+            with pytest.raises(WorkerError) as raised:
+                await answer
+            assert raised.value.status == (grpc.StatusCode.UNAVAILABLE, WHY, ())
+
+    virtual_loop.run(main)
+
+
+def test_once_it_is_there_it_is_that_worker() -> None:
+    async def main() -> None:
+        starting = StartingWorker("canary")
+        async with sim("agg", served=False) as worker:
+            starting.become(worker)
+            assert starting.why_not_ready == ""
+            health = await starting.health(oe.HealthRequest())
+            assert health.state == oe.HEALTH_STATE_READY
+            sink = await ask(starting, request("r", PROMPT, 4))
+            assert sink.tokens == expected(PROMPT, 4)
+            assert (await starting.server_info()).supported_models == [MODEL]
+            assert (await starting.load(oe.GetLoadRequest())).running_requests == 0
+
+    virtual_loop.run(main)

@@ -1,0 +1,220 @@
+"""The TensorRT-LLM double's constructor: names, defaults, strictness, sizes and failures."""
+
+import pickle
+from typing import Any
+
+import pytest
+
+from slagate.workers.sim.api import VERSIONS, sim_api
+from slagate.workers.sim.args import KvCacheConfig, parse_args
+from slagate.workers.sim.kv_cache.events import KvEventRecorder
+from slagate.workers.sim.request import SamplingParams
+from slagate.workers.sim.settings import SimSettings, attention_windows, host_blocks, primary_blocks
+from support.engine.sim_llm import PROFILE, expected, llm, prompt_of
+from support.virtual_loop import run
+
+SETTINGS = SimSettings(profile=PROFILE)
+every_version = pytest.mark.parametrize("api", VERSIONS)
+
+
+def test_defaults_are_tensorrt_llms() -> None:
+    args = parse_args("m")
+    assert (args.max_batch_size, args.max_num_tokens, args.max_seq_len) == (2048, 8192, None)
+    assert (args.max_input_len, args.max_beam_width, args.stream_interval) == (1024, 1, 1)
+    assert not args.enable_chunked_prefill
+    assert not args.enable_iter_perf_stats
+    assert not args.disable_overlap_scheduler
+    assert args.cache_transceiver_config is None
+    assert args.scheduler_config.capacity_scheduler_policy == "GUARANTEED_NO_EVICT"
+    cache = args.kv_cache_config
+    assert (cache.tokens_per_block, cache.event_buffer_max_size) == (32, 0)
+    assert (cache.free_gpu_memory_fraction, cache.enable_block_reuse) == (0.9, True)
+
+
+@pytest.mark.parametrize("name", ["max_batch_size", "max_num_tokens", "max_beam_width"])
+def test_none_means_the_default_for_sizes(name: str) -> None:
+    assert getattr(parse_args("m", **{name: None}), name) == getattr(parse_args("m"), name)
+
+
+@every_version
+def test_a12_an_unknown_keyword_names_class_and_key(api: str) -> None:
+    with pytest.raises(ValueError, match="TorchLlmArgs has no argument 'max_batchsize'"):
+        sim_api(api).LLM("m", sim=SETTINGS, max_batchsize=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kv_cache_config": {"tokens_per_blok": 32}}, "tokens_per_blok"),
+        ({"kv_cache_config": {"free_gpu_memory_fraction": 1.5}}, "free_gpu_memory_fraction"),
+        ({"kv_cache_config": {"max_attention_window": []}}, "max_attention_window"),
+        ({"cache_transceiver_config": {"backend": "nixl"}}, "backend"),
+        ({"scheduler_config": {"policy": "x"}}, "policy"),
+        ({"backend": "tensorrt"}, "backend"),
+        ({"max_batch_size": 0}, "max_batch_size"),
+        ({"stream_interval": 0}, "stream_interval"),
+    ],
+)
+def test_a12_a_bad_argument_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_args("m", **arguments)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"kv_block_bytes": 17},
+        {"time_scale": -1.0},
+        {"vocab_size": 0},
+        {"transfer_bytes_per_s": 0.0},
+        {"init_s": 1.0},
+    ],
+)
+def test_a_bad_setting_is_named(setting: dict[str, Any]) -> None:
+    (name,) = setting
+    with pytest.raises(ValueError, match=name):
+        llm(**setting)
+
+
+def test_a_nested_config_may_be_a_model() -> None:
+    config = KvCacheConfig(tokens_per_block=16, max_tokens=160)
+    engine = sim_api().LLM("m", sim=SETTINGS, kv_cache_config=config)
+    assert engine.args.kv_cache_config.tokens_per_block == 16
+    assert engine.get_kv_cache_capacity()["maxNumBlocks"] == 10  # type: ignore[attr-defined]
+
+
+@every_version
+def test_a12_a_world_larger_than_the_node_is_a_runtime_error(api: str) -> None:
+    settings = SimSettings(profile=PROFILE, n_gpus=4)
+    llm_type = sim_api(api).LLM
+    llm_type("m", sim=settings, tensor_parallel_size=2, pipeline_parallel_size=2)
+    with pytest.raises(RuntimeError, match="8 GPUs are needed, this node has 4"):
+        llm_type("m", sim=settings, tensor_parallel_size=4, pipeline_parallel_size=2)
+
+
+@every_version
+def test_a12_a_slow_and_failing_start(api: str) -> None:
+    """The time passes before the failure, and wrong arguments cost no time."""
+    waited: list[float] = []
+    settings = SimSettings(
+        profile=PROFILE, init_s=90.0, pause=waited.append, fail_init=OSError("no weights")
+    )
+    with pytest.raises(ValueError, match="no argument"):
+        sim_api(api).LLM("m", sim=settings, nonsense=1)
+    assert waited == []
+    with pytest.raises(OSError, match="no weights"):
+        sim_api(api).LLM("m", sim=settings)
+    assert waited == [90.0]
+
+
+def test_a_transceiver_needs_a_transport() -> None:
+    with pytest.raises(ValueError, match="transport"):
+        llm(cache_transceiver_config={"backend": "DEFAULT"})
+
+
+@pytest.mark.parametrize(
+    ("config", "n_tokens"),
+    [
+        ({}, PROFILE.kv_capacity_tokens),
+        ({"free_gpu_memory_fraction": 0.45}, PROFILE.kv_capacity_tokens // 2),
+        ({"max_tokens": 640}, 640),
+        ({"max_tokens": 10**9}, PROFILE.kv_capacity_tokens),
+    ],
+)
+def test_kv_capacity_is_the_profiles_share_of_memory_cut_by_max_tokens(
+    config: dict[str, Any], n_tokens: int
+) -> None:
+    assert primary_blocks(PROFILE, KvCacheConfig(**config)) == n_tokens // 32
+
+
+def test_a_kv_cache_of_less_than_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="kv_cache_config"):
+        llm(kv_cache_config={"max_tokens": 31})
+
+
+def test_the_host_tier_has_the_true_size_of_a_block() -> None:
+    block_bytes = 32 * PROFILE.kv_bytes_per_token
+    assert host_blocks(PROFILE, KvCacheConfig()) == 0
+    assert host_blocks(PROFILE, KvCacheConfig(host_cache_size=block_bytes * 3 - 1)) == 2
+    assert host_blocks(PROFILE, KvCacheConfig(host_cache_size=block_bytes * 3)) == 3
+
+
+def test_attention_windows_are_distinct_and_inside_the_sequence() -> None:
+    args = parse_args("m", kv_cache_config={"max_attention_window": [512, 4096, 512, 9999]})
+    assert attention_windows(args, 4096) == (512, 4096)
+    assert attention_windows(parse_args("m"), 4096) == (4096,)
+
+
+def test_the_context_window_of_the_model_is_filled_in() -> None:
+    assert llm(model_max_seq_len=4096).args.max_seq_len == 4096
+    assert llm(model_max_seq_len=4096, max_seq_len=100).args.max_seq_len == 100
+
+
+def test_each_attention_dp_rank_has_a_cache_of_its_own() -> None:
+    cache = {"event_buffer_max_size": 8}
+    engine = llm(kv_cache_config=cache, tensor_parallel_size=2, enable_attention_dp=True)
+    assert engine.resident() == [{}, {}]
+    assert llm(kv_cache_config=cache, tensor_parallel_size=2).resident() == [{}]
+
+
+def test_resident_blocks_are_named_as_events_name_them() -> None:
+    """`instance_salt` decides the names, so equal engines agree and others do not."""
+
+    async def names(**changed: Any) -> set[int]:
+        engine = llm(kv_cache_config={"event_buffer_max_size": 100}, **changed)
+        await engine.generate_async(prompt_of(65), SamplingParams(max_tokens=1))
+        return {*engine.resident()[0]}
+
+    async def scenario() -> None:
+        assert len(await names()) == 2
+        assert await names() == await names()
+        assert not await names() & await names(instance_salt=b"other")
+
+    run(scenario)
+
+
+def test_generate_runs_a_prompt_or_a_list_of_them() -> None:
+    engine = llm(time_scale=0.0)
+    sampling = [SamplingParams(max_tokens=n) for n in (2, 3)]
+    results = engine.generate([prompt_of(8), prompt_of(9)], sampling)
+    assert [one.outputs[0].token_ids for one in results] == [
+        expected(prompt_of(8), 2),
+        expected(prompt_of(9), 3),
+    ]
+    one = engine.generate(prompt_of(8), SamplingParams(max_tokens=1), streaming=False)
+    assert one.finished
+    with pytest.raises(ValueError, match="empty"):
+        engine.generate([])
+
+
+def test_generate_does_not_block_a_running_loop() -> None:
+    async def scenario() -> None:
+        with pytest.raises(RuntimeError, match="generate_async"):
+            llm().generate([1])
+
+    run(scenario)
+
+
+def test_an_engine_cannot_be_pickled() -> None:
+    with pytest.raises(RuntimeError, match="pickled"):
+        pickle.dumps(llm())
+
+
+def test_recorders_exist_only_with_an_event_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int | None] = []
+    plain_init = KvEventRecorder.__init__
+
+    def init(self: KvEventRecorder, *args: Any, rank: int | None, **kwargs: Any) -> None:
+        made.append(rank)
+        plain_init(self, *args, rank=rank, **kwargs)
+
+    monkeypatch.setattr(KvEventRecorder, "__init__", init)
+    llm()
+    assert made == []
+    cache = {"event_buffer_max_size": 8}
+    llm(kv_cache_config=cache)
+    assert made == [None]
+    engine = llm(kv_cache_config=cache, tensor_parallel_size=2, enable_attention_dp=True)
+    assert made == [None, 0, 1]
+    # One buffer takes the events of both.
+    assert engine._events.max_events == 16

@@ -1,0 +1,183 @@
+"""One output as deltas: against an engine that cuts excluded stops off at the end."""
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.workers.handoff.codec import LOGPROB_FLOOR
+from slagate.workers.trtllm.output import (
+    HiddenStop,
+    OutputCursor,
+    OutputForm,
+    Overlap,
+    prompt_output,
+    token_info,
+)
+
+LETTERS = "ab"
+
+
+def text_of(tokens: list[int]) -> str:
+    """Token 0 is "a", 1 is "b", 2 is " a": a stop's tokens may decode to more than its text."""
+    return "".join((*LETTERS, " a")[token] for token in tokens)
+
+
+def output(tokens: list[int], reason: str | None = None, **more: Any) -> SimpleNamespace:
+    values = {"text": text_of(tokens), "logprobs": [], "finish_reason": reason}
+    return SimpleNamespace(token_ids=tokens, **values | more)
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    text: str
+
+
+def streamed(steps: list[SimpleNamespace], form: OutputForm) -> Answer:
+    cursor = OutputCursor(0, form)
+    deltas = [delta for step in steps if (delta := cursor.delta(step)) is not None]
+    assert all(delta.tokens or delta.text for delta in deltas)
+    tokens = [info.token_id for delta in deltas for info in delta.tokens]
+    return Answer(tokens, "".join(delta.text for delta in deltas))
+
+
+words = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+
+
+@given(
+    generated=st.lists(st.integers(0, 2), max_size=12),
+    stops=st.lists(words, min_size=1, max_size=3),
+    every=st.integers(1, 3),
+)
+def test_nothing_is_shown_that_the_last_result_takes_back(
+    generated: list[int], stops: list[list[int]], every: int
+) -> None:
+    """As an engine: it ends where the newest tokens are a stop, and cuts that off."""
+    hidden = tuple(HiddenStop(text_of(stop).strip(), tuple(stop)) for stop in stops)
+    form = OutputForm(has_text=True, hidden_stops=hidden)
+    steps = []
+    final = generated
+    for n in range(1, len(generated) + 1):
+        ended = [stop for stop in stops if generated[:n][-len(stop) :] == stop]
+        if ended:
+            final = generated[: n - len(ended[0])]
+            break
+        if n % every == 0:
+            steps.append(output(generated[:n]))
+    steps.append(output(final, "stop"))
+    assert streamed(steps, form) == Answer(final, text_of(final))
+
+
+def test_only_what_may_become_a_stop_is_held_back() -> None:
+    form = OutputForm(hidden_stops=(HiddenStop("bb", (1, 1)),))
+    cursor = OutputCursor(0, form)
+
+    def shown(tokens: list[int]) -> list[int]:
+        delta = cursor.delta(output(tokens))
+        return [] if delta is None else [info.token_id for info in delta.tokens]
+
+    assert [shown([0]), shown([0, 1]), shown([0, 1, 0]), shown([0, 1, 0, 0])] == [
+        [0],
+        [],
+        [1, 0],
+        [0],
+    ]
+
+
+@given(st.text("ab", min_size=1, max_size=8), st.lists(st.text("ab", max_size=4), max_size=12))
+def test_an_overlap_is_the_longest_beginning_of_a_stop(stop: str, parts: list[str]) -> None:
+    overlap, text = Overlap(stop), ""
+    for part in parts:
+        text += part
+        lengths = [n for n in range(len(stop)) if text.endswith(stop[:n])]
+        assert overlap.follow(text) == max(lengths)
+
+
+class Counted(str):
+    """A character that counts how often it is compared."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+    n_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.n_compared += 1
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+@pytest.mark.parametrize("stop", ["a" * 1000 + "c", "b" + "a" * 1000, ("a" * 9 + "b") * 100])
+def test_what_a_stop_costs_does_not_grow_with_its_length(stop: str) -> None:
+    """However alike the answer and the stop are: a few comparisons a character."""
+    Counted.n_compared = 0
+    overlap = Overlap([Counted(one) for one in stop])
+    text = ["a"] * 3000
+    for n in range(1, len(text) + 1):
+        overlap.follow(text[:n])
+    assert 0 < Counted.n_compared < 4 * (len(text) + len(stop))
+
+
+def test_half_a_character_is_waited_for() -> None:
+    steps = [
+        output([0], text="a\ufffd"),
+        output([0, 1], text="a\ufffd\ufffd"),
+        output([0, 1, 2], text="aé", reason="length"),
+    ]
+    assert streamed(steps, OutputForm(has_text=True)) == Answer([0, 1, 2], "aé")
+
+
+class Logprob(NamedTuple):
+    logprob: float
+    rank: int | None = None
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        (None, oe.TokenInfo(token_id=7)),
+        (-0.5, oe.TokenInfo(token_id=7, logprob=-0.5)),
+        (float("-inf"), oe.TokenInfo(token_id=7, logprob=LOGPROB_FLOOR)),
+        ({7: Logprob(-0.5, 1)}, oe.TokenInfo(token_id=7, logprob=-0.5, rank=1)),
+        ({7: Logprob(float("nan"))}, oe.TokenInfo(token_id=7, logprob=LOGPROB_FLOOR)),
+        ({7: -0.5}, oe.TokenInfo(token_id=7, logprob=-0.5)),
+        ({8: Logprob(-0.5, 1)}, oe.TokenInfo(token_id=7)),
+        ({}, oe.TokenInfo(token_id=7)),
+    ],
+)
+def test_every_form_of_a_logprob_is_read(entry: Any, expected: oe.TokenInfo) -> None:
+    assert token_info(7, entry, 0) == expected
+
+
+def test_candidates_are_the_best_and_no_more_than_asked_for() -> None:
+    entry = {7: Logprob(-3.0, 4), 1: Logprob(-2.0, 2), 2: Logprob(-1.0, 1), 3: Logprob(-2.5, 3)}
+    info = token_info(7, entry, 2)
+    assert [(c.token_id, c.logprob, c.rank) for c in info.candidates] == [
+        (2, -1.0, 1),
+        (1, -2.0, 2),
+    ]
+    assert (info.logprob, info.rank) == (-3.0, 4)
+
+
+def test_logprobs_stay_with_their_tokens_when_some_are_held_back() -> None:
+    form = OutputForm(top_n=0, hidden_stops=(HiddenStop("bb", (1, 1)),))
+    cursor = OutputCursor(0, form)
+    assert cursor.delta(output([1], logprobs=[-1.0])) is None
+    delta = cursor.delta(output([1, 0], logprobs=[-1.0, -2.0]))
+    assert delta is not None
+    assert [(info.token_id, info.logprob) for info in delta.tokens] == [(1, -1.0), (0, -2.0)]
+
+
+@pytest.mark.parametrize("entries", [[-9.0, -1.0, -2.0], [-1.0, -2.0], [None, -1.0, -2.0]])
+def test_the_first_prompt_token_has_no_logprob(entries: list[Any]) -> None:
+    """Engines give it an entry that means nothing, or None, or leave it out."""
+    tokens = prompt_output([5, 6, 7], entries, 0).tokens
+    assert list(tokens) == [
+        oe.TokenInfo(token_id=5),
+        oe.TokenInfo(token_id=6, logprob=-1.0),
+        oe.TokenInfo(token_id=7, logprob=-2.0),
+    ]

@@ -1,0 +1,1 @@
+"""client: a room of `workers`."""

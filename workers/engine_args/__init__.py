@@ -1,0 +1,1 @@
+"""engine_args: a room of `workers`."""

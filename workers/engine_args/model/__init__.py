@@ -1,0 +1,1 @@
+"""model: a room of `workers`."""

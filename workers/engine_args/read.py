@@ -1,0 +1,179 @@
+"""Engine arguments as an operator writes them: a YAML file, and an override as JSON.
+
+YAML is read as TensorRT-LLM reads it (PyYAML's safe loader, so `off` is false and `1e-3` is text), but
+for what that passes over in silence: a key given twice, of which the last would count, and odd keys.
+"""
+
+import json
+import stat
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
+
+from slagate.workers.runtime.errors import UsageError
+
+EXTRA = "--extra-engine-args"
+PEER = "--peer-engine-args"
+OVERRIDE = "--override-engine-args"
+MAX_BYTES = 1 << 18
+"""Of a file: a hundred times the largest that there is, and still read in seconds."""
+
+MAX_DEPTH = 50
+MAX_NODES = 100_000
+"""Values in one file, each counted as often as aliases repeat it: ten lines of them can mean billions."""
+
+_SUFFIXES = (".yaml", ".yml")
+_TOO_MUCH = f"has more than {MAX_NODES:,} values, or is nested more than {MAX_DEPTH} deep"
+
+
+class ReadArgs(NamedTuple):
+    """Arguments of a file, and the line, from 1, of each dotted key."""
+
+    values: dict[str, Any]
+    lines: dict[str, int]
+
+
+def engine_configs() -> list[str]:
+    """Names of the packaged configurations, such as `qwen3/prefill`."""
+    root = resources.files("slagate.configs").joinpath("engines")
+    return sorted(
+        f"{folder.name}/{entry.name.removesuffix('.yaml')}"
+        for folder in root.iterdir()
+        if folder.is_dir()
+        for entry in folder.iterdir()
+        if entry.name.endswith(".yaml")
+    )
+
+
+def read_yaml(path: Path, option: str = EXTRA) -> ReadArgs:
+    """The mapping in a YAML file; what is no file and has no suffix is the name of a packaged one.
+
+    Raises `UsageError` naming option, file and line.
+    """
+    try:
+        text = _source(path, option)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{option}: {path}: is not UTF-8: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{option}: {path}: {error.strerror or error}") from error
+    return parse_yaml(text, f"{option}: {path}")
+
+
+def parse_yaml(text: str, place: str) -> ReadArgs:
+    """The mapping in `text`; `place` begins its errors. Raises `UsageError`."""
+    try:
+        # Not libyaml's, which is faster: it takes tabs, tags and byte order marks that this one refuses.
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return ReadArgs({}, {})  # nothing but comments: all as it is
+        walk = _Walk(place)
+        walk.visit(node, "", depth=0)
+        value = _constructed(loader, node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}:" if mark else ""
+        raise UsageError(f"{place}:{line} is not YAML: {error.problem or error}") from error
+    except UsageError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:
+        raise UsageError(f"{place}: is not YAML: {error}") from error
+    except RecursionError:
+        raise UsageError(f"{place}: {_TOO_MUCH}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{place}: must be a mapping of argument names (got {value!r:.60})")
+    for name in value:
+        if not isinstance(name, str):
+            raise UsageError(f"{place}: {name!r} is no name of an argument")
+    return ReadArgs(value, walk.lines)
+
+
+def _constructed(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    """What a node means. Raises `ValueError` where a text is not what its tag says, as `!!bool maybe`."""
+    try:
+        return loader.construct_document(node)
+    except (LookupError, AttributeError, TypeError) as error:
+        # PyYAML takes it that a tag was found by the text.
+        raise ValueError("a value is not what its tag says") from error
+
+
+def read_override(text: str) -> dict[str, Any]:
+    """The object in `--override-engine-args`, strict JSON. Raises `UsageError`."""
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+    except RecursionError:
+        raise UsageError(f"{OVERRIDE}: {_TOO_MUCH}") from None
+    except ValueError as error:
+        raise UsageError(f"{OVERRIDE}: is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{OVERRIDE}: must be a JSON object (got {text:.60})")
+    return value
+
+
+def _source(path: Path, option: str) -> str:
+    name = path.as_posix()
+    if path.suffix not in _SUFFIXES and not path.exists():
+        if name not in engine_configs():
+            known = ", ".join(engine_configs())
+            raise UsageError(f"{option}: {path} is no file, and no packaged one of {known}")
+        packaged = resources.files("slagate.configs").joinpath("engines").joinpath(f"{name}.yaml")
+        return packaged.read_text(encoding="utf-8")
+    found = path.stat()
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        raise UsageError(f"{option}: {path}: is no regular file")  # and may never end
+    with path.open("rb") as file:  # a folder has its own error
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise UsageError(f"{option}: {path}: has more than {MAX_BYTES:,} bytes")
+    return content.decode()
+
+
+class _Walk:
+    """Notes the line of each key, and refuses what the loader takes in silence."""
+
+    def __init__(self, place: str) -> None:
+        self.lines: dict[str, int] = {}
+        self._place = place
+        self._n_nodes = 0
+
+    def visit(self, node: yaml.Node, dotted: str, *, depth: int) -> None:
+        self._n_nodes += 1
+        if depth > MAX_DEPTH or self._n_nodes > MAX_NODES:
+            # Also how an alias within its own anchor shows.
+            raise UsageError(f"{self._place}: {_TOO_MUCH}")
+        if isinstance(node, yaml.MappingNode):
+            self._visit_mapping(node, dotted, depth)
+        elif isinstance(node, yaml.SequenceNode):
+            for item in node.value:
+                self.visit(item, dotted, depth=depth + 1)
+
+    def _visit_mapping(self, node: yaml.MappingNode, dotted: str, depth: int) -> None:
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise UsageError(f"{self._place}: line {line}: a key must be a name")
+            if key.value in seen:
+                raise UsageError(
+                    f"{self._place}: line {line}: {key.value!r} is there already, at line {seen[key.value]}"
+                )
+            seen[key.value] = line
+            inner = f"{dotted}.{key.value}" if dotted else key.value
+            self.lines[inner] = line
+            self.visit(value, inner, depth=depth + 1)
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"{key!r} is there twice")
+        value[key] = item
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,1 @@
+"""rules: a room of `workers`."""

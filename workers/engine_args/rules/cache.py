@@ -1,0 +1,140 @@
+"""Rules of the KV cache of one engine: events, reuse, memory, types, the model's too."""
+
+import difflib
+from collections.abc import Iterator
+
+from slagate.workers.engine_args.model.findings import Finding, error, warning
+from slagate.workers.engine_args.rules.case import EngineCase
+
+CACHE = "kv_cache_config"
+QUANTISED = ("auto", "fp8", "nvfp4")
+"""What the engine acts on; it warns about another explicit type and goes on."""
+
+COMPUTED_IN = ("auto", "bfloat16", "float16", "float32")
+STORED_IN = ("fp8", "nvfp4", "int8", "float8", "fp4", "int4", "mxfp4", "mxfp8")
+"""Types of weights and of the KV cache; activations have none of them."""
+
+MAX_FRACTION = 0.95
+KVBM = "kvbm"
+
+
+def prefix_routing(case: EngineCase) -> Iterator[Finding]:
+    """E601, E602, E603: events come of a buffer, of block reuse, and of the PyTorch back-end."""
+    cache, backend = case.args.kv_cache_config, case.args.backend
+    routes = case.wanted.prefix_routing
+    if backend != "pytorch":
+        if cache.event_buffer_max_size:
+            yield error(
+                "E603",
+                f"{CACHE}.event_buffer_max_size",
+                f"asks for KV events, which the back-end {backend} does not make",
+                "set it to 0, or use backend: pytorch",
+            )
+        elif routes:
+            yield warning(
+                "E603",
+                "backend",
+                f"is {backend}, which makes no KV events: prefix routing cannot know what is cached",
+                "use backend: pytorch, or route without prefixes",
+            )
+    elif routes and cache.event_buffer_max_size == 0:
+        yield warning(
+            "E601",
+            f"{CACHE}.event_buffer_max_size",
+            "is 0, so the engine makes no KV events and prefix routing cannot know what is cached",
+            "set it to 100000, or route without prefixes",
+        )
+    if routes and not cache.enable_block_reuse:
+        yield warning(
+            "E602",
+            f"{CACHE}.enable_block_reuse",
+            "is false, so nothing is cached for prefix routing to find",
+            "set it to true, or route without prefixes",
+        )
+
+
+def cache_memory(case: EngineCase) -> Iterator[Finding]:
+    """E604, E605: memory that is left over for the rest, and types that count."""
+    cache = case.args.kv_cache_config
+    if cache.free_gpu_memory_fraction > MAX_FRACTION:
+        yield warning(
+            "E604",
+            f"{CACHE}.free_gpu_memory_fraction",
+            f"is {cache.free_gpu_memory_fraction:g}: activations, CUDA graphs and transfer buffers "
+            "come out of the rest",
+            "start with 0.85 to 0.9, less with a transfer buffer",
+        )
+    if cache.dtype not in QUANTISED:
+        near = difflib.get_close_matches(cache.dtype.lower(), QUANTISED, n=1, cutoff=0.8)
+        yield warning(
+            "E605",
+            f"{CACHE}.dtype",
+            f"is {cache.dtype}, which the engine warns about and does not act on",
+            (f"did you mean {near[0]}? Use " if near else "use ")
+            + f"one of {', '.join(QUANTISED)}; auto is the model's own type",
+        )
+
+
+def model_type(case: EngineCase) -> Iterator[Finding]:
+    """E609: `dtype` is what the model computes in; the type of the KV cache is one level down."""
+    dtype = case.args.dtype
+    if dtype.lower().startswith(STORED_IN):
+        of_cache = dtype if dtype in QUANTISED else "fp8"
+        yield error(
+            "E609",
+            "dtype",
+            f"is {dtype}, and no model computes in that: weights are as the checkpoint has them",
+            f"take it out; for the KV cache write {CACHE}.dtype: {of_cache}",
+        )
+    elif dtype not in COMPUTED_IN:
+        yield warning(
+            "E609",
+            "dtype",
+            f"is {dtype}, which is no name that the engine has for a type",
+            f"use one of {', '.join(COMPUTED_IN)}",
+        )
+
+
+def streaming_events(case: EngineCase) -> Iterator[Finding]:
+    """E606: the engine's own ZMQ stream needs the second KV cache manager."""
+    cache = case.args.kv_cache_config
+    events = cache.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        return
+    if cache.use_kv_cache_manager_v2 is False:
+        yield error(
+            "E606",
+            f"{CACHE}.kv_events_config",
+            "is on, and only the V2 cache manager streams events",
+            f"set {CACHE}.use_kv_cache_manager_v2: true, or take it out",
+        )
+    elif case.environment("TLLM_KV_CACHE_MANAGER_V2_BACKEND") != "python":
+        yield warning(
+            "E606",
+            f"{CACHE}.kv_events_config",
+            "is on, and TLLM_KV_CACHE_MANAGER_V2_BACKEND is not python",
+            "set that variable for the worker, or in env_overrides",
+        )
+
+
+def tiers(case: EngineCase) -> Iterator[Finding]:
+    """E607, E608: caches besides that in GPU memory."""
+    cache, connector = case.args.kv_cache_config, case.args.kv_connector_config
+    if (
+        connector is not None
+        and connector.connector_module.startswith(KVBM)
+        and cache.enable_partial_reuse
+    ):
+        yield error(
+            "E607",
+            f"{CACHE}.enable_partial_reuse",
+            f"is true, and the connector {connector.connector_module} has whole blocks only",
+            "set it to false",
+        )
+    if cache.disk_cache_size and not cache.disk_cache_path:
+        yield error(
+            "E608",
+            f"{CACHE}.disk_cache_path",
+            "is missing, and disk_cache_size asks for a disk tier",
+            "name a folder on a local disk",
+        )

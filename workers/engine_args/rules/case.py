@@ -1,0 +1,60 @@
+"""One engine as the rules see it: its arguments, its role, and what it is wanted for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slagate.workers.engine_args.model.merge import leaves
+from slagate.workers.engine_args.model.model import EngineModel
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked of the engine, and where it is to run, as far as it is known."""
+
+    prefix_routing: bool = False
+    """Whether requests are to be sent to where their prefix is cached."""
+    longest_prompt_tokens: int | None = None
+    kv_bytes_per_token: int | None = None
+    """Of one rank."""
+    engine_version: tuple[int, int] | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCase:
+    """Arguments that are valid one by one; `given` has the dotted keys that somebody set."""
+
+    role: str
+    args: EngineModel
+    given: frozenset[str]
+    wanted: Wanted
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Whether the KV cache of a request moves out of, or into, this engine."""
+        return self.role in ("prefill", "decode")
+
+    @property
+    def longest_prompt_tokens(self) -> int | None:
+        """The longest prompt that may come; None where only the model knows."""
+        if self.wanted.longest_prompt_tokens is not None:
+            return self.wanted.longest_prompt_tokens
+        bounds = [self.args.max_seq_len]
+        if self.role == "prefill" and not self.args.enable_chunked_prefill:
+            bounds.append(self.args.max_num_tokens)
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    def has(self, key: str) -> bool:
+        """Whether the key, or one below it, was set."""
+        return any(name == key or name.startswith(f"{key}.") for name in self.given)
+
+    def environment(self, name: str) -> str:
+        """A variable as the engine will have it; empty where it is not set."""
+        overrides = self.args.env_overrides or {}
+        return overrides.get(name, self.wanted.environ.get(name, ""))
+
+
+def case_of(role: str, args: EngineModel, values: Mapping[str, Any], wanted: Wanted) -> EngineCase:
+    """The case of merged `values`, whose model is `args`."""
+    return EngineCase(role, args, frozenset(key for key, _ in leaves(values)), wanted)

@@ -1,0 +1,149 @@
+"""Rules of a pairing: one prefill and one decode engine that hand KV caches over."""
+
+from collections.abc import Iterator
+
+from slagate.workers.engine_args.model.findings import Finding, error, warning
+from slagate.workers.engine_args.rules.case import EngineCase
+from slagate.workers.engine_args.rules.disagg import (
+    BUFFER,
+    SAY_LONGEST,
+    SECTION,
+    SMALL_BUFFER_TOKENS,
+    transfer_buffer,
+)
+
+_NO_TALK = "which then do not understand each other"
+
+
+def kv_layout(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """E301 to E303, E306: what one side sends must be what the other side reads."""
+    one, other = prefill.args.kv_cache_config, decode.args.kv_cache_config
+    for code, key, left, right in (
+        ("E301", "dtype", prefill.args.dtype, decode.args.dtype),
+        ("E301", "kv_cache_config.dtype", one.dtype, other.dtype),
+        ("E303", "kv_cache_config.tokens_per_block", one.tokens_per_block, other.tokens_per_block),
+        (
+            "E306",
+            "kv_cache_config.max_attention_window",
+            one.max_attention_window,
+            other.max_attention_window,
+        ),
+    ):
+        if left != right:
+            yield _differ(code, key, left, right)
+    models = prefill.args.model, decode.args.model
+    if None not in models and models[0] != models[1]:
+        yield _differ("E302", "model", *models)
+
+
+def transports(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """E305: both sides speak the same protocol."""
+    one, other = prefill.args.cache_transceiver_config, decode.args.cache_transceiver_config
+    if one is None or other is None:
+        return  # E201 says that
+    # DEFAULT is NIXL, under another name.
+    names = [
+        section.backend.replace("DEFAULT", "NIXL") if section.backend else None
+        for section in (one, other)
+    ]
+    if None not in names and names[0] != names[1]:
+        yield _differ("E305", f"{SECTION}.backend", one.backend, other.backend, so=_NO_TALK)
+    runtimes = {one.transceiver_runtime, other.transceiver_runtime} - {None, "auto"}
+    if len(runtimes) > 1:
+        key = f"{SECTION}.transceiver_runtime"
+        yield _differ("E305", key, one.transceiver_runtime, other.transceiver_runtime, so=_NO_TALK)
+
+
+def prompts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """E203: decode's buffer holds what prefill lets in, whatever decode's own context says."""
+    section = decode.args.cache_transceiver_config
+    buffer = None if section is None else section.max_tokens_in_buffer
+    longest = prefill.longest_prompt_tokens
+    if buffer is None or longest is None or buffer >= longest:
+        return
+    if any(finding.code == "E203" for finding in transfer_buffer(decode)):
+        return  # decode's own finding says it
+    yield warning(
+        "E203",
+        BUFFER,
+        f"is {buffer:,} on decode, and prefill takes prompts of {longest:,} tokens: decode waits for "
+        "ever for one that does not fit, so slagate refuses it",
+        f"set decode's to {decode.args.up_to_blocks(longest)}, or, if prompts are shorter, say so: "
+        f"{SAY_LONGEST}",
+    )
+
+
+def buffers(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """E304, E309: between unequal parallelism, buffers must be large, and equal."""
+    if prefill.args.parallelism == decode.args.parallelism:
+        return
+    sizes = [
+        section.max_tokens_in_buffer
+        for case in (prefill, decode)
+        if (section := case.args.cache_transceiver_config) is not None
+    ]
+    known = [size for size in sizes if size is not None]
+    shapes = f"{_shape(prefill)} on prefill and {_shape(decode)} on decode"
+    if known and min(known) < SMALL_BUFFER_TOKENS:
+        yield error(
+            "E304",
+            BUFFER,
+            f"is {min(known):,} with {shapes}: a prompt that does not fit goes in pieces, which "
+            "takes equal bytes on both sides for granted",
+            f"set it to the longest prompt, {SMALL_BUFFER_TOKENS} at least, or use equal parallelism",
+        )
+    elif len(set(sizes)) > 1:
+        yield warning(
+            "E309",
+            BUFFER,
+            f"is {_or_unset(sizes[0])} on prefill and {_or_unset(sizes[1])} on decode, with {shapes}",
+            "use one value on both",
+        )
+
+
+def drafting(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """E307: a draft model's layers are part of the KV cache that moves."""
+    one, other = prefill.args.speculative_config, decode.args.speculative_config
+    kinds = [section.decoding_type if section else None for section in (one, other)]
+    same = kinds[0] == kinds[1] or set(kinds) == {"Eagle", "Eagle3"}
+    if not same:
+        yield error(
+            "E307",
+            "speculative_config",
+            f"is {kinds[0] or 'not there'} on prefill and {kinds[1] or 'not there'} on decode, and "
+            "the draft's KV moves with the model's",
+            "use the same on both",
+        )
+    elif one is not None and other is not None:
+        models = one.draft_model, other.draft_model
+        if None not in models and models[0] != models[1]:
+            yield _differ("E307", "speculative_config.speculative_model", *models)
+
+
+def contexts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """E308: decode holds the prompt and its answer."""
+    one, other = prefill.args.max_seq_len, decode.args.max_seq_len
+    if one is not None and other is not None and other < one:
+        yield error(
+            "E308",
+            "max_seq_len",
+            f"is {one:,} on prefill and {other:,} on decode, which has to hold the answer too",
+            f"set decode's to {one} and the longest answer",
+        )
+
+
+def _differ(
+    code: str, key: str, left: object, right: object, *, so: str = "which then cannot read the KV"
+) -> Finding:
+    text = f"is {_or_unset(left)} on prefill and {_or_unset(right)} on decode, {so}"
+    return error(code, key, text, "use the same on both")
+
+
+def _or_unset(value: object) -> object:
+    return "unset" if value is None else value
+
+
+def _shape(case: EngineCase) -> str:
+    tp, pp, cp, is_dp = case.args.parallelism
+    further = "".join(f" {name}{size}" for name, size in (("PP", pp), ("CP", cp)) if size > 1)
+    return f"TP{tp}{further}{' attention DP' if is_dp else ''}"

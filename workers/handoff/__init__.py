@@ -1,0 +1,1 @@
+"""handoff: a room of `workers`."""

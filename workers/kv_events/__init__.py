@@ -1,0 +1,1 @@
+"""kv_events: a room of `workers`."""

@@ -1,0 +1,282 @@
+"""Subscriptions to a worker's KV events: snapshot or replay first, then live, each at its own pace.
+
+A subscriber has no buffer but a cursor into each rank's history, so one that pauses or is slow costs
+nothing but its place; when the history has moved past its cursor its stream ends with one retryable
+EngineError, and it starts over with a snapshot. One that takes nothing at all for `STALL_S` is ended.
+Numbers belong to one incarnation of the worker.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Protocol
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.sinks import Call, Sink
+from slagate.proto.rpc.status import Metadata, Status
+from slagate.workers.errors import Refused
+from slagate.workers.kv_events.changes import Change
+from slagate.workers.kv_events.log import RankLog
+from slagate.workers.kv_events.normalise import KvEventNormaliser
+from slagate.workers.kv_events.rank_state import Losses
+from slagate.workers.kv_events.subscription import Subscription
+
+INSTANCE_KEY = "x-slagate-instance-id"
+"""Request metadata: the incarnation that a start number belongs to."""
+
+HISTORY_BATCHES = 8192
+HISTORY_BYTES = 32 * 1024 * 1024
+"""Of one rank's history: a busy engine's last minute or so."""
+
+MAX_SUBSCRIBERS = 64
+"""For each rank: gateways follow ranks one by one. Each may hold a snapshot's worth of memory meanwhile."""
+
+HEARTBEAT_S = 5.0
+"""A rank with nothing to say for that long sends an empty batch."""
+
+STALL_S = 3 * HEARTBEAT_S
+"""A subscriber that takes nothing for that long gives up its place."""
+
+_TURN_BYTES = 512 * 1024
+_MESSAGE_BYTES = 2048
+"""What one turn of the loop may deliver, and what any message counts for at least: handing one over takes
+about as long as copying that much."""
+
+
+class Normaliser(Protocol):
+    """Makes changes of what an engine says of all its ranks; never raises."""
+
+    counts: Counter[str]
+    losses: list[Losses]
+
+    def portions(self, polled: object) -> Iterator[list[Change]]:
+        """The changes in what came, in portions of a turn's work."""
+
+
+class KvFeed:
+    """The KV events of one engine, for any number of subscribers. All calls on the loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        block_tokens: int,
+        instance_id: str,
+        unix_nanos: Callable[[], int],
+        normaliser: Normaliser | None = None,
+        history_batches: int = HISTORY_BATCHES,
+        history_bytes: int = HISTORY_BYTES,
+    ) -> None:
+        """`unix_nanos` stamps batches; `normaliser` reads what the engine says, None what is polled."""
+        self._instance_id = instance_id
+        self._unix_nanos = unix_nanos
+        self._normaliser: Normaliser = normaliser or KvEventNormaliser(
+            ranks=ranks, block_tokens=block_tokens
+        )
+        self._logs = [
+            RankLog(
+                rank,
+                block_tokens=block_tokens,
+                history_batches=history_batches,
+                history_bytes=history_bytes,
+            )
+            for rank in range(ranks)
+        ]
+        self._last_s = [0.0] * ranks  # of the newest batch, while somebody subscribes
+        self._subscriptions: dict[Subscription, None] = {}
+        self._queue: deque[Subscription] = deque()  # whom there may be something for
+        self._turn: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self._n_slow_subscribers = 0
+
+    def __repr__(self) -> str:
+        """State in one line, for people and for tests."""
+        newest = [log.newest for log in self._logs]
+        return f"KvFeed(newest {newest}, {len(self._subscriptions)} subscribers)"
+
+    def take(self, polled: object) -> Iterator[None]:
+        """Publish what one poll of the engine gave, whatever that is; never raises.
+
+        Yields where the loop may have its turn; what is published by then is whole.
+        """
+        for portion in self._normaliser.portions(polled):
+            changes: dict[int, list[Change]] = {}
+            for change in portion:
+                changes.setdefault(change.rank, []).append(change)
+            for rank, ranks_changes in changes.items():
+                if self._logs[rank].apply(ranks_changes, self._unix_nanos()):
+                    self._published(rank)
+            yield
+        now_s = asyncio.get_running_loop().time()
+        for losses in self._normaliser.losses:
+            losses.report(now_s)
+
+    def subscribe(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
+        """Start a stream of serialised `SubscribeKvEventsResponse`; its first message comes later.
+
+        Raises `Refused` before anything went to the sink: INVALID_ARGUMENT for what no worker could
+        serve, OUT_OF_RANGE for a start that this one does not have, RESOURCE_EXHAUSTED when there are
+        `MAX_SUBSCRIBERS` a rank, UNAVAILABLE after `close`.
+        """
+        if self._is_closed:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "kv events: the worker is shutting down")
+        most = MAX_SUBSCRIBERS * len(self._logs)
+        if len(self._subscriptions) >= most:
+            raise Refused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"kv events: {most} subscribers are there already",
+            )
+        wanted = _parse(request)
+        self._check_instance(metadata, include_snapshot=wanted.include_snapshot)
+        ranks = list(dict.fromkeys(wanted.data_parallel_ranks)) or list(range(len(self._logs)))
+        start = wanted.start_sequence_number
+        self._check(ranks, start, include_snapshot=wanted.include_snapshot)
+        now_s = asyncio.get_running_loop().time()
+        if self._timer is None:
+            self._last_s = [now_s] * len(self._logs)
+            self._set_timer()
+        snapshots: list[Iterator[bytes]] = []
+        if wanted.include_snapshot:
+            for rank in ranks:
+                newest = self._logs[rank].newest
+                snapshots.append(self._logs[rank].snapshot(self._unix_nanos()))
+                if self._logs[rank].newest > newest:
+                    self._published(rank)
+        subscription = Subscription(
+            sink,
+            wake=self._wake,
+            forget=self._forget,
+            snapshot=chain.from_iterable(snapshots),
+            cursors={
+                rank: self._logs[rank].newest + 1 if wanted.include_snapshot else start
+                for rank in ranks
+            },
+        )
+        self._subscriptions[subscription] = None
+        self._wake(subscription)
+        return subscription
+
+    def counters(self) -> dict[str, int]:
+        """What was lost on the way and where the stream stands, by name."""
+        mirrors = [log.mirror for log in self._logs]
+        return {
+            **self._normaliser.counts,
+            "orphan_blocks": sum(mirror.n_orphans for mirror in mirrors),
+            "unknown_removed": sum(mirror.n_unknown_removed for mirror in mirrors),
+            "hidden_blocks": sum(mirror.n_hidden for mirror in mirrors),
+            "published_blocks": sum(len(mirror.visible) for mirror in mirrors),
+            "subscribers": len(self._subscriptions),
+            "slow_subscribers": self._n_slow_subscribers,
+            **{f"newest_number_{rank}": log.newest for rank, log in enumerate(self._logs)},
+        }
+
+    def close(self) -> None:
+        """End every stream; nobody can subscribe after that."""
+        self._is_closed = True
+        for subscription in list(self._subscriptions):
+            subscription.end(
+                Status(grpc.StatusCode.UNAVAILABLE, "kv events: the worker is shutting down")
+            )
+
+    def _forget(self, subscription: Subscription) -> None:
+        """A stream has ended; without any there is no timer."""
+        del self._subscriptions[subscription]
+        self._n_slow_subscribers += subscription.was_too_slow
+        if not self._subscriptions and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wake(self, subscription: Subscription) -> None:
+        """There may be something for it: it gets its turns, after those who wait already."""
+        if subscription.is_open and not subscription.is_queued:
+            subscription.is_queued = True
+            self._queue.append(subscription)
+            if self._turn is None:
+                self._turn = asyncio.get_running_loop().call_soon(self._deliver)
+
+    def _check(self, ranks: list[int], start: int, *, include_snapshot: bool) -> None:
+        for rank in ranks:
+            if rank >= len(self._logs):
+                raise _invalid(
+                    f"data_parallel_ranks: {rank} is not one of 0..{len(self._logs) - 1}"
+                )
+        if include_snapshot:
+            if start:
+                raise _invalid("start_sequence_number: cannot be given with include_snapshot")
+            return
+        if start and len(ranks) > 1:
+            raise _invalid("start_sequence_number: each rank has its own, ask for one rank")
+        for rank in ranks:
+            log = self._logs[rank]
+            if not log.oldest <= start <= log.newest + 1:
+                raise Refused(
+                    grpc.StatusCode.OUT_OF_RANGE,
+                    f"start_sequence_number: rank {rank} can start at"
+                    f" {log.oldest}..{log.newest + 1}, or with a snapshot; not at {start}",
+                )
+
+    def _check_instance(self, metadata: Metadata, *, include_snapshot: bool) -> None:
+        named = [value for key, value in metadata if key == INSTANCE_KEY]
+        if len(named) > 1:
+            raise _invalid(f"{INSTANCE_KEY}: is given more than once")
+        # A snapshot is what the refusal asks for, and owes nothing to an earlier incarnation.
+        if named and named[0] != self._instance_id and not include_snapshot:
+            raise Refused(
+                grpc.StatusCode.OUT_OF_RANGE,
+                f"{INSTANCE_KEY}: this is {self._instance_id!r}; subscribe with a snapshot",
+            )
+
+    def _published(self, rank: int) -> None:
+        """Tell all subscribers that a rank has new batches."""
+        if self._subscriptions:
+            self._last_s[rank] = asyncio.get_running_loop().time()
+        for subscription in self._subscriptions:
+            subscription.published(rank, self._logs[rank])
+
+    def _deliver(self) -> None:
+        """One turn: a message for each in turn, until nobody has any left or the turn is full."""
+        room = _TURN_BYTES
+        try:
+            while self._queue and room > 0:
+                subscription = self._queue.popleft()
+                subscription.is_queued = False
+                n_bytes = subscription.step(self._logs)
+                if n_bytes:
+                    room -= max(n_bytes, _MESSAGE_BYTES)
+                    self._wake(subscription)
+        finally:
+            again = asyncio.get_running_loop().call_soon
+            self._turn = again(self._deliver) if self._queue else None
+
+    def _set_timer(self) -> None:
+        due_s = min(self._last_s) + HEARTBEAT_S
+        self._timer = asyncio.get_running_loop().call_at(due_s, self._beat)
+
+    def _beat(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for subscription in list(self._subscriptions):
+            if subscription.paused_since_s <= now_s - STALL_S:
+                subscription.end_stalled()
+        if not self._subscriptions:
+            return
+        for rank, log in enumerate(self._logs):
+            if self._last_s[rank] + HEARTBEAT_S <= now_s:
+                log.publish(b"", self._unix_nanos())
+                self._published(rank)
+        self._set_timer()
+
+
+def _parse(request: bytes) -> oe.SubscribeKvEventsRequest:
+    try:
+        return oe.SubscribeKvEventsRequest.FromString(request)
+    except DecodeError:
+        raise _invalid("request: is not a SubscribeKvEventsRequest") from None
+
+
+def _invalid(message: str) -> Refused:
+    return Refused(grpc.StatusCode.INVALID_ARGUMENT, message)

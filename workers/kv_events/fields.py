@@ -1,0 +1,159 @@
+"""Reading the parts of a TensorRT-LLM KV event, none of which can be relied on to be what it should."""
+
+import re
+from operator import itemgetter
+from typing import Any, NoReturn, TypeGuard
+
+from slagate.workers.kv_events.wire import token_field
+
+MAX_TEXT_BYTES = 4096
+"""Of a cache salt, an adapter's name or a multimodal key: callers choose them, and each block repeats
+them."""
+
+MAX_KEYS_BYTES = 65_536
+"""Of all extra keys of one block, so that a block always fits a message."""
+
+TURN_WORK = 32_768
+"""What is passed on in one turn of the loop, in tokens of stored blocks, so that neither a full buffer nor
+a long prompt holds up other requests' tokens: a few milliseconds."""
+
+_EVENT_WORK = 32
+BLOCK_WORK = 32
+HASH_WORK = 8
+
+_WORD_BITS = 64
+_DECIMAL = re.compile(r"-?[0-9]{1,20}", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII | re.IGNORECASE)
+_HEX_WORD = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}", re.ASCII | re.IGNORECASE)
+_token_id = itemgetter("token_id")
+_extra_id = itemgetter("token_extra_id")
+
+
+class UnusableError(Exception):
+    """An event, or a part of one, cannot be used; the argument is the counter to raise."""
+
+
+def unusable(counter: str = "decode_errors") -> NoReturn:
+    """Raise `UnusableError`."""
+    raise UnusableError(counter)
+
+
+def work_of(event: object) -> int:
+    """What it takes to read and publish an event, whatever it is, as a number of stored tokens."""
+    data = event.get("data") if isinstance(event, dict) else None
+    if not isinstance(data, dict):
+        return _EVENT_WORK
+    hashes, blocks = data.get("block_hashes"), data.get("blocks")
+    n_hashes = len(hashes) if isinstance(hashes, list) else 0
+    work = _EVENT_WORK + HASH_WORK * n_hashes
+    for block in blocks if isinstance(blocks, list) else ():
+        tokens = block.get("tokens") if isinstance(block, dict) else None
+        work += BLOCK_WORK + (len(tokens) if isinstance(tokens, list) else 0)
+    return work
+
+
+def list_of(value: object) -> list[Any]:
+    """A list. This and the other readers raise `UnusableError` for anything else."""
+    if not isinstance(value, list):
+        unusable()
+    return value
+
+
+def hash_of(value: object) -> int:
+    """An engine's hash as an unsigned 64-bit number; some versions write it signed, or as text."""
+    if type(value) is str and _DECIMAL.fullmatch(value):
+        value = int(value)
+    if not _is_word(value):
+        unusable()
+    return value & (1 << _WORD_BITS) - 1
+
+
+def _is_word(value: object) -> TypeGuard[int]:
+    """Whether it is an integer, and no bool, of at most 64 bits, signed or unsigned."""
+    return type(value) is int and -(1 << _WORD_BITS - 1) <= value < 1 << _WORD_BITS
+
+
+def text_of(value: object) -> str:
+    """A text that can go over the wire; none reads as the empty one."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        unusable()
+    if len(value.encode(errors="replace")) > MAX_TEXT_BYTES or not _is_unicode(value):
+        unusable("dropped_events")
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    # Half of a surrogate pair, as JSON may carry it, has no UTF-8 form.
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def content_of(tokens: list[Any], mm_keys: object) -> tuple[bytes, tuple[str, ...]]:
+    """The tokens of a full block as `token_field` encodes them, and its extra keys.
+
+    The V2 cache manager has the digest of a picture for the picture's first token: it is a key, and 0
+    stands for the token.
+    """
+    try:
+        ids = list(map(_token_id, tokens))
+    except (TypeError, KeyError):
+        unusable()
+    digests: list[str] = []
+    if set(map(type, ids)) != {int}:
+        digests = _take_digests(ids)
+    try:
+        field = token_field(ids)
+    except ValueError:
+        unusable("dropped_events")
+    keys = [] if mm_keys is None else [name for key in list_of(mm_keys) for name in _mm_key(key)]
+    keys += digests
+    keys += _extra_keys(tokens)
+    if sum(map(len, keys)) > MAX_KEYS_BYTES:
+        unusable("dropped_events")
+    return field, tuple(keys)
+
+
+def _take_digests(ids: list[Any]) -> list[str]:
+    """Replaces digests among token ids by 0; one key each, in one spelling."""
+    keys = []
+    for at, one in enumerate(ids):
+        if isinstance(one, str) and _DIGEST.fullmatch(one):
+            ids[at] = 0
+            keys.append(f"mm_token={one.lower()}@{at}")
+        elif type(one) is not int:
+            unusable("dropped_events")
+    return keys
+
+
+def _extra_keys(tokens: list[dict[str, Any]]) -> list[str]:
+    """Virtual tokens (prompt tables) share token ids; only these tell them apart."""
+    try:
+        if not any(map(_extra_id, tokens)):
+            return []
+    except KeyError:
+        # Some have none.
+        pass
+    extras = [(token.get("token_extra_id"), at) for at, token in enumerate(tokens)]
+    if not all(extra is None or _is_word(extra) for extra, _ in extras):
+        unusable("dropped_events")
+    return [f"token_extra={extra}@{at}" for extra, at in extras if extra]
+
+
+def _mm_key(key: object) -> list[str]:
+    """`mm=<hash>@<offset>`: a 16- and a 64-digit spelling of one hash come out the same, all else as is.
+
+    With `mm_uuid=<uuid>@<offset>` where the engine also says what its caller named the picture.
+    """
+    if not isinstance(key, dict) or not _is_word(key.get("start_offset")):
+        unusable("dropped_events")
+    uuid, offset = text_of(key.get("uuid")), key["start_offset"]
+    name = text_of(key.get("hash")) or uuid
+    if not name:
+        unusable("dropped_events")
+    if _HEX_WORD.fullmatch(name):
+        name = name.lower().zfill(64)
+    made = [f"mm={name}@{offset}"]
+    if uuid and key.get("hash"):
+        made.append(f"mm_uuid={uuid}@{offset}")
+    return made

@@ -1,0 +1,1 @@
+"""nixl: a room of `workers`."""

@@ -1,0 +1,287 @@
+"""One NIXL agent and the one thread that makes every call of it."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from slagate.workers.kv_transfer.nixl.descriptor import (
+    TAG_BYTES,
+    Ack,
+    NixlDescriptor,
+    Slots,
+    unpack_ack,
+)
+from slagate.workers.kv_transfer.nixl.peers import Peer, Peers
+from slagate.workers.kv_transfer.nixl.slots import SlotPool
+from slagate.workers.kv_transfer.nixl.ucx import error_text, load_nixl, make_agent
+from slagate.workers.kv_transfer.transport import (
+    Blocks,
+    KvBadDescriptor,
+    KvPeerGone,
+    KvTransferError,
+    KvUnavailable,
+)
+
+log = logging.getLogger(__name__)
+
+# How long the thread rests between two looks. A pull on one host takes 0.5 ms, so looks start close
+# together and grow apart; a pull that was given up only has to be noticed some day.
+PULL_LOOK_MIN_S = 0.0001
+PULL_LOOK_MAX_S = 0.005
+OFFER_LOOK_S = 0.02
+UNAIDED_LOOK_S = 0.001
+ABANDONED_LOOK_S = 0.1
+
+# UCX aborts the process when it ends right after a failed transfer, unless it gets some time to tidy up.
+LEAVE_LOOKS = 10
+LEAVE_LOOK_S = 0.005
+
+Settled = Callable[[Blocks | KvTransferError], None]
+
+
+@dataclass(slots=True, eq=False)
+class ReadOrder:
+    """Blocks to read into slots of the pool.
+
+    `settled` is called once, on the agent's thread, and after it nothing writes to the slots any more.
+    """
+
+    wanted: NixlDescriptor
+    slots: Slots
+    settled: Settled
+    abandoned: bool = False  # Set by whoever ordered it: nobody wants the blocks any more.
+    started: bool = False  # Set by the agent: it has got as far as this order.
+
+
+@dataclass(slots=True)
+class _Read:
+    order: ReadOrder
+    peer: Peer
+    transfer: Any
+
+
+class NixlAgent:
+    """An agent on a thread of its own, with one pool registered.
+
+    Reads are ordered with `read`; how each ends is told to the order. The thread looks at transfers
+    while there are any, for acknowledgements while `n_offers` says that any are due, and sleeps
+    otherwise.
+    """
+
+    def __init__(self, name: str, pool: SlotPool, *, loopback: bool) -> None:
+        self.name = name
+        self.pool = pool
+        self.acks: SimpleQueue[Ack] = SimpleQueue()
+        self.ready = threading.Event()
+        self.failure: KvTransferError | None = None
+        self.metadata = b""
+        self._loopback = loopback
+        self._n_offers = 0
+        self._orders: SimpleQueue[ReadOrder | None] = SimpleQueue()
+        self._closing = False
+        self._reads: list[_Read] = []
+        self._thread = threading.Thread(target=self._run, name=f"nixl {name}", daemon=True)
+        self._thread.start()
+
+    # --- called by the owner ---
+
+    def read(self, order: ReadOrder) -> None:
+        """Start a read as soon as the thread gets to it."""
+        self._orders.put(order)
+
+    def expect_acks(self, n_offers: int) -> None:
+        """Say how many sessions are offered now."""
+        wake = not self._n_offers
+        self._n_offers = n_offers
+        if wake and n_offers:
+            self._orders.put(None)
+
+    def close(self) -> None:
+        """Begin to end; every read that is open is settled first."""
+        self._closing = True
+        self._orders.put(None)
+
+    def join(self, limit_s: float) -> bool:
+        """Wait for the thread's end; whether it came."""
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread is there to take orders."""
+        return self._thread.is_alive() and not self._closing
+
+    # --- on the thread ---
+
+    def _run(self) -> None:
+        try:
+            self._nixl = load_nixl(loopback=self._loopback)
+            self._open()
+        except KvUnavailable as error:
+            self.failure = error
+        except Exception as error:  # noqa: BLE001
+            # Of a library of another version, or one that is half installed, anything may come; whoever
+            # waits for this agent gets it.
+            self.failure = KvUnavailable(f"NIXL agent cannot start: {error_text(error)}")
+        if self.failure is not None:
+            self.ready.set()
+            return
+        self.ready.set()
+        try:
+            self._serve()
+        except Exception:
+            log.exception("kv_transfer.agent_failed %s", self.name)
+        finally:
+            self._leave()
+
+    def _open(self) -> None:
+        self._agent, self._progresses = make_agent(self._nixl, self.name)
+        region = (self.pool.base, self.pool.memory.nbytes, 0, "")
+        self._region = self._agent.register_memory([region], "DRAM")
+        # It lists the regions that are registered when it is made, so not before.
+        self.metadata = bytes(self._agent.get_agent_metadata())
+        self._peers = Peers(self._nixl, self._agent, self.name)
+
+    def _serve(self) -> None:
+        look_s = PULL_LOOK_MIN_S
+        while not self._closing:
+            try:
+                order = self._orders.get(timeout=self._rest_s(look_s))
+            except Empty:
+                order = None
+            if order is not None:
+                look_s = PULL_LOOK_MIN_S
+                self._start(order)
+            if self._n_offers or not self._progresses:
+                self._collect_acks()
+            self._look()
+            look_s = min(look_s * 1.5, PULL_LOOK_MAX_S)
+
+    def _rest_s(self, look_s: float) -> float | None:
+        if any(not read.order.abandoned for read in self._reads):
+            return look_s
+        if self._n_offers:
+            return OFFER_LOOK_S if self._progresses else UNAIDED_LOOK_S
+        return ABANDONED_LOOK_S if self._reads else None
+
+    def _start(self, order: ReadOrder) -> None:
+        order.started = True
+        if order.abandoned:
+            order.settled(KvTransferError("given up before it began"))
+            return
+        try:
+            peer = self._peers.find(order.wanted)
+            read = _Read(order, peer, self._transfer(order, peer))
+        except KvTransferError as error:
+            order.settled(error)
+            return
+        peer.n_reads += 1
+        self._reads.append(read)
+        try:
+            self._agent.transfer(read.transfer)
+        except self._nixl.errors as error:
+            self._end(read, self._reason(error, read))
+
+    def _transfer(self, order: ReadOrder, peer: Peer) -> Any:
+        wanted = order.wanted
+        here = self._rows(self.pool.base, order.slots, self.pool.stride_bytes, wanted)
+        there = self._rows(wanted.base, wanted.slots, wanted.stride_bytes, wanted)
+        try:
+            return self._agent.initialize_xfer(
+                "READ",
+                self._agent.get_xfer_descs(here, "DRAM"),
+                self._agent.get_xfer_descs(there, "DRAM"),
+                peer.name,
+                notif_msg=wanted.ack(),
+            )
+        except self._nixl.errors as error:
+            # Nothing was sent: the addresses are not of memory that the peer has registered.
+            raise KvBadDescriptor(f"NIXL refuses to read there: {error_text(error)}") from error
+
+    @staticmethod
+    def _rows(base: int, slots: Slots, stride_bytes: int, wanted: NixlDescriptor) -> Any:
+        rows = np.zeros((len(slots), 3), dtype=np.uint64)  # address, length, device
+        rows[:, 0] = np.uint64(base) + slots.astype(np.uint64) * np.uint64(stride_bytes)
+        rows[0, 1] = TAG_BYTES  # The ticket.
+        rows[1:, 1] = TAG_BYTES + wanted.block_bytes
+        return rows
+
+    def _collect_acks(self) -> None:
+        try:
+            notices = self._agent.get_new_notifs()
+        except self._nixl.errors as error:
+            log.warning("kv_transfer.notices_lost %s", error_text(error))
+            return
+        for messages in notices.values():
+            for ack in map(unpack_ack, messages):
+                if ack is not None:
+                    self.acks.put(ack)
+
+    def _look(self) -> None:
+        for read in list(self._reads):
+            try:
+                state = self._agent.check_xfer_state(read.transfer)
+            except self._nixl.errors as error:
+                self._end(read, self._reason(error, read))
+                continue
+            if state == "DONE":
+                self._end(read, None)
+            elif state != "PROC":
+                self._end(read, KvTransferError(f"NIXL reports state {state}"))
+
+    def _end(self, read: _Read, failure: KvTransferError | None) -> None:
+        """Take a read off the books: NIXL has said that it will not write any more."""
+        order, peer = read.order, read.peer
+        self._reads.remove(read)
+        self._release(read)
+        peer.gone |= isinstance(failure, KvPeerGone)
+        self._peers.ended(peer)
+        if failure is None and not order.abandoned:
+            try:
+                blocks = self.pool.read(order.slots, order.wanted)
+            except KvTransferError as error:
+                failure = error
+            else:
+                order.settled(blocks)
+                return
+        order.settled(failure or KvTransferError("arrived after it was given up"))
+
+    def _reason(self, error: Exception, read: _Read) -> KvTransferError:
+        if isinstance(error, self._nixl.bindings.nixlRemoteDisconnectError):
+            return KvPeerGone(f"{read.peer.name} has dropped the connection")
+        return KvTransferError(f"NIXL cannot read from {read.peer.name}: {error_text(error)}")
+
+    def _release(self, read: _Read) -> None:
+        try:
+            self._agent.release_xfer_handle(read.transfer)
+        except self._nixl.errors as error:
+            log.warning("kv_transfer.release_failed %s", error_text(error))
+
+    def _leave(self) -> None:
+        """End the agent, then settle what is open: until then something may write to the pool."""
+        self._closing = True
+        for read in self._reads:
+            self._release(read)
+        if self._peers:
+            for _ in range(LEAVE_LOOKS):
+                self._collect_acks()
+                threading.Event().wait(LEAVE_LOOK_S)
+        self._peers.close()
+        try:
+            self._agent.deregister_memory(self._region)
+        except self._nixl.errors as error:
+            log.info("kv_transfer.region_kept %s", error_text(error))
+        orders = [read.order for read in self._reads]
+        self._reads.clear()
+        del self._region, self._peers, self._agent
+        while not self._orders.empty():
+            order = self._orders.get()
+            if order is not None:
+                orders.append(order)
+        for order in orders:
+            order.settled(KvUnavailable("the NIXL agent has ended"))

@@ -1,0 +1,178 @@
+"""One NIXL agent with its pool, the sessions it offers and the pulls it makes; replaced as a whole."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty
+
+from slagate.workers.kv_transfer.nixl.agent import NixlAgent, ReadOrder
+from slagate.workers.kv_transfer.nixl.descriptor import NixlDescriptor, tags_digest
+from slagate.workers.kv_transfer.nixl.slots import Offer, Offers, SlotPool, checksum
+from slagate.workers.kv_transfer.transport import Blocks, Done, KvTimeout, KvTransferError
+
+STUCK_AFTER_S = 1.0
+"""What the agent's thread gets after a limit has passed: maybe the whole process was stopped until then."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    done: Done
+    order: ReadOrder
+    timer: asyncio.TimerHandle
+    answered: bool = False
+
+    def answer(self, result: Blocks | KvTransferError) -> None:
+        """Tell whoever pulls, unless it was told before."""
+        if not self.answered:
+            self.answered = True
+            self.timer.cancel()
+            self.done(result)
+
+
+class Generation:
+    """Lives on the event loop's thread, next to the agent's own thread.
+
+    `changed` is called after a pull has ended or run out of time, with its result.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: SlotPool,
+        *,
+        loopback: bool,
+        changed: Callable[["Generation", Blocks | KvTransferError], None],
+    ) -> None:
+        self.pool = pool
+        self.agent = NixlAgent(name, pool, loopback=loopback)
+        self._changed = changed
+        self._offers = Offers(pool)
+        self._sessions: dict[int, Offer] = {}
+        self._pulls: set[_Pull] = set()
+        self.stuck = False
+        """Whether the agent's thread does not even begin with pulls."""
+
+    @property
+    def n_quarantined(self) -> int:
+        """Slots of pulls that were answered, but into which NIXL may still write."""
+        return sum(len(pull.order.slots) for pull in self._pulls if pull.answered)
+
+    @property
+    def needed(self) -> bool:
+        """Whether a peer may still read from its pool, or NIXL write to it."""
+        return bool(self._sessions or self._pulls) and self.agent.alive
+
+    def __contains__(self, session_id: int) -> bool:
+        return session_id in self._sessions
+
+    def offer(self, session_id: int, blocks: Blocks) -> bytes:
+        """Have blocks in the pool for a peer to read; the descriptor. Raises `KvTransferError`."""
+        self._check_size(blocks.shape[1])
+        offer = self._offers.add(blocks)
+        try:
+            descriptor = NixlDescriptor(
+                session_id=session_id,
+                tag=offer.tag,
+                tags_digest=tags_digest(self.pool.tags(offer.slots[1:])),
+                base=self.pool.base,
+                block_bytes=blocks.shape[1],
+                stride_bytes=self.pool.stride_bytes,
+                crc=checksum(blocks),
+                agent=self.agent.name,
+                metadata=self.agent.metadata,
+                slots=offer.slots,
+            ).pack()
+        except KvTransferError:
+            self._offers.withdraw(offer)
+            raise
+        self._sessions[session_id] = offer
+        self.agent.expect_acks(len(self._sessions))
+        return descriptor
+
+    def withdraw(self, session_id: int) -> None:
+        """Make a session unreadable; no-op when it is not offered here."""
+        offer = self._sessions.pop(session_id, None)
+        if offer is not None:
+            self._offers.withdraw(offer)
+            self.agent.expect_acks(len(self._sessions))
+
+    def acknowledged(self) -> list[int]:
+        """Sessions read since the last call; they are withdrawn."""
+        sessions = []
+        with contextlib.suppress(Empty):
+            while True:
+                ack = self.agent.acks.get_nowait()
+                offer = self._sessions.get(ack.session_id)
+                if offer is not None and offer.tag == ack.tag:
+                    self.withdraw(ack.session_id)
+                    sessions.append(ack.session_id)
+        return sessions
+
+    def check_fits(self, wanted: NixlDescriptor) -> None:
+        """Raises `KvTransferError` when blocks can never be pulled into this pool."""
+        self._check_size(wanted.block_bytes)
+        n_slots = len(wanted.slots)
+        if n_slots > self.pool.n_slots:
+            raise KvTransferError(
+                f"session {wanted.session_id}: {n_slots} slots wanted, the whole pool has "
+                f"{self.pool.n_slots}"
+            )
+
+    def pull(self, wanted: NixlDescriptor, done: Done, *, due_s: float) -> None:
+        """Read blocks into the pool; `done` gets a copy, or what went wrong until `due_s`.
+
+        Raises `KvTransferError`, and then `done` is not called, when the pool has no room.
+        """
+        loop = asyncio.get_running_loop()
+        limit_s = due_s - loop.time()
+        slots = self.pool.take(len(wanted.slots))
+
+        def settled(result: Blocks | KvTransferError) -> None:
+            # A loop that is closed has nobody left who waits for blocks.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._settle, pull, result)
+
+        order = ReadOrder(wanted, slots, settled)
+        timer = loop.call_at(due_s, lambda: self._time_out(pull, limit_s))
+        pull: _Pull = _Pull(done, order, timer)
+        self._pulls.add(pull)
+        self.agent.read(order)
+
+    def close(self) -> None:
+        """End every pull and offer; the agent must have been told already."""
+        for pull in list(self._pulls):
+            pull.timer.cancel()
+            pull.answer(KvTransferError("transport is closed"))
+        self._sessions.clear()
+
+    def _check_size(self, block_bytes: int) -> None:
+        if block_bytes > self.pool.block_bytes:
+            raise KvTransferError(
+                f"blocks of {block_bytes} bytes do not fit into slots of {self.pool.block_bytes}"
+            )
+
+    def _settle(self, pull: _Pull, result: Blocks | KvTransferError) -> None:
+        self._pulls.remove(pull)
+        pull.timer.cancel()
+        self.stuck = False
+        self.pool.give_back(pull.order.slots)
+        self._changed(self, result)
+        pull.answer(result)
+
+    def _time_out(self, pull: _Pull, limit_s: float) -> None:
+        wanted = pull.order.wanted
+        late = KvTimeout(
+            f"session {wanted.session_id}: nothing came from {wanted.agent} in {limit_s:.3g} s"
+        )
+        pull.order.abandoned = True
+        pull.answer(late)
+        self._changed(self, late)
+        if not pull.order.started:
+            loop = asyncio.get_running_loop()
+            pull.timer = loop.call_at(loop.time() + STUCK_AFTER_S, self._look_after, pull, late)
+
+    def _look_after(self, pull: _Pull, late: KvTimeout) -> None:
+        if not pull.order.started:
+            self.stuck = True
+            self._changed(self, late)

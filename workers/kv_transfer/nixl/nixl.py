@@ -1,0 +1,290 @@
+"""KV blocks over NIXL: one worker reads the host memory of another, over UCX."""
+
+import asyncio
+import logging
+import os
+import weakref
+from queue import Empty, SimpleQueue
+
+from slagate.workers.kv_transfer.nixl.agent import NixlAgent, ReadOrder
+from slagate.workers.kv_transfer.nixl.descriptor import TAG_BYTES, NixlDescriptor, unpack_descriptor
+from slagate.workers.kv_transfer.nixl.generation import Generation
+from slagate.workers.kv_transfer.nixl.peers import PoisonedMetadata
+from slagate.workers.kv_transfer.nixl.pull_queue import PullQueue
+from slagate.workers.kv_transfer.nixl.slots import SlotPool
+from slagate.workers.kv_transfer.transport import (
+    Blocks,
+    Done,
+    KvBadDescriptor,
+    KvTimeout,
+    KvTransferError,
+    KvUnavailable,
+    block_shape,
+    used_up,
+)
+
+log = logging.getLogger(__name__)
+
+START_LIMIT_S = 30.0
+CLOSE_LIMIT_S = 2.0
+
+MAX_RETIRED = 2
+"""Former agents that may be kept for the sessions and the transfers they still have."""
+
+N_REMEMBERED = 4096
+"""Pulled sessions remembered, so that none is pulled twice before its owner has heard of the first time."""
+
+
+class NixlTransport:
+    """A pool of block slots that peers read from, and reads of theirs.
+
+    Blocks of equal content have one slot, whatever number of sessions they are part of. An export that
+    finds no room fails; a pull waits for it, in order of arrival, within its time limit.
+
+    A pull that runs out of time ends with `KvTimeout`, but its slots stay taken until NIXL says that it
+    has ended too: bytes may arrive long after (`n_quarantined`).
+
+    The agent is replaced when its thread is stuck or has ended, when damaged metadata has spoilt it, or
+    when more than half of its pool is in quarantine. A session is never moved: its descriptor names the
+    agent it was exported by, so the former agent is kept until its sessions and transfers have ended. At
+    most `MAX_RETIRED` are kept; until one ends there is no further replacement.
+
+    Raises `KvUnavailable` when NIXL does not work here.
+    """
+
+    name = "NIXL"
+
+    def __init__(
+        self,
+        worker_name: str,
+        *,
+        n_slots: int,
+        block_bytes: int,
+        loopback: bool,
+        pull_limit_s: float,
+    ) -> None:
+        self._pull_limit_s = pull_limit_s
+        self._n_slots = n_slots
+        self._block_bytes = block_bytes
+        self._loopback = loopback
+        # NIXL takes a restarted peer of the same name for the one it knew, so no start repeats a name.
+        self._base_name = f"{worker_name}.{os.urandom(8).hex()}"
+        self._n_started = 0
+        self._closed = False
+        self._pulled: dict[bytes, None] = {}  # Tags, the oldest first.
+        self._agents: list[NixlAgent] = []
+        self._retired: list[Generation] = []
+        self._next: Generation | None = None
+        self._queue = PullQueue(self._begin, self._full)
+        self._current = self._start_generation()
+        # A thread inside UCX while the interpreter goes away would abort the process.
+        self._end_agents = weakref.finalize(self, _end_all, self._agents)
+        agent = self._current.agent
+        if not agent.ready.wait(START_LIMIT_S) or agent.failure is not None:
+            self.close()
+            raise agent.failure or KvUnavailable(f"NIXL did not start in {START_LIMIT_S:g} s")
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of the pool in use now."""
+        return self._current.pool.n_slots
+
+    @property
+    def n_free(self) -> int:
+        """Slots of the pool in use now that an export or a pull may take."""
+        return self._current.pool.n_free
+
+    @property
+    def n_quarantined(self) -> int:
+        """Slots of any pool that wait for a transfer which was given up."""
+        return sum(each.n_quarantined for each in self._generations())
+
+    @property
+    def n_agents(self) -> int:
+        """Agents in use: one, and those that were replaced and still have something to do."""
+        self._tend()
+        return len(self._generations())
+
+    def export(self, session_id: int, blocks: Blocks) -> bytes:
+        """Copy the blocks to the pool. Raises `KvTransferError` when closed, full or offered already."""
+        if self._closed:
+            raise KvTransferError("transport is closed")
+        if any(session_id in each for each in self._generations()):
+            raise KvTransferError(f"session {session_id} is already exported")
+        block_shape(blocks)
+        return self._living().offer(session_id, blocks)
+
+    def pull(self, descriptor: bytes, done: Done) -> None:
+        """Read what a descriptor offers; `done` is called within the limit given at the start.
+
+        The limit counts from here, whether the pull has to wait for room or not.
+        """
+        try:
+            if self._closed:
+                raise KvTransferError("transport is closed")
+            wanted = unpack_descriptor(descriptor)
+            if wanted.tag in self._pulled or wanted.tag in self._queue:
+                raise used_up(wanted.session_id)
+            self._living().check_fits(wanted)
+            due_s = asyncio.get_running_loop().time() + self._pull_limit_s
+            self._queue.add(wanted, done, due_s=due_s)
+        except KvTransferError as error:
+            done(error)
+
+    def acks(self) -> list[int]:
+        """Sessions read since the last call, ascending."""
+        sessions = sorted(i for each in self._generations() for i in each.acknowledged())
+        self._tend()
+        self._queue.nudge()
+        return sessions
+
+    def release(self, session_id: int) -> None:
+        """Withdraw an offer. A read that runs now gets its blocks, or fails its checks."""
+        for each in self._generations():
+            each.withdraw(session_id)
+        self._tend()
+        self._queue.nudge()
+
+    def close(self) -> None:
+        """End the agents, waiting for each at most `CLOSE_LIMIT_S`; open pulls end with an error."""
+        if not self._closed:
+            self._closed = True
+            self._queue.close()
+            self._end_agents()
+            for each in self._generations():
+                each.close()
+
+    def problem(self) -> str:
+        """Why new exports or pulls cannot work at this moment, or ""."""
+        if self._closed:
+            return "transport is closed"
+        self._tend()
+        current = self._current
+        if not current.agent.alive:
+            return "the NIXL agent has ended"
+        if current.stuck:
+            return "the NIXL agent does not answer"
+        if not current.pool.n_free and current.n_quarantined:
+            return f"the pool is full: {current.n_quarantined} blocks wait for peers that hang"
+        return ""
+
+    def counters(self) -> dict[str, int]:
+        """Slots in use and in quarantine, of every pool, pulls that wait for some, and the agents."""
+        pools = [each.pool for each in self._generations()]
+        return {
+            "kv_slots_taken": sum(pool.n_slots - pool.n_free for pool in pools),
+            "kv_slots_quarantined": self.n_quarantined,
+            "kv_pulls_waiting": len(self._queue),
+            "kv_agents": self.n_agents,
+        }
+
+    def _generations(self) -> list[Generation]:
+        return [*self._retired, self._current]
+
+    def _start_generation(self) -> Generation:
+        self._n_started += 1
+        generation = Generation(
+            f"{self._base_name}.{self._n_started}",
+            SlotPool(self._n_slots, self._block_bytes),
+            loopback=self._loopback,
+            changed=self._changed,
+        )
+        self._agents.append(generation.agent)
+        return generation
+
+    def _living(self) -> Generation:
+        """The generation to use. Raises `KvUnavailable` when its agent has ended."""
+        self._tend()
+        if not self._current.agent.alive:
+            self._replace("it has ended")
+            raise KvUnavailable("the NIXL agent has ended")
+        return self._current
+
+    def _begin(self, wanted: NixlDescriptor, done: Done, due_s: float) -> bool:
+        generation = self._living()
+        if len(wanted.slots) > generation.pool.n_free:
+            return False
+
+        def ended(result: Blocks | KvTransferError) -> None:
+            if isinstance(result, KvBadDescriptor):
+                # Nothing was read, so the true descriptor of this session is as good as before.
+                self._pulled.pop(wanted.tag, None)
+            done(result)
+
+        generation.pull(wanted, ended, due_s=due_s)
+        self._remember(wanted.tag)
+        return True
+
+    def _full(self, wanted: NixlDescriptor) -> KvTimeout:
+        """What a pull ends with that never had its turn."""
+        return KvTimeout(
+            f"session {wanted.session_id}: the pool was full for {self._pull_limit_s:g} s: "
+            f"{len(wanted.slots)} slots wanted, {self.n_free} of {self.n_slots} free, "
+            f"{self._current.n_quarantined} wait for peers that hang"
+        )
+
+    def _remember(self, tag: bytes) -> None:
+        self._pulled[tag] = None
+        if len(self._pulled) > N_REMEMBERED:
+            del self._pulled[next(iter(self._pulled))]
+
+    def _changed(self, generation: Generation, result: Blocks | KvTransferError) -> None:
+        if generation is self._current:
+            if isinstance(result, PoisonedMetadata):
+                self._replace(str(result))
+            elif generation.stuck:
+                self._replace("its thread does not answer")
+            elif 2 * generation.n_quarantined > generation.pool.n_slots:
+                self._replace("most of its pool waits for peers that hang")
+        self._tend()
+        self._queue.nudge()
+
+    def _replace(self, why: str) -> None:
+        if self._next is None and not self._closed and len(self._retired) < MAX_RETIRED:
+            log.warning("kv_transfer.agent_replaced %s: %s", self._current.agent.name, why)
+            self._next = self._start_generation()
+
+    def _tend(self) -> None:
+        """Put a new agent into use once it runs, and end former ones that have nothing left to do."""
+        if self._next is not None and self._next.agent.ready.is_set():
+            ready, self._next = self._next, None
+            if ready.agent.failure is None:
+                self._retired.append(self._current)
+                self._current = ready
+            else:
+                log.error("kv_transfer.agent_failed %s", ready.agent.failure)
+        for each in [each for each in self._retired if not each.needed]:
+            each.agent.close()
+            each.close()
+            self._retired.remove(each)
+        # In place: `_end_all` has the same list, and joins every thread that may still be inside UCX.
+        self._agents[:] = [agent for agent in self._agents if not agent.join(0.0)]
+
+
+def self_check(transport: NixlTransport, *, loopback: bool, limit_s: float = 5.0) -> None:
+    """Have a second agent read one block from the transport. Raises `KvUnavailable` when that fails."""
+    pool = SlotPool(2, TAG_BYTES)
+    probe = NixlAgent(f"probe.{os.urandom(8).hex()}", pool, loopback=loopback)
+    try:
+        if not probe.ready.wait(START_LIMIT_S) or probe.failure is not None:
+            raise KvUnavailable(f"a second NIXL agent does not start: {probe.failure}")
+        block = pool.memory[:1, :TAG_BYTES].copy() + 85
+        results: SimpleQueue[Blocks | KvTransferError] = SimpleQueue()
+        wanted = unpack_descriptor(transport.export(0, block))
+        probe.read(ReadOrder(wanted, pool.take(2), results.put))
+        result = results.get(timeout=limit_s)
+        if isinstance(result, KvTransferError):
+            raise KvUnavailable(f"a NIXL transfer to itself failed: {result}")
+    except Empty:
+        raise KvUnavailable(f"a NIXL transfer to itself took over {limit_s:g} s") from None
+    finally:
+        transport.release(0)
+        probe.close()
+        probe.join(CLOSE_LIMIT_S)
+
+
+def _end_all(agents: list[NixlAgent]) -> None:
+    for agent in agents:
+        agent.close()
+    for agent in agents:
+        agent.join(CLOSE_LIMIT_S)

@@ -1,0 +1,1 @@
+"""logits: a room of `workers`."""

@@ -1,0 +1,1 @@
+"""runtime: a room of `workers`."""

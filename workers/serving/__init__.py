@@ -1,0 +1,1 @@
+"""serving: a room of `workers`."""

@@ -1,0 +1,59 @@
+"""What both kinds of worker processes do around their server: ready line, metrics, signals."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import anyio
+
+from slagate.proto.rpc.address import Address
+from slagate.workers.runtime.probes import serve_probes
+from slagate.workers.runtime.ready_line import ready_line
+from slagate.workers.trtllm.metrics import WorkerMetrics
+from slagate.workers.trtllm.worker import TrtllmWorker
+
+FLUSH_S = 2.0
+
+
+@contextmanager
+def metrics_served(
+    metrics: WorkerMetrics, listen: Address | None, *, not_ready: Callable[[], str]
+) -> Iterator[str]:
+    """Serve metrics and probes over HTTP and yield where; "" without an address to listen on."""
+    if listen is None:
+        yield ""
+        return
+    with serve_probes(*listen, registry=metrics.registry, not_ready=not_ready) as port:
+        yield str(Address(listen.host, port))
+
+
+async def tell_ready(
+    worker: TrtllmWorker, *, role: str, address: Address, metrics_at: str, **more: str
+) -> None:
+    """The ready line of a worker."""
+    info = await worker.server_info()
+    if metrics_at:
+        more["metrics"] = metrics_at
+    ready_line(
+        listen=str(address),
+        role=role,
+        model=info.supported_models[0],
+        kv_transport=info.kv_connector.transfer_backend or "none",
+        instance_id=info.instance_id,
+        pid=os.getpid(),
+        **more,
+    )
+
+
+async def until_stopped(worker: TrtllmWorker, signals: anyio.Event, *, drain_s: float) -> None:
+    """Return after a signal, when all that runs has ended or `drain_s` is over, or at the engine's end."""
+    async with anyio.create_task_group() as tasks:
+
+        async def watch_engine() -> None:
+            await worker.fatal.wait()
+            signals.set()
+
+        tasks.start_soon(watch_engine)
+        await signals.wait()
+        await worker.drain(0.0 if worker.fatal.is_set() else drain_s)
+        tasks.cancel_scope.cancel()

@@ -1,0 +1,210 @@
+"""A TensorRT-LLM worker process: reachable from its first second, ready once its engine has answered."""
+
+import logging
+import os
+import uuid
+from typing import NoReturn
+
+import anyio
+
+from slagate.proto.rpc.address import Address
+from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.listen import hung_up, stopped
+from slagate.workers.runtime.ready_line import ready_line
+from slagate.workers.server import serve_worker
+from slagate.workers.serving.options import TrtllmOptions
+from slagate.workers.serving.serve import FLUSH_S, metrics_served, tell_ready, until_stopped
+from slagate.workers.serving.start import Phases, Started, handoff_key, start_engine
+from slagate.workers.serving.starting import StartingWorker
+from slagate.workers.tls.files import TlsFiles
+from slagate.workers.tls.reloading import ServerTls, following
+from slagate.workers.trtllm.encode import EncodeWorker, start_encoder
+from slagate.workers.trtllm.engine import setting
+from slagate.workers.trtllm.metrics import SILENT, WorkerMetrics
+from slagate.workers.trtllm.package import (
+    check_installed,
+    handoff_ids,
+    set_engine_log_level,
+    shut_down,
+)
+from slagate.workers.trtllm.watch import EngineWatch
+from slagate.workers.trtllm.worker import TrtllmWorker
+
+log = logging.getLogger(__name__)
+
+
+async def run_trtllm_worker(
+    options: TrtllmOptions,
+    listen: Address,
+    *,
+    drain_s: float,
+    tls: TlsFiles | None,
+    metrics_listen: Address | None = None,
+) -> int:
+    """Serve a TensorRT-LLM worker until SIGTERM, SIGINT or the engine's end; the exit status.
+
+    0 after a signal, also one while the engine loads; 1 when it failed to start or died. Raises
+    `UsageError` naming a wrong option, an engine argument, or what is not installed, and `OSError` when an
+    address cannot be bound.
+    """
+    check_installed()
+    key = handoff_key(options)
+    for finding in options.args.findings:
+        log.warning("engine_args.finding", extra={"code": finding.code, "finding": str(finding)})
+    set_engine_log_level(options.log_level, os.environ)
+    side = None if tls is None else ServerTls("clients", tls)
+    process = _Process(options, key, drain_s)
+    with metrics_served(
+        process.metrics, metrics_listen, not_ready=lambda: process.starting.why_not_ready
+    ) as metrics_at:
+        async with (
+            serve_worker(process.starting, listen, grace_s=FLUSH_S, tls=side) as address,
+            following(side) as reread,
+            hung_up(reread),
+            stopped() as signals,
+        ):
+            log.info("worker.listening", extra={"listen": str(address), "metrics": metrics_at})
+            status = await process.run(
+                address,
+                signals,
+                metrics_at=metrics_at,
+                is_measured=metrics_listen is not None,
+            )
+    # Not before: whoever waits for an answer has had what there is of it, also of a dead engine.
+    if process.has_leftovers:
+        _leave(status)
+    return status
+
+
+class _Process:
+    """The life of one worker, from its arguments to its exit status."""
+
+    def __init__(self, options: TrtllmOptions, key: bytes | None, drain_s: float) -> None:
+        self._options = options
+        self._key = key
+        self._drain_s = drain_s
+        self._instance_id = uuid.uuid4().hex
+        self.has_leftovers = False  # threads, or processes of a dead engine, that end with this one
+        self.starting = StartingWorker("import")
+        self.metrics = WorkerMetrics(model=options.served_name, role=options.role, engine="trtllm")
+
+    async def run(
+        self,
+        address: Address,
+        signals: anyio.Event,
+        *,
+        metrics_at: str,
+        is_measured: bool,
+    ) -> int:
+        """Start, serve, end; the exit status."""
+        phases = Phases(self.starting, every_s=self._options.progress_s)
+        if self._options.role == "encode":
+            return await self._encode(address, signals, phases=phases)
+        try:
+            started = await phases.through(
+                start_engine(self._options, instance_id=self._instance_id, phases=phases),
+                until=[signals],
+            )
+        except UsageError:
+            raise
+        except Exception:
+            log.exception("engine.start_failed")
+            self.has_leftovers = True
+            return 1
+        if started is None:
+            log.info("engine.start_given_up", extra={"phase": self.starting.phase})
+            self.has_leftovers = True
+            return 0
+        return await self._serve(
+            started, address, signals, phases=phases, metrics_at=metrics_at, is_measured=is_measured
+        )
+
+    async def _serve(
+        self,
+        started: Started,
+        address: Address,
+        signals: anyio.Event,
+        *,
+        phases: Phases,
+        metrics_at: str,
+        is_measured: bool,
+    ) -> int:
+        package, llm, identity = started
+        is_fine = False
+        if is_measured:
+            self.metrics.collect_from(package.MetricsCollector)
+        async with anyio.create_task_group() as tasks:
+            worker = TrtllmWorker(
+                llm,
+                api=package,
+                identity=identity,
+                tasks=tasks,
+                release_session=None,
+                handoff_key=self._key,
+                new_handoff_id=handoff_ids(package, self._instance_id),
+                observer=self.metrics if is_measured else SILENT,
+                is_watched=self._options.watch.interval_s > 0,
+                logits=self._options.logits,
+            )
+            watch = EngineWatch(llm, times=self._options.watch, on_death=worker.end, leave=_leave)
+            tasks.start_soon(watch.run)
+            failure = await phases.through(
+                self._warmed_up(worker, phases), until=[signals, worker.fatal]
+            )
+            if failure == "":
+                self.metrics.loaded(
+                    phases.total_s,
+                    event_capacity=setting(llm.args.kv_cache_config, "event_buffer_max_size") or 0,
+                    counters=worker.counters,
+                )
+                self.starting.become(worker)
+                log.info("engine.ready", extra={"total_seconds": round(phases.total_s, 1)})
+                await tell_ready(
+                    worker, role=self._options.role, address=address, metrics_at=metrics_at
+                )
+                await until_stopped(worker, signals, drain_s=self._drain_s)
+                is_fine = not worker.fatal.is_set()
+            elif failure is None and not worker.fatal.is_set():
+                log.info("engine.start_given_up", extra={"phase": self.starting.phase})
+                is_fine = True
+            else:
+                log.error("engine.start_failed", extra={"reason": failure or "the engine died"})
+            is_dead = worker.fatal.is_set()
+            tasks.cancel_scope.cancel()
+        # The ranks of a dead engine are gone: its own end would wait for them.
+        has_ended = not is_dead and await shut_down(llm, limit_s=self._options.shutdown_limit_s)
+        self.has_leftovers = not has_ended
+        return 0 if is_fine else 1
+
+    async def _warmed_up(self, worker: TrtllmWorker, phases: Phases) -> str:
+        phases.begin("warm-up")
+        return await worker.warm_up(
+            self._options.warm_up_limit_s, on_canary=lambda: phases.begin("canary")
+        )
+
+    async def _encode(self, address: Address, signals: anyio.Event, *, phases: Phases) -> int:
+        encoder = await phases.through(start_encoder(self._options.args.values), until=[signals])
+        if encoder is None:
+            self.has_leftovers = True
+            return 0
+        worker = EncodeWorker(
+            encoder, model=self._options.served_name, instance_id=self._instance_id
+        )
+        self.starting.become(worker)
+        ready_line(
+            listen=str(address),
+            role="encode",
+            model=self._options.served_name,
+            kv_transport="none",
+            instance_id=self._instance_id,
+            pid=os.getpid(),
+        )
+        await signals.wait()
+        self.has_leftovers = not await worker.shut_down(self._options.shutdown_limit_s)
+        return 0
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process at once: a native thread that loads, or a dead engine's exit handlers, would not."""
+    logging.shutdown()
+    os._exit(status)

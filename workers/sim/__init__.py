@@ -1,0 +1,1 @@
+"""sim: a room of `workers`."""

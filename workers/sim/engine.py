@@ -1,0 +1,293 @@
+"""The simulated engine's loop: continuous batching with chunked prefill, tokens, handoff.
+
+Driven by callbacks on the running loop and by nothing else: no task, no thread, no clock but its
+`time()`, so it runs in real and in virtual time. Idle, it has no timer unless handoffs are parked.
+
+    submit -> prefill -> first token -> decode -> done
+         |                    `-> done, blocks parked        (context_only)
+         `-> pull ---> first token -> decode -> done         (generation_only)
+
+Who waits for which rank is kept by `sim_rank`, who runs there and on which blocks by `sim_schedule`.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from slagate.workers.kv_transfer.transport import KvTransferError, KvTransport
+from slagate.workers.sim.handoff import DisaggIds, ParkedSessions
+from slagate.workers.sim.logits import drawn
+from slagate.workers.sim.pulls import Pulls
+from slagate.workers.sim.rank import Iteration, RankGroup, SimRank
+from slagate.workers.sim.request import RequestError
+from slagate.workers.sim.sequence import EngineLimits, SimSequence
+from slagate.workers.sim.stats import StatsQueue, iteration_record
+from slagate.workers.sim.timing import EngineTiming
+
+# A loop that wakes late starts the next iteration where the last one should have ended, so that timer
+# resolution (uvloop: 1 ms) does not add up; one that was stuck for longer does not catch up in a burst.
+CATCH_UP_S = 0.05
+
+
+class SimEngine:
+    """Runs sequences on its ranks; `transport` and `parked` are None where no handoff is possible.
+
+    A critical section is a whole method: nothing here awaits. An exception that leaves one is fatal, and
+    given to `on_fatal`, which is `fail_all` unless the owner has set another.
+    """
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        *,
+        timing: EngineTiming,
+        ranks: Sequence[SimRank],
+        transport: KvTransport | None,
+        handoff_timeout_s: float,
+        disagg_ids: DisaggIds,
+        stats: StatsQueue,
+    ) -> None:
+        self.ranks = ranks
+        self.kv_transfer_failures = self.n_unsafe_aborts = 0
+        self.on_fatal: Callable[[BaseException], None] = self.fail_all
+        self.parked: ParkedSessions | None = None
+        self._pulls: Pulls | None = None
+        if transport is not None:
+            self.parked = ParkedSessions(
+                transport,
+                limits=limits,
+                disagg_ids=disagg_ids,
+                timeout_s=handoff_timeout_s,
+                freed=self._go_on,
+            )
+            self._pulls = Pulls(
+                transport,
+                timing=timing,
+                limits=limits,
+                ready=partial(self._guarded, self._finish_pull),
+                refused=self._refuse,
+            )
+        self._limits = limits
+        self._timing = timing
+        self._stats = stats
+        self._group = RankGroup(ranks, limits)
+        self._iteration: Iteration | None = None
+        self._wake: asyncio.Handle | None = None
+        self._n_iterations = 0
+
+    @property
+    def n_running(self) -> int:
+        """Sequences admitted and not finished."""
+        return self._group.n_running
+
+    @property
+    def n_queued(self) -> int:
+        """Sequences waiting for admission."""
+        return len(self._group.waiting)
+
+    @property
+    def used_blocks(self) -> int:
+        """KV blocks that sequences and parked sessions refer to, on all ranks."""
+        return sum([rank.cache.used_blocks for rank in self.ranks])
+
+    @property
+    def kv_verify_failures(self) -> int:
+        """Transfers whose bytes arrived whole and were not of the prompt."""
+        return 0 if self._pulls is None else self._pulls.n_mismatches
+
+    def submit(self, sequence: SimSequence) -> None:
+        """Queue a sequence; it starts with the next iteration that has room."""
+        self._group.add(sequence)
+        self._go_on()
+
+    def abort(self, sequence: SimSequence) -> None:
+        """End a sequence with finish_reason "cancelled" and free what it holds. No-op when done.
+
+        One that still waits for the blocks of another worker is counted in `n_unsafe_aborts` and never
+        gives its own back: in TensorRT-LLM the peer may write into them later.
+        """
+        if sequence.done:
+            return
+        if sequence.is_pull and not sequence.generated:
+            self.n_unsafe_aborts += 1
+            sequence.allocation = None
+        self._end(sequence)
+        sequence.feed.finish("cancelled")
+
+    def inject_request_error(self, request_id: int, text: str) -> bool:
+        """Fail one request as an executor error of that request does; False when it does not run."""
+        found = [one for one in self._group.sequences() if one.request_id == request_id]
+        for sequence in found:
+            self._end(sequence)
+            sequence.feed.fail(RequestError(text))
+        return bool(found)
+
+    def fail_all(self, error: BaseException) -> None:
+        """End every sequence with `error` and withdraw parked handoffs; nothing is left to run."""
+        for sequence in self._group.sequences():
+            self._end(sequence)
+            sequence.feed.fail(error)
+        if self.parked is not None:
+            self.parked.clear()
+        self._cancel_wake()
+        self._group.flush()
+
+    def _go_on(self) -> None:
+        """Start an iteration soon if there is anything for it to do, else publish what has changed."""
+        if self._wake is not None or self._iteration is not None:
+            return
+        if self._group.is_ready():
+            self._wake = asyncio.get_running_loop().call_soon(self._guarded, self._begin)
+        else:
+            self._group.flush()
+
+    def _cancel_wake(self) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+
+    def _begin(self) -> None:
+        self._wake = None
+        self._start_iteration(asyncio.get_running_loop().time())
+
+    def _guarded(self, step: Callable[..., None], *args: object) -> None:
+        """Do a step. One that fails leaves no timer to go on with, so it must end the engine."""
+        try:
+            step(*args)
+        except Exception as error:
+            self._iteration = None
+            self.on_fatal(error)
+            raise
+
+    def _start_iteration(self, now_s: float) -> None:
+        """Admit, plan one iteration and set the timer for its end; nothing to run = stay idle."""
+        # A refused pull gives its room back at once, so each admission is decided after the last pull.
+        for sequence in self._group.admit():
+            self._start(sequence, now_s)
+        steps = [rank.plan() for rank in self.ranks]
+        # Requests refused at admission asked for a wake-up, which this iteration makes needless.
+        self._cancel_wake()
+        if not any(step.decoding or step.chunks for step in steps):
+            self._group.flush()
+            return
+        # Ranks meet at the end of each iteration: the slowest one sets the pace.
+        ends_s = now_s + max([step.seconds(self._timing) for step in steps])
+        timer = asyncio.get_running_loop().call_at(ends_s, self._guarded, self._finish_iteration)
+        self._iteration = Iteration(now_s, ends_s, steps, timer)
+
+    def _start(self, sequence: SimSequence, now_s: float) -> None:
+        """A sequence has just been admitted."""
+        allocation = sequence.allocation
+        assert allocation is not None
+        sequence.feed.started(now_s, allocation)
+        if sequence.is_pull:
+            assert self._pulls is not None
+            self._pulls.start(sequence, now_s)
+
+    def _finish_iteration(self) -> None:
+        iteration = self._iteration
+        assert iteration is not None, "the timer dies with its iteration"
+        for rank, step in zip(self.ranks, iteration.steps, strict=True):
+            for sequence in step.decoding:
+                if not sequence.done:
+                    self._decode(rank, sequence)
+            for sequence, n in step.chunks:
+                if not sequence.done:
+                    sequence.prefilled_tokens += n
+                    if sequence.prefilled_tokens == sequence.n_prompt:
+                        self._finish_prefill(rank, sequence)
+            rank.flush()
+        self._iteration = None
+        self._n_iterations += 1
+        for rank, step in zip(self.ranks, iteration.steps, strict=True):
+            self._stats.put(
+                iteration_record(
+                    rank,
+                    step,
+                    number=self._n_iterations,
+                    started_s=iteration.started_s,
+                    ended_s=iteration.ends_s,
+                    queued=self._group.waiting.totals,
+                )
+            )
+        now_s = asyncio.get_running_loop().time()
+        late = now_s - iteration.ends_s > CATCH_UP_S
+        self._start_iteration(now_s if late else iteration.ends_s)
+
+    def _finish_prefill(self, rank: SimRank, sequence: SimSequence) -> None:
+        """The whole prompt is in the cache: first token, and the handoff of a context_only request."""
+        prompt, block_tokens = sequence.prompt, self._limits.block_tokens
+        n_full = sequence.n_prompt // block_tokens
+        sequence.start_chain(prompt.states[n_full - 1] if n_full else prompt.seed, block_tokens)
+        rank.schedule.start_decoding(sequence)
+        state = prompt.states[-1]
+        token = drawn(sequence, state, self._limits.vocab_size)
+        if sequence.request_type == "context_only" and sequence.stop.check([token]) is None:
+            self._hand_off(rank, sequence, token)
+        else:
+            self._emit(sequence, token, state)
+
+    def _decode(self, rank: SimRank, sequence: SimSequence) -> None:
+        """One decode step: the last token enters the cache, the next one comes out."""
+        chain = sequence.chain
+        assert chain is not None
+        if sequence.kv_tokens % self._limits.block_tokens == 0:
+            rank.schedule.grow(sequence)
+        sequence.kv_tokens += 1
+        chain.append(sequence.generated[-1])
+        state = chain.state
+        self._emit(sequence, drawn(sequence, state, self._limits.vocab_size), state)
+
+    def _emit(self, sequence: SimSequence, token: int, state: bytes) -> None:
+        """Deliver a token drawn from the context in `state`; end the sequence if it is the last one."""
+        generated, feed = sequence.generated, sequence.feed
+        generated.append(token)
+        feed.push(token, state)
+        stop = sequence.stop.check(generated)
+        if stop is not None:
+            self._end(sequence)
+            feed.finish(stop.reason, stop_reason=stop.stop_reason, n_trim=stop.n_trim)
+        elif len(generated) >= sequence.max_tokens:
+            self._end(sequence)
+            feed.finish("length")
+
+    def _hand_off(self, rank: SimRank, sequence: SimSequence, token: int) -> None:
+        """Export the prompt's blocks and park them; the sequence ends with the params for decode."""
+        assert self.parked is not None
+        try:
+            params = self.parked.park(
+                sequence,
+                token,
+                ctx_dp_rank=rank.index if len(self.ranks) > 1 else None,
+                free=partial(rank.schedule.free, sequence),
+            )
+        except KvTransferError as error:
+            self._refuse(sequence, error)
+            return
+        self._end(sequence, keeps_blocks=True)
+        sequence.feed.push(token, sequence.prompt.states[-1])
+        sequence.feed.finish("length", params=params)
+
+    def _finish_pull(self, sequence: SimSequence, first_token: int) -> None:
+        """The whole prompt is in the cache, and its first token comes from the prefill worker."""
+        assert sequence.rank is not None
+        self.ranks[sequence.rank].schedule.start_decoding(sequence)
+        self._emit(sequence, first_token, sequence.prompt.states[-1])
+        self._go_on()
+
+    def _refuse(self, sequence: SimSequence, error: KvTransferError) -> None:
+        self.kv_transfer_failures += 1
+        self._end(sequence)
+        sequence.feed.fail(RequestError(f"KV transfer failed: {error}"))
+
+    def _end(self, sequence: SimSequence, *, keeps_blocks: bool = False) -> None:
+        """Take a sequence out and free what it holds; no timer of it is left behind."""
+        sequence.done = True
+        self._group.remove(sequence, keeps_blocks=keeps_blocks)
+        if self._pulls is not None:
+            self._pulls.cancel(sequence)
+        # Also reached from inside the iteration's own end, where its timer is spent already.
+        if self._iteration is not None and not self._iteration.has_work():
+            self._iteration.timer.cancel()
+            self._iteration = None
+        self._go_on()

@@ -1,0 +1,307 @@
+"""The prefill-to-decode handoff of the simulated engine: ids, opaque state, export and pull.
+
+Parked handoffs of the simulated engine: prefilled blocks held until decode has pulled them.
+"""
+
+import asyncio
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from slagate.workers.kv_transfer.transport import (
+    Blocks,
+    KvBadDescriptor,
+    KvIntegrity,
+    KvTransferError,
+    KvTransport,
+)
+from slagate.workers.runtime.cooperative import SLICE_BYTES
+from slagate.workers.sim.kv_cache.blocks import (
+    STATE_BYTES,
+    block_contents,
+    next_token,
+    state_of,
+    verify,
+)
+from slagate.workers.sim.request import DisaggregatedParams12, changed_params
+from slagate.workers.sim.sequence import EngineLimits, SimSequence
+
+# Ids of ordinary requests stay below this, so the two kinds can never be confused (TensorRT-LLM's rule).
+MIN_GLOBAL_ID = 1 << 40
+_ID_SPACE = (1 << 63) - MIN_GLOBAL_ID
+
+
+class KvMismatchError(KvIntegrity):
+    """Blocks arrived whole, but they are not the KV cache of this prompt."""
+
+
+class DisaggIds:
+    """Globally unique request ids in [2^40, 2^63): 39 bits ms, 8 node, 6 process, 10 counter.
+
+    Follows TensorRT-LLM's `get_global_disagg_request_id`. Raises `ValueError` on an id out of range.
+    """
+
+    def __init__(self, node_id: int, process_id: int = 0) -> None:
+        if not (0 <= node_id < 256 and 0 <= process_id < 64):
+            raise ValueError(f"node_id {node_id} must be < 256 and process_id {process_id} < 64")
+        self._place = node_id << 6 | process_id
+        self._last = -1
+
+    def next(self, now_s: float) -> int:
+        """A new id. More than 1024 in one millisecond borrow from the next one."""
+        ms = int(now_s * 1000) & ((1 << 39) - 1)
+        self._last = max(ms << 10, self._last + 1)
+        ms, count = self._last >> 10, self._last & 1023
+        return (ms << 24 | self._place << 10 | count) % _ID_SPACE + MIN_GLOBAL_ID
+
+
+class OpaqueState(NamedTuple):
+    """What prefill tells decode: which blocks these are, and the descriptor to pull them with."""
+
+    transport: str
+    ctx_request_id: int
+    prompt_tokens: int
+    block_tokens: int
+    first_token: int
+    last_state: bytes  # Of the prompt's last block, so of the whole prompt.
+    descriptor: bytes
+
+
+_OPAQUE = struct.Struct(f"<4sQIII{STATE_BYTES}sB")
+_OPAQUE_MAGIC = b"SOS2"
+
+
+def _pack(state: OpaqueState) -> bytes:
+    name = state.transport.encode("ascii")
+    return _OPAQUE.pack(_OPAQUE_MAGIC, *state[1:6], len(name)) + name + state.descriptor
+
+
+def _unpack(raw: bytes) -> OpaqueState:
+    if len(raw) < _OPAQUE.size or not raw.startswith(_OPAQUE_MAGIC):
+        raise KvBadDescriptor("opaque_state is truncated or not ours")
+    _, ctx_request_id, prompt_tokens, block_tokens, first_token, last_state, n_name = (
+        _OPAQUE.unpack_from(raw)
+    )
+    rest = raw[_OPAQUE.size :]
+    return OpaqueState(
+        transport=rest[:n_name].decode("ascii", "replace"),
+        ctx_request_id=ctx_request_id,
+        prompt_tokens=prompt_tokens,
+        block_tokens=block_tokens,
+        first_token=first_token,
+        last_state=last_state,
+        descriptor=rest[n_name:],
+    )
+
+
+def export_prompt(
+    sequence: SimSequence,
+    first_token: int,
+    *,
+    transport: KvTransport,
+    limits: EngineLimits,
+    disagg_request_id: int,
+    ctx_dp_rank: int | None,
+) -> DisaggregatedParams12:
+    """Offer a prefilled prompt's blocks as session `request_id`; returns the params decode needs.
+
+    Raises `KvTransferError` when the transport cannot take them.
+    """
+    assert sequence.params is not None, "only a disaggregated request is handed off"
+    session_id = sequence.request_id
+    blocks = block_contents(sequence.prompt.states, limits.kv_block_bytes)
+    opaque = OpaqueState(
+        transport=transport.name,
+        ctx_request_id=session_id,
+        prompt_tokens=sequence.n_prompt,
+        block_tokens=limits.block_tokens,
+        first_token=first_token,
+        last_state=sequence.prompt.states[-1],
+        descriptor=transport.export(session_id, blocks),
+    )
+    return changed_params(
+        sequence.params,
+        first_gen_tokens=[first_token],
+        ctx_request_id=session_id,
+        opaque_state=_pack(opaque),
+        disagg_request_id=disagg_request_id,
+        ctx_dp_rank=ctx_dp_rank,
+    )
+
+
+def opaque_of(
+    sequence: SimSequence, *, transport: KvTransport, limits: EngineLimits
+) -> OpaqueState:
+    """What a generation_only sequence was handed, checked as far as possible without its blocks.
+
+    Raises `KvBadDescriptor` before a pull could use the blocks up.
+    """
+    params = sequence.params
+    assert params is not None
+    assert params.opaque_state is not None, "checked at submit"
+    opaque = _unpack(params.opaque_state)
+    if opaque.transport != transport.name:
+        problem = f"prefill used {opaque.transport}, this worker uses {transport.name}"
+    elif opaque.block_tokens != limits.block_tokens:
+        problem = f"prefill has {opaque.block_tokens} tokens per block, here {limits.block_tokens}"
+    elif opaque.prompt_tokens != sequence.n_prompt:
+        problem = f"it is of {opaque.prompt_tokens} prompt tokens, not {sequence.n_prompt}"
+    elif params.ctx_request_id not in (None, opaque.ctx_request_id):
+        problem = f"it is of session {opaque.ctx_request_id}, not {params.ctx_request_id}"
+    elif opaque.last_state != sequence.prompt.states[-1]:
+        problem = "it is of another prompt, model or cache salt"
+    elif params.first_gen_tokens != [opaque.first_token]:
+        problem = "first_gen_tokens is missing or of another request"
+    else:
+        return opaque
+    raise KvBadDescriptor(f"the handoff does not fit: {problem}")
+
+
+def accept_blocks(
+    sequence: SimSequence, blocks: Blocks, *, first_token: int, limits: EngineLimits
+) -> Iterator[None]:
+    """Let a generation_only sequence go on from the blocks it pulled, and from nothing else.
+
+    Yields between slices of work, before the first one too when there are several. Raises
+    `KvMismatchError` when they are not of its prompt, `KvTransferError` when prefill and decode disagree
+    on their shape or on the first token.
+    """
+    states = sequence.prompt.states
+    expected = (len(states), limits.kv_block_bytes)
+    if blocks.shape != expected:
+        raise KvTransferError(f"got blocks of shape {blocks.shape}, expected {expected}")
+    n_slice = max(1, SLICE_BYTES // limits.kv_block_bytes)
+    wrong: list[int] = []
+    for start in range(0, len(blocks), n_slice):
+        if len(blocks) > n_slice:
+            yield
+        ends = start + n_slice
+        wrong += [start + i for i in verify(blocks[start:ends], states[start:ends])]
+    if wrong:
+        raise KvMismatchError(
+            f"{len(wrong)} of {len(blocks)} blocks do not hold this prompt, first block {wrong[0]}"
+        )
+    follows = next_token(state_of(blocks[-1]), limits.vocab_size) == first_token
+    # What processors made of the prompt's logits is not to be seen in its blocks.
+    if not follows and not sequence.processors:
+        raise KvTransferError(f"first token {first_token} does not follow from the blocks")
+    n_full = sequence.n_prompt // limits.block_tokens
+    parent = state_of(blocks[n_full - 1]) if n_full else sequence.prompt.seed
+    sequence.start_chain(parent, limits.block_tokens)
+
+
+ACK_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    free: Callable[[], None]
+    expires_s: float
+
+
+class ParkedSessions:
+    """Sessions by id; each ends once, by acknowledgement, release or expiry, and frees its blocks.
+
+    While any is parked, one timer asks the transport for acknowledgements every `ACK_POLL_S`; otherwise
+    no timer is pending. The clock of a session starts when it is parked, not when it was admitted.
+    `freed` is called after blocks came back.
+    """
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        *,
+        limits: EngineLimits,
+        disagg_ids: DisaggIds,
+        timeout_s: float,
+        freed: Callable[[], None],
+    ) -> None:
+        self._transport = transport
+        self._limits = limits
+        self._disagg_ids = disagg_ids
+        self._timeout_s = timeout_s
+        self._freed = freed
+        self._sessions: dict[int, _Session] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.n_expired = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def park(
+        self,
+        sequence: SimSequence,
+        first_token: int,
+        *,
+        ctx_dp_rank: int | None,
+        free: Callable[[], None],
+    ) -> DisaggregatedParams12:
+        """Offer a prefilled sequence's blocks and hold them; returns the params that decode needs.
+
+        The session has the id of the request; `free` gives the blocks back, and is called once.
+        Raises `KvTransferError`, holding nothing, when the transport cannot take the blocks.
+        """
+        loop = asyncio.get_running_loop()
+        # The oldest version has no such field.
+        disagg_request_id = getattr(sequence.params, "disagg_request_id", None)
+        if disagg_request_id is None:
+            disagg_request_id = self._disagg_ids.next(loop.time())
+        params = export_prompt(
+            sequence,
+            first_token,
+            transport=self._transport,
+            limits=self._limits,
+            disagg_request_id=disagg_request_id,
+            ctx_dp_rank=ctx_dp_rank,
+        )
+        self._sessions[sequence.request_id] = _Session(free, loop.time() + self._timeout_s)
+        self._empty.clear()
+        self._arm(loop)
+        return params
+
+    def release(self, session_id: int) -> bool:
+        """Withdraw a session and free its blocks; False when it is not parked."""
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            return False
+        self._transport.release(session_id)
+        session.free()
+        if not self._sessions:
+            self._empty.set()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        self._freed()
+        return True
+
+    async def none_left(self) -> None:
+        """Wait until no session is parked."""
+        await self._empty.wait()
+
+    def clear(self) -> None:
+        """Withdraw every session."""
+        for session_id in list(self._sessions):
+            self.release(session_id)
+
+    def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is None and self._sessions:
+            first_s = next(iter(self._sessions.values())).expires_s
+            self._timer = loop.call_at(min(loop.time() + ACK_POLL_S, first_s), self._poll)
+
+    def _poll(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        for session_id in self._transport.acks():
+            self.release(session_id)
+        now_s = loop.time()
+        while self._sessions:
+            # All get the same time, so the one parked first expires first.
+            session_id, session = next(iter(self._sessions.items()))
+            if session.expires_s > now_s:
+                break
+            self.n_expired += 1
+            self.release(session_id)
+        self._arm(loop)

@@ -1,0 +1,1 @@
+"""kv_cache: a room of `workers`."""

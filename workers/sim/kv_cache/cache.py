@@ -1,0 +1,293 @@
+"""The simulated KV cache: a paged pool that shares blocks by prefix, with a second tier on the host.
+
+Follows TensorRT-LLM's KV cache manager with its defaults (`enable_block_reuse`, `enable_partial_reuse`,
+`copy_on_partial_reuse`, GUARANTEED_NO_EVICT); contents and states of blocks are those of `sim_blocks`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from slagate.workers.sim.kv_cache.blocks import STATE_BYTES, TOKEN_BYTES, Prompt
+from slagate.workers.sim.kv_cache.events import KvEventRecorder
+from slagate.workers.sim.kv_cache.tree import DEVICE, HOST, BlockNode, BlockTree
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """One sequence's blocks: those it refers to in the tree, its own, and those it may still take.
+
+    `reused_tokens` leading prompt tokens need no compute; of their `reused_blocks`, all but a last one
+    that was copied in part are shared, and `onboarded_blocks` came back from the host for it. It took
+    `allocated_blocks` of the pool at first, to fill or to copy into, of which `new_blocks` held nothing.
+    """
+
+    prompt: Prompt
+    path: list[BlockNode]
+    n_blocks: int
+    private_blocks: int
+    reserved_blocks: int
+    reused_tokens: int
+    reused_blocks: int
+    missed_blocks: int
+    onboarded_blocks: int
+    allocated_blocks: int
+    new_blocks: int
+    closed: bool = False
+
+
+class SimKvCache:
+    """A pool of `total_blocks` blocks on the device and `host_blocks` on the host.
+
+        total = referenced stored + private (used) | unreferenced stored (evictable) | never filled
+
+    Stored blocks form a tree by prefix. Three rules keep it whole:
+
+    * who refers to a block refers to its whole prefix, and lets go last block first. So in the order of
+      release, which is the order of eviction, every child on the device is in front of its parent;
+    * eviction moves a block to the host in that same order, so that there too children come first, and
+      a match brings it back root first: no block on the device has a parent on the host;
+    * a block that two sequences computed is stored once. The later one refers to it, to keep the
+      prefix of what it stores next, and keeps its own copy, as TensorRT-LLM does; but where nobody
+      else refers to the stored one, its own copy takes that place, so that storing never takes room.
+
+    Sequences reserve all they may grow to, so `grow` cannot fail. Without `reuse` nothing is stored and
+    nothing recorded.
+    """
+
+    def __init__(
+        self,
+        total_blocks: int,
+        block_tokens: int,
+        *,
+        host_blocks: int = 0,
+        reuse: bool = True,
+        partial_reuse: bool = True,
+        recorder: KvEventRecorder | None = None,
+    ) -> None:
+        if total_blocks < 1 or block_tokens < 1:
+            raise ValueError(
+                f"total_blocks {total_blocks} and block_tokens {block_tokens} must be > 0"
+            )
+        if host_blocks < 0:
+            raise ValueError(f"host_blocks must be >= 0, got {host_blocks}")
+        self.total_blocks = total_blocks
+        self.block_tokens = block_tokens
+        self.host_blocks = host_blocks
+        self._reuse = reuse
+        self._partial_reuse = partial_reuse
+        self._recorder = recorder if reuse else None
+        self._block_bytes = block_tokens * TOKEN_BYTES
+        self._tree = BlockTree(block_tokens)
+        # Both in order of release, the first to go in front.
+        self._evictable: OrderedDict[BlockNode, None] = OrderedDict()
+        self._on_host: OrderedDict[BlockNode, None] = OrderedDict()
+        self._private_blocks = 0
+        self._reserved_blocks = 0
+        self.n_allocated_blocks = 0
+        self.n_new_blocks = 0
+        self.n_reused_blocks = 0
+        self.n_missed_blocks = 0
+        self.n_evicted_blocks = 0
+        self.n_offloaded_blocks = 0
+        self.n_onboarded_blocks = 0
+        if self._recorder is not None:
+            self._recorder.created(total_blocks, host_blocks)
+
+    @property
+    def used_blocks(self) -> int:
+        """Device blocks that some sequence refers to."""
+        return self._filled_blocks - len(self._evictable)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Stored device blocks nobody refers to: reusable until evicted."""
+        return len(self._evictable)
+
+    @property
+    def available_blocks(self) -> int:
+        """Device blocks a new sequence could take or reserve."""
+        return self.total_blocks - self.used_blocks - self._reserved_blocks
+
+    @property
+    def host_used_blocks(self) -> int:
+        """Stored blocks in the host tier."""
+        return len(self._on_host)
+
+    @property
+    def _filled_blocks(self) -> int:
+        return len(self._tree) - len(self._on_host) + self._private_blocks
+
+    def allocate(
+        self, prompt: Prompt, *, n_blocks: int, reserve_blocks: int = 0, reusable_tokens: int
+    ) -> Allocation | None:
+        """Take `n_blocks` blocks for a prompt, the leading ones from the cache, or None.
+
+        `reserve_blocks` more are kept for `grow`. None when the pool cannot give both now. At most
+        `reusable_tokens` leading tokens are reused: the last one is computed in any case, as its logits
+        are the first output. After the last full match, the block that shares most tokens with what
+        follows is copied into a private one; it is neither shared nor referred to.
+        """
+        if not self._reuse:
+            reusable_tokens = 0
+        path = self._tree.match(prompt.states, reusable_tokens // self.block_tokens)
+        n_idle = sum([not node.references for node in path])
+        n_private = n_blocks - len(path)
+        if n_idle + n_private + reserve_blocks > self.available_blocks:
+            return None
+        # Looked for before anything is evicted: the source itself may have to make room for its copy.
+        copied_tokens = self._copied_tokens(prompt, path, reusable_tokens)
+        n_onboarded = sum([self._refer(node) for node in path])
+        self._private_blocks += n_private
+        self._reserved_blocks += reserve_blocks
+        n_allocated = n_private + n_onboarded
+        n_new = n_allocated - self._evict_overflow()
+        round_up = self.block_tokens - 1 if self._partial_reuse else 0
+        n_wanted = (reusable_tokens + round_up) // self.block_tokens
+        n_reused = len(path) + (copied_tokens > 0)
+        self.n_allocated_blocks += n_allocated
+        self.n_new_blocks += n_new
+        self.n_reused_blocks += n_reused
+        self.n_missed_blocks += n_wanted - n_reused
+        self.n_onboarded_blocks += n_onboarded
+        return Allocation(
+            prompt=prompt,
+            path=path,
+            n_blocks=n_blocks,
+            private_blocks=n_private,
+            reserved_blocks=reserve_blocks,
+            reused_tokens=len(path) * self.block_tokens + copied_tokens,
+            reused_blocks=n_reused,
+            missed_blocks=n_wanted - n_reused,
+            onboarded_blocks=n_onboarded,
+            allocated_blocks=n_allocated,
+            new_blocks=n_new,
+        )
+
+    def grow(self, allocation: Allocation) -> None:
+        """Turn one reserved block into a private one."""
+        assert allocation.reserved_blocks > 0, "grew past the reservation"
+        allocation.reserved_blocks -= 1
+        self._reserved_blocks -= 1
+        allocation.n_blocks += 1
+        allocation.private_blocks += 1
+        self._private_blocks += 1
+        self.n_allocated_blocks += 1
+        self.n_new_blocks += 1 - self._evict_overflow()
+
+    def store(
+        self, allocation: Allocation, states: Sequence[bytes], packed: bytes, *, partial: bool
+    ) -> None:
+        """Make the blocks of the leading tokens `packed` reusable; `states` are of the full ones.
+
+        What this allocation has stored before is left as it is. With `partial`, done at the end of a
+        sequence, the last and partly filled block is stored too, and nothing can follow.
+        """
+        if not self._reuse or allocation.closed:
+            return
+        path, size = allocation.path, self._block_bytes
+        assert len(packed) // size == len(states), "states are not of the full blocks of packed"
+        states = list(states[len(path) :])
+        if partial:
+            allocation.closed = True
+            tail = packed[len(packed) - len(packed) % size :]
+            if tail:
+                shared = path[-1].state if path else allocation.prompt.seed
+                parent = states[-1] if states else shared
+                states.append(blake2b(parent + tail, digest_size=STATE_BYTES).digest())
+        n_blocks = len(path) + len(states)
+        assert n_blocks <= allocation.n_blocks, "stored more blocks than it holds"
+        first_new = n_blocks
+        for i, state in enumerate(states, len(path)):
+            node = self._tree.get(state)
+            if node is None:
+                first_new = min(first_new, i)
+                node = self._tree.add(
+                    state,
+                    path[-1] if path else None,
+                    seed=allocation.prompt.seed,
+                    tokens=packed[i * size : (i + 1) * size],
+                )
+                allocation.private_blocks -= 1
+                self._private_blocks -= 1
+            elif node.references:
+                node.references += 1
+            else:
+                self._refer(node)
+                allocation.private_blocks -= 1
+                self._private_blocks -= 1
+            path.append(node)
+        # Below a new block everything is new, so one event tells it.
+        if first_new < n_blocks and self._recorder is not None:
+            self._recorder.stored(
+                path[first_new - 1].state if first_new else None,
+                states[first_new - n_blocks :],
+                packed=packed[first_new * size :],
+                cache_salt=allocation.prompt.cache_salt,
+            )
+
+    def release(self, allocation: Allocation) -> None:
+        """Give everything back; stored blocks stay reusable. Again on the same allocation: no-op."""
+        evictable = self._evictable
+        for node in reversed(allocation.path):
+            node.references -= 1
+            if not node.references:
+                evictable[node] = None
+        self._private_blocks -= allocation.private_blocks
+        self._reserved_blocks -= allocation.reserved_blocks
+        allocation.path = []
+        allocation.private_blocks = allocation.reserved_blocks = 0
+        allocation.closed = True
+
+    def resident(self) -> dict[int, int]:
+        """Engine hash -> tier (0 device, 1 host) of every full block stored: what events must tell."""
+        assert self._recorder is not None, "hashes are the recorder's"
+        engine_hash = self._recorder.engine_hash
+        return {engine_hash(node.state): node.level for node in self._tree.full_blocks()}
+
+    def _copied_tokens(self, prompt: Prompt, path: list[BlockNode], reusable_tokens: int) -> int:
+        """How many reusable tokens after the matched path some stored block begins with."""
+        start = len(path) * self.block_tokens
+        end = min(reusable_tokens, start + self.block_tokens)
+        if not self._partial_reuse or start >= end:
+            return 0
+        wanted = prompt.packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
+        return self._tree.n_shared_tokens(path[-1] if path else None, prompt.seed, wanted)
+
+    def _refer(self, node: BlockNode) -> bool:
+        """Add a reference; True when the block had to come back to the device for it."""
+        node.references += 1
+        if node.references > 1:
+            return False
+        if node.level == DEVICE:
+            del self._evictable[node]
+            return False
+        del self._on_host[node]
+        self._tree.to_device(node)
+        if self._recorder is not None:
+            self._recorder.moved(node.state, HOST, DEVICE)
+        return True
+
+    def _evict_overflow(self) -> int:
+        """Make room for what is filled already; how many blocks had to go."""
+        n_over = max(0, self._filled_blocks - self.total_blocks)
+        for _ in range(n_over):
+            node, _ = self._evictable.popitem(last=False)
+            if not self.host_blocks:
+                self._forget(node)
+                continue
+            if len(self._on_host) == self.host_blocks:
+                self._forget(self._on_host.popitem(last=False)[0])
+            self._on_host[node] = None
+            self._tree.to_host(node)
+            self.n_offloaded_blocks += 1
+            if self._recorder is not None:
+                self._recorder.moved(node.state, DEVICE, HOST)
+        return n_over
+
+    def _forget(self, node: BlockNode) -> None:
+        self._tree.remove(node)
+        self.n_evicted_blocks += 1
+        if self._recorder is not None:
+            self._recorder.removed(node.state)

@@ -1,0 +1,270 @@
+"""KV cache events of the simulated engine, in the dict shape of TensorRT-LLM's polling API.
+
+    cache -> KvEventRecorder (one per rank) -- flush, once per iteration --> KvEventQueue -> take
+
+Between the two an event is a compact record; its dict, with one dict per token, is made when somebody
+takes it. The shape is that of TensorRT-LLM's `KVCacheEventSerializer`.
+"""
+
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from slagate.workers.sim.kv_cache.blocks import TOKEN_BYTES
+from slagate.workers.sim.kv_cache.polls import Arrivals
+
+# The retention priority that TensorRT-LLM gives a block when the request names none.
+DEFAULT_PRIORITY = 35
+HASH_ALGO = "v1_block_key"
+
+
+class _Created(NamedTuple):
+    window: int
+    primary_blocks: int
+    host_blocks: int
+
+    def data(self, recorder: "KvEventRecorder") -> dict[str, Any]:
+        del recorder
+        return {
+            "type": "created",
+            "num_blocks_per_cache_level": [self.primary_blocks, self.host_blocks],
+        }
+
+
+class _Stored(NamedTuple):
+    window: int
+    parent: bytes | None
+    states: Sequence[bytes]
+    packed: bytes
+    cache_salt: str
+
+    def data(self, recorder: "KvEventRecorder") -> dict[str, Any]:
+        size = recorder.block_tokens
+        tokens = struct.unpack(f"<{len(self.packed) // TOKEN_BYTES}I", self.packed)
+        blocks = []
+        for i, state in enumerate(self.states):
+            block = {
+                "type": "stored_block",
+                "block_hash": recorder.engine_hash(state),
+                "tokens": [
+                    {"type": "unique_token", "token_id": token, "token_extra_id": 0}
+                    for token in tokens[i * size : (i + 1) * size]
+                ],
+                "cache_level": 0,
+                "priority": DEFAULT_PRIORITY,
+            }
+            if recorder.newest and self.cache_salt:
+                block["cache_salt"] = self.cache_salt
+            blocks.append(block)
+        parent_hash = None if self.parent is None else recorder.engine_hash(self.parent)
+        return {"type": "stored", "parent_hash": parent_hash, "blocks": blocks}
+
+
+class _Removed(NamedTuple):
+    window: int
+    states: Sequence[bytes]
+
+    def data(self, recorder: "KvEventRecorder") -> dict[str, Any]:
+        hashes = [recorder.engine_hash(state) for state in self.states]
+        return {"type": "removed", "block_hashes": hashes}
+
+
+class _Moved(NamedTuple):
+    window: int
+    state: bytes
+    old_level: int
+    new_level: int
+
+    def data(self, recorder: "KvEventRecorder") -> dict[str, Any]:
+        return {
+            "type": "updated",
+            "block_hash": recorder.engine_hash(self.state),
+            "cache_level": {
+                "type": "event_diff",
+                "old_value": self.old_level,
+                "new_value": self.new_level,
+            },
+            "priority": None,
+        }
+
+
+_Record = _Created | _Stored | _Removed | _Moved
+
+
+class _Batch(NamedTuple):
+    """What one rank did in one iteration; ids count from `first_id`."""
+
+    recorder: "KvEventRecorder"
+    first_id: int
+    records: Sequence[_Record]
+
+
+class KvEventQueue:
+    """Events of one engine that nobody has taken yet, all ranks; 0 = off, nothing is kept.
+
+    Beyond `max_events` the oldest are dropped and counted, which shows as a gap in the ids of a rank.
+    """
+
+    def __init__(self, max_events: int) -> None:
+        if max_events < 0:
+            raise ValueError(f"max_events must be >= 0, got {max_events}")
+        self.max_events = max_events
+        self.n_dropped = 0
+        # A batch rather than each event is an entry: a full queue is a burden to the garbage collector.
+        self._batches: deque[_Batch] = deque()
+        self._n_gone = 0  # of the first batch
+        self._n_events = 0
+        self.arrivals = Arrivals()
+
+    def put(self, batch: _Batch) -> None:
+        """Add what one rank did in one iteration."""
+        if not self.max_events:
+            return
+        self._batches.append(batch)
+        self._n_events += len(batch.records)
+        excess = self._n_events - self.max_events
+        if excess > 0:
+            self.n_dropped += excess
+            for _ in self._first(excess):
+                pass
+        self.arrivals.announce()
+
+    def take(self, limit: int | None = None) -> list[dict[str, Any]]:
+        """The oldest `limit` events, or all, as dicts; they are gone then."""
+        n = self._n_events if limit is None else min(limit, self._n_events)
+        return [
+            _as_dict(batch.recorder, batch.first_id + i, batch.records[i])
+            for batch, indices in self._first(n)
+            for i in indices
+        ]
+
+    def _first(self, n_events: int) -> Iterator[tuple[_Batch, range]]:
+        """Remove that many events from the front; gives those of each batch."""
+        self._n_events -= n_events
+        while n_events:
+            batch, start = self._batches[0], self._n_gone
+            stop = min(start + n_events, len(batch.records))
+            n_events -= stop - start
+            self._n_gone = stop
+            if stop == len(batch.records):
+                self._batches.popleft()
+                self._n_gone = 0
+            yield batch, range(start, stop)
+
+
+class KvEventRecorder:
+    """What one rank's cache does, in order, kept back until `flush`.
+
+    A model with sliding-window layers has several `windows`; the largest covers the whole context. All
+    of them announce the same blocks; a smaller one announces at once as removed those that lie before
+    it. `salt` makes the hashes of this engine differ from those of others, and `rank` None leaves
+    `attention_dp_rank` out. `newest` adds the keys of TensorRT-LLM 1.3 and later.
+    """
+
+    def __init__(
+        self,
+        queue: KvEventQueue,
+        *,
+        rank: int | None,
+        windows: tuple[int, ...],
+        block_tokens: int,
+        salt: bytes,
+        newest: bool,
+    ) -> None:
+        if not windows or min(windows) < 1 or len({*windows}) < len(windows):
+            raise ValueError(f"windows must be different and > 0, got {windows}")
+        self.rank = rank
+        self.windows = windows
+        self.block_tokens = block_tokens
+        self.newest = newest
+        self._queue = queue
+        self._key = blake2b(salt, digest_size=32).digest()
+        self._next_id = 0
+        self._pending: list[_Record] = []
+        # Removals not closed yet, by window: more of them may join.
+        self._removed: dict[int, list[bytes]] = {window: [] for window in windows}
+        # Blocks announced and not removed, by window smaller than the largest.
+        largest = max(windows)
+        self._sliding: dict[int, set[bytes]] = {w: set() for w in windows if w != largest}
+
+    def engine_hash(self, state: bytes) -> int:
+        """The unsigned 64-bit name that this engine has for a block."""
+        return int.from_bytes(blake2b(state, key=self._key, digest_size=8).digest(), "little")
+
+    def created(self, primary_blocks: int, host_blocks: int) -> None:
+        """The pools exist, with this many blocks on the device and on the host."""
+        for window in self.windows:
+            self._add(_Created(window, primary_blocks, host_blocks))
+
+    def stored(
+        self,
+        parent: bytes | None,
+        states: Sequence[bytes],
+        *,
+        packed: bytes,
+        cache_salt: str = "",
+    ) -> None:
+        """Blocks in these `states`, with `packed` tokens, can be reused on the device from now on.
+
+        `parent` is the state of the block in front of them, None at the root. Only the last block may
+        be partly filled.
+        """
+        n_tokens = len(packed) // TOKEN_BYTES
+        for window in self.windows:
+            self._add(_Stored(window, parent, states, packed, cache_salt))
+            live = self._sliding.get(window)
+            if live is not None:
+                n_out = max(0, n_tokens - window) // self.block_tokens
+                self._removed[window].extend(states[:n_out])
+                live.update(states[n_out:])
+
+    def removed(self, state: bytes) -> None:
+        """A block is in no tier any more."""
+        for window, removed in self._removed.items():
+            live = self._sliding.get(window)
+            if live is None:
+                removed.append(state)
+            elif state in live:
+                live.remove(state)
+                removed.append(state)
+
+    def moved(self, state: bytes, old_level: int, new_level: int) -> None:
+        """A block moved between the tiers: 0 is the device, 1 the host."""
+        for window in self.windows:
+            live = self._sliding.get(window)
+            if live is None or state in live:
+                self._add(_Moved(window, state, old_level, new_level))
+
+    def flush(self) -> None:
+        """Give everything since the last time to the queue, with ids; the end of an iteration."""
+        for window in self.windows:
+            self._close_removed(window)
+        if self._pending:
+            self._queue.put(_Batch(self, self._next_id, self._pending))
+            self._next_id += len(self._pending)
+            self._pending = []
+
+    def _add(self, record: _Record) -> None:
+        self._close_removed(record.window)
+        self._pending.append(record)
+
+    def _close_removed(self, window: int) -> None:
+        if self._removed[window]:
+            self._pending.append(_Removed(window, self._removed[window]))
+            self._removed[window] = []
+
+
+def _as_dict(recorder: KvEventRecorder, event_id: int, record: _Record) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "event_id": event_id,
+        "data": record.data(recorder),
+        "window_size": record.window,
+    }
+    if recorder.rank is not None:
+        shown["attention_dp_rank"] = recorder.rank
+    if recorder.newest:
+        shown["layer_group_id"] = recorder.windows.index(record.window)
+        shown["hash_algo"] = HASH_ALGO
+    return shown

@@ -1,0 +1,245 @@
+"""`SimLLM`: a double of `tensorrt_llm.LLM` that needs no GPU and gives checkable tokens.
+
+Same calls, result objects, errors and order of events as the PyTorch backend, for text models; times come
+from a measured profile. The token after a context is a function of that context (`sim_blocks`), so
+sampling settings other than stopping do not change the output, and `min_tokens` lets a stop token pass
+instead of drawing another one. `sim_api` has the versions of TensorRT-LLM that can be imitated.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+from slagate.workers.sim.args import parse_args
+from slagate.workers.sim.build import build_engine
+from slagate.workers.sim.kv_cache.polls import PollResult
+from slagate.workers.sim.outputs import RequestOutput
+from slagate.workers.sim.request import RequestError
+from slagate.workers.sim.settings import SimSettings
+from slagate.workers.sim.submit import Desk, Submission
+from slagate.workers.sim.testing import SimLevers
+from slagate.workers.sim.tokenizer import SimTokenizer, SimVocabulary
+from slagate.workers.sim.versions import ApiTraits
+
+log = logging.getLogger(__name__)
+
+# An executor hands KV cache events over in batches of this many at most, where it hands over batches.
+_BATCH_EVENTS = 256
+
+
+class SimExecutor:
+    """`llm._executor`, as far as a worker looks."""
+
+    def __init__(self) -> None:
+        self._fatal_error: BaseException | None = None
+        self._results: WeakValueDictionary[int, RequestOutput] = WeakValueDictionary()
+
+    def is_shutdown(self) -> bool:
+        """Whether an error has ended it."""
+        return self._fatal_error is not None
+
+    def check_health(self) -> bool:
+        """Whether it takes requests."""
+        return self._fatal_error is None
+
+    def abort_request(self, client_id: int) -> None:
+        """Cancel a request by its id; an unknown or finished one is only logged."""
+        result = self._results.get(client_id)
+        if result is None or result.finished:
+            log.warning("request.abort_unknown", extra={"client_id": client_id})
+        else:
+            result.abort()
+
+
+class SimLLM(SimLevers):
+    """One simulated engine. Owns its KV cache, not the transport, which must serve this engine only.
+
+    The arguments are TensorRT-LLM's (`sim_args`); `sim` has what a real engine has no argument for.
+    Raises `ValueError` naming a wrong argument, `RuntimeError` when there are not enough GPUs, and what
+    `sim.fail_init` says. A subclass gives the version's `generate_async` and `traits`.
+    """
+
+    traits: ClassVar[ApiTraits]
+    generate_async: Callable[..., RequestOutput]
+
+    def __init__(
+        self,
+        model: object,
+        tokenizer: object = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,  # noqa: FBT001, FBT002
+        trust_remote_code: bool = False,  # noqa: FBT001, FBT002
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        *,
+        sim: SimSettings,
+        **kwargs: Any,
+    ) -> None:
+        args = parse_args(
+            model,
+            tokenizer=tokenizer,
+            tokenizer_mode=tokenizer_mode,
+            skip_tokenizer_init=skip_tokenizer_init,
+            trust_remote_code=trust_remote_code,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            revision=revision,
+            tokenizer_revision=tokenizer_revision,
+            **kwargs,
+        )
+        if args.world_size > sim.n_gpus:
+            raise RuntimeError(f"{args.world_size} GPUs are needed, this node has {sim.n_gpus}")
+        if sim.pause is not None:
+            sim.pause(sim.init_s)
+        if sim.fail_init is not None:
+            raise sim.fail_init
+        max_seq_len = args.max_seq_len or sim.model_max_seq_len
+        args.max_seq_len = max_seq_len
+        self.llm_id = f"sim-{sim.node_id}-{sim.process_id}"
+        self.args = args
+        self.tokenizer: SimTokenizer | None = None
+        if not skip_tokenizer_init:
+            self.tokenizer = SimTokenizer(
+                SimVocabulary(vocab_size=sim.vocab_size, eos_token_id=sim.tokenizer_end_id)
+            )
+        parts = build_engine(args, sim, traits=self.traits, max_seq_len=max_seq_len)
+        self._engine, self._ranks, self._stats, self._events = parts
+        self._engine.on_fatal = self.inject_fatal
+        self._block_tokens = args.kv_cache_config.tokens_per_block
+        self._desk = Desk(
+            args,
+            settings=sim,
+            traits=self.traits,
+            tokenizer=self.tokenizer,
+            max_seq_len=max_seq_len,
+            capacity_tokens=self._ranks[0].cache.total_blocks * self._block_tokens,
+        )
+        self._executor: SimExecutor | None = SimExecutor()
+        # TensorRT-LLM's client ids start at 2 too.
+        self._last_id = 1
+
+    def __enter__(self) -> "SimLLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("an LLM cannot be pickled")
+
+    def _submit(self, submission: Submission) -> RequestOutput:
+        """What every version's `generate_async` does; needs a running loop.
+
+        Raises at once: `ValueError` or `TypeError` on bad arguments, `NotImplementedError` on what is
+        not simulated, `RuntimeError` when the engine is shut down or dead.
+        """
+        if self._executor is None:
+            raise RuntimeError("LLM is shutting down")
+        if self._executor._fatal_error is not None:
+            raise RuntimeError(f"executor died: {self._executor._fatal_error}")
+        sequences = self._desk.checked_request(self._last_id + 1, submission)
+        self._last_id += 1
+        result = sequences[0].feed.result
+        problem = self._desk.enqueue_problem(sequences[0])
+        if problem is not None:
+            result.fail(RequestError(problem))
+            return result
+
+        def abort() -> None:
+            for sequence in sequences:
+                self._engine.abort(sequence)
+
+        result.on_abort(abort)
+        self._executor._results[self._last_id] = result
+        for sequence in sequences:
+            self._engine.submit(sequence)
+        return result
+
+    def generate(
+        self, inputs: Any, sampling_params: Any = None, *, use_tqdm: bool = True, **arguments: Any
+    ) -> Any:
+        """Run one prompt, or a list of prompts, on a loop of its own and return the finished results.
+
+        Every argument may be a list with one item a prompt. Raises `RuntimeError` on a running loop, which
+        it would block, and otherwise as `generate_async` and its result.
+        """
+        del use_tqdm
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            pass
+        else:
+            raise RuntimeError("generate would block the running loop; use generate_async")
+        one = not (isinstance(inputs, list) and inputs) or isinstance(inputs[0], int)
+        prompts: Sequence[Any] = [inputs] if one else inputs
+        given = {"sampling_params": sampling_params, **arguments}
+
+        async def run() -> list[RequestOutput]:
+            results = [
+                self.generate_async(
+                    prompt,
+                    **{
+                        name: value[i] if isinstance(value, list) else value
+                        for name, value in given.items()
+                    },
+                )
+                for i, prompt in enumerate(prompts)
+            ]
+            return [await result for result in results]
+
+        results = asyncio.run(run())
+        return results[0] if one else results
+
+    def get_stats_async(self, timeout: float | None = 2) -> PollResult:
+        """Iterations not read yet, as dicts; ends when none comes for `timeout` seconds."""
+        # There is no stats queue before the first request, so nothing is waited for.
+        timeout_s = (timeout or 0) if self._last_id > 1 else 0
+        return PollResult(self._stats.take, self._stats.arrivals, timeout_s=timeout_s)
+
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """Iterations not read yet; what would have to be waited for does not come without a loop."""
+        del timeout
+        rows = []
+        while (row := self._stats.take()) is not None:
+            rows.append(row)
+        return rows
+
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> PollResult:
+        """KV cache events not read yet; ends when none comes for `timeout` seconds.
+
+        Raises `AssertionError` before the first request, as TensorRT-LLM does.
+        """
+        assert self._last_id > 1, "there are no KV cache events before the first request"
+        timeout_s = (timeout or 0) if self._events.max_events else 0
+        return PollResult(self._next_events, self._events.arrivals, timeout_s=timeout_s)
+
+    def _next_events(self) -> Any | None:
+        """What one step of polling gives: a list where executors hand events over in batches, or one."""
+        if self.traits.nests_events:
+            return self._events.take(_BATCH_EVENTS) or None
+        return next(iter(self._events.take(1)), None)
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[Any]:
+        """KV cache events not read yet, without waiting. Raises as `get_kv_cache_events_async`."""
+        del timeout
+        assert self._last_id > 1, "there are no KV cache events before the first request"
+        items = []
+        while (item := self._next_events()) is not None:
+            items.append(item)
+        return items
+
+    def inject_fatal(self, error: BaseException) -> None:
+        """Kill the engine as a fatal executor error does: every pending result raises `error`."""
+        if self._executor is not None:
+            self._executor._fatal_error = error
+        self._engine.fail_all(error)
+
+    def shutdown(self) -> None:
+        """Stop; pending results raise `RuntimeError`. No-op the second time."""
+        if self._executor is not None:
+            self._executor = None
+            self._engine.fail_all(RuntimeError("LLM was shut down"))

@@ -1,0 +1,350 @@
+"""Results of the simulated engine, in the shape of TensorRT-LLM's `RequestOutput`.
+
+The engine writes a request through one `OutputFeed` a sequence; the caller reads the `RequestOutput`.
+
+One sequence of a simulated engine's result, as the caller sees it.
+"""
+
+import asyncio
+from collections.abc import Callable, Generator
+from copy import copy
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from slagate.workers.sim.kv_cache.cache import Allocation
+from slagate.workers.sim.logprobs import LogprobMaker, chosen_logprob
+from slagate.workers.sim.perf import KvCacheMetrics, RequestPerfMetrics, metrics_dict
+from slagate.workers.sim.request import DisaggregatedParams12, SamplingParams12
+from slagate.workers.sim.tokenizer import SimTokenizer
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence; `token_ids`, `text` and `logprobs` are cumulative."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    generation_logits: None = None
+    disaggregated_params: DisaggregatedParams12 | None = None
+    request_perf_metrics: RequestPerfMetrics | None = None
+    _n_seen: int = 0
+    _n_text_seen: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids)
+
+    @property
+    def token_ids_diff(self) -> list[int]:
+        """Tokens that are new since the previous yield."""
+        return self.token_ids[self._n_seen :]
+
+    @property
+    def text_diff(self) -> str:
+        """Text that is new since the previous yield."""
+        return self.text[self._n_text_seen :]
+
+    def mark_seen(self) -> None:
+        """A yield: what is there now is not new any more."""
+        self._n_seen, self._n_text_seen = len(self.token_ids), len(self.text)
+
+    def extend(
+        self, tokens: list[int], logprobs: list[Any], *, tokenizer: SimTokenizer | None
+    ) -> None:
+        """Append what is new; text only with a tokenizer."""
+        self.token_ids += tokens
+        self.logprobs += logprobs
+        if tokenizer is not None:
+            self.text += tokenizer.decode(tokens)
+
+    def trim(self, n_tokens: int, *, tokenizer: SimTokenizer | None) -> None:
+        """Take a stop word off the end."""
+        if n_tokens:
+            del self.token_ids[-n_tokens:], self.logprobs[-n_tokens:]
+            if tokenizer is not None:
+                self.text = tokenizer.decode(self.token_ids)
+
+    @property
+    def logprobs_diff(self) -> list[Any]:
+        """Log probabilities that are new since the previous yield."""
+        return self.logprobs[self._n_seen :]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """What a request's results contain and how often they come.
+
+    `stream_interval` is in tokens; `tokenizer` None means no text, `logprobs` None no log
+    probabilities.
+    """
+
+    streaming: bool = False
+    stream_interval: int = 1
+    tokenizer: SimTokenizer | None = None
+    logprobs: LogprobMaker | None = None
+    prompt_logprobs: tuple[Any, ...] = ()
+    perf_metrics: bool = False
+
+
+class RequestOutput:
+    """A request's result: an async iterator that yields this same object, changed in place.
+
+    What the engine brings becomes visible at the next yield only. Several tokens may arrive in one yield,
+    because of `stream_interval` or because the reader is slower than the engine. It ends when each of its
+    `feeds` has ended. One reader, on the loop it was made on.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: list[int],
+        *,
+        sampling_params: SamplingParams12,
+        form: OutputForm,
+        prompt: str | None = None,
+        disaggregated_params: DisaggregatedParams12 | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.sampling_params = sampling_params
+        self.finished = False
+        self.cached_tokens = 0
+        self.context_logits: None = None
+        self.mm_embedding_handle: None = None
+        self.disaggregated_params = copy(disaggregated_params)
+        self.decoding_iter = 0
+        self.avg_decoded_tokens_per_iter: float | None = None
+        self.metrics_dict: dict[str, Any] = {}
+        self._loop = asyncio.get_running_loop()
+        self._form = form
+        n_sequences = sampling_params.best_of or 1
+        self.feeds = [OutputFeed(self, index, form) for index in range(n_sequences)]
+        self._abort_request: Callable[[], None] | None = None
+        self._aborted = False
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """The `n` sequences; of more (`best_of`), those with the best cumulative log probability."""
+        outputs = [feed.output for feed in self.feeds]
+        n = self.sampling_params.n
+        if n < len(outputs):
+            outputs.sort(key=lambda output: -(output.cumulative_logprob or 0.0))
+            for index, output in enumerate(outputs):
+                output.index = index
+        return outputs[:n]
+
+    def abort(self) -> None:
+        """Cancel the request; one last yield says "cancelled". No-op once it has ended."""
+        self._aborted = True
+        if self._abort_request is not None:
+            self._abort_request()
+
+    def aborted(self) -> bool:
+        """Whether `abort` was called."""
+        return self._aborted
+
+    def __aiter__(self) -> "RequestOutput":
+        return self
+
+    async def __anext__(self) -> "RequestOutput":
+        """The same object with what is new. Raises `RequestError`, or the engine's fatal error."""
+        while True:
+            unseen = self._form.streaming and any(feed.has_unseen() for feed in self.feeds)
+            if self._error is not None and not unseen:
+                error, self._error = self._error, None
+                self.finished = True
+                raise error
+            if self.finished:
+                raise StopAsyncIteration
+            if unseen or all(feed.closed for feed in self.feeds):
+                self._show()
+                return self
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    async def aresult(self) -> "RequestOutput":
+        """Wait for the end. Raises like iteration does."""
+        async for _ in self:
+            pass
+        return self
+
+    def __await__(self) -> Generator[Any, None, "RequestOutput"]:
+        return self.aresult().__await__()
+
+    def on_abort(self, abort_request: Callable[[], None]) -> None:
+        """What `abort` calls; the engine's side of the request."""
+        self._abort_request = abort_request
+
+    def now_s(self) -> float:
+        """The time on the loop of this request."""
+        return self._loop.time()
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error instead of a last response."""
+        self._error = error
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the reader look again."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _show(self) -> None:
+        for feed in self.feeds:
+            feed.show()
+        first = self.feeds[0]
+        self.decoding_iter = first.output.length
+        self.avg_decoded_tokens_per_iter = 1.0 if first.output.length else None
+        self.disaggregated_params = first.output.disaggregated_params
+        self.finished = all(feed.closed for feed in self.feeds)
+        if self.finished and first.output.request_perf_metrics is not None:
+            self.metrics_dict = metrics_dict(
+                first.output.request_perf_metrics,
+                n_tokens=first.output.length,
+                finish_reason=first.output.finish_reason,
+            )
+
+
+class _Closing(NamedTuple):
+    reason: str
+    stop_reason: int | str | None
+    n_trim: int
+    params: DisaggregatedParams12 | None
+
+
+class OutputFeed:
+    """The engine's end of one sequence of a request: `push*` then `finish`, or `fail` at any time."""
+
+    __slots__ = (
+        "_closing",
+        "_cumulative",
+        "_form",
+        "_logprobs",
+        "_n_pushed",
+        "_n_ready",
+        "_perf",
+        "_tokens",
+        "index",
+        "output",
+        "result",
+    )
+
+    def __init__(self, result: RequestOutput, index: int, form: OutputForm) -> None:
+        self.result = result
+        self.index = index
+        self.output = CompletionOutput(
+            index, disaggregated_params=copy(result.disaggregated_params)
+        )
+        self._form = form
+        self._tokens: list[int] = []
+        self._logprobs: list[Any] = []
+        self._cumulative: float | None = None
+        self._n_pushed = 0
+        self._n_ready = 0
+        self._closing: _Closing | None = None
+        self._perf: RequestPerfMetrics | None = None
+        sampling = result.sampling_params
+        if form.logprobs is not None or sampling.n < (sampling.best_of or 1):
+            self._cumulative = 0.0
+        if form.perf_metrics:
+            self._perf = RequestPerfMetrics()
+            self._perf.timing_metrics.arrival_time = timedelta(seconds=result.now_s())
+
+    @property
+    def closed(self) -> bool:
+        """Whether the sequence has had its `finish`."""
+        return self._closing is not None
+
+    def push(self, token: int, state: bytes) -> None:
+        """One more token, chosen after the context in `state`."""
+        self._tokens.append(token)
+        self._n_pushed += 1
+        if self._form.logprobs is not None:
+            self._logprobs.append(self._form.logprobs.of(token, state))
+        if self._cumulative is not None:
+            self._cumulative += chosen_logprob(token, state)
+        if self._perf is not None:
+            self._perf.mark_token(self.result.now_s())
+        if self._n_pushed == 1 or self._n_pushed % self._form.stream_interval == 0:
+            self._n_ready = len(self._tokens)
+            if self._form.streaming:
+                self.result.wake()
+
+    def finish(
+        self,
+        reason: str,
+        *,
+        stop_reason: int | str | None = None,
+        n_trim: int = 0,
+        params: DisaggregatedParams12 | None = None,
+    ) -> None:
+        """The last response. `n_trim` tokens at the end go; `params` None leaves the request's copy."""
+        if self._closing is None:
+            self._closing = _Closing(reason, stop_reason, n_trim, params)
+            self.result.wake()
+
+    def fail(self, error: BaseException) -> None:
+        """End the whole request with an error instead of a last response."""
+        self.result.fail(error)
+
+    def started(self, now_s: float, allocation: Allocation) -> None:
+        """The sequence was admitted at `now_s`, with these blocks."""
+        if self.index == 0:
+            self.result.cached_tokens = allocation.reused_tokens
+        if self._perf is not None:
+            self._perf.timing_metrics.first_scheduled_time = timedelta(seconds=now_s)
+            self._perf.kv_cache_metrics = KvCacheMetrics(
+                num_total_allocated_blocks=allocation.allocated_blocks,
+                num_new_allocated_blocks=allocation.new_blocks,
+                num_reused_blocks=allocation.reused_blocks,
+                num_missed_blocks=allocation.missed_blocks,
+            )
+
+    def transferred(self, started_s: float, ended_s: float, *, n_bytes: int) -> None:
+        """The prompt's KV cache came from another worker; the result counts all of it as cached."""
+        self.result.cached_tokens = len(self.result.prompt_token_ids)
+        if self._perf is not None:
+            timing = self._perf.timing_metrics
+            timing.kv_cache_transfer_start = timedelta(seconds=started_s)
+            timing.kv_cache_transfer_end = timedelta(seconds=ended_s)
+            timing.kv_cache_size = n_bytes
+
+    def has_unseen(self) -> bool:
+        """Whether a streaming reader has something to look at."""
+        return self._n_ready > 0 or (
+            self._closing is not None and self.output.finish_reason is None
+        )
+
+    def show(self) -> None:
+        """Make visible what is ready, or everything once the sequence has ended."""
+        output, closing = self.output, self._closing
+        output.mark_seen()
+        if output.finish_reason is not None:
+            return
+        n = len(self._tokens) if closing is not None else self._n_ready
+        output.extend(self._tokens[:n], self._logprobs[:n], tokenizer=self._form.tokenizer)
+        del self._tokens[:n], self._logprobs[:n]
+        self._n_ready = 0
+        output.cumulative_logprob = self._cumulative
+        output.prompt_logprobs = list(self._form.prompt_logprobs)
+        if closing is None:
+            return
+        output.trim(closing.n_trim, tokenizer=self._form.tokenizer)
+        output.finish_reason, output.stop_reason = closing.reason, closing.stop_reason
+        output.request_perf_metrics = self._perf
+        if closing.params is not None:
+            output.disaggregated_params = closing.params
+            if hasattr(closing.params, "first_gen_log_probs") and output.logprobs:
+                closing.params.first_gen_log_probs = list(output.logprobs)

@@ -1,0 +1,297 @@
+"""Attention-DP ranks of the simulated engine: what each of them has, and who goes to which.
+
+With attention data parallelism every rank has a KV cache and a batch of its own, and all of them step
+together. An engine without it is one rank.
+
+Sequences of the simulated engine that wait for a rank: their order, and how much they are.
+"""
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from slagate.workers.sim.kv_cache.cache import SimKvCache
+from slagate.workers.sim.kv_cache.events import KvEventRecorder
+from slagate.workers.sim.schedule import SimSchedule
+from slagate.workers.sim.sequence import Chunk, EngineLimits, SimSequence
+from slagate.workers.sim.timing import EngineTiming, PrefillChunk
+
+
+class Queued(NamedTuple):
+    """Sequences that wait for a rank, and the tokens of their prompts: to compute, or to pull."""
+
+    n_prefills: int
+    prefill_tokens: int
+    n_pulls: int
+    pull_tokens: int
+
+
+NONE_QUEUED = Queued(0, 0, 0, 0)
+
+
+class WaitingLine:
+    """Sequences that wait for a rank, in order of arrival, counted as they come and go.
+
+    An iteration asks for the counts each time, and looks at no more of the line than it must.
+    """
+
+    def __init__(self) -> None:
+        # Ordered for cheap removal at the front, which a plain dict has not.
+        self._line: OrderedDict[SimSequence, None] = OrderedDict()
+        self._n_bound: Counter[int | None] = Counter()
+        self._n_pulls = self._n_tokens = self._pull_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[SimSequence]:
+        return iter(self._line)
+
+    @property
+    def totals(self) -> Queued:
+        """How much waits."""
+        n_pulls, pull_tokens = self._n_pulls, self._pull_tokens
+        return Queued(
+            n_prefills=len(self._line) - n_pulls,
+            prefill_tokens=self._n_tokens - pull_tokens,
+            n_pulls=n_pulls,
+            pull_tokens=pull_tokens,
+        )
+
+    def add(self, sequence: SimSequence) -> None:
+        """Put a sequence at the end."""
+        self._line[sequence] = None
+        self._count(sequence, 1)
+
+    def discard(self, sequence: SimSequence) -> None:
+        """Take a sequence out. No-op when it does not wait."""
+        if sequence in self._line:
+            del self._line[sequence]
+            self._count(sequence, -1)
+
+    def wants(self, rank: int) -> bool:
+        """Whether any of them may go to this rank."""
+        return self._n_bound[rank] + self._n_bound[None] > 0
+
+    def walk(self) -> Iterator[SimSequence]:
+        """From the front, while the caller takes out what this gave last, and nothing else."""
+        n_passed, n_part = 0, 8
+        while part := list(islice(self._line, n_passed, n_passed + n_part)):
+            for sequence in part:
+                yield sequence
+                n_passed += sequence in self._line
+            # What was passed is skipped again to get at the next part.
+            n_part *= 2
+
+    def _count(self, sequence: SimSequence, n: int) -> None:
+        self._n_bound[sequence.rank_wanted if sequence.rank_strict else None] += n
+        self._n_tokens += n * sequence.n_prompt
+        if sequence.is_pull:
+            self._n_pulls += n
+            self._pull_tokens += n * sequence.n_prompt
+
+
+class RankStep(NamedTuple):
+    """What one rank does in one iteration, and as of its start: who is new, who is active.
+
+    `context_kv_tokens` are in the cache already of the prompts of which it computes a chunk.
+    """
+
+    decoding: list[SimSequence]
+    chunks: list[Chunk]
+    n_new: int
+    n_active: int
+    context_kv_tokens: int
+    onboarded_tokens: int
+
+    def seconds(self, timing: EngineTiming) -> float:
+        """How long it takes."""
+        chunks = []
+        for sequence, new_tokens in self.chunks:
+            assert sequence.allocation is not None
+            reused = sequence.allocation.reused_tokens
+            earlier = sequence.prefilled_tokens - reused
+            chunks.append(PrefillChunk(new_tokens, earlier, reused))
+        context_tokens = sum([one.kv_tokens for one in self.decoding])
+        return timing.iteration_s(
+            chunks,
+            batch_size=len(self.decoding),
+            context_tokens=context_tokens / max(1, len(self.decoding)),
+            onboarded_tokens=self.onboarded_tokens,
+        )
+
+    def has_work(self) -> bool:
+        """Whether anything it computes is still wanted."""
+        return any(not one.done for one in self.decoding) or any(
+            not chunk.sequence.done for chunk in self.chunks
+        )
+
+
+class Iteration(NamedTuple):
+    """One running engine iteration; `steps` has one entry a rank."""
+
+    started_s: float
+    ends_s: float
+    steps: list[RankStep]
+    timer: asyncio.TimerHandle
+
+    def has_work(self) -> bool:
+        """Whether anything it computes is still wanted."""
+        return any(step.has_work() for step in self.steps)
+
+
+class SimRank:
+    """Cache, schedule and event recorder of one rank; `recorder` None is a cache without events."""
+
+    def __init__(
+        self,
+        index: int,
+        cache: SimKvCache,
+        limits: EngineLimits,
+        *,
+        recorder: KvEventRecorder | None = None,
+    ) -> None:
+        self.index = index
+        self.cache = cache
+        self.schedule = SimSchedule(cache, limits)
+        self._limits = limits
+        self._recorder = recorder
+        self._n_new = 0
+        self._n_completed = 0
+        self._onboarded_blocks = 0
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """(running sequences, used blocks): less is a better place for the next one."""
+        return self.schedule.n_running, self.cache.used_blocks
+
+    def admit(self, sequence: SimSequence) -> bool:
+        """Let a sequence in; False when it must wait."""
+        if not self.schedule.admit(sequence):
+            return False
+        assert sequence.allocation is not None
+        sequence.rank = self.index
+        self._n_new += 1
+        self._onboarded_blocks += sequence.allocation.onboarded_blocks
+        return True
+
+    def plan(self) -> RankStep:
+        """The next iteration of this rank, with what was admitted since the last plan."""
+        decoding = list(self.schedule.decoding)
+        # A decoding request takes one token of the budget each.
+        chunks = self.schedule.plan_chunks(self._limits.max_num_tokens - len(decoding))
+        step = RankStep(
+            decoding,
+            chunks,
+            n_new=self._n_new,
+            n_active=self.schedule.n_running,
+            context_kv_tokens=sum([chunk.sequence.prefilled_tokens for chunk in chunks]),
+            onboarded_tokens=self._onboarded_blocks * self._limits.block_tokens,
+        )
+        self._n_new = self._onboarded_blocks = 0
+        return step
+
+    def completed(self) -> None:
+        """A sequence of this rank has ended, however."""
+        self._n_completed += 1
+
+    def take_completed(self) -> int:
+        """How many sequences have ended since the last time."""
+        n_completed, self._n_completed = self._n_completed, 0
+        return n_completed
+
+    def flush(self) -> None:
+        """Publish what its cache did."""
+        if self._recorder is not None:
+            self._recorder.flush()
+
+
+class RankGroup:
+    """All ranks of an engine, and the sequences that wait for one, in order of arrival.
+
+    No sequence is overtaken on a rank that it could go to: once one finds no room on a rank, those
+    behind it do not get there in the same round. `ranks` and `waiting` are to be read only.
+    """
+
+    def __init__(self, ranks: Sequence[SimRank], limits: EngineLimits) -> None:
+        self.ranks = ranks
+        self.waiting = WaitingLine()
+        self._buffer_tokens = limits.max_tokens_in_buffer
+
+    @property
+    def n_running(self) -> int:
+        """Sequences admitted and not finished."""
+        return sum([rank.schedule.n_running for rank in self.ranks])
+
+    def sequences(self) -> list[SimSequence]:
+        """Everything that waits or runs."""
+        running = [one for rank in self.ranks for one in rank.schedule.sequences()]
+        return [*self.waiting, *running]
+
+    def is_ready(self) -> bool:
+        """Whether an iteration may have something to do."""
+        return len(self.waiting) > 0 or any(rank.schedule.is_ready() for rank in self.ranks)
+
+    def flush(self) -> None:
+        """Publish what the caches did."""
+        for rank in self.ranks:
+            rank.flush()
+
+    def add(self, sequence: SimSequence) -> None:
+        """Put a sequence at the end of the line."""
+        self.waiting.add(sequence)
+
+    def remove(self, sequence: SimSequence, *, keeps_blocks: bool) -> None:
+        """Take a sequence out, wherever it is, and free what it holds unless it `keeps_blocks`."""
+        self.waiting.discard(sequence)
+        rank = self.ranks[sequence.rank or 0]
+        rank.completed()
+        rank.schedule.remove(sequence)
+        if not keeps_blocks:
+            rank.schedule.free(sequence)
+
+    def admit(self) -> Iterator[SimSequence]:
+        """Let in what fits, one at a time: a place that the caller frees meanwhile is seen."""
+        closed = {rank.index for rank in self.ranks if rank.schedule.is_full()}
+        closed.update([rank.index for rank in self.ranks if not self.waiting.wants(rank.index)])
+        if len(closed) == len(self.ranks):
+            return
+        for sequence in self.waiting.walk():
+            if self._must_wait(sequence):
+                continue
+            choices = self._choices(sequence)
+            for rank in choices:
+                if rank.index not in closed and rank.admit(sequence):
+                    self.waiting.discard(sequence)
+                    yield sequence
+                    break
+            else:
+                closed.update([rank.index for rank in choices])
+                if len(closed) == len(self.ranks):
+                    return
+
+    def _must_wait(self, sequence: SimSequence) -> bool:
+        """Whether no room would help: a branch before its prompt is there, a pull beyond the buffer."""
+        if sequence.is_pull:
+            # TensorRT-LLM never starts such a transfer and says nothing.
+            return self._buffer_tokens is not None and sequence.n_prompt > self._buffer_tokens
+        first = sequence.first
+        return first is not None and first.chain is None and not first.done
+
+    def _choices(self, sequence: SimSequence) -> Sequence[SimRank]:
+        """Ranks that may take a sequence, best first."""
+        ranks = self.ranks
+        if len(ranks) == 1:
+            return ranks
+        if sequence.first is not None and sequence.first.rank is not None:
+            # Its prompt is in that cache.
+            return ranks[sequence.first.rank : sequence.first.rank + 1]
+        by_load = sorted(ranks, key=lambda rank: rank.load)
+        wanted = sequence.rank_wanted
+        if wanted is None:
+            return by_load
+        if sequence.rank_strict:
+            return [ranks[wanted]]
+        return [ranks[wanted], *(rank for rank in by_load if rank.index != wanted)]

@@ -1,0 +1,103 @@
+"""One sequence inside the simulated engine, and the limits it runs under."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from slagate.workers.sim.kv_cache.blocks import TOKEN_BYTES, Prompt, TokenChain, token_bytes
+from slagate.workers.sim.kv_cache.cache import Allocation
+from slagate.workers.sim.outputs import OutputFeed
+from slagate.workers.sim.request import DisaggregatedParams12, LogitsProcessor
+from slagate.workers.sim.stop import StopRules
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What bounds an iteration of one rank, and the sizes all workers of one model must agree on.
+
+    `max_tokens_in_buffer` bounds the prompt that a decode worker can receive; None is no bound.
+    """
+
+    max_batch_size: int
+    max_num_tokens: int
+    block_tokens: int
+    vocab_size: int
+    kv_block_bytes: int
+    chunked_prefill: bool = True
+    max_tokens_in_buffer: int | None = None
+
+
+class CacheContent(NamedTuple):
+    """Tokens in the cache, packed, and the states of the full blocks they make."""
+
+    states: Sequence[bytes]
+    packed: bytes
+
+
+@dataclass(slots=True, eq=False)
+class SimSequence:
+    """One output of a request as submitted (first part), and how far the engine is with it.
+
+    `branch` is its index among the parallel outputs of the request; `first` is the sequence of branch 0
+    for the others, which run on its rank and reuse its prompt. `rank_wanted` without `rank_strict` is a
+    preference. `kv_tokens` counts tokens in the cache: the newest generated one is not there yet.
+    """
+
+    feed: OutputFeed
+    prompt: Prompt
+    n_prompt: int
+    max_tokens: int
+    stop: StopRules
+    request_type: str
+    params: DisaggregatedParams12 | None
+    branch: int = 0
+    first: "SimSequence | None" = None
+    rank_wanted: int | None = None
+    rank_strict: bool = False
+    processors: tuple[LogitsProcessor, ...] = ()
+
+    rank: int | None = None
+    allocation: Allocation | None = None
+    chain: TokenChain | None = None
+    prefilled_tokens: int = 0
+    kv_tokens: int = 0
+    generated: list[int] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def request_id(self) -> int:
+        """The id of the request that this is an output of."""
+        return self.feed.result.request_id
+
+    @property
+    def is_pull(self) -> bool:
+        """Whether its prompt comes from another worker."""
+        return self.request_type == "generation_only"
+
+    def start_chain(self, parent: bytes, block_tokens: int) -> None:
+        """The whole prompt is in the cache; `parent` is the state of its last full block."""
+        whole = self.n_prompt - self.n_prompt % block_tokens
+        tail = self.prompt.packed[whole * TOKEN_BYTES :]
+        self.chain = TokenChain(parent, tail, block_tokens)
+        self.kv_tokens = self.n_prompt
+
+    def leading(self, n_tokens: int, block_tokens: int) -> CacheContent:
+        """The first `n_tokens` of the prompt."""
+        states = self.prompt.states[: n_tokens // block_tokens]
+        return CacheContent(states, self.prompt.packed[: n_tokens * TOKEN_BYTES])
+
+    def cached(self, block_tokens: int) -> CacheContent:
+        """Everything of it that is in the cache: while it prefills, what is computed so far."""
+        if self.chain is None:
+            return self.leading(self.prefilled_tokens, block_tokens)
+        full = self.prompt.states[: self.n_prompt // block_tokens]
+        # The newest token is never in the cache.
+        generated = token_bytes(self.generated[:-1])
+        return CacheContent([*full, *self.chain.filled], self.prompt.packed + generated)
+
+
+class Chunk(NamedTuple):
+    """Prompt tokens of one sequence computed in one iteration."""
+
+    sequence: SimSequence
+    new_tokens: int

@@ -1,0 +1,298 @@
+"""What the simulated engine checks of a request before it runs, and when it says so.
+
+TensorRT-LLM raises some errors out of `generate_async` and reports others, found later by its executor
+process, while the result is iterated; `checked_request` raises the first kind, `enqueue_problem`
+names the second.
+
+What a caller may give as a prompt, and the token ids it becomes.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from slagate.workers.sim.args import TorchLlmArgs
+from slagate.workers.sim.kv_cache.blocks import Prompt, block_states, seed_state, token_bytes
+from slagate.workers.sim.logits import processors_of
+from slagate.workers.sim.logprobs import LogprobMaker
+from slagate.workers.sim.outputs import OutputForm, RequestOutput
+from slagate.workers.sim.request import DisaggregatedParams12, PreprocessedInputs, SamplingParams12
+from slagate.workers.sim.sequence import SimSequence
+from slagate.workers.sim.settings import SimSettings
+from slagate.workers.sim.stop import StopRules, StopWord
+from slagate.workers.sim.tokenizer import SimTokenizer
+from slagate.workers.sim.versions import ApiTraits
+
+_MEDIA = ("multi_modal_data", "multi_modal_embeddings")
+
+
+class PromptTokens(NamedTuple):
+    """A prompt as a list and packed as uint32; `text` is None unless it was given."""
+
+    tokens: list[int]
+    packed: bytes
+    text: str | None
+
+
+def prompt_tokens(
+    inputs: Any, *, tokenizer: SimTokenizer | None, vocab_size: int, pulls: bool
+) -> PromptTokens:
+    """Reads a string, token ids (also as an int32 array), a dict of either, or preprocessed inputs.
+
+    `pulls` is true for a request whose prompt comes from another worker. Raises `TypeError`, `ValueError`,
+    or `NotImplementedError` for media, which this engine does not have.
+    """
+    if isinstance(inputs, PreprocessedInputs):
+        inputs = inputs.prompt_token_ids
+    text = None
+    if isinstance(inputs, dict):
+        _check_media(inputs, pulls=pulls)
+        text = inputs.get("prompt")
+        inputs = inputs.get("prompt_token_ids", text)
+    if isinstance(inputs, str):
+        if tokenizer is None:
+            raise ValueError("text prompts need a tokenizer; give prompt_token_ids")
+        text, inputs = inputs, tokenizer.encode(inputs)
+    # An int32 array, as newer TensorRT-LLM takes. Bytes must not pass as a list of ints.
+    if hasattr(inputs, "tolist"):
+        inputs = inputs.tolist()
+    if not isinstance(inputs, list):
+        raise TypeError(f"inputs must be text, token ids or a dict, not {type(inputs).__name__}")
+    if not inputs:
+        raise ValueError("prompt_token_ids is empty")
+    packed = token_bytes(inputs)
+    if max(inputs) >= vocab_size:
+        raise ValueError(f"prompt_token_ids: {max(inputs)} is outside the vocabulary")
+    return PromptTokens(inputs, packed, text)
+
+
+def _check_media(inputs: dict[str, Any], *, pulls: bool) -> None:
+    if "mm_processor_kwargs" in inputs and not isinstance(inputs["mm_processor_kwargs"], dict):
+        raise TypeError("mm_processor_kwargs must be a dict")
+    for name in _MEDIA:
+        if inputs.get(name):
+            if pulls:
+                raise ValueError(f"{name} must not come with a generation_only request")
+            raise NotImplementedError(f"{name} is not simulated")
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """The arguments of one `generate_async`, not checked yet."""
+
+    inputs: Any
+    sampling_params: Any = None
+    lora_request: object | None = None
+    streaming: bool = False
+    disaggregated_params: Any = None
+    scheduling_params: Any = None
+    cache_salt: str | None = None
+    priority: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What a request is checked against: the engine's arguments and the version's types."""
+
+    args: TorchLlmArgs
+    settings: SimSettings
+    traits: ApiTraits
+    tokenizer: SimTokenizer | None
+    max_seq_len: int
+    capacity_tokens: int  # of one rank's KV cache
+
+    def checked_request(self, request_id: int, call: Submission) -> list[SimSequence]:
+        """A request's sequences, one an output, `max_tokens` cut to the context window.
+
+        Raises `TypeError` or `ValueError`, the version's error for a prompt that is too long, and
+        `NotImplementedError` for what is not simulated.
+        """
+        sampling = self._sampling(call)
+        params = call.disaggregated_params
+        kind = self._request_type(params)
+        prompt = self.prompt_of(call.inputs, pulls=kind == "generation_only")
+        n_prompt, limit = len(prompt.tokens), self.args.max_num_tokens
+        chunked = self.args.enable_chunked_prefill or kind == "generation_only"
+        if n_prompt > limit and not chunked:
+            raise self.traits.overlong_error(
+                f"prompt of {n_prompt} tokens is above max_num_tokens {limit}; "
+                "enable_chunked_prefill would allow it"
+            )
+        n_sequences = sampling.best_of or 1
+        if n_sequences > self.args.max_batch_size:
+            raise ValueError(
+                f"n: {n_sequences} sequences are above max_batch_size {self.args.max_batch_size}"
+            )
+        if kind != "context_and_generation" and n_sequences > 1:
+            raise ValueError("n must be 1 for a disaggregated request")
+        if kind == "context_only":
+            sampling = replace(sampling, max_tokens=1)
+        seed = seed_state(self.args.model, call.cache_salt or "")
+        block_tokens = self.args.kv_cache_config.tokens_per_block
+        states = block_states(prompt.packed, seed, block_tokens)
+        result = RequestOutput(
+            request_id,
+            prompt.tokens,
+            sampling_params=sampling,
+            form=self._form(sampling, prompt, seed, streaming=call.streaming),
+            prompt=prompt.text,
+            disaggregated_params=params,
+        )
+        room = self.max_seq_len - n_prompt
+        max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+        if max_tokens > room > 0:
+            log.warning("request.max_tokens_cut", extra={"max_tokens": max_tokens, "room": room})
+        scheduling = call.scheduling_params
+        first = SimSequence(
+            feed=result.feeds[0],
+            prompt=Prompt(seed, states, prompt.packed, call.cache_salt or ""),
+            n_prompt=n_prompt,
+            max_tokens=min(max_tokens, room),
+            stop=self._stop_rules(sampling, kind),
+            request_type=kind,
+            params=params,
+            rank_wanted=None if scheduling is None else scheduling.attention_dp_rank,
+            rank_strict=scheduling is not None and scheduling.attention_dp_relax is False,
+            processors=processors_of(sampling),
+        )
+        others = [
+            replace(first, feed=feed, branch=feed.index, first=first, generated=[])
+            for feed in result.feeds[1:]
+        ]
+        return [first, *others]
+
+    def prompt_of(self, inputs: Any, *, pulls: bool = False) -> PromptTokens:
+        """As `prompt_tokens`, for this engine."""
+        return prompt_tokens(
+            inputs,
+            tokenizer=self.tokenizer,
+            vocab_size=self.settings.vocab_size,
+            pulls=pulls,
+        )
+
+    def _sampling(self, call: Submission) -> SamplingParams12:
+        """The sampling parameters, with the tokenizer's end-of-text filled in."""
+        types, sampling = self.traits, call.sampling_params
+        if sampling is None:
+            sampling = types.sampling_params()
+        _check_type("sampling_params", sampling, types.sampling_params)
+        if call.scheduling_params is not None:
+            _check_type("scheduling_params", call.scheduling_params, types.scheduling_params)
+        if call.priority is not None and not 0.0 <= call.priority <= 1.0:
+            raise ValueError(f"priority must be in [0, 1], got {call.priority}")
+        for name, asked in {
+            "guided_decoding": sampling.guided_decoding,
+            "lora_request": call.lora_request,
+            "apply_batched_logits_processor": sampling.apply_batched_logits_processor or None,
+        }.items():
+            if asked is not None:
+                raise NotImplementedError(f"{name} is not simulated")
+        end_id = sampling.end_id
+        if self.tokenizer is None:
+            if sampling.stop is not None:
+                raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+            if end_id is None:
+                raise ValueError("end_id is needed: the tokenizer is not initialised")
+        elif end_id is None:
+            end_id = self.tokenizer.eos_token_id
+        completed: SamplingParams12 = replace(sampling, end_id=end_id)
+        return completed
+
+    def _request_type(self, params: Any) -> str:
+        """The phase asked for."""
+        if params is None:
+            return "context_and_generation"
+        _check_type("disaggregated_params", params, self.traits.disaggregated_params)
+        if params.request_type is None:
+            raise ValueError("disaggregated_params.request_type is missing")
+        if params.request_type == "generation_only":
+            _check_handoff(params)
+        return str(params.request_type)
+
+    def _form(
+        self, sampling: SamplingParams12, prompt: PromptTokens, seed: bytes, *, streaming: bool
+    ) -> OutputForm:
+        prompt_logprobs: list[Any] = []
+        if (maker := self._maker(sampling, "prompt_logprobs")) is not None:
+            prompt_logprobs = maker.of_prompt(
+                prompt.tokens,
+                seed=seed,
+                block_tokens=self.args.kv_cache_config.tokens_per_block,
+            )
+        return OutputForm(
+            streaming=streaming,
+            stream_interval=self.args.stream_interval,
+            tokenizer=self.tokenizer if sampling.detokenize else None,
+            logprobs=self._maker(sampling, "logprobs"),
+            prompt_logprobs=tuple(prompt_logprobs),
+            perf_metrics=sampling.return_perf_metrics or self.args.return_perf_metrics,
+        )
+
+    def _maker(self, sampling: SamplingParams12, name: str) -> LogprobMaker | None:
+        """What makes the log probabilities that field `name` asks for."""
+        n_top = getattr(sampling, name)
+        if n_top is None:
+            return None
+        simple = getattr(sampling, f"{name}_simple_format", False)
+        form = "flat" if simple else self.settings.logprob_form
+        return LogprobMaker(n_top, form, self.settings.vocab_size)
+
+    def _stop_rules(self, sampling: SamplingParams12, kind: str) -> StopRules:
+        texts = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
+        words = []
+        for text in texts:
+            assert self.tokenizer is not None, "checked with the sampling parameters"
+            words.append(StopWord(text, tuple(self.tokenizer.encode(text))))
+        assert sampling.end_id is not None, "filled in with the sampling parameters"
+        return StopRules(
+            end_id=sampling.end_id,
+            stop_token_ids=sampling.stop_token_ids or (),
+            stop_words=words,
+            min_tokens=sampling.min_tokens or 0,
+            include_stop=sampling.include_stop_str_in_output,
+            ignore_eos=sampling.ignore_eos
+            or (kind == "context_only" and self.settings.handoff_on_stop),
+        )
+
+    def enqueue_problem(self, sequence: SimSequence) -> str | None:
+        """Why the executor refuses a request, by its first sequence, or None."""
+        config = self.args.kv_cache_config
+        sampling = sequence.feed.result.sampling_params
+        if sequence.request_type != "context_and_generation" and not self.args.has_transceiver:
+            return "disaggregated requests need cache_transceiver_config"
+        if sequence.n_prompt >= self.max_seq_len:
+            return (
+                f"prompt of {sequence.n_prompt} tokens does not fit max_seq_len {self.max_seq_len}"
+            )
+        if sequence.max_tokens <= 0:
+            return f"max_tokens must be > 0, got {sequence.max_tokens}"
+        if sampling.use_beam_search and (sampling.best_of or 1) > self.args.max_beam_width:
+            return f"beam width {sampling.best_of} is above max_beam_width"
+        n_ranks, rank = self.args.attention_dp_size, sequence.rank_wanted
+        if self.args.enable_attention_dp and rank is not None and not 0 <= rank < n_ranks:
+            return f"attention_dp_rank {rank} is not one of {n_ranks} ranks"
+        n_tokens = sequence.n_prompt + sequence.max_tokens - 1
+        if n_tokens > self.capacity_tokens:
+            return (
+                f"{n_tokens} tokens never fit a KV cache of {self.capacity_tokens} tokens "
+                f"({config.tokens_per_block} a block)"
+            )
+        return None
+
+
+def _check_type(name: str, value: object, wanted: type) -> None:
+    # Another version's type is a subclass or a base of the right one.
+    if type(value) is not wanted:
+        raise TypeError(f"{name} must be {wanted.__name__}, not {type(value).__name__}")
+
+
+def _check_handoff(params: DisaggregatedParams12) -> None:
+    if params.ctx_request_id is None and getattr(params, "disagg_request_id", None) is None:
+        raise ValueError("generation_only needs ctx_request_id or disagg_request_id")
+    if not isinstance(params.opaque_state, bytes) or not params.opaque_state:
+        raise ValueError("generation_only needs opaque_state, as bytes")
+    if params.multimodal_embedding_handles is not None:
+        raise ValueError("generation_only must not have multimodal_embedding_handles")

@@ -1,0 +1,1 @@
+"""tls: a room of `workers`."""

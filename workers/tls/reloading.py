@@ -1,0 +1,204 @@
+"""TLS of what listens and dials, from files that are followed: handshakes use what is in them now.
+
+    files ──change──▶ read and checked ──▶ `current`: a new context, for new connections
+                                      └──▶ a problem: told, and what was there stays
+
+Each connection keeps the context of its handshake. Whoever does not agree on HTTP/2 (ALPN "h2") is refused.
+"""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import grpc
+
+from slagate.proto.rpc.address import parse_address
+from slagate.proto.rpc.connection_pool import MakeProtocol
+from slagate.workers.runtime.clock import unix_s
+from slagate.workers.runtime.threads import aside
+from slagate.workers.tls.certificate import utc
+from slagate.workers.tls.context import Following, client_context, explained, server_context
+from slagate.workers.tls.files import Pems, TlsError, TlsFiles, read
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Between two looks at the files."""
+
+HANDSHAKE_LIMIT_S = 10.0
+"""For a client that connects."""
+
+REFUSALS_TOLD_S = 1.0
+"""Between two log lines on refused handshakes: anybody can cause any number of them."""
+
+
+class Side:
+    """The files of one side, and what is in use of them."""
+
+    def __init__(self, side: str, files: TlsFiles, *, unix_s: Callable[[], float] = unix_s) -> None:
+        """Raises `TlsError`. `side` says in logs whose they are."""
+        self.files = files
+        self.side = side
+        self._unix_s = unix_s
+        self._stamp = files.stamp()
+        self._asked = anyio.Event()
+        self.current = self._read()
+        self._tell("tls.loaded")
+
+    def _context(self) -> ssl.SSLContext:
+        raise NotImplementedError
+
+    async def follow(self, look_s: float) -> None:
+        """Look at the files for ever; one that has changed is read when it stays so for one look.
+
+        `reread` has them read at once, whatever they look like.
+        """
+        seen = self._stamp
+        while True:
+            with anyio.move_on_after(look_s):
+                await self._asked.wait()
+            is_asked, self._asked = self._asked.is_set(), anyio.Event()
+            before, seen = seen, await aside(self.files.stamp)
+            if is_asked or (seen == before and seen != self._stamp):
+                self._stamp = seen
+                await self._renew()
+
+    def reread(self) -> None:
+        """Have `follow` read the files now."""
+        self._asked.set()
+
+    async def _renew(self) -> None:
+        try:
+            self.current = await aside(self._read)
+        except TlsError as error:
+            log.error("tls.kept", extra={"side": self.side, "reason": str(error)})
+        except Exception:
+            log.exception("tls.bug", extra={"side": self.side})
+        else:
+            self._tell("tls.renewed")
+
+    def _read(self) -> Pems:
+        return read(self.files, self._context, now_s=self._unix_s())
+
+    def _tell(self, event: str) -> None:
+        about = {"side": self.side}
+        if self.files.ca is not None:
+            about["ca"] = str(self.files.ca)
+        if (own := self.current.own) is not None:
+            about |= {"cert": str(self.files.cert), "subject": own.subject, "issuer": own.issuer}
+            about |= {"serial": own.serial, "expires": utc(own.ends_at_s)}
+        log.info(event, extra=about)
+        for warning in self.current.warnings:
+            log.warning("tls.expired", extra={"side": self.side, "reason": warning})
+
+
+class ServerTls(Side):
+    """Of a process's listeners. With a CA bundle, clients without a certificate of it are refused."""
+
+    def __init__(self, side: str, files: TlsFiles, *, unix_s: Callable[[], float] = unix_s) -> None:
+        """As `Side`."""
+        self.on_refused: Callable[[], None] = _nothing
+        self._n_refused = 0
+        self._told_at_s = 0.0
+        super().__init__(side, files, unix_s=unix_s)
+        self.context: ssl.SSLContext = Following(lambda: self.current.context)
+        """For `loop.create_server`: each new connection gets the context that is current."""
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """For one listener of grpc: it asks at each handshake whether there are new certificates."""
+        given = self.current
+
+        def newer() -> Any:
+            nonlocal given
+            found = self.current
+            if found is given:
+                return None
+            given = found
+            return _grpc_configuration(found)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _grpc_configuration(given),
+            newer,
+            require_client_authentication=self.files.ca is not None,
+        )
+
+    def refused(self, why: str) -> None:
+        """Tell of a handshake that failed."""
+        self._n_refused += 1
+        self.on_refused()
+        now_s = self._unix_s()
+        if not 0 <= now_s - self._told_at_s < REFUSALS_TOLD_S:
+            self._told_at_s = now_s
+            about = {"side": self.side, "reason": why, "handshakes": self._n_refused}
+            log.warning("tls.refused", extra=about)
+
+    def _context(self) -> ssl.SSLContext:
+        return server_context(self.refused)
+
+
+class ClientTls(Side):
+    """Of what dials: the server needs a certificate of the CA bundle, for the name that is dialled."""
+
+    async def dial(self, address: str, make: MakeProtocol) -> None:
+        """As `Dial`."""
+        host, port = parse_address(address)
+        name = self.files.server_name or host
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.create_connection(
+                make, host, port, ssl=self.current.context, server_hostname=name
+            )
+        except ssl.SSLError as error:
+            raise OSError(f"TLS: {explained(error)}") from error
+        except ConnectionResetError as error:
+            raise OSError("TLS: the peer closed the connection within the handshake") from error
+
+    def grpc_channel(
+        self, address: str, options: "tuple[tuple[str, Any], ...]"
+    ) -> grpc.aio.Channel:
+        """A channel of grpc, with what is current: it does not follow the files."""
+        pems, name = self.current, self.files.server_name
+        credentials = grpc.ssl_channel_credentials(pems.ca, pems.key or None, pems.chain or None)
+        if name:
+            options = (*options, ("grpc.ssl_target_name_override", name))
+        return grpc.aio.secure_channel(address, credentials, options=options)
+
+    def _context(self) -> ssl.SSLContext:
+        return client_context()
+
+
+def closed_hint(tls: ClientTls | None) -> str:
+    """What may be the matter where a server closes a new connection without a word."""
+    return "; it may want TLS" if tls is None else "; it may not take our certificate"
+
+
+@asynccontextmanager
+async def following(
+    *sides: Side | None, look_s: float = LOOK_S
+) -> AsyncIterator[Callable[[], None]]:
+    """Follow the files of these sides for the time of the block; what it yields has all read at once."""
+    followed = [side for side in sides if side is not None]
+
+    def reread() -> None:
+        for side in followed:
+            side.reread()
+
+    async with anyio.create_task_group() as tasks:
+        for side in followed:
+            tasks.start_soon(side.follow, look_s)
+        yield reread
+        tasks.cancel_scope.cancel()
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
+def _grpc_configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(pems.key, pems.chain)], root_certificates=pems.ca or None
+    )

@@ -1,0 +1,1 @@
+"""trtllm: a room of `workers`."""

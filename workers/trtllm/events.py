@@ -1,0 +1,137 @@
+"""The KV events of one engine: polled while it works, or streamed by it, and fed to whoever subscribes."""
+
+import logging
+from typing import Any
+
+import grpc
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.sinks import Call, Sink
+from slagate.proto.rpc.status import Metadata
+from slagate.workers.errors import Refused
+from slagate.workers.kv_events.engine_sockets import StreamSource, pyzmq_missing, stream_settings
+from slagate.workers.kv_events.engine_stream import KvStreamNormaliser
+from slagate.workers.kv_events.feed import KvFeed
+from slagate.workers.kv_events.fields import work_of
+from slagate.workers.runtime.clock import unix_nanos
+from slagate.workers.trtllm.engine import Engine, setting
+from slagate.workers.trtllm.metrics import Observer
+from slagate.workers.trtllm.poll import EVENT_PACE, Activity, Poller
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+
+
+class EngineEvents:
+    """The feed and what it is fed from, or the reason why an engine has neither."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        activity: Activity,
+        *,
+        instance_id: str,
+        history_batches: int,
+        observer: Observer,
+    ) -> None:
+        """`history_batches` of each rank are kept for subscribers that come back."""
+        self._why_not = engine.events_off()
+        self._n_ranks = engine.n_ranks
+        self._history_batches = history_batches
+        streamed = None
+        if engine.event_stream is not None:
+            streamed = KvStreamNormaliser(ranks=engine.n_ranks, block_tokens=engine.block_tokens)
+        self._feed = KvFeed(
+            ranks=engine.n_ranks,
+            block_tokens=engine.block_tokens,
+            instance_id=instance_id,
+            unix_nanos=unix_nanos,
+            normaliser=streamed,
+            history_batches=history_batches,
+        )
+        self._stream: StreamSource | None = None
+        if streamed is not None and not self._why_not:
+            self._why_not = self._follow(engine, streamed, observer)
+            if self._why_not:
+                # Somebody asked for events, and nobody will get any.
+                log.warning("kv_events.off", extra={"reason": self._why_not})
+        self._poller = Poller(
+            "kv events",
+            lambda: engine.llm.get_kv_cache_events_async(timeout=0),
+            self._feed.take,
+            pace=EVENT_PACE,
+            work=work_of,
+            activity=activity,
+            on_read=observer.drained,
+        )
+
+    def _follow(self, engine: Engine, normaliser: KvStreamNormaliser, observer: Observer) -> str:
+        """Take the engine's own stream as the source; why not, or ""."""
+        config: Any = engine.event_stream
+        given = {
+            name: setting(config, name) for name in ("endpoint", "replay_endpoint", "topic", "hwm")
+        }
+        defaults = {"endpoint": "tcp://*:5557", "topic": "", "hwm": 100_000}
+        given |= {name: one for name, one in defaults.items() if given[name] is None}
+        try:
+            settings = stream_settings(**given, n_ranks=engine.n_ranks)
+        except ValueError as error:
+            return f"kv_cache_config.kv_events_config.{error}"
+        if why_not := engine.ranks_elsewhere() or pyzmq_missing():
+            return f"kv_cache_config.kv_events_config: {why_not}"
+        self._stream = StreamSource(
+            settings, normaliser, take=self._feed.take, on_read=observer.drained
+        )
+        return ""
+
+    async def run(self) -> None:
+        """Poll or listen until cancelled; every stream ends with it."""
+        try:
+            if self._stream is not None:
+                await self._stream.run()
+            elif not self._why_not:
+                await self._poller.run()
+        finally:
+            self._feed.close()
+
+    def close(self) -> None:
+        """End every stream and take no subscriber any more; the events go on being read."""
+        self._feed.close()
+
+    def subscribe(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
+        """As `KvFeed.subscribe`. Raises `Refused`, FAILED_PRECONDITION where there are no events."""
+        if self._why_not:
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, f"kv events: {self._why_not}")
+        return self._feed.subscribe(request, metadata, sink)
+
+    def sources(self, ranks: list[int]) -> list[oe.KvEventSource]:
+        """One a rank asked for, none where events are off. Raises `Refused` for a rank there is not."""
+        for rank in ranks:
+            if rank >= self._n_ranks:
+                raise Refused(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    f"data_parallel_ranks: {rank} is not one of 0..{self._n_ranks - 1}",
+                )
+        if self._why_not:
+            return []
+        return [
+            oe.KvEventSource(
+                transport="grpc",
+                data_parallel_rank=rank,
+                encoding="protobuf",
+                schema_version=SCHEMA_VERSION,
+                buffer_steps=self._history_batches,
+            )
+            for rank in sorted(set(ranks)) or range(self._n_ranks)
+        ]
+
+    def counters(self) -> dict[str, int]:
+        """What was lost on the way and where the streams stand, by name; none where there are no events."""
+        if self._why_not:
+            return {}
+        counts = {f"kv_event_{name}": count for name, count in self._feed.counters().items()}
+        if self._stream is None:
+            return {**counts, "kv_event_poll_errors": self._poller.n_errors}
+        more = {f"kv_event_{name}": count for name, count in self._stream.counters().items()}
+        return {**counts, **more, "kv_event_socket_errors": self._stream.n_errors}

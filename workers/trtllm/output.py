@@ -1,0 +1,208 @@
+"""One output of a request: the engine's cumulative tokens, text and log probabilities as deltas.
+
+What has been sent cannot be taken back, and the engine cuts an excluded stop off only once it is whole.
+So what could still become part of one is held back: at the level of tokens, which is where the engine
+matches, and of text.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.workers.handoff.codec import logprob_of
+
+MAX_PROMPT_ENTRIES = 100_000
+"""Log probabilities of one prompt in one answer, which is made in one turn of the event loop: about a fifth
+of a second. TensorRT-LLM's own server takes ten times as many."""
+
+UNFINISHED_CHARACTER = "\ufffd"
+"""What a detokenizer gives for the first bytes of a character whose last ones are still to come."""
+
+
+class HiddenStop(NamedTuple):
+    """A stop string that the answer must not show, and the tokens the engine looks for."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+class OutputForm(NamedTuple):
+    """What the answer to one request contains."""
+
+    n_outputs: int = 1
+    top_n: int | None = None  # candidates a token; None: no log probabilities at all
+    prompt_top_n: int | None = None  # the same for the prompt
+    has_text: bool = False
+    hidden_stops: tuple[HiddenStop, ...] = ()
+
+
+class OutputCursor:
+    """What of one output has been sent.
+
+    tokens   sent │ new, to be sent now │ held back: may become a stop
+                  n_tokens              visible                      len(token_ids)
+    """
+
+    def __init__(self, index: int, form: OutputForm) -> None:
+        self.index = index
+        self.finished = False
+        self._form = form
+        self._n_tokens = 0
+        self._n_text = 0
+        self._text_overlaps = [Overlap(stop.text) for stop in form.hidden_stops if stop.text]
+        self._token_overlaps = [Overlap(stop.tokens) for stop in form.hidden_stops if stop.tokens]
+        # (tokens, characters that these are sure to be), oldest first: how far the text goes without the
+        # tokens held back. Only results tell, as tokens may decode to other text alone than in a row.
+        self._lengths: deque[tuple[int, int]] = deque([(0, 0)])
+
+    def delta(self, output: Any) -> oe.TokenOutput | None:
+        """What is new and will stay, or None; with the engine's last result, all there is."""
+        tokens: Sequence[int] = output.token_ids
+        text: str = output.text if self._form.has_text else ""
+        n_tokens, n_text = len(tokens), len(text)
+        if output.finish_reason is None:
+            n_tokens -= _held(tokens, self._token_overlaps)
+            n_text = self._visible_text(text, n_tokens, len(tokens))
+        new = range(self._n_tokens, n_tokens)
+        new_text = text[self._n_text : n_text]
+        if not new and not new_text:
+            return None
+        self._n_tokens = max(self._n_tokens, n_tokens)
+        self._n_text = max(self._n_text, n_text)
+        logprobs = output.logprobs if self._form.top_n is not None else ()
+        return oe.TokenOutput(
+            output_index=self.index,
+            tokens=[
+                token_info(tokens[i], logprobs[i] if i < len(logprobs) else None, self._form.top_n)
+                for i in new
+            ],
+            text=new_text,
+        )
+
+    def _visible_text(self, text: str, n_visible: int, n_tokens: int) -> int:
+        """Characters at the start of `text`, of `n_tokens`, that the engine will not take back."""
+        n_text = len(text.rstrip(UNFINISHED_CHARACTER))
+        if not self._form.hidden_stops:
+            return n_text
+        self._lengths.append((n_tokens, n_text))
+        while len(self._lengths) > 1 and self._lengths[1][0] <= n_visible:
+            self._lengths.popleft()
+        held = _held(text[:n_text], self._text_overlaps)
+        # A stop's tokens may decode to more than its text: a leading space, say.
+        return min(n_text - held, self._lengths[0][1])
+
+
+def _held(sequence: Sequence[Any], overlaps: Sequence["Overlap"]) -> int:
+    """Items at the end that are the beginning of a stop."""
+    return max((overlap.follow(sequence) for overlap in overlaps), default=0)
+
+
+class Overlap:
+    """How much of the end of a growing sequence is the beginning of `stop`, and not all of it.
+
+    Each item costs the same, however long the stop is and whatever was there before it: the prefix function
+    of Knuth, Morris and Pratt (SIAM J. Comput. 6, 1977), worked out as far as the sequence has got.
+    """
+
+    __slots__ = ("_borders", "_n_held", "_n_seen", "_stop")
+
+    def __init__(self, stop: Sequence[Any]) -> None:
+        self._stop = stop
+        self._n_seen = 0
+        self._n_held = 0
+        # Of the first n items of the stop: the longest end of theirs that is a beginning of the stop.
+        self._borders = [0, 0]
+
+    def follow(self, sequence: Sequence[Any]) -> int:
+        """The overlap of the sequence, which is the one before and more items behind it.
+
+        >>> [Overlap("hello").follow(text) for text in ("say hel", "hello", "hellhe")]
+        [3, 0, 2]
+        """
+        for i in range(self._n_seen, len(sequence)):
+            self._n_held = self._step(self._n_held, sequence[i])
+        self._n_seen = max(self._n_seen, len(sequence))
+        return self._n_held
+
+    def _step(self, n_held: int, item: Any) -> int:
+        stop, borders = self._stop, self._borders
+        while n_held and stop[n_held] != item:
+            n_held = borders[n_held]
+        if stop[n_held] != item:
+            return 0
+        n_held += 1
+        if n_held == len(borders):
+            n = borders[-1]
+            while n and stop[n] != item:
+                n = borders[n]
+            borders.append(n + (stop[n] == item))
+        return borders[n_held] if n_held == len(stop) else n_held
+
+
+def token_info(token_id: int, entry: Any, top_n: int | None) -> oe.TokenInfo:
+    """A token with its log probability and candidates, as far as the engine's entry has them.
+
+    The entry is {token id: Logprob} that may lack the token itself, a number, or None.
+    """
+    info = oe.TokenInfo(token_id=token_id)
+    if entry is None:
+        return info
+    if not isinstance(entry, dict):
+        info.logprob = logprob_of(entry)
+        return info
+    if token_id in entry:
+        info.logprob = logprob_of(entry[token_id])
+        if (rank := _rank(entry[token_id])) is not None:
+            info.rank = rank
+    if top_n:
+        best = sorted(entry.items(), key=lambda item: (-logprob_of(item[1]), item[0]))[:top_n]
+        info.candidates.extend(_candidate(token, value) for token, value in best)
+    return info
+
+
+def _candidate(token_id: int, value: Any) -> oe.LogProb:
+    return oe.LogProb(token_id=token_id, logprob=logprob_of(value), rank=_rank(value))
+
+
+def _rank(value: Any) -> int | None:
+    return getattr(value, "rank", None)
+
+
+def prompt_output(tokens: Sequence[int], entries: Sequence[Any], top_n: int) -> oe.PromptOutput:
+    """The prompt with its log probabilities; the first token is drawn from nothing, and has none.
+
+    An engine gives one entry a token, or leaves the first one out.
+    """
+    n_missing = len(tokens) - len(entries)
+    infos = [oe.TokenInfo(token_id=tokens[0])]
+    for i in range(1, len(tokens)):
+        entry = entries[i - n_missing] if 0 <= i - n_missing < len(entries) else None
+        infos.append(token_info(tokens[i], entry, top_n))
+    return oe.PromptOutput(tokens=infos)
+
+
+def n_prompt_entries(entries: Sequence[Any], top_n: int) -> int:
+    """Log probabilities in an engine's answer about a prompt that have to be looked at."""
+    if not top_n:
+        return len(entries)
+    return sum(len(entry) if isinstance(entry, dict) else 1 for entry in entries)
+
+
+def finished(index: int, output: Any, *, end_id: int) -> oe.GenerationFinished:
+    """The end of one output."""
+    made = oe.GenerationFinished(output_index=index)
+    if output.finish_reason == "stop":
+        made.reason = oe.FINISH_REASON_STOP
+        if isinstance(output.stop_reason, int):
+            made.stop_match.stop_token_id = output.stop_reason
+        elif isinstance(output.stop_reason, str):
+            made.stop_match.stop_text = output.stop_reason
+        else:
+            made.stop_match.eos_token_id = end_id
+    elif output.finish_reason in ("length", "not_finished"):
+        made.reason = oe.FINISH_REASON_LENGTH
+    else:
+        made.reason = oe.FINISH_REASON_CANCELLED
+        made.message = str(output.finish_reason)
+    return made

@@ -1,0 +1,167 @@
+"""The installed `tensorrt_llm`: the names a worker needs, found by looking, and its log level.
+
+Nothing else of slagate needs the package, and this module imports without it: it is looked for when a
+worker starts, with what moved from one version to the next tried place after place.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import anyio
+
+from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.threads import aside
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+HOW_TO_INSTALL = (
+    "pip install 'slagate[trtllm]' --extra-index-url https://pypi.nvidia.com, on a machine with an NVIDIA "
+    "GPU, or start from NVIDIA's image nvcr.io/nvidia/tensorrt-llm/release; --engine sim needs neither"
+)
+
+_NEEDED = {
+    "LLM": ("tensorrt_llm",),
+    "SamplingParams": ("tensorrt_llm.llmapi.llm", "tensorrt_llm.sampling_params"),
+    "DisaggregatedParams": ("tensorrt_llm.llmapi", "tensorrt_llm.disaggregated_params"),
+    "SchedulingParams": ("tensorrt_llm.scheduling_params",),
+    "RequestError": ("tensorrt_llm.executor.utils",),
+}
+_OPTIONAL = {
+    "MultimodalEncoder": ("tensorrt_llm",),
+    "MetricsCollector": ("tensorrt_llm.metrics",),
+    "GuidedDecodingParams": ("tensorrt_llm.sampling_params",),
+    "LogitsProcessor": ("tensorrt_llm.sampling_params",),
+    "get_global_disagg_request_id": ("tensorrt_llm.llmapi.disagg_utils",),
+}
+
+LOG_LEVEL = "TLLM_LOG_LEVEL"
+
+_LOG_LEVELS = {"debug": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR"}
+
+
+@dataclass(slots=True)
+class EnginePackage:
+    """What one version offers; None for what it lacks."""
+
+    version: str
+    LLM: Any
+    SamplingParams: Any
+    DisaggregatedParams: Any
+    SchedulingParams: Any
+    RequestError: Any
+    MultimodalEncoder: Any | None = None
+    MetricsCollector: Any | None = None
+    GuidedDecodingParams: Any | None = None
+    LogitsProcessor: Any | None = None
+    get_global_disagg_request_id: Any | None = None
+
+
+def check_installed() -> None:
+    """Raises `UsageError` that says what to install. Imports nothing: that takes half a minute."""
+    if importlib.util.find_spec("tensorrt_llm") is None:
+        raise UsageError(
+            f"--engine trtllm needs tensorrt_llm, which is not installed: {HOW_TO_INSTALL}"
+        )
+
+
+def installed_version() -> str | None:
+    """What the installed distribution says of itself; None where there is none. Imports nothing."""
+    try:
+        return importlib.metadata.version("tensorrt_llm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def load_package() -> EnginePackage:
+    """Import the package. Raises `UsageError` where that fails, or where it lacks a name that is needed."""
+    check_installed()
+    try:
+        root = importlib.import_module("tensorrt_llm")
+    except (ImportError, OSError) as error:  # a library of CUDA's or MPI's that is not there
+        raise UsageError(f"tensorrt_llm is installed, and cannot be imported: {error}") from error
+    version = str(getattr(root, "__version__", "unknown"))
+    names = {name: _first(name, places) for name, places in (_NEEDED | _OPTIONAL).items()}
+    missing = [name for name in _NEEDED if names[name] is None]
+    if missing:
+        raise UsageError(
+            f"tensorrt_llm {version} has no {', '.join(missing)}; 1.1 or newer is needed: {HOW_TO_INSTALL}"
+        )
+    return EnginePackage(version, **names)
+
+
+def _first(name: str, places: tuple[str, ...]) -> Any | None:
+    """The name where it is first found."""
+    for place in places:
+        try:
+            module = importlib.import_module(place)
+        except ImportError:
+            continue
+        if hasattr(module, name):
+            return getattr(module, name)
+    return None
+
+
+def set_engine_log_level(level: str, environ: MutableMapping[str, str]) -> None:
+    """Let the engine log from the worker's level on, unless the environment says its own.
+
+    To be called before the package is imported, which reads it once.
+    """
+    environ.setdefault(LOG_LEVEL, _LOG_LEVELS.get(level.lower(), "INFO"))
+
+
+def handoff_ids(package: EnginePackage, instance_id: str) -> Callable[[], int] | None:
+    """Makes ids that both legs of a handoff share, which no other prefill worker makes at that time.
+
+    None for a version that has no such ids. Up to 1.3.0rc21 the place in an id has 10 bits, since then
+    8 for a node and 6 for a process. A worker's place comes of its instance id.
+    """
+    make = package.get_global_disagg_request_id
+    if make is None:
+        return None
+    digest = blake2b(instance_id.encode(), digest_size=4).digest()
+    parameters: Mapping[str, inspect.Parameter] = inspect.signature(make).parameters
+    if "node_id" in parameters:
+        place: tuple[int, ...] = (digest[0], digest[1] % 64)
+    else:
+        place = (int.from_bytes(digest, "big") % 1021,)
+
+    def new_id() -> int:
+        return int(make(*place))
+
+    return new_id
+
+
+def as_usage(construct: Callable[[], _T]) -> Callable[[], _T]:
+    """A `ValueError` of a constructor names an argument; any other error is of the machine."""
+
+    def constructed() -> _T:
+        try:
+            return construct()
+        except ValueError as error:
+            # Where in the engine is for whoever asks why.
+            log.exception("engine.refused")
+            raise UsageError(f"engine arguments: {error}") from error
+
+    return constructed
+
+
+async def shut_down(llm: Any, *, limit_s: float) -> bool:
+    """End an engine in `limit_s`; whether it did. What goes wrong is logged: the process ends anyway."""
+    try:
+        with anyio.fail_after(limit_s):
+            await aside(llm.shutdown)
+    except TimeoutError:
+        log.error("engine.shutdown_timeout", extra={"limit_s": limit_s})
+        return False
+    except Exception:
+        log.exception("engine.shutdown_failed")
+    return True

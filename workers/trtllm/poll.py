@@ -1,0 +1,231 @@
+"""What a worker polls its engine for while it works: KV events and iteration statistics.
+
+TensorRT-LLM has no call that waits for events, and none may be asked for them before its first result. An
+idle engine has nothing new to say, so polling rests with it and costs nothing.
+"""
+
+import asyncio
+import inspect
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+
+from slagate.workers.kv_events.fields import TURN_WORK
+
+log = logging.getLogger(__name__)
+
+ROW_WORK = TURN_WORK
+"""A row has a turn of its own. The poll of a busy engine does not end, its iterations being shorter than
+what the poll waits for one, and whoever asks for the load needs the newest row, not one of long ago."""
+
+LINGER_S = 1.0
+"""How long polling goes on behind the last request: an engine reports a moment after it has answered."""
+
+ERROR_DELAY_S = 1.0
+
+
+class Activity:
+    """Whether the engine works: when it started, and how long it has been idle."""
+
+    def __init__(self) -> None:
+        self.has_answered = False
+        self._n_live = 0
+        self._idle_since_s = 0.0
+        self._changed = anyio.Event()
+
+    def started(self) -> None:
+        """A request was submitted."""
+        self._n_live += 1
+        self._wake()
+
+    def answered(self) -> None:
+        """A result has come: from now on the engine may be polled."""
+        if not self.has_answered:
+            self.has_answered = True
+            self._wake()
+
+    def ended(self) -> None:
+        """A request is over."""
+        self._n_live -= 1
+        self._idle_since_s = asyncio.get_running_loop().time()
+
+    async def rest(self, delay_s: float, *, may_stop: bool) -> None:
+        """Wait that long, and before the first result, or where `may_stop` and all is idle, longer."""
+        if not self._is_over(may_stop=may_stop):
+            await anyio.sleep(delay_s)
+        while self._is_over(may_stop=may_stop):
+            await self._changed.wait()
+
+    def _is_over(self, *, may_stop: bool) -> bool:
+        return not self.has_answered or (may_stop and self._is_idle())
+
+    def _is_idle(self) -> bool:
+        now_s = asyncio.get_running_loop().time()
+        return self._n_live == 0 and now_s >= self._idle_since_s + LINGER_S
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds between polls: `first` behind one that brought something, then growing to `most`."""
+
+    first_s: float
+    factor: float
+    most_s: float
+
+
+EVENT_PACE = Pace(0.005, 1.5, 0.020)
+STATS_PACE = Pace(0.010, 2.0, 0.100)
+
+
+class Poller:
+    """Polls one source as long as the engine works. `n_errors` counts polls that raised."""
+
+    def __init__(
+        self,
+        name: str,
+        poll: Callable[[], Any],
+        take: Callable[[list[Any]], Iterable[None] | None],
+        *,
+        pace: Pace,
+        activity: Activity,
+        work: Callable[[Any], int] = lambda _: ROW_WORK,
+        on_read: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`poll` gives what one poll answers, an iterator or nested lists; `take` gets what was in it.
+
+        `work` says how much of `TURN_WORK` each of these takes. What is beyond that comes to `take` alone,
+        whose answer is gone through, a step in each turn of the loop. `on_read` is told how many items one
+        poll had, where it had any. None of them may raise.
+        """
+        self._name = name
+        self._poll = poll
+        self._take = take
+        self._pace = pace
+        self._activity = activity
+        self._work = work
+        self._on_read = on_read
+        self.n_errors = 0
+
+    async def run(self) -> None:
+        """Until cancelled; no error of the engine ends it."""
+        delay_s = self._pace.first_s
+        may_stop = False
+        await self._activity.rest(0, may_stop=True)
+        while True:
+            try:
+                is_news = await self._once()
+            except Exception:
+                self.n_errors += 1
+                # Once a fault, not once a poll.
+                if self.n_errors & (self.n_errors - 1) == 0:
+                    log.exception("poll.failed %s (%d times)", self._name, self.n_errors)
+                delay_s, may_stop = ERROR_DELAY_S, True
+            else:
+                grown_s = min(delay_s * self._pace.factor, self._pace.most_s)
+                delay_s = self._pace.first_s if is_news else grown_s
+                may_stop = not is_news
+            await self._activity.rest(delay_s, may_stop=may_stop)
+
+    async def _once(self) -> bool:
+        """Whether a poll brought something; all of it is passed on, in order, a turn's worth at a time."""
+        polled = self._poll()
+        if inspect.isawaitable(polled) and not hasattr(polled, "__aiter__"):
+            polled = await polled
+        unread: deque[Any] = deque()
+        part: list[Any] = []
+        work = 0
+        steps: Iterator[None] = iter(())
+        n_read = 0
+        try:
+            async with aclosing(_items(polled)) as items:
+                async for item in items:
+                    n_unread = len(unread)
+                    unread.extend(_flat(item))
+                    n_read += len(unread) - n_unread
+                    while unread:
+                        work += self._work(unread[0])
+                        if part and work > TURN_WORK:
+                            full, part, work = part, [], 0
+                            steps = self._steps(full)
+                            for _ in steps:
+                                await anyio.lowlevel.checkpoint()
+                        else:
+                            part.append(unread.popleft())
+            full, part = part, []
+            steps = self._steps(full)
+            for _ in steps:
+                await anyio.lowlevel.checkpoint()
+        finally:
+            # Whatever ends this: what an engine has handed over it will not hand over again.
+            for _ in steps:
+                pass
+            for _ in self._steps([*part, *unread]):
+                pass
+            if n_read:
+                self._on_read(n_read)
+        return n_read > 0
+
+    def _steps(self, part: list[Any]) -> Iterator[None]:
+        """Pass on a part, if there is one; yields after each turn's work."""
+        if part:
+            yield from self._take(part) or (None,)
+
+
+async def _items(polled: Any) -> AsyncGenerator[Any, None]:
+    if hasattr(polled, "__aiter__"):
+        async for item in polled:
+            yield item
+    else:
+        yield polled
+
+
+def _flat(polled: Any) -> Iterator[Any]:
+    if isinstance(polled, list | tuple):
+        for entry in polled:
+            yield from _flat(entry)
+    elif polled is not None:
+        yield polled
+
+
+class NewestRows:
+    """The newest iteration statistics of each attention-DP rank."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self._n_ranks = n_ranks
+        self._changed = anyio.Event()
+        self.of_rank: dict[int, dict[str, Any]] = {}
+
+    def take(self, rows: list[Any]) -> None:
+        """Keep the newest; whatever is no row, or is of nobody knows which rank, is passed over."""
+        for row in rows:
+            if isinstance(row, dict):
+                rank = row.get("attentionDpRank")
+                if rank is None and self._n_ranks == 1:
+                    rank = 0  # early versions do not name it
+                if isinstance(rank, int) and rank in range(self._n_ranks):
+                    self.of_rank[rank] = row
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def changed(self) -> None:
+        """Return when rows have come."""
+        await self._changed.wait()
+
+    def say_idle(self) -> bool:
+        """Whether every rank has a row, and none has a request, queued or active."""
+        counts = [
+            row.get(key, 0)
+            for row in self.of_rank.values()
+            for key in ("numActiveRequests", "numQueuedRequests")
+        ]
+        return len(self.of_rank) == self._n_ranks and not any(counts)

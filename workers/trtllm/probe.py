@@ -1,0 +1,129 @@
+"""Requests of a worker's own: a little work before it is ready, and the probe of a health check."""
+
+import logging
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from slagate.workers.trtllm.engine import Engine
+from slagate.workers.trtllm.poll import Activity
+from slagate.workers.trtllm.request import LOCAL
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 30.0
+SALT = "slagate-health-check"
+"""Keeps these prompts apart: TensorRT-LLM uses the same one for its idle attention-DP ranks."""
+
+FIRST = 1.0
+"""Priority: the answer is whether the engine works, not how long its queue is."""
+
+
+class InferenceProbe:
+    """One token, had for all who ask while it runs.
+
+    It runs in the worker's task group, so that a caller may give up without ending it for the others.
+    """
+
+    def __init__(
+        self, engine: Engine, activity: Activity, *, end_id: int, tasks: TaskGroup
+    ) -> None:
+        self._engine = engine
+        self._activity = activity
+        self._end_id = end_id
+        self._tasks = tasks
+        self._running: _Run | None = None
+
+    async def __call__(self) -> str:
+        """Why one token could not be had in `TIMEOUT_S`, or ""; shares the run that is on."""
+        if self._running is None:
+            self._running = _Run()
+            self._tasks.start_soon(self._go, self._running)
+        running = self._running
+        await running.done.wait()
+        return running.failure
+
+    async def warm_up(self, limit_s: float) -> str:
+        """Half a block of prompt and a quarter of output on each rank; why not, or "".
+
+        An engine makes its last preparations at the first requests, which would be somebody's otherwise.
+        Less than a block is nothing that KV events tell of.
+        """
+        block_tokens, engine = self._engine.block_tokens, self._engine
+        ranks: list[int | None] = [None]
+        if engine.n_ranks > 1 and engine.takes("scheduling_params"):
+            ranks = list(range(engine.n_ranks))
+        for rank in ranks:
+            failure = await self._tried(
+                max(1, block_tokens // 2), max(1, block_tokens // 4), rank=rank, limit_s=limit_s
+            )
+            if failure:
+                return failure if rank is None else f"rank {rank}: {failure}"
+        return ""
+
+    async def _go(self, running: "_Run") -> None:
+        try:
+            running.failure = await self._tried(1, 1, rank=None, limit_s=TIMEOUT_S)
+        finally:
+            self._running = None
+            running.done.set()
+
+    async def _tried(
+        self, n_prompt: int, max_tokens: int, *, rank: int | None, limit_s: float
+    ) -> str:
+        self._activity.started()
+        try:
+            with anyio.fail_after(limit_s):
+                await self._generate(n_prompt, max_tokens, rank)
+            self._activity.answered()
+        except TimeoutError:
+            log.error("probe.timeout", extra={"limit_s": limit_s})
+            return f"no answer in {limit_s:g} s"
+        except Exception as error:
+            # Whatever the engine raises is a finding: the requests it runs decide whether it is dead.
+            log.exception("probe.failed")
+            return str(error) or type(error).__name__
+        finally:
+            self._activity.ended()
+        return ""
+
+    async def _generate(self, n_prompt: int, max_tokens: int, rank: int | None) -> None:
+        """A full local run, which needs no peer in any role. Raises where no token comes."""
+        engine = self._engine
+        scheduling: Any = None
+        if rank is not None:
+            scheduling = engine.api.SchedulingParams(
+                attention_dp_rank=rank, attention_dp_relax=False
+            )
+        result = engine.submit(
+            [engine.probe_token] * n_prompt,
+            sampling_params=engine.sampling(
+                end_id=self._end_id,
+                max_tokens=max_tokens,
+                min_tokens=0,
+                temperature=0.0,
+                top_p=1.0,
+                top_k=1,
+                ignore_eos=True,
+                detokenize=False,
+            ),
+            disaggregated_params=engine.disaggregated(request_type=LOCAL),
+            cache_salt=SALT,
+            scheduling_params=scheduling,
+            priority=FIRST,
+        )
+        try:
+            await result.aresult()
+        except BaseException:
+            # Nobody waits for it any more: left alone, every probe of an engine that hangs would queue.
+            result.abort()
+            raise
+        if not result.outputs[0].token_ids:
+            raise RuntimeError("the engine answered without a token")
+
+
+class _Run:
+    def __init__(self) -> None:
+        self.done = anyio.Event()
+        self.failure = "the worker is shutting down"

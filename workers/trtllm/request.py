@@ -1,0 +1,201 @@
+"""From an OpenEngine `GenerateRequest` to what TensorRT-LLM's `LLM.generate_async` takes.
+
+Everything that can be refused is refused here, before the engine has seen the request, with the name of
+the field. Codes follow TensorRT-LLM's own OpenEngine server where the contract leaves a choice.
+"""
+
+from typing import Any, NamedTuple
+
+import grpc
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.status import Metadata
+from slagate.workers.errors import Refused, invalid, unsupported
+from slagate.workers.legs import CONTEXT_ONLY, DECODE_RANK, REQUEST_TYPE, TARGET_RANK
+from slagate.workers.logits.request import RequestLogits
+from slagate.workers.trtllm.engine import Engine
+from slagate.workers.trtllm.guided import guided_params
+from slagate.workers.trtllm.handoffs import Handoffs
+from slagate.workers.trtllm.output import OutputForm
+from slagate.workers.trtllm.sampling import (
+    UINT32_MAX,
+    check_vocabulary,
+    output_form,
+    parse_stops,
+    sampling_values,
+)
+from slagate.workers.trtllm.server_info import WorkerIdentity
+
+GENERATION_ONLY = "generation_only"
+LOCAL = "context_and_generation"
+
+RESERVED_PREFIXES = ("openengine-", "x-slagate-")
+
+
+class EngineRequest(NamedTuple):
+    """One validated leg."""
+
+    request_id: str
+    kind: str  # CONTEXT_ONLY, GENERATION_ONLY or LOCAL
+    tokens: list[int]
+    sampling: Any
+    form: OutputForm
+    end_id: int
+    disaggregated: Any | None = None  # None on a worker without handoff
+    cache_salt: str | None = None
+    rank: int | None = None  # the attention-DP rank it must run on; None: any
+
+
+ROLE_KINDS = {
+    oe.ENGINE_ROLE_PREFILL: CONTEXT_ONLY,
+    oe.ENGINE_ROLE_DECODE: GENERATION_ONLY,
+    oe.ENGINE_ROLE_AGGREGATED: LOCAL,
+}
+
+
+def parse_leg(
+    request: oe.GenerateRequest,
+    metadata: Metadata,
+    *,
+    engine: Engine,
+    identity: WorkerIdentity,
+    handoffs: Handoffs,
+    logits: RequestLogits,
+) -> EngineRequest:
+    """Validate one leg and build the engine's arguments. Raises `Refused` naming the field."""
+    reserved = _reserved(metadata)
+    if "openengine-priority" in reserved:
+        raise unsupported("openengine-priority", "this worker does not support it")
+    if not request.request_id:
+        raise invalid("request_id", "must not be empty")
+    if not request.model:
+        raise invalid("model", "must not be empty")
+    if request.model != identity.model:
+        raise Refused(grpc.StatusCode.NOT_FOUND, f"model: {request.model!r} is not served here")
+    _check_unsupported(request, engine, identity)
+    kind = _kind(request)
+    if kind != ROLE_KINDS[identity.role]:
+        raise Refused(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"role mismatch: this is a {identity.role_name} worker, the request is {kind}",
+        )
+    tokens = list(request.token_ids.ids)
+    _check_prompt(tokens, engine, kind=kind, vocab_size=identity.vocab_size)
+    stops = parse_stops(request, engine, vocab_size=identity.vocab_size)
+    form = output_form(request, engine, stops, kind=kind)
+    values = sampling_values(
+        request,
+        form,
+        stops,
+        end_id=None if identity.engine_knows_end else identity.end_id,
+        room=engine.window_tokens - len(tokens),
+    )
+    guided = guided_params(request, engine)
+    if guided is not None:
+        values["guided_decoding"] = guided
+    values["logits_processor"] = logits.of(request, n_outputs=form.n_outputs)
+    disaggregated = None
+    if kind == GENERATION_ONLY:
+        disaggregated = engine.disaggregated(**handoffs.params(request.kv.session))
+    elif kind == CONTEXT_ONLY:
+        disaggregated = engine.disaggregated(
+            request_type=CONTEXT_ONLY, disagg_request_id=engine.handoff_id()
+        )
+    return EngineRequest(
+        request_id=request.request_id,
+        kind=kind,
+        tokens=tokens,
+        sampling=engine.sampling(**values),
+        form=form,
+        end_id=identity.end_id,
+        disaggregated=disaggregated,
+        cache_salt=request.kv.cache_salt if request.kv.HasField("cache_salt") else None,
+        rank=_rank(reserved, engine, kind=kind, n_outputs=form.n_outputs),
+    )
+
+
+def _reserved(metadata: Metadata) -> dict[str, str | bytes]:
+    """The metadata of the protocol and of ours. Raises `Refused` for a key given twice."""
+    found: dict[str, str | bytes] = {}
+    for key, value in metadata:
+        if key.startswith(RESERVED_PREFIXES):
+            if key in found:
+                raise invalid(key, "is given more than once")
+            found[key] = value
+    return found
+
+
+def _rank(
+    reserved: dict[str, str | bytes], engine: Engine, *, kind: str, n_outputs: int
+) -> int | None:
+    key, other = TARGET_RANK, DECODE_RANK
+    if kind == GENERATION_ONLY:
+        key, other = other, key
+    if other in reserved:
+        raise invalid(other, f"does not go with a {kind} request")
+    if key not in reserved:
+        return None
+    text = reserved[key]
+    # str.isdigit() takes other scripts' digits, and int() takes signs and underscores.
+    if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= 10):
+        raise invalid(key, "must be a decimal number")
+    rank = int(text)
+    if rank > UINT32_MAX or rank >= engine.n_ranks:
+        raise invalid(key, f"must be below {engine.n_ranks}, the ranks of this worker")
+    if engine.n_ranks > 1 and not engine.takes("scheduling_params"):
+        raise unsupported(key, "this engine takes no rank")
+    if engine.n_ranks > 1 and n_outputs > 1:
+        raise invalid(key, "does not go with sampling.num_sequences over 1")
+    return rank
+
+
+def _check_unsupported(
+    request: oe.GenerateRequest, engine: Engine, identity: WorkerIdentity
+) -> None:
+    if request.WhichOneof("input") == "prompt":
+        raise invalid("prompt", "this worker takes token_ids only")
+    if request.media:
+        raise unsupported("media", "this worker serves text models")
+    if request.lora_name:
+        raise unsupported("lora_name", "this worker has no adapters")
+    if request.kv.bypass_prefix_cache:
+        raise unsupported("kv.bypass_prefix_cache", "is not supported")
+    why_not = engine.salts_off() if request.kv.HasField("cache_salt") else ""
+    if why_not:
+        raise unsupported("kv.cache_salt", f"{why_not} (engine version {identity.engine_version})")
+
+
+def _check_prompt(tokens: list[int], engine: Engine, *, kind: str, vocab_size: int | None) -> None:
+    if not tokens:
+        raise invalid("token_ids", "must not be empty")
+    check_vocabulary("token_ids", tokens, vocab_size=vocab_size)
+    if len(tokens) >= engine.window_tokens:
+        raise invalid(
+            "token_ids",
+            f"{len(tokens)} tokens do not fit the context window of {engine.window_tokens}",
+        )
+    most = engine.max_transfer_tokens
+    if kind != LOCAL and most is not None and len(tokens) > most:
+        # The engine would take it and never answer.
+        raise invalid(
+            "token_ids",
+            f"{len(tokens)} tokens are over cache_transceiver_config.max_tokens_in_buffer ({most})",
+        )
+
+
+def _kind(request: oe.GenerateRequest) -> str:
+    request_type = ""
+    if REQUEST_TYPE in request.extra.fields:
+        value = request.extra.fields[REQUEST_TYPE]
+        if value.WhichOneof("kind") != "string_value":
+            raise invalid("extra.request_type", "must be a string")
+        request_type = value.string_value
+    if request.kv.HasField("session"):
+        if request_type:
+            raise invalid("extra.request_type", "must not come with kv.session")
+        return GENERATION_ONLY
+    if request_type in ("", LOCAL):
+        return LOCAL
+    if request_type == CONTEXT_ONLY:
+        return CONTEXT_ONLY
+    raise invalid("extra.request_type", f"{request_type!r} is not a request type")

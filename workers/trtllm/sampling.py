@@ -1,0 +1,193 @@
+"""Sampling, stopping and response options of a request, checked and as `SamplingParams` takes them.
+
+An engine may die of a value that it does not check, so whatever is out of range is refused here and the
+engine never sees it. Two things are cut instead: a token budget over the room that there is, and a minimum
+over the budget, as the answer ends there anyway. Defaults are those of TensorRT-LLM's own OpenEngine
+server, not `SamplingParams`'.
+"""
+
+from typing import Any, NamedTuple
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.workers.errors import invalid, unsupported
+from slagate.workers.sampling_limits import Fault, sampling_fault, stopping_fault
+from slagate.workers.trtllm.engine import Engine
+from slagate.workers.trtllm.output import MAX_PROMPT_ENTRIES, HiddenStop, OutputForm
+
+MAX_STOP_TEXT_BYTES = 1024
+"""Of one, in UTF-8: each is looked for in everything that is generated."""
+
+MAX_TOP_N = 20
+"""Candidates a token: what public APIs allow, and a bound on what one token may cost on the wire."""
+
+UINT32_MAX = 0xFFFFFFFF
+
+
+class Stops(NamedTuple):
+    """What ends an answer beside its budget and the end of text."""
+
+    texts: tuple[str, ...]
+    token_ids: tuple[int, ...]
+    hidden: tuple[HiddenStop, ...]  # those texts that the answer must not show
+
+
+def _refuse(fault: Fault | None) -> None:
+    if fault is not None:
+        raise invalid(fault.field, fault.reason)
+
+
+def max_sequences(engine: Engine, *, hands_off: bool) -> int:
+    """Outputs that one request may have; a handoff is of one sequence."""
+    return 1 if hands_off else int(engine.llm.args.max_batch_size)
+
+
+def output_form(
+    request: oe.GenerateRequest, engine: Engine, stops: Stops, *, kind: str
+) -> OutputForm:
+    """What the answer is to contain. Raises `Refused` naming the field.
+
+    Log probabilities of the prompt are limited to `MAX_PROMPT_ENTRIES`: its tokens times those asked for at
+    each, the token's own included.
+    """
+    hands_off = kind != "context_and_generation"
+    n_outputs = _n_outputs(request, max_sequences(engine, hands_off=hands_off), hands_off=hands_off)
+    response = request.response
+    if response.prompt_logprob_start:
+        raise unsupported("response.prompt_logprob_start", "only 0 is supported")
+    logprobs = _top_n(request, "output") if response.return_output_logprobs else None
+    prompt_logprobs = _top_n(request, "prompt") if response.return_prompt_logprobs else None
+    if kind == "generation_only":
+        # The prompt was another engine's, and its log probabilities came with that answer.
+        prompt_logprobs = None
+    if prompt_logprobs is not None:
+        n_entries = len(request.token_ids.ids) * (prompt_logprobs + 1)
+        if n_entries > MAX_PROMPT_ENTRIES:
+            raise invalid(
+                "response.prompt_candidates",
+                f"{n_entries} log probabilities of the prompt are over {MAX_PROMPT_ENTRIES}",
+            )
+    return OutputForm(
+        n_outputs=n_outputs,
+        top_n=logprobs,
+        prompt_top_n=prompt_logprobs,
+        has_text=_wants_text(request, engine),
+        hidden_stops=stops.hidden,
+    )
+
+
+def sampling_values(
+    request: oe.GenerateRequest, form: OutputForm, stops: Stops, *, end_id: int | None, room: int
+) -> dict[str, Any]:
+    """Arguments of `SamplingParams`; `room` is what the context window leaves in tokens.
+
+    Without `end_id` the engine ends a text where its tokenizer and its model say.
+
+    Raises `Refused` naming the field.
+    """
+    stopping, sampling = request.stopping, request.sampling
+    # A budget above the room is cut, as the engine itself would: the answer then ends by length.
+    max_tokens = min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else room
+    if max_tokens == 0:
+        raise invalid("stopping.max_tokens", "must be at least 1")
+    values: dict[str, Any] = {
+        "end_id": end_id,
+        "max_tokens": max_tokens,
+        # Also a bound: the engine's native code takes 32 bits with a sign.
+        "min_tokens": min(stopping.min_tokens, max_tokens)
+        if stopping.HasField("min_tokens")
+        else None,
+        "stop": list(stops.texts) or None,
+        "stop_token_ids": list(stops.token_ids) or None,
+        "include_stop_str_in_output": stopping.include_stop_in_output,
+        "ignore_eos": stopping.ignore_eos,
+        "detokenize": form.has_text,
+        "n": form.n_outputs,
+        "best_of": form.n_outputs,
+        # None asked of the engine may lose the chosen token's own, so one always is.
+        "logprobs": None if form.top_n is None else max(1, form.top_n),
+        "prompt_logprobs": None if form.prompt_top_n is None else max(1, form.prompt_top_n),
+        **_checked_sampling(sampling),
+    }
+    if form.n_outputs > 1 and (values["temperature"] == 0 or values["top_k"] == 1):
+        raise invalid("sampling.num_sequences", "greedy sampling gives one sequence")
+    return values
+
+
+def _checked_sampling(sampling: oe.SamplingParams) -> dict[str, Any]:
+    """Knobs that are set, after a check, and the defaults of those that always are."""
+    _refuse(sampling_fault(sampling))
+    values: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    for field in (
+        "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+        "repetition_penalty", "seed",
+    ):  # fmt: skip
+        if sampling.HasField(field):
+            values[field] = getattr(sampling, field)
+    values["top_k"] = max(values["top_k"], 0)  # -1 is "off", which TensorRT-LLM calls 0
+    return values
+
+
+def check_vocabulary(field: str, ids: list[int], *, vocab_size: int | None) -> None:
+    """Refuse ids outside the vocabulary, where its size is known."""
+    if vocab_size is not None and ids and max(ids) >= vocab_size:
+        raise invalid(field, f"{max(ids)} is outside the vocabulary of {vocab_size}")
+
+
+def _n_outputs(request: oe.GenerateRequest, most: int, *, hands_off: bool) -> int:
+    if not request.sampling.HasField("num_sequences"):
+        return 1
+    n_outputs = request.sampling.num_sequences
+    if n_outputs == 0:
+        raise invalid("sampling.num_sequences", "must be at least 1")
+    if hands_off and n_outputs > 1:
+        raise unsupported("sampling.num_sequences", "a handoff is of one sequence")
+    if n_outputs > most:
+        raise invalid("sampling.num_sequences", f"is over the limit of {most}")
+    return n_outputs
+
+
+def _top_n(request: oe.GenerateRequest, which: str) -> int:
+    """Candidates asked for at each position of `which` ("prompt" or "output")."""
+    field = f"{which}_candidates"
+    selection: oe.CandidateTokenSelection = getattr(request.response, field)
+    if selection.WhichOneof("selection") not in (None, "top_n"):
+        raise unsupported(f"response.{field}", "only top_n is supported")
+    if selection.top_n > MAX_TOP_N:
+        raise invalid(f"response.{field}.top_n", f"is over the limit of {MAX_TOP_N}")
+    return selection.top_n
+
+
+def _wants_text(request: oe.GenerateRequest, engine: Engine) -> bool:
+    if "detokenize" not in request.extra.fields:
+        return engine.tokenizer is not None
+    value = request.extra.fields["detokenize"]
+    if value.WhichOneof("kind") != "bool_value":
+        raise invalid("extra.detokenize", "must be true or false")
+    if value.bool_value and engine.tokenizer is None:
+        raise unsupported("extra.detokenize", "this worker has no tokenizer")
+    return value.bool_value
+
+
+def parse_stops(request: oe.GenerateRequest, engine: Engine, *, vocab_size: int | None) -> Stops:
+    """The stop conditions. Raises `Refused` naming the field.
+
+    They may not be too many, too long or empty, nor of text where there is no tokenizer.
+    """
+    field, stopping = "stopping.conditions", request.stopping
+    _refuse(stopping_fault(stopping))
+    texts, token_ids = [], []
+    for condition in stopping.conditions:
+        if condition.WhichOneof("condition") == "stop_token_id":
+            token_ids.append(condition.stop_token_id)
+        elif not condition.stop_text:
+            raise invalid(field, "one is empty")
+        elif engine.tokenizer is None:
+            raise unsupported(field, "stop_text needs a tokenizer on the worker")
+        elif len(condition.stop_text.encode()) > MAX_STOP_TEXT_BYTES:
+            raise invalid(field, f"a stop_text has over {MAX_STOP_TEXT_BYTES} bytes")
+        else:
+            texts.append(condition.stop_text)
+    check_vocabulary(field, token_ids, vocab_size=vocab_size)
+    shown = stopping.include_stop_in_output
+    hidden = () if shown else tuple(HiddenStop(text, engine.stop_tokens(text)) for text in texts)
+    return Stops(tuple(texts), tuple(token_ids), hidden)

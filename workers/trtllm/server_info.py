@@ -1,0 +1,152 @@
+"""What a TensorRT-LLM worker says of itself: server, model, health."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.workers.trtllm.engine import Engine
+from slagate.workers.trtllm.guided import capabilities
+from slagate.workers.trtllm.sampling import MAX_TOP_N, max_sequences
+from slagate.workers.worker import SCHEMA_RELEASE
+
+"""Immutable release of the OpenEngine v0.1.0 schema: the only field that tells its copies apart."""
+
+
+ROLES = {
+    "prefill": oe.ENGINE_ROLE_PREFILL,
+    "decode": oe.ENGINE_ROLE_DECODE,
+    "agg": oe.ENGINE_ROLE_AGGREGATED,
+}
+"""By their names on the command line; OpenEngine has none for workers that only encode."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """What a worker is, fixed for the life of its process."""
+
+    role: oe.EngineRole.ValueType
+    model: str
+    instance_id: str
+    engine_version: str
+    transfer_backend: str  # "" without a KV transceiver
+    tensor_parallel_size: int
+    end_id: int
+    engine_knows_end: bool = False  # and is not told: a model may have more ends than one
+    vocab_size: int | None = None  # None: not known, and token ids are the engine's to check
+
+    @property
+    def role_name(self) -> str:
+        """`prefill`, `decode` or `aggregated`."""
+        return oe.EngineRole.Name(self.role).removeprefix("ENGINE_ROLE_").lower()
+
+
+def server_info(engine: Engine, identity: WorkerIdentity, *, frees_handoffs: bool) -> oe.ServerInfo:
+    """`ServerInfo` with what the engine was configured to."""
+    args = engine.llm.args
+    info = oe.ServerInfo(
+        engine_name="tensorrt_llm",
+        engine_version=identity.engine_version,
+        engine_role=identity.role,
+        instance_id=identity.instance_id,
+        supported_models=[identity.model],
+        parallelism=oe.ParallelismInfo(
+            tensor_parallel_size=identity.tensor_parallel_size, data_parallel_size=engine.n_ranks
+        ),
+        schema_revision=1,
+        minimum_client_revision=1,
+        schema_release=SCHEMA_RELEASE,
+        capacity=oe.DeploymentCapacity(
+            kv_block_size=engine.block_tokens,
+            max_running_requests=args.max_batch_size,
+            max_batched_tokens=args.max_num_tokens,
+        ),
+    )
+    # Older engines cannot say how many blocks they have; absent then, not zero.
+    if engine.blocks_per_rank is not None:
+        info.capacity.total_kv_blocks = engine.blocks_per_rank * engine.n_ranks
+    takes_rank = engine.n_ranks == 1 or engine.takes("scheduling_params")
+    decodes = identity.role == oe.ENGINE_ROLE_DECODE
+    info.extra["trtllm_supports_dp_rank_targeting"] = takes_rank and not decodes
+    info.extra["slagate_supports_decode_dp_rank"] = takes_rank and decodes
+    if identity.transfer_backend:
+        info.kv_connector.CopyFrom(
+            oe.KvConnectorInfo(
+                enabled=True,
+                transfer_backend=identity.transfer_backend,
+                supports_remote_prefill=True,
+                supports_decode_pull=True,
+                supports_abort_cleanup=frees_handoffs,
+                schema_version=1,
+            )
+        )
+    return info
+
+
+def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:
+    """The one served model: only what this worker really does is claimed."""
+    hands_off = identity.role != oe.ENGINE_ROLE_AGGREGATED
+    logprobs = oe.LogprobCapabilities(
+        supported=True,
+        candidate_selection_modes=[oe.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N],
+        max_top_n=MAX_TOP_N,
+    )
+    return oe.ModelInfo(
+        model_id=identity.model,
+        served_model_name=identity.model,
+        max_context_length=engine.window_tokens,
+        supports_text_input=False,
+        supports_token_ids_input=True,
+        supports_lora=False,
+        supports_multimodal=False,
+        generation=oe.GenerationCapabilities(
+            # A decode leg's prompt was another engine's.
+            prompt_logprobs=oe.LogprobCapabilities(supported=False)
+            if identity.role == oe.ENGINE_ROLE_DECODE
+            else logprobs,
+            output_logprobs=logprobs,
+            guided_decoding=capabilities(engine),
+            max_num_sequences=max_sequences(engine, hands_off=hands_off),
+            supports_priority=False,
+            supports_stop_in_output=True,
+            supports_cache_salt=not engine.salts_off(),
+            supports_prefix_cache_bypass=False,
+        ),
+    )
+
+
+async def health(
+    identity: WorkerIdentity,
+    request: oe.HealthRequest,
+    *,
+    fatal: str,
+    kv_problem: str,
+    probe: Callable[[], Awaitable[str]] | None,
+) -> oe.HealthResponse:
+    """The first part that is not READY decides the state; `probe` is run when it is given.
+
+    `fatal` is what ended the engine, `kv_problem` why KV transfers cannot work, and `probe` answers why
+    one token could not be had; "" where all is well.
+    """
+    checks = [oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY)]
+    if fatal:
+        checks.append(_check("model", oe.HEALTH_STATE_NOT_READY, fatal))
+    else:
+        checks.append(_check("model"))
+    if identity.transfer_backend:
+        state = oe.HEALTH_STATE_NOT_READY if kv_problem else oe.HEALTH_STATE_READY
+        checks.append(_check("kv_connector", state, kv_problem))
+    if request.role not in (oe.ENGINE_ROLE_UNSPECIFIED, identity.role):
+        message = f"this is a {identity.role_name} worker"
+        checks.append(_check("role", oe.HEALTH_STATE_NOT_READY, message))
+    if probe is not None:
+        failure = await probe()
+        state = oe.HEALTH_STATE_DEGRADED if failure else oe.HEALTH_STATE_READY
+        checks.append(_check("inference_probe", state, failure))
+    states = [check.state for check in checks if check.state != oe.HEALTH_STATE_READY]
+    return oe.HealthResponse(state=states[0] if states else oe.HEALTH_STATE_READY, checks=checks)
+
+
+def _check(
+    name: str, state: oe.HealthState.ValueType = oe.HEALTH_STATE_READY, message: str = ""
+) -> oe.HealthCheck:
+    return oe.HealthCheck(name=name, state=state, message=message)

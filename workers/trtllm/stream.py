@@ -1,0 +1,229 @@
+"""One leg on a worker: from the engine's cumulative, mutable result to OpenEngine deltas."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import grpc
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.sinks import Gate, Sink
+from slagate.proto.rpc.status import OK, Status
+from slagate.workers.errors import cut
+from slagate.workers.legs import CONTEXT_ONLY
+from slagate.workers.trtllm.engine import code_of_failure
+from slagate.workers.trtllm.handoffs import Handoffs
+from slagate.workers.trtllm.metrics import Outcome
+from slagate.workers.trtllm.output import (
+    MAX_PROMPT_ENTRIES,
+    OutputCursor,
+    finished,
+    n_prompt_entries,
+    prompt_output,
+)
+from slagate.workers.trtllm.request import GENERATION_ONLY, EngineRequest
+
+log = logging.getLogger(__name__)
+
+_OUTCOME_OF_CODE: dict[grpc.StatusCode, Outcome] = {
+    grpc.StatusCode.CANCELLED: "cancelled",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "deadline",
+    grpc.StatusCode.INTERNAL: "failed",
+}
+
+
+class EngineStream:
+    """The `Call` of one leg; `pump` is its task.
+
+    Sent to the sink:  refused            end(non-OK)
+                       accepted           [prompt] token* finished* end(OK), or
+                                          [prompt] prefill_ready end(OK)
+                       failed             error end(OK)
+                       cancelled, expired end(non-OK) at once; the engine's last result is awaited
+    """
+
+    def __init__(self, sink: Sink, handoffs: Handoffs) -> None:
+        self._sink = sink
+        self._handoffs = handoffs
+        self.parked_id: int | None = None  # the handoff that was answered with
+        self.outcome: Outcome = "ok"  # once it has ended
+        self._ended = False
+        self._gate = Gate()
+        self._scope = anyio.CancelScope()
+        self.result: Any = None  # the engine's; None where it did not take the leg
+        self._timer: asyncio.TimerHandle | None = None
+        self._cursors: list[OutputCursor] = []
+        self._has_sent = False
+        self._abort_wanted = False
+        self._may_abort = True
+
+    def start(self, result: Any, leg: EngineRequest, *, timeout_s: float | None) -> None:
+        """The engine has taken the leg; `result` is what it will fill."""
+        self.result = result
+        self._leg = leg
+        self._cursors = [OutputCursor(index, leg.form) for index in range(leg.form.n_outputs)]
+        # The KV transfer in front of a decode leg's first result cannot be interrupted.
+        self._may_abort = leg.kind != GENERATION_ONLY
+        if timeout_s is not None:
+            expired = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline exceeded on the worker")
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._stop, expired)
+
+    def cancel(self) -> None:
+        """As `Call.cancel`. The engine's last result is still awaited."""
+        self._stop(Status(grpc.StatusCode.CANCELLED, "cancelled"))
+
+    def pause(self) -> None:
+        """As `Call.pause`."""
+        if not self._ended:
+            self._gate.pause()
+
+    def resume(self) -> None:
+        """As `Call.resume`."""
+        self._gate.resume()
+
+    def kill(self, error: Exception) -> None:
+        """The engine is gone, or the worker: end with its error, and wait for no result."""
+        code = oe.ERROR_CODE_INTERNAL if self._may_abort else oe.ERROR_CODE_KV_TRANSFER_FAILED
+        # Another worker is not gone.
+        self._end_with(error, code, retryable=True)
+        self._scope.cancel()
+
+    def _stop(self, status: Status) -> None:
+        if not self._ended:
+            self.finish(status)
+            self._abort_engine()
+
+    def _abort_engine(self) -> None:
+        """Abort, at once or with the first result."""
+        self._abort_wanted = not self._may_abort
+        if self._may_abort:
+            self.result.abort()
+
+    def finish(self, status: Status) -> None:
+        """End the sink unless it has ended."""
+        if self._ended:
+            return
+        self._ended = True
+        if status.code is not grpc.StatusCode.OK:
+            self.outcome = _OUTCOME_OF_CODE.get(status.code, "refused")
+        self._gate.resume()
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            self._sink.end(status)
+        except Exception:
+            # One call's sink must not end the task group of them all.
+            log.exception("leg.end")
+
+    async def pump(self, *, on_result: Callable[[], None] = lambda: None) -> None:
+        """Move the engine's output to the sink until the engine's last result; tells of each result."""
+        with self._scope:
+            async for _ in self.result:
+                on_result()
+                self._may_abort = True
+                if self._abort_wanted:
+                    self._abort_engine()
+                await self._gate.wait()
+                if not self._ended:
+                    self._emit_or_give_up()
+                elif self._leg.kind == CONTEXT_ONLY and _has_handoff(self._params()):
+                    # Parked in the step in which the leg was given up: nobody will ever ask for it.
+                    self._handoffs.release(self._params().ctx_request_id)
+            if self.parked_id is None and not all(cursor.finished for cursor in self._cursors):
+                self.fail(RuntimeError("the engine's answer has no end"))
+            self.finish(OK)
+
+    def _params(self) -> Any:
+        return self.result.outputs[0].disaggregated_params
+
+    def _emit_or_give_up(self) -> None:
+        try:
+            self._emit()
+        except Exception as error:
+            # Ours, not the engine's: it ends this leg, where an engine's own error ends the worker.
+            log.exception("leg.emit")
+            self.fail(error, code=oe.ERROR_CODE_INTERNAL)
+            self._abort_engine()
+
+    def _emit(self) -> None:
+        if not self._has_sent and self._leg.form.prompt_top_n is not None:
+            self._emit_prompt(self.result.outputs[0].prompt_logprobs, self._leg.form.prompt_top_n)
+        if self._ended:
+            return
+        if self._leg.kind == CONTEXT_ONLY and _has_handoff(self._params()):
+            self.parked_id = self._params().ctx_request_id
+            session = self._handoffs.park(self._params(), rank=self._leg.rank)
+            self._send(usage=self._usage(), prefill_ready=oe.PrefillReady(kv_session=session))
+            return
+        for output, cursor in zip(self.result.outputs, self._cursors, strict=True):
+            if cursor.finished:
+                continue
+            delta = cursor.delta(output)
+            if delta is not None:
+                self._send(token=delta)
+            if output.finish_reason is not None:
+                cursor.finished = True
+                is_last = all(one.finished for one in self._cursors)
+                self._send(
+                    usage=self._usage() if is_last else None,
+                    finished=finished(cursor.index, output, end_id=self._leg.end_id),
+                )
+
+    def _emit_prompt(self, entries: Any, top_n: int) -> None:
+        if not entries:
+            return
+        if n_prompt_entries(entries, top_n) > MAX_PROMPT_ENTRIES:
+            error = ValueError(f"prompt logprobs: over the limit of {MAX_PROMPT_ENTRIES} entries")
+            self.fail(error, code=oe.ERROR_CODE_INVALID_ARGUMENT)
+            self._abort_engine()
+        else:
+            self._send(prompt=prompt_output(self._leg.tokens, entries, top_n))
+
+    def fail(self, error: Exception, *, code: oe.ErrorCode.ValueType | None = None) -> None:
+        """The engine gave the request up: one terminal error event, then a clean end.
+
+        `code` is what the error means, where that is not for its text to say.
+        """
+        if code is None:
+            code = code_of_failure(error, in_transfer=not self._may_abort)
+        self._end_with(error, code, retryable=code == oe.ERROR_CODE_KV_TRANSFER_FAILED)
+
+    def _end_with(self, error: Exception, code: oe.ErrorCode.ValueType, *, retryable: bool) -> None:
+        """Whatever the error's text and the sink are like, this does not raise: others run beside it."""
+        if self._ended:
+            return
+        status = Status(grpc.StatusCode.INTERNAL, "the leg's error could not be sent")
+        self.outcome = "failed"
+        try:
+            # What is sent cannot be had from another worker without having it twice.
+            retryable = retryable and not self._has_sent
+            message = cut(str(error) or type(error).__name__)
+            failure = oe.EngineError(code=code, message=message, retryable=retryable)
+            self._send(usage=self._usage(), error=failure)
+            status = OK
+        except Exception:
+            log.exception("leg.fail")
+        finally:
+            self.finish(status)
+
+    def _usage(self) -> oe.Usage:
+        n_prompt = len(self._leg.tokens)
+        n_output = sum(len(output.token_ids) for output in self.result.outputs)
+        return oe.Usage(
+            prompt_tokens=n_prompt,
+            completion_tokens=n_output,
+            total_tokens=n_prompt + n_output,
+            cached_prompt_tokens=self.result.cached_tokens,
+        )
+
+    def _send(self, **event: Any) -> None:
+        self._has_sent = True
+        response = oe.GenerateResponse(request_id=self._leg.request_id, **event)
+        self._sink.message(response.SerializeToString())
+
+
+def _has_handoff(params: Any) -> bool:
+    # The params start as a copy of the request's, so their presence proves nothing.
+    return params is not None and params.ctx_request_id is not None

@@ -1,0 +1,118 @@
+"""Whether an engine is still alive, by its own word: asked for, and read from a flag it sets.
+
+A dead engine answers nobody and closes nothing: its requests would wait for ever. TensorRT-LLM has two
+signs. `_check_health` looks at the processes behind the engine, and may hang as they do, so it is asked on
+a thread, with a limit. `_executor._fatal_error` is set by whoever meets the error; a thread reads it, as
+the event loop may itself be stuck in a call to the dead engine.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from slagate.workers.runtime.threads import aside
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchTimes:
+    """Seconds. An `interval_s` of 0 turns the watch off; a check that takes `check_limit_s` failed.
+
+    The flag is read every `flag_s`; a loop that has not reacted `stuck_s` after it was set never will.
+    """
+
+    interval_s: float = 2.0
+    check_limit_s: float = 30.0
+    flag_s: float = 0.5
+    stuck_s: float = 60.0
+
+
+class EngineWatch:
+    """Watches one `LLM`. `on_death` is called once, on the loop, with what was found."""
+
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        times: WatchTimes,
+        on_death: Callable[[Exception], None],
+        leave: Callable[[int], object],
+    ) -> None:
+        """`leave` ends the process at once, from a thread."""
+        self._llm = llm
+        self._times = times
+        self._on_death = on_death
+        self._leave = leave
+        self._is_dead = False
+        self._is_over = threading.Event()
+
+    @property
+    def alive(self) -> bool:
+        """As far as was seen."""
+        return not self._is_dead
+
+    async def run(self) -> None:
+        """Until the engine is dead, or this is cancelled."""
+        check = getattr(self._llm, "_check_health", None)
+        if self._times.interval_s <= 0:
+            log.info("engine.watch_off")
+            return
+        with self._reading_flag():
+            if check is None:
+                # Old versions: the flag, and requests that fail, are what there is.
+                log.info("engine.no_health_check")
+                await anyio.sleep_forever()
+                return
+            while not self._is_dead:
+                await anyio.sleep(self._times.interval_s)
+                failure = await self._checked(check)
+                if failure is not None:
+                    self._found(failure)
+
+    async def _checked(self, check: Callable[[], object]) -> Exception | None:
+        try:
+            with anyio.fail_after(self._times.check_limit_s):
+                is_well = await aside(check)
+        except TimeoutError:
+            return TimeoutError(f"no answer to a health check in {self._times.check_limit_s:g} s")
+        except Exception as error:
+            # Whatever it raises: who cannot say that it is well is not.
+            log.exception("engine.check_failed")
+            return error
+        return None if is_well else RuntimeError("its health check failed")
+
+    def _found(self, error: Exception) -> None:
+        if not self._is_dead:
+            self._is_dead = True
+            log.error("engine.dead", extra={"reason": str(error) or type(error).__name__})
+            self._on_death(error)
+
+    @contextmanager
+    def _reading_flag(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        thread = threading.Thread(
+            target=self._read_flag, args=(loop,), name="slagate engine watch", daemon=True
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+
+    def _read_flag(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._is_over.wait(self._times.flag_s):
+            error = getattr(getattr(self._llm, "_executor", None), "_fatal_error", None)
+            if error is None:
+                continue
+            loop.call_soon_threadsafe(self._found, RuntimeError(f"fatal error: {error}"))
+            if not self._is_over.wait(self._times.stuck_s):
+                log.critical("engine.loop_stuck", extra={"reason": str(error)})
+                self._leave(1)
+            return
