@@ -604,6 +604,14 @@ def test_the_links_for_editors_are_the_five_packages() -> None:
     assert links == {package: REPOSITORY / package for package in BELOW}
 
 
+def test_mypy_leaves_out_the_generated_modules_and_nothing_else() -> None:
+    """A pattern for all of `slagate.proto` would leave out its rooms."""
+    settings = (REPOSITORY / "pyproject.toml").read_text()
+    generated = {f"slagate.proto.{path.stem}" for path in REPOSITORY.glob("proto/*_pb2*.py")}
+    assert set(re.findall(r'"(slagate\.proto\.[\w.*]+)"', settings)) == generated
+    assert 'packages = ["slagate", "support"]' in settings
+
+
 def named_rooms(page: str) -> set[str]:
     """Rooms that a page has a line for: "| `pools/prefix` | ..." or "| `router/app.py` | ..."."""
     return set(re.findall(r"^\| `((?:\w+/)+\w+(?:\.py)?)` \|", page, re.MULTILINE))

@@ -13,7 +13,7 @@ from slagate.workers.sim.api import sim_api
 from slagate.workers.sim.kv_cache.blocks import continuation
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.outputs import RequestOutput
-from slagate.workers.sim.request import DisaggregatedParams, RequestError
+from slagate.workers.sim.request import DisaggregatedParams, DisaggregatedParams12, RequestError
 from slagate.workers.sim.settings import SimSettings
 from support.virtual_loop import VirtualLoop
 
@@ -75,7 +75,7 @@ class Pair:
         self.prefill = llm(api=api, transport=self.transports[0], **changed)
         self.decode = llm(api=api, transport=self.transports[1], **changed)
 
-    async def hand_off(self, prompt: list[int], **sampling: Any) -> DisaggregatedParams:
+    async def hand_off(self, prompt: list[int], **sampling: Any) -> DisaggregatedParams12:
         """Run the prompt on the prefill engine; the params that the decode engine needs for it."""
         result = await self.prefill.generate_async(
             prompt,
@@ -87,7 +87,7 @@ class Pair:
         return replace(params, request_type="generation_only")
 
     def resume(
-        self, prompt: list[int], params: DisaggregatedParams, **sampling: Any
+        self, prompt: list[int], params: DisaggregatedParams12, **sampling: Any
     ) -> RequestOutput:
         """Submit the prompt to the decode engine with these params."""
         return self.decode.generate_async(

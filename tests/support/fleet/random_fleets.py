@@ -33,7 +33,7 @@ def random_file(rng: random.Random) -> dict[str, Any]:
 
 def _add_stage(content: dict[str, Any], stage: str, rng: random.Random) -> None:
     strategy: dict[str, Any] = {}
-    sizes = []
+    sizes: list[int] = []
     for field, name, unit in AXES[stage]:
         low, high = random_ends(rng)
         if stage == "agg" and field == "isl" and rng.random() < 0.5:

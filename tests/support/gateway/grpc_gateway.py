@@ -213,7 +213,7 @@ async def sync_worker(*options: tuple[str, Any]) -> AsyncIterator[OeWorker]:
 
 
 def _add(server: Any, generate: Any, unary: Callable[[str], Any]) -> None:
-    inference = {"Generate": grpc.unary_stream_rpc_method_handler(generate)}
+    inference: dict[str, Any] = {"Generate": grpc.unary_stream_rpc_method_handler(generate)}
     control = {name: unary(name) for name in _control()}
     for service, methods in (("Inference", inference), ("Control", control)):
         handler = grpc.method_handlers_generic_handler(f"openengine.v1.{service}", methods)
@@ -281,7 +281,7 @@ async def whole(
             yield each
 
     local = grpc.aio.server(options=SERVER_OPTIONS)
-    echoes = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
+    echoes: dict[str, Any] = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
     local.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("other", echoes),))
     local.add_insecure_port(f"unix:{folder}/local")
     await local.start()

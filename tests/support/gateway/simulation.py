@@ -195,17 +195,18 @@ async def sample(fleet: Fleet) -> None:
 async def _client(fleet: Fleet, peer: str, seen: Seen) -> None:
     plan = seen.plan
     await anyio.sleep(plan.at_s)
+    out = BufferedSink()
     call = ClientCall(
         data=request("same", plan.prompt, plan.n_tokens).SerializeToString(),
         metadata=plan.metadata,
         peer=peer,
         timeout_s=plan.timeout_s,
-        out=BufferedSink(),
+        out=out,
     )
     async with anyio.create_task_group() as tasks:
         if plan.abort_after_s is not None:
             tasks.start_soon(_abort, fleet, peer, plan.abort_after_s)
-        tasks.start_soon(_read, call.out, seen, tasks.cancel_scope)
+        tasks.start_soon(_read, out, seen, tasks.cancel_scope)
         with anyio.move_on_after(plan.cancel_after_s):
             await generate(call, fleet.app.gateway)
 

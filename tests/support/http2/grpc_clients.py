@@ -73,7 +73,7 @@ class _AioCall:
 
 class _AioClient:
     def __init__(self, address: str, options: Any) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=(*OPTIONS, *options))
+        self._channel: Any = grpc.aio.insecure_channel(address, options=(*OPTIONS, *options))
 
     def generate(self, request: bytes, **options: Any) -> Caller:
         return _AioCall(self._channel.unary_stream(GENERATE)(request, **options))

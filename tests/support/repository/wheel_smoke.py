@@ -92,6 +92,22 @@ def install(wheel: Path, environment: Path) -> Path:
     return commands
 
 
+def check_rooms(commands: Path, empty: Path, files: list[str]) -> int:
+    """Imports a module of each folder of code and reads a file of data; how many folders there are."""
+    modules: dict[str, str] = {}
+    for path in sorted(files):
+        folder, _, name = path.rpartition("/")
+        is_code = folder.split("/")[0] in PACKAGES and name.endswith(".py") and "_pb2" not in name
+        # A folder's own page comes first: any other module of it is better.
+        if is_code and (name != "__init__.py" or folder not in modules):
+            modules[folder] = path.removesuffix(".py").replace("/", ".")
+    lines = [f"import slagate.{module}".removesuffix(".__init__") for module in modules.values()]
+    lines += ["from importlib.resources import files", "files('slagate.configs')"]
+    lines[-1] += ".joinpath('kubernetes', 'gateway.yaml').read_text()"
+    run([commands / "python", "-I", "-c", "\n".join(lines)], empty)
+    return len(modules)
+
+
 def check_commands(commands: Path, empty: Path) -> None:
     """Runs what needs no gateway, with the data of the package and with no extra installed."""
     slagate = commands / "slagate"
@@ -130,6 +146,10 @@ def main() -> None:
         print(f"wheel: {check_contents(wheel, files)} files, none forgotten", flush=True)
         commands = install(wheel, Path(scratch) / "venv")
         print("wheel: installed in a fresh environment", flush=True)
+        print(
+            f"wheel: a module of each of {check_rooms(commands, empty, files)} folders opens",
+            flush=True,
+        )
         check_commands(commands, empty)
         print("wheel: the commands work without a gateway and without extras", flush=True)
         check_demo(commands, empty)
