@@ -602,6 +602,8 @@ def test_the_links_for_editors_are_the_five_packages() -> None:
     folder = REPOSITORY / ".namespace" / "slagate"
     links = {path.name: path.resolve() for path in folder.iterdir() if path.is_symlink()}
     assert links == {package: REPOSITORY / package for package in BELOW}
+    below = [path for package in BELOW for path in (REPOSITORY / package).rglob("*")]
+    assert [path for path in below if path.is_symlink()] == []
 
 
 def test_mypy_leaves_out_the_generated_modules_and_nothing_else() -> None:
