@@ -12,6 +12,7 @@ from slagate.pools.grid.axis import Axis
 from slagate.pools.grid.errors import ConfigError
 from slagate.router.cli.grid.select import select_lines
 from support.fleet.files import agg_file, disagg_file
+from support.seeds import n_in
 
 everyday = st.integers(-10, 20_000) | st.decimals(-10, 2000, places=1).map(float)
 extreme = st.integers(-(10**420), 10**420) | st.floats(allow_nan=False, allow_infinity=False)
@@ -43,7 +44,7 @@ def dynamo_band(value: float, low: float, high: float, resolution: int) -> int:
     return band
 
 
-@settings(max_examples=600)
+@settings(max_examples=n_in(gate=200, long=600))
 @given(ranges(), numbers)
 @example((0, 16, 10), 4.8)
 @example((0.0, 5e-323, 4), 5e-323)
@@ -56,14 +57,14 @@ def test_a_band_is_bit_for_bit_that_of_dynamo(
     assert Axis("isl", *bounds).index(value) == dynamo_band(value, *bounds)
 
 
-@settings(max_examples=200)
+@settings(max_examples=n_in(gate=100, long=200))
 @given(ranges())
 def test_a_missing_target_is_the_middle_of_the_range(bounds: tuple[float, float, int]) -> None:
     low, high, _ = bounds
     assert Axis("ttft_ms", *bounds).index(None) == dynamo_band((low + high) / 2, *bounds)
 
 
-@settings(max_examples=300)
+@settings(max_examples=n_in(gate=100, long=300))
 @given(ranges(), numbers)
 def test_a_band_is_the_exact_one_unless_the_value_is_at_an_edge(
     bounds: tuple[float, float, int], value: float
@@ -82,7 +83,7 @@ def test_a_band_is_the_exact_one_unless_the_value_is_at_an_edge(
         assert abs(exact - max(found, band)) <= slack
 
 
-@settings(max_examples=200)
+@settings(max_examples=n_in(gate=100, long=200))
 @given(ranges(), numbers, numbers)
 def test_a_larger_value_is_never_in_a_lower_band(
     bounds: tuple[float, float, int], one: float, other: float
@@ -91,7 +92,7 @@ def test_a_larger_value_is_never_in_a_lower_band(
     assert axis.index(min(one, other)) <= axis.index(max(one, other))
 
 
-@settings(max_examples=200)
+@settings(max_examples=n_in(gate=100, long=200))
 @given(st.data())
 def test_a_cell_is_the_entry_of_the_nested_mapping_and_rules_come_after(
     data: st.DataObject,
@@ -135,7 +136,7 @@ def test_a_cell_is_the_entry_of_the_nested_mapping_and_rules_come_after(
     assert cell.pool == [*matching, base_pool][0]
 
 
-@settings(max_examples=200)
+@settings(max_examples=n_in(gate=100, long=200))
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=6), st.data())
 def test_a_retry_never_goes_to_an_equal_or_slower_pool(
     priorities: list[int], data: st.DataObject
@@ -184,7 +185,7 @@ def places(content: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-@settings(max_examples=400)
+@settings(max_examples=n_in(gate=100, long=400))
 @given(st.data())
 def test_a_damaged_file_is_refused_at_load_or_serves_every_request(data: st.DataObject) -> None:
     """No other exception than ConfigError, and nothing left over that fails when a request comes."""
@@ -219,7 +220,7 @@ json_lines = (
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=n_in(gate=100, long=300))
 @given(st.lists(json_lines, max_size=5))
 def test_every_line_gets_one_answer(lines: list[str]) -> None:
     for config in CONFIGS:

@@ -21,7 +21,8 @@ from support.virtual_loop import run
 
 SEEDS = {salt: seed_state("m", salt) for salt in ("", "s")}
 BLOCK_TOKENS = 3
-N_HISTORIES = 2000
+N_HISTORIES = 300
+N_HISTORIES_OF_LOSSES = 60
 N_STEPS = 24
 N_STEPS_OF_LOSSES = 40  # an engine has to fill before it loses anything
 
@@ -286,11 +287,8 @@ def test_every_subscriber_holds_what_the_cache_holds() -> None:
 
 def test_with_an_overflowing_engine_nobody_holds_more_than_the_cache() -> None:
     """KV-05: the oldest events are lost again and again."""
-    n_with_gaps = 0
-    for seed in range(300):
-        try:
-            n_with_gaps += run(overflowing, random.Random(seed))
-        except BaseException:
-            print(f"seed {seed}")
-            raise
-    assert n_with_gaps > 250
+    has_gaps: list[bool] = []
+    each_seed(
+        N_HISTORIES_OF_LOSSES, lambda seed: has_gaps.append(run(overflowing, random.Random(seed)))
+    )
+    assert sum(has_gaps) > 5 / 6 * len(has_gaps)

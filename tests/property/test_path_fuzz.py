@@ -26,7 +26,7 @@ from support.virtual_loop import VirtualLoop, run
 from support.worker.bytes_sink import BytesSink
 from support.worker.fake import HANG, FakeWorker, Script, Wait, refusal
 
-N_INPUTS = 500
+N_INPUTS = 200
 N_BATCH = 20
 """Inputs that one gateway gets, one after the other: each must find it as good as new."""
 

@@ -17,7 +17,7 @@ from slagate.pools.prefix.trie import Root
 from support.kv.naive_index import NaiveHolder, NaiveIndex
 from support.seeds import each_seed
 
-N_SEEDS = 300
+N_SEEDS = 100
 N_STEPS = 120
 ROOTS = (Root(), Root(), Root(lora_name="a"), Root(cache_salt="a"))
 HASHES = (0, 2**64 - 1, 1, 2**60 + 1, 2**61 + 1, 2**60, 2, 3, 4, 2**63 + 4)

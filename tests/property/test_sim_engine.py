@@ -13,6 +13,7 @@ from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.outputs import RequestOutput
 from slagate.workers.sim.request import SamplingParams, SchedulingParams
 from support.engine.sim_llm import CONTEXT_ONLY, PROFILE, expected, llm, n_timers, prompt_of, until
+from support.seeds import n_in
 from support.virtual_loop import run
 
 N_REQUESTS = 60
@@ -127,7 +128,7 @@ async def follow(engine: SimLLM, result: RequestOutput, *, abort_after: int) -> 
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(n_in(gate=3, long=30)))
 def test_random_traffic(n_ranks: int, seed: int) -> None:
     rng = random.Random(f"{n_ranks}/{seed}")
 

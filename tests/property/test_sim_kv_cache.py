@@ -3,16 +3,17 @@
 import random
 from typing import Any
 
-import pytest
-
 from slagate.workers.sim.kv_cache.blocks import Prompt, block_states, seed_state, token_bytes
 from slagate.workers.sim.kv_cache.cache import Allocation, SimKvCache
 from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder
 from support.kv.consumer import KvConsumer
+from support.seeds import each_seed
 
 SALTS = ("", "s")
 SEEDS = {salt: seed_state("m", salt) for salt in SALTS}
 WINDOWS = (6, 1000)
+N_SEEDS = 80
+N_STEPS = 60
 
 # A block by its salt and every token up to its end.
 Key = tuple[str, tuple[int, ...]]
@@ -277,17 +278,14 @@ class World:
             parent_hash = block["block_hash"]
 
 
-@pytest.mark.parametrize("first_seed", range(0, 300, 100))
-def test_the_pool_is_the_dumb_model(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + 100):
+def test_the_pool_is_the_dumb_model() -> None:
+    def history(seed: int) -> None:
         world = World(seed)
-        for step in range(60):
-            try:
-                world.step()
-            except BaseException:
-                print(f"seed {seed}, step {step}")
-                raise
+        for _ in range(N_STEPS):
+            world.step()
         for held in world.model.held:
             world.cache.release(held.allocation)
         assert world.cache.used_blocks == 0
         assert world.cache.available_blocks == world.model.total
+
+    each_seed(N_SEEDS, history)

@@ -1,7 +1,17 @@
-"""How many random histories the property tests run: few in `make check`, many in `make test-long`."""
+"""How much the tests of many cases try: little in `make check`, much in `make test-long`."""
 
 import os
 from collections.abc import Callable
+
+
+def is_long_run() -> bool:
+    """Whether this is `make test-long`."""
+    return os.environ.get("SLAGATE_LONG") == "1"
+
+
+def n_in(*, gate: int, long: int) -> int:
+    """How many of something that is no seed: so many in `make check`, so many in `make test-long`."""
+    return long if is_long_run() else gate
 
 
 def n_seeds_of(n_seeds: int) -> int:

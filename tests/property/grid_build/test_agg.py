@@ -6,14 +6,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid_build.build import BuiltStage, build_fleet
 from slagate.pools.grid_build.report import report_json
 from slagate.pools.grid_build.spec import parse_spec
+from support.seeds import each_seed
 
-SEEDS = range(120)
+N_SEEDS = 30
 LONGEST = 8000
 
 
@@ -68,9 +67,12 @@ def is_marked(stage: BuiltStage, index: tuple[int, ...]) -> bool:
     return cell.contested_tokens is not None
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_request_gets_a_pool_that_meets_both_targets_or_its_cell_is_marked(seed: int) -> None:
+def test_a_request_gets_a_pool_that_meets_both_targets_or_its_cell_is_marked() -> None:
     """Targets below the first edges and above the last, and sizes beyond the range, too."""
+    each_seed(N_SEEDS, check)
+
+
+def check(seed: int) -> None:
     rng = random.Random(seed)
     content = random_spec(rng)
     spec = parse_spec(json.dumps(content), "spec")

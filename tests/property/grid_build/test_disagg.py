@@ -12,9 +12,10 @@ import pytest
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid_build.build import BuiltFleet, build_fleet
 from slagate.pools.grid_build.spec import parse_spec
+from support.seeds import n_in
 
 Points = Sequence[Sequence[float]]
-SEEDS = range(40)
+SEEDS = range(n_in(gate=12, long=40))
 
 
 def value_at(points: Points, tokens: float) -> float:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from slagate.pools.grid_build.spec import parse_spec
 from slagate.pools.grid_lint.lint import lint
 from slagate.pools.grid_lint.times import BUSY
 from slagate.workers.profiles.profile import load_profile
+from support.seeds import is_long_run, n_in
 
 QWEN = "qwen3-32b-fp8-h200"
 PROFILE = load_profile(QWEN)
 SIZES = (1, 2, 4, 8)
-SEEDS = range(40)
+SEEDS = range(n_in(gate=12, long=40))
 
 
 def axis(rng: random.Random, low: float, high: float, *, is_closed: bool) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def test_a_built_grid_lints_clean_whether_its_cells_are_met_or_not(mode: str) ->
         n_several += is_met and any(len(stage.used) > 1 for stage in fleet.stages.values())
         found = findings(config, utilisation=content["utilisation"])
         assert (found, config.warnings) == ([], ()), (mode, seed)
-    assert 3 <= n_met <= len(SEEDS) - 3
+    assert 0.075 * len(SEEDS) <= n_met <= 0.925 * len(SEEDS)
     assert n_several
 
 
@@ -125,9 +127,12 @@ WIDE_AXES = [
 ]
 
 
-@pytest.mark.parametrize("limit", [{}, {"max_inflight": 64}, {"batch": 16}])
-@pytest.mark.parametrize("utilisation", [0.0, 0.5, 0.7, 0.9, 0.95])
-@pytest.mark.parametrize("axes", WIDE_AXES)
+LIMITS: list[dict[str, int]] = [{}, {"max_inflight": 64}, {"batch": 16}]
+# Every fourth has each axis, each utilisation and each limit in it, as 4 divides none of their numbers.
+WIDE = list(product(WIDE_AXES, [0.0, 0.5, 0.7, 0.9, 0.95], LIMITS))[:: 1 if is_long_run() else 4]
+
+
+@pytest.mark.parametrize(("axes", "utilisation", "limit"), WIDE)
 def test_four_sizes_of_pool_over_axes_that_no_pool_can_meet_all_of_lint_clean(
     axes: dict[str, list[int]], utilisation: float, limit: dict[str, int]
 ) -> None:
