@@ -1,4 +1,7 @@
-"""The whole gateway over simulated engines in virtual time: random clients, every invariant."""
+"""The whole gateway over simulated engines in virtual time: random clients, every invariant.
+
+`test_wire` has the same faults with HTTP/2 in between, so few seeds of them are tried here in the gate.
+"""
 
 import random
 from collections import Counter
@@ -7,10 +10,11 @@ import pytest
 
 from support import virtual_loop
 from support.gateway.simulation import Plan, Seen, check_idle, check_tokens, running, simulate
-from support.seeds import n_seeds_of
+from support.seeds import n_in, n_seeds_of
 
 DISAGG = {"prefill": 2, "decode": 2}
 AGG = {"agg": 2}
+N_MENDED = n_in(gate=60, long=100)
 
 
 def plans(rng: random.Random, count: int) -> list[Plan]:
@@ -34,7 +38,7 @@ def plans(rng: random.Random, count: int) -> list[Plan]:
     return made
 
 
-@pytest.mark.parametrize("seed", range(n_seeds_of(10)))
+@pytest.mark.parametrize("seed", range(n_seeds_of(2)))
 @pytest.mark.parametrize("stages", [DISAGG, AGG], ids=["disagg", "agg"])
 def test_random_clients_leave_nothing_behind(stages: dict[str, int], seed: int) -> None:
     async def main() -> list[Seen]:
@@ -60,7 +64,7 @@ def test_random_clients_leave_nothing_behind(stages: dict[str, int], seed: int) 
         assert one.code in allowed, one.plan
 
 
-@pytest.mark.parametrize("seed", range(n_seeds_of(6)))
+@pytest.mark.parametrize("seed", range(n_seeds_of(2)))
 @pytest.mark.parametrize("stages", [DISAGG, AGG], ids=["disagg", "agg"])
 def test_workers_that_refuse_leave_nothing_behind(stages: dict[str, int], seed: int) -> None:
     async def main() -> list[Seen]:
@@ -81,7 +85,7 @@ def test_workers_that_refuse_leave_nothing_behind(stages: dict[str, int], seed: 
         assert "INTERNAL" not in attempts[:-1]
 
 
-@pytest.mark.parametrize("seed", range(n_seeds_of(6)))
+@pytest.mark.parametrize("seed", range(n_seeds_of(2)))
 @pytest.mark.parametrize("stages", [DISAGG, AGG], ids=["disagg", "agg"])
 def test_workers_lost_midway_leave_nothing_behind(stages: dict[str, int], seed: int) -> None:
     """Streams that break or go silent: what arrived is right, and nothing stays held."""
@@ -107,17 +111,17 @@ def test_most_requests_survive_what_a_second_worker_can_mend(stages: dict[str, i
     """That the two tests above are not about requests which all fail."""
 
     async def main(seed: int, refusals: float, losses: float) -> Counter[str]:
-        todo = [Plan(i * 0.2, list(range(i, i + 300)), 20) for i in range(100)]
+        todo = [Plan(i * 0.2, list(range(i, i + 300)), 20) for i in range(N_MENDED)]
         async with running(stages, seed=seed, refusals=refusals, losses=losses) as fleet:
             seen = await simulate(fleet, todo)
             retried = sum(len(one.receipt.attempts) > len(stages) for one in seen)
             return Counter(one.code for one in seen) + Counter(retried=retried)
 
     refused = virtual_loop.run(main, 1, 0.1, 0.0)
-    assert refused["OK"] > 85, refused
-    assert refused["retried"] > 3, refused
+    assert refused["OK"] > 0.85 * N_MENDED, refused
+    assert refused["retried"] > 0.03 * N_MENDED, refused
     lost = virtual_loop.run(main, 1, 0.0, 0.1)
-    assert lost["OK"] > 75, lost
+    assert lost["OK"] > 0.75 * N_MENDED, lost
     assert lost["UNAVAILABLE"], lost
     assert lost["DEADLINE_EXCEEDED"], lost
 

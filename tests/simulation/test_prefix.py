@@ -24,8 +24,14 @@ from support.gateway.simulation import (
     running,
     simulate,
 )
+from support.seeds import n_in
 
 PREFIX = list(range(8192))
+N_SHARING = n_in(gate=160, long=500)
+# More than it takes until the hot worker has so much to do that the cold ones are worth their prefill.
+N_JOINED = n_in(gate=300, long=500)
+N_UNRELATED = n_in(gate=100, long=300)
+N_CONVERSATIONS = n_in(gate=12, long=30)
 STAGES = {"prefill": {"prefill": 4, "decode": 4}, "agg": {"agg": 4}}
 
 
@@ -60,14 +66,14 @@ def cached(seen: list[Seen]) -> tuple[int, int, int]:
 def test_score_10_one_hot_prefix_does_not_drown_a_worker(stage: str) -> None:
     async def main() -> list[Seen]:
         async with running(STAGES[stage], seed=0) as fleet:
-            return await closed_loop(fleet, sharing(500), clients=32)
+            return await closed_loop(fleet, sharing(N_SHARING), clients=32)
 
     seen = virtual_loop.run(main)
     counts = split(seen)
     assert len(counts) == 4
-    assert min(counts.values()) >= 25, counts
+    assert min(counts.values()) >= N_SHARING / 20, counts
     # It is no spreading for its own sake: nearly everything is found in a cache.
-    assert cached(seen)[1] >= 0.9 * 500 * 8192
+    assert cached(seen)[1] >= (N_SHARING - 50) * 8192
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -81,11 +87,11 @@ def test_score_10_cold_workers_that_join_a_hot_one_get_their_share(stage: str) -
             assert set(split(before)) == {hot.address}
             for member in cold:
                 limit(member, None)
-            return await closed_loop(fleet, sharing(500, seed=2), clients=30)
+            return await closed_loop(fleet, sharing(N_JOINED, seed=2), clients=30)
 
     counts = split(virtual_loop.run(main))
     assert len(counts) == 4
-    assert min(counts.values()) >= 25, counts
+    assert min(counts.values()) >= N_JOINED / 20, counts
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -95,11 +101,11 @@ def test_unrelated_prompts_are_split_evenly(stage: str) -> None:
     async def main() -> list[Seen]:
         async with running(two, seed=1) as fleet:
             rng = random.Random(1)
-            plans = [Plan(0.0, rng.choices(range(100_000), k=1000), 20) for _ in range(300)]
+            plans = [Plan(0.0, rng.choices(range(100_000), k=1000), 20) for _ in range(N_UNRELATED)]
             return await closed_loop(fleet, plans, clients=16)
 
     counts = split(virtual_loop.run(main))
-    assert max(counts.values()) <= 180, counts
+    assert max(counts.values()) <= 0.6 * N_UNRELATED, counts
 
 
 def conversations(n: int, *, turns: int, rng: random.Random) -> list[Plan]:
@@ -119,7 +125,7 @@ def test_predicted_tokens_are_what_the_engines_report_and_more_than_load_alone_g
     stage: str,
 ) -> None:
     async def main(policy: str) -> tuple[list[Seen], Fleet]:
-        plans = conversations(30, turns=4, rng=random.Random(0))
+        plans = conversations(N_CONVERSATIONS, turns=4, rng=random.Random(0))
         settings = Settings(policy=policy)
         async with running(STAGES[stage], seed=0, settings=settings) as fleet:
             seen = await simulate(fleet, plans)

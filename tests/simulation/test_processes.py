@@ -27,6 +27,7 @@ from support.gateway.simulation import (
     fleet_file,
     simulate,
 )
+from support.seeds import n_seeds_of
 from support.worker.network import FarWorker
 
 MAX_INFLIGHT = 3
@@ -149,7 +150,7 @@ async def play(of: Gateway, each: Sequence[Sequence[Plan]]) -> list[list[Seen]]:
     return seen
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(n_seeds_of(1)))
 def test_no_worker_gets_more_than_its_limit_from_all_of_them(seed: int, tmp_path: Path) -> None:
     async def main() -> None:
         rng = random.Random(seed)
@@ -277,7 +278,7 @@ def test_idle_processes_do_not_choose_the_same_worker(tmp_path: Path) -> None:
     """PD-sized bursts from idle, half to each process: no worker gets more than 60 of 100."""
 
     async def main() -> None:
-        for seed in range(2):
+        for seed in range(n_seeds_of(1)):
             folder = tmp_path / str(seed)
             folder.mkdir()
             async with gateway(folder, max_inflight=None, seed=seed) as of:

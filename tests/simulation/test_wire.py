@@ -46,7 +46,7 @@ def test_random_clients_on_good_lines_leave_nothing_behind(stages: dict[str, int
             await check_wire(wire, seen)
             return seen
 
-    for seed in range(n_seeds_of(2)):
+    for seed in range(n_seeds_of(1)):
         for one in virtual_loop.run(main, seed):
             plan = one.plan
             allowed = {
@@ -77,7 +77,7 @@ def test_lines_and_workers_that_go_bad_leave_nothing_behind(stages: dict[str, in
 
     codes: Counter[str] = Counter()
     faults: Counter[str] = Counter()
-    for seed in range(n_seeds_of(5)):
+    for seed in range(n_seeds_of(3)):
         try:
             seen, n_faults = virtual_loop.run(main, seed)
         except Exception as error:
