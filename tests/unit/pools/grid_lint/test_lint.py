@@ -16,6 +16,7 @@ from slagate.router.cli.grid.lint import pool_profiles
 from slagate.router.loadgen.trace import load_trace
 from slagate.workers.profiles.profile import TpProfile, load_profile, tp_profile_from_json
 from support.fleet.files import agg_file, disagg_file
+from support.seeds import n_in
 
 REPOSITORY = Path(__file__).parents[4]
 FIXTURES = REPOSITORY / "tests" / "golden" / "lint"
@@ -743,7 +744,7 @@ def test_without_g303_no_sweep_finds_a_pool_that_misses_while_another_meets() ->
 def test_an_override_is_hidden_when_no_priority_comes_to_it() -> None:
     seed = random.randrange(2**32)
     rng = random.Random(seed)
-    for _ in range(200):
+    for _ in range(n_in(gate=50, long=200)):
         content = fixture("clean")
         rules = []
         for _ in range(rng.randint(1, 6)):

@@ -25,6 +25,7 @@ from support.kv.followed import (
     saying,
     stored,
 )
+from support.seeds import n_in
 from support.virtual_loop import run
 from support.worker.fake import HANG, FakeWorker
 
@@ -62,7 +63,7 @@ async def every_turn(of: Followed) -> None:
         await anyio.lowlevel.checkpoint()
 
 
-N_REMOVALS = 50_000
+N_REMOVALS = n_in(gate=12_000, long=48_000)
 
 
 @pytest.mark.parametrize("n_a_batch", [1, 64, 3000])

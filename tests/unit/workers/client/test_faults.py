@@ -29,6 +29,7 @@ from slagate.proto.rpc.status import OK, Status
 from slagate.workers.client.streams import StreamChannel
 from support.http2.memory_transport import Network
 from support.http2.peer import ANSWER, PeerServer, PeerStream, echo
+from support.seeds import n_in
 from support.virtual_loop import run
 from support.worker.bytes_sink import BytesSink
 
@@ -507,6 +508,7 @@ def test_a_peer_that_does_not_read_holds_up_no_more_than_what_it_is_sent() -> No
 
 def test_thousands_of_calls_leave_nothing_behind() -> None:
     """MEM: answered ones, cancelled ones, and ones that the worker resets, over one connection."""
+    n_calls = n_in(gate=3000, long=10_000)
 
     async def scene(channel: StreamChannel, server: PeerServer, network: Network) -> None:
         def answer(stream: PeerStream) -> None:
@@ -518,8 +520,8 @@ def test_thousands_of_calls_leave_nothing_behind() -> None:
             elif number % 4 != 1:
                 stream.finish()
 
-        async def some(n_calls: int) -> None:
-            for _ in range(n_calls // 100):
+        async def some(n: int) -> None:
+            for _ in range(n // 100):
                 sinks = [BytesSink() for _ in range(100)]
                 calls = [start(channel, sink) for sink in sinks]
                 await anyio.sleep(0.0005)
@@ -531,16 +533,16 @@ def test_thousands_of_calls_leave_nothing_behind() -> None:
                 await anyio.sleep(0.01)
 
         server.on_request = answer
-        await some(2000)
+        await some(1000)
         tracemalloc.start()
         try:
             before_bytes = tracemalloc.get_traced_memory()[0]
-            await some(10_000)
+            await some(n_calls)
             gc.collect()
             grown_bytes = tracemalloc.get_traced_memory()[0] - before_bytes
         finally:
             tracemalloc.stop()
-        assert grown_bytes < 100_000
+        assert grown_bytes < 10 * n_calls
         assert network.n_dials == 1
 
     play(scene, peer_settings=Settings(resets=(1 << 30, 1 << 30)))

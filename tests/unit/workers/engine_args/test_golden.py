@@ -25,8 +25,19 @@ BAD = [case for case in CASES if "exit" in case or case["codes"]]
 NO_ENVIRONMENT = {"UCX_TLS": None, "TRTLLM_USE_UCX_KVCACHE": None}
 
 
-def outcome(case: dict[str, Any], folder: Path) -> tuple[int, list[dict[str, str]], str]:
+Outcome = tuple[int, list[dict[str, str]], str]
+OUTCOMES: dict[str, Outcome] = {}
+"""Of each case that was run: a command line takes as long to parse as all else of a test."""
+
+
+def outcome(case: dict[str, Any], folder: Path) -> Outcome:
     """Exit status, findings, and what is said on stderr, of a case."""
+    if case["name"] not in OUTCOMES:
+        OUTCOMES[case["name"]] = run_case(case, folder)
+    return OUTCOMES[case["name"]]
+
+
+def run_case(case: dict[str, Any], folder: Path) -> Outcome:
     file, peer = folder / "engine.yaml", folder / "peer.yaml"
     file.write_text(case.get("raw") or yaml.safe_dump(case["args"], sort_keys=False))
     arguments = ["--role", case["role"], "--extra-engine-args", str(file), "--json"]

@@ -5,15 +5,17 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.struct_pb2 import Value
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import Refused
 from slagate.workers.handoff import seal as handoff_seal
 from slagate.workers.handoff.seal import ATTRIBUTE, canonical, check_key, check_seal, mac, seal
+from support.seeds import n_in
 
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16
+N_EXAMPLES = n_in(gate=40, long=200)
 
 json = st.recursive(
     # (-0.0 equals 0.0 and has other bytes.)
@@ -57,6 +59,7 @@ def is_refused(session: oe.KvSessionRef, key: bytes = KEY) -> bool:
     return False
 
 
+@settings(max_examples=N_EXAMPLES)
 @given(sessions())
 def test_a_seal_holds_over_the_wire_and_for_its_key_only(session: oe.KvSessionRef) -> None:
     arrived = oe.KvSessionRef.FromString(sealed(session).SerializeToString())
@@ -65,6 +68,7 @@ def test_a_seal_holds_over_the_wire_and_for_its_key_only(session: oe.KvSessionRe
     assert is_refused(session)
 
 
+@settings(max_examples=N_EXAMPLES)
 @given(sessions(), sessions())
 def test_sessions_have_the_same_bytes_only_when_they_are_the_same(
     one: oe.KvSessionRef, other: oe.KvSessionRef
@@ -72,6 +76,7 @@ def test_sessions_have_the_same_bytes_only_when_they_are_the_same(
     assert (canonical(one) == canonical(other)) == (one == other)
 
 
+@settings(max_examples=N_EXAMPLES)
 @given(sessions(), st.data())
 def test_any_change_breaks_the_seal(session: oe.KvSessionRef, data: st.DataObject) -> None:
     forged = sealed(session)

@@ -13,6 +13,7 @@ from slagate.workers.kv_events.fields import BLOCK_WORK, HASH_WORK, MAX_KEYS_BYT
 from slagate.workers.kv_events.rank_state import MAX_OLD
 from slagate.workers.kv_events.wire import token_field
 from support.kv.publisher import BLOCK_TOKENS, removed, stored
+from support.seeds import n_in
 
 TOKENS = token_field([1, 2, 3, 4])
 
@@ -238,7 +239,7 @@ _ANYTHING = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=n_in(gate=60, long=300), deadline=None)
 @given(st.lists(_ANYTHING, max_size=5), st.integers(0, 3))
 def test_nothing_an_engine_says_raises(events: list[Any], number: int) -> None:
     reader = Reader()

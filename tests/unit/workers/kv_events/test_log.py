@@ -12,6 +12,7 @@ from slagate.workers.kv_events.changes import Block, Change, Cleared, Moved, Rem
 from slagate.workers.kv_events.log import RankLog
 from slagate.workers.kv_events.wire import MAX_BATCH_BYTES, token_field, varint
 from support.kv.mirror import RankMirror, number_of
+from support.seeds import n_in
 
 SIZE = 4
 GPU, HOST = oe.STORAGE_MEDIUM_GPU, oe.STORAGE_MEDIUM_CPU_PINNED
@@ -400,11 +401,11 @@ def test_a_snapshot_is_of_the_moment_it_was_asked_for() -> None:
 
 
 def test_mem_05_what_was_stored_and_removed_leaves_nothing_behind() -> None:
-    """MEM-05 with 50,000 prefixes of four blocks instead of a million, which would take a minute.
+    """MEM-05 with prefixes of four blocks: 5,000, and 50,000 in `make test-long`; a million take a minute.
 
     Removed as an engine evicts: those stored first go first, leaves before what they hang from.
     """
-    n_prefixes, cached = 50_000, 500
+    n_prefixes, cached = n_in(gate=5_000, long=50_000), 500
     log = RankLog(0, block_tokens=SIZE, history_batches=100, history_bytes=1 << 20)
     hashes = iter(range(1, 1 << 62))
     prefixes: deque[tuple[int, ...]] = deque()

@@ -27,6 +27,7 @@ from support.engine.kv_dicts import (
     stored,
     tokens_of,
 )
+from support.seeds import n_in
 
 TOKENS = token_field([1, 2, 3, 4])
 TOP = (1 << 64) - 1
@@ -217,7 +218,7 @@ json_like = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=n_in(gate=100, long=500), deadline=None)
 @given(data=st.data())
 def test_nothing_an_engine_says_raises(data: st.DataObject) -> None:
     """KV-03: a sound event with any one part, at any depth, replaced by anything."""

@@ -17,9 +17,12 @@ from slagate.workers.profiles.profile import available_profiles, load_profile
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.request import SamplingParams
 from support.engine.sim_llm import llm, prompt_of
+from support.seeds import is_long_run
 from support.virtual_loop import run
 
 CASES = [(name, size) for name in available_profiles() for size in load_profile(name).tp_sizes]
+if not is_long_run():
+    CASES = [CASES[0], CASES[-1]]  # of a size that stands alone, and of one that shares its work
 TOLERANCE = 0.03
 CHUNK_TOKENS = (8192, 2048, 1000)
 
