@@ -1,6 +1,7 @@
 """How much the tests of many cases try: little in `make check`, much in `make test-long`."""
 
 import os
+import sys
 from collections.abc import Callable
 
 
@@ -19,9 +20,9 @@ def n_seeds_of(n_seeds: int) -> int:
     return int(os.environ.get("SLAGATE_SEEDS", n_seeds))
 
 
-def each_seed(n_seeds: int, history: Callable[[int], None]) -> None:
-    """Run a history for so many seeds, or SLAGATE_SEEDS; a failure names its seed."""
-    for seed in range(n_seeds_of(n_seeds)):
+def each_seed(n_seeds: int, history: Callable[[int], None], *, most: int | None = None) -> None:
+    """Run a history for so many seeds, or SLAGATE_SEEDS, but `most`; a failure names its seed."""
+    for seed in range(min(n_seeds_of(n_seeds), most or sys.maxsize)):
         try:
             history(seed)
         except Exception as error:

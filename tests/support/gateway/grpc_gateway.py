@@ -33,6 +33,7 @@ from slagate.workers.runtime.listen import listen_on
 from slagate.workers.server import SERVER_OPTIONS
 from slagate.workers.worker import SCHEMA_RELEASE
 from support.builders import MODEL, config, finished, model_info, token
+from support.limits import HANG_S
 
 ORDER = "traceparent"
 LOOK_S = 0.002
@@ -260,7 +261,7 @@ class Whole(NamedTuple):
 
     async def free(self) -> None:
         """Wait until nothing is held."""
-        with anyio.move_on_after(5):
+        with anyio.move_on_after(HANG_S):
             await until(lambda: not self.held())
             return
         raise AssertionError(self.held())

@@ -23,8 +23,10 @@ import numpy as np
 from slagate.workers.kv_transfer.nixl import ucx as kv_ucx
 from slagate.workers.kv_transfer.nixl.nixl import NixlTransport
 from slagate.workers.kv_transfer.transport import Blocks, KvTransferError, KvTransport
+from support.limits import HANG_S
 
-ANSWER_LIMIT_S = 30.0
+ANSWER_LIMIT_S = HANG_S
+LOOK_S = 0.01
 BLOCK_BYTES = 256
 TESTS = Path(__file__).resolve().parents[2]
 
@@ -334,11 +336,11 @@ def fetch(side: Side, descriptor: str) -> dict[str, Any]:
 def wait_for(side: Side, op: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Ask until the answer is as wanted; fails with the last one."""
     answer: dict[str, Any] = {}
-    for _ in range(500):
+    for _ in range(round(ANSWER_LIMIT_S / LOOK_S)):
         answer = call(side, op)
         if wanted(answer):
             return answer
-        pause(0.01)
+        pause(LOOK_S)
     raise AssertionError(f"still {answer}")
 
 

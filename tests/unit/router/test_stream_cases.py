@@ -27,6 +27,7 @@ from support.gateway.request_path import bench
 from support.http2.grpc_clients import aio_client, rest
 from support.http2.memory_transport import Network
 from support.http2.peer import PeerServer
+from support.limits import HANG_S
 from support.seeds import n_in
 from support.virtual_loop import run
 from support.worker.bytes_sink import BytesSink
@@ -248,7 +249,7 @@ def test_mem_08_a_request_asks_no_file_no_name_and_no_control_plane(tmp_path: Pa
 
     async def main() -> None:
         nonlocal n_seen
-        with anyio.fail_after(30):
+        with anyio.fail_after(HANG_S):
             async with whole(tmp_path, aio_worker) as w, aio_client(w.address) as client:
 
                 async def some(n_calls: int) -> None:
@@ -283,7 +284,7 @@ def test_mem_10_every_channel_and_stream_belongs_to_the_one_loop(tmp_path: Path)
             loops.add((threading.current_thread().name, name))
 
     async def main() -> None:
-        with anyio.fail_after(30):
+        with anyio.fail_after(HANG_S):
             async with whole(tmp_path, aio_worker) as w, aio_client(w.address) as client:
                 call = client.generate(request().SerializeToString())
                 assert len(await rest(call)) == 3
@@ -309,7 +310,7 @@ def test_peer_02_nagle_is_off_on_every_socket_that_carries_tokens(
     """PEER-02: at both ends of the gateway, looked at on the socket."""
 
     async def main() -> None:
-        with anyio.fail_after(30):
+        with anyio.fail_after(HANG_S):
             async with whole(tmp_path, aio_worker) as w, aio_client(w.address) as client:
                 call = client.generate(request().SerializeToString())
                 assert len(await rest(call)) == 3

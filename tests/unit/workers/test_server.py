@@ -13,6 +13,7 @@ from slagate.workers.client.client import connect_worker
 from slagate.workers.client.control import CHANNEL_OPTIONS
 from slagate.workers.server import serve_worker
 from slagate.workers.worker import SUBSCRIBE_KV_EVENTS
+from support.limits import HANG_S
 from support.worker.fake import FakeWorker
 
 MESSAGE = b"x" * 100_000
@@ -81,7 +82,7 @@ class Worker(FakeWorker):
 def test_a_reader_that_does_not_read_pauses_the_stream_and_gets_all_of_it_later() -> None:
     async def main() -> None:
         worker = Worker()
-        with anyio.fail_after(30):
+        with anyio.fail_after(HANG_S):
             async with (
                 anyio.create_task_group() as tasks,
                 serve_worker(worker, Address("127.0.0.1", 0), grace_s=0) as at,
@@ -105,7 +106,7 @@ def test_a_reader_that_does_not_read_pauses_the_stream_and_gets_all_of_it_later(
 def test_a_stream_whose_reader_is_gone_is_cancelled() -> None:
     async def main() -> None:
         worker = Worker()
-        with anyio.fail_after(30):
+        with anyio.fail_after(HANG_S):
             async with (
                 anyio.create_task_group() as tasks,
                 serve_worker(worker, Address("127.0.0.1", 0), grace_s=0) as at,
@@ -146,7 +147,7 @@ def test_a_call_that_is_given_up_while_a_write_waits_is_no_error(
 ) -> None:
     async def main() -> None:
         worker = LargeMessages()
-        with anyio.fail_after(30):
+        with anyio.fail_after(HANG_S):
             async with serve_worker(worker, Address("127.0.0.1", 0), grace_s=0) as at:
                 for _ in range(5):
                     async with grpc.aio.insecure_channel(str(at), options=CHANNEL_OPTIONS) as to:

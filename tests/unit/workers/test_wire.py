@@ -17,6 +17,7 @@ from slagate.workers.errors import MAX_MESSAGE_BYTES
 from slagate.workers.server import HIGH_WATER_BYTES, serve_worker
 from slagate.workers.worker import GENERATE
 from support.builders import finished, request, token
+from support.limits import HANG_S
 from support.worker.fake import FakeWorker, Scripts, refusal
 from support.worker.sinks import KeepingSink
 
@@ -86,7 +87,7 @@ async def served(worker: FakeWorker) -> AsyncIterator[str]:
 
 def on_the_wire(main: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        with anyio.fail_after(30):
+        with anyio.fail_after(HANG_S):
             await main()
 
     anyio.run(bounded)

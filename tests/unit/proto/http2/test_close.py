@@ -19,6 +19,7 @@ from slagate.workers.tls.reloading import ServerTls
 from support.gateway.certificates import Ca, files
 from support.http2.peer import PeerServer, PeerStream
 from support.http2.raw import HELLO, SETTINGS, WINDOW_UPDATE, begin, frame
+from support.limits import HANG_S
 
 HUGE = (1 << 30).to_bytes(4, "big")
 
@@ -59,7 +60,7 @@ def test_a_peer_that_reads_no_more_does_not_keep_its_socket(
     async def main() -> None:
         end = Ending(PeerServer())
         server = await asyncio.get_running_loop().create_server(lambda: end, "127.0.0.1", 0)
-        with anyio.fail_after(8), closing(server), socket.socket() as peer:
+        with anyio.fail_after(HANG_S), closing(server), socket.socket() as peer:
             peer.connect(server.sockets[0].getsockname())
             permitted = frame(SETTINGS, 0, 0, b"\0\4" + HUGE) + frame(WINDOW_UPDATE, 0, 0, HUGE)
             peer.sendall(HELLO + permitted + begin(1, b"/x"))
@@ -92,7 +93,7 @@ async def served(ca: Ca) -> AsyncIterator[tuple[Ending, ssl.SSLSocket]]:
     end = Ending(PeerServer())
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: end, "127.0.0.1", 0, ssl=tls.context)
-    with anyio.fail_after(8), closing(server):
+    with anyio.fail_after(HANG_S), closing(server):
         port = server.sockets[0].getsockname()[1]
         with await anyio.to_thread.run_sync(shaken, ca, port) as client:
             await end.is_made.wait()
@@ -120,6 +121,7 @@ def test_a_loop_may_end_once_all_are_closed(
 ) -> None:
     """By the client's goodbye or, where none comes, in less time than a connection of a server gets."""
     monkeypatch.setattr(farewell, "END_LIMIT_S", 0.05)
+    monkeypatch.setattr(farewell, "LINGER_S", HANG_S)
 
     async def main() -> None:
         ca = Ca(tmp_path)

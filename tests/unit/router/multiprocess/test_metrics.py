@@ -23,6 +23,7 @@ from slagate.router.receipts.record import Record
 from slagate.router.request.errors import Outcome
 from slagate.router.scheduling.dispatcher import Dispatcher
 from support.builders import fleet, rng
+from support.limits import HANG_S
 
 
 def families(of_process: str) -> list[Metric]:
@@ -124,7 +125,7 @@ def test_a_process_that_ends_while_it_is_asked_has_no_part(tmp_path: Path) -> No
 
         def Look(self, request: ps.LookRequest, context: object) -> ps.LookResponse:
             self.asked.set()
-            self.go_on.wait(20)
+            self.go_on.wait(HANG_S)
             return ps.LookResponse()
 
     with ThreadPoolExecutor(2) as threads:
@@ -136,9 +137,9 @@ def test_a_process_that_ends_while_it_is_asked_has_no_part(tmp_path: Path) -> No
         child = SimpleNamespace(in_threads=ps_grpc.ProcessStub(channel))
         supervisor: Any = SimpleNamespace(running={0: child})
         answers = threads.submit(looks, supervisor, ps.LookRequest())
-        assert Hangs.asked.wait(20)
+        assert Hangs.asked.wait(HANG_S)
         channel.close()
-        assert answers.result(20) == []
+        assert answers.result(HANG_S) == []
         assert looks(supervisor, ps.LookRequest()) == []
         Hangs.go_on.set()
         server.stop(None).wait()

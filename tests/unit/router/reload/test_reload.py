@@ -38,6 +38,7 @@ from slagate.router.services.admin import AdminService
 from support.builders import MODEL, PROFILE, ask, config, model_info, rng
 from support.fleet.state import state_of
 from support.gateway.context import Aborted, Context
+from support.limits import HANG_S
 
 FIRST = config("agg", {"agg": {"workers": ["w1:1", "w2:1", "w3:1"]}})
 BAD = ConfigError("fleet.json", [Problem("mode", "is wrong"), Problem("pools.a", "is missing")])
@@ -241,7 +242,7 @@ class Gated:
 
     def read(self, name: str) -> FleetConfig:
         self.order.append(f"{name} begins")
-        assert self.gates[name].wait(30)
+        assert self.gates[name].wait(HANG_S)
         self.order.append(f"{name} ends")
         return workers(f"{name}:1")
 
@@ -280,7 +281,7 @@ def test_a_file_that_cannot_be_read_for_ever_keeps_no_gateway_from_its_end() -> 
 
     def blocked() -> None:
         begun.append("a thread")
-        ended.append(go_on.wait(5))
+        ended.append(go_on.wait(HANG_S))
 
     source.on_read = source.on_stamp = blocked
 
@@ -312,7 +313,7 @@ def test_what_else_is_read_again_at_a_sighup_comes_first() -> None:
         also = [lambda: told.append("certificates"), lambda: told.append("processes")]
         async with reloading(of.reloader, source, watch=False, stamp=0, also=also):
             os.kill(os.getpid(), signal.SIGHUP)
-            with anyio.fail_after(20):
+            with anyio.fail_after(HANG_S):
                 while len(told) < 3:
                     await anyio.lowlevel.checkpoint()
 

@@ -9,7 +9,6 @@ import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto.http2.interfaces import Settings
 from slagate.proto.rpc.address import Address
 from slagate.proto.rpc.sinks import Call, Sink
 from slagate.proto.rpc.status import Metadata
@@ -18,6 +17,8 @@ from slagate.workers.client.client import connect_worker
 from slagate.workers.errors import WorkerError
 from slagate.workers.server import serve_worker
 from slagate.workers.trtllm import probe as trtllm_probe
+from support.keepalive_clock import KeepaliveClock
+from support.limits import HANG_S
 from support.worker.fake import FakeWorker
 from support.worker.sinks import KeepingSink
 
@@ -57,7 +58,7 @@ def test_a_health_check_with_a_probe_may_take_as_long_as_the_probe(
     async def main() -> None:
         worker = Worker()
         states: list[int] = []
-        with anyio.fail_after(30):
+        with anyio.fail_after(HANG_S):
             async with serve_worker(worker, HERE, grace_s=0) as at, connect_worker(str(at)) as far:
 
                 async def probe() -> None:
@@ -112,16 +113,19 @@ def test_a_stream_from_a_host_that_has_vanished_ends() -> None:
 
     async def main() -> None:
         cable, sink = Cable(), KeepingSink()
-        quick = Settings(ping_after_s=0.3, ping_limit_s=0.3)
-        with anyio.fail_after(20):
+        with anyio.fail_after(HANG_S):
             async with (
                 serve_worker(Worker(), HERE, grace_s=0) as at,
                 cable.to(at.host, at.port) as address,
-                connect_worker(address, settings=quick) as worker,
+                connect_worker(address) as worker,
             ):
                 worker.kv_events(b"", (), sink)
                 await sink.at_least(1)
                 cable.is_cut = True
+                (connection,) = worker._streams.links.connections
+                clock = KeepaliveClock(connection)
+                assert clock.move_on(), "it is asked whether it is there"
+                clock.move_on()
                 assert (await sink.done()).code is grpc.StatusCode.UNAVAILABLE
 
     anyio.run(main)

@@ -20,6 +20,7 @@ from slagate.workers.trtllm.events import EngineEvents
 from slagate.workers.trtllm.metrics import SILENT
 from slagate.workers.trtllm.poll import Activity
 from support.kv.publisher import BLOCK_TOKENS, publisher, removed, stored
+from support.limits import HANG_S
 
 
 class Held:
@@ -82,7 +83,7 @@ async def followed(
     """The events of an engine with this configuration, and a subscriber to them."""
     events = events_of(engine(config, ranks=ranks))
     async with anyio.create_task_group() as tasks:
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             tasks.start_soon(events.run)
             held = Held()
             wanted = oe.SubscribeKvEventsRequest(include_snapshot=True)

@@ -24,6 +24,7 @@ from slagate.workers.kv_transfer.transport import (
 )
 from slagate.workers.runtime.cooperative import SLICE_BYTES
 from support.kv.processes import blocks_of, pulled
+from support.limits import HANG_S
 from support.virtual_loop import run
 
 
@@ -357,7 +358,7 @@ def python(code: str, *arguments: str) -> str:
         stdout=subprocess.PIPE,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANG_S,
     ).stdout.strip()
 
 

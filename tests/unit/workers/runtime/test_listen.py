@@ -19,6 +19,7 @@ from slagate.workers.runtime.listen import (
 )
 from slagate.workers.runtime.ready_line import ready_line
 from slagate.workers.server import SERVER_OPTIONS
+from support.limits import HANG_S
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_a_signal_sets_the_event_and_is_let_go_of_afterwards(number: signal.Sign
             assert signal.getsignal(number) != before
             assert not event.is_set()
             os.kill(os.getpid(), number)
-            with anyio.fail_after(10):
+            with anyio.fail_after(HANG_S):
                 await event.wait()
             during = signal.getsignal(number)
         assert signal.getsignal(number) != during
@@ -109,7 +110,7 @@ def test_a_hangup_is_acted_on_and_ignored_before_and_afterwards(*, use_uvloop: b
 
         async with hung_up(tell):
             os.kill(os.getpid(), signal.SIGHUP)
-            with anyio.fail_after(10):
+            with anyio.fail_after(HANG_S):
                 await told.wait()
         os.kill(os.getpid(), signal.SIGHUP)
 

@@ -17,6 +17,7 @@ from slagate.workers.runtime.logs import (
     log_to_stderr,
     note,
 )
+from support.limits import HANG_S
 from support.virtual_loop import run
 
 
@@ -215,7 +216,7 @@ async def main():
 asyncio.run(main())
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S
     )
     (event,) = [json.loads(each) for each in ended.stderr.splitlines() if each.startswith("{")]
     assert event["event"] == "one"

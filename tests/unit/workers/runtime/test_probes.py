@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from slagate.router.metrics import Metrics
 from slagate.workers.runtime.probes import serve_probes
+from support.limits import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def port(reason: list[str]) -> Iterator[int]:
 
 
 def get(port: int, path: str, method: str = "GET") -> tuple[int, str, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_S)
     try:
         connection.request(method, path)
         response = connection.getresponse()

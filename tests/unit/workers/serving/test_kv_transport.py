@@ -20,6 +20,7 @@ from slagate.workers.kv_transfer.nixl.ucx import (
 )
 from slagate.workers.kv_transfer.transport import KvTransport, KvUnavailable
 from slagate.workers.serving.kv_transport import open_transport
+from support.limits import HANG_S
 
 
 def test_nixl_is_installed_where_there_is_a_wheel_of_it() -> None:
@@ -30,7 +31,7 @@ def test_nixl_is_installed_where_there_is_a_wheel_of_it() -> None:
 
 def opened(wanted: str) -> tuple[KvTransport, str]:
     transport, why = open_transport(
-        wanted, worker_name="w", loopback=True, block_bytes=64, pull_limit_s=5.0
+        wanted, worker_name="w", loopback=True, block_bytes=64, pull_limit_s=HANG_S
     )
     assert transport is not None
     return transport, why
@@ -70,7 +71,7 @@ def test_a_nixl_of_another_shape_is_told_at_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_memory_for_the_pool_auto_is_shared_memory() -> None:
-    options: dict[str, Any] = {"worker_name": "w", "loopback": True, "pull_limit_s": 5.0}
+    options: dict[str, Any] = {"worker_name": "w", "loopback": True, "pull_limit_s": HANG_S}
     huge: dict[str, Any] = {"block_bytes": 1 << 40, "n_slots": 1 << 40}
     transport, why = open_transport("auto", **options, **huge)
     assert transport is not None
@@ -83,7 +84,7 @@ def test_without_memory_for_the_pool_auto_is_shared_memory() -> None:
 
 def test_a_self_check_that_finds_no_room_falls_back_too() -> None:
     """A block of it has 8 bytes."""
-    sizes = {"block_bytes": 4, "pull_limit_s": 5.0}
+    sizes = {"block_bytes": 4, "pull_limit_s": HANG_S}
     transport, why = open_transport("auto", worker_name="w", loopback=True, **sizes)  # type: ignore[arg-type]
     assert transport is not None
     assert (transport.name, "do not fit into slots of 4" in why) == ("SHM", True)
@@ -109,7 +110,7 @@ def test_an_environment_that_breaks_nixl_is_told_and_survived() -> None:
         env={"UCX_TLS": "posix", "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=True,
     )
     name, why = process.stdout.strip().split(" | ")

@@ -21,6 +21,7 @@ from slagate.workers.client.streams import StreamChannel
 from slagate.workers.tls.reloading import ClientTls, ServerTls
 from support.gateway.certificates import Ca, Pair, files
 from support.http2.grpc_peers import Order, Serve, aio_peer, sync_peer
+from support.limits import HANG_S
 from support.worker.bytes_sink import BytesSink
 
 LOOPS = {"uvloop": {"loop_factory": uvloop.new_event_loop}, "asyncio": {}}
@@ -30,7 +31,7 @@ on_both_loops = pytest.mark.parametrize("loop", LOOPS)
 
 def run(main: Callable[[], Awaitable[None]], loop: str = "uvloop") -> None:
     async def limited() -> None:
-        with anyio.fail_after(20):
+        with anyio.fail_after(HANG_S):
             await main()
             await all_closed()
 
@@ -42,7 +43,7 @@ async def ask(address: str, tls: ClientTls | None, order: Order | None = None) -
     async with anyio.create_task_group() as tasks:
         channel = StreamChannel(address, tasks, tls=tls)
         sink = BytesSink()
-        channel.generate((order or Order(n_messages=3)).request(), (), sink, timeout_s=15.0)
+        channel.generate((order or Order(n_messages=3)).request(), (), sink, timeout_s=HANG_S)
         await sink.done()
         channel.close()
         tasks.cancel_scope.cancel()

@@ -32,6 +32,7 @@ from support.builders import finished, request, token
 from support.gateway.certificates import Ca, Pair, files
 from support.gateway.request_path import Bench, bench
 from support.http2.grpc_peers import OPTIONS
+from support.limits import HANG_S
 from support.worker.fake import HANG, Script
 
 ANSWER: Script = (token(1), token(2), finished(), OK)
@@ -94,7 +95,7 @@ def play(
     client_ca: bool = True,
 ) -> None:
     async def main() -> None:
-        with anyio.fail_after(20):
+        with anyio.fail_after(HANG_S):
             async with served(folder, *scripts, client_ca=client_ca) as s:
                 await scene(s)
             await all_closed()
@@ -122,7 +123,7 @@ async def tokens(call: Any) -> list[int]:
 
 
 def generate(on: Any) -> Any:
-    return on.unary_stream(GENERATE)(request().SerializeToString(), timeout=10)
+    return on.unary_stream(GENERATE)(request().SerializeToString(), timeout=HANG_S)
 
 
 async def refused(on: grpc.aio.Channel) -> grpc.StatusCode:
@@ -214,7 +215,7 @@ def client_context(s: Served, pair: Pair | None, *alpn: str) -> ssl.SSLContext:
 def told(s: Served, context: ssl.SSLContext) -> str:
     """What a client of OpenSSL reads where the gateway's first words should be."""
     with (
-        socket.create_connection(("127.0.0.1", s.port), timeout=5) as plain,
+        socket.create_connection(("127.0.0.1", s.port), timeout=HANG_S) as plain,
         contextlib.closing(context.wrap_socket(plain, server_hostname="127.0.0.1")) as to,
     ):
         try:
@@ -282,7 +283,7 @@ def shown(s: Served, ca: Path, pair: Pair) -> bytes:
     context.set_alpn_protocols(["h2"])
     context.load_cert_chain(pair.cert, pair.key)
     with (
-        socket.create_connection(("127.0.0.1", s.port), timeout=5) as plain,
+        socket.create_connection(("127.0.0.1", s.port), timeout=HANG_S) as plain,
         contextlib.closing(context.wrap_socket(plain, server_hostname="127.0.0.1")) as to,
     ):
         to.recv(1)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -24,6 +24,7 @@ from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ClientTls, ServerTls, Side, following
 from support.builders import request, token
 from support.gateway.certificates import Ca, files
+from support.limits import HANG_S
 from support.worker.bytes_sink import BytesSink
 from support.worker.fake import HANG, ROLES, FakeWorker, Scripts
 
@@ -69,7 +70,7 @@ async def ends(folder: Path) -> AsyncIterator[Ends]:
 
 def play(folder: Path, scene: Callable[[Ends], Awaitable[None]]) -> None:
     async def main() -> None:
-        with anyio.fail_after(20):
+        with anyio.fail_after(HANG_S):
             async with ends(folder) as e:
                 await scene(e)
             await all_closed()
@@ -96,7 +97,7 @@ def test_streams_and_control_calls_over_mtls(tmp_path: Path) -> None:
     async def scene(e: Ends) -> None:
         assert (await e.far.server_info()).instance_id
         sink = BytesSink()
-        call = e.far.generate(request().SerializeToString(), (), sink, timeout_s=10)
+        call = e.far.generate(request().SerializeToString(), (), sink, timeout_s=HANG_S)
         await sink.at_least(1)
         call.cancel()
 
@@ -127,7 +128,7 @@ def test_everything_is_rotated_and_what_runs_goes_on(tmp_path: Path) -> None:
     async def scene(e: Ends) -> None:
         old = ClientTls("workers", files(e.ca.issue("old"), e.ca.path))
         sink = BytesSink()
-        e.far.generate(request().SerializeToString(), (), sink, timeout_s=15)
+        e.far.generate(request().SerializeToString(), (), sink, timeout_s=HANG_S)
         await sink.at_least(1)
         loads: list[oe.LoadInfo] = []
 
@@ -157,7 +158,7 @@ def test_everything_is_rotated_and_what_runs_goes_on(tmp_path: Path) -> None:
         assert sink.code is grpc.StatusCode.OK
         assert len(sink.messages) == 2
         again = BytesSink()
-        call = e.far.generate(request().SerializeToString(), (), again, timeout_s=10)
+        call = e.far.generate(request().SerializeToString(), (), again, timeout_s=HANG_S)
         await again.at_least(1)
         call.cancel()
 
@@ -165,13 +166,15 @@ def test_everything_is_rotated_and_what_runs_goes_on(tmp_path: Path) -> None:
 
 
 class Watched(TlsFiles):
-    """Files that tell how often they were looked at."""
+    """Files to which something is done behind each look."""
 
-    n_looks = 0
+    then: ClassVar[list[Callable[[], object]]] = []
 
     def stamp(self) -> object:
-        Watched.n_looks += 1
-        return super().stamp()
+        found = super().stamp()
+        if Watched.then:
+            Watched.then.pop(0)()
+        return found
 
 
 def test_a_changed_file_is_read_when_it_has_stayed_so_for_one_look(
@@ -185,14 +188,13 @@ def test_a_changed_file_is_read_when_it_has_stayed_so_for_one_look(
     pair = Ca(new).issue("server")
 
     async def main() -> None:
-        with anyio.fail_after(20):
-            async with following(server, look_s=0.2):
-                before, n_looks = server.current, Watched.n_looks
-                (tmp_path / "server.pem").write_bytes(pair.cert.read_bytes())
-                while Watched.n_looks == n_looks:
-                    await anyio.lowlevel.checkpoint()
-                await anyio.sleep(0.1)  # to the middle between two looks: timers are run in order
-                (tmp_path / "server.key").write_bytes(pair.key.read_bytes())
+        with anyio.fail_after(HANG_S):
+            async with following(server, look_s=0.01):
+                before = server.current
+                Watched.then += [
+                    lambda: (tmp_path / "server.pem").write_bytes(pair.cert.read_bytes()),
+                    lambda: (tmp_path / "server.key").write_bytes(pair.key.read_bytes()),
+                ]
                 await renewed(server, before)
                 assert server.current.chain == pair.cert.read_bytes()
 
@@ -212,7 +214,7 @@ def test_files_are_read_at_once_when_that_is_asked_for_and_the_log_says_whose_th
     first = server.current
 
     async def main() -> None:
-        with anyio.fail_after(20):
+        with anyio.fail_after(HANG_S):
             async with following(server, None, look_s=1e6) as reread:
                 await anyio.wait_all_tasks_blocked()
                 ca.issue("server")

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,9 @@ import anyio
 import pytest
 
 from slagate.workers.trtllm.watch import EngineWatch, WatchTimes
+from support.limits import HANG_S
 
-FAST = WatchTimes(interval_s=0.01, check_limit_s=0.05, flag_s=0.01, stuck_s=30.0)
+FAST = WatchTimes(interval_s=0.01, check_limit_s=HANG_S, flag_s=0.01, stuck_s=HANG_S)
 
 
 class Engine:
@@ -33,7 +35,7 @@ def death_of(engine: Any, times: WatchTimes = FAST) -> Exception:
 
         watch = EngineWatch(engine, times=times, on_death=on_death, leave=_never)
         assert watch.alive
-        with anyio.fail_after(20):
+        with anyio.fail_after(HANG_S):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch.run)
                 await dead.wait()
@@ -58,15 +60,17 @@ def _hangs() -> bool:
 
 
 @pytest.mark.parametrize(
-    ("check", "said"),
+    ("check", "limit_s", "said"),
     [
-        (lambda: False, "its health check failed"),
-        (_raises, "no such process"),
-        (_hangs, "no answer to a health check in 0.05 s"),
+        (lambda: False, HANG_S, "its health check failed"),
+        (_raises, HANG_S, "no such process"),
+        (_hangs, 0.05, "no answer to a health check in 0.05 s"),
     ],
 )
-def test_who_cannot_say_that_it_is_well_is_dead(check: Callable[[], bool], said: str) -> None:
-    assert str(death_of(Engine(check))) == said
+def test_who_cannot_say_that_it_is_well_is_dead(
+    check: Callable[[], bool], limit_s: float, said: str
+) -> None:
+    assert str(death_of(Engine(check), replace(FAST, check_limit_s=limit_s))) == said
 
 
 @pytest.mark.parametrize("check", [None, lambda: True])
@@ -130,7 +134,7 @@ def test_a_loop_that_is_stuck_in_a_dead_engine_is_left() -> None:
             tasks.start_soon(watch.run)
             await anyio.lowlevel.checkpoint()
             engine._executor._fatal_error = RuntimeError("rank 3 died")
-            assert free.wait(20), "nobody ended the process"
+            assert free.wait(HANG_S), "nobody ended the process"
             tasks.cancel_scope.cancel()
 
     anyio.run(main)

@@ -19,6 +19,7 @@ from slagate.router.receipts.attainment import CellTraffic
 from slagate.workers.runtime.errors import UsageError
 from support.fleet.files import agg_file, disagg_file
 from support.fleet.views import REPOSITORY
+from support.limits import HANG_S
 
 EXAMPLE = REPOSITORY / "configs" / "grids" / "example-disagg.json"
 LINT = REPOSITORY / "tests" / "golden" / "lint"
@@ -89,7 +90,7 @@ def test_a_closed_pipe_is_no_error(command: list[str | Path], status: int) -> No
             [sys.executable, "-m", "slagate.router", "grid", *command],
             stdout=closed,
             stderr=subprocess.PIPE,
-            timeout=60,
+            timeout=HANG_S,
             check=False,
         )
     assert (done.returncode, done.stderr) == (status, b"")

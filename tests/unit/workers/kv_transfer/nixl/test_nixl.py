@@ -29,9 +29,10 @@ from support.kv.processes import (
     wait_for,
     wait_for_acks,
 )
+from support.limits import HANG_S
 
 
-def side(name: str, *, pull_limit_s: float = 5.0) -> Here:
+def side(name: str, *, pull_limit_s: float = HANG_S) -> Here:
     transport = NixlTransport(
         name, n_slots=32, block_bytes=BLOCK_BYTES, loopback=True, pull_limit_s=pull_limit_s
     )
@@ -301,6 +302,7 @@ def test_a_thread_that_is_stuck_in_a_call_is_replaced_and_its_pulls_end_in_time(
     wait_for(decode, "state", lambda state: state["n_agents"] == 2)
     # Its read may be done by now, as above.
     call(prefill, "release", session=7)
+    monkeypatch.setattr(decode.transport, "_pull_limit_s", HANG_S)
     works(prefill, decode, session=9)
     monkeypatch.undo()
     returns.set()
@@ -320,6 +322,7 @@ def test_closing_ends_every_pull_once_and_leaves_no_timer(
     first, second, third = (export(prefill, i) for i in (7, 8, 9))
     pulls = [decode.begin("pull", descriptor=each) for each in (first, second)]
     assert [decode.end(pull)["error"] for pull in pulls] == ["KvTimeout", "KvTimeout"]
+    monkeypatch.setattr(decode.transport, "_pull_limit_s", HANG_S)
     open_pull = decode.begin("pull", descriptor=third)
     returns.set()
     loop = vars(decode)["_loop"]
@@ -349,7 +352,7 @@ def test_a_replaced_agent_is_joined_at_the_end_though_its_thread_still_leaves(
     wait_for(decode, "state", lambda _: vars(transport)["_current"].agent is not agent)
     assert agent in agents
     leaves.set()
-    assert agent.join(5.0)
+    assert agent.join(HANG_S)
     wait_for(decode, "state", is_whole)
     assert agent not in agents
     decode.close()

@@ -24,6 +24,7 @@ from support.kv.processes import (
     wait_for,
     wait_for_acks,
 )
+from support.limits import HANG_S
 from support.virtual_loop import run
 
 LIMIT_S = 1.0
@@ -190,7 +191,7 @@ def test_who_pulls_again_on_hearing_of_an_end_goes_to_the_back() -> None:
 # --- between transports ---
 
 
-def side(name: str, n_slots: int, *, pull_limit_s: float = 5.0) -> Here:
+def side(name: str, n_slots: int, *, pull_limit_s: float = HANG_S) -> Here:
     return Here(
         NixlTransport(
             name, n_slots=n_slots, block_bytes=BLOCK_BYTES, loopback=True, pull_limit_s=pull_limit_s
@@ -224,7 +225,9 @@ def test_a_pull_waits_for_room_that_a_release_makes(prefill: Here) -> None:
     decode.close()
 
 
-def test_a_pull_that_waits_in_vain_says_so_and_uses_nothing_up(prefill: Here) -> None:
+def test_a_pull_that_waits_in_vain_says_so_and_uses_nothing_up(
+    prefill: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decode = side("decode", 32, pull_limit_s=0.1)
     export(decode, 1, n_blocks=30)
     descriptor = export(prefill, 7)
@@ -236,6 +239,7 @@ def test_a_pull_that_waits_in_vain_says_so_and_uses_nothing_up(prefill: Here) ->
     )
     assert decode.transport.problem() == ""
     call(decode, "release", session=1)
+    monkeypatch.setattr(decode.transport, "_pull_limit_s", HANG_S)
     assert fetch(decode, descriptor)["text"] == digest(blocks_of(7, 3))
     decode.close()
 
@@ -261,7 +265,7 @@ def test_pulls_that_wait_for_an_agent_that_ends_are_told(
     pull = decode.begin("pull", descriptor=export(prefill, 7))
     (agent,) = vars(decode.transport)["_agents"]
     agent.close()
-    assert agent.join(5.0)
+    assert agent.join(HANG_S)
     assert decode.end(pull)["error"] == "KvUnavailable"
     decode.close()
 
