@@ -37,17 +37,24 @@ PARALLEL := -n 2 --dist worksteal
 test: dev
 	$(BIN)/python -m pytest $(PARALLEL)
 
+# All that `test` leaves out, and what it does with fewer rounds: tests/support/seeds.py.
+test-long: export SLAGATE_LONG := 1
 test-long: dev
 	@$(BIN)/python -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"$(AICONFIGURATOR) needs Python 3.11 to 3.13, {sys.executable} is {v[0]}.{v[1]}")'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(AICONFIGURATOR)
 	SLAGATE_SEEDS=6000 $(BIN)/python -m pytest $(PARALLEL) tests/property tests/long
 	SLAGATE_SEEDS=25 $(BIN)/python -m pytest $(PARALLEL) tests/simulation/test_gateway.py tests/simulation/test_wire.py
+	$(BIN)/python -m pytest $(PARALLEL) tests/contract tests/e2e
 
 fuzz: dev
 	SLAGATE_SEEDS=25000 $(BIN)/python -m pytest $(PARALLEL) tests/property/test_h2_fuzz.py tests/property/test_path_fuzz.py
 
-check: dev lint types proto-check test wheel-smoke
-	@echo "check: ok"
+# The time is told, not judged: on a busy machine it says nothing about the tests.
+check: dev
+	@began=$$(date +%s); \
+	$(MAKE) --no-print-directory lint types proto-check test wheel-smoke; status=$$?; \
+	said=ok; test $$status -eq 0 || said=failed; \
+	echo "check: $$said after $$(( $$(date +%s) - began )) s"; exit $$status
 
 fmt: dev
 	$(BIN)/ruff format .
