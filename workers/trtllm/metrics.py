@@ -159,13 +159,14 @@ class WorkerMetrics:
             if timing is None:
                 continue
             start, end = timing.kv_cache_transfer_start, timing.kv_cache_transfer_end
-            # Both are zero but for who fetched.
-            if start and end and end > start:
+            # Both are zero but for who fetched; they may be equal, as far as the engine's clock can tell.
+            if start and end >= start:
                 seconds = (end - start).total_seconds()
                 self._transfers.inc()
                 self._transfer_s.observe(seconds)
                 self._transfer_bytes.observe(timing.kv_cache_size)
-                self._transfer_speed.observe(timing.kv_cache_size / seconds / 1e9)
+                if seconds:
+                    self._transfer_speed.observe(timing.kv_cache_size / seconds / 1e9)
 
     def _contained(self, tell: Callable[[Any], object], what: Any) -> None:
         """A collector that fails costs figures, not requests; it is told of once a fault."""

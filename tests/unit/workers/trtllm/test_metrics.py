@@ -68,6 +68,12 @@ def test_a_transfer_has_a_time_a_size_and_a_speed(metrics: WorkerMetrics) -> Non
     assert value(metrics, "trtllm_kv_transfer_latency_seconds_sum") == 0.5
     assert value(metrics, "trtllm_kv_transfer_bytes_sum") == 4e9
     assert value(metrics, "trtllm_kv_transfer_speed_gb_s_sum") == 8
+    # As fast as the engine's clock can tell: it has a time and a size, but no speed.
+    metrics.ended("ok", result(10.5, 10.5, 1000))
+    assert value(metrics, "trtllm_kv_transfer_success_total") == 2
+    assert value(metrics, "trtllm_kv_transfer_latency_seconds_count") == 2
+    assert value(metrics, "trtllm_kv_transfer_bytes_sum") == 4e9 + 1000
+    assert value(metrics, "trtllm_kv_transfer_speed_gb_s_count") == 1
 
 
 class Collector:
