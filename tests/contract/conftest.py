@@ -1,4 +1,4 @@
-"""Every scenario of the contract runs over each way to have a worker."""
+"""Every scenario of the contract runs over each way to have a worker, and over each engine version."""
 
 from collections.abc import Iterator
 
@@ -7,6 +7,7 @@ import pytest
 
 from support import virtual_loop
 from support.engine.process import SharedWorkers
+from support.limits import HANG_S
 from support.worker.contract import DIRECT, PROCESS, SERVED, Play, Scenario, Setup
 
 
@@ -23,7 +24,7 @@ def playing(setup: Setup) -> Play:
 
     def run(scenario: Scenario) -> None:
         async def main() -> None:
-            with anyio.fail_after(30):
+            with anyio.fail_after(HANG_S):
                 await scenario(setup)
 
         if setup.way == "direct":

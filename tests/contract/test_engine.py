@@ -9,6 +9,8 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
+from slagate.workers.kv_transfer.memory import MemoryExchange, MemoryTransport
+from slagate.workers.kv_transfer.transport import Done
 from slagate.workers.legs import prefill_leg
 from support.engine.workers import expected, request
 from support.worker.contract import Play, Setup, ask, hand_off, resume, start
@@ -16,6 +18,9 @@ from support.worker.sinks import KeepingSink
 
 Code = grpc.StatusCode
 PROMPT = list(range(1, 101))
+ENDLESS = 100_000
+"""Tokens of an answer that does not end by itself while a test looks at it: minutes."""
+
 TARGET, DECODE_RANK = "openengine-target-dp-rank", "x-slagate-dp-rank"
 
 
@@ -171,7 +176,7 @@ def test_the_end_of_the_engine_ends_every_stream_and_the_worker(inside: Play) ->
         async with setup.engine("agg") as at:
             sinks = [KeepingSink() for _ in range(3)]
             for i, sink in enumerate(sinks):
-                start(at.worker, plain(f"r{i}", n=10_000).SerializeToString(), sink)
+                start(at.worker, plain(f"r{i}", n=ENDLESS).SerializeToString(), sink)
                 await sink.at_least(1)
             at.llm.inject_fatal(MemoryError("out of memory"))
             for sink in sinks:
@@ -192,7 +197,7 @@ def test_a_request_that_had_nothing_of_a_dying_engine_may_be_tried_elsewhere(ins
     async def scenario(setup: Setup) -> None:
         async with setup.engine("agg", max_batch_size=1) as at:
             begun, waiting = KeepingSink(), KeepingSink()
-            start(at.worker, plain("begun", n=10_000).SerializeToString(), begun)
+            start(at.worker, plain("begun", n=ENDLESS).SerializeToString(), begun)
             await begun.at_least(1)
             start(at.worker, plain("waiting", n=5).SerializeToString(), waiting)
             while at.inner.n_live < 2:
@@ -239,7 +244,7 @@ def test_one_requests_error_is_nobody_elses(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.engine("agg") as at:
             bad, good = KeepingSink(), KeepingSink()
-            start(at.worker, plain("bad", n=10_000).SerializeToString(), bad)
+            start(at.worker, plain("bad", n=ENDLESS).SerializeToString(), bad)
             await bad.at_least(1)
             start(at.worker, plain("good", n=40).SerializeToString(), good)
             assert at.llm.inject_request_error(2, "a fault of its own")
@@ -250,30 +255,62 @@ def test_one_requests_error_is_nobody_elses(inside: Play) -> None:
     inside(scenario)
 
 
+class Held:
+    """A `KvTransport` in memory; what is pulled while it holds is on the way until it lets go."""
+
+    def __init__(self, inner: MemoryTransport) -> None:
+        self.name, self.export = inner.name, inner.export
+        self.problem, self.counters = inner.problem, inner.counters
+        self.acks, self.release, self.close = inner.acks, inner.release, inner.close
+        self._inner = inner
+        self._waiting: list[tuple[bytes, Done]] = []
+        self._holds = False
+        self.begun = anyio.Event()
+
+    def pull(self, descriptor: bytes, done: Done) -> None:
+        if self._holds:
+            self._waiting.append((descriptor, done))
+            self.begun.set()
+        else:
+            self._inner.pull(descriptor, done)
+
+    def hold(self) -> None:
+        self._holds, self.begun = True, anyio.Event()
+
+    def let_go(self) -> None:
+        self._holds = False
+        waiting, self._waiting = self._waiting, []
+        for pull in waiting:
+            self._inner.pull(*pull)
+
+
 def test_a_decode_leg_is_not_aborted_while_its_kv_is_on_the_way(inside: Play) -> None:
     """An abort before the first result would free blocks that another worker still writes."""
 
     async def scenario(setup: Setup) -> None:
-        slow = {"transfer_bytes_per_s": 1e8}
+        exchange = MemoryExchange()
+        held = Held(exchange.transport())
         async with (
-            setup.engine("prefill") as prefill,
-            setup.engine("decode", sim_settings=slow) as decode,
+            setup.engine("prefill", transport=exchange.transport()) as prefill,
+            setup.engine("decode", transport=held) as decode,
         ):
             for how in ("cancel", "deadline", "abort"):
                 session = await hand_off(prefill.worker, plain())
-                leg = plain(how, n=5000)
+                leg = plain(how, n=ENDLESS)
                 leg.kv.session.CopyFrom(session)
                 sink = KeepingSink()
-                timeout_s = 0.001 if how == "deadline" else None
+                timeout_s = 0.2 if how == "deadline" else None
+                held.hold()
                 call = start(decode.worker, leg.SerializeToString(), sink, timeout_s=timeout_s)
+                if how != "deadline":
+                    await held.begun.wait()
                 if how == "cancel":
                     call.cancel()
                 elif how == "abort":
-                    while not decode.inner.n_live:
-                        await decode.worker.server_info()
                     await decode.worker.abort(oe.AbortRequest(request_id=how))
                 await sink.done()
                 assert sink.messages == []
+                held.let_go()
                 # A request behind it: once that has gone through, the aborted one has, too.
                 after = await resume(
                     decode.worker, plain("after"), await hand_off(prefill.worker, plain())
@@ -289,13 +326,15 @@ def test_a_decode_leg_is_not_aborted_while_its_kv_is_on_the_way(inside: Play) ->
 def test_load_is_that_of_the_ranks(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         cache = {"max_tokens": 3200}
-        async with setup.worker("agg", ranks=2, kv_cache_config=cache) as worker:
+        # The answer fills the cache of its rank, and takes minutes where time is real.
+        slow = {"time_scale": 10.0}
+        async with setup.worker("agg", ranks=2, kv_cache_config=cache, sim_settings=slow) as worker:
             idle = await worker.load(oe.GetLoadRequest(include_per_rank=True))
             assert (idle.running_requests, idle.queued_requests) == (0, 0)
             assert [rank.data_parallel_rank for rank in idle.ranks] == [0, 1]
             assert not idle.HasField("prefill_batch_size")
             sink = KeepingSink()
-            data = plain(n=2000).SerializeToString()
+            data = plain(n=3000).SerializeToString()
             start(worker, data, sink, metadata=[(TARGET, "1")])
             if setup.version == "1.2":
                 # Its rows do not say which rank they are of.
@@ -309,7 +348,7 @@ def test_load_is_that_of_the_ranks(inside: Play) -> None:
                 assert list(busy.ranks) == nothing
                 return
             while True:
-                await sink.at_least(len(sink.messages) + 20)
+                await sink.at_least(len(sink.messages) + 5)
                 busy = await worker.load(oe.GetLoadRequest(include_per_rank=True))
                 if busy.decode_batch_size:
                     break

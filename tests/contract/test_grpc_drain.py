@@ -11,6 +11,7 @@ from slagate.router.app import _drain
 from support.builders import request
 from support.gateway.grpc_gateway import Order, aio_worker, until, whole
 from support.http2.grpc_clients import Connect, aio_client, rest, sync_client
+from support.limits import HANG_S
 
 N_AT_ONCE = 8
 POLICIES = {"pick_first": (), "round_robin": (("grpc.lb_policy_name", "round_robin"),)}
@@ -26,7 +27,7 @@ def test_ops_a_drain_costs_no_client_an_error(
         for folder in folders:
             folder.mkdir()
         ended: list[grpc.StatusCode] = []
-        with anyio.fail_after(30):
+        with anyio.fail_after(HANG_S):
             async with (
                 whole(folders[0], aio_worker) as leaves,
                 whole(folders[1], aio_worker) as stays,
@@ -49,7 +50,7 @@ def test_ops_a_drain_costs_no_client_an_error(
                     for _ in range(N_AT_ONCE):
                         tasks.start_soon(load)
                     await until(lambda: len(leaves.worker.requests) > 200)
-                    await _drain(leaves.front, leaves.app.gateway, 5)
+                    await _drain(leaves.front, leaves.app.gateway, HANG_S)
                     assert not leaves.front.clients
                     n_before = len(ended)
                     await until(lambda: len(ended) > n_before + 200)

@@ -27,6 +27,7 @@ from support.kv.processes import (
     wait_for,
     wait_for_acks,
 )
+from support.limits import HANG_S
 
 KINDS = ["SHM", "MEMORY", "NIXL", "NIXL in two processes", "NIXL without a progress thread"]
 GONE = "already consumed or released"
@@ -41,13 +42,9 @@ class Pair(NamedTuple):
     decode: Side
 
 
-# No test of this module waits for it: a machine that stood still for seconds is no error.
-PULL_LIMIT_S = 20.0
-
-
 def nixl(name: str) -> NixlTransport:
     return NixlTransport(
-        name, n_slots=64, block_bytes=BLOCK_BYTES, loopback=True, pull_limit_s=PULL_LIMIT_S
+        name, n_slots=64, block_bytes=BLOCK_BYTES, loopback=True, pull_limit_s=HANG_S
     )
 
 
@@ -69,7 +66,7 @@ def pair(
         if kind in KINDS[3:]:
             unaided = kind == KINDS[4]
             prefill, decode = stack.enter_context(
-                started("prefill", "decode", pull_limit_s=PULL_LIMIT_S, unaided=unaided)
+                started("prefill", "decode", pull_limit_s=HANG_S, unaided=unaided)
             )
             yield Pair(kind, prefill, decode)
             assert (prefill.finish(), decode.finish()) == (0, 0)

@@ -22,6 +22,7 @@ from slagate.workers.trtllm.worker import TrtllmWorker
 from slagate.workers.worker import Worker
 from support.engine.workers import MODEL, PROFILE, expected, request
 from support.kv.publisher import Publisher, publisher, removed, stored
+from support.limits import HANG_S
 from support.worker.contract import ask
 
 BLOCK_TOKENS = 32
@@ -104,7 +105,7 @@ class Cached:
 
     async def until_so(self, is_so: Callable[[], bool]) -> None:
         """Wait for a state to be told."""
-        with anyio.fail_after(30):
+        with anyio.fail_after(HANG_S):
             while not is_so():
                 self._changed = anyio.Event()
                 await self._changed.wait()
@@ -143,7 +144,7 @@ def test_what_the_engine_streams_is_what_clients_see() -> None:
             publisher() as engine_side,
             streaming_worker({"endpoint": engine_side.at}) as (worker, llm),
         ):
-            with anyio.fail_after(30):
+            with anyio.fail_after(HANG_S):
                 await engine_side.subscribed()
             cached = Cached()
             wanted = oe.SubscribeKvEventsRequest(include_snapshot=True).SerializeToString()

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.sinks import Call
 from slagate.workers.errors import WorkerError
 from slagate.workers.legs import agg_leg, decode_leg, prefill_leg
 from slagate.workers.worker import Worker
@@ -19,6 +20,8 @@ from support.worker.contract import Play, Setup, ask, start
 from support.worker.sinks import KeepingSink
 
 PROMPT = list(range(1, 101))
+ENDLESS = 100_000
+"""Tokens of an answer that does not end by itself while a test looks at it: minutes."""
 
 
 async def running(worker: Worker) -> int:
@@ -77,13 +80,19 @@ def test_a_refusal_has_no_message(play: Play) -> None:
 def test_a_request_id_is_taken_while_it_runs(play: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.worker("agg") as worker:
-            data = request("same", PROMPT, 50).SerializeToString()
+            data = request("same", PROMPT, ENDLESS).SerializeToString()
             first = KeepingSink()
-            start(worker, data, first)
+            call = start(worker, data, first)
             await first.at_least(1)
             assert (await ask(worker, data)).code is grpc.StatusCode.ALREADY_EXISTS
-            assert (await first.done()).tokens == expected(PROMPT, 50)
-            assert (await ask(worker, data)).code is grpc.StatusCode.OK
+            await first.at_least(len(first.messages) + 5)
+            assert first.status is None
+            assert first.tokens == expected(PROMPT, len(first.tokens))
+            call.cancel()
+            await first.done()
+            assert await running(worker) == 0
+            again = await ask(worker, request("same", PROMPT, 50))
+            assert again.tokens == expected(PROMPT, 50)
 
     play(scenario)
 
@@ -112,7 +121,7 @@ def test_cancel_ends_the_call_and_frees_the_engine(play: Play, stage: str) -> No
     async def scenario(setup: Setup) -> None:
         async with setup.worker("agg") as worker:
             sink = KeepingSink()
-            call = start(worker, request("r", PROMPT, 5000).SerializeToString(), sink)
+            call = start(worker, request("r", PROMPT, ENDLESS).SerializeToString(), sink)
             await sink.at_least(n_messages)
             call.cancel()
             call.cancel()
@@ -144,13 +153,23 @@ def test_cancel_of_a_prefill_leg_parks_nothing(inside: Play) -> None:
     inside(scenario)
 
 
+class PausingSink(KeepingSink):
+    """Pauses its call with the second message, whatever has come behind that already."""
+
+    call: Call
+
+    def message(self, data: bytes, /) -> None:
+        super().message(data)
+        if len(self.messages) == 2:
+            self.call.pause()
+
+
 def test_a_paused_call_is_silent_and_loses_nothing(play: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.worker("agg") as worker:
-            sink = KeepingSink()
-            call = start(worker, request("r", PROMPT, 60).SerializeToString(), sink)
+            sink = PausingSink()
+            call = sink.call = start(worker, request("r", PROMPT, 60).SerializeToString(), sink)
             await sink.at_least(2)
-            call.pause()
             n_paused = len(sink.messages)
             # A whole other request passes by meanwhile.
             other = await ask(worker, request("other", PROMPT, 60).SerializeToString())
@@ -166,10 +185,9 @@ def test_a_paused_call_is_silent_and_loses_nothing(play: Play) -> None:
 def test_a_pause_in_the_turn_of_a_resume_counts(play: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.worker("agg") as worker:
-            sink = KeepingSink()
-            call = start(worker, request("r", PROMPT, 60).SerializeToString(), sink)
+            sink = PausingSink()
+            call = sink.call = start(worker, request("r", PROMPT, 60).SerializeToString(), sink)
             await sink.at_least(2)
-            call.pause()
             # Meanwhile the producer comes to where it waits.
             await ask(worker, request("first", PROMPT, 60).SerializeToString())
             n_paused = len(sink.messages)
@@ -187,7 +205,7 @@ def test_the_time_limit_ends_the_call_and_frees_the_engine(play: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.worker("agg") as worker:
             sink = KeepingSink()
-            data = request("r", PROMPT, 100_000).SerializeToString()
+            data = request("r", PROMPT, ENDLESS).SerializeToString()
             start(worker, data, sink, timeout_s=0.2)
             await sink.done()
             assert sink.code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -200,7 +218,7 @@ def test_abort_by_request_id(play: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.worker("agg") as worker:
             sink = KeepingSink()
-            start(worker, request("r", PROMPT, 5000).SerializeToString(), sink)
+            start(worker, request("r", PROMPT, ENDLESS).SerializeToString(), sink)
             await sink.at_least(1)
             answer = await worker.abort(oe.AbortRequest(request_id="r"))
             assert answer.status == oe.ABORT_STATUS_ABORTED
