@@ -22,8 +22,7 @@ from support.engine.sim_llm import n_timers, until
 from support.engine.workers import SimWorker, engine_worker, request
 from support.seeds import is_long_run
 
-N_REQUESTS = 50_000 if is_long_run() else 5000
-N_WARM = N_REQUESTS // 5
+N_REQUESTS, N_WARM = (50_000, 10_000) if is_long_run() else (4000, 1000)
 WAVE = 250
 HANDOFF_LIMIT_S = 1.0
 LONGEST_S = 0.05
