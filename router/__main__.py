@@ -1,6 +1,7 @@
 """Entry point of the `slagate` command: what has to be so before anything else is imported."""
 
 import os
+import sys
 
 
 def main() -> None:
@@ -15,8 +16,21 @@ def main() -> None:
     # anybody connects who is refused; what they say of a refusal, the one refused is told.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from slagate.router.commands import cli
+    from slagate.router.output import OutputFailed, guard_stdout
 
-    cli()
+    guard_stdout()
+    status: object = None
+    try:
+        try:
+            cli()
+        except SystemExit as ended:
+            status = ended.code
+        sys.stdout.flush()
+    except OutputFailed as failed:
+        if not failed.reader_left:
+            sys.stderr.write(f"slagate: {failed}\n")
+            status = 1
+    raise SystemExit(status)
 
 
 if __name__ == "__main__":

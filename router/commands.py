@@ -1,9 +1,10 @@
 """The `slagate` command: which commands there are. Each is imported when it is asked for."""
 
 import gc
+import platform
 from collections.abc import Iterable
-from importlib import import_module
-from typing import Any
+from importlib import import_module, metadata
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -49,24 +50,47 @@ cli = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut names of options in a terminal of 80 columns
     help="SLA-aware global router gateway for TensorRT-LLM.",
 )
 
 
+def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it
+    if wanted:
+        python = f"Python {platform.python_version()}"
+        print(f"slagate {metadata.version('slagate')} ({python}, {platform.platform()})")
+        raise typer.Exit
+
+
 @cli.callback()
-def _without_command() -> None:
+def _without_command(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show it and exit."),
+    ] = False,
+) -> None:
     """Without one of its own, typer builds no group."""
 
 
 def _built(names: Iterable[str]) -> dict[str, Any]:
-    group = typer.Typer()
+    group = typer.Typer(rich_markup_mode=None)
     for name in names:
         command = _imported(name)
         if isinstance(command, typer.Typer):
             group.add_typer(command, name=name)
         else:
             group.command(name)(command)
-    return dict(get_group(group).commands)
+    commands = dict(get_group(group).commands)
+    _say_in_full(commands)
+    return commands
+
+
+def _say_in_full(commands: dict[str, Any]) -> None:
+    """The list of commands has the first sentence of each; by default it is cut in the middle."""
+    for command in commands.values():
+        command.short_help = (command.help or "").partition("\n\n")[0]
+        _say_in_full(getattr(command, "commands", {}))
 
 
 def _imported(name: str) -> Any:

@@ -6,7 +6,6 @@ What the commands that tell of findings have in common.
 import functools
 import inspect
 import math
-import os
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -21,6 +20,7 @@ from slagate.pools.grid.errors import ConfigError
 from slagate.proto.http2.goaway import all_closed
 from slagate.proto.rpc.address import Address, parse_address
 from slagate.router.client.call import CallFailed
+from slagate.router.output import OutputFailed
 from slagate.router.request.settings import POLICIES
 from slagate.workers.profiles.errors import ProfileError
 from slagate.workers.runtime.errors import UsageError
@@ -48,13 +48,16 @@ def parsed_address(text: str) -> Address:
 
 @contextmanager
 def until_reader_leaves() -> Iterator[None]:
-    """Print to stdout in the block; it ends, without error, where the reader of a pipe has enough."""
+    """Print to stdout in the block, which ends where the reader of a pipe has enough.
+
+    For commands whose status says more than that they could print.
+    """
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:
-        # What is still buffered must go somewhere at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OutputFailed as error:
+        if not error.reader_left:
+            raise
 
 
 def run_to_exit(
@@ -83,6 +86,8 @@ def run_to_exit(
         if isinstance(cause, CallFailed):
             errors.print(f"slagate: {cause}")
             raise typer.Exit(EXIT_FAILED) from None
+        if isinstance(cause, OutputFailed):
+            raise cause from None
         if isinstance(cause, ConfigError | ProfileError | UsageError | OSError):
             fail(cause)
         raise
@@ -106,17 +111,14 @@ def whole_numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
 
 MAX_SECONDS = 1e6
 
-Listen = Annotated[
-    Address,
-    typer.Option(parser=parsed_address, metavar="HOST:PORT", help="Port 0: the kernel chooses."),
-]
-MaybeListen = Annotated[
-    Address | None,
-    typer.Option(
-        parser=parsed_address, metavar="HOST:PORT", help="Port 0: the kernel chooses. Required."
-    ),
-]
-"""Of a group that listens unless it is asked for one of its commands, which then has to be checked."""
+
+def host_port(about: str) -> Any:
+    """An option that is an address to listen on."""
+    return typer.Option(
+        parser=parsed_address, metavar="HOST:PORT", help=f"{about} Port 0: the kernel chooses."
+    )
+
+
 Policy = Annotated[str, typer.Option(help=f"How workers are chosen: {' or '.join(POLICIES)}.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 

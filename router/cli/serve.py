@@ -13,11 +13,11 @@ from slagate.proto.rpc.address import Address
 from slagate.proto.rpc.client_call import MAX_MESSAGE_BYTES
 from slagate.router import app as gateway_app
 from slagate.router.cli.command import (
-    Listen,
     LogLevel,
     Policy,
     check_policy,
     fail,
+    host_port,
     run_to_exit,
     start_log,
 )
@@ -33,9 +33,11 @@ from slagate.workers.runtime.listen import ignore_hangups
 def serve(
     *,
     config: Annotated[Path, typer.Option(help="Fleet file: pool grid and workers, JSON.")],
-    listen: Listen,
-    admin: Listen,
-    http: Listen,
+    listen: Annotated[Address, host_port("For clients: OpenEngine over gRPC.")],
+    admin: Annotated[
+        Address, host_port("For operators, over gRPC: explain, pools, receipts, reload.")
+    ],
+    http: Annotated[Address, host_port("For probes: /healthz, /readyz and /metrics over HTTP.")],
     max_request_bytes: Annotated[
         int, typer.Option(min=1, max=MAX_MESSAGE_BYTES // 2, help="Limit of one request.")
     ] = Settings.max_request_bytes,

@@ -54,7 +54,7 @@ def lint(
         for line in (
             json_lines(kept) if as_json else text_lines(kept, n_ignored=len(found) - len(kept))
         ):
-            typer.echo(line)
+            print(line)
     raise typer.Exit(EXIT_FINDINGS if kept else 0)
 
 

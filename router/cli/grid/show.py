@@ -13,7 +13,7 @@ from rich.console import Console
 
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.proto import gateway_pb2 as gw
-from slagate.router.cli.command import errors, fail, run_to_exit, until_reader_leaves
+from slagate.router.cli.command import errors, fail, run_to_exit
 from slagate.router.cli.fleet_options import Lenient, PoolsFile, PoolWorkers, read_fleet
 from slagate.router.cli.tls import dials
 from slagate.router.client.call import admin_at
@@ -134,17 +134,16 @@ def show_stages(config: FleetConfig, traffic: Traffic | None, options: ShowOptio
         raise UsageError(f"--stage must be one of {known} in this file (got {options.stage!r})")
     stages = config.stages if options.stage is None else (options.stage,)
     views = [stage_view(config, stage, traffic) for stage in stages]
-    with until_reader_leaves():
-        if options.svg is not None:
-            write_picture(scene(views), options.svg, kind="svg")
-            sys.stdout.write(f"{options.svg}: written\n")
-        if options.png is not None:
-            write_picture(_png_scene(views), options.png, kind="png")
-            sys.stdout.write(f"{options.png}: written\n")
-        if options.svg is None and options.png is None:
-            console = _console(options.width)
-            for view in views:
-                print_stage(console, view)
+    if options.svg is not None:
+        write_picture(scene(views), options.svg, kind="svg")
+        sys.stdout.write(f"{options.svg}: written\n")
+    if options.png is not None:
+        write_picture(_png_scene(views), options.png, kind="png")
+        sys.stdout.write(f"{options.png}: written\n")
+    if options.svg is None and options.png is None:
+        console = _console(options.width)
+        for view in views:
+            print_stage(console, view)
 
 
 def _png_scene(views: Sequence[StageView]) -> Scene:
@@ -159,12 +158,6 @@ def _png_scene(views: Sequence[StageView]) -> Scene:
     return made
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Leave it to the caller: rich would end the process with status 1."""
-        raise BrokenPipeError
-
-
 def _console(width: int | None) -> Console:
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return _Console(width=width or (PIPED_COLUMNS if piped else None), highlight=False)
+    return Console(width=width or (PIPED_COLUMNS if piped else None), highlight=False)

@@ -114,7 +114,7 @@ def _check(
     kept = [each for each in found if each.finding.code not in ignored]
     with until_reader_leaves():
         for line in _json_lines(kept) if as_json else _text_lines(kept, len(found) - len(kept)):
-            typer.echo(line)
+            print(line)
     failed = any(each.finding.is_error or strict for each in kept)
     raise typer.Exit(EXIT_FINDINGS if failed else 0)
 

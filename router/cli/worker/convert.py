@@ -56,7 +56,7 @@ def convert(
     result_role = to or role
     with until_reader_leaves():
         for line in _diff_lines(conversion):
-            typer.echo(line)
+            print(line)
     if out is not None:
         title = f"# For {result_role}, converted from {role} of {extra_engine_args}."
         lines = [title, *yaml_lines(conversion.values)]

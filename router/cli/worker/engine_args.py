@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slagate.router.cli.command import errors, fail, until_reader_leaves
+from slagate.router.cli.command import errors, fail
 from slagate.workers.engine_args.build import EngineArgs, build_engine_args
 from slagate.workers.engine_args.model.findings import Finding
 from slagate.workers.engine_args.model.merge import DEFAULT
@@ -143,9 +143,8 @@ def show_engine_args(args: EngineArgs) -> None:
     """The arguments as YAML on stdout, the findings on stderr."""
     for finding in args.findings:
         errors.print(f"slagate: {finding.severity}: {finding}")
-    with until_reader_leaves():
-        for line in yaml_lines(args.values, args.sources):
-            typer.echo(line)
+    for line in yaml_lines(args.values, args.sources):
+        print(line)
 
 
 def place_of(finding: Finding, places: Mapping[str, str]) -> str:

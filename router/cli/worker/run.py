@@ -10,11 +10,10 @@ from slagate.proto.rpc.address import Address
 from slagate.router.cli.command import (
     MAX_SECONDS,
     LogLevel,
-    MaybeListen,
     fail,
     finite,
+    host_port,
     options_given,
-    parsed_address,
     run_to_exit,
     start_log,
 )
@@ -65,7 +64,10 @@ def _run_worker(
     role: Annotated[
         str | None, typer.Option(help="prefill, decode, agg, or encode (trtllm). Required.")
     ] = None,
-    listen: MaybeListen = None,
+    # A group listens unless it is asked for one of its commands, so this is checked below.
+    listen: Annotated[
+        Address | None, host_port("For the gateway: OpenEngine over gRPC. Required.")
+    ] = None,
     engine: Annotated[str, typer.Option(help="sim or trtllm.")] = "sim",
     profile: Annotated[
         str, typer.Option(help="Timing profile: a packaged name, or a file.")
@@ -141,12 +143,7 @@ def _run_worker(
     tls_client_ca: TlsClientCa = None,
     insecure: Insecure = False,
     metrics_listen: Annotated[
-        Address | None,
-        typer.Option(
-            parser=parsed_address,
-            metavar="HOST:PORT",
-            help="Serve /metrics, /healthz and /readyz over HTTP there.",
-        ),
+        Address | None, host_port("For /metrics, /healthz and /readyz over HTTP.")
     ] = None,
     log_level: LogLevel = "info",
     trtllm: dict[str, Any],
