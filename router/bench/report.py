@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rich.console import JustifyMethod
 from rich.table import Table
 
 from slagate.router.loadgen.loadgen import Served, percentiles_ms
@@ -129,7 +130,8 @@ def table(rows: Sequence[Mapping[str, Figure]], title: str) -> Table:
     columns = ["at once", "req/s", "tokens/s", "/user", f"/{unit}"]
     columns += [f"{name} p50 p90 p99 (ms)" for name in ("TTFT", "ITL", "E2E")]
     for column in [*columns, "SLA met", "errors"]:
-        shown.add_column(column, justify="left" if column == "errors" else "right")
+        justify: JustifyMethod = "left" if column == "errors" else "right"
+        shown.add_column(column, justify=justify, no_wrap=" p50 " in column)
     for row in rows:
         met_share = row["sla_met"]
         shown.add_row(

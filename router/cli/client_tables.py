@@ -1,28 +1,20 @@
 """What the client commands show to people: tables of decisions, pools and workers."""
 
-import os
-import sys
-
-from rich.console import Console
 from rich.table import Table
 
 from slagate.proto import gateway_pb2 as gw
-
-PIPED_COLUMNS = 200
-"""Where no terminal says how wide it is: enough for every figure of the tables."""
+from slagate.router.tables import print_table, stdout_console
 
 
 def print_decision(decision: gw.Decision) -> None:
     """A table of candidates for each stage, then the decision in words."""
-    console = _console()
+    console = stdout_console()
     for choice in decision.stages:
-        console.print(_choice_table(choice, decision.isl_tokens))
-    console.print(decision.text, soft_wrap=True, highlight=False, markup=False)
-
-
-def _console() -> Console:
-    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=PIPED_COLUMNS if piped else None)
+        table = _choice_table(choice, decision.isl_tokens)
+        # Ranks of a worker are rows of their own.
+        names = [str(column.header) for column in table.columns]
+        print_table(console, table, n_keys=names.index("rank") + 1 if "rank" in names else 1)
+    console.print(decision.text, soft_wrap=True)
 
 
 def _choice_table(choice: gw.StageChoice, isl_tokens: int) -> Table:
@@ -77,13 +69,13 @@ def _candidate_cells(
 
 def print_pools(pools: gw.ListPoolsResponse, workers: gw.ListWorkersResponse) -> None:
     """A table of pools, one of workers, which configuration that is, and the warnings."""
-    console = _console()
-    console.print(_pools_table(pools))
-    console.print(_workers_table(workers))
+    console = stdout_console()
+    print_table(console, _pools_table(pools))
+    print_table(console, _workers_table(workers))
     age_s = round(pools.config_age_s)
-    console.print(f"configuration {pools.config_version}, in force for {age_s:,} s")
+    console.print(f"configuration {pools.config_version}, in force for {age_s:,} s", soft_wrap=True)
     for warning in pools.warnings:
-        console.print(f"warning: {warning}", soft_wrap=True, markup=False)
+        console.print(f"warning: {warning}", soft_wrap=True)
 
 
 def _pools_table(pools: gw.ListPoolsResponse) -> Table:

@@ -26,6 +26,7 @@ from slagate.router.loadgen.cluster import Cluster, ClusterError
 from slagate.router.loadgen.loadgen import LoadRequest, Progress, Served, mismatch, run_load
 from slagate.router.loadgen.trace import Arrival, arrivals, load_trace, prompt_tokens
 from slagate.router.request.metadata import ITL, OBJECTIVE, RECEIPT, SESSION_ID, TTFT
+from slagate.router.tables import print_table
 from slagate.workers.client.client import connect_worker
 from slagate.workers.runtime.errors import UsageError
 from slagate.workers.runtime.listen import stopped
@@ -242,8 +243,9 @@ def _reference(arrival: Arrival, fleet: DemoFleet) -> list[int]:
 
 
 def _show(report: dict[str, object], told: Row | None, console: Console) -> None:
-    console.print(table("Pools: latency in ms as the client saw it, targets met", report["pools"]))
-    console.print(table("Classes: the same", report["classes"]))
+    pools = table("Pools: latency in ms as the client saw it, targets met", report["pools"])
+    print_table(console, pools)
+    print_table(console, table("Classes: the same", report["classes"]))
     if told is not None and told.served.receipt is not None:
         decision = told.served.receipt.decision
         console.print(f"Why {decision.request_id} ({told.arrival.sla.name}) went where it went:")

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slagate.router.grid_view.view import POOL_COLUMNS, BandLabel, Panel, StageView, shade
+from slagate.router.tables import print_table
 
 BORDER = 3
 """Columns of a terminal that a column of a table takes besides its text."""
@@ -24,7 +25,7 @@ def print_stage(console: Console, view: StageView) -> None:
             console.print(Text(_title(view, panel, columns)), soft_wrap=True)
             console.print(_cell_table(view, panel, written, columns))
     console.print("pools", style="bold")
-    console.print(_pool_table(view))
+    print_table(console, _pool_table(view), n_keys=2)
     for note in view.notes:
         console.print(Text(note), soft_wrap=True)
 

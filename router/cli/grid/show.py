@@ -1,7 +1,6 @@
 """`slagate grid show`: the grids of a fleet file in the terminal or as pictures, if asked with traffic."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.console import Console
 
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.proto import gateway_pb2 as gw
@@ -24,6 +22,7 @@ from slagate.router.grid_view.terminal import print_stage
 from slagate.router.grid_view.view import StageView, Traffic, printable, spelled, stage_view
 from slagate.router.receipts.attainment import CellTraffic
 from slagate.router.receipts.messages import WIRE_STAGE
+from slagate.router.tables import stdout_console
 from slagate.workers.runtime.errors import UsageError
 from slagate.workers.tls.files import TlsFiles
 
@@ -141,7 +140,7 @@ def show_stages(config: FleetConfig, traffic: Traffic | None, options: ShowOptio
         write_picture(_png_scene(views), options.png, kind="png")
         sys.stdout.write(f"{options.png}: written\n")
     if options.svg is None and options.png is None:
-        console = _console(options.width)
+        console = stdout_console(piped=PIPED_COLUMNS, width=options.width)
         for view in views:
             print_stage(console, view)
 
@@ -156,8 +155,3 @@ def _png_scene(views: Sequence[StageView]) -> Scene:
         )
         made = scene([spelled(view, missing) for view in views])
     return made
-
-
-def _console(width: int | None) -> Console:
-    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=width or (PIPED_COLUMNS if piped else None), highlight=False)

@@ -1,13 +1,11 @@
 """`slagate bench`: the options, and what is written at the end."""
 
 import random
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import anyio
 import typer
-from rich.console import Console
 
 from slagate.router.bench.bench import Measured, Plan, run_bench
 from slagate.router.bench.load import FixedPrompts, Prompts, TracePrompts
@@ -25,6 +23,7 @@ from slagate.router.cli.command import (
 )
 from slagate.router.cli.tls import dials
 from slagate.router.loadgen.trace import load_trace
+from slagate.router.tables import print_table, stdout_console
 from slagate.workers.runtime.errors import UsageError
 from slagate.workers.runtime.listen import stopped
 from slagate.workers.tls.files import TlsFiles
@@ -34,7 +33,6 @@ ISL_TOKENS, OSL_TOKENS = 1024, 128
 PER_CALLER = 10
 INTERRUPTED = 130
 MAX_CONCURRENCY = 4096
-TABLE_WIDTH = 170  # where no terminal says how wide it is
 
 
 @dials
@@ -234,8 +232,7 @@ def _leave(
         "seed": plan.seed,
     }
     what = f"{measured.model}, {plan.prompts}"
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
-    console.print(table(rows, what))
+    print_table(stdout_console(), table(rows, what))
     if csv is not None:
         _write(csv, csv_text(rows, about))
     if plot is not None:

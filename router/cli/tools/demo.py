@@ -10,6 +10,7 @@ from slagate.router.cli.command import Policy, check_policy, fail, run_to_exit
 from slagate.router.cli.worker.engine_args import Transport, check_transport
 from slagate.router.demo.demo import run_demo, serve_demo
 from slagate.router.request.settings import Settings
+from slagate.router.tables import stdout_console
 
 
 def demo(
@@ -34,4 +35,6 @@ def demo(
         # What is on stdout is for programs.
         console = Console(stderr=True)
         run_to_exit(lambda: serve_demo(out, console, transport=transport, policy=policy))
-    run_to_exit(lambda: run_demo(requests, out, Console(), transport=transport, policy=policy))
+    run_to_exit(
+        lambda: run_demo(requests, out, stdout_console(), transport=transport, policy=policy)
+    )

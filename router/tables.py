@@ -1,0 +1,94 @@
+"""Tables for people: what does not fit the terminal goes into further tables, and nothing is cut."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Column, Table
+
+PIPED_COLUMNS = 200
+"""Where no terminal says how wide it is: enough for every figure of the tables."""
+
+_BORDER = 3
+"""What a column takes besides its text."""
+
+
+def stdout_console(*, piped: int = PIPED_COLUMNS, width: int | None = None) -> Console:
+    """The console of stdout at a width, else that of the terminal, or `piped` columns where there is none.
+
+    Text is printed as it is: to rich, which has a markup, "[fd00::1]" is a tag.
+    """
+    is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(
+        width=width or (piped if is_piped else None), markup=False, emoji=False, highlight=False
+    )
+
+
+class _Size(NamedTuple):
+    """Columns of the terminal that a table's column takes: with its lines broken, and without."""
+
+    least: int
+    most: int
+
+
+def print_table(console: Console, table: Table, *, n_keys: int = 1) -> None:
+    """Print a table of text; if it is too wide, in parts, each with the first `n_keys` columns."""
+    sizes = [_size(console, column) for column in table.columns]
+    room = console.width - 1
+    if sum(size.most + _BORDER for size in sizes) <= room:
+        console.print(table)
+        return
+    parts = list(_parts(sizes, n_keys, room))
+    for number, part in enumerate(parts):
+        widths = _widths([sizes[index] for index in part], room)
+        shown = Table(
+            title=None if number else table.title,
+            title_justify="left",
+            caption=table.caption if number == len(parts) - 1 else None,
+        )
+        columns = [table.columns[index] for index in part]
+        for column, width in zip(columns, widths, strict=True):
+            shown.add_column(column.header, justify=column.justify, width=width, overflow="fold")
+        for row, *cells in zip(table.rows, *(column.cells for column in columns), strict=True):
+            shown.add_row(*cells, style=row.style)
+        console.print(shown)
+
+
+def _size(console: Console, column: Column) -> _Size:
+    texts = [
+        Measurement.get(console, console.options.update(max_width=10_000), text)
+        for text in (column.header, *column.cells)
+    ]
+    most = max(text.maximum for text in texts)
+    return _Size(most if column.no_wrap else max(text.minimum for text in texts), most)
+
+
+def _parts(sizes: Sequence[_Size], n_keys: int, room: int) -> Iterator[list[int]]:
+    """Columns in order, as many as fit beside the keys, but at least one."""
+    keys = list(range(n_keys))
+    part = list(keys)
+    for index in range(n_keys, len(sizes)):
+        taken = sum(sizes[each].least + _BORDER for each in (*part, index))
+        if taken > room and part != keys:
+            yield part
+            part = list(keys)
+        part.append(index)
+    yield part
+
+
+def _widths(sizes: Sequence[_Size], room: int) -> list[int]:
+    """Of the columns of a part: no word is parted, unless one column is too wide by itself."""
+    widths = [size.least for size in sizes]
+    spare = room - sum(width + _BORDER for width in widths)
+    if spare < 0:
+        widest = widths.index(max(widths))
+        widths[widest] = max(1, widths[widest] + spare)
+    by_need = sorted(range(len(sizes)), key=lambda index: sizes[index].most - sizes[index].least)
+    for n_done, index in enumerate(by_need):
+        given = min(sizes[index].most - sizes[index].least, max(0, spare) // (len(sizes) - n_done))
+        widths[index] += given
+        spare -= given
+    return widths
