@@ -60,6 +60,9 @@ own 700 nearly all are of requests that run, and are walked for nothing."""
 """For whoever follows receipts to get the last ones."""
 
 
+def _nothing() -> None: ...
+
+
 class App(NamedTuple):
     """A running gateway without its listeners."""
 
@@ -247,7 +250,8 @@ async def serve(
                     counts=gateway.metrics.connections,
                 ) as front,
                 following(clients_tls, workers_tls) as reread,
-                stopped() as signals,
+                # A parent kills whom it does not want to wait for.
+                stopped(again=None if place is None else _nothing) as signals,
                 reloading(
                     app.reloader,
                     source,

@@ -20,10 +20,12 @@ def parse_address(text: str) -> Address:
     >>> parse_address("127.0.0.1:0")
     Address(host='127.0.0.1', port=0)
     """
+    if "/" in text:
+        raise ValueError(f"{text[:100]!r} is not host:port, which has no scheme and no path")
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host.strip("[]"):
-        raise ValueError(f"{text[:100]!r} is not host:port")
+        raise ValueError(f"{text[:100]!r} is not host:port, as in 127.0.0.1:7000")
     if ":" in host and not bracketed:
         raise ValueError(f"{text[:100]!r} has an IPv6 host without brackets")
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):

@@ -5,13 +5,12 @@ from typing import Annotated
 import typer
 
 from slagate.router.cli import client as client_cli
-from slagate.router.cli.command import fail, run_to_exit
+from slagate.router.cli.command import Admin, fail, run_to_exit, server
 from slagate.router.cli.tls import dials
 from slagate.workers.runtime.errors import UsageError
 from slagate.workers.tls.files import TlsFiles
 
-Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway to call.")]
-Admin = Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway's admin listener.")]
+Target = Annotated[str, server("The gateway to call (slagate serve --listen), or a worker.")]
 Tokens = Annotated[
     str | None, typer.Option(metavar="1,2,3|@FILE", help="Prompt token ids, or a file of them.")
 ]

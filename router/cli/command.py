@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import anyio
@@ -28,6 +29,8 @@ from slagate.workers.runtime.logs import log_to_stderr
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+INTERRUPTED = 130
+"""Of a command that Ctrl-C or SIGTERM ended before it was done."""
 
 errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
@@ -117,6 +120,32 @@ def host_port(about: str) -> Any:
     return typer.Option(
         parser=parsed_address, metavar="HOST:PORT", help=f"{about} Port 0: the kernel chooses."
     )
+
+
+def _dialled(text: str) -> str:
+    if parsed_address(text).port == 0:
+        raise typer.BadParameter(f"{text[:100]!r} has port 0, which is for who listens")
+    return text
+
+
+def server(about: str) -> Any:
+    """An option that is an address to call."""
+    return typer.Option(parser=_dialled, metavar="HOST:PORT", help=about)
+
+
+Admin = Annotated[str, server("The gateway's admin listener (slagate serve --admin).")]
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises `UsageError` where a file cannot be written: before minutes are spent on what is in it."""
+    try:
+        is_there = path.exists()
+        with path.open("ab"):
+            pass
+        if not is_there:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot be written: {error.strerror}") from error
 
 
 Policy = Annotated[str, typer.Option(help=f"How workers are chosen: {' or '.join(POLICIES)}.")]

@@ -12,7 +12,7 @@ from google.protobuf.json_format import ParseDict, ParseError
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.client import to_dict
-from slagate.router.cli.command import EXIT_FAILED, fail, run_to_exit
+from slagate.router.cli.command import EXIT_FAILED, Admin, fail, run_to_exit
 from slagate.router.cli.tls import dials
 from slagate.router.client.call import admin_at
 from slagate.router.receipts.config import Damaged, Rules, read_config
@@ -27,7 +27,7 @@ MAX_WORDS = 300
 def receipts(
     *,
     tls: TlsFiles | None,
-    target: Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway's admin listener.")],
+    target: Admin,
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on with new ones until the gateway ends.")
     ] = False,

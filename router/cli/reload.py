@@ -9,7 +9,7 @@ import typer
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.client import to_dict
-from slagate.router.cli.command import EXIT_USAGE, fail, run_to_exit
+from slagate.router.cli.command import EXIT_USAGE, Admin, fail, run_to_exit
 from slagate.router.cli.tls import dials
 from slagate.router.client.call import admin_at
 from slagate.workers.tls.files import TlsFiles
@@ -23,7 +23,7 @@ may come before it."""
 def reload(
     *,
     tls: TlsFiles | None,
-    target: Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway's admin listener.")],
+    target: Admin,
     config: Annotated[
         Path | None,
         typer.Option(

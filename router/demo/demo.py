@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as ProgressBar
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.router.cli.command import INTERRUPTED
 from slagate.router.demo.fleet import DemoFleet, kv_verify_failures, start_fleet
 from slagate.router.demo.report import Row, build_report, example, table
 from slagate.router.loadgen.cluster import Cluster, ClusterError
@@ -29,7 +30,7 @@ from slagate.router.request.metadata import ITL, OBJECTIVE, RECEIPT, SESSION_ID,
 from slagate.router.tables import print_table
 from slagate.workers.client.client import connect_worker
 from slagate.workers.runtime.errors import UsageError
-from slagate.workers.runtime.listen import stopped
+from slagate.workers.runtime.listen import unless_stopped
 from slagate.workers.runtime.ready_line import ready_line
 from slagate.workers.sim.kv_cache.blocks import continuation
 from slagate.workers.sim.settings import VOCAB_SIZE
@@ -44,7 +45,6 @@ CHANNELS = 4
 """Connections to the gateway, as several clients would have."""
 
 REQUEST_LIMIT_S = 120.0
-INTERRUPTED = 130
 
 
 async def run_demo(
@@ -64,7 +64,7 @@ async def run_demo(
     """
     replay = _plan(requests)
     _make_room(out)
-    status = await _until_signal(
+    status = await _in_cluster(
         out, console, lambda cluster: _run(cluster, replay, out, console, transport, policy)
     )
     if status is None:
@@ -88,24 +88,7 @@ async def serve_demo(
         await cluster.during(anyio.sleep_forever)
         raise AssertionError("nothing but a signal ends it")
 
-    return await _until_signal(out, console, serve) or 0
-
-
-async def _until_signal(
-    out: Path, console: Console, work: Callable[[Cluster], Awaitable[int]]
-) -> int | None:
-    """What `work` returns, or None after SIGINT or SIGTERM; every process that it started has ended."""
-    status = None
-    async with stopped() as signalled, anyio.create_task_group() as tasks:
-
-        async def watch() -> None:
-            await signalled.wait()
-            tasks.cancel_scope.cancel()
-
-        tasks.start_soon(watch)
-        status = await _in_cluster(out, console, work)
-        tasks.cancel_scope.cancel()
-    return status
+    return await _in_cluster(out, console, serve) or 0
 
 
 def _plan(requests: int | None) -> list[Arrival]:
@@ -128,18 +111,23 @@ def _make_room(out: Path) -> None:
 
 async def _in_cluster(
     out: Path, console: Console, work: Callable[[Cluster], Awaitable[int]]
-) -> int:
+) -> int | None:
+    """What `work` returns, or None after SIGINT or SIGTERM; every process that it started has ended."""
     cluster = Cluster(out.parent / "demo-logs")
-    try:
-        return await work(cluster)
-    except ClusterError as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
-        return 1
-    finally:
-        with anyio.CancelScope(shield=True):
-            killed = await cluster.stop()
-        if killed:
-            console.print(f"Killed, because SIGTERM did not end them: {', '.join(killed)}")
+
+    async def whole() -> int:
+        try:
+            return await work(cluster)
+        except ClusterError as error:
+            console.print(str(error), style="red", markup=False, highlight=False)
+            return 1
+        finally:
+            with anyio.CancelScope(shield=True):
+                killed = await cluster.stop()
+            if killed:
+                console.print(f"Killed, because SIGTERM did not end them: {', '.join(killed)}")
+
+    return await unless_stopped(whole, again=cluster.kill)
 
 
 async def _start(

@@ -6,6 +6,7 @@ start ──▶ (child prints its ready line) ──▶ runs ──▶ stop: SIG
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -107,6 +108,12 @@ class Cluster:
         if results:
             return results[0]
         raise ended[0].error(f"ended during the run, {_exit(ended[0].process)}")
+
+    def kill(self) -> None:
+        """End every child now; `stop` has yet to be called, or is waiting for them."""
+        for child in self._children:
+            with suppress(ProcessLookupError):
+                child.process.kill()
 
     async def stop(self) -> list[str]:
         """End every child, at the latest after `STOP_GRACE_S`; the names of those that were killed."""

@@ -125,7 +125,7 @@ async def serve_processes(
 
         async with (
             following(operators_tls) as reread,
-            stopped() as signals,
+            stopped(again=supervisor.kill) as signals,
             reloading(
                 reloader,
                 source,

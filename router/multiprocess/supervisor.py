@@ -126,9 +126,8 @@ class Supervisor:
             return FAILED if any(self._statuses.values()) else 0
         finally:
             with anyio.CancelScope(shield=True):
+                self.kill()
                 for process in list(self._processes.values()):
-                    with suppress(ProcessLookupError):
-                        process.kill()
                     await process.aclose()
 
     @property
@@ -142,6 +141,12 @@ class Supervisor:
         for process in list(self._processes.values()):
             with suppress(ProcessLookupError):
                 process.terminate()
+
+    def kill(self) -> None:
+        """End all of them now; `stop` came before."""
+        for process in list(self._processes.values()):
+            with suppress(ProcessLookupError):
+                process.kill()
 
     def hang_up(self) -> None:
         """Have all of them read their files of TLS again."""

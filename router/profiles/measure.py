@@ -279,9 +279,13 @@ async def measure_prefill(
     *,
     rng: random.Random,
     on_row: Callable[[str], None],
+    into: list[PrefillRow] | None = None,
 ) -> list[PrefillRow]:
-    """The prefill rows that fit into the worker's limits; what is left out is said to `on_row`."""
-    rows = []
+    """The prefill rows that fit into the worker's limits; what is left out is said to `on_row`.
+
+    They come into `into` one by one, for who does not wait for the last.
+    """
+    rows = [] if into is None else into
     for cached in plan.cached_tokens:
         prefix = fresh(cached, rng)
         for new in plan.new_tokens:
@@ -315,9 +319,10 @@ async def measure_decode(
     max_batch: int,
     rng: random.Random,
     on_row: Callable[[str], None],
+    into: list[DecodeRow] | None = None,
 ) -> list[DecodeRow]:
-    """The decode rows that fit into the worker's limits; what is left out is said to `on_row`."""
-    rows = []
+    """The decode rows that fit into the worker's limits; else as `measure_prefill`."""
+    rows = [] if into is None else into
     for context in plan.contexts:
         for batch in plan.batches:
             name = f"decode {batch} x {context}"
@@ -379,10 +384,14 @@ def measured_content(
     tp: int,
     kv_capacity_tokens: int,
     kv_bytes_per_token: int,
+    is_whole: bool = True,
 ) -> dict[str, object]:
-    """The content of a profile file with these rows. Raises `UsageError` when there are none of a kind."""
+    """The content of a profile file with these rows.
+
+    Raises `UsageError` when there are none of a kind, and `is_whole` says that no more will come.
+    """
     for kind, rows in (("prefill", prefill), ("decode", decode)):
-        if not rows:
+        if not rows and is_whole:
             raise UsageError(f"no {kind} row could be measured")
         if any(not 0.0 < row[2] < math.inf for row in rows):
             raise UsageError(f"a {kind} row took no time at all: the worker is not a real one")

@@ -3,14 +3,17 @@
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import TypeVar
 
 import anyio
 import grpc.aio
 from anyio.abc import TaskStatus
 
 from slagate.proto.rpc.address import Address
+
+T = TypeVar("T")
 
 BACKLOG = 1024
 """Connections that wait to be accepted."""
@@ -79,21 +82,49 @@ def listen_on(address: Address, *, shared: bool = False, backlog: int = BACKLOG)
 
 
 @asynccontextmanager
-async def stopped() -> AsyncIterator[anyio.Event]:
-    """Within the block, an event that is set by SIGTERM or SIGINT."""
+async def stopped(*, again: Callable[[], None] | None = None) -> AsyncIterator[anyio.Event]:
+    """Within the block, an event that is set by SIGTERM or SIGINT.
+
+    `again` is called when the same signal comes once more. Without it the second one ends the process at
+    once, by what the kernel does with it, whatever the loop is busy with. One of each kind is not that:
+    Ctrl-C reaches a child from the terminal, and then the parent's SIGTERM follows.
+    """
     event = anyio.Event()
     async with anyio.create_task_group() as tasks:
 
         async def watch(*, task_status: TaskStatus[None]) -> None:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
                 task_status.started()
-                async for _ in signals:
+                seen = set()
+                async for number in signals:
                     event.set()
+                    if again is None:
+                        signal.signal(number, signal.SIG_DFL)
+                    elif number in seen:
+                        again()
+                    seen.add(number)
 
         # Not before the handlers are in place: who reads the ready line may send a signal at once.
         await tasks.start(watch)
         yield event
         tasks.cancel_scope.cancel()
+
+
+async def unless_stopped(
+    work: Callable[[], Awaitable[T]], *, again: Callable[[], None] | None = None
+) -> T | None:
+    """What `work` returns, or None after SIGINT or SIGTERM, which end it; `again` is as in `stopped`."""
+    result = None
+    async with stopped(again=again) as signalled, anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            await signalled.wait()
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(watch)
+        result = await work()
+        tasks.cancel_scope.cancel()
+    return result
 
 
 def ignore_hangups() -> None:

@@ -11,7 +11,7 @@ import typer
 
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.proto import gateway_pb2 as gw
-from slagate.router.cli.command import errors, fail, run_to_exit
+from slagate.router.cli.command import errors, fail, run_to_exit, server
 from slagate.router.cli.fleet_options import Lenient, PoolsFile, PoolWorkers, read_fleet
 from slagate.router.cli.tls import dials
 from slagate.router.client.call import admin_at
@@ -63,10 +63,7 @@ def show(
         int | None, typer.Option(min=40, max=1000, help="Columns of the terminal.")
     ] = None,
     target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="A gateway's admin listener: its live traffic, too."
-        ),
+        str | None, server("A gateway's admin listener: its live traffic, too.")
     ] = None,
     lenient: Lenient = False,
     pools: PoolsFile = None,

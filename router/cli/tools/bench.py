@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 from typing import Annotated
 
-import anyio
 import typer
 
 from slagate.router.bench.bench import Measured, Plan, run_bench
@@ -14,31 +13,33 @@ from slagate.router.bench.progress import shown
 from slagate.router.bench.report import Figure, Share, Targets, csv_text, figures, problem, table
 from slagate.router.cli.command import (
     EXIT_FAILED,
+    INTERRUPTED,
     MAX_SECONDS,
+    check_writable,
     errors,
     fail,
     finite,
     run_to_exit,
+    server,
     whole_numbers,
 )
 from slagate.router.cli.tls import dials
 from slagate.router.loadgen.trace import load_trace
 from slagate.router.tables import print_table, stdout_console
 from slagate.workers.runtime.errors import UsageError
-from slagate.workers.runtime.listen import stopped
+from slagate.workers.runtime.listen import unless_stopped
 from slagate.workers.tls.files import TlsFiles
 
 SAMPLE = "sample"
 ISL_TOKENS, OSL_TOKENS = 1024, 128
 PER_CALLER = 10
-INTERRUPTED = 130
 MAX_CONCURRENCY = 4096
 
 
 @dials
 def bench(
     *,
-    target: Annotated[str, typer.Option(metavar="HOST:PORT", help="The gateway to measure.")],
+    target: Annotated[str, server("The gateway to measure (slagate serve --listen).")],
     tls: TlsFiles | None,
     concurrency: Annotated[
         str, typer.Option(metavar="N,N,...", help="Requests at once, of each level.")
@@ -79,10 +80,7 @@ def bench(
     ] = None,
     admin: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="The gateway's admin listener: wait for every worker, throughput of each.",
-        ),
+        server("The gateway's admin listener: wait for every worker, throughput of each."),
     ] = None,
     gpus: Annotated[
         int | None, typer.Option(min=1, help="GPUs of the fleet: throughput of each.")
@@ -119,7 +117,10 @@ def bench(
     try:
         prompts = _prompts(isl, osl, trace)
         for option, path in (("--csv", csv), ("--plot", plot)):
-            _make_room(option, path)
+            if path is not None:
+                check_writable(option, path)
+                if path.is_file():
+                    path.unlink()  # what an earlier run left must not pass for this one's
         if plot is not None:
             kind_of(plot)
     except UsageError as error:
@@ -141,10 +142,11 @@ def bench(
 
     async def main_coroutine() -> int:
         status = await _measure(target, admin, plan, measured, tls=tls)
-        if measured.levels:
-            _leave(plan, measured, gpus=gpus, csv=csv, plot=plot, title=title)
+        is_left = not measured.levels or _leave(
+            plan, measured, gpus=gpus, csv=csv, plot=plot, title=title
+        )
         answered = any(problem(one) is None for level in measured.levels for one in level.served)
-        return status if answered or status else EXIT_FAILED
+        return status if (answered and is_left) or status else EXIT_FAILED
 
     run_to_exit(main_coroutine)
 
@@ -173,41 +175,17 @@ def _prompts(isl: int | None, osl: int | None, trace: str | None) -> Prompts:
         raise UsageError(f"--trace {error}") from error
 
 
-def _make_room(option: str, path: Path | None) -> None:
-    """Remove what an earlier run left, which must not pass for this one's. Raises `UsageError`.
-
-    So that a file that cannot be written is known before minutes are spent.
-    """
-    if path is None:
-        return
-    try:
-        with path.open("ab"):
-            pass
-        if path.is_file():
-            path.unlink()
-    except OSError as error:
-        raise UsageError(f"{option} {path}: cannot be written: {error.strerror}") from error
-
-
 async def _measure(
     target: str, admin: str | None, plan: Plan, measured: Measured, *, tls: TlsFiles | None
 ) -> int:
     """Fill `measured`; the exit status. SIGINT and SIGTERM end it early."""
-    status = INTERRUPTED
     with shown() as listener:
-        async with stopped() as signalled, anyio.create_task_group() as tasks:
-
-            async def watch() -> None:
-                await signalled.wait()
-                tasks.cancel_scope.cancel()
-
-            tasks.start_soon(watch)
-            why_not = await run_bench(target, admin, plan, measured, listener, tls=tls)
-            if why_not:
-                listener.note(why_not)
-            status = EXIT_FAILED if why_not else 0
-            tasks.cancel_scope.cancel()
-    return status
+        why_not = await unless_stopped(
+            lambda: run_bench(target, admin, plan, measured, listener, tls=tls)
+        )
+        if why_not:
+            listener.note(why_not)
+    return INTERRUPTED if why_not is None else EXIT_FAILED if why_not else 0
 
 
 def _leave(
@@ -218,8 +196,8 @@ def _leave(
     csv: Path | None,
     plot: Path | None,
     title: str | None,
-) -> None:
-    """Print the table and write the files."""
+) -> bool:
+    """Print the table and write the files; False where one could not be written, which is told."""
     share = Share("fleet")
     if gpus is not None:
         share = Share("gpu", gpus)
@@ -233,13 +211,20 @@ def _leave(
     }
     what = f"{measured.model}, {plan.prompts}"
     print_table(stdout_console(), table(rows, what))
-    if csv is not None:
-        _write(csv, csv_text(rows, about))
-    if plot is not None:
-        try:
+    is_left = True
+    try:
+        if csv is not None:
+            csv.write_text(csv_text(rows, about), encoding="utf-8")
+    except OSError as error:
+        errors.print(f"slagate: --csv {csv}: cannot be written: {error.strerror}")
+        is_left = False
+    try:
+        if plot is not None:
             write_pareto(rows, plot, title=title or measured.model, subtitle=_subtitle(plan, share))
-        except UsageError as error:
-            errors.print(f"slagate: {error}")
+    except UsageError as error:
+        errors.print(f"slagate: {error}")
+        is_left = False
+    return is_left
 
 
 def _subtitle(plan: Plan, share: Share) -> str:
@@ -250,10 +235,3 @@ def _subtitle(plan: Plan, share: Share) -> str:
     judged = any(target is not None for target in plan.targets)
     said.append("points: requests at once" + (" (share that met the targets)" if judged else ""))
     return "; ".join(said)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        errors.print(f"slagate: --csv {path}: cannot be written: {error.strerror}")

@@ -4,23 +4,34 @@ import json
 import random
 import uuid
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from slagate.pools.estimator.estimator import NOMINAL_KV_BYTES_PER_TOKEN
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.cli.command import errors, fail, run_to_exit, whole_numbers
+from slagate.router.cli.command import (
+    INTERRUPTED,
+    check_writable,
+    errors,
+    fail,
+    run_to_exit,
+    server,
+    whole_numbers,
+)
 from slagate.router.cli.tls import dials
 from slagate.router.client.call import engine_at
 from slagate.router.profiles.build import AiConfigurator, profile_content
 from slagate.router.profiles.measure import (
     AggBench,
     Bench,
+    DecodeRow,
     MeasurePlan,
     PairBench,
+    PrefillRow,
     capacity,
     measure_decode,
     measure_prefill,
@@ -29,6 +40,7 @@ from slagate.router.profiles.measure import (
 from slagate.workers.profiles.errors import ProfileError
 from slagate.workers.profiles.profile import load_profile
 from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.listen import unless_stopped
 from slagate.workers.tls.files import TlsFiles
 
 profile = typer.Typer(no_args_is_help=True, help="Timing profiles of models on GPUs.")
@@ -68,14 +80,9 @@ def build(
 def measure(
     *,
     tls: TlsFiles | None,
-    target: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="An agg worker, or a prefill worker.")
-    ],
+    target: Annotated[str, server("An agg worker, or a prefill worker.")],
     out: Out,
-    decode: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="With a prefill worker: the decode worker."),
-    ] = None,
+    decode: Annotated[str | None, server("With a prefill worker: the decode worker.")] = None,
     prompts: Annotated[str, typer.Option(metavar="N,N,...", help="Prompt sizes, tokens.")] = (
         "64,128,256,512,1024,2048,4096,8192,16384,32768"
     ),
@@ -114,62 +121,79 @@ def measure(
         kv_bytes = NOMINAL_KV_BYTES_PER_TOKEN
         errors.print(f"slagate: without --kv-bytes, {kv_bytes} bytes a token is a guess")
 
+    found = _Found()
+
     async def main_coroutine() -> int:
-        content = await _measured(
-            target, decode, plan, tls=tls, system=system, kv_capacity=kv_capacity, kv_bytes=kv_bytes,
-            timeout_s=timeout,
+        check_writable("--out", out)
+        whole = await unless_stopped(
+            lambda: _measure(
+                target, decode, plan, found, tls=tls, kv_capacity=kv_capacity, timeout_s=timeout
+            )
+        )
+        if whole is None and not found.prefill:
+            return INTERRUPTED
+        content = measured_content(
+            found.prefill, found.decode, **found.about, system=system, kv_bytes_per_token=kv_bytes,
+            is_whole=bool(whole),
         )  # fmt: skip
-        _write(out, content)
-        return 0
+        _write(out, content, is_whole=bool(whole))
+        return 0 if whole else INTERRUPTED
 
     run_to_exit(main_coroutine)
 
 
-async def _measured(
+@dataclass
+class _Found:
+    """What was measured so far, and what the workers say of themselves, as `measured_content` has it."""
+
+    prefill: list[PrefillRow] = field(default_factory=list)
+    decode: list[DecodeRow] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+async def _measure(
     target: str,
     decode: str | None,
     plan: MeasurePlan,
+    found: _Found,
     *,
     tls: TlsFiles | None,
-    system: str,
     kv_capacity: int | None,
-    kv_bytes: int,
     timeout_s: float,
-) -> dict[str, object]:
+) -> bool:
+    """Measure into `found`; True: all of it."""
+
     def on_row(line: str) -> None:
         errors.print(f"slagate: {line}")
 
     rng = random.Random(uuid.uuid4().int)  # a worker still has the prompts of the run before
     async with AsyncExitStack() as stack:
         worker = second = await stack.enter_async_context(engine_at(target, tls))
-        server = decoder = await worker.server_info()
+        info = decoder = await worker.server_info()
         if decode is not None:
             second = await stack.enter_async_context(engine_at(decode, tls))
             decoder = await second.server_info()
-        model = server.supported_models[0]
+        _check_roles(info, decoder, decode)
+        model = info.supported_models[0]
         limit = capacity(decoder, await second.model_info(model), kv_capacity)
-        _check_roles(server, decoder, decode)
+        found.about = {
+            "model": model,
+            "engine": f"{info.engine_name} {info.engine_version}",
+            "source": f"measured with slagate profile measure, {plan.repeats} times each, medians",
+            "tp": info.parallelism.tensor_parallel_size or 1,
+            "kv_capacity_tokens": limit.kv_tokens,
+        }
         bench: Bench
         if decode is None:
             bench = AggBench(worker, model, timeout_s=timeout_s)
         else:
             bench = PairBench(worker, second, model, timeout_s=timeout_s)
-        prefill_rows = await measure_prefill(bench, plan, limit, rng=rng, on_row=on_row)
+        await measure_prefill(bench, plan, limit, rng=rng, on_row=on_row, into=found.prefill)
         max_batch = decoder.capacity.max_running_requests or max(plan.batches)
-        decode_rows = await measure_decode(
-            bench, plan, limit, max_batch=max_batch, rng=rng, on_row=on_row
+        await measure_decode(
+            bench, plan, limit, max_batch=max_batch, rng=rng, on_row=on_row, into=found.decode
         )
-    return measured_content(
-        prefill_rows,
-        decode_rows,
-        model=model,
-        system=system,
-        engine=f"{server.engine_name} {server.engine_version}",
-        source=f"measured with slagate profile measure, {plan.repeats} times each, medians",
-        tp=server.parallelism.tensor_parallel_size or 1,
-        kv_capacity_tokens=limit.kv_tokens,
-        kv_bytes_per_token=kv_bytes,
-    )
+    return True
 
 
 def _check_roles(server: oe.ServerInfo, decoder: oe.ServerInfo, decode: str | None) -> None:
@@ -180,15 +204,21 @@ def _check_roles(server: oe.ServerInfo, decoder: oe.ServerInfo, decode: str | No
         raise UsageError("--decode must be a decode worker, with a prefill worker as --target")
 
 
-def _write(out: Path, content: dict[str, object]) -> None:
+def _write(out: Path, content: dict[str, object], *, is_whole: bool = True) -> None:
+    """Write a profile; what is not whole, and cannot be used, goes beside it, so that it is not lost."""
     text = json.dumps(content, separators=(",", ":")) + "\n"
     try:
         with TemporaryDirectory() as folder:
             aside = Path(folder, "profile.json")
             aside.write_text(text, encoding="utf-8")
-            load_profile(aside)
+            try:
+                load_profile(aside)
+            except ProfileError as error:
+                if is_whole:
+                    fail(f"{out} was not written: {error}")
+                out = out.with_name(f"{out.name}.partial")
         out.write_text(text, encoding="utf-8")
-    except ProfileError as error:
-        fail(f"{out} was not written: {error}")
     except OSError as error:
         fail(f"{out} cannot be written: {error.strerror}")
+    if not is_whole:
+        errors.print(f"slagate: interrupted; the rows measured so far are in {out}")

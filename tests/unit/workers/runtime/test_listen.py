@@ -16,6 +16,7 @@ from slagate.workers.runtime.listen import (
     ignore_hangups,
     listen_on,
     stopped,
+    unless_stopped,
 )
 from slagate.workers.runtime.ready_line import ready_line
 from slagate.workers.server import SERVER_OPTIONS
@@ -70,13 +71,65 @@ def test_a_signal_sets_the_event_and_is_let_go_of_afterwards(number: signal.Sign
             await anyio.wait_all_tasks_blocked()
             assert signal.getsignal(number) != before
             assert not event.is_set()
+            during = signal.getsignal(number)
             os.kill(os.getpid(), number)
             with anyio.fail_after(HANG_S):
                 await event.wait()
-            during = signal.getsignal(number)
         assert signal.getsignal(number) != during
 
     anyio.run(main)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_after_one_signal_the_same_one_is_the_kernels_and_the_other_is_not(
+    number: signal.Signals,
+) -> None:
+    other = signal.SIGINT if number == signal.SIGTERM else signal.SIGTERM
+
+    async def main() -> None:
+        async with stopped() as event:
+            await anyio.wait_all_tasks_blocked()
+            before = signal.getsignal(other)
+            os.kill(os.getpid(), number)
+            with anyio.fail_after(10):
+                await event.wait()
+            await anyio.wait_all_tasks_blocked()
+            assert signal.getsignal(number) == signal.SIG_DFL
+            assert signal.getsignal(other) == before != signal.SIG_DFL
+
+    anyio.run(main)
+
+
+def test_who_has_children_is_told_of_the_second_signal_of_a_kind() -> None:
+    async def main() -> None:
+        again = anyio.Event()
+        async with stopped(again=again.set) as event:
+            await anyio.wait_all_tasks_blocked()
+            os.kill(os.getpid(), signal.SIGINT)
+            with anyio.fail_after(10):
+                await event.wait()
+            # A parent's, after Ctrl-C has reached parent and child: one of each is no second one.
+            os.kill(os.getpid(), signal.SIGTERM)
+            await anyio.wait_all_tasks_blocked()
+            assert not again.is_set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            with anyio.fail_after(10):
+                await again.wait()
+
+    anyio.run(main)
+
+
+def test_work_is_ended_by_a_signal_or_returns() -> None:
+    async def forever() -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def at_once() -> str:
+        return "done"
+
+    assert anyio.run(unless_stopped, at_once) == "done"
+    assert anyio.run(unless_stopped, forever) is None
 
 
 def test_an_address_that_is_taken_or_no_name_is_told_with_its_option_and_the_reason() -> None:
