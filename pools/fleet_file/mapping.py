@@ -71,14 +71,15 @@ class MappingCheck(NamedTuple):
             return
         if not entry:
             self.draft.refuse(path, f"{self._name(place)}: must have a pool", entry)
-        seen: set[int] = set()
+        seen: dict[int, int] = {}
         for at, part in enumerate(entry):
             self._check_pool((*path, at), part, place)
             number = self.pools.number(part)
             if number in seen:
-                self.draft.refuse((*path, at), f"{self._name(place)}: is in this cell twice", part)
+                reason = f"is in this cell twice, first at [{seen[number]}]"
+                self.draft.refuse((*path, at), f"{self._name(place)}: {reason}", part)
             elif number is not None:
-                seen.add(number)
+                seen[number] = at
 
     def _check_pool(self, path: Path, entry: object, place: tuple[int, ...]) -> None:
         fault = self.pools.fault(entry)

@@ -55,13 +55,15 @@ def _check_lengths(draft: Draft, keys: StageKeys) -> None:
 
 def _check_names(draft: Draft, keys: StageKeys, stage: str, roles: dict[str, str]) -> None:
     names = draft.content.get(keys.names)
-    for at, name in enumerate(names if isinstance(names, list | tuple) else ()):
+    names = names if isinstance(names, list | tuple) else ()
+    for at, name in enumerate(names):
         if not isinstance(name, str) or not name:
             continue
         if name not in roles:
             roles[name] = stage
         elif roles[name] == stage:
-            draft.refuse((keys.names, at), "is in this list twice", name)
+            first = f"{draft.written(keys.names)}[{names.index(name)}]"
+            draft.refuse((keys.names, at), f"is in this list twice, first at {first}", name)
         else:
             reason = f"is a {roles[name]} pool already, and a pool has one role"
             draft.refuse((keys.names, at), reason, name)

@@ -3,6 +3,7 @@
 import json
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,10 +151,17 @@ async def explain(
 
 async def _admin_model(stub: Any) -> str:
     workers = (await stub.ListWorkers(gw.ListWorkersRequest(), timeout=10)).workers
-    models = sorted({model for worker in workers for model in worker.models})
-    if len(models) != 1:
-        raise UsageError(f"--model is needed: the gateway serves {', '.join(models) or 'none yet'}")
-    return str(models[0])
+    return _only(sorted({model for worker in workers for model in worker.models}))
+
+
+def _only(models: Sequence[str]) -> str:
+    if not models:
+        raise CallFailed(
+            "no worker of the gateway has been reached, so it serves no model: slagate pools says why"
+        )
+    if len(models) > 1:
+        raise UsageError(f"--model is needed: the gateway serves {', '.join(models)}")
+    return models[0]
 
 
 async def pools(target: str, *, tls: TlsFiles | None, as_json: bool) -> int:

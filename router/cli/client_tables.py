@@ -1,5 +1,7 @@
 """What the client commands show to people: tables of decisions, pools and workers."""
 
+from collections.abc import Iterator
+
 from rich.table import Table
 
 from slagate.proto import gateway_pb2 as gw
@@ -15,6 +17,22 @@ def print_decision(decision: gw.Decision) -> None:
         names = [str(column.header) for column in table.columns]
         print_table(console, table, n_keys=names.index("rank") + 1 if "rank" in names else 1)
     console.print(decision.text, soft_wrap=True)
+    for line in _misses(decision):
+        console.print(line, soft_wrap=True)
+
+
+def _misses(decision: gw.Decision) -> Iterator[str]:
+    """A line for each target of the request that its winner is predicted to miss."""
+    for choice in decision.stages:
+        for target in choice.targets if choice.worker else ():
+            # Without a profile nothing is predicted, and that is 0 here.
+            predicted_ms = getattr(choice.candidates[0], f"predicted_{target.field}")
+            if target.source != "grid" and predicted_ms > target.ms:
+                name = target.field.removesuffix("_ms").upper()
+                yield (
+                    f"{_stage(choice.stage)}: the {name} target of {target.ms:g} ms will be missed:"
+                    f" predicted are {predicted_ms:.1f} ms."
+                )
 
 
 def _choice_table(choice: gw.StageChoice, isl_tokens: int) -> Table:

@@ -9,11 +9,11 @@ import grpc.aio
 
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto.rpc.status import Status
+from slagate.router.cli.client import _only
 from slagate.router.client.refusals import why_not
 from slagate.workers.client.client import GrpcWorker, connect_worker
 from slagate.workers.client.control import channel_to
 from slagate.workers.errors import WorkerError
-from slagate.workers.runtime.errors import UsageError
 from slagate.workers.runtime.threads import aside
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ClientTls
@@ -74,9 +74,5 @@ def _why(target: str, tls: ClientTls | None) -> str:
 
 
 async def only_model(gateway: GrpcWorker) -> str:
-    """The one model that is served. Raises `UsageError` where there are others, or none yet."""
-    models = list((await gateway.server_info()).supported_models)
-    if len(models) != 1:
-        known = ", ".join(models) or "none yet"
-        raise UsageError(f"--model is needed: the gateway serves {known}")
-    return models[0]
+    """The one model that is served. Raises `UsageError` where there are others, else `CallFailed`."""
+    return _only(list((await gateway.server_info()).supported_models))

@@ -68,19 +68,23 @@ class Sla(msgspec.Struct, frozen=True, gc=False):
     session_id: str = ""
     receipt: bool = False
     by_objective: tuple[str, ...] = ()  # not said by the request, but by the default of its class
+    is_unlisted: bool = False  # its class is none of the configuration's, and counts as "*"
     is_final: bool = False  # it was decided by, and no default is looked up again
 
     def with_defaults(self, objectives: Mapping[str, Objective]) -> "Sla":
         """What it asks for, with what its class means by saying nothing."""
-        default = None if self.is_final else default_for(objectives, self.objective)
-        if default is None:
+        if self.is_final:
+            return self
+        is_unlisted = bool(self.objective) and self.objective not in objectives
+        default = default_for(objectives, self.objective)
+        if default is None and not is_unlisted:
             return self
         found = {
             name: getattr(default, name)
             for name in ("ttft_ms", "itl_ms", "priority")
-            if getattr(self, name) is None and getattr(default, name) is not None
+            if getattr(self, name) is None and getattr(default, name, None) is not None
         }
-        return structs.replace(self, **found, by_objective=tuple(found))
+        return structs.replace(self, **found, by_objective=tuple(found), is_unlisted=is_unlisted)
 
 
 NO_TARGETS = Sla()

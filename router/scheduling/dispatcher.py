@@ -15,6 +15,7 @@ from slagate.pools.fleet.fleet import Fleet, Prepared
 from slagate.pools.fleet.lease import Lease
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool
+from slagate.pools.fleet_file.models import ANY_CLASS
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import State
 from slagate.pools.prefix.overlap import Prompt
@@ -22,11 +23,15 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.errors import NoWorker, Overloaded, RequestError, UnknownModel
 from slagate.router.scheduling.peers import Neighbours
 from slagate.router.scheduling.policy import NO_CONFIG, Decision, StageChoice, choose
-from slagate.router.scheduling.score import LIMITS, Ask
+from slagate.router.scheduling.score import KV_TOO_SMALL, LIMITS, OTHER_MODEL, Ask
 from slagate.router.scheduling.wait_queue import Assignment, Lanes, Ticket
 from slagate.workers.runtime.clock import monotonic_s
 
 log = logging.getLogger(__name__)
+
+MODELS_TOLD = 5
+CLASSES_NOTED = 100
+"""Clients make up names of classes; those of more are not logged."""
 
 
 class Dispatcher:
@@ -51,6 +56,7 @@ class Dispatcher:
         self._max_waiting = max_waiting
         self._now_s = now_s
         self._neighbours = neighbours
+        self._noted: set[str] = set()
         if neighbours is None:
             self._lanes = Lanes(now_s=now_s)
         else:
@@ -172,6 +178,8 @@ class Dispatcher:
         fleet = self.fleet
         if fleet.objectives:
             ask = replace(ask, sla=ask.sla.with_defaults(fleet.objectives))
+            if ask.sla.is_unlisted:
+                self._note_class(ask.sla.objective)
         grids = fleet.grids
         if stages is not None:
             gone = ", ".join(stage.value for stage in stages if stage not in grids)
@@ -187,9 +195,7 @@ class Dispatcher:
         """Refuse a ticket where a stage has nobody that it would be worth waiting for."""
         for choice in ticket.decision.stages:
             if choice.row is None and not choice.reasons & LIMITS:
-                pools = ", ".join(choice.pool_order)
-                refusal = NoWorker(f"{choice.stage.value}: no worker of pool {pools} is ready")
-                ticket.settle(refusal)
+                ticket.settle(NoWorker(_nobody(choice)))
                 return True
         return False
 
@@ -242,7 +248,23 @@ class Dispatcher:
                 raise NoWorker(
                     "no worker of the model has been reached yet, and not all were asked"
                 )
-            raise UnknownModel(f"model: {ask.model[:100]!r} is not served here")
+            served = ", ".join(name[:100] for name in sorted(self.fleet.models())[:MODELS_TOLD])
+            raise UnknownModel(f"model: {ask.model[:100]!r} is not served here, but {served}")
+
+    def _note_class(self, name: str) -> None:
+        """Tell of a class that the configuration does not list, once."""
+        if name not in self._noted and len(self._noted) < CLASSES_NOTED:
+            self._noted.add(name)
+            log.warning("request.unknown_class", extra={"class": name, "counts_as": ANY_CLASS})
+
+
+def _nobody(choice: StageChoice) -> str:
+    """Why a stage has no worker that it would be worth waiting for."""
+    of_pool = f"{choice.stage.value}: no worker of pool {', '.join(choice.pool_order)}"
+    why = choice.reasons
+    if OTHER_MODEL in why or KV_TOO_SMALL in why:
+        return f"{of_pool} can take it: {', '.join(sorted(why))}"
+    return f"{of_pool} is ready"
 
 
 def _why(decision: Decision) -> str:

@@ -15,8 +15,10 @@ import msgspec
 
 from slagate.pools.fleet.pool import PoolView
 from slagate.pools.fleet.ranks import Work
+from slagate.pools.fleet_file.models import ANY_CLASS
 from slagate.pools.grid.axis import AnyAxis
 from slagate.pools.grid.grid import Cell, StageGrid
+from slagate.pools.grid.json_text import shown
 from slagate.pools.grid.stage import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
@@ -139,7 +141,11 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def explain(self) -> str:
         """The decision in words, one paragraph a stage."""
-        return "\n".join(_explain(self.ask, choice) for choice in self.stages)
+        lines = [_explain(self.ask, choice) for choice in self.stages]
+        if self.ask.sla.is_unlisted:
+            name = shown(self.ask.sla.objective)
+            lines.append(f'Class {name} is not in objectives, it counts as "{ANY_CLASS}".')
+        return "\n".join(lines)
 
 
 def choose(

@@ -53,15 +53,15 @@ LIMITS = frozenset({AT_LIMIT, QUEUE_AT_LIMIT, KV_AT_LIMIT, State.JOINING.value})
 _FEW = 12
 """Points that are interpolated faster one by one."""
 
-_KV_TOO_SMALL = "its KV cache is too small for the prompt"
+KV_TOO_SMALL = "its KV cache is too small for the prompt"
 _FAILED = "failed this request"
-_OTHER_MODEL = "does not serve the model"
+OTHER_MODEL = "does not serve the model"
 _REASONS = (
     "",
     *(s.value for s in STATES),
     _FAILED,
-    _OTHER_MODEL,
-    _KV_TOO_SMALL,
+    OTHER_MODEL,
+    KV_TOO_SMALL,
     AT_LIMIT,
     QUEUE_AT_LIMIT,
     KV_AT_LIMIT,
@@ -283,10 +283,10 @@ def _reasons(stage: Stage, ask: Ask, pool: PoolView) -> npt.NDArray[np.int8]:
         reasons[queue_full] = _CODES[QUEUE_AT_LIMIT]
     reasons[rows.ints("worker_inflight") >= rows.ints("max_inflight")] = _CODES[AT_LIMIT]
     # Whatever it waited for, it would never fit.
-    reasons[rows.ints("capacity_tokens") < ask.isl_tokens] = _CODES[_KV_TOO_SMALL]
+    reasons[rows.ints("capacity_tokens") < ask.isl_tokens] = _CODES[KV_TOO_SMALL]
     serving = rows.serving(ask.model)
     if serving is not None:
-        reasons[~serving] = _CODES[_OTHER_MODEL]
+        reasons[~serving] = _CODES[OTHER_MODEL]
     if ask.excluded:
         failed = [row for row, (address, _) in enumerate(rows.names) if address in ask.excluded]
         reasons[failed] = _CODES[_FAILED]

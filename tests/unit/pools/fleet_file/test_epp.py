@@ -121,7 +121,10 @@ def test_bands_are_those_of_doubles_for_ints_of_any_size() -> None:
         ),
         ({"poolLabels": []}, ["poolLabels: must not be empty (got [])"]),
         ({"poolLabels": None}, ["poolLabels: is required (got nothing)"]),
-        ({"poolLabels": ["a", "a"]}, ['poolLabels[1]: is in this list twice (got "a")']),
+        (
+            {"poolLabels": ["a", "a"]},
+            ['poolLabels[1]: is in this list twice, first at poolLabels[0] (got "a")'],
+        ),
         ({"poolLabel": 5}, ["poolLabel: must be a string (got 5)"]),
         ({"mapping": [[0, 1], [2, 1]]}, ["mapping[1][0]: row 1, column 0: must be a pool number"]),
         (

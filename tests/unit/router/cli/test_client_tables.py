@@ -102,6 +102,24 @@ def test_candidates_of_several_pools_show_their_pool_and_a_starved_winner_why(
     assert first[-1] == "chosen, as it was idle for long"
 
 
+def test_a_target_that_will_be_missed_is_told_with_what_is_predicted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    choice = prefill()
+    told = "prefill: the TTFT target of 100 ms will be missed: predicted are 130.0 ms."
+    for ms, source, missed in (
+        (100, "request", True), (100, "objective", True), (100, "grid", False), (131, "request", False),
+    ):  # fmt: skip
+        del choice.targets[:]
+        choice.targets.add(field="ttft_ms", ms=ms, source=source)
+        lines = shown(capsys, choice).splitlines()
+        assert (lines[-1] == told) == missed
+        assert ("missed" in lines[-1]) == missed
+    choice.targets[0].ms = 1
+    choice.candidates[0].ClearField("predicted_ttft_ms")
+    assert "missed" not in shown(capsys, choice), "nothing is predicted"
+
+
 def test_without_a_winner_nothing_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     choice = prefill()
     choice.worker = ""

@@ -8,6 +8,7 @@ from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import State
 from slagate.router.request.errors import RETRY_PUSHBACK, NoWorker, Overloaded, UnknownModel
+from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.policy import Decision
 from slagate.router.scheduling.score import Candidate
@@ -87,6 +88,46 @@ def test_health_03_a_model_whose_workers_are_gone_is_still_known() -> None:
         put_in(member, State.NOT_READY)
     with pytest.raises(NoWorker):
         assign(d)
+
+
+def test_an_unknown_model_is_told_what_is_served() -> None:
+    with pytest.raises(UnknownModel, match=f"'gpt-9' is not served here, but {MODEL}$"):
+        assign(dispatcher(), model="gpt-9")
+
+
+def test_a_worker_that_is_ready_for_another_model_is_not_called_not_ready() -> None:
+    d = dispatcher()
+    p1, p2 = d.fleet.pools["prefill"].members.values()
+    p1.models = {"other": model_info("other")}
+    put_in(p2, State.NOT_READY)
+    told = "prefill: no worker of pool prefill can take it: does not serve the model, not_ready"
+    with pytest.raises(NoWorker, match=f"^{told}$"):
+        assign(d)
+
+
+def test_a_class_that_is_not_listed_is_told_once_and_in_the_words_of_a_decision(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    d = dispatcher(fleet(objectives={"batch": {"ttft_ms": 800}, "*": {"ttft_ms": 150}}))
+    for name, note in (("", ""), ("batch", ""), ("Bacth", 'Class "Bacth" is not in objectives')):
+        for _ in range(2):
+            words = d.explain(ask(sla=Sla(objective=name))).explain()
+            assert ("not in objectives" in words) == bool(note)
+            assert note in words
+            assert f"TTFT target of its class {800 if name == 'batch' else 150} ms" in words
+    (line,) = caplog.records
+    assert line.getMessage() == "request.unknown_class"
+    assert (vars(line)["class"], vars(line)["counts_as"]) == ("Bacth", "*")
+    for at in range(1000):
+        d.explain(ask(sla=Sla(objective=f"made up {at}")))
+    assert len(caplog.records) == 100
+
+
+def test_without_objectives_a_class_is_a_label_and_nothing_is_said_of_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert "objectives" not in dispatcher().explain(ask(sla=Sla(objective="any"))).explain()
+    assert not caplog.records
 
 
 def test_health_06_a_fleet_that_was_never_reached_is_unavailable_not_ignorant() -> None:
