@@ -1,6 +1,5 @@
 """The keys a fleet file may have at each place, and what an operator probably meant by another."""
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from slagate.pools.fleet_file.keys import (
     Form,
 )
 from slagate.pools.fleet_file.models import STRATEGIES, Objective, OverrideRule, PoolSpec
+from slagate.workers.runtime.suggest import unknown_key
 
 
 class _Entries(NamedTuple):
@@ -48,8 +48,7 @@ def hint(path: Path, form: Form) -> str:
         return f'unknown key, did you mean "{meant}"?'
     old = {old for keys in form.stages for old in keys.deprecated}
     candidates = [known for known in levels[here] if known not in old]
-    close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.7)
-    return f'unknown key, did you mean "{close[0]}"?' if close else "unknown key"
+    return unknown_key(key, candidates, least=0.7)
 
 
 def _known(form: Form) -> _Keys:

@@ -3,7 +3,6 @@
 The shape, and what its values must say about each other. docs/build.md is the page for operators.
 """
 
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -16,6 +15,7 @@ from slagate.pools.grid.errors import ConfigError, Problem
 from slagate.pools.grid.json_text import ROOT, json_path, read_json, shown
 from slagate.pools.grid_build.profiles import profile_problems
 from slagate.pools.grid_build.spec_rules import contradictions
+from slagate.workers.runtime.suggest import unknown_key
 
 _REASONS = {
     "missing": "is required",
@@ -216,5 +216,4 @@ def _unknown(path: tuple[str | int, ...], mode: str) -> str:
         models = {"pools": PoolBuildSpec, "traffic": TrafficSpec, "prefill": PrefillSpec}
         models |= {"decode": DecodeSpec, "agg": AggSpec}
         model = models.get(parent, AxisSpec)
-    close = difflib.get_close_matches(str(path[-1]), list(model.model_fields), n=1)
-    return f'unknown key, did you mean "{close[0]}"?' if close else "unknown key"
+    return unknown_key(str(path[-1]), model.model_fields)

@@ -8,7 +8,7 @@ import inspect
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -26,6 +26,7 @@ from slagate.router.request.settings import POLICIES
 from slagate.workers.profiles.errors import ProfileError
 from slagate.workers.runtime.errors import UsageError
 from slagate.workers.runtime.logs import log_to_stderr
+from slagate.workers.runtime.suggest import nearest
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -210,6 +211,15 @@ def start_log(level: str, **about: object) -> None:
 
 EXIT_FINDINGS = 1
 COLUMNS = 100
+
+
+def codes_to_ignore(codes: Iterable[str] | None, known: Iterable[str], *, page: str) -> set[str]:
+    """What `--ignore` names, of the codes of a page; another word ends the command."""
+    ignored = {code.upper() for code in codes or ()}
+    for code in sorted(ignored - set(known)):
+        near = nearest(code, known, least=0.0)
+        fail(f"--ignore must be a code of {page}, such as {near} (got {code!r})")
+    return ignored
 
 
 def indented(text: str) -> list[str]:

@@ -10,7 +10,6 @@ Missing means that no target was given, never 0. Malformed, repeated or misspelt
 the key: a target that is silently dropped is the failure this gateway exists to end.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ from slagate.router.request.metadata import (
     TTFT,
 )
 from slagate.workers.legs import TARGET_RANK
+from slagate.workers.runtime.suggest import nearest
 
 MAX_TEXT = 256
 """Characters of a class, tenant or conversation id: they end up in receipts of 4 KiB."""
@@ -135,8 +135,8 @@ def parse_sla(metadata: Metadata, *, receipts: bool = True) -> Sla:
 def _did_you_mean(key: str) -> str:
     if re.search("itl|tpot|token-latency", key):
         return f"; did you mean {ITL}?"
-    near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = nearest(key, KNOWN, least=0.4)
+    return f"; did you mean {near}?" if near else ""
 
 
 def _milliseconds(values: dict[str, str], key: str) -> float | None:

@@ -1,6 +1,5 @@
 """Engine arguments against the model: unknown names, types, ranges and choices, as findings by key."""
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from slagate.workers.engine_args.model.merge import in_brief
 from slagate.workers.engine_args.model.model import UNSET_IF_NONE, EngineModel
 from slagate.workers.engine_args.model.sections import INT32_MAX, POWER_OF_TWO
 from slagate.workers.engine_args.text import inline
+from slagate.workers.runtime.suggest import nearest
 
 MOVED: Mapping[str, str] = MappingProxyType(
     {
@@ -185,9 +185,8 @@ def _advice(key: str, prefix: str, model: type[BaseModel]) -> str | None:
     """What is probably meant by an unknown key."""
     if not prefix and key in MOVED:
         return f"it is {MOVED[key]}"
-    close = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.75)
-    if close:
-        return f"did you mean {prefix}{close[0]}?"
+    if near := nearest(key, model.model_fields, least=0.75):
+        return f"did you mean {prefix}{near}?"
     places = [dotted for dotted in _all_keys(EngineModel, "") if dotted.split(".")[-1] == key]
     if places:
         return f"it belongs at {' or '.join(places)}"
@@ -250,10 +249,10 @@ def _type_advice(kind: str, key: str, got: Any) -> str:
 
 def _choice(loc: Sequence[int | str], got: Any) -> str:
     choices = [choice for choice in _choices(loc) if choice is not None]
-    near = [choice for choice in choices if str(choice).lower() == str(got).lower()]
-    near = near or difflib.get_close_matches(str(got), map(str, choices), n=1, cutoff=0.6)
+    same = [choice for choice in choices if str(choice).lower() == str(got).lower()]
+    near = str(same[0]) if same else nearest(str(got), map(str, choices))
     listed = ", ".join(in_brief(choice).strip('"') for choice in choices)
-    return f"did you mean {near[0]}? It is one of {listed}" if near else f"it is one of {listed}"
+    return f"did you mean {near}? It is one of {listed}" if near else f"it is one of {listed}"
 
 
 def _choices(loc: Sequence[int | str]) -> list[Any]:

@@ -3,7 +3,6 @@
 Exit status 0: no findings; 1: findings; 2: the file, one of its profiles or the trace cannot be read.
 """
 
-import difflib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,13 @@ from slagate.pools.grid.errors import ConfigError, Problem
 from slagate.pools.grid.json_text import json_path, shown
 from slagate.pools.grid_lint.codes import CODES, Finding
 from slagate.pools.grid_lint.lint import lint as findings_of
-from slagate.router.cli.command import EXIT_FINDINGS, fail, indented, until_reader_leaves
+from slagate.router.cli.command import (
+    EXIT_FINDINGS,
+    codes_to_ignore,
+    fail,
+    indented,
+    until_reader_leaves,
+)
 from slagate.router.cli.fleet_options import FleetFile, Lenient, PoolsFile, PoolWorkers, read_fleet
 from slagate.router.loadgen.trace import TraceError, load_trace
 from slagate.workers.profiles.profile import TpProfile
@@ -42,7 +47,7 @@ def lint(
     pool: PoolWorkers = None,
 ) -> None:
     """Look for what is probably not meant; exit status 1 where something is found."""
-    ignored = {_known_code(code) for code in ignore or ()}
+    ignored = codes_to_ignore(ignore, CODES, page="docs/lint.md")
     fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool, untold=UNREACHED)
     try:
         traffic = [] if trace is None else [request.isl_tokens for request in load_trace(trace)]
@@ -96,10 +101,3 @@ def text_lines(found: Sequence[Finding], *, n_ignored: int = 0) -> Iterator[str]
     counts = Counter(finding.code for finding in found)
     listed = ", ".join(f"{code} x{n}" if n > 1 else code for code, n in counts.items())
     yield f"{len(found)} finding{'s' * (len(found) > 1)}{ignored}: {listed}"
-
-
-def _known_code(code: str) -> str:
-    if code.upper() in CODES:
-        return code.upper()
-    near = difflib.get_close_matches(code.upper(), CODES, n=1, cutoff=0.0)
-    fail(f"--ignore must be a code of docs/lint.md, such as {near[0]} (got {code!r})")

@@ -1,6 +1,5 @@
 """`slagate grid select`: the cell of each request of a JSON Lines stream."""
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -10,6 +9,7 @@ from slagate.pools.grid.axis import AXIS_FIELDS
 from slagate.pools.grid.errors import SelectError
 from slagate.pools.grid.grid import StageGrid
 from slagate.pools.grid.json_text import is_finite_number, read_json, short_path, shown
+from slagate.workers.runtime.suggest import unknown_key
 
 _NUMBERS = (*AXIS_FIELDS, "priority")
 _FIELDS = (*_NUMBERS, "objective")
@@ -78,9 +78,7 @@ def _answer(
 def _fault(key: str, value: object) -> str | None:
     """Why `value` cannot stand at `key`, also where this stage has no use for it."""
     if key not in _FIELDS:
-        close = difflib.get_close_matches(key, _FIELDS, n=1)
-        hint = f', did you mean "{close[0]}"?' if close else ""
-        return f"{short_path((key,))}: unknown key{hint} (got {shown(value)})"
+        return f"{short_path((key,))}: {unknown_key(key, _FIELDS)} (got {shown(value)})"
     if key == "objective":
         fits, must = isinstance(value, str), "must be a string"
     else:

@@ -3,7 +3,6 @@
 Exit status 0: no errors; 1: errors, or with --strict warnings; 2: something cannot be read.
 """
 
-import difflib
 import json
 import os
 from collections import Counter
@@ -15,6 +14,7 @@ import typer
 
 from slagate.router.cli.command import (
     EXIT_FINDINGS,
+    codes_to_ignore,
     fail,
     indented,
     options_given,
@@ -90,7 +90,7 @@ def _check(
     del engine_options  # those that were given are read from the context
     if extra_engine_args is None and override_engine_args is None:
         fail("--extra-engine-args is missing: the file, or packaged configuration, to check")
-    ignored = {_known_code(code) for code in ignore or ()}
+    ignored = codes_to_ignore(ignore, CODES, page="docs/engines.md")
     wanted = Wanted(
         prefix_routing=prefix_routing,
         longest_prompt_tokens=longest_prompt,
@@ -167,10 +167,3 @@ def _text_lines(found: Sequence[Found], n_ignored: int) -> Iterator[str]:
     counts = Counter(each.finding.severity for each in found)
     listed = ", ".join(f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items())
     yield f"{listed or 'no findings'}{f' ({n_ignored} ignored)' if n_ignored else ''}"
-
-
-def _known_code(code: str) -> str:
-    if code.upper() in CODES:
-        return code.upper()
-    near = difflib.get_close_matches(code.upper(), CODES, n=1, cutoff=0.0)
-    fail(f"--ignore must be a code of docs/engines.md, such as {near[0]} (got {code!r})")

@@ -1,10 +1,10 @@
 """Rules of the KV cache of one engine: events, reuse, memory, types, the model's too."""
 
-import difflib
 from collections.abc import Iterator
 
 from slagate.workers.engine_args.model.findings import Finding, error, warning
 from slagate.workers.engine_args.rules.case import EngineCase
+from slagate.workers.runtime.suggest import nearest
 
 CACHE = "kv_cache_config"
 QUANTISED = ("auto", "fp8", "nvfp4")
@@ -65,12 +65,12 @@ def cache_memory(case: EngineCase) -> Iterator[Finding]:
             "start with 0.85 to 0.9, less with a transfer buffer",
         )
     if cache.dtype not in QUANTISED:
-        near = difflib.get_close_matches(cache.dtype.lower(), QUANTISED, n=1, cutoff=0.8)
+        near = nearest(cache.dtype.lower(), QUANTISED, least=0.8)
         yield warning(
             "E605",
             f"{CACHE}.dtype",
             f"is {cache.dtype}, which the engine warns about and does not act on",
-            (f"did you mean {near[0]}? Use " if near else "use ")
+            (f"did you mean {near}? Use " if near else "use ")
             + f"one of {', '.join(QUANTISED)}; auto is the model's own type",
         )
 

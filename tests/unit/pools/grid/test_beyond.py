@@ -151,7 +151,10 @@ def test_a_cell_with_a_list_goes_to_its_pools_in_order_before_any_retry() -> Non
         ),
         ([], "[0][0]: row 0, column 0: must have a pool (got [])"),
         ([0, 2], "[0][0][1]: row 0, column 0: must be a pool number from 0 to 1 (got 2)"),
-        ([0, "p-fast"], '[0][0][1]: row 0, column 0: is in this cell twice (got "p-fast")'),
+        (
+            [0, "p-fast"],
+            '[0][0][1]: row 0, column 0: is in this cell twice, first at [0] (got "p-fast")',
+        ),
         ([0, [1]], "[0][0][1]: row 0, column 0: must be a pool number from 0 to 1 (got [1])"),
     ],
 )

@@ -1,0 +1,23 @@
+"""What was probably meant by a word that is not known: one place for all of them."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(word: str, known: Iterable[str], *, least: float = 0.6) -> str | None:
+    """The known word that is most like `word`; None where none is to the share `least`, 0 to 1.
+
+    >>> nearest("workres", ["workers", "profile"])
+    'workers'
+    """
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=least)), None)
+
+
+def unknown_key(key: str, known: Iterable[str], *, least: float = 0.6) -> str:
+    """Why a key of a file is refused, with the likely correction.
+
+    >>> unknown_key("workres", ["workers", "profile"])
+    'unknown key, did you mean "workers"?'
+    """
+    near = nearest(key, known, least=least)
+    return "unknown key" if near is None else f'unknown key, did you mean "{near}"?'
