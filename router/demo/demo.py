@@ -78,17 +78,31 @@ async def serve_demo(
 ) -> int:
     """Run the demo's fleet, beside `out`, until SIGINT or SIGTERM, and replay nothing; the exit status.
 
-    A ready line on stdout has the gateway's addresses. 1 when a process of it ends by itself.
+    A ready line on stdout has the gateway's addresses, the console commands to try. 1 when a process of it
+    ends by itself.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
 
     async def serve(cluster: Cluster) -> int:
         fleet = await _start(cluster, out, console, transport, policy)
-        ready_line(listen=fleet.gateway, admin=fleet.admin, model=fleet.model)
+        for line in _what_to_try(fleet):
+            console.print(line, soft_wrap=True)
+        ready_line(listen=fleet.gateway, admin=fleet.admin, http=fleet.http, model=fleet.model)
         await cluster.during(anyio.sleep_forever)
         raise AssertionError("nothing but a signal ends it")
 
     return await _in_cluster(out, console, serve) or 0
+
+
+def _what_to_try(fleet: DemoFleet) -> Iterator[str]:
+    """Every address there is, in commands to copy."""
+    insecure = "--insecure --target"
+    yield f"slagate generate {insecure} {fleet.gateway} --isl 1000 --max-tokens 8 --receipt"
+    yield f"slagate bench {insecure} {fleet.gateway} --admin {fleet.admin} --concurrency 1,4"
+    yield f"slagate explain {insecure} {fleet.admin} --isl 1000 --ttft-ms 500"
+    yield f"slagate pools {insecure} {fleet.admin}"
+    yield f"curl http://{fleet.http}/metrics"
+    yield f"workers: {', '.join(fleet.workers)}"
 
 
 def _plan(requests: int | None) -> list[Arrival]:

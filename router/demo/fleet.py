@@ -45,6 +45,7 @@ class DemoFleet(NamedTuple):
 
     gateway: str
     admin: str
+    http: str
     workers: tuple[str, ...]
     pools: tuple[PoolName, ...]
     transport: str
@@ -95,6 +96,7 @@ async def start_fleet(
     return DemoFleet(
         gateway=ready["listen"],
         admin=ready["admin"],
+        http=ready["http"],
         workers=workers,
         pools=pools,
         transport=", ".join(sorted(transports)),

@@ -12,6 +12,8 @@ def test_the_demos_fleet_is_there_for_a_bench_until_it_is_told_to_end(tmp_path: 
     with starting("demo", arguments, tmp_path) as demo:
         demo.wait_ready(4 * READY_LIMIT_S)  # nine processes start
         fleet = ("--target", demo.ready["listen"], "--admin", demo.ready["admin"], "--insecure")
+        assert all(f" {demo.ready[name]} " in demo.stderr() for name in ("listen", "admin"))
+        assert f"curl http://{demo.ready['http']}/metrics\n" in demo.stderr()
         few = ("--concurrency", "1,2", "--requests", "2", "--isl", "64", "--osl", "4")
         ended = run_cli("bench", *fleet, *few, "--csv", str(figures))
         assert ended.returncode == 0, ended.stderr

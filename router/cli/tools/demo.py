@@ -33,7 +33,7 @@ def demo(
         if requests is not None:
             fail("--requests: --serve replays nothing")
         # What is on stdout is for programs.
-        console = Console(stderr=True)
+        console = Console(stderr=True, markup=False, highlight=False)
         run_to_exit(lambda: serve_demo(out, console, transport=transport, policy=policy))
     run_to_exit(
         lambda: run_demo(requests, out, stdout_console(), transport=transport, policy=policy)

@@ -13,7 +13,7 @@ from slagate.pools.grid.json_text import json_path
 from slagate.pools.grid_lint.codes import CODES, Finding
 from slagate.pools.grid_lint.lint import lint
 from slagate.router.cli.grid.lint import pool_profiles
-from slagate.router.loadgen.trace import load_trace
+from slagate.router.loadgen.trace import SLA_CLASSES, load_trace
 from slagate.workers.profiles.profile import TpProfile, load_profile, tp_profile_from_json
 from support.fleet.files import agg_file, disagg_file
 from support.seeds import n_in
@@ -98,19 +98,19 @@ def test_a_slower_pool_for_longer_prompts_has_two_remedies() -> None:
     assert finding.advice.endswith("the shorter prompts that one, too.")
 
 
-ACCEPTED = {
-    "demo": {"G201", "G303", "G304"},
-    "example-agg": set(),
-    "example-disagg": set(),
-    "two-workers": set(),
-}
-"""Files in configs/grids, with the codes that they may have."""
-
-
-@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("name", ["demo", "example-agg", "example-disagg", "two-workers"])
 def test_the_shipped_grids_lint_clean(name: str) -> None:
     config = load_config(REPOSITORY / "configs" / "grids" / f"{name}.json")
-    assert {f.code for f in found_in(config)} <= ACCEPTED[name]
+    assert not list(found_in(config))
+
+
+def test_the_demos_grid_is_for_the_demos_trace_and_its_classes() -> None:
+    config = load_config(REPOSITORY / "configs" / "grids" / "demo.json")
+    traffic = [request.isl_tokens for request in load_trace()]
+    assert not list(lint(config, profiles=pool_profiles(config), traffic=traffic))
+    for asked in SLA_CLASSES:
+        default = config.objectives[asked.name]
+        assert (default.ttft_ms, default.itl_ms) == (asked.ttft_ms, asked.itl_ms)
 
 
 # --- where a rule begins and ends -------------------------------------------------------------------
