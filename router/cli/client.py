@@ -3,7 +3,6 @@
 import json
 import sys
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import BufferedSink
 from slagate.proto.rpc.status import Status
 from slagate.router.cli.client_tables import print_decision, print_pools
-from slagate.router.client.call import CallFailed, admin_at, engine_at, only_model
+from slagate.router.client.call import CallFailed, admin_at, engine_at, only_model, only_one_of
 from slagate.router.request.metadata import ITL, PRIORITY, RECEIPT, RECEIPT_TRAILER, TTFT
 from slagate.workers.errors import WorkerError
 from slagate.workers.runtime.errors import UsageError
@@ -151,17 +150,7 @@ async def explain(
 
 async def _admin_model(stub: Any) -> str:
     workers = (await stub.ListWorkers(gw.ListWorkersRequest(), timeout=10)).workers
-    return _only(sorted({model for worker in workers for model in worker.models}))
-
-
-def _only(models: Sequence[str]) -> str:
-    if not models:
-        raise CallFailed(
-            "no worker of the gateway has been reached, so it serves no model: slagate pools says why"
-        )
-    if len(models) > 1:
-        raise UsageError(f"--model is needed: the gateway serves {', '.join(models)}")
-    return models[0]
+    return only_one_of(sorted({model for worker in workers for model in worker.models}))
 
 
 async def pools(target: str, *, tls: TlsFiles | None, as_json: bool) -> int:

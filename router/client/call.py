@@ -1,6 +1,6 @@
 """Calls of the commands to a server, and what is said where one fails: one place for all of them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -9,11 +9,11 @@ import grpc.aio
 
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto.rpc.status import Status
-from slagate.router.cli.client import _only
 from slagate.router.client.refusals import why_not
 from slagate.workers.client.client import GrpcWorker, connect_worker
 from slagate.workers.client.control import channel_to
 from slagate.workers.errors import WorkerError
+from slagate.workers.runtime.errors import UsageError
 from slagate.workers.runtime.threads import aside
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ClientTls
@@ -75,4 +75,15 @@ def _why(target: str, tls: ClientTls | None) -> str:
 
 async def only_model(gateway: GrpcWorker) -> str:
     """The one model that is served. Raises `UsageError` where there are others, else `CallFailed`."""
-    return _only(list((await gateway.server_info()).supported_models))
+    return only_one_of(list((await gateway.server_info()).supported_models))
+
+
+def only_one_of(models: Sequence[str]) -> str:
+    """The model that is served. Raises `CallFailed` where it is none, `UsageError` where it is several."""
+    if not models:
+        raise CallFailed(
+            "no worker of the gateway has been reached, so it serves no model: slagate pools says why"
+        )
+    if len(models) > 1:
+        raise UsageError(f"--model is needed: the gateway serves {', '.join(models)}")
+    return models[0]

@@ -40,7 +40,9 @@ ARROWS: dict[str, set[str]] = {
     "workers/engine_args": {
         "configs", "workers/engine_args/model", "workers/engine_args/rules", "workers/runtime",
     },
-    "workers/engine_args/rules": {"workers/engine_args/model", "workers/kv_transfer/nixl"},
+    "workers/engine_args/rules": {
+        "workers/engine_args/model", "workers/kv_transfer/nixl", "workers/runtime",
+    },
     "workers/errors.py": {"proto/rpc"},
     "workers/handoff": {"workers/errors.py", "workers/runtime"},
     "workers/kv_events": {"proto/rpc", "workers/errors.py"},
@@ -74,15 +76,15 @@ ARROWS: dict[str, set[str]] = {
         "pools/estimator", "pools/fleet_file", "pools/grid", "pools/inflight", "pools/kv_events",
         "pools/prefix",
     },
-    "pools/fleet_file": {"workers/profiles", "pools/grid"},
-    "pools/grid_build": {"workers/profiles", "pools/fleet_file", "pools/grid"},
+    "pools/fleet_file": {"workers/profiles", "workers/runtime", "pools/grid"},
+    "pools/grid_build": {"workers/profiles", "workers/runtime", "pools/fleet_file", "pools/grid"},
     "pools/grid_lint": {"workers/profiles", "pools/fleet_file", "pools/grid", "pools/grid_build"},
     "pools/kv_events": {
         "proto/rpc", "workers/errors.py", "workers/kv_events", "workers/runtime",
         "workers/worker.py", "pools/prefix",
     },
     "pools/prefix": {"pools/inflight"},
-    "router/__main__.py": {"router/commands.py"},
+    "router/__main__.py": {"router/commands.py", "router/output.py"},
     "router/app.py": {
         "proto/http2", "proto/rpc", "workers/client", "workers/runtime", "workers/server.py",
         "workers/tls", "pools/fleet", "pools/fleet_file", "router/front", "router/generate.py",
@@ -96,17 +98,18 @@ ARROWS: dict[str, set[str]] = {
     "router/cli": {
         "proto/http2", "proto/rpc", "workers/errors.py", "workers/profiles", "workers/runtime",
         "workers/tls", "pools/fleet_file", "pools/grid", "router/app.py", "router/client",
-        "router/multiprocess", "router/receipts", "router/reload", "router/request",
+        "router/multiprocess", "router/output.py", "router/receipts", "router/reload",
+        "router/request", "router/tables.py",
     },
     "router/cli/grid": {
         "workers/profiles", "workers/runtime", "workers/tls", "pools/fleet_file", "pools/grid",
         "pools/grid_build", "pools/grid_lint", "router/cli", "router/client", "router/grid_view",
-        "router/loadgen", "router/receipts",
+        "router/loadgen", "router/receipts", "router/tables.py",
     },
     "router/cli/tools": {
         "workers/profiles", "workers/runtime", "workers/tls", "pools/estimator", "router/bench",
         "router/cli", "router/cli/worker", "router/client", "router/demo", "router/loadgen",
-        "router/profiles", "router/request",
+        "router/profiles", "router/request", "router/tables.py",
     },
     "router/cli/worker": {
         "proto/rpc", "workers/engine_args", "workers/engine_args/model",
@@ -121,8 +124,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "router/demo": {
         "configs", "workers/client", "workers/errors.py", "workers/runtime", "workers/sim",
-        "workers/sim/kv_cache", "pools/fleet_file", "pools/grid", "router/loadgen",
-        "router/receipts", "router/request",
+        "workers/sim/kv_cache", "pools/fleet_file", "pools/grid", "router/cli", "router/loadgen",
+        "router/receipts", "router/request", "router/tables.py",
     },
     "router/front": {
         "proto/http2", "proto/rpc", "workers/runtime", "workers/tls", "workers/worker.py",
@@ -132,7 +135,9 @@ ARROWS: dict[str, set[str]] = {
         "proto/rpc", "workers/legs.py", "workers/runtime", "pools/grid", "router/legs",
         "router/receipts", "router/request", "router/scheduling",
     },
-    "router/grid_view": {"workers/runtime", "pools/fleet_file", "pools/grid", "router/receipts"},
+    "router/grid_view": {
+        "workers/runtime", "pools/fleet_file", "pools/grid", "router/receipts", "router/tables.py",
+    },
     "router/legs": {
         "proto/rpc", "workers/errors.py", "workers/handoff", "workers/legs.py", "pools/estimator",
         "pools/fleet", "pools/grid", "router/metrics.py", "router/receipts", "router/request",
@@ -165,12 +170,12 @@ ARROWS: dict[str, set[str]] = {
         "router/receipts", "router/scheduling",
     },
     "router/request": {
-        "proto/rpc", "workers/legs.py", "workers/sampling_limits.py", "pools/fleet_file",
-        "pools/grid", "pools/prefix",
+        "proto/rpc", "workers/legs.py", "workers/runtime", "workers/sampling_limits.py",
+        "pools/fleet_file", "pools/grid", "pools/prefix",
     },
     "router/scheduling": {
-        "workers/runtime", "pools/fleet", "pools/grid", "pools/inflight", "pools/prefix",
-        "router/request",
+        "workers/runtime", "pools/fleet", "pools/fleet_file", "pools/grid", "pools/inflight",
+        "pools/prefix", "router/request",
     },
     "router/services": {
         "workers/worker.py", "pools/fleet", "pools/grid", "pools/inflight", "pools/kv_events",
