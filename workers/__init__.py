@@ -1,4 +1,5 @@
-"""Workers: the `Worker` port, its gRPC client and server, and the TensorRT-LLM engine adapter.
+"""Workers: one worker, from either end of the wire, and the engine behind it.
 
-Owns everything about one worker. May import `slagate.proto` and `slagate.configs` only.
+Owns the `Worker` port, its gRPC client and server, the TensorRT-LLM adapter, the double of the engine, and
+the worker process. May import `slagate.proto` and `slagate.configs` only.
 """

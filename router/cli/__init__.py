@@ -1,1 +1,6 @@
-"""cli: a room of `router`."""
+"""The commands: options, usage errors, output, exit statuses. What they do is in the rooms below.
+
+Owns the words of the command line. Imports `app`, `client`, `multiprocess`, `receipts`, `reload`,
+`request`, pools, workers and proto.
+Promises: 0 when all is well, 2 when what was asked for cannot be used; no traceback for a mistake.
+"""

@@ -1,1 +1,5 @@
-"""grid_view: a room of `router`."""
+"""Pool grids for people: as tables in the terminal, as SVG and PNG.
+
+Owns what is said of a grid, and where it stands. Imports `receipts`, pools and workers.
+Promises: the same layout on every machine; matplotlib, an extra, is imported when a picture is made.
+"""

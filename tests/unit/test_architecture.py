@@ -537,6 +537,22 @@ def test_the_double_and_the_adapter_do_not_know_each_other(rooms: tuple[str, str
     assert rooms[1] not in ARROWS[rooms[0]]
 
 
+def imports_said(page: str) -> tuple[set[str], set[str]]:
+    """What an `__init__` says it imports: `rooms` of its own package, and packages below that."""
+    (said,) = re.findall(r"\bImports\s([^.;]*?)(?:[.;]|, and nothing)", page)
+    names = set(re.findall(r"`([\w/]+)`", said))
+    return names, {package for package in BELOW if re.search(rf"\b{package}\b", said)}
+
+
+@pytest.mark.parametrize("room", [room for room in ARROWS if not room.endswith(".py")])
+def test_the_page_of_a_room_says_what_it_imports(room: str) -> None:
+    package = room.split("/")[0]
+    own = {r.removesuffix(".py") for r in ARROWS[room] if r.startswith(f"{package}/")}
+    others = {r.split("/")[0] for r in ARROWS[room] if not r.startswith(f"{package}/")}
+    names, packages = imports_said(SOURCES[f"{room}/__init__"])
+    assert ({f"{package}/{name}" for name in names}, packages) == (own, others)
+
+
 TOOLS = {
     *("router/bench", "router/demo", "router/grid_view", "router/loadgen", "router/profiles"),
     *("pools/grid_build", "pools/grid_lint"),

@@ -1,1 +1,6 @@
-"""client: a room of `workers`."""
+"""The gateway's end of a worker: `GrpcWorker`, the `Worker` port over gRPC.
+
+Owns the connections to one worker: those for streams and the channel for control calls. Imports `errors`,
+`tls`, `worker` and proto.
+Promises: it connects lazily and again by itself; a control call has a limit and raises only `WorkerError`.
+"""

@@ -1,1 +1,6 @@
-"""grid: a room of `router`."""
+"""`slagate grid ...`: show, lint, build, select, schema.
+
+Owns their options and output. Imports `cli`, `client`, `grid_view`, `loadgen`, `receipts`, pools and
+workers.
+Promises: everything works offline, but for traffic that `show` asks a gateway for.
+"""

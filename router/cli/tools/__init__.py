@@ -1,1 +1,5 @@
-"""tools: a room of `router`."""
+"""`slagate bench`, `slagate demo` and `slagate profile ...`: their options.
+
+Owns the options; the work is in the rooms of those names. Imports `bench`, `cli`, `cli/worker`, `client`,
+`demo`, `loadgen`, `profiles`, `request`, pools and workers.
+"""
