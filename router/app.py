@@ -51,13 +51,10 @@ from slagate.workers.tls.reloading import ClientTls, ServerTls, following
 
 LOCAL = Http2Settings(ping_after_s=1e6)
 """Of the connections to the local server, which is this process."""
-"""For requests that outlived the drain to get their last status out."""
-
 
 YOUNG_OBJECTS = 5000
 """How many may have come before the youngest are collected, which takes under a millisecond. Of Python's
 own 700 nearly all are of requests that run, and are walked for nothing."""
-"""For whoever follows receipts to get the last ones."""
 
 
 def _nothing() -> None: ...

@@ -5,7 +5,7 @@
 
 Clean-up never waits: a cancelled request gives its leases back and cancels its leg at once, and a parked
 handoff is freed by a task that outlives it. How a leg is called, tried elsewhere and started over is in
-`turn`.
+`legs/attempts.py`.
 """
 
 import asyncio

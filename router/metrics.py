@@ -1,6 +1,6 @@
-"""Every metric family, in one place. Labels come from closed sets; workers appear on gauges only.
+"""The gateway's metric families: requests, workers, and clients' connections.
 
-Clients' connections, counted: how many there are, and what became of the others.
+Labels come from closed sets; workers appear on gauges only.
 """
 
 from bisect import bisect_left

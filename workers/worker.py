@@ -27,7 +27,7 @@ from slagate.proto.rpc.status import Metadata
 GENERATE = "/openengine.v1.Inference/Generate"
 SUBSCRIBE_KV_EVENTS = "/openengine.v1.Control/SubscribeKvEvents"
 SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
-"""gRPC metadata: lower-case keys; values are bytes for keys that end in `-bin`."""
+"""Immutable release of the OpenEngine v0.1.0 schema: the only field that tells its copies apart."""
 
 
 class Worker(Protocol):

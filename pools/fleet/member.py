@@ -1,4 +1,4 @@
-"""One worker's record: its health, what it can do, what is leased to it, what it last said.
+"""One worker's record: health, capacity, leases, what it last said, how predictions of its cache came true.
 
 A request that the worker did not even take (UNAVAILABLE before any answer) counts as a failed probe: a dead
 worker gives its leases back at once, looks idle, and would draw all traffic until the next looks.
@@ -6,10 +6,6 @@ worker gives its leases back at once, looks idle, and would draw all traffic unt
 A member that the configuration has no place for any more drains: whatever its health, it takes no new work.
 It has left once nothing is leased on it and no KV is parked there. When its time is up its legs are ended;
 what is parked there is let go of by the requests that it belongs to.
-
-What a worker can hold and run, as it says of itself.
-
-How far what was predicted of a worker's cache came true.
 """
 
 import logging

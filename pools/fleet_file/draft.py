@@ -1,6 +1,6 @@
 """A fleet file while it is being checked: what is wrong with it, and where that stands in the file.
 
-The checks see one spelling of each key, that of `grid_file`. Operators see the spelling, and the file, that
+The checks see one spelling of each key, that of `models`. Operators see the spelling, and the file, that
 a value came from.
 """
 

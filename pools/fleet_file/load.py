@@ -1,7 +1,4 @@
-"""Reading a fleet file: every problem is found here, all of them at once, and none at request time.
-
-The grid of one stage, from a fleet file that passed every check.
-"""
+"""Reading a fleet file into grids: every problem is found here, all at once, and none at request time."""
 
 import json
 import os

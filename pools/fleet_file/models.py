@@ -1,7 +1,7 @@
 """The shape of a fleet file: Dynamo's global-router JSON, and what slagate has besides.
 
 These models state keys, types and single-value bounds. What one value says about another is in
-`grid_rules`; docs/grid.md is the page for operators. The descriptions go into `slagate grid schema`.
+`rules`; docs/grid.md is the page for operators. The descriptions go into `slagate grid schema`.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """What the values of a fleet file must say about each other, checked wherever both are usable alone.
 
-Whether a gateway can serve with the pools of a file: whether each has workers of its own.
+`worker_faults` says why a gateway cannot serve with the pools of a file: each needs workers of its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

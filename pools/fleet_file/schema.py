@@ -1,8 +1,8 @@
 """The JSON schema of fleet files (draft 2020-12), for editors.
 
 It says of one file what can be said of shapes: keys, types, and which keys go together. Whether a table has
-the size that its axes say, and other arithmetic, is for `grid_config`. Keys, types and descriptions are
-those of the models in `grid_file`; here are the spellings and alternatives that models do not show.
+the size that its axes say, and other arithmetic, is for `check`. Keys, types and descriptions are
+those of the models in `models`; here are the spellings and alternatives that models do not show.
 """
 
 from collections.abc import Iterable

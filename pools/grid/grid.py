@@ -1,7 +1,7 @@
 """The pool grid: which pools serve a request of this size with this latency target, in which order.
 
 Selection, priority rules and retry order are those of Dynamo's global router (docs/grid.md). Nothing here
-checks a grid: `grid_config` does, once.
+checks a grid: `fleet_file` does, once.
 """
 
 import math

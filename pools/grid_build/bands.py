@@ -7,9 +7,8 @@ the first, unless that makes no difference:
     isl      0 ... 4096 | 4096 ... 8192 | 8192 and more       asked for: 0 to 8192 in 2 bands
     ttft_ms  below 200 | 200 ... 400 | 400 and more           asked for: 200 to 600 in 2 bands
 
-The targets of requests that name none, where a spec does not say: the middle of what was asked for.
-
-The middle of the built axis would do for them otherwise, and bands that were added move that.
+Requests that name no target get the middle of what was asked for, where a spec does not say: the middle of
+the built axis is moved by the bands that were added.
 """
 
 import math

@@ -1,6 +1,7 @@
-"""Lint, G2: the axes of a grid, and where targets land that a request does not name.
+"""Lint, G2 and G4: the axes of a grid.
 
-Lint, G4: the size axis of a grid against the prompts of a trace. A trace says nothing of targets.
+G2 is about axes, and where targets land that a request does not name. G4 holds the size axis against the
+prompts of a trace, which says nothing of targets.
 """
 
 import math

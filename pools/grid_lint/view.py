@@ -1,7 +1,4 @@
-"""One stage of a fleet file as the linter looks at it: bands, pools, and what their profiles predict.
-
-Where the parts of one stage are in the text of a fleet file, as JSON paths.
-"""
+"""One stage of a fleet file as the linter looks at it: bands, pools, what profiles predict, JSON paths."""
 
 import json
 import math

@@ -9,8 +9,7 @@ A worker's rank, a pool and the gateway as a whole have a slot each, under a nam
 process: nobody hands slots out, and a reload may reach the processes one after the other. A cell has one
 writer, the process whose row it is in, and is stored whole, so readers take no lock. Only who claims a slot
 or gives it up does, for microseconds. A slot that nobody holds has no writer: it is for who has the lock.
-
-What a pool has counted since the gateway started, and its line in what the processes share.
+`PoolLine` is a pool's slot, `Totals` what a pool has counted since the gateway started.
 """
 
 import fcntl

@@ -1,6 +1,6 @@
 """The changes that events make: which holder claims which blocks of the trie.
 
-A claim is looked up by its hash (holdings), kept in a holding (holding), and shown to the run, where
+A claim is looked up by its hash and kept in a holding (both in `holder`), and shown to the run, where
 queries read it. Evictions and decode steps have ways of their own: they are most of all events.
 """
 

@@ -6,10 +6,9 @@ Many blocks share one number object, so a claim costs a dict slot, the folded ha
 int, where 64 bits take three) and 8 bytes in the holding. Ints only: the collector never walks such a dict.
 A map is several dicts, by the hash's top bits: one large dict grows in one long pause.
 
-A holder's part of one run: which of its blocks, by what engine hashes, in which tiers.
-
-An engine's event names a block by a hash that means something to that engine only. Each (tier, hash) a
-holder was told of is a claim on one block; a block is held until its last claim goes.
+A `Holding` is a holder's part of one run: which of its blocks, by what engine hashes, in which tiers. An
+engine's event names a block by a hash that means something to that engine only. Each (tier, hash) a holder
+was told of is a claim on one block; a block is held until its last claim goes.
 
     block     0    1    2    3    4
     hashes   h0   h1    -   h3   h4     lead 2, past 0b11000 (a hole at 2), colder 0b10000: h4 is not on the

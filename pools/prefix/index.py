@@ -1,7 +1,7 @@
 """Which worker's cache holds how much of a prompt, from the KV events of the engines.
 
     stored, removed, cleared ─▶ PrefixIndex ─▶ match(tokens): leading blocks per holder, exact
-                                   │ tokens in runs (run_trie), claims by engine hash (holdings),
+                                   │ tokens in runs (trie), claims by engine hash (holder),
                                    │ blocks of unknown parents (pending)
 
 Rules:

@@ -16,3 +16,4 @@ class Status(NamedTuple):
 
 OK = Status(grpc.StatusCode.OK)
 Metadata = Sequence[tuple[str, str | bytes]]
+"""gRPC metadata: lower-case keys; values are bytes for keys that end in `-bin`."""

@@ -1,7 +1,4 @@
-"""What the commands of the CLI share: option types, usage errors, and running to an exit status.
-
-What the commands that tell of findings have in common.
-"""
+"""What the commands of the CLI share: option types, usage errors, exit statuses, lines of findings."""
 
 import functools
 import inspect

@@ -1,8 +1,8 @@
 """`slagate demo`: a fleet of simulated workers and a gateway on this machine, under a real trace.
 
 Every process is its own, every call goes over gRPC, every handoff over NIXL, or over shared memory where
-there is no NIXL or the user says so. Each stream is
-compared with what the model would have said (`sim_blocks.continuation`).
+there is no NIXL or the user says so. Each stream is compared with what the model would have said
+(`continuation` in `workers/sim/kv_cache/blocks.py`).
 """
 
 import json

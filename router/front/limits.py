@@ -1,6 +1,7 @@
-"""What must not take longer than a time that is the same for all of it.
+"""Limits of what clients may keep waiting: requests that arrive in part, and answers that they do not read.
 
-Requests that are arriving: how much of them there may be in all, and for how long.
+`Overdue` is a timeout queue with one limit for all of its items, `Untaken` gives up answers that nobody
+takes, `Intake` bounds the bytes and the time of requests that are not whole.
 """
 
 import asyncio

@@ -21,8 +21,6 @@ from slagate.router.front.limits import Untaken
 from slagate.router.request.metadata import PEER
 from slagate.router.request.settings import Settings
 
-"""Who a call came from: ours alone to say, so it is taken out of what clients send."""
-
 HIGH_WATER_BYTES = 64 << 10
 """Unsent in one direction: the other end of it is asked to wait."""
 

@@ -1,6 +1,6 @@
-"""Where everything in a picture of pool grids goes: panels of cells with their axes, then the legend.
+"""Where everything in a picture of pool grids goes: panels of cells with axes, a table of pools, the notes.
 
-Below the cells of a picture: a table of the pools, and the notes. All lengths are points.
+All lengths are points.
 """
 
 import math

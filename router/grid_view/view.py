@@ -1,11 +1,7 @@
-"""What a table or a picture of a pool grid says: names, units, bands, figures and notes, as text.
+"""What a table or a picture of a pool grid says: names, units, bands, figures, notes, and colours of pools.
 
-Names and shares of a grid as short text on one line.
-
-A colour for each pool.
-
-They are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with any colour vision tell
-apart; a cell has the name or the number of its pool as well, so that none is needed to read it.
+Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with any colour vision
+tell apart; a cell has the name or the number of its pool as well, so that none is needed to read it.
 """
 
 import math

@@ -1,13 +1,10 @@
-"""Stream to stream: what a worker's leg sends, passed on to the client, with an eye on it.
+"""The relay: what a worker's leg sends is passed on to the client, and counted.
 
-The bytes are relayed as they are plus the client's own request id; accounting only peeks. Nothing here
-waits: a worker's events go straight into the client's buffer, and the request's coroutine sleeps until
-the leg has ended.
+The bytes are relayed as they are plus the client's own request id. Nothing here waits: a worker's events go
+straight into the client's buffer, and the request's coroutine sleeps until the leg has ended.
 
-A look at a response's bytes, for what the relay counts of the many that are alike.
-
-Most responses of a stream are one small token event. To count its tokens costs a parser's objects more than
-all else that is done with it. What is not just that is for the parser: `plain_tokens` says so.
+Most responses of a stream are one small token event, and to parse it costs more than all else that is done
+with it. `plain_tokens` counts the tokens in its bytes; what is anything else is parsed.
 """
 
 import re

@@ -1,9 +1,8 @@
-"""`slagate.v1.Gateway` for a gateway of several processes: what operators ask, of all of them.
+"""`slagate.v1.Gateway` for a gateway of several processes: what operators ask is asked of all of them.
 
 Leases, queues and counts are summed; of what each process sees for itself (health, index, error of its
 predictions) the worst is shown. A process that has just ended, or does not answer in time, has no part.
-
-The receipts of a gateway of several processes, as one stream.
+`watch_all` makes one stream of the receipts of all.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence

@@ -5,9 +5,7 @@
     decode row     a batch whose prompts are in the KV cache; the steps in which all of it decodes
 
 Each is repeated and the median taken. Times are the client's own: they have the way to the worker in them,
-as those of the gateway do.
-
-What `slagate profile measure` does to a worker: one prompt, or a batch that decodes.
+as those of the gateway do. A `Bench` is what is measured: one worker, or a prefill and a decode worker.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Keys of gRPC metadata that clients and the gateway send each other; `sla` reads their values."""
 
 PEER = "x-slagate-peer"
+"""Who a call came from: ours alone to say, so it is taken out of what clients send."""
 
 TTFT = "x-slo-ttft-ms"
 ITL = "x-slo-tpot-ms"

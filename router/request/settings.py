@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 
 CUT_S = 2.0
+"""For requests that outlived the drain to get their last status out."""
+
 RECEIPTS_S = 1.0
+"""For whoever follows receipts to get the last ones."""
 
 POLICIES = ("prefix", "least_loaded")
 """By predicted seconds with what each worker has cached, or by load alone."""

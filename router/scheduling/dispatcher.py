@@ -1,7 +1,7 @@
 """From a decision to leases, in one synchronous step: load counts from the moment of the choice.
 
-A request that every worker of its pools could take, were it not at its limit, waits (`waiting`); whenever a
-worker can take more, `step` assigns as many as fit.
+A request that every worker of its pools could take, were it not at its limit, waits (`wait_queue`);
+whenever a worker can take more, `step` assigns as many as fit.
 """
 
 import logging

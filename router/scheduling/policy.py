@@ -4,8 +4,7 @@
 and generator state give the same decision.
 
 Pool: the grid's cell, then priority overrides, then where the cell spills to and the retry order of the
-configuration. Worker and rank:
-the least predicted seconds; see `score`.
+configuration. Worker and rank: the least predicted seconds; see `score`.
 """
 
 import random

@@ -2,9 +2,7 @@
 
 A lane is of requests that wait for the same: model, stages, order of pools. Its first request stands for
 all of it. Between lanes age decides too: what an older request waits for no younger one of another lane
-takes.
-
-The workers that a request holds.
+takes. Who gets workers holds them in an `Assignment`.
 """
 
 import asyncio

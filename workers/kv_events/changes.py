@@ -4,7 +4,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Block(NamedTuple):
-    """One full block: its tokens as `kv_wire.token_field` encodes them, and what else entered its hash."""
+    """One full block: its tokens as `wire.token_field` encodes them, and what else entered its hash."""
 
     hash: int
     tokens: bytes

@@ -1,9 +1,7 @@
-"""What has to be remembered between polls about one rank's KV events.
+"""What is remembered between polls about one rank's KV events, and what is logged when some were lost.
 
-What is logged when an engine lost KV events: a line per rank and minute at most.
-
-An overfull buffer loses events again and again, and each time the rank's published cache starts over
-empty: whoever runs the worker must hear of it, and of nothing else.
+That is a line per rank and minute at most. An overfull buffer loses events again and again, and each time
+the rank's published cache starts over empty: whoever runs the worker must hear of it, and of nothing else.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Timing profiles: measured prefill and inter-token seconds of a model on a GPU, as lookup tables.
 
-`profile_table` says how they are read. The cached-tokens axis is linear: it holds 0, and what a cached
+`table` says how they are read. The cached-tokens axis is linear: it holds 0, and what a cached
 token adds is one more key to read for each new token, so the cost is linear in it (`log(1 + x)` would
 book half of the first 2048 cached tokens' cost on the first 32). `covers_*` says whether a point lies
 inside the table.

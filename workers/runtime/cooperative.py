@@ -1,6 +1,6 @@
-"""Long work on the event loop, cut into slices, so that whatever else runs there waits for one at most.
+"""Long work on the event loop in small parts, so that what else runs there waits for one at most.
 
-Work that can wait, a bounded step in each turn of the event loop, so that nothing else waits for it.
+`Slices` runs generators, the first part at once; `Turns` runs the steps of many sources in rotation.
 """
 
 import asyncio

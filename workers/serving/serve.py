@@ -13,6 +13,7 @@ from slagate.workers.trtllm.metrics import WorkerMetrics
 from slagate.workers.trtllm.worker import TrtllmWorker
 
 FLUSH_S = 2.0
+"""For what a stream has produced to be written out, once everything has ended."""
 
 
 @contextmanager

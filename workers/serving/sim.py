@@ -22,8 +22,6 @@ from slagate.workers.tls.reloading import ServerTls, following
 from slagate.workers.trtllm.metrics import SILENT, WorkerMetrics
 from slagate.workers.trtllm.server_info import ROLES
 
-"""For what a stream has produced to be written out, once everything has ended."""
-
 
 async def run_sim_worker(
     options: SimOptions,

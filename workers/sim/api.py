@@ -7,8 +7,6 @@
     main     1.3.0rc27 and later    conversations, `preprocess`, newest keys of events and stats
 
 Signatures really differ, so that a caller who passes what a version does not know fails as it would.
-
-`tensorrt_llm.LLM` of 1.2, and of the time before its requests took trace headers.
 """
 
 from collections.abc import Mapping

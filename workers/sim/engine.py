@@ -7,7 +7,7 @@ Driven by callbacks on the running loop and by nothing else: no task, no thread,
          |                    `-> done, blocks parked        (context_only)
          `-> pull ---> first token -> decode -> done         (generation_only)
 
-Who waits for which rank is kept by `sim_rank`, who runs there and on which blocks by `sim_schedule`.
+Who waits for which rank is kept by `rank`, who runs there and on which blocks by `schedule`.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""The prefill-to-decode handoff of the simulated engine: ids, opaque state, export and pull.
-
-Parked handoffs of the simulated engine: prefilled blocks held until decode has pulled them.
-"""
+"""The handoff of the simulated engine: ids, opaque state, export and pull of blocks, parked sessions."""
 
 import asyncio
 import struct

@@ -1,9 +1,9 @@
 """`SimLLM`: a double of `tensorrt_llm.LLM` that needs no GPU and gives checkable tokens.
 
 Same calls, result objects, errors and order of events as the PyTorch backend, for text models; times come
-from a measured profile. The token after a context is a function of that context (`sim_blocks`), so
+from a measured profile. The token after a context is a function of that context (`kv_cache/blocks.py`), so
 sampling settings other than stopping do not change the output, and `min_tokens` lets a stop token pass
-instead of drawing another one. `sim_api` has the versions of TensorRT-LLM that can be imitated.
+instead of drawing another one. `api` has the versions of TensorRT-LLM that can be imitated.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class SimExecutor:
 class SimLLM(SimLevers):
     """One simulated engine. Owns its KV cache, not the transport, which must serve this engine only.
 
-    The arguments are TensorRT-LLM's (`sim_args`); `sim` has what a real engine has no argument for.
+    The arguments are TensorRT-LLM's (`args`); `sim` has what a real engine has no argument for.
     Raises `ValueError` naming a wrong argument, `RuntimeError` when there are not enough GPUs, and what
     `sim.fail_init` says. A subclass gives the version's `generate_async` and `traits`.
     """

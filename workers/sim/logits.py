@@ -1,6 +1,6 @@
 """Logits of the simulated engine: only those that somebody wants to change are made.
 
-The largest one is of the token that `sim_blocks` says, so that a processor that changes nothing, or all of
+The largest one is of the token that `blocks` says, so that a processor that changes nothing, or all of
 them alike, changes no answer.
 """
 

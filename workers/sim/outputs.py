@@ -1,8 +1,7 @@
 """Results of the simulated engine, in the shape of TensorRT-LLM's `RequestOutput`.
 
-The engine writes a request through one `OutputFeed` a sequence; the caller reads the `RequestOutput`.
-
-One sequence of a simulated engine's result, as the caller sees it.
+The engine writes a request through one `OutputFeed` a sequence; the caller reads the `RequestOutput`, which
+has a `CompletionOutput` for each.
 """
 
 import asyncio

@@ -1,9 +1,7 @@
 """Attention-DP ranks of the simulated engine: what each of them has, and who goes to which.
 
 With attention data parallelism every rank has a KV cache and a batch of its own, and all of them step
-together. An engine without it is one rank.
-
-Sequences of the simulated engine that wait for a rank: their order, and how much they are.
+together. An engine without it is one rank. Sequences that wait for a rank are in its `WaitingLine`.
 """
 
 import asyncio

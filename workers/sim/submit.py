@@ -1,10 +1,8 @@
-"""What the simulated engine checks of a request before it runs, and when it says so.
+"""Submitting to the simulated engine: what a prompt may be, what is checked, and when errors are told.
 
 TensorRT-LLM raises some errors out of `generate_async` and reports others, found later by its executor
 process, while the result is iterated; `checked_request` raises the first kind, `enqueue_problem`
 names the second.
-
-What a caller may give as a prompt, and the token ids it becomes.
 """
 
 import logging

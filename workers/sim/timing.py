@@ -24,7 +24,7 @@ class PrefillChunk(NamedTuple):
 class EngineTiming:
     """Seconds of each thing the engine does, from a profile's P(new, cached) and D(batch, context).
 
-    P and D are read from the tables as `profile` says: log-log between rows, linear along the cached
+    P and D are read from the tables as the profile says: log-log between rows, linear along the cached
     axis. A row of P is one lone prompt, measured whole. Chunks must not change its sum (each would pay
     the fixed cost of an iteration again, and its own earlier chunks do not cost what reused tokens do),
     so the N new tokens of an iteration take the difference that they make to a run:

@@ -1,9 +1,8 @@
-"""Sessions that a worker parks for others, and those of others that it resumes.
+"""Sessions that a worker parks for others, those of others that it resumes, and when all were fetched.
 
-The end of a prefill worker: not before others have fetched what it parked.
-
-A decode worker reads the prefill worker's GPU memory while it fetches, and TensorRT-LLM has no word for
-"fetched". Its iteration statistics count a request as active until then, as Dynamo's worker relies on too.
+A prefill worker ends only when others have fetched what it parked. A decode worker reads the prefill
+worker's GPU memory while it fetches, and TensorRT-LLM has no word for "fetched". Its iteration statistics
+count a request as active until then, as Dynamo's worker relies on too.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """A worker's metrics: what its engine did, and TensorRT-LLM's own collector, fed and passed on.
 
+A worker tells an `Observer` of its engine's work as it happens; `WorkerMetrics` is one.
+
 Names are those of Dynamo's TensorRT-LLM worker where it has such a metric, so its dashboards go on working.
 What has no equal there is named `slagate_worker_*`.
-
-What a worker tells about its engine's work, as it happens: the port that metrics stand behind.
 """
 
 import logging

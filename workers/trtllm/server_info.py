@@ -9,9 +9,6 @@ from slagate.workers.trtllm.guided import capabilities
 from slagate.workers.trtllm.sampling import MAX_TOP_N, max_sequences
 from slagate.workers.worker import SCHEMA_RELEASE
 
-"""Immutable release of the OpenEngine v0.1.0 schema: the only field that tells its copies apart."""
-
-
 ROLES = {
     "prefill": oe.ENGINE_ROLE_PREFILL,
     "decode": oe.ENGINE_ROLE_DECODE,

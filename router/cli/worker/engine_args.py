@@ -1,10 +1,6 @@
-"""The options that engine arguments come from, and what of a command line goes to the engine.
-
-Options of a command line that are engine arguments, one table for every command that takes them.
+"""The options that engine arguments come from, one table for all commands, and what goes to the engine.
 
 `slagate worker` has some of them for the simulated engine too, with defaults of its own.
-
-`--transport`: how KV caches move.
 """
 
 import re

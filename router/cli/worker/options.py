@@ -1,7 +1,4 @@
-"""The options that `slagate worker` has for TensorRT-LLM alone.
-
-The options of `slagate worker` for logits processors.
-"""
+"""The options that `slagate worker` has for TensorRT-LLM alone, those for logits processors among them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

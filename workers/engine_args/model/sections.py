@@ -1,6 +1,6 @@
 """The sections of TensorRT-LLM's arguments: names, types, ranges and choices, as its own models have them.
 
-They stand apart from `sim_args`, which plays the engine: what a double accepts must not come from the
+They stand apart from `sim/args.py`, which plays the engine: what a double accepts must not come from the
 checker that is tried against it. A test compares the two.
 """
 

@@ -1,6 +1,6 @@
-"""The one region of host memory that an agent registers, cut into slots of one block each.
+"""The one region of host memory that an agent registers, in slots of a block each, and sessions in it.
 
-Sessions offered from a pool of slots, where a content is once, however many sessions have it.
+A content is in the region once, however many sessions have it.
 """
 
 import os

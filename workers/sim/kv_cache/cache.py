@@ -1,7 +1,7 @@
 """The simulated KV cache: a paged pool that shares blocks by prefix, with a second tier on the host.
 
 Follows TensorRT-LLM's KV cache manager with its defaults (`enable_block_reuse`, `enable_partial_reuse`,
-`copy_on_partial_reuse`, GUARANTEED_NO_EVICT); contents and states of blocks are those of `sim_blocks`.
+`copy_on_partial_reuse`, GUARANTEED_NO_EVICT); contents and states of blocks are those of `blocks`.
 """
 
 from collections import OrderedDict
