@@ -1,4 +1,4 @@
-"""stdout of the commands: what cannot be written to it is told apart from every other error."""
+"""How commands end: what cannot be written to stdout is told apart from every other error."""
 
 import codecs
 import errno
@@ -6,6 +6,9 @@ import io
 import json
 import sys
 from typing import Any
+
+INTERRUPTED = 130
+"""The exit status of a command that Ctrl-C or SIGTERM ended before it was done."""
 
 
 class OutputFailed(Exception):

@@ -27,8 +27,6 @@ from slagate.workers.runtime.suggest import nearest
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-INTERRUPTED = 130
-"""Of a command that Ctrl-C or SIGTERM ended before it was done."""
 
 errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 

@@ -20,12 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as ProgressBar
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.cli.command import INTERRUPTED
 from slagate.router.demo.fleet import DemoFleet, kv_verify_failures, start_fleet
 from slagate.router.demo.report import Row, build_report, example, table
 from slagate.router.loadgen.cluster import Cluster, ClusterError
 from slagate.router.loadgen.loadgen import LoadRequest, Progress, Served, mismatch, run_load
 from slagate.router.loadgen.trace import Arrival, arrivals, load_trace, prompt_tokens
+from slagate.router.output import INTERRUPTED
 from slagate.router.request.metadata import ITL, OBJECTIVE, RECEIPT, SESSION_ID, TTFT
 from slagate.router.tables import print_table
 from slagate.workers.client.client import connect_worker

@@ -109,7 +109,7 @@ ARROWS: dict[str, set[str]] = {
     "router/cli/tools": {
         "workers/profiles", "workers/runtime", "workers/tls", "pools/estimator", "router/bench",
         "router/cli", "router/cli/worker", "router/client", "router/demo", "router/loadgen",
-        "router/profiles", "router/request", "router/tables.py",
+        "router/output.py", "router/profiles", "router/request", "router/tables.py",
     },
     "router/cli/worker": {
         "proto/rpc", "workers/engine_args", "workers/engine_args/model",
@@ -124,8 +124,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "router/demo": {
         "configs", "workers/client", "workers/errors.py", "workers/runtime", "workers/sim",
-        "workers/sim/kv_cache", "pools/fleet_file", "pools/grid", "router/cli", "router/loadgen",
-        "router/receipts", "router/request", "router/tables.py",
+        "workers/sim/kv_cache", "pools/fleet_file", "pools/grid", "router/loadgen",
+        "router/output.py", "router/receipts", "router/request", "router/tables.py",
     },
     "router/front": {
         "proto/http2", "proto/rpc", "workers/runtime", "workers/tls", "workers/worker.py",

@@ -13,7 +13,6 @@ from slagate.router.bench.progress import shown
 from slagate.router.bench.report import Figure, Share, Targets, csv_text, figures, problem, table
 from slagate.router.cli.command import (
     EXIT_FAILED,
-    INTERRUPTED,
     MAX_SECONDS,
     check_writable,
     errors,
@@ -25,6 +24,7 @@ from slagate.router.cli.command import (
 )
 from slagate.router.cli.tls import dials
 from slagate.router.loadgen.trace import load_trace
+from slagate.router.output import INTERRUPTED
 from slagate.router.tables import print_table, stdout_console
 from slagate.workers.runtime.errors import UsageError
 from slagate.workers.runtime.listen import unless_stopped

@@ -14,7 +14,6 @@ import typer
 from slagate.pools.estimator.estimator import NOMINAL_KV_BYTES_PER_TOKEN
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.cli.command import (
-    INTERRUPTED,
     check_writable,
     errors,
     fail,
@@ -24,6 +23,7 @@ from slagate.router.cli.command import (
 )
 from slagate.router.cli.tls import dials
 from slagate.router.client.call import engine_at
+from slagate.router.output import INTERRUPTED
 from slagate.router.profiles.build import AiConfigurator, profile_content
 from slagate.router.profiles.measure import (
     AggBench,
