@@ -9,10 +9,10 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
-from slagate.workers.kv_transfer.memory import MemoryExchange, MemoryTransport
 from slagate.workers.kv_transfer.transport import Done
 from slagate.workers.legs import prefill_leg
 from support.engine.workers import expected, request
+from support.kv.memory import MemoryExchange, MemoryTransport
 from support.worker.contract import Play, Setup, ask, hand_off, resume, start
 from support.worker.sinks import KeepingSink
 
