@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.engine.tokens import expected
-from support.gateway.processes import MODEL, Cluster, fleet_config, run_cli, run_here
+from support.gateway.processes import MODEL, Cluster, eventually, fleet_config, run_cli, run_here
 
 
 def output(*arguments: str, stdin: str = "") -> str:
@@ -98,6 +98,7 @@ def total_requests(cluster: Cluster) -> int:
 
 def test_explain_decides_and_sends_nothing(disagg: Cluster) -> None:
     """No decision is counted and no lease taken; that no worker is called is in test_bad_input."""
+    eventually(disagg.gateway.is_idle, "what other tests left is over")
     before = total_requests(disagg)
     decision = json.loads(
         output(
@@ -156,9 +157,16 @@ def test_explain_refuses_what_generate_refuses(disagg: Cluster) -> None:
 
 
 def test_pools_as_json(disagg: Cluster) -> None:
-    shown = json.loads(
-        output("pools", "--insecure", "--target", disagg.gateway.admin_address, "--json")
-    )
+    shown: dict[str, Any] = {}
+
+    def is_rest() -> bool:
+        """Whether what other tests left is over, as far as the gateway has looked."""
+        printed = output("pools", "--insecure", "--target", disagg.gateway.admin_address, "--json")
+        shown.update(json.loads(printed))
+        loads = [worker["load"]["running_requests"] for worker in shown["workers"]]
+        return not any(loads + [pool["inflight"] for pool in shown["pools"]])
+
+    eventually(is_rest, "nothing runs")
     assert [pool["name"] for pool in shown["pools"]] == ["p", "d"]
     for pool in shown["pools"]:
         assert (pool["workers"], pool["workers_ready"], pool["inflight"]) == (2, 2, 0)
@@ -169,7 +177,6 @@ def test_pools_as_json(disagg: Cluster) -> None:
         assert worker["state"] == "ready"
         assert worker["models"] == [MODEL]
         assert worker["kv_transfer_backend"] == "NIXL"
-        assert worker["load"]["running_requests"] == 0
 
 
 def test_pools_as_tables(disagg: Cluster) -> None:

@@ -24,6 +24,7 @@ from support.gateway.processes import (
     serve_arguments,
     worker_arguments,
 )
+from support.limits import HANG_S
 
 EXIT_USAGE = 2
 
@@ -31,7 +32,7 @@ EXIT_USAGE = 2
 def assert_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     assert int(port) > 0
-    socket.create_connection((host, int(port)), timeout=10).close()
+    socket.create_connection((host, int(port)), timeout=HANG_S).close()
 
 
 def config_file(folder: Path, config: Any) -> Path:
@@ -82,7 +83,7 @@ def test_sigterm_lets_running_requests_finish(tmp_path: Path) -> None:
         answer = read(call)
         assert tokens + answer.tokens == expected(prompt(50), 150)
         assert answer.reason == "FINISH_REASON_LENGTH"
-        assert served.process.popen.wait(20) == 0
+        assert served.process.popen.wait(HANG_S) == 0
         assert "Traceback" not in served.process.stderr()
 
 
@@ -204,6 +205,8 @@ def test_ops_02_a_parked_handoff_can_be_freed_while_its_worker_drains(tmp_path: 
 
         def refuses() -> bool:
             again = client.generate(prefill_leg(request(prompt(50), 5, request_id="again")))
+            if again.session is not None:
+                client.control("Abort", kv_session=again.session)
             return again.code is grpc.StatusCode.UNAVAILABLE
 
         eventually(refuses, "new requests are refused")

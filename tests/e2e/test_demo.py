@@ -3,14 +3,14 @@
 import csv
 from pathlib import Path
 
-from support.gateway.processes import READY_LIMIT_S, run_cli, starting
+from support.gateway.processes import run_cli, starting
 
 
 def test_the_demos_fleet_is_there_for_a_bench_until_it_is_told_to_end(tmp_path: Path) -> None:
     out, figures = tmp_path / "build" / "demo.json", tmp_path / "bench.csv"
     arguments = ["demo", "--serve", "--transport", "shm", "--out", str(out)]
     with starting("demo", arguments, tmp_path) as demo:
-        demo.wait_ready(4 * READY_LIMIT_S)  # nine processes start
+        demo.wait_ready()  # nine processes start
         fleet = ("--target", demo.ready["listen"], "--admin", demo.ready["admin"], "--insecure")
         assert all(f" {demo.ready[name]} " in demo.stderr() for name in ("listen", "admin"))
         assert f"curl http://{demo.ready['http']}/metrics\n" in demo.stderr()

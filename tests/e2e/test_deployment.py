@@ -22,14 +22,13 @@ from support.gateway.foreign_client import Client, request
 from support.gateway.processes import (
     LOOPBACK,
     PROFILE,
-    READY_LIMIT_S,
-    STOP_LIMIT_S,
     eventually,
     fleet_config,
     run_cli,
     running,
     worker_arguments,
 )
+from support.limits import HANG_S
 from support.repository.manifests import FOLDER, Pod, command_of, fleet, named, objects, pods
 
 SLURM = FOLDER.parent / "slurm"
@@ -40,7 +39,7 @@ pytestmark = pytest.mark.skipif(not BASH, reason="scripts are bash's")
 
 def http(address: str, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=HANG_S) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -169,7 +168,7 @@ def test_a_leader_starts_one_rank_for_each_gpu_of_its_group(tmp_path: Path) -> N
     tool(tools / "ssh", f'echo "$5" >>{tmp_path}/asked')
     tool(tools / "mpirun", 'printf "%s\\n" "$@"')
     with started(tmp_path, "leader.sh", "--role=prefill", "--model=/a b") as leader:
-        words = leader.communicate(timeout=READY_LIMIT_S)[0].splitlines()
+        words = leader.communicate(timeout=HANG_S)[0].splitlines()
     assert leader.returncode == 0
     assert words[words.index("-np") + 1] == "24"
     hosts = "localhost:8,r1-0-1.r1.slagate:8,r1-0-2.r1.slagate:8"
@@ -190,7 +189,7 @@ def test_the_drain_of_a_leader_ends_when_its_worker_has(tmp_path: Path) -> None:
             reaped = threading.Thread(target=worker.wait)
             reaped.start()
             with started(tmp_path, "drain.sh") as drain:
-                assert drain.wait(STOP_LIMIT_S) == 0
+                assert drain.wait(HANG_S) == 0
             assert (tmp_path / "end").read_text() == "drained\n"
             reaped.join()
         finally:
@@ -212,7 +211,7 @@ def test_the_other_nodes_stay_until_their_ranks_are_gone(tmp_path: Path) -> None
             eventually((tmp_path / "looked").exists, "it looks for ranks")
             assert others.poll() is None
             (tmp_path / "ranks").unlink()
-            assert others.wait(STOP_LIMIT_S) == 0
+            assert others.wait(HANG_S) == 0
         finally:
             others.kill()
             # Nobody's child now; a container ends with its first process.
@@ -254,7 +253,7 @@ class Batch:
     def terminate(self) -> int:
         """`scancel --batch --signal=TERM`, and the exit status."""
         self.popen.send_signal(signal.SIGTERM)
-        return self.popen.wait(STOP_LIMIT_S)
+        return self.popen.wait(HANG_S)
 
     def end(self) -> None:
         if self.popen.poll() is None:
@@ -290,7 +289,7 @@ def slurm_fleet(run: Path) -> Iterator[dict[str, Batch]]:
             n_tasks = {"prefill": "1", "decode": "2"}[role]
             start(name, "pool.sbatch", worker_options(role), POOL=name, SLURM_NTASKS=n_tasks)
         ready = run / "gateway.json"
-        eventually(ready.exists, "the gateway serves", limit_s=2 * READY_LIMIT_S)
+        eventually(ready.exists, "the gateway serves")
         yield jobs
 
 
@@ -339,7 +338,7 @@ def fleet_script(run: Path, *pools: str, wait_s: int = 60) -> "subprocess.Comple
         env=os.environ | {"RUN_DIR": str(run), "WAIT_S": str(wait_s)},
         capture_output=True,
         text=True,
-        timeout=2 * READY_LIMIT_S,
+        timeout=HANG_S,
         check=False,
     )
 

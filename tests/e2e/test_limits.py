@@ -22,6 +22,7 @@ from support.gateway.foreign_client import (
 )
 from support.gateway.processes import Cluster, Pool, cluster, eventually
 from support.gateway.receipts import ASK, receipt_of
+from support.limits import HANG_S
 
 # Each relayed message carries the client's id, so that a thousand of them are more than the buffer.
 LONG_ID = "x" * 1000
@@ -67,7 +68,6 @@ def test_stream_05_a_slow_reader_ends_and_others_do_not_notice(wide: Cluster) ->
         eventually(
             lambda: wide.gateway.outcomes("slow_client") == slow_before + 1,
             "the slow stream is ended",
-            limit_s=30,
         )
         assert wide.gateway.process.rss_bytes() - rss_bytes < 50 << 20
         eventually(wide.gateway.is_idle, "nothing is leased")
@@ -116,7 +116,7 @@ class Bomb:
 def send(address: str, data: bytes) -> None:
     """Send raw bytes and wait for the other side's end."""
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=HANG_S) as connection:
         try:
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)

@@ -8,6 +8,7 @@ from typing import Any
 from support.engine.tokens import prompt
 from support.gateway.foreign_client import Client, read, request
 from support.gateway.processes import SLAGATE, Cluster, Pool, cluster, eventually, run_cli, run_here
+from support.limits import HANG_S
 
 N_REQUESTS = 30
 
@@ -86,7 +87,7 @@ def test_followers_get_new_receipts_and_end_with_the_gateway(tmp_path: Path) -> 
                 serve(client, 3)
             eventually(lambda: out.read_bytes().count(b"\n") == 4, "three receipts are printed")
             assert running.gateway.process.terminate() == 0
-            _, complaints = follower.communicate(timeout=30)
+            _, complaints = follower.communicate(timeout=HANG_S)
         finally:
             follower.kill()
             follower.wait()
@@ -112,7 +113,7 @@ def test_who_has_read_enough_may_leave(agg: Cluster) -> None:
     try:
         with Client(agg.gateway.address) as client:
             serve(client, 2)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=HANG_S) == 0
         assert process.stderr is not None
         assert process.stderr.read() == b""
     finally:

@@ -32,6 +32,7 @@ from support.gateway.processes import (
     starting,
 )
 from support.gateway.reloads import reload_under_load
+from support.limits import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ class Served:
         return ended.returncode, ended.stdout, ended.stderr
 
     def version(self) -> str:
-        listed = self.running.admin.ListPools(gw.ListPoolsRequest(), timeout=10)
+        listed = self.running.admin.ListPools(gw.ListPoolsRequest(), timeout=HANG_S)
         return str(listed.config_version)
 
     def workers(self) -> set[str]:

@@ -28,6 +28,7 @@ from support.gateway.processes import (
     serve_arguments,
     worker_arguments,
 )
+from support.limits import HANG_S
 
 
 class Fleet(NamedTuple):
@@ -114,7 +115,7 @@ def certificate(address: str, ca: Path, pair: Pair) -> bytes:
     context.set_alpn_protocols(["h2"])
     host, _, port = address.rpartition(":")
     with (
-        socket.create_connection((host, int(port)), timeout=10) as plain,
+        socket.create_connection((host, int(port)), timeout=HANG_S) as plain,
         context.wrap_socket(plain, server_hostname=host) as to,
     ):
         return to.getpeercert(binary_form=True) or b""
@@ -192,7 +193,7 @@ def test_grpcio_reads_the_admin_listener_and_the_metric_says_when_certificates_e
         fleet.ca.path.read_bytes(), pair.key.read_bytes(), pair.cert.read_bytes()
     )
     with grpc.secure_channel(fleet.admin_address, credentials) as channel:
-        pools = gw_grpc.GatewayStub(channel).ListPools(gw.ListPoolsRequest(), timeout=10).pools
+        pools = gw_grpc.GatewayStub(channel).ListPools(gw.ListPoolsRequest(), timeout=HANG_S).pools
     assert {pool.workers_ready for pool in pools} == {1}
     gateway = Gateway(fleet.gateway)
     with gateway.channel:

@@ -1,7 +1,4 @@
-"""What `make check` and `make test-long` do differently: how many rounds, and which of the slow ones.
-
-`make test-long` sets SLAGATE_LONG for all that it runs, and SLAGATE_SEEDS for random histories.
-"""
+"""How much the tests of many cases try: little in `make check`, much in `make test-long`."""
 
 import os
 import sys

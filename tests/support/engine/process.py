@@ -112,6 +112,8 @@ class SharedWorkers:
         return str(path)
 
     def close(self) -> None:
-        """End all of them."""
+        """End all of them, side by side."""
+        for process, _ in self._of.values():
+            process.popen.terminate()
         while self._of:
             self._of.popitem()[1][1].close()

@@ -5,10 +5,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from support.limits import HANG_S
 from support.openengine_tables import METHODS, tables
-
-# A safety net: every call of a test is expected to end long before.
-CALL_LIMIT_S = 60.0
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -60,7 +58,9 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self._channel.close()
 
-    def start(self, request: Any, metadata: Metadata = (), *, timeout_s: float | None = 60) -> Any:
+    def start(
+        self, request: Any, metadata: Metadata = (), *, timeout_s: float | None = HANG_S
+    ) -> Any:
         """Begin a Generate call; iterating over it gives the responses."""
         return self._calls["Generate"](request, metadata=tuple(metadata), timeout=timeout_s)
 
@@ -74,17 +74,17 @@ class Client:
         call: Any = self._channel.unary_stream(
             method.path, response_deserializer=tables()[method.response].FromString
         )
-        return call(data, timeout=CALL_LIMIT_S)
+        return call(data, timeout=HANG_S)
 
     def control(self, method: str, **fields: Any) -> Any:
         """A unary call of the Control service. Raises `grpc.RpcError`."""
         request = tables()[METHODS[method].request](**fields)
-        return self._calls[method](request, timeout=CALL_LIMIT_S)
+        return self._calls[method](request, timeout=HANG_S)
 
     def subscribe(self, **fields: Any) -> Any:
         """Begin a SubscribeKvEvents call."""
         request = tables()["SubscribeKvEventsRequest"](**fields)
-        return self._calls["SubscribeKvEvents"](request, timeout=CALL_LIMIT_S)
+        return self._calls["SubscribeKvEvents"](request, timeout=HANG_S)
 
     def load(self) -> Any:
         return self.control("GetLoad")
@@ -150,6 +150,14 @@ def request(
     if max_tokens is not None:
         message.stopping.max_tokens = max_tokens
     return message
+
+
+def endless(tokens: Sequence[int], n_tokens: int = 15_000, **fields: Any) -> Any:
+    """A request whose answer does not end by itself while a test looks at it: minutes at true speed.
+
+    A worker's KV cache has room for less than thirty of them, so many take fewer tokens each.
+    """
+    return request(tokens, n_tokens, stopping={"ignore_eos": True}, **fields)
 
 
 def prefill_leg(message: Any) -> Any:

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.router.commands import cli
+from support.limits import HANG_S
 
 SLAGATE = (sys.executable, "-m", "slagate.router")
 
@@ -32,25 +33,21 @@ MODEL = "meta-llama/Meta-Llama-3.1-8B"
 PROFILE = "llama-3.1-8b-h100"
 LOOPBACK = "127.0.0.1"
 
-# Nets under a hang, not expectations: a start takes half a second on an idle machine.
-READY_LIMIT_S = 60.0
-STOP_LIMIT_S = 30.0
-
 POLL_S = 0.02
 
 
-def eventually(holds: Callable[[], object], what: str, *, limit_s: float = 15.0) -> None:
-    """Return once `holds()` is true; fail the test with `what` after about `limit_s`.
+def eventually(holds: Callable[[], object], what: str) -> None:
+    """Return once `holds()` is true; fail the test with `what` when it hangs.
 
     The state of another process cannot be waited for, only asked for: this is the one place of the
     tests that asks again after a pause.
     """
     pause = threading.Event()
-    for _ in range(round(limit_s / POLL_S)):
+    for _ in range(round(HANG_S / POLL_S)):
         if holds():
             return
         pause.wait(POLL_S)
-    raise AssertionError(f"not within {limit_s} s: {what}")
+    raise AssertionError(f"not within {HANG_S} s: {what}")
 
 
 class Process:
@@ -74,16 +71,16 @@ class Process:
     def address(self) -> str:
         return str(self.ready["listen"])
 
-    def wait_ready(self, limit_s: float = READY_LIMIT_S) -> None:
+    def wait_ready(self) -> None:
         """Read the ready line; fails with the process's stderr when none comes."""
         assert self.popen.stdout is not None
         fd = self.popen.stdout.fileno()
         text = b""
         while b"\n" not in text:
-            readable, _, _ = select.select([fd], [], [], limit_s)
+            readable, _, _ = select.select([fd], [], [], HANG_S)
             chunk = os.read(fd, 65536) if readable else b""
             if not chunk:
-                why = "ended" if readable else f"said nothing for {limit_s} s"
+                why = "ended" if readable else f"said nothing for {HANG_S} s"
                 raise AssertionError(f"{self.name} {why} before it was ready:\n{self.stderr()}")
             text += chunk
         line, self._rest_of_stdout = text.split(b"\n", 1)
@@ -97,7 +94,7 @@ class Process:
     def terminate(self) -> int:
         """SIGTERM, and the exit status; fails when that is not enough."""
         self.popen.send_signal(signal.SIGTERM)
-        return self.popen.wait(STOP_LIMIT_S)
+        return self.popen.wait(HANG_S)
 
     def kill(self) -> None:
         """SIGKILL: the process gets no chance to say anything."""
@@ -128,7 +125,7 @@ def _end(process: Process) -> None:
     try:
         if process.popen.poll() is None:
             process.popen.terminate()
-            process.popen.wait(STOP_LIMIT_S)
+            process.popen.wait(HANG_S)
     except subprocess.TimeoutExpired:
         process.kill()
         raise AssertionError(f"{process.name} ignored SIGTERM:\n{process.stderr()}") from None
@@ -184,7 +181,7 @@ def run_cli(*arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[st
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=READY_LIMIT_S,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -212,15 +209,17 @@ class Gateway:
         self.admin: Any = gw_grpc.GatewayStub(self.channel)
 
     def workers(self) -> list[gw.WorkerStatus]:
-        return list(self.admin.ListWorkers(gw.ListWorkersRequest(), timeout=10).workers)
+        return list(self.admin.ListWorkers(gw.ListWorkersRequest(), timeout=HANG_S).workers)
 
     def pools(self) -> list[gw.PoolStatus]:
-        return list(self.admin.ListPools(gw.ListPoolsRequest(), timeout=10).pools)
+        return list(self.admin.ListPools(gw.ListPoolsRequest(), timeout=HANG_S).pools)
 
     def http(self, path: str) -> tuple[int, str]:
         """Status and body of `GET path`."""
         try:
-            with urllib.request.urlopen(f"http://{self.http_address}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(
+                f"http://{self.http_address}{path}", timeout=HANG_S
+            ) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -318,8 +317,10 @@ def cluster(folder: Path, pools: Mapping[str, Pool], *options: str) -> Iterator[
                 worker = _start(f"{name}-{number}", arguments, folder)
                 stack.callback(_end, worker)
                 workers.setdefault(name, []).append(worker)
-        # All at once: they start side by side, so waiting for one waits for the others too.
-        for worker in (worker for group in workers.values() for worker in group):
+        # All at once: they start and end side by side, so waiting for one waits for the others too.
+        everyone = [worker for group in workers.values() for worker in group]
+        stack.callback(lambda: [worker.popen.terminate() for worker in everyone])
+        for worker in everyone:
             worker.wait_ready()
         addresses = {
             name: (pool.role, [worker.address for worker in workers[name]])

@@ -234,7 +234,7 @@ def comes_to_rest(side: Side) -> None:
             or any(info.attributes.fields[name].number_value for name in _TAKEN)
         )
 
-    eventually(rests, f"the {side.role} worker comes to rest", limit_s=30)
+    eventually(rests, f"the {side.role} worker comes to rest")
 
 
 def freeze(side: Side, seconds: float) -> Callable[[], None]:

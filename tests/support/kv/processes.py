@@ -25,6 +25,7 @@ from slagate.workers.kv_transfer.nixl.nixl import NixlTransport
 from slagate.workers.kv_transfer.transport import Blocks, KvTransferError, KvTransport
 from support.limits import HANG_S
 
+ANSWER_LIMIT_S = HANG_S
 LOOK_S = 0.01
 BLOCK_BYTES = 256
 TESTS = Path(__file__).resolve().parents[2]
@@ -110,7 +111,7 @@ class Side(Protocol):
     def begin(self, op: str, **fields: Any) -> int:
         """Send a request; its number."""
 
-    def end(self, number: int, limit_s: float = HANG_S) -> dict[str, Any]:
+    def end(self, number: int, limit_s: float = ANSWER_LIMIT_S) -> dict[str, Any]:
         """Wait for an answer; fails when none comes in time."""
 
 
@@ -131,7 +132,7 @@ class Here:
         self._loop.run_until_complete(self._carry_out(request))
         return number
 
-    def end(self, number: int, limit_s: float = HANG_S) -> dict[str, Any]:
+    def end(self, number: int, limit_s: float = ANSWER_LIMIT_S) -> dict[str, Any]:
         answer = self._answers[number]
         late = self._loop.call_later(limit_s, answer.cancel)
         try:
@@ -179,7 +180,7 @@ class There:
         self.popen.stdin.flush()
         return self._n_requests
 
-    def end(self, number: int, limit_s: float = HANG_S) -> dict[str, Any]:
+    def end(self, number: int, limit_s: float = ANSWER_LIMIT_S) -> dict[str, Any]:
         while number not in self._answers:
             self._read(limit_s)
         return self._answers.pop(number)
@@ -228,7 +229,7 @@ class There:
     def finish(self) -> int:
         """End its stdin; the exit status."""
         self._hang_up()
-        return self.popen.wait(HANG_S)
+        return self.popen.wait(ANSWER_LIMIT_S)
 
     def _hang_up(self) -> None:
         for pipe in (self.popen.stdin, self.popen.stdout):
@@ -335,7 +336,7 @@ def fetch(side: Side, descriptor: str) -> dict[str, Any]:
 def wait_for(side: Side, op: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Ask until the answer is as wanted; fails with the last one."""
     answer: dict[str, Any] = {}
-    for _ in range(round(HANG_S / LOOK_S)):
+    for _ in range(round(ANSWER_LIMIT_S / LOOK_S)):
         answer = call(side, op)
         if wanted(answer):
             return answer

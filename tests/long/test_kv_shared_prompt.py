@@ -10,13 +10,12 @@ from slagate.workers.legs import decode_leg, prefill_leg
 from support.engine.tokens import expected, prompt
 from support.gateway.processes import MODEL
 from support.kv.chaos import Side, comes_to_rest, leg_of
+from support.limits import HANG_S
 
 N_CLIENTS = 40
 N_TOKENS = 4
 PROMPT_TOKENS = 30_000
 """938 blocks: without sharing, NIXL's pool of 16,384 slots would hold seventeen such prompts."""
-
-LEG_LIMIT_S = 30.0
 
 
 def test_forty_clients_share_the_blocks_of_their_prompt_in_the_pool_too(tmp_path: Path) -> None:
@@ -42,13 +41,13 @@ def test_forty_clients_share_the_blocks_of_their_prompt_in_the_pool_too(tmp_path
 
         async def park(i: int) -> None:
             leg = prefill_leg(requests[i], f"r{i}-p")
-            sink = await leg_of(prefill.process, leg, limit_s=LEG_LIMIT_S)
+            sink = await leg_of(prefill.process, leg, limit_s=HANG_S)
             assert sink.events == ["prefill_ready"], sink.messages
             handoffs[i] = sink.messages[0].prefill_ready.kv_session
 
         async def collect(i: int) -> None:
             leg = decode_leg(requests[i], f"r{i}-d", session=handoffs[i], max_tokens=None)
-            sink = await leg_of(decode.process, leg, limit_s=LEG_LIMIT_S)
+            sink = await leg_of(decode.process, leg, limit_s=HANG_S)
             assert sink.events[-1] == "finished", sink.messages
             outputs[i] = sink.tokens
 
