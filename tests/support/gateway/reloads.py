@@ -2,9 +2,10 @@
 
 import copy
 import json
+import math
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +16,12 @@ from slagate.pools.fleet_file.load import FleetConfig
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.loadgen.loadgen import LoadRequest, Served, mismatch, run_load
+from slagate.router.loadgen.loadgen import LoadRequest, Progress, Served, mismatch, run_load
 from slagate.workers.client.client import connect_worker
+from slagate.workers.worker import Worker
 from support.engine.tokens import expected, prompt
 from support.gateway.processes import MODEL, Cluster
+from support.limits import HANG_S
 
 MAX_ISL_TOKENS = 1000
 MAX_OSL_TOKENS = 16
@@ -109,14 +112,7 @@ async def reload_under_load(
     """`n_reloads`, evenly spread over so many seconds of load; the last one is of `file` itself."""
     run = Run()
     requests, asked = load(round(seconds * per_s), per_s=per_s, rng=rng)
-    async with AsyncExitStack() as stack:
-        targets = [
-            await stack.enter_async_context(connect_worker(fleet.gateway.address)) for _ in range(4)
-        ]
-        admin = await stack.enter_async_context(
-            grpc.aio.insecure_channel(fleet.gateway.admin_address)
-        )
-        stub: Any = gw_grpc.GatewayStub(admin)
+    async with _connected(fleet) as (targets, stub):
         run.versions.add((await stub.ListPools(gw.ListPoolsRequest())).config_version)
         began_s = anyio.current_time()
 
@@ -124,10 +120,7 @@ async def reload_under_load(
             for number in range(n_reloads):
                 await anyio.sleep_until(began_s + (number + 1) * seconds / (n_reloads + 1))
                 found = file if number == n_reloads - 1 else random_fleet(file, rng)
-                answer = await stub.Reload(gw.ReloadRequest(fleet=json.dumps(found)))
-                assert not answer.problems, answer.problems
-                run.n_reloads += answer.applied
-                run.versions.add(answer.version)
+                await _reload(stub, found, run)
                 run.ended_s.append(anyio.current_time() - began_s)
 
         async with anyio.create_task_group() as tasks:
@@ -135,6 +128,57 @@ async def reload_under_load(
             run.served = await run_load(targets, requests, timeout_s=60, on_change=lambda _: None)
     run.wrong = wrong(run.served, asked)
     return run
+
+
+async def reload_between_requests(
+    fleet: Cluster, file: dict[str, Any], *, n_requests: int, n_reloads: int, rng: random.Random
+) -> Run:
+    """That often so many requests at once, and a reload when the first of them has ended.
+
+    So each version that was in force has served somebody. The last one is `file` itself.
+    """
+    run = Run()
+    async with _connected(fleet) as (targets, stub):
+        run.versions.add((await stub.ListPools(gw.ListPoolsRequest())).config_version)
+        for number in range(n_reloads):
+            requests, asked = load(n_requests, per_s=math.inf, rng=rng)
+            found = file if number == n_reloads - 1 else random_fleet(file, rng)
+            first_ended = anyio.Event()
+
+            async def reload(found: Any, first_ended: anyio.Event = first_ended) -> None:
+                await first_ended.wait()
+                await _reload(stub, found, run)
+
+            def told(progress: Progress, first_ended: anyio.Event = first_ended) -> None:
+                if progress.n_done:
+                    first_ended.set()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(reload, found)
+                served = await run_load(targets, requests, timeout_s=HANG_S, on_change=told)
+            run.served += served
+            run.wrong += wrong(served, asked)
+    return run
+
+
+@asynccontextmanager
+async def _connected(fleet: Cluster) -> AsyncIterator[tuple[list[Worker], Any]]:
+    """Some connections of clients, and the gateway's own service."""
+    async with AsyncExitStack() as stack:
+        targets = [
+            await stack.enter_async_context(connect_worker(fleet.gateway.address)) for _ in range(4)
+        ]
+        admin = await stack.enter_async_context(
+            grpc.aio.insecure_channel(fleet.gateway.admin_address)
+        )
+        yield targets, gw_grpc.GatewayStub(admin)
+
+
+async def _reload(stub: Any, file: dict[str, Any], run: Run) -> None:
+    answer = await stub.Reload(gw.ReloadRequest(fleet=json.dumps(file)))
+    assert not answer.problems, answer.problems
+    run.n_reloads += answer.applied
+    run.versions.add(answer.version)
 
 
 def wrong(served: Sequence[Served], asked: Sequence[Any]) -> list[str]:
