@@ -29,6 +29,7 @@ from support.gateway.processes import (
     worker_arguments,
 )
 from support.limits import HANG_S
+from support.seeds import is_long_run
 
 
 class Fleet(NamedTuple):
@@ -95,7 +96,7 @@ def fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int],
         yield started
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, 2] if is_long_run() else [1])
 def fleet(request: pytest.FixtureRequest, fleets: Callable[[int], Fleet]) -> Fleet:
     """With one and with two processes of the gateway."""
     return fleets(request.param)

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,11 +85,17 @@ class Side:
 
 
 @contextmanager
-def sides(folder: Path, transport: str) -> Iterator[tuple[Side, Side]]:
-    """A prefill and a decode worker without engine times and with short limits."""
+def sides(
+    folder: Path,
+    transport: str,
+    *,
+    pull_limit_s: float = PULL_LIMIT_S,
+    park_limit_s: float = PARK_LIMIT_S,
+) -> Iterator[tuple[Side, Side]]:
+    """A prefill and a decode worker without engine times."""
     options = (
         *("--transport", transport, "--time-scale", "0", "--kv-blocks", "2000"),
-        *("--kv-transfer-timeout", str(PULL_LIMIT_S), "--handoff-timeout", str(PARK_LIMIT_S)),
+        *("--kv-transfer-timeout", str(pull_limit_s), "--handoff-timeout", str(park_limit_s)),
     )
     with ExitStack() as stack:
         both = []
@@ -107,8 +113,13 @@ async def transfers(
     seed: int,
     n_clients: int = 8,
     strike: Callable[[int], Callable[[], None] | None] = lambda number: None,
+    leg_limit_s: float = LEG_LIMIT_S,
+    releases: bool = False,
 ) -> Tally:
-    """Run transfers over whatever processes the pair has; `strike(number)` may name a thing to do."""
+    """Run transfers over whatever processes the pair has; `strike(number)` may name a thing to do.
+
+    What was parked for a decode leg that failed is left to its time limit, unless it `releases` that.
+    """
     tally = Tally()
     numbers = iter(range(n_transfers))
     prompts = random.Random(seed)
@@ -125,7 +136,8 @@ async def transfers(
                 if not side.up.is_set():
                     await anyio.to_thread.run_sync(side.up.wait)
             started_s = monotonic_s()
-            end = await _transfer(pair, links, f"t{seed}-{number}", prompt)
+            legs = _Legs(pair, links, leg_limit_s, releases=releases)
+            end = await legs.transfer(f"t{seed}-{number}", prompt)
             tally.longest_s = max(tally.longest_s, monotonic_s() - started_s)
             tally.ends[end.split(":")[0]] += 1
             if end.startswith("WRONG"):
@@ -159,29 +171,42 @@ class _Links:
             await anyio.sleep_forever()
 
 
-async def _transfer(
-    pair: tuple[Side, Side], links: _Links, request_id: str, prompt: list[int]
-) -> str:
-    """One prefill and one decode leg; how they ended."""
-    data = oe.GenerateRequest(
-        request_id=request_id,
-        model=MODEL,
-        token_ids=oe.TokenIds(ids=prompt),
-        stopping=oe.StoppingOptions(max_tokens=N_TOKENS, ignore_eos=True),
-    ).SerializeToString()
-    ready = await leg_over(
-        await links.worker(pair[0].process), prefill_leg(data, f"{request_id}-p")
-    )
-    if ready.events != ["prefill_ready"]:
-        return _failure("prefill", ready)
-    session = ready.messages[0].prefill_ready.kv_session
-    leg = decode_leg(data, f"{request_id}-d", session=session, max_tokens=None)
-    sink = await leg_over(await links.worker(pair[1].process), leg)
-    if sink.tokens != expected(prompt, len(sink.tokens)):
-        return f"WRONG: tokens {sink.tokens}"
-    if sink.code is grpc.StatusCode.OK and sink.events[-1] == "finished":
-        return "ok" if len(sink.tokens) == N_TOKENS else f"WRONG: {len(sink.tokens)} tokens"
-    return _failure("decode", sink)
+class _Legs:
+    """One prefill and one decode leg."""
+
+    def __init__(
+        self, pair: tuple[Side, Side], links: _Links, limit_s: float, *, releases: bool
+    ) -> None:
+        self._pair = pair
+        self._links = links
+        self._limit_s = limit_s
+        self._releases = releases
+
+    async def transfer(self, request_id: str, prompt: list[int]) -> str:
+        """How they ended."""
+        data = oe.GenerateRequest(
+            request_id=request_id,
+            model=MODEL,
+            token_ids=oe.TokenIds(ids=prompt),
+            stopping=oe.StoppingOptions(max_tokens=N_TOKENS, ignore_eos=True),
+        ).SerializeToString()
+        prefill = await self._links.worker(self._pair[0].process)
+        leg = prefill_leg(data, f"{request_id}-p")
+        ready = await leg_over(prefill, leg, limit_s=self._limit_s)
+        if ready.events != ["prefill_ready"]:
+            return _failure("prefill", ready)
+        session = ready.messages[0].prefill_ready.kv_session
+        leg = decode_leg(data, f"{request_id}-d", session=session, max_tokens=None)
+        decode = await self._links.worker(self._pair[1].process)
+        sink = await leg_over(decode, leg, limit_s=self._limit_s)
+        if sink.tokens != expected(prompt, len(sink.tokens)):
+            return f"WRONG: tokens {sink.tokens}"
+        if sink.code is grpc.StatusCode.OK and sink.events[-1] == "finished":
+            return "ok" if len(sink.tokens) == N_TOKENS else f"WRONG: {len(sink.tokens)} tokens"
+        if self._releases:
+            with suppress(WorkerError):  # it may be dead as well, or the session used up
+                await prefill.abort(oe.AbortRequest(kv_session=session))
+        return _failure("decode", sink)
 
 
 async def leg_of(process: Process, data: bytes, *, limit_s: float = LEG_LIMIT_S) -> KeepingSink:
