@@ -1,4 +1,4 @@
-"""What `configs/` has for deployments, run: the gateway of the manifests, a fleet by the scripts for Slurm."""
+"""What `configs/` has for deployments, run: the gateway of the manifests, a fleet by Slurm scripts."""
 
 import json
 import os

@@ -14,7 +14,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,6 +132,12 @@ def _end(process: Process) -> None:
     finally:
         assert process.popen.stdout is not None
         process.popen.stdout.close()
+
+
+def _terminate(processes: Iterable[Process]) -> None:
+    """SIGTERM for all; those that have ended are left alone."""
+    for process in processes:
+        process.popen.terminate()
 
 
 @contextmanager
@@ -319,7 +325,7 @@ def cluster(folder: Path, pools: Mapping[str, Pool], *options: str) -> Iterator[
                 workers.setdefault(name, []).append(worker)
         # All at once: they start and end side by side, so waiting for one waits for the others too.
         everyone = [worker for group in workers.values() for worker in group]
-        stack.callback(lambda: [worker.popen.terminate() for worker in everyone])
+        stack.callback(_terminate, everyone)
         for worker in everyone:
             worker.wait_ready()
         addresses = {
