@@ -15,6 +15,15 @@ def main() -> None:
     # gRPC reads it once, when it is imported. Its lines are not JSON, name no listener, and come as fast as
     # anybody connects who is refused; what they say of a refusal, the one refused is told.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        status = _run()
+    except KeyboardInterrupt:  # while modules are imported; later it is typer's
+        status = 130
+    raise SystemExit(status)
+
+
+def _run() -> object:
+    """Run the command; its exit status."""
     from slagate.router.commands import cli
     from slagate.router.output import OutputFailed, guard_stdout
 
@@ -30,7 +39,7 @@ def main() -> None:
         if not failed.reader_left:
             sys.stderr.write(f"slagate: {failed}\n")
             status = 1
-    raise SystemExit(status)
+    return status
 
 
 if __name__ == "__main__":

@@ -161,6 +161,12 @@ def _parsed(content: object, source: str, extras: Extras) -> FleetConfig:
     found = checked(content, extras)
     draft, file = found.draft, found.file
     problems = draft.problems()
+    if problems and any(
+        isinstance(stage := content.get(name), dict) and "pools" in stage
+        for name in ("prefill", "decode", "agg")
+    ):
+        reason = "looks like a spec, of which slagate grid build makes a fleet file"
+        problems.insert(0, Problem(ROOT, reason))
     if problems or file is None:
         raise ConfigError(source, problems)
     stages = {

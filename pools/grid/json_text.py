@@ -75,6 +75,8 @@ def is_finite_number(value: object) -> TypeGuard[int | float]:
 
 def read_json(text: str) -> ReadJson:
     """Read one JSON document as Python does: the last of equal keys counts, and 1e400 is infinity."""
+    if not text.strip():
+        return ReadJson(None, Problem(ROOT, "is empty"), ())
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_int=_int)
     except (ValueError, RecursionError) as error:

@@ -178,6 +178,8 @@ def parse_spec(text: str, source: str) -> BuildSpec:
     if not isinstance(content, dict):
         raise ConfigError(source, [Problem(ROOT, f"must be an object (got {shown(content)})")])
     problems = [Problem(json_path(path), "is given more than once, keep one") for path in repeated]
+    if "num_prefill_pools" in content or "num_agg_pools" in content:
+        problems.append(Problem(ROOT, "looks like a fleet file, which is what is made of a spec"))
     mode = content.get("mode", "disagg")
     if not isinstance(mode, str) or mode not in _SPECS:
         problems.append(Problem("mode", f'must be "disagg" or "agg" (got {shown(mode)})'))

@@ -9,6 +9,7 @@ from time import process_time
 from typing import Any, Protocol
 
 import anyio
+import grpc
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
@@ -113,7 +114,12 @@ async def run_bench(
                 await sweep.level(concurrency)
         except NotReadyError as error:
             # Not past the connections, whose task groups would wrap it.
-            return f"{target}: {error}. {await aside(lambda: why_not(target, side))}".rstrip(". ")
+            found = await aside(lambda: why_not(target, side))
+            return (
+                f"{target}: {str(error).partition(': ')[0]}: {found}"
+                if found
+                else f"{target}: {error}"
+            )
         except WorkerError as error:
             return f"{target}: {error}"
     return ""
@@ -146,6 +152,9 @@ async def wait_healthy(
                     why = "" if n_ready == n_workers else f"{n_ready} of {n_workers} workers ready"
             except WorkerError as error:
                 why = str(error)
+                if error.status.code is grpc.StatusCode.UNIMPLEMENTED:
+                    hint = "--target is the gateway's --listen, --admin its --admin"
+                    raise NotReadyError(f"{why} {hint}") from None
             if not why:
                 return n_workers
             on_state(why)

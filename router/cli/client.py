@@ -43,10 +43,6 @@ class RequestOptions(NamedTuple):
             request_id=uuid.uuid4().hex, model=model, token_ids=oe.TokenIds(ids=self.prompt)
         )
         if self.max_tokens is not None:
-            if not 0 <= self.max_tokens < 2**32:
-                raise UsageError(
-                    f"--max-tokens must be an unsigned 32-bit number (got {self.max_tokens})"
-                )
             request.stopping.max_tokens = self.max_tokens
         return request
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from slagate.router.cli import client as client_cli
-from slagate.router.cli.command import Admin, fail, run_to_exit, server
+from slagate.router.cli.command import Admin, fail, run_to_exit, seconds, server
 from slagate.router.cli.tls import dials
 from slagate.workers.runtime.errors import UsageError
 from slagate.workers.tls.files import TlsFiles
@@ -16,7 +16,7 @@ Tokens = Annotated[
 ]
 Isl = Annotated[int | None, typer.Option(min=1, help="Or: a made-up prompt of this many tokens.")]
 Model = Annotated[str | None, typer.Option(help="Model name; may be left out where one is served.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Output budget.")]
+MaxTokens = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Output budget.")]
 TtftMs = Annotated[str | None, typer.Option(help="TTFT target, ms.")]
 ItlMs = Annotated[str | None, typer.Option(help="ITL target, ms.")]
 Priority = Annotated[str | None, typer.Option(help="int32, higher is more important.")]
@@ -38,7 +38,7 @@ def generate(
     receipt: Annotated[
         bool, typer.Option("--receipt", help="Print the receipt at the end.")
     ] = False,
-    timeout: Annotated[float | None, typer.Option(help="Deadline, seconds.")] = None,
+    timeout: Annotated[float | None, seconds("Deadline, seconds.", least=0.001)] = None,
 ) -> None:
     """Send one request and print its token ids as they come, then the receipt as JSON."""
     prompt = _prompt(tokens, isl)

@@ -31,7 +31,7 @@ def _misses(decision: gw.Decision) -> Iterator[str]:
                 name = target.field.removesuffix("_ms").upper()
                 yield (
                     f"{_stage(choice.stage)}: the {name} target of {target.ms:g} ms will be missed:"
-                    f" predicted are {predicted_ms:.1f} ms."
+                    f" {predicted_ms:.1f} ms are predicted."
                 )
 
 

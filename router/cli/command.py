@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import math
 import sys
 import textwrap
@@ -87,6 +88,8 @@ def run_to_exit(
             raise typer.Exit(EXIT_FAILED) from None
         if isinstance(cause, OutputFailed):
             raise cause from None
+        if isinstance(cause, OSError) and cause.filename:
+            fail(f"{cause.filename}: {cause.strerror}")
         if isinstance(cause, ConfigError | ProfileError | UsageError | OSError):
             fail(cause)
         raise
@@ -109,6 +112,11 @@ def whole_numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
 
 
 MAX_SECONDS = 1e6
+
+
+def seconds(about: str, *, least: float = 0.0) -> Any:
+    """An option that is a time."""
+    return typer.Option(min=least, max=MAX_SECONDS, callback=finite, help=about)
 
 
 def host_port(about: str) -> Any:
@@ -188,6 +196,13 @@ def with_options(
     )
     with_more.__annotations__ = {key: each.annotation for key, each in parameters.items()}
     return with_more
+
+
+def check_apart(listeners: Mapping[str, Address | None]) -> None:
+    """Ends the command where two listeners have one address: what the kernel says blames another."""
+    for (one, address), (other, same) in itertools.combinations(listeners.items(), 2):
+        if address is not None and address == same and address.port:
+            fail(f"--{one} and --{other} are both {address}")
 
 
 def check_policy(policy: str) -> None:

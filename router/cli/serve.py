@@ -1,8 +1,6 @@
 """`slagate serve`: the gateway, as one process or as the parent of several."""
 
-import itertools
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +13,11 @@ from slagate.router import app as gateway_app
 from slagate.router.cli.command import (
     LogLevel,
     Policy,
+    check_apart,
     check_policy,
-    fail,
     host_port,
     run_to_exit,
+    seconds,
     start_log,
 )
 from slagate.router.cli.fleet_options import Lenient, PoolsFile, PoolWorkers, checked, pool_workers
@@ -42,10 +41,10 @@ def serve(
         int, typer.Option(min=1, max=MAX_MESSAGE_BYTES // 2, help="Limit of one request.")
     ] = Settings.max_request_bytes,
     default_timeout: Annotated[
-        float, typer.Option(min=0.0, help="Seconds for a request without a deadline.")
+        float, seconds("Seconds for a request without a deadline.")
     ] = Settings.default_timeout_s,
     drain: Annotated[
-        float, typer.Option(min=0.0, help="Seconds for running requests after SIGTERM.")
+        float, seconds("Seconds for running requests after SIGTERM.")
     ] = Settings.drain_s,
     max_attempts: Annotated[
         int, typer.Option(min=1, help="Workers that one stage of a request may try.")
@@ -73,7 +72,7 @@ def serve(
         typer.Option(min=1, max=MAX_PROCESSES, help="Processes that share the clients' port."),
     ] = 1,
     worker_drain: Annotated[
-        float, typer.Option(min=0.0, help="Seconds for requests on workers that a reload removed.")
+        float, seconds("Seconds for requests on workers that a reload removed.")
     ] = Settings.worker_drain_s,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -99,7 +98,7 @@ def serve(
     ignore_hangups()  # until there is something that can reload
     check_policy(policy)
     listeners = {"listen": listen, "admin": admin, "http": http}
-    _check_apart(listeners)
+    check_apart(listeners)
     tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     worker_tls = dial_tls(
         tls_ca=worker_tls_ca,
@@ -159,10 +158,3 @@ def serve(
         return 0
 
     run_to_exit(main_coroutine, starts_processes=is_parent)
-
-
-def _check_apart(listeners: Mapping[str, Address]) -> None:
-    """Ends the command where two listeners have one address: what the kernel says blames another."""
-    for (one, address), (other, same) in itertools.combinations(listeners.items(), 2):
-        if address == same and address.port:
-            fail(f"--{one} and --{other} are both {address}")

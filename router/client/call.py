@@ -60,6 +60,10 @@ async def _explaining(target: str, tls: ClientTls | None, where: str) -> AsyncIt
     words = status.message
     if status.code is grpc.StatusCode.UNAVAILABLE:
         words = await aside(lambda: _why(target, tls)) or words
+        if words.startswith("cannot connect") or words.endswith(
+            ("does not speak gRPC", "does not speak TLS")
+        ):
+            words += f"; it should be {where}"
     elif status.code is grpc.StatusCode.UNIMPLEMENTED:
         words = f"{words} Is {target} {where}?"
     raise CallFailed(f"{status.code.name}: {words}")

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import anyio
 
 from slagate.proto.rpc.address import Address
+from slagate.workers.runtime.listen import given_by
 from slagate.workers.runtime.probes import serve_probes
 from slagate.workers.runtime.ready_line import ready_line
 from slagate.workers.trtllm.metrics import WorkerMetrics
@@ -24,7 +25,11 @@ def metrics_served(
     if listen is None:
         yield ""
         return
-    with serve_probes(*listen, registry=metrics.registry, not_ready=not_ready) as port:
+    with ExitStack() as stack:
+        with given_by("--metrics-listen"):
+            port = stack.enter_context(
+                serve_probes(*listen, registry=metrics.registry, not_ready=not_ready)
+            )
         yield str(Address(listen.host, port))
 
 

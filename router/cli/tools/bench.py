@@ -13,7 +13,6 @@ from slagate.router.bench.progress import shown
 from slagate.router.bench.report import Figure, Share, Targets, csv_text, figures, problem, table
 from slagate.router.cli.command import (
     EXIT_FAILED,
-    MAX_SECONDS,
     check_writable,
     errors,
     fail,
@@ -22,6 +21,7 @@ from slagate.router.cli.command import (
     server,
     whole_numbers,
 )
+from slagate.router.cli.command import seconds as seconds_option
 from slagate.router.cli.tls import dials
 from slagate.router.loadgen.trace import load_trace
 from slagate.router.output import INTERRUPTED
@@ -50,12 +50,7 @@ def bench(
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(
-            min=0.1,
-            max=MAX_SECONDS,
-            callback=finite,
-            help="Or: how long each level begins requests.",
-        ),
+        seconds_option("Or: how long each level begins requests.", least=0.1),
     ] = None,
     isl: Annotated[
         int | None, typer.Option(min=1, help=f"Prompt tokens; default: {ISL_TOKENS}.")
@@ -91,13 +86,11 @@ def bench(
     ] = None,
     wait: Annotated[
         float,
-        typer.Option(min=0.0, max=MAX_SECONDS, callback=finite, help="Seconds to wait for health."),
+        seconds_option("Seconds to wait for health."),
     ] = 60.0,
     timeout: Annotated[
         float,
-        typer.Option(
-            min=0.1, max=MAX_SECONDS, callback=finite, help="Deadline of a request, seconds."
-        ),
+        seconds_option("Deadline of a request, seconds.", least=0.1),
     ] = 300.0,
     seed: Annotated[
         int | None, typer.Option(help="Of the prompts; default: another one each time.")

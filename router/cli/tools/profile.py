@@ -18,6 +18,7 @@ from slagate.router.cli.command import (
     errors,
     fail,
     run_to_exit,
+    seconds,
     server,
     whole_numbers,
 )
@@ -105,7 +106,7 @@ def measure(
         int | None,
         typer.Option(min=1, help=f"KV cache of a token; default: {NOMINAL_KV_BYTES_PER_TOKEN}."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds of one request.")] = 600.0,
+    timeout: Annotated[float, seconds("Seconds of one request.", least=1.0)] = 600.0,
 ) -> None:
     """Measure a live worker that has nothing else to do; takes minutes on a real one."""
     plan = MeasurePlan(

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slagate.router.cli.command import MAX_SECONDS, fail, finite, with_options
+from slagate.router.cli.command import fail, seconds, with_options
 from slagate.router.cli.worker.engine_args import TRTLLM_ONLY, TRTLLM_OPTIONS, text
 from slagate.workers.engine_args.build import EngineArgs
 from slagate.workers.logits.processors import LogitsProcessors, wanted_of
@@ -41,8 +41,7 @@ _WATCH = WatchTimes()
 
 
 def _seconds(about: str, default: float, *, least: float = 0.1) -> tuple[object, object]:
-    option = typer.Option(min=least, max=MAX_SECONDS, callback=finite, help=about)
-    return Annotated[float, option], default
+    return Annotated[float, seconds(about, least=least)], default
 
 
 OPTIONS: dict[str, tuple[object, object]] = {

@@ -8,13 +8,14 @@ import typer
 
 from slagate.proto.rpc.address import Address
 from slagate.router.cli.command import (
-    MAX_SECONDS,
     LogLevel,
+    check_apart,
     fail,
     finite,
     host_port,
     options_given,
     run_to_exit,
+    seconds,
     start_log,
 )
 from slagate.router.cli.tls import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
@@ -98,21 +99,11 @@ def _run_worker(
     transport: Transport = "auto",
     kv_transfer_timeout: Annotated[
         float,
-        typer.Option(
-            min=0.1,
-            max=MAX_SECONDS,
-            callback=finite,
-            help="Seconds that fetching one handoff may take.",
-        ),
+        seconds("Seconds that fetching one handoff may take.", least=0.1),
     ] = sim_worker.KV_TRANSFER_TIMEOUT_S,
     handoff_timeout: Annotated[
         float,
-        typer.Option(
-            min=0.1,
-            max=MAX_SECONDS,
-            callback=finite,
-            help="Seconds that a handoff is kept for decode.",
-        ),
+        seconds("Seconds that a handoff is kept for decode.", least=0.1),
     ] = sim_worker.HANDOFF_TIMEOUT_S,
     handoff_key_file: Annotated[
         Path | None,
@@ -131,12 +122,7 @@ def _run_worker(
     allow_logits_processor: AllowLogitsProcessor = None,
     drain: Annotated[
         float,
-        typer.Option(
-            min=0.0,
-            max=MAX_SECONDS,
-            callback=finite,
-            help="Seconds for running requests and parked handoffs after SIGTERM.",
-        ),
+        seconds("Seconds for running requests and parked handoffs after SIGTERM."),
     ] = 10.0,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -174,6 +160,7 @@ def _run_worker(
             raise typer.Exit
     if listen is None:
         fail("--listen is missing: HOST:PORT")
+    check_apart({"listen": listen, "metrics-listen": metrics_listen})
     ignore_hangups()  # until there is something to read again
     tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     start_log(log_level)

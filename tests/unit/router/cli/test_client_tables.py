@@ -106,7 +106,7 @@ def test_a_target_that_will_be_missed_is_told_with_what_is_predicted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     choice = prefill()
-    told = "prefill: the TTFT target of 100 ms will be missed: predicted are 130.0 ms."
+    told = "prefill: the TTFT target of 100 ms will be missed: 130.0 ms are predicted."
     for ms, source, missed in (
         (100, "request", True), (100, "objective", True), (100, "grid", False), (131, "request", False),
     ):  # fmt: skip

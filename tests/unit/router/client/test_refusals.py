@@ -166,13 +166,17 @@ def test_a_server_without_tls_is_told_apart_from_one_that_is_no_grpc(fleet: Flee
         )
     with serve_probes("127.0.0.1", 0, registry=CollectorRegistry(), not_ready=str) as port:
         http = f"127.0.0.1:{port}"
-        assert said(http, *tls) == f"slagate: UNAVAILABLE: {http} does not speak TLS"
-        assert said(http, "--insecure") == f"slagate: UNAVAILABLE: {http} does not speak gRPC"
+        it = "it should be the gateway's admin listener (`slagate serve --admin`)"
+        assert said(http, *tls) == f"slagate: UNAVAILABLE: {http} does not speak TLS; {it}"
+        assert said(http, "--insecure") == f"slagate: UNAVAILABLE: {http} does not speak gRPC; {it}"
 
 
 def test_nobody_listens() -> None:
     told = said("127.0.0.1:9", "--insecure")
-    assert told == "slagate: UNAVAILABLE: cannot connect to 127.0.0.1:9: Connection refused"
+    assert told == (
+        "slagate: UNAVAILABLE: cannot connect to 127.0.0.1:9: Connection refused;"
+        " it should be the gateway's admin listener (`slagate serve --admin`)"
+    )
 
 
 def test_what_cannot_be_looked_into_leaves_the_error_as_it_is(fleet: Fleet) -> None:
@@ -198,7 +202,7 @@ def test_of_two_servers_the_one_that_failed_is_named() -> None:
     while hasattr(error, "exceptions"):
         (error,) = error.exceptions
     assert isinstance(error, CallFailed)
-    assert str(error) == "UNAVAILABLE: cannot connect to 127.0.0.1:9: Connection refused"
+    assert str(error).startswith("UNAVAILABLE: cannot connect to 127.0.0.1:9: Connection refused; ")
 
 
 @contextmanager
