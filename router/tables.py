@@ -12,8 +12,8 @@ from rich.table import Column, Table
 PIPED_COLUMNS = 200
 """Where no terminal says how wide it is: enough for every figure of the tables."""
 
-_BORDER = 3
-"""What a column takes besides its text."""
+BORDER = 3
+"""Columns of a terminal that a column of a table takes besides its text."""
 
 
 def stdout_console(*, piped: int = PIPED_COLUMNS, width: int | None = None) -> Console:
@@ -38,11 +38,13 @@ def print_table(console: Console, table: Table, *, n_keys: int = 1) -> None:
     """Print a table of text; if it is too wide, in parts, each with the first `n_keys` columns."""
     sizes = [_size(console, column) for column in table.columns]
     room = console.width - 1
-    if sum(size.most + _BORDER for size in sizes) <= room:
+    if sum(size.most + BORDER for size in sizes) <= room:
         console.print(table)
         return
-    parts = list(_parts(sizes, n_keys, room))
-    for number, part in enumerate(parts):
+    least = [size.least + BORDER for size in sizes]
+    parts = list(blocks(least[n_keys:], room - sum(least[:n_keys])))
+    for number, block in enumerate(parts):
+        part = [*range(n_keys), *(n_keys + at for at in block)]
         widths = _widths([sizes[index] for index in part], room)
         shown = Table(
             title=None if number else table.title,
@@ -66,23 +68,21 @@ def _size(console: Console, column: Column) -> _Size:
     return _Size(most if column.no_wrap else max(text.minimum for text in texts), most)
 
 
-def _parts(sizes: Sequence[_Size], n_keys: int, room: int) -> Iterator[list[int]]:
-    """Columns in order, as many as fit beside the keys, but at least one."""
-    keys = list(range(n_keys))
-    part = list(keys)
-    for index in range(n_keys, len(sizes)):
-        taken = sum(sizes[each].least + _BORDER for each in (*part, index))
-        if taken > room and part != keys:
-            yield part
-            part = list(keys)
-        part.append(index)
-    yield part
+def blocks(widths: Sequence[int], room: int) -> Iterator[range]:
+    """Columns in order, as many in each block as there is room for, but at least one."""
+    start, used = 0, 0
+    for at, width in enumerate(widths):
+        if at > start and used + width > room:
+            yield range(start, at)
+            start, used = at, 0
+        used += width
+    yield range(start, len(widths))
 
 
 def _widths(sizes: Sequence[_Size], room: int) -> list[int]:
     """Of the columns of a part: no word is parted, unless one column is too wide by itself."""
     widths = [size.least for size in sizes]
-    spare = room - sum(width + _BORDER for width in widths)
+    spare = room - sum(width + BORDER for width in widths)
     if spare < 0:
         widest = widths.index(max(widths))
         widths[widest] = max(1, widths[widest] + spare)

@@ -1,6 +1,6 @@
 """A pool grid as tables for the terminal: the cells, then the pools, then notes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.console import Console, RenderableType
@@ -9,10 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slagate.router.grid_view.view import POOL_COLUMNS, BandLabel, Panel, StageView, shade
-from slagate.router.tables import print_table
-
-BORDER = 3
-"""Columns of a terminal that a column of a table takes besides its text."""
+from slagate.router.tables import BORDER, blocks, print_table
 
 
 def print_stage(console: Console, view: StageView) -> None:
@@ -58,18 +55,7 @@ def _written(view: StageView, panel: Panel, width: int) -> _Written:
         ]
         if sum(widths) <= room:
             break
-    return _Written(rows, columns, cells, list(_blocks(widths, room)))
-
-
-def _blocks(widths: Sequence[int], room: int) -> Iterator[range]:
-    """Columns in order, as many in each block as there is room for, but at least one."""
-    start, used = 0, 0
-    for at, width in enumerate(widths):
-        if at > start and used + width > room:
-            yield range(start, at)
-            start, used = at, 0
-        used += width
-    yield range(start, len(widths))
+    return _Written(rows, columns, cells, list(blocks(widths, room)))
 
 
 def _header(band: BandLabel, to: str, before_mark: str) -> str:
