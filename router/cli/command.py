@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import math
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
@@ -220,7 +221,7 @@ def start_log(level: str, **about: object) -> None:
 
 
 EXIT_FINDINGS = 1
-COLUMNS = 100
+COLUMNS = 100  # of a page; less where the terminal is narrower
 
 
 def codes_to_ignore(codes: Iterable[str] | None, known: Iterable[str], *, page: str) -> set[str]:
@@ -237,7 +238,7 @@ def indented(text: str) -> list[str]:
     indent = " " * 6
     return textwrap.wrap(
         text,
-        width=COLUMNS,
+        width=min(COLUMNS, shutil.get_terminal_size((COLUMNS, 0)).columns),
         initial_indent=indent,
         subsequent_indent=indent,
         break_long_words=False,

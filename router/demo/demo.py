@@ -133,7 +133,7 @@ async def _in_cluster(
         try:
             return await work(cluster)
         except ClusterError as error:
-            console.print(str(error), style="red", markup=False, highlight=False)
+            console.print(str(error), style="red", soft_wrap=True)
             return 1
         finally:
             with anyio.CancelScope(shield=True):
@@ -181,7 +181,7 @@ async def _run(
     _show(report, example(rows), console)
     counts = ("failed", "token_mismatches", "kv_verify_failures", "receipts_missing")
     wrong = [f"{name} {report[name]}" for name in counts if report[name]]
-    console.print(f"{out}: {'NOT OK: ' + ', '.join(wrong) if wrong else 'ok'}", highlight=False)
+    console.print(f"{out}: {'NOT OK: ' + ', '.join(wrong) if wrong else 'ok'}", soft_wrap=True)
     return 1 if wrong else 0
 
 
@@ -251,8 +251,8 @@ def _show(report: dict[str, object], told: Row | None, console: Console) -> None
     if told is not None and told.served.receipt is not None:
         decision = told.served.receipt.decision
         console.print(f"Why {decision.request_id} ({told.arrival.sla.name}) went where it went:")
-        console.print(decision.text, markup=False, highlight=False)
+        console.print(decision.text, soft_wrap=True)
     names = ("completed", "failed", "token_mismatches", "kv_verify_failures", "transport", "wall_s")
-    console.print(", ".join(f"{name} {report[name]}" for name in names), highlight=False)
+    console.print(", ".join(f"{name} {report[name]}" for name in names), soft_wrap=True)
     for error in report["errors"] if isinstance(report["errors"], list) else []:
-        console.print(f"  {error}", style="red", markup=False, highlight=False)
+        console.print(f"  {error}", style="red", soft_wrap=True)

@@ -40,6 +40,17 @@ def test_findings_are_status_1_and_readable_in_100_columns() -> None:
     ]
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+def test_findings_are_readable_in_a_narrow_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = run(FIXTURES / "G303.json").stdout
+    monkeypatch.setenv("COLUMNS", str(columns))
+    narrow = run(FIXTURES / "G303.json").stdout
+    assert narrow.split() == wide.split()
+    assert max(len(line) for line in narrow.splitlines() if line.startswith(" ")) <= columns
+
+
 def test_a_finding_about_a_pool_has_its_name_as_it_is() -> None:
     result = run(FIXTURES / "G605.json")
     assert "\n      Pool p-tp1 has no profile" in result.stdout
