@@ -1,4 +1,4 @@
-"""Mistakes of a newcomer that need a fleet or a process; the others are in unit/router/cli/test_newcomer.py."""
+"""Mistakes of a newcomer that need a fleet or a process; all others: unit/router/cli/test_newcomer.py."""
 
 import signal
 import subprocess
