@@ -226,7 +226,7 @@ def test_stream_01_a_worker_sees_the_clients_deadline_or_the_gateways_limit(
     read(served.client.start(good(), timeout_s=200))
     remaining_s = served.worker.calls[-1].remaining_s
     assert remaining_s is not None
-    assert 200 - HANG_S < remaining_s <= 201
+    assert 200 - HANG_S < remaining_s <= 202, "each hop rounds up"
 
 
 def test_a_worker_gets_an_id_of_the_gateways_own(served: Served) -> None:

@@ -305,7 +305,7 @@ def test_the_death_of_the_engine_ends_every_request_and_the_process(
 
 
 def test_a_prefill_worker_stays_until_its_handoff_was_fetched(tmp_path: Path) -> None:
-    drain = ("--drain", "25")
+    drain = ("--drain", str(HANG_S))
     with (
         trtllm_worker(tmp_path, "prefill", *drain, name="p") as prefill,
         trtllm_worker(tmp_path, "decode", *ANYWHERE, name="d") as decode,

@@ -11,6 +11,7 @@ from typing import Any
 from support.engine.double import ENVIRONMENT
 from support.engine.workers import MODEL
 from support.gateway.processes import LOOPBACK, Process, starting
+from support.limits import HANG_S
 
 TESTS = Path(__file__).parents[2]
 
@@ -39,7 +40,7 @@ def arguments(role: str, *options: str, **engine: Any) -> list[str]:
     }
     if role in ("prefill", "decode"):
         transceiver = {"backend": "DEFAULT", "max_tokens_in_buffer": 131_072}
-        transceiver["kv_transfer_timeout_ms"] = 60_000
+        transceiver["kv_transfer_timeout_ms"] = int(HANG_S * 1000)
         values["cache_transceiver_config"] = transceiver | values.get(
             "cache_transceiver_config", {}
         )

@@ -169,7 +169,10 @@ def running(name: str, arguments: Sequence[str], folder: Path) -> Iterator[Proce
 def worker_arguments(
     role: str, *options: str, listen: str = f"{LOOPBACK}:0", tls: Sequence[str] = ("--insecure",)
 ) -> list[str]:
-    return ["worker", "--role", role, "--profile", PROFILE, "--listen", listen, *tls, *options]
+    """A worker's command line; where it hands over, no limit of that to speak of."""
+    limits = ["--kv-transfer-timeout", str(HANG_S), "--handoff-timeout", str(HANG_S)]
+    fixed = ["worker", "--role", role, "--profile", PROFILE, "--listen", listen, *tls]
+    return [*fixed, *(limits if role != "agg" else []), *options]
 
 
 def serve_arguments(
