@@ -137,7 +137,7 @@ def test_an_option_that_does_not_exist_is_found() -> None:
 
 
 PATHS = {"http-metrics": {"/healthz", "/readyz"}}
-"""What `serve --http` and `worker --metrics-listen` answer; test_deployment.py in tests/e2e and tests/long asks them."""
+"""What `serve --http` and `worker --metrics-listen` answer; tests/e2e and tests/long ask them."""
 
 
 @pytest.mark.parametrize("pod", list(pods(ALL)), ids=lambda pod: pod.name)
