@@ -10,14 +10,23 @@ import grpc.aio
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.seeds import is_long_run
+
 GOLDEN = Path(__file__).parent / "golden"
 
 # With its last object grpc.aio ends its poller thread, and waits for that. Where a garbage collection finds
 # the object, in the middle of whatever runs then, the two can wait for each other for ever.
 grpc.aio.init_grpc_aio()
 
-# Hypothesis limits the time of an example and of making one; a busy machine would fail right tests.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Hypothesis limits the time of an example and of making one; a busy machine would fail right tests. The
+# gate tries the same examples each time: what is new is for `make test-long` to find, not for whoever
+# changes a word.
+settings.register_profile(
+    "untimed",
+    deadline=None,
+    derandomize=not is_long_run(),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("untimed")
 
 

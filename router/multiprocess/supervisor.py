@@ -199,6 +199,8 @@ class Supervisor:
         ready: Mapping[str, object] | None = None
         with anyio.move_on_after(START_LIMIT_S):
             ready = await _ready_line(process)
+            if ready is None:
+                await process.wait()  # its status says why; a signal as it ends would lose it
         if ready is None:
             with suppress(ProcessLookupError):
                 process.kill()

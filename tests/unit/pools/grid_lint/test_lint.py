@@ -713,8 +713,8 @@ def test_the_paths_are_those_of_the_endpoint_pickers_spelling() -> None:
 # --- against a slower way to find the same ----------------------------------------------------------
 
 
-def test_without_g303_no_sweep_finds_a_pool_that_misses_while_another_meets() -> None:
-    seed = random.randrange(2**32)
+@pytest.mark.parametrize("seed", range(n_in(gate=1, long=20)))
+def test_without_g303_no_sweep_finds_a_pool_that_misses_while_another_meets(seed: int) -> None:
     rng = random.Random(seed)
     profile = load_profile("qwen3-32b-fp8-h200")
     n_clean = 0
@@ -741,8 +741,8 @@ def test_without_g303_no_sweep_finds_a_pool_that_misses_while_another_meets() ->
     assert 0 < n_clean < 60, f"seed {seed}"
 
 
-def test_an_override_is_hidden_when_no_priority_comes_to_it() -> None:
-    seed = random.randrange(2**32)
+@pytest.mark.parametrize("seed", range(n_in(gate=1, long=20)))
+def test_an_override_is_hidden_when_no_priority_comes_to_it(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(n_in(gate=50, long=200)):
         content = fixture("clean")
@@ -766,9 +766,9 @@ def test_an_override_is_hidden_when_no_priority_comes_to_it() -> None:
         assert hidden == expected, f"seed {seed}"
 
 
-def test_no_numbers_that_load_are_too_odd_to_lint() -> None:
+@pytest.mark.parametrize("seed", range(n_in(gate=1, long=20)))
+def test_no_numbers_that_load_are_too_odd_to_lint(seed: int) -> None:
     """And each path is a place of the file, or one that it lacks in an object that it has."""
-    seed = random.randrange(2**32)
     rng = random.Random(seed)
     odd = [-1e308, -1e15, -3, -0.0, 0, 5e-324, 0.1, 1, 7, 500.5, 2**31, 2**53 + 1, 1e300, 1e308]
     n_loaded = 0

@@ -21,6 +21,7 @@ from slagate.proto.rpc.sinks import BufferedSink
 from slagate.router.legs.relay import Splice, plain_tokens
 from slagate.router.receipts.record import Tally
 from slagate.workers.legs import client_id_suffix
+from support.seeds import n_in
 from support.virtual_loop import run
 from support.worker.bytes_sink import BytesSink
 
@@ -227,8 +228,8 @@ def odd(rng: random.Random) -> bytes:
     return data
 
 
-def test_what_is_told_from_bytes_alone_is_what_the_parser_says() -> None:
-    seed = random.randrange(2**32)
+@pytest.mark.parametrize("seed", range(n_in(gate=1, long=20)))
+def test_what_is_told_from_bytes_alone_is_what_the_parser_says(seed: int) -> None:
     rng = random.Random(seed)
     n_plain = 0
     for _ in range(20_000):
