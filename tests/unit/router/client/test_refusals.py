@@ -18,10 +18,12 @@ from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from slagate.router.cli.command import EXIT_FAILED
+from slagate.router.client import refusals
 from slagate.router.client.call import CallFailed, engine_at
 from slagate.router.commands import cli
 from slagate.workers.runtime.probes import serve_probes
 from support.gateway.certificates import Ca, Pair
+from support.limits import HANG_S
 
 COMMANDS = [
     ("pools",),
@@ -33,6 +35,12 @@ COMMANDS = [
     ("grid", "show"),
     ("profile", "measure", "--out", "x", "--kv-bytes", "1"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is slow to say something is none that says nothing."""
+    monkeypatch.setattr(refusals, "LIMIT_S", HANG_S)
 
 
 class Fleet(NamedTuple):

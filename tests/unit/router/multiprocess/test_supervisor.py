@@ -12,6 +12,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import process_pb2 as ps
 from slagate.proto import process_pb2_grpc as ps_grpc
 from slagate.router.metrics import Metrics
+from slagate.router.multiprocess import service as process_service
 from slagate.router.multiprocess.child import Place, config_in_force, own_place
 from slagate.router.multiprocess.service import ProcessService, Siblings
 from slagate.router.multiprocess.supervisor import Supervisor, write_config
@@ -27,6 +28,7 @@ from support.builders import PROFILE, config, fleet, rng
 from support.gateway.context import Aborted, Context
 from support.gateway.running import listed
 from support.gateway.shared import Opened
+from support.limits import HANG_S
 from support.virtual_loop import run
 
 
@@ -154,7 +156,11 @@ def test_a_look_has_gauges_when_they_are_asked_for() -> None:
     anyio.run(main)
 
 
-def test_an_abort_finds_the_process_that_has_the_request(tmp_path: Path) -> None:
+def test_an_abort_finds_the_process_that_has_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_service, "ABORT_LIMIT_S", HANG_S)
+
     async def main() -> None:
         opened = Opened(tmp_path, 3)
         place = place_in(tmp_path, n_processes=3)
