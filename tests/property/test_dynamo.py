@@ -36,7 +36,7 @@ CLOSED = [
     rf"(num_\w+_pools|.*_resolution): must be an integer {NO_INTEGER}",
     rf".*_(min|max|min_ms|max_ms|priority): must be a finite number {NO_NUMBER}",
     r'.*_namespaces\[\d+\]: must not be empty \(got ""\)',
-    r".*_namespaces\[\d+\]: is in this list twice .*",
+    r".*_namespaces\[\d+\]: is in this list twice, first at .*",
     r".*_namespaces\[\d+\]: is a \w+ pool already, and a pool has one role .*",
     r".*_namespaces\[\d+\]: must be a string \(got (NaN|-?Infinity)\)",
 ]
