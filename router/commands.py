@@ -3,7 +3,7 @@
 import gc
 import platform
 from collections.abc import Iterable
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -57,8 +57,10 @@ cli = typer.Typer(
 
 def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it
     if wanted:
+        from importlib.metadata import version
+
         python = f"Python {platform.python_version()}"
-        print(f"slagate {metadata.version('slagate')} ({python}, {platform.platform()})")
+        print(f"slagate {version('slagate')} ({python}, {platform.platform()})")
         raise typer.Exit
 
 

@@ -5,9 +5,8 @@ from typing import Annotated
 import typer
 
 from slagate.router.cli import client as client_cli
-from slagate.router.cli.command import Admin, fail, run_to_exit, seconds, server
+from slagate.router.cli.command import Admin, run_to_exit, seconds, server, wrong_use_told
 from slagate.router.cli.tls import dials
-from slagate.workers.runtime.errors import UsageError
 from slagate.workers.tls.files import TlsFiles
 
 Target = Annotated[str, server("The gateway to call (slagate serve --listen), or a worker.")]
@@ -75,7 +74,5 @@ def pools(*, target: Admin, tls: TlsFiles | None, as_json: AsJson = False) -> No
 
 
 def _prompt(tokens: str | None, isl: int | None) -> list[int]:
-    try:
+    with wrong_use_told():
         return client_cli.read_prompt(tokens, isl)
-    except UsageError as error:
-        fail(error)

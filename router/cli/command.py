@@ -39,6 +39,15 @@ def fail(message: object) -> NoReturn:
     raise typer.Exit(EXIT_USAGE)
 
 
+@contextmanager
+def wrong_use_told() -> Iterator[None]:
+    """What a user did wrong ends the command, within the block, in the words of the error."""
+    try:
+        yield
+    except (ConfigError, ProfileError, UsageError) as error:
+        fail(error)
+
+
 def parsed_address(text: str) -> Address:
     """The address that an option names. Raises `BadParameter`."""
     try:
@@ -236,9 +245,10 @@ def codes_to_ignore(codes: Iterable[str] | None, known: Iterable[str], *, page: 
 def indented(text: str) -> list[str]:
     """The text in lines of a page's width, below what it is about."""
     indent = " " * 6
+    terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else COLUMNS
     return textwrap.wrap(
         text,
-        width=min(COLUMNS, shutil.get_terminal_size((COLUMNS, 0)).columns),
+        width=min(COLUMNS, terminal),
         initial_indent=indent,
         subsequent_indent=indent,
         break_long_words=False,

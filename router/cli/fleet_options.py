@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from slagate.pools.fleet_file.load import FleetConfig, load_config
-from slagate.pools.grid.errors import ConfigError
-from slagate.router.cli.command import errors, fail
+from slagate.router.cli.command import errors, fail, wrong_use_told
 
 FleetFile = Annotated[
     Path,
@@ -44,10 +43,8 @@ def read_fleet(
 
 def checked(read: Callable[[], FleetConfig], *, untold: str | None = None) -> FleetConfig:
     """What `read` returns, its warnings on stderr but for `untold`; a `ConfigError` ends the command."""
-    try:
+    with wrong_use_told():
         config = read()
-    except ConfigError as error:
-        fail(error)
     for warning in config.warnings:
         if untold is None or not warning.endswith(f": {untold}"):
             errors.print(f"slagate: warning: {warning}")

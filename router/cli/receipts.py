@@ -12,7 +12,7 @@ from google.protobuf.json_format import ParseDict, ParseError
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.client import to_dict
-from slagate.router.cli.command import EXIT_FAILED, Admin, fail, run_to_exit
+from slagate.router.cli.command import EXIT_FAILED, Admin, run_to_exit, wrong_use_told
 from slagate.router.cli.tls import dials
 from slagate.router.client.call import admin_at
 from slagate.router.receipts.config import Damaged, Rules, read_config
@@ -44,10 +44,8 @@ def recompute(
     file: Annotated[Path, typer.Argument(help="What `slagate receipts` printed; - is stdin.")],
 ) -> None:
     """Decide again what receipts hold, offline; fails where a choice comes out otherwise."""
-    try:
+    with wrong_use_told():
         status = recompute_file(str(file))
-    except UsageError as error:
-        fail(error)
     raise typer.Exit(status)
 
 

@@ -86,7 +86,7 @@ def only_one_of(models: Sequence[str]) -> str:
     """The model that is served. Raises `CallFailed` where it is none, `UsageError` where it is several."""
     if not models:
         raise CallFailed(
-            "no worker of the gateway has been reached, so it serves no model: slagate pools says why"
+            "no worker of the gateway has been reached yet, so no model is known: slagate pools says why"
         )
     if len(models) > 1:
         raise UsageError(f"--model is needed: the gateway serves {', '.join(models)}")

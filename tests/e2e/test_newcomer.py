@@ -53,7 +53,10 @@ def test_figures_that_cannot_be_written_are_a_failure(agg: Cluster) -> None:
     assert "--csv /dev/full: cannot be written: No space left on device" in done.stderr
 
 
-def test_workers_that_were_not_started_are_what_is_told(tmp_path: Path) -> None:
+def test_workers_that_were_not_started_are_what_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # the reason is on one line
     with gateway(tmp_path, fleet_config({"a": ("agg", [f"{LOOPBACK}:9"])})) as served:
         for typed in (
             f"generate {PLAIN} {served.address}",

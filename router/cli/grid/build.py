@@ -17,7 +17,7 @@ from slagate.pools.grid.json_text import ROOT
 from slagate.pools.grid_build.build import ALGORITHMS, Algorithm, build_fleet
 from slagate.pools.grid_build.report import report_json, report_lines
 from slagate.pools.grid_build.spec import BuildSpec, parse_spec
-from slagate.router.cli.command import errors, fail
+from slagate.router.cli.command import errors, fail, wrong_use_told
 
 EXIT_GAPS = 1
 
@@ -55,13 +55,11 @@ def build(
     ] = False,
 ) -> None:
     """Build a fleet file: for each cell the cheapest pool that meets it."""
-    try:
+    with wrong_use_told():
         chosen = _algorithm(algorithm)
         if strict and chosen != "slagate":
             fail(f"--strict: the algorithm {chosen} does not look for cells that cannot be met")
         read = _read(spec, utilisation, margin)
-    except ConfigError as error:
-        fail(error)
     try:
         fleet = build_fleet(read, str(spec), algorithm=chosen, spill=spill, split=split)
     except ConfigError as error:

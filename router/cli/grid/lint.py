@@ -20,12 +20,12 @@ from slagate.pools.grid_lint.lint import lint as findings_of
 from slagate.router.cli.command import (
     EXIT_FINDINGS,
     codes_to_ignore,
-    fail,
     indented,
     until_reader_leaves,
+    wrong_use_told,
 )
 from slagate.router.cli.fleet_options import FleetFile, Lenient, PoolsFile, PoolWorkers, read_fleet
-from slagate.router.loadgen.trace import TraceError, load_trace
+from slagate.router.loadgen.trace import load_trace
 from slagate.workers.profiles.profile import TpProfile
 
 
@@ -49,11 +49,9 @@ def lint(
     """Look for what is probably not meant; exit status 1 where something is found."""
     ignored = codes_to_ignore(ignore, CODES, page="docs/lint.md")
     fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool, untold=UNREACHED)
-    try:
+    with wrong_use_told():
         traffic = [] if trace is None else [request.isl_tokens for request in load_trace(trace)]
         found = findings_of(fleet, profiles=pool_profiles(fleet), traffic=traffic)
-    except (ConfigError, TraceError) as error:
-        fail(error)
     kept = [finding for finding in found if finding.code not in ignored]
     with until_reader_leaves():
         for line in (

@@ -20,6 +20,7 @@ from slagate.router.cli.command import (
     run_to_exit,
     server,
     whole_numbers,
+    wrong_use_told,
 )
 from slagate.router.cli.command import seconds as seconds_option
 from slagate.router.cli.tls import dials
@@ -107,7 +108,7 @@ def bench(
     """Measure throughput and latency of a running gateway at several levels of concurrency."""
     levels = whole_numbers("--concurrency", concurrency, least=1)
     _check_sizes(levels, requests, seconds)
-    try:
+    with wrong_use_told():
         prompts = _prompts(isl, osl, trace)
         for option, path in (("--csv", csv), ("--plot", plot)):
             if path is not None:
@@ -116,8 +117,6 @@ def bench(
                     path.unlink()  # what an earlier run left must not pass for this one's
         if plot is not None:
             kind_of(plot)
-    except UsageError as error:
-        fail(error)
     plan = Plan(
         levels=levels,
         prompts=prompts,

@@ -21,6 +21,7 @@ from slagate.router.cli.command import (
     seconds,
     server,
     whole_numbers,
+    wrong_use_told,
 )
 from slagate.router.cli.tls import dials
 from slagate.router.client.call import engine_at
@@ -62,7 +63,7 @@ def build(
 ) -> None:
     """Make a profile from AIConfigurator's TensorRT-LLM database (extra `aiconfigurator`)."""
     sizes = whole_numbers("--tp", tp, least=1)
-    try:
+    with wrong_use_told():
         timings = AiConfigurator(model, system, engine_version)
         content = profile_content(
             model,
@@ -71,8 +72,6 @@ def build(
             timings,
             on_size=lambda size: errors.print(f"slagate: tp {size}"),
         )
-    except UsageError as error:
-        fail(error)
     _write(out, content)
 
 

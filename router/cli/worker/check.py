@@ -20,6 +20,7 @@ from slagate.router.cli.command import (
     options_given,
     until_reader_leaves,
     with_options,
+    wrong_use_told,
 )
 from slagate.router.cli.worker.engine_args import (
     OPTIONS,
@@ -35,7 +36,6 @@ from slagate.workers.engine_args.build import EngineArgs, check_pair
 from slagate.workers.engine_args.model.findings import CODES, Finding
 from slagate.workers.engine_args.read import PEER
 from slagate.workers.engine_args.rules.case import Wanted
-from slagate.workers.runtime.errors import UsageError
 
 PAIR = "pair"
 
@@ -137,13 +137,11 @@ def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wan
         extra_option=PEER,
     )
     of_peer = [Found(role, finding, place_of(finding, other.places)) for finding in other.findings]
-    try:
+    with wrong_use_told():
         return of_peer + [
             Found(PAIR, finding, _places(finding, args, other))
             for finding in check_pair(args, other)
         ]
-    except UsageError as error:
-        fail(error)
 
 
 def _places(finding: Finding, *sides: EngineArgs) -> str:

@@ -6,7 +6,13 @@ from typing import Annotated
 
 import typer
 
-from slagate.router.cli.command import EXIT_FINDINGS, errors, fail, until_reader_leaves
+from slagate.router.cli.command import (
+    EXIT_FINDINGS,
+    errors,
+    fail,
+    until_reader_leaves,
+    wrong_use_told,
+)
 from slagate.router.cli.worker.engine_args import AllowUnknownEngineArgs, engine_version_of
 from slagate.workers.engine_args.build import assemble
 from slagate.workers.engine_args.convert import Conversion
@@ -16,7 +22,6 @@ from slagate.workers.engine_args.model.sections import MAX_RANKS
 from slagate.workers.engine_args.read import PEER, read_yaml
 from slagate.workers.engine_args.rules.case import Wanted
 from slagate.workers.engine_args.text import yaml_lines
-from slagate.workers.runtime.errors import UsageError
 
 CONVERTED_ROLES = ("agg", "prefill", "decode")
 
@@ -46,13 +51,11 @@ def convert(
             fail(f"{option} must be one of {', '.join(CONVERTED_ROLES)} (got {value!r})")
     if to is None and tp is None:
         fail("--to or --tp is missing: what to convert to")
-    try:
+    with wrong_use_told():
         peer = None if peer_engine_args is None else read_yaml(peer_engine_args, PEER).values
         conversion = converted(
             read_yaml(extra_engine_args).values, role=role, to=to, tp=tp, peer=peer
         )
-    except UsageError as error:
-        fail(error)
     result_role = to or role
     with until_reader_leaves():
         for line in _diff_lines(conversion):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slagate.router.cli.command import errors, fail
+from slagate.router.cli.command import errors, fail, wrong_use_told
 from slagate.workers.engine_args.build import EngineArgs, build_engine_args
 from slagate.workers.engine_args.model.findings import Finding
 from slagate.workers.engine_args.model.merge import DEFAULT
@@ -18,7 +18,6 @@ from slagate.workers.engine_args.model.sections import INT32_MAX, MAX_RANKS
 from slagate.workers.engine_args.read import EXTRA
 from slagate.workers.engine_args.rules.case import Wanted
 from slagate.workers.engine_args.text import yaml_lines
-from slagate.workers.runtime.errors import UsageError
 from slagate.workers.serving.kv_transport import TRANSPORTS
 from slagate.workers.trtllm.package import installed_version
 
@@ -106,7 +105,7 @@ def read_engine_args(
     extra_option: str = EXTRA,
 ) -> EngineArgs:
     """The merged arguments; `given` are the parameters that the command line set. Else ends the command."""
-    try:
+    with wrong_use_told():
         return build_engine_args(
             role=role,
             cli=cli_values(given),
@@ -116,8 +115,6 @@ def read_engine_args(
             wanted=wanted,
             extra_option=extra_option,
         )
-    except UsageError as error:
-        fail(error)
 
 
 def engine_version_of(text: str | None) -> tuple[int, int] | None:

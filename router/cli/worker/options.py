@@ -6,11 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from slagate.router.cli.command import fail, seconds, with_options
+from slagate.router.cli.command import fail, seconds, with_options, wrong_use_told
 from slagate.router.cli.worker.engine_args import TRTLLM_ONLY, TRTLLM_OPTIONS, text
 from slagate.workers.engine_args.build import EngineArgs
 from slagate.workers.logits.processors import LogitsProcessors, wanted_of
-from slagate.workers.runtime.errors import UsageError
 from slagate.workers.serving.options import (
     PROGRESS_S,
     SHUTDOWN_LIMIT_S,
@@ -90,10 +89,8 @@ def check_engine(engine: str, given: Sequence[str]) -> None:
 
 def check_package() -> None:
     """End the command, and say what to install, unless TensorRT-LLM is there."""
-    try:
+    with wrong_use_told():
         check_installed()
-    except UsageError as error:
-        fail(error)
 
 
 def trtllm_drain_s(role: str) -> float:
@@ -112,10 +109,8 @@ def options_of(
     """The options of a worker over an engine of these arguments; a wrong one ends the command."""
     if args.values.get("model") is None:
         fail("--model is missing: a folder with the model, or its Hugging Face id")
-    try:
+    with wrong_use_told():
         args.refuse_errors()
-    except UsageError as error:
-        fail(error)
     model = str(args.values["model"])
     return TrtllmOptions(
         args=args,
@@ -157,7 +152,5 @@ def read_logits_processors(
     every: Sequence[str] | None, allowed: Sequence[str] | None
 ) -> LogitsProcessors:
     """What these options say; a wrong one ends the command."""
-    try:
+    with wrong_use_told():
         return LogitsProcessors([wanted_of(text) for text in every or ()], allowed or ())
-    except UsageError as error:
-        fail(error)

@@ -1,4 +1,6 @@
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -40,15 +42,22 @@ def test_findings_are_status_1_and_readable_in_100_columns() -> None:
     ]
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.mark.parametrize("columns", [60, 80])
 def test_findings_are_readable_in_a_narrow_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = run(FIXTURES / "G303.json").stdout
     monkeypatch.setenv("COLUMNS", str(columns))
-    narrow = run(FIXTURES / "G303.json").stdout
-    assert narrow.split() == wide.split()
-    assert max(len(line) for line in narrow.splitlines() if line.startswith(" ")) <= columns
+    with redirect_stdout(Terminal()) as narrow, pytest.raises(SystemExit):
+        cli([str(FIXTURES / "G303.json")])
+    assert narrow.getvalue().split() == wide.split()
+    lines = narrow.getvalue().splitlines()
+    assert max(len(line) for line in lines if line.startswith(" ")) <= columns
 
 
 def test_a_finding_about_a_pool_has_its_name_as_it_is() -> None:
