@@ -1,71 +1,60 @@
-"""Scenes as SVG and PNG files, drawn by matplotlib: an extra, so it is imported when a file is made."""
+"""Pictures of pool grids as SVG and PNG files, drawn by matplotlib: an extra, so imported when one is made.
 
+A figure is one point (1/72 inch) large: all positions in it are points, down from the title of the first
+stage, and the file is cut to what is drawn.
+"""
+
+import math
+import re
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slagate.router.grid_view.scene import Arrow, Box, Label, Line, Scene, Shape
+import numpy as np
+from rich.cells import cell_len
+
+from slagate.router.grid_view.view import POOL_COLUMNS, AxisView, Panel, StageView, shade
 from slagate.workers.runtime.errors import UsageError
 
 DPI = 150
-_FRAME = "#c00000"
+MAX_BANDS, MAX_CELLS = 128, 128 * 128
+"""Of an axis, and of a stage: more make a picture that no screen shows."""
 
-# Text stays text in SVG, where it can be searched; and the same scene gives the same bytes, wherever.
+MAX_WIDTH = 1200.0
+"""Of cells with names, and of panels side by side: 16 inches."""
+
+_GAP, _LINE = 16.0, 15.0
+_TITLE, _TEXT, _SMALL, _TINY = 13.0, 9.0, 8.0, 7.0
+_CHIP = 2.4 * _TEXT
+_CELL = {"size": _TEXT, "va": "baseline"}
+_FRAME = "#c00000"
+_ARROW = {"width": 0, "headwidth": 7, "headlength": 5, "shrink": 0, "fc": "black", "lw": 0}
+_NAME_LINE = re.compile(r".{1,22}$|.{1,21}[-_./: ]|.{22}")
+"""A name in a cell is broken behind a separator, else anywhere."""
+
+# Text stays text in SVG, where it can be searched; and the same grid gives the same bytes, wherever.
 _FONT = "DejaVu Sans"
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "slagate",
     "font.family": [_FONT],
     "text.parse_math": False,
-    "hatch.linewidth": 0.6,
-    "hatch.color": "#ffffff",
 }
-
-
-def missing_glyphs(scene: Scene) -> str:
-    """Characters of `scene` that the font of PNG files lacks, each once.
-
-    Raises `UsageError` without matplotlib.
-    """
-    need_matplotlib()
-    from matplotlib.font_manager import FontProperties, findfont
-    from matplotlib.ft2font import FT2Font
-
-    used = {char for shape in scene.shapes if isinstance(shape, Label) for char in shape.text}
-    missing: set[str] = set()
-    for weight in ("normal", "bold"):
-        font = findfont(FontProperties(family=_FONT, weight=weight))
-        known = FT2Font(font).get_charmap()
-        missing |= {char for char in used if ord(char) not in known}
-    return "".join(sorted(missing))
-
-
-def write_picture(scene: Scene, path: Path, *, kind: str) -> None:
-    """Draw `scene` into the file at `path`; `kind` is svg or png.
-
-    Raises `UsageError` without matplotlib, and for a file that cannot be written.
-    """
-    need_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        # Not what a file of the user's makes of it.
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        # In SVG files text stays text, for whichever font shows it.
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        figure = Figure(figsize=(scene.width / 72, scene.height / 72), dpi=DPI, facecolor="white")
-        axes: Any = figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(0, scene.width), ylim=(scene.height, 0))
-        axes.set_axis_off()
-        for shape in scene.shapes:
-            _draw(axes, shape)
-        metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-        try:
-            figure.savefig(path, format=kind, dpi=DPI, metadata=metadata)
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
+GRID_STYLE = {
+    "font.size": _SMALL,
+    "axes.labelsize": _SMALL,
+    "axes.titlesize": _TEXT,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 2.5 * _SMALL,  # above the mark of a default
+    "axes.edgecolor": "none",
+    "xtick.labelsize": _SMALL,
+    "ytick.labelsize": _SMALL,
+    "hatch.linewidth": 0.6,
+    "text.hinting": "no_hinting",  # which makes sizes of text depend on that of pixels
+}
 
 
 def need_matplotlib() -> None:
@@ -78,52 +67,222 @@ def need_matplotlib() -> None:
         ) from error
 
 
-def _draw(axes: Any, shape: Shape) -> None:
-    from matplotlib.patches import Polygon
+def missing_glyphs(views: Sequence[StageView]) -> str:
+    """Characters of these stages that the font of PNG files lacks, each once.
 
-    if isinstance(shape, Line):
-        axes.plot([shape.x, shape.to_x], [shape.y, shape.to_y], color="black", linewidth=0.6)
-    elif isinstance(shape, Arrow):
-        dx, dy = (3.5, -5.0) if shape.down else (5.0, 3.5)
-        corners = [(shape.x, shape.y), (shape.x + dx, shape.y + dy)]
-        corners.append((shape.x - dx, shape.y + dy) if shape.down else (shape.x + dx, shape.y - dy))
-        axes.add_patch(Polygon(corners, facecolor="black", linewidth=0))
-    elif isinstance(shape, Label):
-        axes.text(
-            shape.x,
-            shape.y,
-            shape.text,
-            fontsize=shape.size,
-            color=shape.ink,
-            fontweight="bold" if shape.bold else "normal",
-            rotation=90 if shape.turned else 0,
-            **_alignment(shape),
-        )
+    Raises `UsageError` without matplotlib.
+    """
+    need_matplotlib()
+    from matplotlib.font_manager import FontProperties, findfont
+    from matplotlib.ft2font import FT2Font
+
+    missing: set[str] = set()
+    used = {c for v in views for c in "".join((v.title, *v.notes, *(p.name for p in v.pools)))}
+    for weight in ("normal", "bold"):
+        known = FT2Font(findfont(FontProperties(family=_FONT, weight=weight))).get_charmap()
+        missing |= {char for char in used if ord(char) not in known}
+    return "".join(sorted(missing))
+
+
+def write_picture(views: Sequence[StageView], path: Path, *, kind: str) -> None:
+    """Draw these stages into the file at `path`, one below the other; `kind` is svg or png.
+
+    Raises `UsageError` without matplotlib, for a grid too large, and for a file that cannot be written.
+    """
+    need_matplotlib()
+    with style(GRID_STYLE):
+        figure = picture(views)
+        save(figure, path, kind, bbox_inches=figure.get_tightbbox().padded(0.25))
+
+
+@contextmanager
+def style(more: Mapping[str, Any]) -> Iterator[None]:
+    """Draw so, whatever a file of the user's says of matplotlib's settings."""
+    import matplotlib
+
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({**_STYLE, **more})
+        # In SVG files text stays text, for whichever font shows it.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        yield
+
+
+def save(figure: Any, path: Path, kind: str, *, option: str = "", **how: Any) -> None:
+    """Write a figure without a date. Raises `UsageError`, with the `option` that named the file."""
+    metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
+    try:
+        figure.savefig(path, format=kind, dpi=DPI, metadata=metadata, **how)
+    except OSError as error:
+        raise UsageError(f"{option}{path}: cannot be written: {error.strerror}") from error
+
+
+def picture(views: Sequence[StageView]) -> Any:
+    """A figure of these stages. Raises `UsageError` for a grid that is too large."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    for view in views:
+        counts = (len(view.panels), len(view.rows.bands), len(view.columns.bands))
+        if max(counts) > MAX_BANDS or math.prod(counts) > MAX_CELLS:
+            raise UsageError(
+                f"{view.stage}: a picture has at most {MAX_BANDS} bands an axis and {MAX_CELLS:,} cells"
+            )
+    figure = Figure(figsize=(1 / 72, 1 / 72), dpi=72, facecolor="white")
+    FigureCanvasAgg(figure)  # measures text
+    y = 0.0
+    for view in views:
+        title = figure.text(0, y, view.title, size=_TITLE, weight="bold", va="top")
+        y = _add_panels(figure, view, title.get_window_extent().y0 - _GAP / 2)
+        y = _add_pools(figure, view, y - _GAP) - _GAP / 2
+        # XML ignores spaces at the start.
+        text = "\n".join(note.replace("    ", "\N{EM SPACE}" * 2) for note in view.notes)
+        notes = figure.text(0, y, text, size=_SMALL, va="top", linespacing=1.3)
+        y = notes.get_window_extent().y0 - 2 * _GAP
+    return figure
+
+
+def _add_panels(figure: Any, view: StageView, y: float) -> float:
+    """Add the panels of a stage from `y` down, side by side where there is room; where they end."""
+    cells = _cells(figure, view)
+    x, bottom = 0.0, y
+    for panel in view.panels:
+        axes = _add_panel(figure, view, panel, *cells)
+        box = axes.get_tightbbox()
+        if x and x + box.width > MAX_WIDTH:
+            x, y = 0.0, bottom - _GAP
+        axes.set_position((x - box.x0, y - box.y1, *axes.get_position().size))
+        x, bottom = x + box.width + _GAP, min(bottom, y - box.height)
+    return bottom
+
+
+_Texts = dict[tuple[int, ...], Any]
+"""What is written in each cell."""
+
+
+def _cells(figure: Any, view: StageView) -> tuple[float, float, _Texts]:
+    """The size and the texts of cells: names of pools, or numbers where names make them too large."""
+    across, down = len(view.columns.bands), len(view.rows.bands)
+    places = [(*panel.layer, *at) for panel in view.panels for at in np.ndindex(down, across)]
+    lines = [_NAME_LINE.findall(view.cell_name(pool.number)) for pool in view.pools]
+    names = ["\n".join(each) for each in lines]
+    # Glyphs that another font has are as wide as they are high.
+    widest = _TEXT / 2 * max(cell_len(line) for each in lines for line in each) + 16
+    least = [(max(64.0, widest), 38.0), (min(60, 480 / across), min(34, 320 / down))]
+    has_room = max(least[0][0] * across, least[0][1] * down) <= MAX_WIDTH
+    # No axis is shorter than its title.
+    titles = [0.6 * _SMALL * len(_title(of)) / len(of.bands) for of in (view.columns, view.rows)]
+    for is_named in (True, False) if has_room else (False,):
+        texts = {at: _cell_text(view, at, names if is_named else None) for at in places}
+        for text in texts.values():
+            text.set_figure(figure)
+        sizes = [text.get_window_extent().size for text in texts.values()]
+        width, height = np.max([least[not is_named], titles, *sizes], axis=0)
+        if max(width * across, height * down) <= MAX_WIDTH:
+            break
+    return width, height, texts
+
+
+def _cell_text(view: StageView, index: tuple[int, ...], names: list[str] | None) -> Any:
+    """What is written in a cell; without names the numbers of pools."""
+    from matplotlib.offsetbox import TextArea, VPacker
+
+    order = view.order(index)
+    if names is None:
+        small, lines = _TINY, [(">".join(map(str, order)), _TEXT, True)]
     else:
-        _draw_box(axes, shape)
+        small, lines = _SMALL, [(line, _TEXT, True) for line in names[order[0]].split("\n")]
+        spill = "\n".join(f"> {names[pool]}" for pool in order[1:])
+        lines += [(line, _TINY, False) for line in spill.splitlines()]
+    if view.traffic is not None:
+        share = view.share(index) + ("" if names is None else " of traffic")
+        lines.append((share, small, False))
+        lines += [(f"{'! ' * f.is_bad}{f.text}", small, f.is_bad) for f in view.figures(index)]
+    look = {"color": shade(order[0]).ink, "ha": "center"}
+    areas: list[Any] = [
+        TextArea(text, textprops={"size": size, "weight": 700 if bold else 400, **look})
+        for text, size, bold in lines
+    ]
+    # A frame takes some of the room.
+    pad = 4.0 if names is None and view.traffic is None else 8.0
+    return VPacker(children=areas, align="center", pad=pad, sep=2.0)
 
 
-def _draw_box(axes: Any, box: Box) -> None:
+def _add_panel(
+    figure: Any, view: StageView, panel: Panel, width: float, height: float, texts: _Texts
+) -> Any:
+    """Cells of this size with their axes, at the origin."""
+    from matplotlib.offsetbox import AnnotationBbox
     from matplotlib.patches import Rectangle
 
-    def rectangle(inset: float, **style: Any) -> None:
-        size = (box.width - 2 * inset, box.height - 2 * inset)
-        axes.add_patch(Rectangle((box.x + inset, box.y + inset), *size, **style))
-
-    hatch = "/////" if box.hatched else None
-    rectangle(0.0, facecolor=box.fill, edgecolor="white", linewidth=0.8, hatch=hatch)
-    if box.hatched:
-        # Plain where text is.
-        rectangle(0.16 * min(box.width, box.height), facecolor=box.fill, linewidth=0)
-    if box.frame:
+    right, bottom = len(view.columns.bands), len(view.rows.bands)
+    axes = figure.add_axes((0, 0, right * width, bottom * height))
+    axes.set(xlim=(0, right), xlabel=_title(view.columns), title=panel.title)
+    axes.set(ylim=(bottom, 0), ylabel=_title(view.rows))
+    axes.set_xticks(range(right + 1), _edges(view.columns))
+    axes.set_yticks(range(bottom + 1), _edges(view.rows))
+    if max(edge.get_window_extent().width for edge in axes.get_xticklabels()) > width - 4:
+        axes.tick_params(axis="x", rotation=90)
+    dx, dy = 2 / width, 2 / height
+    for row, col in np.ndindex(bottom, right):
+        index = (*panel.layer, row, col)
+        pool = view.order(index)[0]
+        axes.add_patch(_patch((col, row), 1, 1, pool))
         # White under the red keeps the two apart where the fill is close to it.
-        for colour, width in (("white", 4.0), (_FRAME, 2.2)):
-            rectangle(2.0, fill=False, edgecolor=colour, linewidth=width)
+        for colour, thick in (("white", 4.0), (_FRAME, 2.2)) if view.is_bad(index) else ():
+            spot, size = (col + dx, row + dy), (1 - 2 * dx, 1 - 2 * dy)
+            axes.add_patch(Rectangle(spot, *size, fill=False, ec=colour, lw=thick))
+        text = AnnotationBbox(
+            texts[index], (col + 0.5, row + 0.5), annotation_clip=False, pad=-0.5,
+            frameon=shade(pool).hatched, bboxprops={"fc": shade(pool).fill, "lw": 0},
+        )  # fmt: skip
+        text.set_in_layout(False)
+        axes.add_artist(text)
+    look: dict[str, Any] = {"textcoords": "offset points", "arrowprops": _ARROW}
+    for at, band in enumerate(view.columns.bands):
+        if band.is_default:
+            axes.annotate("default", (at + 0.5, 0), (0, 7), ha="center", **look)
+    for at, band in enumerate(view.rows.bands):
+        if band.is_default:
+            axes.annotate("default", (right, at + 0.5), (9, 0), va="center", **look)
+    return axes
 
 
-def _alignment(label: Label) -> dict[str, str]:
-    if label.turned:
-        # Upwards, the end of the text is its top.
-        vertical = {"left": "bottom", "center": "center", "right": "top"}[label.align]
-        return {"ha": "center", "va": vertical}
-    return {"ha": label.align, "va": "center_baseline"}
+def _patch(spot: tuple[float, float], width: float, height: float, pool: int, **where: Any) -> Any:
+    """A rectangle in the colours of a pool."""
+    from matplotlib.patches import Rectangle
+
+    fill, _, hatched = shade(pool)
+    hatch = "/////" if hatched else None
+    return Rectangle(spot, width, height, fc=fill, ec="white", lw=0.8, hatch=hatch, **where)
+
+
+def _title(axis: AxisView) -> str:
+    """The name of an axis in a picture, where all bands of it are of one size."""
+    return axis.title if axis.is_even else axis.title.replace(")", ", bands not to scale)")
+
+
+def _edges(axis: AxisView) -> list[str]:
+    return [axis.bands[0].low, *(band.high for band in axis.bands)]
+
+
+def _add_pools(figure: Any, view: StageView, y: float) -> float:
+    """Add a table of the pools from `y` down; where it ends."""
+    bases = [y - _LINE * (at + 0.75) for at in range(1 + len(view.pools))]
+    for pool, base in enumerate(bases[1:]):
+        spot = (0, base - 0.2 * _LINE)
+        chip = _patch(spot, _CHIP, 0.84 * _LINE, pool, transform=figure.transFigure)
+        figure.add_artist(chip)
+        # Plain where text is.
+        look = {"color": shade(pool).ink, "bbox": {"fc": shade(pool).fill, "lw": 0, "pad": -1}}
+        figure.text(_CHIP / 2, base, str(pool), ha="center", weight="bold", **_CELL, **look)
+    x = _CHIP + _GAP
+    for column, texts in enumerate(zip(POOL_COLUMNS, *(p[1:] for p in view.pools), strict=True)):
+        drawn = [figure.text(x, at, text, **_CELL) for at, text in zip(bases, texts, strict=True)]
+        drawn[0].set(weight="bold")
+        width = max(text.get_window_extent().width for text in drawn)
+        width = max(width, _TEXT / 2 * max(map(cell_len, texts)))
+        for text in drawn if column else ():
+            text.set(ha="right", x=x + width)
+        x += width + _GAP
+    return bases[-1] - _LINE / 4

@@ -15,9 +15,7 @@ from slagate.router.cli.command import errors, fail, run_to_exit, server
 from slagate.router.cli.fleet_options import Lenient, PoolsFile, PoolWorkers, read_fleet
 from slagate.router.cli.tls import dials
 from slagate.router.client.call import admin_at
-from slagate.router.grid_view.layout import scene
 from slagate.router.grid_view.picture import missing_glyphs, write_picture
-from slagate.router.grid_view.scene import Scene
 from slagate.router.grid_view.terminal import print_stage
 from slagate.router.grid_view.view import StageView, Traffic, printable, spelled, stage_view
 from slagate.router.receipts.attainment import CellTraffic
@@ -131,10 +129,10 @@ def show_stages(config: FleetConfig, traffic: Traffic | None, options: ShowOptio
     stages = config.stages if options.stage is None else (options.stage,)
     views = [stage_view(config, stage, traffic) for stage in stages]
     if options.svg is not None:
-        write_picture(scene(views), options.svg, kind="svg")
+        write_picture(views, options.svg, kind="svg")
         sys.stdout.write(f"{options.svg}: written\n")
     if options.png is not None:
-        write_picture(_png_scene(views), options.png, kind="png")
+        write_picture(_png_views(views), options.png, kind="png")
         sys.stdout.write(f"{options.png}: written\n")
     if options.svg is None and options.png is None:
         console = stdout_console(piped=PIPED_COLUMNS, width=options.width)
@@ -142,13 +140,12 @@ def show_stages(config: FleetConfig, traffic: Traffic | None, options: ShowOptio
             print_stage(console, view)
 
 
-def _png_scene(views: Sequence[StageView]) -> Scene:
-    """The picture in characters that the font of PNG files has; says on stderr which it lacks."""
-    made = scene(views)
-    if missing := missing_glyphs(made):
+def _png_views(views: Sequence[StageView]) -> Sequence[StageView]:
+    """The stages in characters that the font of PNG files has; says on stderr which it lacks."""
+    missing = missing_glyphs(views)
+    if missing:
         errors.print(
             f"slagate: the font has no glyphs for {printable(missing)};"
             " PNG has numbers and escapes, SVG keeps the text"
         )
-        made = scene([spelled(view, missing) for view in views])
-    return made
+    return [spelled(view, missing) for view in views]
