@@ -1,16 +1,11 @@
-"""What a certificate says of itself, from its DER: the standard library reads only a peer's.
-
-    TBSCertificate ::= SEQUENCE { [0] version, serialNumber, signature, issuer, validity, subject, ... }
-
-As RFC 5280, section 4.1, has it.
-"""
+"""What a certificate says of itself, read by `cryptography`: the standard library reads only a peer's."""
 
 from datetime import datetime, timezone
 from typing import NamedTuple
 
 
 class Certificate(NamedTuple):
-    """Names are as `openssl x509` writes them, for people; times are Unix seconds."""
+    """Names are as in RFC 4514, but in the order of the certificate; times are Unix seconds."""
 
     subject: str
     issuer: str
@@ -21,17 +16,26 @@ class Certificate(NamedTuple):
 
 def read_certificate(der: bytes) -> Certificate:
     """Raises `ValueError` for what is no certificate."""
+    # Only with TLS: it takes its time to import.
+    from cryptography import x509
+
+    def shown(name: x509.Name) -> str:
+        kinds = {x509.NameOID.EMAIL_ADDRESS: "emailAddress"}
+        text = ", ".join(part.rfc4514_string(kinds) for part in name.rdns)
+        return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
     try:
-        signed = _Der(der).into().into()
-        signed.skip(0xA0)  # the version, where there is one
-        serial = (signed.content().lstrip(b"\0") or b"\0").hex().upper()
-        signed.skip()  # signature
-        issuer = signed.into().name()
-        times = signed.into()
-        begins_at_s, ends_at_s = times.time(), times.time()
-        return Certificate(signed.into().name(), issuer, serial, begins_at_s, ends_at_s)
-    except IndexError as error:
-        raise ValueError("the certificate is cut short") from error
+        found = x509.load_der_x509_certificate(der)
+    except x509.InvalidVersion as error:
+        raise ValueError(str(error)) from error
+    serial = found.serial_number
+    return Certificate(
+        subject=shown(found.subject),
+        issuer=shown(found.issuer),
+        serial=f"{serial:0{(serial.bit_length() + 7) // 8 * 2}X}",
+        begins_at_s=found.not_valid_before_utc.timestamp(),
+        ends_at_s=found.not_valid_after_utc.timestamp(),
+    )
 
 
 def utc(at_s: float) -> str:
@@ -41,72 +45,3 @@ def utc(at_s: float) -> str:
     '2001-09-09 01:46:40 UTC'
     """
     return datetime.fromtimestamp(at_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-_KINDS = {
-    "550403": "CN",
-    "550406": "C",
-    "550407": "L",
-    "550408": "ST",
-    "55040a": "O",
-    "55040b": "OU",
-    "0992268993f22c640119": "DC",
-    "2a864886f70d010901": "emailAddress",
-}
-"""Parts of a name, by the DER of their object identifiers."""
-
-_ENCODINGS = {0x14: "latin-1", 0x1C: "utf-32-be", 0x1E: "utf-16-be"}
-"""Of strings, by tag; all others are UTF-8, or ASCII, which is a part of it."""
-
-
-class _Der:
-    """Goes through DER (ITU-T X.690), element by element. Raises `IndexError` behind the last."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def _next(self) -> tuple[int, bytes]:
-        tag, n_bytes, start = self._data[0], self._data[1], 2
-        if n_bytes & 0x80:
-            start += n_bytes & 0x7F
-            n_bytes = int.from_bytes(self._data[2:start], "big")
-        content = self._data[start : start + n_bytes]
-        self._data = self._data[start + n_bytes :]
-        return tag, content
-
-    def content(self) -> bytes:
-        """The next element, as it is."""
-        return self._next()[1]
-
-    def into(self) -> "_Der":
-        """The inside of the next element."""
-        return _Der(self.content())
-
-    def skip(self, tag: int | None = None) -> None:
-        """Leave out the next element; with a tag, only if it has that."""
-        if tag is None or self._data[0] == tag:
-            self._next()
-
-    def name(self) -> str:
-        """All elements, as the parts of a name; those of a kind that is not known have its number."""
-        parts = []
-        while self._data:
-            several = self.into()
-            while several._data:
-                part = several.into()
-                kind = part.content().hex()
-                tag, text = part._next()
-                value = text.decode(_ENCODINGS.get(tag, "utf-8"), errors="replace")
-                shown = "".join(
-                    c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value
-                )
-                parts.append(f"{_KINDS.get(kind, kind)}={shown}")
-        return ", ".join(parts)
-
-    def time(self) -> float:
-        """The next element, a time of either form, as Unix seconds."""
-        tag, content = self._next()
-        text = content.decode("ascii")
-        if tag == 0x17:  # UTCTime has two digits of the year: 1950 to 2049
-            text = ("19" if text >= "50" else "20") + text
-        return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=timezone.utc).timestamp()
