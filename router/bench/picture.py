@@ -5,22 +5,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slagate.router.bench.report import QUANTILES, Figure
-from slagate.router.grid_view.picture import need_matplotlib
+from slagate.router.grid_view.picture import DPI, need_matplotlib, save, style
 from slagate.workers.runtime.errors import UsageError
 
 KINDS = ("png", "svg")
-DPI = 150
 _SIZE = (11.5, 5.6)  # inches
-_CHAR = 5.3  # of a label, in points
+_PLACES = [(ha, dx, dy) for ha, dx in (("left", 7), ("right", -7)) for dy in (4, -13)]
 
 _INK, _GREY, _LINE, _MISSED = "#222222", "#9a9a9a", "#1f5fa8", "#c0392b"
 _TTFT = dict(zip(QUANTILES, ("#9cc3e6", "#4f8fc9", "#1f5fa8"), strict=True))
 _STYLE = {
-    "font.family": ["DejaVu Sans"],
     "font.size": 10,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "slagate",
-    "text.parse_math": False,
     "axes.edgecolor": _GREY,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -92,13 +87,12 @@ def write_pareto(
     kind = kind_of(path)
     if not points(rows):
         raise UsageError(f"--plot {path}: no level was answered, so there is nothing to draw")
-    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
+    with style(_STYLE):
         canvas = Canvas(figsize=_SIZE, dpi=DPI, facecolor="white")
+        FigureCanvasAgg(canvas)  # measures text
         grid = canvas.add_gridspec(
             1, 2, width_ratios=(3, 2), left=0.07, right=0.975, top=0.8, bottom=0.12, wspace=0.22
         )
@@ -106,11 +100,7 @@ def write_pareto(
         canvas.text(0.07, 0.895, subtitle, fontsize=9.5, color="#555555")
         _draw_pareto(canvas.add_subplot(grid[0]), rows)
         _draw_ttft(canvas.add_subplot(grid[1]), rows)
-        metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-        try:
-            canvas.savefig(path, format=kind, dpi=DPI, metadata=metadata)
-        except OSError as error:
-            raise UsageError(f"--plot {path}: cannot be written: {error.strerror}") from error
+        save(canvas, path, kind, option="--plot ")
 
 
 def _draw_pareto(axes: Any, rows: Sequence[Mapping[str, Figure]]) -> None:
@@ -147,39 +137,24 @@ def _draw_pareto(axes: Any, rows: Sequence[Mapping[str, Figure]]) -> None:
 
 def _label_all(axes: Any, shown: Sequence[Point]) -> None:
     """Each point's label at the first of four places beside it where nothing else is."""
-    spots = [tuple(axes.transData.transform((p.user, p.share)) * 72 / DPI) for p in shown]
-    taken = [_Box(x - 4, y - 4, x + 4, y + 4) for x, y in spots]
-    for point, (x, y) in zip(shown, spots, strict=True):
+    from matplotlib.transforms import Bbox
+
+    spots = axes.transData.transform([(p.user, p.share) for p in shown])
+    taken = [Bbox.from_extents(x - 8, y - 8, x + 8, y + 8) for x, y in spots]
+    for point in shown:
         text = f"{point.concurrency}"
         if point.sla_met is not None:
             text += f"  ({point.sla_met:.0%})"
-        width = _CHAR * len(text)
-        places = [(dx, dy) for dx in (7, -7 - width) for dy in (4, -13)]
-        boxes = [_Box(x + dx, y + dy, x + dx + width, y + dy + 10) for dx, dy in places]
-        free = [n for n, box in enumerate(boxes) if not any(map(box.overlaps, taken))]
-        at = free[0] if free else 0
-        taken.append(boxes[at])
-        axes.annotate(
-            text, (point.user, point.share), xytext=places[at], textcoords="offset points",
-            fontsize=9, zorder=4, bbox={"facecolor": "white", "alpha": 0.7, "pad": 0.6, "linewidth": 0},
+        label = axes.annotate(
+            text, (point.user, point.share), (0, 0), textcoords="offset points", fontsize=9, zorder=4,
+            bbox={"facecolor": "white", "alpha": 0.7, "pad": 0.6, "linewidth": 0},
         )  # fmt: skip
-
-
-class _Box(NamedTuple):
-    """A rectangle, in points."""
-
-    left: float
-    bottom: float
-    right: float
-    top: float
-
-    def overlaps(self, other: "_Box") -> bool:
-        return (
-            self.left < other.right
-            and other.left < self.right
-            and self.bottom < other.top
-            and other.bottom < self.top
-        )
+        # The first place last: it is taken where none is free.
+        for ha, dx, dy in (*_PLACES, _PLACES[0]):
+            label.set(ha=ha, position=(dx, dy))
+            if not label.get_window_extent().count_overlaps(taken):
+                break
+        taken.append(label.get_window_extent())
 
 
 def _draw_ttft(axes: Any, rows: Sequence[Mapping[str, Figure]]) -> None:

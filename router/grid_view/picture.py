@@ -147,7 +147,7 @@ def _add_panels(figure: Any, view: StageView, y: float) -> float:
     cells = _cells(figure, view)
     x, bottom = 0.0, y
     for panel in view.panels:
-        axes = _add_panel(figure, view, panel, *cells)
+        axes = _add_panel(figure, view, panel, cells)
         box = axes.get_tightbbox()
         if x and x + box.width > MAX_WIDTH:
             x, y = 0.0, bottom - _GAP
@@ -156,18 +156,14 @@ def _add_panels(figure: Any, view: StageView, y: float) -> float:
     return bottom
 
 
-_Texts = dict[tuple[int, ...], Any]
-"""What is written in each cell."""
-
-
-def _cells(figure: Any, view: StageView) -> tuple[float, float, _Texts]:
+def _cells(figure: Any, view: StageView) -> tuple[float, float, dict[tuple[int, ...], Any]]:
     """The size and the texts of cells: names of pools, or numbers where names make them too large."""
     across, down = len(view.columns.bands), len(view.rows.bands)
     places = [(*panel.layer, *at) for panel in view.panels for at in np.ndindex(down, across)]
     lines = [_NAME_LINE.findall(view.cell_name(pool.number)) for pool in view.pools]
     names = ["\n".join(each) for each in lines]
     # Glyphs that another font has are as wide as they are high.
-    widest = _TEXT / 2 * max(cell_len(line) for each in lines for line in each) + 16
+    widest = _TEXT / 2 * max(map(cell_len, sum(lines, [""]))) + 16
     least = [(max(64.0, widest), 38.0), (min(60, 480 / across), min(34, 320 / down))]
     has_room = max(least[0][0] * across, least[0][1] * down) <= MAX_WIDTH
     # No axis is shorter than its title.
@@ -208,14 +204,12 @@ def _cell_text(view: StageView, index: tuple[int, ...], names: list[str] | None)
     return VPacker(children=areas, align="center", pad=pad, sep=2.0)
 
 
-def _add_panel(
-    figure: Any, view: StageView, panel: Panel, width: float, height: float, texts: _Texts
-) -> Any:
-    """Cells of this size with their axes, at the origin."""
+def _add_panel(figure: Any, view: StageView, panel: Panel, cells: tuple[float, float, Any]) -> Any:
+    """Cells as `_cells` has them, with their axes, at the origin."""
     from matplotlib.offsetbox import AnnotationBbox
     from matplotlib.patches import Rectangle
 
-    right, bottom = len(view.columns.bands), len(view.rows.bands)
+    (width, height, texts), right, bottom = cells, len(view.columns.bands), len(view.rows.bands)
     axes = figure.add_axes((0, 0, right * width, bottom * height))
     axes.set(xlim=(0, right), xlabel=_title(view.columns), title=panel.title)
     axes.set(ylim=(bottom, 0), ylabel=_title(view.rows))
