@@ -43,8 +43,8 @@ test-long: dev
 	@$(BIN)/python -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"$(AICONFIGURATOR) needs Python 3.11 to 3.13, {sys.executable} is {v[0]}.{v[1]}")'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(AICONFIGURATOR)
 	SLAGATE_SEEDS=6000 $(BIN)/python -m pytest $(PARALLEL) tests/property tests/long
-	SLAGATE_SEEDS=25 $(BIN)/python -m pytest $(PARALLEL) tests/simulation/test_gateway.py tests/simulation/test_wire.py
-	$(BIN)/python -m pytest $(PARALLEL) tests/contract tests/e2e
+	SLAGATE_SEEDS=25 $(BIN)/python -m pytest $(PARALLEL) tests/simulation
+	$(BIN)/python -m pytest $(PARALLEL) tests/unit tests/contract tests/e2e
 
 fuzz: dev
 	SLAGATE_SEEDS=25000 $(BIN)/python -m pytest $(PARALLEL) tests/property/test_h2_fuzz.py tests/property/test_path_fuzz.py
