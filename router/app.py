@@ -57,9 +57,6 @@ YOUNG_OBJECTS = 5000
 own 700 nearly all are of requests that run, and are walked for nothing."""
 
 
-def _nothing() -> None: ...
-
-
 class App(NamedTuple):
     """A running gateway without its listeners."""
 
@@ -248,7 +245,7 @@ async def serve(
                 ) as front,
                 following(clients_tls, workers_tls) as reread,
                 # A parent kills whom it does not want to wait for.
-                stopped(again=None if place is None else _nothing) as signals,
+                stopped(again=None if place is None else lambda: None) as signals,
                 reloading(
                     app.reloader,
                     source,

@@ -229,16 +229,16 @@ class Metrics:
 
 
 _OF_WORKER: tuple[tuple[str, str, Callable[[Member], float]], ...] = (
-    ("inflight", "Leases held on a worker", lambda m: m.inflight),
+    ("inflight", "Leases held on a worker", lambda m: m.ranks.inflight),
     (
         "queued_tokens",
         "Prompt tokens leased to a worker and not prefilled yet, less what it had cached",
-        lambda m: m.queued_tokens,
+        lambda m: m.ranks.queued_tokens,
     ),
     (
         "context_tokens",
         "Prompt tokens of the requests a worker decodes",
-        lambda m: m.context_tokens,
+        lambda m: m.ranks.context_tokens,
     ),
     ("ready", "1 while a worker may take requests", lambda m: m.state is State.READY),
     (

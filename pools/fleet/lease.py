@@ -14,7 +14,9 @@ class Lease:
         self.row = row
         self.rank = rank  # to be asked for; None: the worker chooses
         self.work = work
-        self.settle: Callable[..., None] = _nothing  # told once whether the prompt was `processed`
+        self.settle: Callable[..., None] = lambda **_: (
+            None
+        )  # told once whether the prompt was `processed`
         self._prefill_open = True
         self._open = True
         member.ranks.took(row, work)
@@ -45,7 +47,3 @@ class Lease:
         if was_open:
             self.member.ranks.prefilled(self.row, self.work)
         return was_open
-
-
-def _nothing(**_: object) -> None:
-    """Nobody wants to know."""

@@ -94,7 +94,7 @@ class Member:
         self.worker: Worker | None = None
         self._health = Health()
         self.legs: set[Leg] = set()  # told when it stops being ready, and when its time is up
-        self.on_change: Callable[[], None] = _nothing  # told when it may take more than before
+        self.on_change: Callable[[], None] = lambda: None  # told when it may take more than before
         self.on_left: list[Callable[[], None]] = []  # told once when it has left
         self.draining_since_s: float | None = None
         self.has_left = False
@@ -116,8 +116,8 @@ class Member:
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
         return (
-            f"Member({self.address}, {self.state.value}, inflight {self.inflight},"
-            f" queued {self.queued_tokens}, context {self.context_tokens})"
+            f"Member({self.address}, {self.state.value}, inflight {self.ranks.inflight},"
+            f" queued {self.ranks.queued_tokens}, context {self.ranks.context_tokens})"
         )
 
     @property
@@ -150,30 +150,10 @@ class Member:
         return self._health.state is State.READY and not self._is_cut
 
     @property
-    def inflight(self) -> int:
-        """Leases on it."""
-        return self.ranks.inflight
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens leased to it and not prefilled yet."""
-        return self.ranks.queued_tokens
-
-    @property
     def everywhere(self) -> tuple[int, int]:
         """Leases, and prompt tokens not prefilled yet, of all processes of the gateway."""
         inflight, queued_tokens = self.ranks.elsewhere
-        return self.inflight + inflight, self.queued_tokens + queued_tokens
-
-    @property
-    def queued_s(self) -> float:
-        """The same as seconds of work."""
-        return self.ranks.queued_s
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens whose KV its requests read at each decode step."""
-        return self.ranks.context_tokens
+        return self.ranks.inflight + inflight, self.ranks.queued_tokens + queued_tokens
 
     @property
     def models(self) -> dict[str, oe.ModelInfo]:
@@ -287,7 +267,7 @@ class Member:
     def _leave_if_done(self) -> None:
         if self.draining_since_s is None:
             return
-        if not self.has_left and not self.inflight and not self._n_held:
+        if not self.has_left and not self.ranks.inflight and not self._n_held:
             self.has_left = True
             for tell in self.on_left:
                 tell()
@@ -319,7 +299,3 @@ class Member:
             # A worker less is news too for whoever waits: there may be nobody left to wait for.
             self.on_change()
         return changed
-
-
-def _nothing() -> None:
-    """Nobody wants to know."""

@@ -96,7 +96,7 @@ async def serve_processes(
             await supervisor.put_in_force(found.message)
 
         reloader = Reloader(
-            in_force, put_in_force=_nothing, agree=agree, metrics=metrics, now_s=monotonic_s
+            in_force, put_in_force=lambda _: None, agree=agree, metrics=metrics, now_s=monotonic_s
         )
         operators = grpc.aio.server(options=SERVER_OPTIONS)
         service = WholeGateway(
@@ -150,7 +150,3 @@ async def serve_processes(
 def _memory() -> str | None:
     """Where files are memory, and writing to one never waits for a disk; None: no such place is known."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else None
-
-
-def _nothing(_: Proposal) -> None:
-    """The parent decides nothing itself."""

@@ -27,7 +27,9 @@ class Neighbours:
         now_s: Callable[[], float],
     ) -> None:
         """`wake` has the process of that number look again."""
-        self.look: Callable[[], None] = _nothing  # called when something may have changed elsewhere
+        self.look: Callable[[], None] = lambda: (
+            None
+        )  # called when something may have changed elsewhere
         self._shared = shared
         self._wake = wake
         self._now_s = now_s
@@ -109,7 +111,3 @@ class Neighbours:
         if self._n_waiting:
             self._say_alive()
             self.look()
-
-
-def _nothing() -> None:
-    """Nobody wants to know."""

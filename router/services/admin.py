@@ -174,8 +174,8 @@ def _pool_status(pool: Pool, grid: StageGrid) -> gw.PoolStatus:
         workers=len(members),
         workers_draining=sum(1 for _ in pool.all_members) - len(members),
         workers_ready=sum(member.state is State.READY for member in members),
-        inflight=sum(member.inflight for member in members),
-        queued_tokens=sum(member.queued_tokens for member in members),
+        inflight=sum(member.ranks.inflight for member in members),
+        queued_tokens=sum(member.ranks.queued_tokens for member in members),
         estimator=pool.estimator.frozen().source,
         requests_total=pool.requests_total,
         retries_total=pool.retries_total,
@@ -194,8 +194,8 @@ def _worker_status(member: Member, now_s: float) -> gw.WorkerStatus:
         state=member.state.value,
         reason=member.reason,
         models=sorted(member.models),
-        inflight=member.inflight,
-        queued_tokens=member.queued_tokens,
+        inflight=member.ranks.inflight,
+        queued_tokens=member.ranks.queued_tokens,
     )
     if member.info is not None:
         status.instance_id = member.info.instance_id

@@ -74,15 +74,15 @@ class Leases(RuleBasedStateMachine):
             held = self.held(address)
             works = [self.leases[at].work for at in held]
             waiting = [self.leases[at].work for at in held if self.open[at]]
-            assert member.inflight == len(held) <= LIMIT
-            assert member.context_tokens == sum(work.context_tokens for work in works)
-            assert member.queued_tokens == sum(work.prefill_tokens for work in waiting)
-            assert member.queued_s >= 0.0
-            assert abs(member.queued_s - sum(work.work_s for work in waiting)) < 1e-9
+            assert member.ranks.inflight == len(held) <= LIMIT
+            assert member.ranks.context_tokens == sum(work.context_tokens for work in works)
+            assert member.ranks.queued_tokens == sum(work.prefill_tokens for work in waiting)
+            assert member.ranks.queued_s >= 0.0
+            assert abs(member.ranks.queued_s - sum(work.work_s for work in waiting)) < 1e-9
             if not waiting:
-                assert member.queued_s == 0.0
+                assert member.ranks.queued_s == 0.0
             row = ADDRESSES.index(address)
-            assert self.pool.view().view(row).inflight == member.inflight
+            assert self.pool.view().view(row).inflight == member.ranks.inflight
 
 
 TestLeases = Leases.TestCase
@@ -96,9 +96,13 @@ def test_disagg_06_a_release_that_comes_twice_or_late_is_harmless() -> None:
     first.release()
     first.prefill_done()
     member = of.members["w1:1"]
-    assert (member.inflight, member.queued_tokens, member.context_tokens) == (1, 20, 7)
+    assert (member.ranks.inflight, member.ranks.queued_tokens, member.ranks.context_tokens) == (
+        1,
+        20,
+        7,
+    )
     second.prefill_done()
     second.release()
     second.release()
-    assert (member.inflight, member.queued_tokens, member.queued_s) == (0, 0, 0.0)
+    assert (member.ranks.inflight, member.ranks.queued_tokens, member.ranks.queued_s) == (0, 0, 0.0)
     assert of.requests_total == 2

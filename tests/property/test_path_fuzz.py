@@ -73,7 +73,12 @@ class Path(NamedTuple):
         """Nothing is held of anybody."""
         gateway = self.bench.app.gateway
         for member in self.bench.app.fleet.members():
-            held = (member.inflight, member.queued_tokens, member.context_tokens, len(member.legs))
+            held = (
+                member.ranks.inflight,
+                member.ranks.queued_tokens,
+                member.ranks.context_tokens,
+                len(member.legs),
+            )
             assert held == (0, 0, 0, 0), member
         assert len(gateway.live) == gateway.releaser.n_open == 0
         assert (len(self.front.intake), self.front.intake.n_bytes) == (0, 0)

@@ -45,7 +45,7 @@ class Gateway:
         found: dict[str, int] = {}
         for fleet in self.fleets:
             for member in fleet.app.fleet.members():
-                found[member.address] = found.get(member.address, 0) + member.inflight
+                found[member.address] = found.get(member.address, 0) + member.ranks.inflight
         return found
 
     def inflight_seen(self, number: int) -> dict[str, int]:

@@ -160,7 +160,7 @@ def test_ops_01_a_drained_worker_gets_nothing_new_and_leaves_with_its_last_reque
             async def drain() -> None:
                 await anyio.sleep(1)
                 member, times_s = drained(fleet, "agg:1")
-                assert (member.state, member.inflight) == (State.DRAINING, 3)
+                assert (member.state, member.ranks.inflight) == (State.DRAINING, 3)
                 member.on_left.append(lambda: left_s.extend(times_s))
 
             later = [Plan(2.0, [7] * 50, 5) for _ in range(10)]
@@ -215,7 +215,7 @@ def test_ops_02_a_prefill_worker_stays_until_a_slow_decode_worker_has_its_handof
                 far["_latency_s"] = near_s  # of calls to come
                 (holder,) = (m for m in fleet.app.fleet.members() if m._n_held)
                 member, left_s = drained(fleet, holder.address)
-                assert (member.stage, member.inflight) == (Stage.PREFILL, 0)
+                assert (member.stage, member.ranks.inflight) == (Stage.PREFILL, 0)
                 await anyio.sleep(2)
                 load = await fleet.workers[holder.address].load(oe.GetLoadRequest())
                 state.append((load.active_kv_sessions, member.state, list(left_s)))

@@ -101,7 +101,7 @@ class ServerTls(Side):
 
     def __init__(self, side: str, files: TlsFiles, *, unix_s: Callable[[], float] = unix_s) -> None:
         """As `Side`."""
-        self.on_refused: Callable[[], None] = _nothing
+        self.on_refused: Callable[[], None] = lambda: None
         self._n_refused = 0
         self._told_at_s = 0.0
         super().__init__(side, files, unix_s=unix_s)
@@ -192,10 +192,6 @@ async def following(
             tasks.start_soon(side.follow, look_s)
         yield reread
         tasks.cancel_scope.cancel()
-
-
-def _nothing() -> None:
-    """Nobody wants to know."""
 
 
 def _grpc_configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:

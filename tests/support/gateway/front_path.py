@@ -50,7 +50,12 @@ class Served(NamedTuple):
         """Nothing is held of any call."""
         gateway = self.bench.app.gateway
         for member in self.bench.app.fleet.members():
-            held = (member.inflight, member.queued_tokens, member.context_tokens, len(member.legs))
+            held = (
+                member.ranks.inflight,
+                member.ranks.queued_tokens,
+                member.ranks.context_tokens,
+                len(member.legs),
+            )
             assert held == (0, 0, 0, 0), member
         assert len(gateway.live) == 0
         assert gateway.releaser.n_open == 0

@@ -243,7 +243,9 @@ class Whole(NamedTuple):
         """What is held anywhere, in words; empty when all is free."""
         members = list(self.app.fleet.members())
         found = {
-            "leases": sum(m.inflight + m.queued_tokens + m.context_tokens for m in members),
+            "leases": sum(
+                m.ranks.inflight + m.ranks.queued_tokens + m.ranks.context_tokens for m in members
+            ),
             "legs": sum(len(m.legs) for m in members),
             "live": len(self.app.gateway.live),
             "releases": self.app.gateway.releaser.n_open,

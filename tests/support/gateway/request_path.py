@@ -132,9 +132,9 @@ class Bench:
         """Nothing is held any more, and the requests so far ended in exactly these outcomes."""
         await self.settle()
         for member in self.app.fleet.members():
-            held = (member.inflight, member.queued_tokens, member.context_tokens)
+            held = (member.ranks.inflight, member.ranks.queued_tokens, member.ranks.context_tokens)
             assert held == (0, 0, 0), member
-            assert member.queued_s == 0.0, member
+            assert member.ranks.queued_s == 0.0, member
         assert self.app.gateway.releaser.n_open == 0
         assert len(self.app.gateway.live) == 0
         wanted: dict[str, int] = {}

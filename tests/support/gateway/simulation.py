@@ -235,10 +235,10 @@ async def _read(out: BufferedSink, seen: Seen, scope: anyio.CancelScope) -> None
 def check_always(fleet: Fleet) -> None:
     """I2 at any moment; I3 is asserted where leases are taken."""
     for member in fleet.app.fleet.members():
-        assert 0 <= member.inflight <= member.max_inflight, member
-        assert member.queued_tokens >= 0, member
-        assert member.context_tokens >= 0, member
-        assert member.queued_s >= 0, member
+        assert 0 <= member.ranks.inflight <= member.max_inflight, member
+        assert member.ranks.queued_tokens >= 0, member
+        assert member.ranks.context_tokens >= 0, member
+        assert member.ranks.queued_s >= 0, member
 
 
 def check_tokens(seen: Sequence[Seen]) -> None:
@@ -258,7 +258,12 @@ async def check_idle(fleet: Fleet, *, n_requests: int) -> None:
     # Workers end what was cancelled in their own time; ten seconds hold any transfer and iteration.
     await anyio.sleep(10)
     for member in fleet.app.fleet.members():
-        idle = (member.inflight, member.queued_tokens, member.queued_s, member.context_tokens)
+        idle = (
+            member.ranks.inflight,
+            member.ranks.queued_tokens,
+            member.ranks.queued_s,
+            member.ranks.context_tokens,
+        )
         assert idle == (0, 0, 0.0, 0), member
     assert gateway.releaser.n_open == 0
     assert len(gateway.live) == 0

@@ -179,7 +179,12 @@ async def check_wire(wire: WireFleet, seen: Sequence[Seen]) -> None:
     # Lines that were cut are noticed by the answers to pings that do not come.
     await anyio.sleep(100)
     for member in fleet.app.fleet.members():
-        idle = (member.inflight, member.queued_tokens, member.queued_s, member.context_tokens)
+        idle = (
+            member.ranks.inflight,
+            member.ranks.queued_tokens,
+            member.ranks.queued_s,
+            member.ranks.context_tokens,
+        )
         assert idle == (0, 0, 0.0, 0), member
         assert len(member.legs) == 0
     assert gateway.releaser.n_open == 0

@@ -102,9 +102,19 @@ def test_a_prefill_that_is_done_shortens_the_queue_and_keeps_the_slot() -> None:
     of = member()
     lease = Lease(of, of.ranks.rows[0], Work(10, 0.5, 20))
     lease.prefill_done()
-    assert (of.inflight, of.queued_tokens, of.queued_s, of.context_tokens) == (1, 0, 0.0, 20)
+    assert (
+        of.ranks.inflight,
+        of.ranks.queued_tokens,
+        of.ranks.queued_s,
+        of.ranks.context_tokens,
+    ) == (1, 0, 0.0, 20)
     lease.release()
-    assert (of.inflight, of.queued_tokens, of.queued_s, of.context_tokens) == (0, 0, 0.0, 0)
+    assert (
+        of.ranks.inflight,
+        of.ranks.queued_tokens,
+        of.ranks.queued_s,
+        of.ranks.context_tokens,
+    ) == (0, 0, 0.0, 0)
 
 
 def test_floats_that_do_not_add_up_leave_an_idle_queue_of_exactly_zero() -> None:
@@ -112,7 +122,7 @@ def test_floats_that_do_not_add_up_leave_an_idle_queue_of_exactly_zero() -> None
     leases = [Lease(of, of.ranks.rows[0], Work(1, seconds, 0)) for seconds in (0.1, 0.2, 0.3)]
     for lease in leases:
         lease.release()
-    assert of.queued_s == 0.0
+    assert of.ranks.queued_s == 0.0
 
 
 def test_i3_a_pool_gives_no_lease_on_a_worker_that_may_not_take_work() -> None:
@@ -221,12 +231,12 @@ def test_each_rank_that_can_be_asked_for_is_a_row_and_its_lease_asks_for_it() ->
     assert (lease.member, lease.rank) == (member, 1)
     first, _, second = (of.view().view(row) for row in range(3))
     assert (first.inflight, second.inflight) == (0, 1)
-    assert first.worker_inflight == second.worker_inflight == member.inflight == 1
+    assert first.worker_inflight == second.worker_inflight == member.ranks.inflight == 1
     # Back with fewer ranks: what is leased on the one that is gone is still given back.
     member.info = told(1, takes_rank=True)
     assert ranks(of) == [("w:1", None, True), ("x:1", None, True), ("w:1", 1, False)]
     lease.release()
-    assert (member.inflight, member.queued_tokens) == (0, 0)
+    assert (member.ranks.inflight, member.ranks.queued_tokens) == (0, 0)
 
 
 def test_limits_are_those_of_the_file_then_what_the_engine_runs_at_once() -> None:

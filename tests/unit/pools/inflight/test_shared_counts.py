@@ -167,7 +167,7 @@ def test_decisions_see_what_the_other_processes_have_on_a_worker(several: Severa
     held[1].release()
     seen = rows_of_pool(fleets[0])["a1:1"]
     assert (seen.inflight, seen.queued_tokens, seen.queued_s) == (2, 3, 0.125)
-    assert (seen.context_tokens, a.members["a1:1"].inflight) == (1040, 1)
+    assert (seen.context_tokens, a.members["a1:1"].ranks.inflight) == (1040, 1)
     assert a.members["a1:1"].everywhere == (2, 3)
 
 

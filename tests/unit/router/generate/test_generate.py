@@ -252,8 +252,8 @@ def test_a_prefill_worker_is_free_for_others_as_soon_as_it_has_answered() -> Non
             tasks.start_soon(b.call)
             await b.settle()
             prefill, decode = b.app.fleet.members()
-            assert (prefill.inflight, prefill.queued_tokens) == (0, 0)
-            assert (decode.inflight, decode.context_tokens) == (1, 3)
+            assert (prefill.ranks.inflight, prefill.ranks.queued_tokens) == (0, 0)
+            assert (decode.ranks.inflight, decode.ranks.context_tokens) == (1, 3)
         await b.check_idle(Outcome.COMPLETED)
 
     run(main)
@@ -266,9 +266,13 @@ def test_an_aggregated_workers_queue_is_shorter_from_the_first_token_on() -> Non
             tasks.start_soon(b.call)
             (member,) = b.app.fleet.members()
             await b.settle()
-            assert (member.inflight, member.queued_tokens) == (1, 3)
+            assert (member.ranks.inflight, member.ranks.queued_tokens) == (1, 3)
             await anyio.sleep(1.0)
-            assert (member.inflight, member.queued_tokens, member.queued_s) == (1, 0, 0.0)
+            assert (member.ranks.inflight, member.ranks.queued_tokens, member.ranks.queued_s) == (
+                1,
+                0,
+                0.0,
+            )
         await b.check_idle(Outcome.COMPLETED)
 
     run(main)

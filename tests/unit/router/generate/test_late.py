@@ -30,7 +30,7 @@ def test_a_worker_that_left_while_the_prompt_was_prefilled_gets_no_leg() -> None
             async def leave() -> None:
                 await anyio.sleep(19.8)  # too short before the leg for two good looks
                 pool = b.app.fleet.pools["decode"]
-                (leased,) = [m for m in pool.members.values() if m.inflight]
+                (leased,) = [m for m in pool.members.values() if m.ranks.inflight]
                 leased.refuse("hangs")
 
             async with anyio.create_task_group() as tasks:

@@ -72,7 +72,7 @@ def test_a_bug_in_one_stage_leaves_no_lease_in_another(monkeypatch: pytest.Monke
     monkeypatch.setattr(of.pools["decode"], "lease", broken)
     with pytest.raises(RuntimeError):
         take_now(dispatcher, ask())
-    assert {member.inflight for member in of.members()} == {0}
+    assert {member.ranks.inflight for member in of.members()} == {0}
     # And one that waits takes the blame itself, not whoever gave the place back.
     monkeypatch.setattr(of.pools["decode"], "lease", real)
     held = [take_now(dispatcher, ask()) for _ in range(2)]

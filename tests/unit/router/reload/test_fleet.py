@@ -79,10 +79,10 @@ def test_who_stays_is_the_same_object_with_all_that_is_known() -> None:
     assert of.pools["agg"] is pool
     assert pool.members["a2:1"] is member
     assert (pool.estimator, member.ranks.rows) == (estimator, rows)
-    assert (member.state, member.inflight) == (State.READY, 1)
+    assert (member.state, member.ranks.inflight) == (State.READY, 1)
     assert set(pool.members) == {"a2:1", "a3:1"}
     held.release()
-    assert (member.inflight, cached(pool, member)) == (0, 0)
+    assert (member.ranks.inflight, cached(pool, member)) == (0, 0)
 
 
 def test_who_goes_takes_nothing_new_and_leaves_with_its_last_lease() -> None:
@@ -90,7 +90,7 @@ def test_who_goes_takes_nothing_new_and_leaves_with_its_last_lease() -> None:
     pool, member = of.pools["agg"], of.pools["agg"].members["a1:1"]
     held = [lease(pool, member), lease(pool, member)]
     put(of, agg=workers("a2:1"))
-    assert (member.state, member.inflight) == (State.DRAINING, 2)
+    assert (member.state, member.ranks.inflight) == (State.DRAINING, 2)
     assert list(of.members()) == [pool.members["a2:1"]]
     assert set(of.all_members()) == {member, pool.members["a2:1"]}
     for _ in range(50):
@@ -102,7 +102,7 @@ def test_who_goes_takes_nothing_new_and_leaves_with_its_last_lease() -> None:
     assert member.state is State.DRAINING
     held[1].prefill_done()
     held[1].release()
-    assert (member.state, member.inflight) == (State.LEFT, 0)
+    assert (member.state, member.ranks.inflight) == (State.LEFT, 0)
     assert list(of.all_members()) == [pool.members["a2:1"]]
 
 
@@ -129,15 +129,15 @@ def test_who_comes_back_while_it_drains_goes_on_as_it_was() -> None:
     of.on_join(lambda _pool, each: told.append(each))
     told.clear()
     put(of, agg=workers("a2:1"))
-    assert (member.state, member.inflight) == (State.DRAINING, 1)
+    assert (member.state, member.ranks.inflight) == (State.DRAINING, 1)
     put(of, agg=workers("a1:1", "a2:1"))
     assert pool.members["a1:1"] is member
     assert (told, woken[-1:]) == ([], ["a1"])
-    assert (member.state, member.inflight, member.ranks.rows) == (State.READY, 1, row)
+    assert (member.state, member.ranks.inflight, member.ranks.rows) == (State.READY, 1, row)
     assert cached(pool, member) == known > 0
     first.release()
     # It does not leave with the lease that it drained for.
-    assert (member.state, member.inflight) == (State.READY, 0)
+    assert (member.state, member.ranks.inflight) == (State.READY, 0)
     put(of, agg=workers("a2:1"))
     assert member.state is State.LEFT
 
@@ -187,7 +187,7 @@ def test_a_pool_of_another_stage_or_name_is_another_pool() -> None:
     of.apply(prepare(content))
     new = of.pools["agg"]
     assert {m.pool for m in of.all_members() if m.address == "x:1"} == {"prefill", "agg"}
-    assert (new.members["x:1"].inflight, new.members["x:1"].state) == (0, State.JOINING)
+    assert (new.members["x:1"].ranks.inflight, new.members["x:1"].state) == (0, State.JOINING)
     make_ready(of)
     assert (len(new.view().rows), old.members) == (2, {})
     of.pools["agg"].lease(new.members["x:1"].ranks.rows[0], Work()).release()

@@ -96,7 +96,7 @@ def test_limits_take_effect_at_once_for_those_who_wait_the_oldest_first() -> Non
             assert [requests.versions(n) for n in (1, 2, 5)] == [{"v1"}, {"v2"}, {"v2"}]
             # Stricter ones take nothing away from who has workers already.
             requests.dispatcher.put_in_force(prepare(limited(1)), version("v3"))
-            assert [m.inflight for m in of.members()] == [3, 3]
+            assert [m.ranks.inflight for m in of.members()] == [3, 3]
             requests.held[0].release()
             requests.held[1].release()
             await anyio.sleep(1)
@@ -170,7 +170,7 @@ def test_another_mode_takes_over_who_waits_and_leaves_alone_who_runs(was: str) -
             await requests.submit(10)
             await requests.submit(11)
             assert (requests.failed, requests.versions(10)) == ({}, {"v3"})
-            assert [m.inflight for m in of.members()] == [2] * len(list(of.members()))
+            assert [m.ranks.inflight for m in of.members()] == [2] * len(list(of.members()))
             requests.release_all()
             assert set(of.all_members()) == set(of.members())
 
@@ -363,11 +363,11 @@ def test_ops_04_a_thousand_reloads_between_arrival_and_assignment_cost_no_reques
                 for member in of.all_members():
                     members.add(member)
                     assert member.state in (State.READY, State.DRAINING), member
-                    assert member.inflight or member.state is State.READY, member
+                    assert member.ranks.inflight or member.state is State.READY, member
         assert (requests.failed, len(requests.held)) == ({}, 1000)
         assert dispatcher.n_waiting == 0
         assert max(n_waiting) > 0
-        assert not any(member.inflight for member in members)
+        assert not any(member.ranks.inflight for member in members)
         assert [m.address for m in of.all_members()] == [m.address for m in of.members()]
         # No more rows than workers at once: those that left gave theirs back.
         assert len(of.pools["agg"].view().rows) <= 2 * len(WORKERS)

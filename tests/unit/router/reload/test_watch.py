@@ -290,16 +290,16 @@ def test_ops_03_a_removal_goes_by_what_the_worker_does_then_not_when_the_file_wa
             drained = at.app.fleet.pools["agg"].members["a1:1"]
             at.workers["a1:1"].down = DOWN
             await anyio.sleep(5 * LOOK_S)
-            assert (drained.state, drained.inflight) == (State.NOT_READY, 0)
+            assert (drained.state, drained.ranks.inflight) == (State.NOT_READY, 0)
             without = at.app.reloader.propose(lambda: listing("a2:1"))
             # It is up again and takes a stream before the removal runs.
             at.workers["a1:1"].down, at.workers["a2:1"].down = None, DOWN
             await anyio.sleep(5 * LOOK_S)
-            assert (drained.state, drained.inflight) == (State.READY, 0)
+            assert (drained.state, drained.ranks.inflight) == (State.READY, 0)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(check_served, at)
                 await anyio.sleep(1)
-                assert drained.inflight == 1
+                assert drained.ranks.inflight == 1
                 at.app.reloader.put(without)
                 assert drained.state is State.DRAINING
                 await anyio.sleep(15)
@@ -444,7 +444,7 @@ def test_ops_02_a_prefill_worker_stays_until_its_handoff_is_collected() -> None:
                 tasks.start_soon(check_served, at)
                 await anyio.sleep(1)
                 drained = without_the_prefill_worker_in_use(at)
-                assert drained.inflight == 0
+                assert drained.ranks.inflight == 0
                 await anyio.sleep(1.9)
                 assert (drained.state, drained.has_left) == (State.DRAINING, False)
                 await anyio.sleep(0.2)

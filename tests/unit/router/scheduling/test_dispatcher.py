@@ -32,7 +32,7 @@ def candidates(decision: Decision) -> list[list[Candidate]]:
 
 
 def inflight(of: Fleet) -> dict[str, int]:
-    return {member.address: member.inflight for member in of.members() if member.inflight}
+    return {member.address: member.ranks.inflight for member in of.members() if member.inflight}
 
 
 def test_load_counts_from_the_choice_and_is_gone_after_release() -> None:
@@ -277,4 +277,4 @@ def test_only_ready_workers_hold_leases() -> None:
     member.refuse("wrong role")
     for _ in range(20):
         assign(d)
-    assert member.inflight == 0
+    assert member.ranks.inflight == 0

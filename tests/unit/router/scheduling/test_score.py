@@ -23,7 +23,7 @@ def assign(dispatcher: Dispatcher, *, isl_tokens: int = 100) -> Assignment:
 
 def spread(dispatcher: Dispatcher, stage: str) -> Counter[str]:
     members = dispatcher.fleet.pools[stage].members.values()
-    return Counter({member.address: member.inflight for member in members})
+    return Counter({member.address: member.ranks.inflight for member in members})
 
 
 @pytest.mark.parametrize("extra", [{}, PROFILED], ids=["no profile", "profile"])
@@ -45,7 +45,11 @@ def test_score_01_a_hundred_unrelated_requests_over_two_equal_workers(
         for stage in stages:
             assert set(spread(dispatcher, stage).values()) == {0}
         for member in dispatcher.fleet.members():
-            assert (member.queued_tokens, member.queued_s, member.context_tokens) == (0, 0.0, 0)
+            assert (
+                member.ranks.queued_tokens,
+                member.ranks.queued_s,
+                member.ranks.context_tokens,
+            ) == (0, 0.0, 0)
 
 
 @pytest.mark.parametrize("mode", ["disagg", "agg"])
@@ -59,7 +63,7 @@ def test_score_02_forty_over_four_and_every_stage_counts(mode: str) -> None:
         assert sum(spread(dispatcher, stage).values()) == 40
     for assignment in held:
         assignment.release()
-    assert all(member.inflight == 0 for member in dispatcher.fleet.members())
+    assert all(member.ranks.inflight == 0 for member in dispatcher.fleet.members())
 
 
 @pytest.mark.parametrize("speed", [None, profiled()], ids=["no profile", "profile"])

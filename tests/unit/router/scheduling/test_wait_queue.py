@@ -85,8 +85,8 @@ def waiting(
 
 
 def check_idle(of: Fleet) -> None:
-    assert {member.inflight for member in of.members()} == {0}
-    assert {member.queued_tokens for member in of.members()} == {0}
+    assert {member.ranks.inflight for member in of.members()} == {0}
+    assert {member.ranks.queued_tokens for member in of.members()} == {0}
 
 
 async def settle() -> None:
@@ -206,7 +206,7 @@ def test_both_stages_are_had_before_a_request_holds_any() -> None:
             await settle()
         of = w.dispatcher.fleet
         assert w.done == [0, 1]
-        assert sum(m.inflight for m in of.pools["prefill"].members.values()) == 2
+        assert sum(m.ranks.inflight for m in of.pools["prefill"].members.values()) == 2
         w.held.pop(0).release()
 
     waiting(test, mode="disagg", decode={"max_inflight": 1})
@@ -223,7 +223,7 @@ def test_score_05_long_prompts_never_wait_while_a_worker_has_nothing_in_flight()
         n_released = 0
         while n_released < 400:
             await settle()
-            idle = [m for m in of.members() if not m.inflight]
+            idle = [m for m in of.members() if not m.ranks.inflight]
             assert not (w.dispatcher.n_waiting and idle)
             number = turns.choice(list(w.held))
             w.held.pop(number).release()

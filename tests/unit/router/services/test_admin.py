@@ -66,7 +66,7 @@ def test_explain_takes_nothing_and_says_the_same_twice() -> None:
     assert explain(of, request(), ("x-slo-ttft-ms", "500")) == first
     assert [choice.worker for choice in first.stages] != ["", ""]
     assert first.sla.ttft_ms == 500
-    assert all(member.inflight == 0 for member in of.members())
+    assert all(member.ranks.inflight == 0 for member in of.members())
     assert all(pool.requests_total == 0 for pool in of.pools.values())
 
 
