@@ -28,13 +28,8 @@ class Match(NamedTuple):
         depths: NDArray[np.int32] = self.both_depths(bits)[0]
         return depths
 
-    def device_depths(self, bits: Bits) -> NDArray[np.int32]:
-        """Leading blocks that are all on the device, for each holder's bit; -1 gives 0."""
-        depths: NDArray[np.int32] = self.both_depths(bits)[1]
-        return depths
-
     def both_depths(self, bits: Bits) -> NDArray[np.int32]:
-        """`depths` and `device_depths` in one go, i32[2, n_bits]."""
+        """The same, and how many of these lead on the device, i32[2, n_bits]."""
         if not self.steps:
             return np.zeros((2, len(bits)), np.int32)
         steps = self.steps

@@ -117,7 +117,7 @@ class World:
         assert match.n_blocks == len(query)
         rows = np.arange(N_ROWS + 1)  # one more than was ever claimed
         assert match.depths(rows).tolist() == wanted
-        assert match.device_depths(rows).tolist() == wanted
+        assert match.both_depths(rows)[1].tolist() == wanted
 
 
 def blocks_of(tokens: bytes) -> tuple[bytes, ...]:

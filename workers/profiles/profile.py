@@ -123,14 +123,6 @@ class TpProfile:
             "decode": [list(row) for row in self._decode.rows],
         }
 
-    def covers_prefill(self, new_tokens: float, cached_tokens: float) -> bool:
-        """Whether `prefill_s` of this point interpolates measurements, rather than extrapolates."""
-        return self._prefill.covers(new_tokens, cached_tokens)
-
-    def covers_decode(self, batch_size: float, context_tokens: float) -> bool:
-        """Whether `itl_s` of this point interpolates measurements, rather than extrapolates."""
-        return self._decode.covers(batch_size, context_tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:

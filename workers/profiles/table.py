@@ -36,10 +36,9 @@ class _Line:
     Starting each segment from its own row makes the rows come back bit for bit.
     """
 
-    __slots__ = ("_slopes", "_values_s", "first_x", "last_x", "log_xs")
+    __slots__ = ("_slopes", "_values_s", "log_xs")
 
     def __init__(self, rows: Sequence[tuple[float, float]]) -> None:
-        self.first_x, self.last_x = rows[0][0], rows[-1][0]
         self.log_xs = [math.log(x) for x, _ in rows]
         self._values_s = [value_s for _, value_s in rows]
         inner = [
@@ -70,7 +69,6 @@ class Table:
         "_log_xs",
         "_log_xs_many",
         "_log_y",
-        "_raw_ys",
         "_whole",
         "_ys",
         "_ys_many",
@@ -83,9 +81,9 @@ class Table:
         for x, y, ms in self.rows:
             by_y.setdefault(y, []).append((x, ms / 1000.0))
         self._log_y = log_y
-        self._raw_ys = sorted(by_y)
-        self._ys = ys = [math.log(y) if log_y else float(y) for y in self._raw_ys]
-        self._lines = [_Line(by_y[y]) for y in self._raw_ys]
+        raw_ys = sorted(by_y)
+        self._ys = ys = [math.log(y) if log_y else float(y) for y in raw_ys]
+        self._lines = [_Line(by_y[y]) for y in raw_ys]
         # Each line has its own rows, so the slots of x are between the rows of all lines.
         self._log_xs = sorted({log_x for line in self._lines for log_x in line.log_xs})
         starts = [-math.inf, *self._log_xs]
@@ -201,14 +199,6 @@ class Table:
         rise = np.maximum(sign * (far - near), floor) / y_step
         lines: Floats = np.stack([near - rise * near_y, rise]).reshape(2, -1)
         return lines
-
-    def covers(self, x: float, y: float) -> bool:
-        """Whether (x, y) lies between measured rows."""
-        i = bisect_right(self._raw_ys, y) - 1
-        if i < 0 or y > self._raw_ys[-1]:
-            return False
-        lines = self._lines[i : i + (1 if y == self._raw_ys[i] else 2)]
-        return all(line.first_x <= x <= line.last_x for line in lines)
 
     def is_finite(self, far: float) -> bool:
         """Whether times stay numbers out to `far` on both axes, however steep the last rows are."""

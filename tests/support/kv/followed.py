@@ -143,7 +143,7 @@ class Followed:
 
 def depth_of(match: Any, holder: Holder | None, *, device: bool = False) -> int:
     bits = np.array([-1 if holder is None else holder.bit], dtype=np.int32)
-    return int((match.device_depths(bits) if device else match.depths(bits))[0])
+    return int((match.both_depths(bits)[1] if device else match.depths(bits))[0])
 
 
 @asynccontextmanager

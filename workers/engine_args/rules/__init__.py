@@ -1,6 +1,5 @@
 """Rules across engine arguments that are valid one by one: of one engine, and of a prefill-decode pair.
 
-Owns what each code from E2 on looks for. Imports `engine_args/model`, `kv_transfer/nixl` and
-`runtime`.
+Owns what each code from E2 on looks for. Imports `engine_args/model`, `kv_transfer/nixl` and `runtime`.
 Promises: rules are pure; each yields findings and changes nothing.
 """

@@ -351,7 +351,7 @@ def test_every_holder_has_its_own_depth_however_many_there_are(n_holders: int) -
         )
     bits = np.array([holder.bit for holder in holders])
     match = index.match(tokens)
-    assert match.device_depths(bits).tolist() == list(range(n_holders))
+    assert match.both_depths(bits)[1].tolist() == list(range(n_holders))
     assert match.depths(bits).tolist() == [n_holders] * n_holders
 
 
