@@ -35,7 +35,7 @@ from support.gateway.simulation import (
     running,
     simulate,
 )
-from support.seeds import n_seeds_of
+from support.seeds import n_in
 
 Files = dict[str, dict[str, list[str]]]
 
@@ -86,7 +86,7 @@ async def while_playing(
     return seen
 
 
-@pytest.mark.parametrize("seed", range(n_seeds_of(1)))
+@pytest.mark.parametrize("seed", range(n_in(gate=1, long=2)))
 @pytest.mark.parametrize("stages", [{"prefill": 3, "decode": 3}, {"agg": 3}], ids=["disagg", "agg"])
 def test_no_request_fails_by_reloads_and_each_receipt_names_what_it_was_decided_by(
     stages: dict[str, int], seed: int
