@@ -32,7 +32,9 @@ def candidates(decision: Decision) -> list[list[Candidate]]:
 
 
 def inflight(of: Fleet) -> dict[str, int]:
-    return {member.address: member.ranks.inflight for member in of.members() if member.inflight}
+    return {
+        member.address: member.ranks.inflight for member in of.members() if member.ranks.inflight
+    }
 
 
 def test_load_counts_from_the_choice_and_is_gone_after_release() -> None:
