@@ -19,7 +19,7 @@ from support.gateway.processes import (
 )
 from support.limits import HANG_S
 from support.repository.manifests import FOLDER, fleet, named, objects
-from support.scripts import BASH, http, tool
+from support.repository.scripts import BASH, http, tool
 
 SLURM = FOLDER.parent / "slurm"
 

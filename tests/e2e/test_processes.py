@@ -27,7 +27,7 @@ from support.gateway.processes import (
     serve_arguments,
     starting,
 )
-from support.gateway_processes import (
+from support.gateway.several import (
     N_CLIENTS,
     Streams,
     config_of,

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.gateway.foreign_client import Client, request
 from support.gateway.processes import Cluster, Gateway, eventually, gateway
-from support.gateway_processes import Streams, config_of, is_whole_again, kill, two_processes
+from support.gateway.several import Streams, config_of, is_whole_again, kill, two_processes
 
 
 @pytest.fixture(scope="module")

@@ -83,4 +83,4 @@ def test_a_bug_in_one_stage_leaves_no_lease_in_another(monkeypatch: pytest.Monke
         assert isinstance(ticket.outcome, Exception)
     held[1].release()
     assert dispatcher.n_waiting == 0
-    assert {member.inflight for member in of.members()} == {0}
+    assert {member.ranks.inflight for member in of.members()} == {0}

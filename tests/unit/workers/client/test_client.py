@@ -17,7 +17,7 @@ from slagate.workers.client.client import connect_worker
 from slagate.workers.errors import WorkerError
 from slagate.workers.server import serve_worker
 from slagate.workers.trtllm import probe as trtllm_probe
-from support.keepalive_clock import KeepaliveClock
+from support.http2.keepalive_clock import KeepaliveClock
 from support.limits import HANG_S
 from support.worker.fake import FakeWorker
 from support.worker.sinks import KeepingSink

@@ -14,7 +14,7 @@ from slagate.proto.rpc.sinks import Call
 from slagate.proto.rpc.status import Metadata, Status
 from slagate.workers.client.streams import StreamChannel
 from support.http2.grpc_peers import Order, Peer, Serve, aio_peer, numbered, sync_peer
-from support.keepalive_clock import KeepaliveClock
+from support.http2.keepalive_clock import KeepaliveClock
 from support.limits import HANG_S
 from support.worker.bytes_sink import BytesSink
 
