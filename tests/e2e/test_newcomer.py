@@ -17,6 +17,7 @@ from support.gateway.processes import (
     run_here,
     starting,
 )
+from support.limits import HANG_S
 
 PLAIN = "--insecure --target"
 
@@ -81,7 +82,7 @@ def test_ctrl_c_is_130_and_nothing_else(agg: Cluster, tmp_path: Path) -> None:
         assert follower.popen.stdout is not None
         assert follower.popen.stdout.readline()
         follower.popen.send_signal(signal.SIGINT)
-        assert follower.popen.wait(30) == 130
+        assert follower.popen.wait(HANG_S) == 130
         assert follower.stderr() == ""
 
 
@@ -97,5 +98,7 @@ def test_ctrl_c_in_the_first_moment_is_no_traceback() -> None:
         "sys.meta_path.insert(0, Finder())\n"
         "main()\n"
     )
-    done = subprocess.run([SLAGATE[0], "-c", script], capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [SLAGATE[0], "-c", script], capture_output=True, timeout=HANG_S, check=False
+    )
     assert (done.returncode, done.stderr) == (130, b"")

@@ -15,6 +15,7 @@ from slagate.router.cli.tools.profile import profile as profile_cli
 from slagate.workers.profiles.profile import load_profile
 from support.engine.workers import MODEL, PROFILE
 from support.gateway.processes import eventually, running, starting, worker_arguments
+from support.limits import HANG_S
 
 ROWS = ["--prompts", "512", "--cached", "0", "--batches", "1,8", "--contexts", "512"]
 ROWS += ["--repeats", "1", "--steps", "16"]
@@ -73,9 +74,9 @@ def test_ctrl_c_keeps_the_rows_measured_so_far(tmp_path: Path, seen: str, name: 
         arguments = ["profile", "measure", "--insecure", "--target", worker.address]
         arguments += ["--out", str(out), *rows, "--repeats", "1", "--steps", "16"]
         with starting("measure", arguments, tmp_path) as measure:
-            eventually(lambda: seen in measure.stderr(), "a row is measured", limit_s=60)
+            eventually(lambda: seen in measure.stderr(), "a row is measured")
             measure.popen.send_signal(signal.SIGINT)
-            assert measure.popen.wait(30) == 130
+            assert measure.popen.wait(HANG_S) == 130
             told = measure.stderr()
     assert f"interrupted; the rows measured so far are in {tmp_path / name}" in told
     assert "Traceback" not in told

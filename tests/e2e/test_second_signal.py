@@ -20,6 +20,7 @@ from support.gateway.processes import (
     running,
     worker_arguments,
 )
+from support.limits import HANG_S
 
 NEVER = ("--drain", "600")
 SLOW = ("--time-scale", "100")
@@ -43,7 +44,7 @@ def end_twice(process: Process, number: signal.Signals, *, drains: Callable[[], 
     eventually(drains, "it drains")
     assert process.popen.poll() is None
     process.popen.send_signal(number)
-    return process.popen.wait(30)
+    return process.popen.wait(HANG_S)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.limits import HANG_S
+
 EXAMPLE = str(files("slagate.configs") / "grids" / "example-disagg.json")
 
 
@@ -20,7 +22,7 @@ def slagate(
         stdout=stdout,
         stderr=subprocess.PIPE,
         env=os.environ | (environ or {}),
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
 
