@@ -18,7 +18,7 @@ def main() -> None:
     try:
         status = _run()
     except KeyboardInterrupt:  # while modules are imported; later it is typer's
-        status = 130
+        status = 130  # `INTERRUPTED`, which may not have been imported yet
     raise SystemExit(status)
 
 

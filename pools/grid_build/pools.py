@@ -17,8 +17,7 @@ from slagate.pools.grid_build.curve import (
     profile_prefill,
     queued_prefill,
 )
-from slagate.pools.grid_build.profiles import stage_profiles
-from slagate.pools.grid_build.spec import BuildSpec, Point, PoolBuildSpec, stages_of
+from slagate.pools.grid_build.spec import BuildSpec, Point, PoolBuildSpec, stage_profiles, stages_of
 from slagate.workers.profiles.profile import TpProfile
 
 

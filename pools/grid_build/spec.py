@@ -1,20 +1,22 @@
 """What a grid is built from: a spec file with the pools of each stage and the axes of their grids.
 
-The shape, and what its values must say about each other. docs/build.md is the page for operators.
+The shape, what its values must say about each other, and the timing profiles that it names. docs/build.md
+is the page for operators.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from slagate.pools.fleet_file.models import Objective
+from slagate.pools.fleet_file.profiles import read_profiles
 from slagate.pools.fleet_file.values import Address, Array, Count, Limit, Maybe, Name, Number, Word
 from slagate.pools.grid.errors import ConfigError, Problem
 from slagate.pools.grid.json_text import ROOT, json_path, read_json, shown
-from slagate.pools.grid_build.profiles import profile_problems
 from slagate.pools.grid_build.spec_rules import contradictions
+from slagate.workers.profiles.profile import TpProfile
 from slagate.workers.runtime.suggest import unknown_key
 
 _REASONS = {
@@ -219,3 +221,34 @@ def _unknown(path: tuple[str | int, ...], mode: str) -> str:
         models |= {"decode": DecodeSpec, "agg": AggSpec}
         model = models.get(parent, AxisSpec)
     return unknown_key(str(path[-1]), model.model_fields)
+
+
+def stage_profiles(
+    stage: str, named: Mapping[int, tuple[str, int | None]]
+) -> tuple[dict[int, TpProfile], list[Problem]]:
+    """The profiles that can be used, by the number of the pool in the spec, and what is wrong with others.
+
+    `named` has the name or path of a profile and its tensor parallel size; None: that was refused already.
+    """
+    found, faults = read_profiles({str(at): value for at, value in named.items()})
+    problems = [
+        Problem(json_path((stage, "pools", int(at), key)), f"{reason} (got {shown(got)})")
+        for (_, at, key), reason, got in faults
+    ]
+    return {int(at): profile for at, profile in found.items()}, problems
+
+
+def profile_problems(content: Mapping[str, Any], stages: Sequence[str]) -> list[Problem]:
+    """What is wrong with the profiles of a spec as it was read, whatever else is wrong with it."""
+    problems = []
+    for stage in stages:
+        part = content.get(stage)
+        pools = part.get("pools") if isinstance(part, dict) else None
+        named = {}
+        for at, pool in enumerate(pools if isinstance(pools, list) else ()):
+            if isinstance(pool, dict) and isinstance(pool.get("profile"), str):
+                tp = pool.get("tp")
+                is_size = isinstance(tp, int) and not isinstance(tp, bool) and tp > 0
+                named[at] = (pool["profile"], tp if is_size else None)
+        problems += stage_profiles(stage, named)[1]
+    return problems

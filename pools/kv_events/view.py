@@ -20,6 +20,7 @@ class Mode(Enum):
 
 
 _NOT_YET = "not subscribed yet"
+_UNWANTED = "not followed: no decision asks for them here"
 
 _WORST_FIRST = (Mode.NONE, Mode.RESYNC, Mode.STARTING, Mode.LIVE)
 
@@ -76,8 +77,8 @@ class EventView:
         """Why it is not simply live; empty when it is."""
         if self._why_none:
             return self._why_none
-        mode = self.mode
-        return next((rank.reason for rank in self.ranks.values() if rank.mode is mode), _NOT_YET)
+        mode, idle = self.mode, _UNWANTED if self._idle is Mode.OFF else _NOT_YET
+        return next((rank.reason for rank in self.ranks.values() if rank.mode is mode), idle)
 
     @property
     def is_partial(self) -> bool:

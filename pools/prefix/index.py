@@ -14,17 +14,17 @@ Rules:
 Everything belongs to one thread, that of the event loop: no method waits, so each is one step to all tasks.
 """
 
+import hashlib
 import heapq
 from array import array
 from collections.abc import Mapping
 
-from slagate.pools.prefix.blocks import substituted
 from slagate.pools.prefix.claims import DEVICE, HOST, Claims, Hashes, unsigned
 from slagate.pools.prefix.holder import Holder
 from slagate.pools.prefix.lanes import Lanes
 from slagate.pools.prefix.match import Match
 from slagate.pools.prefix.pending import Claim, Pending
-from slagate.pools.prefix.trie import Root, RunTrie, Tokens
+from slagate.pools.prefix.trie import TOKEN_BYTES, Root, RunTrie, Tokens
 
 MAX_PENDING = 4096
 
@@ -248,3 +248,30 @@ class PrefixIndex:
             self._claims.hold(holder, place, tier, array("Q", [name]), block.content)
             for below in holder.pending.below(name):
                 heapq.heappush(woken, below)
+
+
+def substituted(content: bytes, keys: Mapping[int, bytes], block_bytes: int) -> bytes:
+    """Full blocks with those that have a key replaced; numbers beyond the last full block are passed over.
+
+    Placeholder tokens of two pictures are the same; the pictures are not. A block whose engine hash has
+    more inputs than tokens is replaced by a digest of its tokens and that key, with the top bit of each
+    word set: no vocabulary has such token ids, so it never equals a plain block.
+
+    Raises `ValueError` for a negative block number.
+    """
+    blocks = bytearray(content)
+    for number, key in keys.items():
+        if number < 0:
+            raise ValueError(f"keys: block number {number} is negative")
+        start = number * block_bytes
+        block = content[start : start + block_bytes]
+        if len(block) == block_bytes:
+            blocks[start : start + block_bytes] = _stand_in(block, key)
+    return bytes(blocks)
+
+
+def _stand_in(block: bytes, key: bytes) -> bytes:
+    # The block's length is fixed, so joining is unambiguous.
+    digest = hashlib.shake_128(block + key).digest(len(block))
+    marks = int.from_bytes(b"\0\0\0\x80" * (len(block) // TOKEN_BYTES), "little")
+    return (int.from_bytes(digest, "little") | marks).to_bytes(len(block), "little")

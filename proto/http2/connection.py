@@ -25,10 +25,9 @@ from slagate.proto.http2.interfaces import (
     StreamHandler,
 )
 from slagate.proto.http2.keepalive import Keepalive
-from slagate.proto.http2.outbox import Outbox
+from slagate.proto.http2.outbox import Outbox, turn_of
 from slagate.proto.http2.stream import H2Stream
 from slagate.proto.http2.token_bucket import Budget
-from slagate.proto.http2.write_coalescer import turn_of
 
 WRITE_BYTES = 256 << 10
 """Given to the transport at once; what it does not take stays in the engine, where it is counted."""

@@ -28,14 +28,14 @@ class RequestOptions(NamedTuple):
     prompt: list[int]
     model: str | None
     max_tokens: int | None
-    ttft_ms: str | None
-    itl_ms: str | None
-    priority: str | None
+    ttft_ms: float | None
+    itl_ms: float | None
+    priority: int | None
 
     def metadata(self) -> list[tuple[str, str | bytes]]:
-        """The SLA as gRPC metadata; values go out as typed, and the gateway judges them."""
+        """The SLA as gRPC metadata."""
         pairs = ((TTFT, self.ttft_ms), (ITL, self.itl_ms), (PRIORITY, self.priority))
-        return [(key, value) for key, value in pairs if value is not None]
+        return [(key, str(value)) for key, value in pairs if value is not None]
 
     def message(self, model: str) -> oe.GenerateRequest:
         """The request, with an id of its own."""

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from slagate.router.cli import client as client_cli
-from slagate.router.cli.command import Admin, run_to_exit, seconds, server, wrong_use_told
+from slagate.router.cli.command import Admin, finite, run_to_exit, seconds, server, wrong_use_told
 from slagate.router.cli.tls import dials
 from slagate.workers.tls.files import TlsFiles
 
@@ -13,12 +13,17 @@ Target = Annotated[str, server("The gateway to call (slagate serve --listen), or
 Tokens = Annotated[
     str | None, typer.Option(metavar="1,2,3|@FILE", help="Prompt token ids, or a file of them.")
 ]
-Isl = Annotated[int | None, typer.Option(min=1, help="Or: a made-up prompt of this many tokens.")]
+Isl = Annotated[
+    int | None,
+    typer.Option(min=1, max=10_000_000, help="Or: a made-up prompt of this many tokens."),
+]
 Model = Annotated[str | None, typer.Option(help="Model name; may be left out where one is served.")]
 MaxTokens = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Output budget.")]
-TtftMs = Annotated[str | None, typer.Option(help="TTFT target, ms.")]
-ItlMs = Annotated[str | None, typer.Option(help="ITL target, ms.")]
-Priority = Annotated[str | None, typer.Option(help="int32, higher is more important.")]
+TtftMs = Annotated[float | None, typer.Option(min=0, callback=finite, help="TTFT target, ms.")]
+ItlMs = Annotated[float | None, typer.Option(min=0, callback=finite, help="ITL target, ms.")]
+Priority = Annotated[
+    int | None, typer.Option(min=-(2**31), max=2**31 - 1, help="int32, higher is more important.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 

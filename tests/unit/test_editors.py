@@ -17,6 +17,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "workers", "pools", "router")
 
 
+def rparted(module: str) -> tuple[str, str, str]:
+    """`import a.b.c` finds what `from a.b import c` does."""
+    return module.rpartition(".")
+
+
 def our_imports() -> list[tuple[str, str]]:
     """Module and name of each import of slagate in the product's code."""
     found = set()
@@ -25,6 +30,9 @@ def our_imports() -> list[tuple[str, str]]:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("slagate."):
                     found |= {(str(node.module), alias.name) for alias in node.names}
+                elif isinstance(node, ast.Import):
+                    dotted = [each.name for each in node.names if each.name.startswith("slagate.")]
+                    found |= {(package, name) for package, _, name in map(rparted, dotted)}
     return sorted(found)
 
 

@@ -57,6 +57,9 @@ def build(
     """Build a fleet file: for each cell the cheapest pool that meets it."""
     with wrong_use_told():
         chosen = _algorithm(algorithm)
+        for option, path in (("--out", out), ("--report", report)):
+            if path is not None and path.exists() and path.samefile(spec):
+                fail(f"{option} {path}: is the spec, which it would replace")
         if strict and chosen != "slagate":
             fail(f"--strict: the algorithm {chosen} does not look for cells that cannot be met")
         read = _read(spec, utilisation, margin)

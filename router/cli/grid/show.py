@@ -126,6 +126,9 @@ def show_stages(config: FleetConfig, traffic: Traffic | None, options: ShowOptio
     if options.stage is not None and options.stage not in config.stages:
         known = ", ".join(config.stages)
         raise UsageError(f"--stage must be one of {known} in this file (got {options.stage!r})")
+    for kind, path in (("svg", options.svg), ("png", options.png)):
+        if path is not None and path.suffix.lower() in {".svg", ".png"} - {f".{kind}"}:
+            raise UsageError(f"--{kind} {path}: has the name of another kind of picture")
     stages = config.stages if options.stage is None else (options.stage,)
     views = [stage_view(config, stage, traffic) for stage in stages]
     if options.svg is not None:

@@ -12,6 +12,7 @@ PAGES = {
     for path in (
         REPOSITORY / "README.md",
         REPOSITORY / "ARCHITECTURE.md",
+        REPOSITORY / "tests" / "README.md",
         *sorted((REPOSITORY / "docs").rglob("*.md")),
     )
 }

@@ -9,10 +9,9 @@ import anyio
 import numpy as np
 import pytest
 
-from slagate.pools.prefix.blocks import substituted
 from slagate.pools.prefix.claims import DEVICE, HOST
 from slagate.pools.prefix.holder import Holder
-from slagate.pools.prefix.index import PrefixIndex
+from slagate.pools.prefix.index import PrefixIndex, substituted
 from slagate.pools.prefix.trie import Root
 
 BLOCK_TOKENS = 4

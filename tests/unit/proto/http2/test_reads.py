@@ -19,9 +19,9 @@ from slagate.proto.http2.engine import (
 )
 from slagate.proto.http2.events import Events
 from slagate.proto.http2.interfaces import Headers, StreamEnd
+from slagate.proto.http2.outbox import turn_of
 from slagate.proto.http2.stream import H2Stream
 from slagate.proto.http2.token_bucket import Budget
-from slagate.proto.http2.write_coalescer import turn_of
 from slagate.proto.rpc.status import OK
 from slagate.workers.client.streams import StreamChannel
 from support.http2.memory_transport import Network

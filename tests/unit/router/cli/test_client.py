@@ -66,11 +66,11 @@ def test_one_of_the_two_flags_is_needed() -> None:
             read_prompt(*flags)
 
 
-def test_targets_go_out_as_they_were_typed() -> None:
+def test_targets_go_out_as_metadata() -> None:
     assert options().metadata() == []
-    assert options(ttft_ms="5e2", itl_ms="fast", priority="-1").metadata() == [
-        ("x-slo-ttft-ms", "5e2"),
-        ("x-slo-tpot-ms", "fast"),
+    assert options(ttft_ms=500.0, itl_ms=12.5, priority=-1).metadata() == [
+        ("x-slo-ttft-ms", "500.0"),
+        ("x-slo-tpot-ms", "12.5"),
         ("openengine-priority", "-1"),
     ]
 

@@ -91,7 +91,7 @@ def test_after_one_signal_the_same_one_is_the_kernels_and_the_other_is_not(
             await anyio.wait_all_tasks_blocked()
             before = signal.getsignal(other)
             os.kill(os.getpid(), number)
-            with anyio.fail_after(10):
+            with anyio.fail_after(HANG_S):
                 await event.wait()
             await anyio.wait_all_tasks_blocked()
             assert signal.getsignal(number) == signal.SIG_DFL
@@ -106,14 +106,14 @@ def test_who_has_children_is_told_of_the_second_signal_of_a_kind() -> None:
         async with stopped(again=again.set) as event:
             await anyio.wait_all_tasks_blocked()
             os.kill(os.getpid(), signal.SIGINT)
-            with anyio.fail_after(10):
+            with anyio.fail_after(HANG_S):
                 await event.wait()
             # A parent's, after Ctrl-C has reached parent and child: one of each is no second one.
             os.kill(os.getpid(), signal.SIGTERM)
             await anyio.wait_all_tasks_blocked()
             assert not again.is_set()
             os.kill(os.getpid(), signal.SIGTERM)
-            with anyio.fail_after(10):
+            with anyio.fail_after(HANG_S):
                 await again.wait()
 
     anyio.run(main)
