@@ -81,6 +81,9 @@ def run_to_exit(
     use_uvloop = sys.platform != "win32" and not starts_processes
 
     async def whole() -> int:
+        if "grpc.aio" in sys.modules:
+            # Else its thread ends with its last object, and who collects that can wait for it for ever.
+            sys.modules["grpc.aio"].init_grpc_aio()
         try:
             return await main_coroutine()
         finally:

@@ -34,7 +34,6 @@ PLAIN = "--insecure --target"
         (f"generate {PLAIN} {{listen}} --isl 5 --model llama", f"is not served here, but {MODEL}"),
         (f"explain {PLAIN} {{admin}} --isl 5 --model llama", f"is not served here, but {MODEL}"),
         (f"generate {PLAIN} {{listen}} --isl 200000", "do not fit the context window of 131072"),
-        (f"generate {PLAIN} {{listen}} --isl 5 --priority high", "must be a 32-bit integer"),
         (f"reload {PLAIN} {{admin}} --rollback", "there is no configuration before this one"),
     ],
 )
