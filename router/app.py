@@ -21,21 +21,21 @@ from slagate.pools.fleet_file.load import FleetConfig
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.proto import process_pb2_grpc as ps_grpc
-from slagate.proto.http2.interfaces import Settings as Http2Settings
+from slagate.proto.http2.interfaces import Http2Settings
 from slagate.proto.rpc.address import Address
-from slagate.proto.rpc.connection_pool import Links, dial_unix
+from slagate.proto.rpc.connection_pool import ConnectionPool, dial_unix
 from slagate.router.front.server import Front, serve_front
 from slagate.router.generate import generate
 from slagate.router.legs.attempts import Gateway
 from slagate.router.legs.handoff import Releaser
-from slagate.router.metrics import Metrics, Refused
-from slagate.router.multiprocess.child import Place, Share, parent_watched, sharing
+from slagate.router.metrics import Metrics, RefusedConnection
+from slagate.router.multiprocess.child import ProcessSlot, SharedState, parent_watched, sharing
 from slagate.router.multiprocess.service import ProcessService, Siblings
 from slagate.router.receipts.config import config_message
 from slagate.router.receipts.ring import ReceiptRing
 from slagate.router.reload.reload import Proposal, Reloader, Source, put_in_process, reloading
 from slagate.router.request.errors import Draining
-from slagate.router.request.running import LiveRequests
+from slagate.router.request.running import RunningRequests
 from slagate.router.request.settings import CUT_S, RECEIPTS_S, Settings
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.services.admin import AdminService
@@ -75,7 +75,7 @@ async def build(
     now_s: Callable[[], float],
     unix_s: Callable[[], float] = unix_s,
     rng: random.Random,
-    share: Share | None = None,
+    share: SharedState | None = None,
 ) -> AsyncIterator[App]:
     """The graph of a gateway, watching its workers, for the time of the block.
 
@@ -127,7 +127,7 @@ async def build(
                 number=int if share is None else share.receipt_number,
             ),
             releaser=Releaser(releases, metrics),
-            live=LiveRequests(None if share is None else share.neighbours.show_running),
+            live=RunningRequests(None if share is None else share.neighbours.show_running),
             leg_id=lambda: f"{instance_id}-{next(numbers)}",
             now_s=now_s,
         )
@@ -151,7 +151,7 @@ async def serve(
     http: Address,
     tls: TlsFiles | None,
     worker_tls: TlsFiles | None,
-    place: Place | None = None,
+    place: ProcessSlot | None = None,
 ) -> None:
     """Run a gateway until SIGTERM or SIGINT; prints the ready line once every listener is bound.
 
@@ -180,7 +180,7 @@ async def serve(
                 gateway.metrics.watch_certificate(side)
         if clients_tls is not None:
             refused = gateway.metrics.connections.refused
-            clients_tls.on_refused = partial(refused, Refused.TLS)
+            clients_tls.on_refused = partial(refused, RefusedConnection.TLS)
         draining = False
 
         def not_ready() -> str:
@@ -238,7 +238,7 @@ async def serve(
                 serve_front(
                     partial(generate, gateway=gateway),
                     listening,
-                    Links(socket, connecting, settings=LOCAL, dial=dial_unix),
+                    ConnectionPool(socket, connecting, settings=LOCAL, dial=dial_unix),
                     settings,
                     tls=None if clients_tls is None else clients_tls.context,
                     counts=gateway.metrics.connections,

@@ -13,24 +13,24 @@ import logging
 
 from slagate.pools.grid.stage import Stage
 from slagate.proto.rpc.status import OK, Status
-from slagate.router.legs.attempts import Gateway, Turn
+from slagate.router.legs.attempts import ActiveRequest, Gateway
 from slagate.router.legs.handoff import Handoff, PrefillSink, guard
-from slagate.router.legs.relay import Splice
+from slagate.router.legs.relay import Relay
 from slagate.router.receipts.record import Record
 from slagate.router.request.call import ClientCall
 from slagate.router.request.errors import (
     CANCELLED,
     INTERNAL,
     DeadlineExceeded,
+    GatewayError,
     LegFailed,
     Outcome,
-    RequestError,
 )
 from slagate.router.request.metadata import RECEIPT_TRAILER
 from slagate.router.request.request import Request, check_length, output_budget, parse_request
-from slagate.router.request.running import Running
+from slagate.router.request.running import CancelHandle
 from slagate.router.request.sla import parse_sla
-from slagate.router.scheduling.score import Ask
+from slagate.router.scheduling.score import RoutingRequest
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.workers.legs import agg_leg, decode_leg, prefill_leg
 from slagate.workers.runtime.logs import note
@@ -53,7 +53,7 @@ async def generate(call: ClientCall, gateway: Gateway) -> None:
             raise DeadlineExceeded("the deadline had passed when the request came")
         await _serve(call, gateway, record, deadline_s)
         outcome, status = Outcome.COMPLETED, OK
-    except RequestError as error:
+    except GatewayError as error:
         outcome, status = error.outcome, error.status()
     except asyncio.CancelledError:
         ended_by = call.running.caught()
@@ -72,7 +72,7 @@ async def generate(call: ClientCall, gateway: Gateway) -> None:
         _finish(call, gateway, record, outcome, status)
 
 
-def _too_late(running: Running, limit_s: float) -> None:
+def _too_late(running: CancelHandle, limit_s: float) -> None:
     running.end(DeadlineExceeded(f"the limit of {limit_s:.3f} s has passed"))
 
 
@@ -89,11 +89,11 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
     record.sla = sla = parse_sla(call.metadata, receipts=gateway.settings.client_receipts)
     request = parse_request(call.data, max_bytes=gateway.settings.max_request_bytes)
     record.request_id = request.id
-    ask = Ask(request.model, request.isl_tokens, sla)
+    ask = RoutingRequest(request.model, request.isl_tokens, sla)
     gateway.live.add(call.peer, request.id, call.running)
     try:
         assignment = await _assigned(gateway, record, ask, request)
-        turn = Turn(call, gateway, record, request, ask, assignment, deadline_s)
+        turn = ActiveRequest(call, gateway, record, request, ask, assignment, deadline_s)
         try:
             infos = [member.models.get(request.model) for member in assignment.members]
             record.max_tokens = output_budget(request, infos)
@@ -107,7 +107,9 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
         gateway.live.remove(call.peer, request.id, call.running)
 
 
-async def _assigned(gateway: Gateway, record: Record, ask: Ask, request: Request) -> Assignment:
+async def _assigned(
+    gateway: Gateway, record: Record, ask: RoutingRequest, request: Request
+) -> Assignment:
     """Workers for every stage, waited for where all are at their limits."""
     # Before it waits, and holds up others, for what no worker could ever do.
     check_length(request, gateway.dispatcher.fleet.context_window(request.model))
@@ -121,7 +123,7 @@ async def _assigned(gateway: Gateway, record: Record, ask: Ask, request: Request
             record.waited_s = gateway.now_s() - started_s
 
 
-async def _disaggregate(turn: Turn) -> None:
+async def _disaggregate(turn: ActiveRequest) -> None:
     """Prefill, then decode; once more from the start where the handoff was lost before a token."""
     while (handoff := await _prefill(turn)) is not None:
         try:
@@ -132,7 +134,7 @@ async def _disaggregate(turn: Turn) -> None:
             return
 
 
-async def _prefill(turn: Turn) -> Handoff | None:
+async def _prefill(turn: ActiveRequest) -> Handoff | None:
     """The context-only leg. None: its first token ended the request, and the client has it."""
     request = turn.request
 
@@ -155,10 +157,10 @@ async def _prefill(turn: Turn) -> Handoff | None:
     return turn.handoff
 
 
-async def _decode(turn: Turn, handoff: Handoff) -> None:
+async def _decode(turn: ActiveRequest, handoff: Handoff) -> None:
     """The generation-only leg, relayed to the client."""
 
-    def leg(leg_id: str) -> tuple[bytes, Splice]:
+    def leg(leg_id: str) -> tuple[bytes, Relay]:
         guard(handoff.session, turn.assignment.lease(Stage.DECODE).member)
         data = decode_leg(
             turn.request.data, leg_id, session=handoff.session, max_tokens=turn.added_budget()
@@ -170,10 +172,10 @@ async def _decode(turn: Turn, handoff: Handoff) -> None:
     turn.learn_itl(Stage.DECODE)
 
 
-async def _aggregate(turn: Turn) -> None:
+async def _aggregate(turn: ActiveRequest) -> None:
     """The one leg of an aggregated pool, relayed to the client."""
 
-    def leg(leg_id: str) -> tuple[bytes, Splice]:
+    def leg(leg_id: str) -> tuple[bytes, Relay]:
         done = turn.assignment.lease(Stage.AGG).prefill_done
         data = agg_leg(turn.request.data, leg_id, max_tokens=turn.added_budget())
         return data, turn.splice(Stage.AGG, leg_id, on_token=done)

@@ -16,14 +16,14 @@ from prometheus_client.registry import Collector
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
 from slagate.pools.inflight.rows import State
-from slagate.pools.kv_events.view import EventView, Mode
+from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.router.receipts.record import Record
 from slagate.router.request.errors import Outcome
 from slagate.router.scheduling.dispatcher import Dispatcher
-from slagate.workers.tls.reloading import Side
+from slagate.workers.tls.reloading import TlsSide
 
 
-class Ended(Enum):
+class ConnectionEnd(Enum):
     """How a connection ended. The value is the label."""
 
     CLIENT = "client"  # closed by the client, or lost on the way
@@ -33,7 +33,7 @@ class Ended(Enum):
     DRAINED = "drained"  # the gateway shuts down
 
 
-class Refused(Enum):
+class RefusedConnection(Enum):
     """Why one was not even taken. The value is the label."""
 
     LIMIT = "limit"  # there were `max_connections` already
@@ -70,20 +70,20 @@ class ConnectionCounts:
             ["reason"],
             registry=registry,
         )
-        self._ended = {each: ended.labels(reason=each.value) for each in Ended}
-        self._refused = {each: refused.labels(reason=each.value) for each in Refused}
+        self._ended = {each: ended.labels(reason=each.value) for each in ConnectionEnd}
+        self._refused = {each: refused.labels(reason=each.value) for each in RefusedConnection}
 
     def accepted(self) -> None:
         """One more is open."""
         self._n_open += 1
         self._accepted.inc()
 
-    def ended(self, how: Ended) -> None:
+    def ended(self, how: ConnectionEnd) -> None:
         """One that was open is not any more."""
         self._n_open -= 1
         self._ended[how].inc()
 
-    def refused(self, why: Refused) -> None:
+    def refused(self, why: RefusedConnection) -> None:
         """One was not taken."""
         self._refused[why].inc()
 
@@ -221,7 +221,7 @@ class Metrics:
         self.registry.register(collector)
         self.gauges.register(collector)
 
-    def watch_certificate(self, side: Side) -> None:
+    def watch_certificate(self, side: TlsSide) -> None:
         """Add the gauge of when this side's own certificate expires, where it has one."""
         if side.files.cert is not None:
             gauge = self.certificates.labels(side=side.side)
@@ -259,7 +259,11 @@ _OF_WORKER: tuple[tuple[str, str, Callable[[Member], float]], ...] = (
 )
 
 _OF_EVENTS: tuple[tuple[str, str, Callable[[EventView], float]], ...] = (
-    ("events_live", "1 while a worker's KV events are followed", lambda e: e.mode is Mode.LIVE),
+    (
+        "events_live",
+        "1 while a worker's KV events are followed",
+        lambda e: e.mode is EventMode.LIVE,
+    ),
     (
         "events_silent",
         "1 for a worker that processes requests and publishes no KV event",

@@ -36,7 +36,7 @@ class WorkerError(Exception):
         self.address = address
 
 
-class Refused(WorkerError):
+class RequestRefused(WorkerError):
     """This worker will not take the request: raised while validating, before acceptance."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
@@ -81,11 +81,11 @@ def cut(message: str) -> str:
     return message.encode(errors="replace")[:MAX_MESSAGE_BYTES].decode(errors="ignore")
 
 
-def invalid(field: str, reason: str) -> Refused:
+def invalid(field: str, reason: str) -> RequestRefused:
     """The request is wrong."""
-    return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {reason}")
+    return RequestRefused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {reason}")
 
 
-def unsupported(field: str, reason: str) -> Refused:
+def unsupported(field: str, reason: str) -> RequestRefused:
     """The request may be right, and is not for this worker."""
-    return Refused(grpc.StatusCode.UNIMPLEMENTED, f"{field}: {reason}")
+    return RequestRefused(grpc.StatusCode.UNIMPLEMENTED, f"{field}: {reason}")

@@ -15,7 +15,7 @@ MAX_STOP_CONDITIONS = 64
 """As on TensorRT-LLM's own OpenEngine server."""
 
 
-class Fault(NamedTuple):
+class SamplingFault(NamedTuple):
     """A field that is wrong, and why."""
 
     field: str
@@ -43,7 +43,7 @@ _RULES: Mapping[str, _Rule] = MappingProxyType(
 )
 
 
-def sampling_fault(sampling: oe.SamplingParams) -> Fault | None:
+def sampling_fault(sampling: oe.SamplingParams) -> SamplingFault | None:
     """The first field that is set and out of its range; None when there is none."""
     for descriptor, value in sampling.ListFields():
         rule = _RULES.get(descriptor.name)
@@ -53,12 +53,12 @@ def sampling_fault(sampling: oe.SamplingParams) -> Fault | None:
         narrow = c_float(value).value
         for one in (_FINITE, rule):
             if not (one.holds(value) and one.holds(narrow)):
-                return Fault(f"sampling.{descriptor.name}", one.words)
+                return SamplingFault(f"sampling.{descriptor.name}", one.words)
     return None
 
 
-def stopping_fault(stopping: oe.StoppingOptions) -> Fault | None:
+def stopping_fault(stopping: oe.StoppingOptions) -> SamplingFault | None:
     """More stop conditions than an engine takes; None where they are not."""
     if len(stopping.conditions) > MAX_STOP_CONDITIONS:
-        return Fault("stopping.conditions", f"more than {MAX_STOP_CONDITIONS} are given")
+        return SamplingFault("stopping.conditions", f"more than {MAX_STOP_CONDITIONS} are given")
     return None

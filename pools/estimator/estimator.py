@@ -4,9 +4,9 @@
     ttft_s      prefill_offset_s + prefill_scale * (work queued on the worker + the prompt's own)
     itl_s       itl_scale * D(batch, context)
 
-P and D are of the pool's timing profile; without one, of `Nominal`. Queues are sums of work, in P's own
-seconds as they were before any coefficient. Were they corrected seconds, the coefficients would be learnt
-from numbers that they made, late by the length of a queue: in overload that swings without bound.
+P and D are of the pool's timing profile; without one, of `NominalTiming`. Queues are sums of work, in
+P's own seconds as they were before any coefficient. Were they corrected seconds, the coefficients would
+be learnt from numbers that they made, late by the length of a queue: in overload that swings without bound.
 """
 
 import math
@@ -49,7 +49,7 @@ UNCORRECTED = Coefficients()
 _WorkT = TypeVar("_WorkT", float, Floats)
 
 
-class Speed(Protocol):
+class TimingModel(Protocol):
     """What is corrected: P(new, cached) and D(batch, context), for one point and for f64[n]."""
 
     @property
@@ -72,7 +72,7 @@ class Speed(Protocol):
         """As `itl_s`, for whole batch sizes >= 1; it may differ in the last digits."""
 
 
-class Nominal:
+class NominalTiming:
     """Stands in for a profile: workers of one pool are alike, so of the right order is all it needs."""
 
     kv_bytes_per_token = NOMINAL_KV_BYTES_PER_TOKEN
@@ -101,7 +101,7 @@ class Nominal:
         return seconds
 
 
-NOMINAL = Nominal()
+NOMINAL = NominalTiming()
 
 
 class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
@@ -110,7 +110,7 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
     profile: TpProfile | None = None
     profile_source: str = "none"
     coefficients: Coefficients = UNCORRECTED
-    _speed: Speed = NOMINAL  # the profile's, whatever is given
+    _speed: TimingModel = NOMINAL  # the profile's, whatever is given
 
     def __post_init__(self) -> None:
         """Raises `ValueError` naming a coefficient that is negative or no number."""
@@ -283,5 +283,5 @@ def _fit(profile: TpProfile | None, *, max_offset_s: float = MAX_OFFSET_S) -> Fi
     return Fit(min_observed=min_observed, max_offset_s=max_offset_s)
 
 
-def _speed(profile: TpProfile | None) -> Speed:
+def _speed(profile: TpProfile | None) -> TimingModel:
     return NOMINAL if profile is None else profile

@@ -16,13 +16,13 @@ from slagate.pools.fleet.health import Health
 from slagate.pools.fleet.ranks import Limits, Ranks
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import UNLIMITED, State
-from slagate.pools.inflight.table import Table
+from slagate.pools.inflight.table import LoadTable
 from slagate.pools.kv_events.view import EventView
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.worker import Worker
 
 
-class Capacity(NamedTuple):
+class WorkerCapacity(NamedTuple):
     """Before a worker has said anything: one rank, and no limit."""
 
     block_tokens: int = 0  # of one KV block; 0 while that is not known
@@ -32,7 +32,7 @@ class Capacity(NamedTuple):
     running: int = 0  # requests that its engine runs at once; 0 while that is not known
 
 
-def capacity_of(info: oe.ServerInfo, *, decodes: bool) -> Capacity:
+def capacity_of(info: oe.ServerInfo, *, decodes: bool) -> WorkerCapacity:
     """What follows from `info`; whether a rank can be asked for also depends on whether it `decodes`."""
     said = info.capacity
     n_ranks = max(1, info.parallelism.data_parallel_size)
@@ -43,10 +43,10 @@ def capacity_of(info: oe.ServerInfo, *, decodes: bool) -> Capacity:
     if said.total_kv_blocks:
         row_tokens = said.total_kv_blocks // n_rows * max(1, said.kv_block_size)
     running = said.max_running_requests * n_ranks
-    return Capacity(said.kv_block_size, n_ranks, n_rows, row_tokens, running)
+    return WorkerCapacity(said.kv_block_size, n_ranks, n_rows, row_tokens, running)
 
 
-class Truth:
+class PrefixPredictionError:
     """Prompt tokens that were predicted to be cached, beside those that the engine then found."""
 
     def __init__(self) -> None:
@@ -85,7 +85,13 @@ class Member:
     """
 
     def __init__(
-        self, address: str, *, pool: str, stage: Stage, table: Table, limits: Limits | None = None
+        self,
+        address: str,
+        *,
+        pool: str,
+        stage: Stage,
+        table: LoadTable,
+        limits: Limits | None = None,
     ) -> None:
         self.address = address
         self.pool = pool
@@ -103,10 +109,10 @@ class Member:
         self.load: oe.LoadInfo | None = None
         self.load_at_s = 0.0
         self.n_served = 0  # prompts it has processed that must have left KV events
-        self.truth = Truth()
+        self.truth = PrefixPredictionError()
         self.events: EventView | None = None  # None: not watched
         self._info: oe.ServerInfo | None = None
-        self._capacity = Capacity()
+        self._capacity = WorkerCapacity()
         # Looked up once: every lease asks.
         self.block_tokens, self.n_ranks = self._capacity.block_tokens, self._capacity.n_ranks
         self._models: dict[str, oe.ModelInfo] = {}
@@ -175,7 +181,7 @@ class Member:
     def info(self, info: oe.ServerInfo | None) -> None:
         self._info = info
         decodes = self.stage is Stage.DECODE
-        self._capacity = Capacity() if info is None else capacity_of(info, decodes=decodes)
+        self._capacity = WorkerCapacity() if info is None else capacity_of(info, decodes=decodes)
         self.block_tokens, self.n_ranks = self._capacity.block_tokens, self._capacity.n_ranks
         if info is not None:
             self._set_up()

@@ -14,13 +14,13 @@ from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import Ints, Rows, RowView
 from slagate.pools.inflight.shared_counts import PoolLine, SharedCounts, Totals
 from slagate.pools.inflight.shared_table import SharedTable
-from slagate.pools.inflight.table import Table
-from slagate.pools.kv_events.follower import Follower
+from slagate.pools.inflight.table import LoadTable
+from slagate.pools.kv_events.follower import WorkerFollower
 from slagate.pools.prefix.cached import Cached, nothing_cached
 from slagate.pools.prefix.holder import Holder
-from slagate.pools.prefix.overlap import Overlaps, Prompt
+from slagate.pools.prefix.overlap import PoolCaches, Prompt
 from slagate.workers.runtime.clock import monotonic_s
-from slagate.workers.runtime.cooperative import Turns
+from slagate.workers.runtime.cooperative import CooperativeScheduler
 from slagate.workers.worker import Worker
 
 
@@ -83,9 +83,9 @@ class Pool(Totals):
         self.index = index
         self.estimator = estimator
         self._limits = limits or Limits()
-        self.overlaps = Overlaps(now_s=now_s) if prefix and stage is not Stage.DECODE else None
+        self.overlaps = PoolCaches(now_s=now_s) if prefix and stage is not Stage.DECODE else None
         everywhere = f"{stage.value} {name}"
-        self._table = Table() if shared is None else SharedTable(everywhere, shared)
+        self._table = LoadTable() if shared is None else SharedTable(everywhere, shared)
         self.line = None if shared is None else PoolLine(everywhere, shared)
         self.members: dict[str, Member] = {}
         self._leaving: dict[str, Member] = {}
@@ -161,8 +161,8 @@ class Pool(Totals):
         return PoolView(self.name, self.estimator.frozen(), rows, cached, turn)
 
     def follower(
-        self, member: Member, worker: Worker, *, turns: Turns, rng: random.Random
-    ) -> Follower | None:
+        self, member: Member, worker: Worker, *, turns: CooperativeScheduler, rng: random.Random
+    ) -> WorkerFollower | None:
         """What follows the KV events of a member's worker; None: nobody needs them here."""
         overlaps = self.overlaps
         if overlaps is None or member.events is None:
@@ -175,7 +175,7 @@ class Pool(Totals):
                 row = member.ranks.rows[rank]
                 overlaps.set_holder(row, holder, block_tokens=member.block_tokens)
 
-        return Follower(
+        return WorkerFollower(
             worker,
             member.events,
             index_of=overlaps.index_of,

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from slagate.pools.inflight.rows import UNLIMITED, State
-from slagate.pools.inflight.table import Table
+from slagate.pools.inflight.table import LoadTable
 
 
 class Work(NamedTuple):
@@ -24,7 +24,7 @@ class Limits(NamedTuple):
 class Ranks:
     """The rows of one worker. A rank that is gone only takes no work, until all are given up."""
 
-    def __init__(self, address: str, table: Table) -> None:
+    def __init__(self, address: str, table: LoadTable) -> None:
         self._address = address
         self._table = table
         self.rows = [table.add(address, None)]

@@ -21,12 +21,12 @@ from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool
 from slagate.pools.grid.stage import Stage
-from slagate.pools.kv_events.follower import Follower
+from slagate.pools.kv_events.follower import WorkerFollower
 from slagate.pools.kv_events.view import EventView
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError, scrub
 from slagate.workers.runtime.clock import unix_s
-from slagate.workers.runtime.cooperative import Turns
+from slagate.workers.runtime.cooperative import CooperativeScheduler
 from slagate.workers.worker import SCHEMA_RELEASE, Worker
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ async def watch_fleet(
     `now_s` is the gateway's clock, `unix_s` the one that workers stamp their events by. A worker that
     drains for longer than `drain_s` has its requests ended, and `on_cut` is told.
     """
-    shared = _Shared(connect, Turns(), now_s, drain_s, on_cut)
+    shared = _WatchContext(connect, CooperativeScheduler(), now_s, drain_s, on_cut)
     async with anyio.create_task_group() as tasks:
 
         def joined(pool: Pool, member: Member) -> None:
@@ -83,17 +83,17 @@ async def watch_fleet(
         tasks.cancel_scope.cancel()
 
 
-class _Shared(NamedTuple):
+class _WatchContext(NamedTuple):
     """What the watch loops of one fleet have in common."""
 
     connect: Connect
-    turns: Turns
+    turns: CooperativeScheduler
     now_s: Callable[[], float]
     drain_s: float
     on_cut: Callable[[], None]
 
 
-async def _watch(pool: Pool, member: Member, shared: _Shared, rng: random.Random) -> None:
+async def _watch(pool: Pool, member: Member, shared: _WatchContext, rng: random.Random) -> None:
     if member.has_left:
         return
     left = anyio.Event()
@@ -112,8 +112,8 @@ async def _look_for_ever(
     pool: Pool,
     member: Member,
     worker: Worker,
-    follower: Follower | None,
-    shared: _Shared,
+    follower: WorkerFollower | None,
+    shared: _WatchContext,
     rng: random.Random,
 ) -> None:
     n_unanswered, interval_s = 0, INTERVAL_S

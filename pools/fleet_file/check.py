@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from slagate.pools.fleet_file.draft import ABSENT, Draft, Path
+from slagate.pools.fleet_file.draft import ABSENT, ConfigReport, Path
 from slagate.pools.fleet_file.hints import hint, unknown_keys
 from slagate.pools.fleet_file.keys import STAGES, Form, form_of
 from slagate.pools.fleet_file.models import FILES, AggFile, PrefillFile
@@ -44,19 +44,19 @@ class Extras(NamedTuple):
     workers: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
-class Checked(NamedTuple):
+class CheckedFile(NamedTuple):
     """A fleet file: what was found in it, and what is in use of it, as it is written."""
 
-    draft: Draft
+    draft: ConfigReport
     form: Form
     file: PrefillFile | AggFile | None  # None: `draft` has problems
     kept: Mapping[str, Any]
     profiles: Mapping[str, TpProfile] | None  # by pool; None: not asked for
 
 
-def checked(content: Mapping[str, Any], extras: Extras) -> Checked:
+def checked(content: Mapping[str, Any], extras: Extras) -> CheckedFile:
     """Check everything; nothing is raised, `draft` has all that is wrong."""
-    draft = Draft()
+    draft = ConfigReport()
     form = form_of(content)
     kept = _merged(content, form, draft, extras)
     mode = kept.get("mode", "disagg")
@@ -78,10 +78,12 @@ def checked(content: Mapping[str, Any], extras: Extras) -> Checked:
             )
     check_rules(draft, form)
     profiles = _check_serving(draft, form) if extras.serving else None
-    return Checked(draft, form, file, kept, profiles)
+    return CheckedFile(draft, form, file, kept, profiles)
 
 
-def _merged(content: Mapping[str, Any], form: Form, draft: Draft, extras: Extras) -> dict[str, Any]:
+def _merged(
+    content: Mapping[str, Any], form: Form, draft: ConfigReport, extras: Extras
+) -> dict[str, Any]:
     """The content as it is written, with other sources laid over it and without what does not count."""
     kept = deepcopy(dict(content))
     kept.pop("$schema", None)  # with it an editor finds the schema
@@ -104,7 +106,7 @@ def _merged(content: Mapping[str, Any], form: Form, draft: Draft, extras: Extras
 
 
 def _lay_pools(
-    kept: dict[str, Any], pools: ReadJson, name: str, draft: Draft, *, lenient: bool
+    kept: dict[str, Any], pools: ReadJson, name: str, draft: ConfigReport, *, lenient: bool
 ) -> None:
     """Lay the pools of the file `name` over those of the fleet file."""
     draft.move((name,), (), prefix=f"{name}: ")
@@ -127,7 +129,7 @@ def _lay_pools(
         lay_over(kept, from_file(deepcopy(pools.value), name), draft)
 
 
-def _check_serving(draft: Draft, form: Form) -> dict[str, TpProfile]:
+def _check_serving(draft: ConfigReport, form: Form) -> dict[str, TpProfile]:
     """Check what a gateway needs besides; the profiles of the pools that name one."""
     if form.mode == "prefill":
         draft.refuse((), HALF, ABSENT)

@@ -12,10 +12,10 @@ from slagate.pools.grid.json_text import short_path, shown
 
 Path = tuple[str | int, ...]
 ABSENT = object()
-"""The value of a key that is not there, for `Draft.refuse`."""
+"""The value of a key that is not there, for `ConfigReport.refuse`."""
 
 
-class Draft:
+class ConfigReport:
     """Problems, warnings and ignored keys; `content` is what the checks look at."""
 
     def __init__(self) -> None:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from slagate.pools.fleet_file.draft import Draft, Path
+from slagate.pools.fleet_file.draft import ConfigReport, Path
 from slagate.pools.grid.json_text import shown
 
 
-class Side(NamedTuple):
+class MappingSide(NamedTuple):
     """How many entries the mapping has along one axis; None when the file does not say."""
 
     key: str
@@ -50,8 +50,8 @@ class PoolNames(NamedTuple):
 class MappingCheck(NamedTuple):
     """The mapping of one stage: its sides from the outermost in, and the pools there are."""
 
-    draft: Draft
-    sides: Sequence[Side]
+    draft: ConfigReport
+    sides: Sequence[MappingSide]
     pools: PoolNames
 
     def check(self, path: Path, entry: object, place: tuple[int, ...] = ()) -> None:

@@ -55,11 +55,11 @@ Speeds = Annotated[
 NPools = Annotated[Count, _says("How many pools the stage has.")]
 
 
-class _Part(BaseModel):
+class _FileObject(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class OverrideRule(_Part):
+class OverrideRule(_FileObject):
     """Requests with a priority in this range, ends included, go to this pool whatever the grid says."""
 
     min_priority: AnyNumber
@@ -72,7 +72,7 @@ Rules = Annotated[
 ]
 
 
-class PrefillStrategy(_Part):
+class PrefillStrategy(_FileObject):
     """The grid of ISL (tokens) by TTFT target (ms); the mapping is `[isl][ttft]`."""
 
     isl_min: SizeBound = None
@@ -87,7 +87,7 @@ class PrefillStrategy(_Part):
     priority_overrides: Rules = ()
 
 
-class DecodeStrategy(_Part):
+class DecodeStrategy(_FileObject):
     """The grid of context length (tokens) by ITL target (ms); the mapping is `[context][itl]`."""
 
     context_length_min: SizeBound = None
@@ -102,7 +102,7 @@ class DecodeStrategy(_Part):
     priority_overrides: Rules = ()
 
 
-class AggStrategy(_Part):
+class AggStrategy(_FileObject):
     """The grid of TTFT by ITL target (ms): `[ttft][itl]`, or `[isl][ttft][itl]` with the isl keys."""
 
     isl_min: SizeBound = None
@@ -121,7 +121,7 @@ class AggStrategy(_Part):
     priority_overrides: Rules = ()
 
 
-class PoolSpec(_Part):
+class PoolSpec(_FileObject):
     """Where the workers of one pool are, how fast they are to begin with, and what plans count with."""
 
     workers: Annotated[Array[Address], _says("Addresses as host:port or [IPv6]:port.")] = ()
@@ -166,7 +166,7 @@ class PoolSpec(_Part):
         return self.cost if self.cost is not None else self.tp or 1
 
 
-class Objective(_Part):
+class Objective(_FileObject):
     """What a request of one class asks for where it does not say."""
 
     ttft_ms: Annotated[Maybe[TargetMs], _says("TTFT target, milliseconds.")] = None
@@ -181,7 +181,7 @@ def default_for(objectives: Mapping[str, Objective], name: str) -> Objective | N
     return objectives.get(name) or objectives.get(ANY_CLASS)
 
 
-class _File(_Part):
+class _File(_FileObject):
     enable_priority_retry: Annotated[
         bool, _says("Whether a request that failed before its first output may go to faster pools.")
     ] = False

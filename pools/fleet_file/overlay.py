@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from slagate.pools.fleet_file.draft import Draft, Path
+from slagate.pools.fleet_file.draft import ConfigReport, Path
 
 
 class Overlay(NamedTuple):
@@ -39,7 +39,7 @@ def from_options(workers: Mapping[str, Sequence[str]]) -> Iterable[Overlay]:
         yield Overlay(("pools", pool, "workers"), list(addresses), "--pool ", (pool,))
 
 
-def lay_over(content: dict[str, Any], overlays: Iterable[Overlay], draft: Draft) -> None:
+def lay_over(content: dict[str, Any], overlays: Iterable[Overlay], draft: ConfigReport) -> None:
     """Put each of `overlays` into `content`, whose objects must be copies."""
     for overlay in overlays:
         *parents, key = overlay.path

@@ -6,16 +6,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from slagate.pools.fleet_file.draft import ABSENT, Draft, Path, dicts_in
+from slagate.pools.fleet_file.draft import ABSENT, ConfigReport, Path, dicts_in
 from slagate.pools.fleet_file.keys import OVERRIDES, PREFILL, STAGES, AxisKeys, Form, StageKeys
-from slagate.pools.fleet_file.mapping import MappingCheck, PoolNames, Side
+from slagate.pools.fleet_file.mapping import MappingCheck, MappingSide, PoolNames
 from slagate.pools.fleet_file.models import ANY_CLASS
 from slagate.pools.fleet_file.values import is_number
 from slagate.pools.grid.axis import Axis, Number
 from slagate.pools.grid.json_text import named, short_path, shown
 
 
-def check_rules(draft: Draft, form: Form) -> None:
+def check_rules(draft: ConfigReport, form: Form) -> None:
     """Add to `draft` each contradiction between two values of a file of this form."""
     roles: dict[str, str] = {}
     for stage, keys in STAGES[form.mode].items():
@@ -43,7 +43,7 @@ def check_rules(draft: Draft, form: Form) -> None:
         draft.refuse(("objectives", ""), reason, draft.get("objectives", ""))
 
 
-def _check_lengths(draft: Draft, keys: StageKeys) -> None:
+def _check_lengths(draft: ConfigReport, keys: StageKeys) -> None:
     n_pools = draft.get(keys.pool_count)
     said_by = draft.written(keys.pool_count)
     for key in (keys.names, keys.priorities):
@@ -53,7 +53,7 @@ def _check_lengths(draft: Draft, keys: StageKeys) -> None:
             draft.refuse((key,), f"{size}, and has {len(entries)}", entries)
 
 
-def _check_names(draft: Draft, keys: StageKeys, stage: str, roles: dict[str, str]) -> None:
+def _check_names(draft: ConfigReport, keys: StageKeys, stage: str, roles: dict[str, str]) -> None:
     names = draft.content.get(keys.names)
     names = names if isinstance(names, list | tuple) else ()
     for at, name in enumerate(names):
@@ -69,11 +69,13 @@ def _check_names(draft: Draft, keys: StageKeys, stage: str, roles: dict[str, str
             draft.refuse((keys.names, at), reason, name)
 
 
-def _is_given(draft: Draft, keys: StageKeys, axis: AxisKeys) -> bool:
+def _is_given(draft: ConfigReport, keys: StageKeys, axis: AxisKeys) -> bool:
     return any(key in draft.get(keys.strategy) for key in (*axis.even, axis.edges))
 
 
-def _check_axis(draft: Draft, keys: StageKeys, axis: AxisKeys, *, doubles: bool) -> Side:
+def _check_axis(
+    draft: ConfigReport, keys: StageKeys, axis: AxisKeys, *, doubles: bool
+) -> MappingSide:
     where = keys.strategy
     strategy = draft.get(where)
     if axis.edges in strategy:
@@ -88,10 +90,10 @@ def _check_axis(draft: Draft, keys: StageKeys, axis: AxisKeys, *, doubles: bool)
     resolution_key = draft.written(where, axis.resolution)
     if low is not None and high is not None:
         _check_ends(draft, keys, axis, doubles=doubles)
-    return Side(resolution_key, resolution)
+    return MappingSide(resolution_key, resolution)
 
 
-def _check_ends(draft: Draft, keys: StageKeys, axis: AxisKeys, *, doubles: bool) -> None:
+def _check_ends(draft: ConfigReport, keys: StageKeys, axis: AxisKeys, *, doubles: bool) -> None:
     where = keys.strategy
     low, high, resolution = (draft.get(where, key) for key in axis.even)
     low_key, high_key, resolution_key = (draft.written(where, key) for key in axis.even)
@@ -114,7 +116,7 @@ def _is_computable(axis: Axis) -> bool:
         return False
 
 
-def _check_edges(draft: Draft, keys: StageKeys, axis: AxisKeys) -> Side:
+def _check_edges(draft: ConfigReport, keys: StageKeys, axis: AxisKeys) -> MappingSide:
     path: Path = (keys.strategy, axis.edges)
     strategy, edges = draft.get(keys.strategy), draft.get(*path)
     beside = [draft.written(keys.strategy, key) for key in axis.even if key in strategy]
@@ -122,18 +124,18 @@ def _check_edges(draft: Draft, keys: StageKeys, axis: AxisKeys) -> Side:
         reason = f"is there beside {', '.join(beside)}: keep one or the other"
         draft.refuse(path, reason, strategy[axis.edges])
     if edges is None:
-        return Side(axis.edges, None)
+        return MappingSide(axis.edges, None)
     if len(edges) < 2:
         draft.refuse(path, "must have at least 2 numbers, for one band", edges)
-        return Side(axis.edges, None)
+        return MappingSide(axis.edges, None)
     for at in range(1, len(edges)):
         if is_number(edges[at - 1]) and is_number(edges[at]) and edges[at] <= edges[at - 1]:
             reason = f"must be above the edge before it, which is {shown(edges[at - 1])}"
             draft.refuse((*path, at), reason, edges[at])
-    return Side(axis.edges, len(edges) - 1)
+    return MappingSide(axis.edges, len(edges) - 1)
 
 
-def _check_overrides(draft: Draft, keys: StageKeys, pools: PoolNames) -> None:
+def _check_overrides(draft: ConfigReport, keys: StageKeys, pools: PoolNames) -> None:
     for path, low, high, target in _overrides(draft, keys):
         if low is not None and high is not None and low > high:
             high_key = draft.written(*path, "max_priority")
@@ -145,7 +147,7 @@ def _check_overrides(draft: Draft, keys: StageKeys, pools: PoolNames) -> None:
 
 
 def _overrides(
-    draft: Draft, keys: StageKeys
+    draft: ConfigReport, keys: StageKeys
 ) -> Iterator[tuple[Path, Number | None, Number | None, object]]:
     where: Path = (keys.strategy, OVERRIDES)
     for at, _ in dicts_in(draft.get(*where)):
@@ -161,7 +163,7 @@ def _overrides(
 HALF = "is the prefill half of a fleet; add the decode keys to serve requests"
 
 
-class Fault(NamedTuple):
+class FleetFault(NamedTuple):
     """One thing that is wrong with the pools."""
 
     path: Path
@@ -171,7 +173,7 @@ class Fault(NamedTuple):
 
 def worker_faults(
     roles: Mapping[str, str], addresses: Mapping[str, Sequence[object] | None]
-) -> Iterator[Fault]:
+) -> Iterator[FleetFault]:
     """What keeps the gateway from serving with `addresses` by pool.
 
     Those of a pool are None when they were refused already, and () when there is no key for them. `roles`
@@ -180,19 +182,19 @@ def worker_faults(
     for name, stage in roles.items():
         if name not in addresses:
             reason = f"is required, as a {stage} pool has this name"
-            yield Fault(("pools", name), reason, ABSENT)
+            yield FleetFault(("pools", name), reason, ABSENT)
         elif addresses[name] is not None and not addresses[name]:
             got = ABSENT if addresses[name] == () else addresses[name]
-            yield Fault(("pools", name, "workers"), "must not be empty", got)
+            yield FleetFault(("pools", name, "workers"), "must not be empty", got)
     first_place: dict[str, Path] = {}
     for name, workers in addresses.items():
         if name not in roles:
             reason = f"is not one of the pools {', '.join(map(named, roles))}"
-            yield Fault(("pools", name), reason, name)
+            yield FleetFault(("pools", name), reason, name)
         for at, address in enumerate(workers or ()):
             path: Path = ("pools", name, "workers", at)
             if not isinstance(address, str):
                 continue
             first = first_place.setdefault(address.lower(), path)
             if first != path:
-                yield Fault(path, f"is at {short_path(first)} already", address)
+                yield FleetFault(path, f"is at {short_path(first)} already", address)

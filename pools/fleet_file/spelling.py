@@ -6,7 +6,7 @@ Here is also what Dynamo makes of odd values: a file that it serves must load, a
 from collections.abc import Mapping
 from typing import Any
 
-from slagate.pools.fleet_file.draft import Draft, dicts_in
+from slagate.pools.fleet_file.draft import ConfigReport, dicts_in
 from slagate.pools.fleet_file.keys import (
     EPP_KEYS,
     EPP_LABEL,
@@ -20,7 +20,7 @@ from slagate.pools.fleet_file.keys import (
 from slagate.pools.grid.json_text import is_finite_number, shown
 
 
-def drop_second_spellings(kept: dict[str, Any], form: Form, draft: Draft) -> None:
+def drop_second_spellings(kept: dict[str, Any], form: Form, draft: ConfigReport) -> None:
     """Take out of `kept` old keys that do not count, as the current ones are there too."""
     for keys in form.stages:
         strategy = kept.get(keys.strategy)
@@ -32,7 +32,7 @@ def drop_second_spellings(kept: dict[str, Any], form: Form, draft: Draft) -> Non
                 draft.warn((keys.strategy, old), f"ignored, {new} is there too")
 
 
-def respelled(kept: Mapping[str, Any], form: Form, draft: Draft) -> dict[str, Any]:
+def respelled(kept: Mapping[str, Any], form: Form, draft: ConfigReport) -> dict[str, Any]:
     """The content of a file under the current long keys; `draft` learns where each value was."""
     content = dict(kept)
     draft.content = content
@@ -51,7 +51,7 @@ def respelled(kept: Mapping[str, Any], form: Form, draft: Draft) -> dict[str, An
     return content
 
 
-def _rename(content: dict[str, Any], keys: StageKeys, draft: Draft) -> None:
+def _rename(content: dict[str, Any], keys: StageKeys, draft: ConfigReport) -> None:
     if keys.short_names in content:
         names = content.pop(keys.short_names)
         if keys.names in content:
@@ -72,7 +72,7 @@ def _rename(content: dict[str, Any], keys: StageKeys, draft: Draft) -> None:
     content[keys.strategy] = current
 
 
-def _from_epp(content: dict[str, Any], draft: Draft) -> None:
+def _from_epp(content: dict[str, Any], draft: ConfigReport) -> None:
     """The prefill stage of a file of the endpoint picker, where null is the same as absent."""
     label = content.pop(EPP_LABEL, None)
     if label is not None and not isinstance(label, str):
@@ -100,7 +100,7 @@ def _from_epp(content: dict[str, Any], draft: Draft) -> None:
     draft.derive((PREFILL.pool_count,), len(names) if isinstance(names, list | tuple) else None)
 
 
-def _take_odd_names(content: dict[str, Any], keys: StageKeys, draft: Draft) -> None:
+def _take_odd_names(content: dict[str, Any], keys: StageKeys, draft: ConfigReport) -> None:
     """Dynamo puts a name into a string and asks no more of it, and of the list that it has a length."""
     names = content.get(keys.names)
     if isinstance(names, str) and names:
@@ -120,7 +120,9 @@ def _take_odd_names(content: dict[str, Any], keys: StageKeys, draft: Draft) -> N
             draft.warn((keys.names, at), f'is no string, taken for "{name}" (got {shown(name)})')
 
 
-def _without_nothing(strategy: dict[str, Any], keys: StageKeys, draft: Draft) -> dict[str, Any]:
+def _without_nothing(
+    strategy: dict[str, Any], keys: StageKeys, draft: ConfigReport
+) -> dict[str, Any]:
     """`strategy` without what Dynamo reads as if it were not there."""
     for axis in keys.axes:
         if axis.optional and all(strategy.get(key) is None for key in axis.even):

@@ -55,7 +55,7 @@ class BuiltCell:
     dead: bool = False
 
 
-class _Row(NamedTuple):
+class _BandTimes(NamedTuple):
     """The pools over one band of sizes: `ms[pool][latency][sample]`, and as `idle_ms` without load."""
 
     samples: list[int]
@@ -113,7 +113,7 @@ def crossings(
     return found.difference(size.edges)
 
 
-def _row(pools: Sequence[BuildPool], size: Bands, band: int) -> _Row:
+def _row(pools: Sequence[BuildPool], size: Bands, band: int) -> _BandTimes:
     samples = size.samples(
         band, [x for pool in pools for curve in pool.curves for x in curve.knots]
     )
@@ -127,11 +127,16 @@ def _row(pools: Sequence[BuildPool], size: Bands, band: int) -> _Row:
         )
         for of_pool, pool in zip(ms, pools, strict=True)
     )
-    return _Row(samples, ms, idle_ms, worst, size.is_beyond(band))
+    return _BandTimes(samples, ms, idle_ms, worst, size.is_beyond(band))
 
 
 def _built(
-    index: tuple[int, ...], pools: Sequence[BuildPool], row: _Row, cell: _Cell, *, margin: float
+    index: tuple[int, ...],
+    pools: Sequence[BuildPool],
+    row: _BandTimes,
+    cell: _Cell,
+    *,
+    margin: float,
 ) -> BuiltCell:
     limits = [low * (1.0 - margin) for low in cell.low_ms]
     meets = [
@@ -159,7 +164,7 @@ def _built(
 
 
 def _slowness(
-    worst_ms: Sequence[float], ms: Sequence[Sequence[float]], row: _Row, cell: _Cell
+    worst_ms: Sequence[float], ms: Sequence[Sequence[float]], row: _BandTimes, cell: _Cell
 ) -> float:
     """The worst latency of a pool, in targets; of a band without an end that of its beginning."""
     found = 0.0
@@ -177,7 +182,7 @@ def _meets_some(ms: Sequence[Sequence[float]], cell: _Cell) -> bool:
     )
 
 
-def _missed(row: _Row, pool: int, cell: _Cell) -> int | None:
+def _missed(row: _BandTimes, pool: int, cell: _Cell) -> int | None:
     """A size at which `pool` misses some target of the cell that another one meets, if there is any."""
     for other in range(len(row.ms)):
         if other == pool:
@@ -190,7 +195,7 @@ def _missed(row: _Row, pool: int, cell: _Cell) -> int | None:
     return None
 
 
-def _misses_at(row: _Row, pool: int, other: int, cell: _Cell, at: int) -> bool:
+def _misses_at(row: _BandTimes, pool: int, other: int, cell: _Cell, at: int) -> bool:
     mine = [values[at] for values in row.ms[pool]]
     others = [values[at] for values in row.ms[other]]
     # Such a target is at least what the other pool takes, and tighter than what this one takes.
@@ -199,7 +204,7 @@ def _misses_at(row: _Row, pool: int, other: int, cell: _Cell, at: int) -> bool:
     )
 
 
-def _misses_between(row: _Row, pool: int, other: int, cell: _Cell, at: int) -> bool:
+def _misses_between(row: _BandTimes, pool: int, other: int, cell: _Cell, at: int) -> bool:
     """As `_misses_at`, anywhere between this sample and the one before, as if curves were straight there.
 
     Curves of points are. Those of profiles are power laws, or bent more: samples are as close as to leave

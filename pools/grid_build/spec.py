@@ -47,11 +47,11 @@ Point = Annotated[tuple[Number, Number | None], BeforeValidator(_point)]
 Share = Annotated[float, Field(strict=False, ge=0.0, lt=1.0)]
 
 
-class _Part(BaseModel):
+class _SpecObject(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class AxisSpec(_Part):
+class AxisSpec(_SpecObject):
     """The bands of one axis: `edges`, or `resolution` equal ones from `min` to `max`.
 
     `beyond`: whether what lies outside can come too (sizes above the last edge, targets below the first).
@@ -64,7 +64,7 @@ class AxisSpec(_Part):
     beyond: bool = True
 
 
-class PoolBuildSpec(_Part):
+class PoolBuildSpec(_SpecObject):
     """One pool: what it costs, how fast it is, and what a fleet file says of it besides.
 
     Speed is a timing profile, or curves of [tokens, ms]: TTFT of one prompt on an idle worker over ISL,
@@ -95,7 +95,7 @@ class PoolBuildSpec(_Part):
         return self.replicas or len(self.workers) or 1
 
 
-class TrafficSpec(_Part):
+class TrafficSpec(_SpecObject):
     """What is known of the traffic: mean prompt and answer, and how much the time of prompts varies."""
 
     isl: Maybe[Count] = None
@@ -103,7 +103,7 @@ class TrafficSpec(_Part):
     service_variability: Annotated[float, Field(strict=False, ge=0.0, allow_inf_nan=False)] = 0.0
 
 
-class StageSpec(_Part):
+class StageSpec(_SpecObject):
     """The pools of one stage; each kind of stage adds the axes of its grid."""
 
     pools: Annotated[Array[PoolBuildSpec], Field(min_length=1)]
@@ -131,7 +131,7 @@ class AggSpec(StageSpec):
     itl_ms: AxisSpec
 
 
-class _Spec(_Part):
+class _Spec(_SpecObject):
     utilisation: Share = 0.7
     margin: Share = 0.0
     enable_priority_retry: bool = False

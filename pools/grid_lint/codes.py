@@ -50,7 +50,7 @@ CODES = MappingProxyType(
 _P = ParamSpec("_P")
 
 
-class Finding(NamedTuple):
+class LintCode(NamedTuple):
     """One thing to look at in a fleet file that loads: where, what with its figures, and what to do."""
 
     code: str
@@ -84,7 +84,7 @@ class Hits:
         if len(self._told) <= LISTED:
             self._told.append(hit(*args, **kwargs))
 
-    def findings(self, code: str, advice: str) -> list[Finding]:
+    def findings(self, code: str, advice: str) -> list[LintCode]:
         """One finding for all places, told at the first of them; none for none."""
         if not self._told:
             return []
@@ -94,4 +94,4 @@ class Hits:
             listed = ", ".join(hit.short for hit in others)
             more = ", ..." if self._n > len(self._told) else ""
             message += f"; the same at {self._n - 1:,} more: {listed}{more}"
-        return [Finding(code, first.path, message, advice)]
+        return [LintCode(code, first.path, message, advice)]

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from slagate.pools.grid.axis import number_text
-from slagate.pools.grid_lint.codes import Finding, Hit, Hits
+from slagate.pools.grid_lint.codes import Hit, Hits, LintCode
 from slagate.pools.grid_lint.times import BUSY, Times
 from slagate.pools.grid_lint.view import (
     Band,
     Index,
-    StageView,
+    LintedStage,
     band_words,
     brackets,
     is_above,
@@ -28,7 +28,7 @@ _TO_SPARE = 0.1
 """Of its target, that a cheaper pool must have: plans keep some of it free."""
 
 
-def cost(view: StageView) -> Iterator[Finding]:
+def cost(view: LintedStage) -> Iterator[LintCode]:
     """The findings of G3; none about pools without a profile."""
     if all(profile is not None for profile in view.profiles):
         yield from _unmet(view)
@@ -49,7 +49,7 @@ class _Rival(NamedTuple):
     longest: tuple[_Pairs, ...]
 
 
-def _unmet(view: StageView) -> Iterator[Finding]:
+def _unmet(view: LintedStage) -> Iterator[LintCode]:
     shortest = min(band.low for band in view.size_bands)
     never, long = Hits(), Hits()
     for axis_at in view.latency_axes:
@@ -74,14 +74,14 @@ def _unmet(view: StageView) -> Iterator[Finding]:
     )
 
 
-def _fastest(view: StageView, size: float, field: str) -> tuple[float, int]:
+def _fastest(view: LintedStage, size: float, field: str) -> tuple[float, int]:
     """The least time of any pool with a profile, in ms, and that pool."""
     times = ((view.times_ms(pool, size, field), pool) for pool in sorted({*view.kinds}))
     return min((time.idle, pool) for time, pool in times if time is not None)
 
 
 def _never_met(
-    view: StageView, axis_at: int, at: int, size: float, time_ms: float, pool: int
+    view: LintedStage, axis_at: int, at: int, size: float, time_ms: float, pool: int
 ) -> Hit:
     axis = view.grid.axes[axis_at]
     message = (
@@ -91,7 +91,7 @@ def _never_met(
     return Hit(view.places.bands(axis.field), f"{band_words(axis, at)}", message)
 
 
-def _too_long(view: StageView, axis_at: int, size: float, time_ms: float, pool: int) -> Hit:
+def _too_long(view: LintedStage, axis_at: int, size: float, time_ms: float, pool: int) -> Hit:
     axis = view.grid.axes[axis_at]
     message = (
         f"the {word(axis.field)} axis ends at {number_text(axis.high)} ms; {view.names[pool]}, the fastest,"
@@ -100,7 +100,7 @@ def _too_long(view: StageView, axis_at: int, size: float, time_ms: float, pool: 
     return Hit(view.places.end(axis.field, last=True), tokens(size), message)
 
 
-def _misses(view: StageView) -> list[Finding]:
+def _misses(view: LintedStage) -> list[LintCode]:
     hits = Hits()
     rivals: dict[tuple[Band, int], list[_Rival]] = {}
     for index, (own, *_) in view.cells.items():
@@ -116,7 +116,7 @@ def _misses(view: StageView) -> list[Finding]:
     return hits.findings("G303", advice)
 
 
-def _rivals(view: StageView, sizes: Band, own: int) -> Iterator[_Rival]:
+def _rivals(view: LintedStage, sizes: Band, own: int) -> Iterator[_Rival]:
     """Pools that are faster than `own` in some latency at some size, longest prompts first.
 
     A pool that is faster only under some loads is no better, and one that is slower for the longest
@@ -134,7 +134,7 @@ def _rivals(view: StageView, sizes: Band, own: int) -> Iterator[_Rival]:
                 yield _Rival(other, size, times, longest[other])
 
 
-def _pairs(view: StageView, own: int, other: int, size: float) -> _Pairs:
+def _pairs(view: LintedStage, own: int, other: int, size: float) -> _Pairs:
     """Empty where one of them has no profile."""
     pairs = []
     for field in view.fields:
@@ -161,7 +161,7 @@ def _missed(rival: _Rival, targets: Mapping[str, Band]) -> int | None:
     return found
 
 
-def _missed_at(view: StageView, index: Index, rival: _Rival, at: int) -> Hit:
+def _missed_at(view: LintedStage, index: Index, rival: _Rival, at: int) -> Hit:
     field, (low_ms, _) = list(view.targets(index).items())[at]
     own_times, other_times = rival.times[at]
     message = (
@@ -172,7 +172,7 @@ def _missed_at(view: StageView, index: Index, rival: _Rival, at: int) -> Hit:
     return Hit(view.places.cell(index), brackets(index), message)
 
 
-def _expensive(view: StageView) -> list[Finding]:
+def _expensive(view: LintedStage) -> list[LintCode]:
     hits = Hits()
     by_cost = sorted(
         {
@@ -196,7 +196,7 @@ def _expensive(view: StageView) -> list[Finding]:
     return hits.findings("G304", advice)
 
 
-def _cheaper(view: StageView, index: Index, pool: int) -> Hit:
+def _cheaper(view: LintedStage, index: Index, pool: int) -> Hit:
     own, size = view.cells[index][0], view.sizes(index).high
     busy = {field: view.times_ms(pool, size, field) for field in view.fields}
     takes = " and ".join(f"{ms(t.busy)} {word(field)}" for field, t in busy.items() if t)

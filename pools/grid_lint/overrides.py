@@ -6,24 +6,24 @@ from collections.abc import Iterator, Sequence
 
 from slagate.pools.grid.axis import number_text
 from slagate.pools.grid.grid import INT32, PriorityRule
-from slagate.pools.grid_lint.codes import LISTED, Finding, Hit, Hits
-from slagate.pools.grid_lint.view import Index, StageView, brackets
+from slagate.pools.grid_lint.codes import LISTED, Hit, Hits, LintCode
+from slagate.pools.grid_lint.view import Index, LintedStage, brackets
 
 
-def overrides(view: StageView) -> Iterator[Finding]:
+def overrides(view: LintedStage) -> Iterator[LintCode]:
     """The findings of G5 about one stage."""
     grid = view.grid
     for at, (rule, left) in enumerate(zip(grid.rules, grid.matched(), strict=True)):
         if not grid.sendable(rule):
             sent = f"{0 if grid.negative_is_none else INT32[0]:,} to {INT32[1]:,}"
-            yield Finding(
+            yield LintCode(
                 "G502",
                 view.places.rule(at),
                 f"{_range(rule)} has no whole number from {sent}, and priorities are such",
                 "Correct the range, or take the override out.",
             )
         elif not left:
-            yield Finding(
+            yield LintCode(
                 "G501",
                 view.places.rule(at),
                 f"{_range(rule)} is covered by the overrides before it, and the first match counts",
@@ -35,12 +35,12 @@ def overrides(view: StageView) -> Iterator[Finding]:
     yield from _contradictions(view)
 
 
-def retry_changes_nothing(views: Sequence[StageView]) -> Iterator[Finding]:
+def retry_changes_nothing(views: Sequence[LintedStage]) -> Iterator[LintCode]:
     """G505, which is about the whole file."""
     if not any(view.grid.retry for view in views) or any(map(_goes_on, views)):
         return
     firsts = sum(len({pools[0] for pools in view.starts}) for view in views)
-    yield Finding(
+    yield LintCode(
         "G505",
         "enable_priority_retry",
         f"none of the {firsts} pools that cells and overrides name first has a strictly faster one to go"
@@ -49,7 +49,7 @@ def retry_changes_nothing(views: Sequence[StageView]) -> Iterator[Finding]:
     )
 
 
-def _goes_on(view: StageView) -> bool:
+def _goes_on(view: LintedStage) -> bool:
     """Whether a retry adds a pool to some list: one that is strictly faster than the first."""
     numbers = view.grid.priorities
     ordered = sorted(numbers)
@@ -59,7 +59,7 @@ def _goes_on(view: StageView) -> bool:
     )
 
 
-def _demotion(view: StageView, at: int, rule: PriorityRule) -> Iterator[Finding]:
+def _demotion(view: LintedStage, at: int, rule: PriorityRule) -> Iterator[LintCode]:
     if rule.low <= 0:
         return  # what is less important than the rest may well get less
     hits = Hits()
@@ -70,7 +70,7 @@ def _demotion(view: StageView, at: int, rule: PriorityRule) -> Iterator[Finding]
     yield from hits.findings("G503", advice)
 
 
-def _demoted(view: StageView, at: int, rule: PriorityRule, index: Index) -> Hit:
+def _demoted(view: LintedStage, at: int, rule: PriorityRule, index: Index) -> Hit:
     own = view.cells[index][0]
     message = (
         f"{_range(rule)} goes to {view.names[rule.pool]}, but in {view.cell_words(index)} requests without"
@@ -80,7 +80,7 @@ def _demoted(view: StageView, at: int, rule: PriorityRule, index: Index) -> Hit:
     return Hit(view.places.rule(at), brackets(index), message)
 
 
-def _equals(view: StageView) -> Iterator[Finding]:
+def _equals(view: LintedStage) -> Iterator[LintCode]:
     if not view.grid.retry:
         return
     # What every list that starts with a pool has of its equals; the rest of them it cannot go on to.
@@ -95,7 +95,7 @@ def _equals(view: StageView) -> Iterator[Finding]:
             if first in common and (others := pools - common[first] - {first}):
                 apart |= {first, *others}
         if apart:
-            yield Finding(
+            yield LintCode(
                 "G504",
                 view.places.priorities(),
                 f"pools {_listed(view, sorted(apart))} have the same priority, {level}; a retry goes to"
@@ -104,7 +104,7 @@ def _equals(view: StageView) -> Iterator[Finding]:
             )
 
 
-def _by_priority(view: StageView) -> dict[int, set[int]]:
+def _by_priority(view: LintedStage) -> dict[int, set[int]]:
     """The pools by number, where two or more have it."""
     times = Counter(view.grid.priorities)
     levels: dict[int, set[int]] = {level: set() for level, n in times.items() if n > 1}
@@ -114,14 +114,14 @@ def _by_priority(view: StageView) -> dict[int, set[int]]:
     return levels
 
 
-def _listed(view: StageView, pools: Sequence[int]) -> str:
+def _listed(view: LintedStage, pools: Sequence[int]) -> str:
     names = [view.names[pool] for pool in pools]
     if len(names) > LISTED:
         return f"{', '.join(names[:LISTED])}, ... ({len(names):,} pools)"
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _contradictions(view: StageView) -> list[Finding]:
+def _contradictions(view: LintedStage) -> list[LintCode]:
     if not view.grid.retry:
         return []
     sizes = sorted({size for band in view.size_bands for size in band})
@@ -144,7 +144,7 @@ def _contradictions(view: StageView) -> list[Finding]:
     return hits.findings("G506", "Number the pools from fast to slow.")
 
 
-def _contradicted(view: StageView, a: int, b: int, size: float) -> Hit:
+def _contradicted(view: LintedStage, a: int, b: int, size: float) -> Hit:
     message = (
         f"pool {view.names[a]} has priority {view.grid.priorities[a]}, faster than"
         f" {view.grid.priorities[b]} of {view.names[b]}, but is slower at every size:"

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 
 from slagate.pools.grid.axis import number_text
 from slagate.pools.grid.json_text import json_path
-from slagate.pools.grid_lint.codes import Finding
+from slagate.pools.grid_lint.codes import LintCode
 from slagate.pools.grid_lint.times import measured_tokens
-from slagate.pools.grid_lint.view import StageView
+from slagate.pools.grid_lint.view import LintedStage
 
 
-def profile_findings(views: Sequence[StageView]) -> Iterator[Finding]:
+def profile_findings(views: Sequence[LintedStage]) -> Iterator[LintCode]:
     """The findings of G6."""
     for view in views:
         yield from _sizes(view)
@@ -17,7 +17,7 @@ def profile_findings(views: Sequence[StageView]) -> Iterator[Finding]:
     yield from _models(views)
 
 
-def _sizes(view: StageView) -> Iterator[Finding]:
+def _sizes(view: LintedStage) -> Iterator[LintCode]:
     if view.size_axis is None:
         return
     served: dict[int, float] = {}
@@ -32,7 +32,7 @@ def _sizes(view: StageView) -> Iterator[Finding]:
         longest = served[pool]
         measured = measured_tokens(profile, view.stage)
         if longest > measured:
-            yield Finding(
+            yield LintCode(
                 "G601",
                 json_path(("pools", name, "profile")),
                 f"pool {name} serves prompts of up to {number_text(longest)} tokens; its profile measured"
@@ -40,7 +40,7 @@ def _sizes(view: StageView) -> Iterator[Finding]:
                 "End the axis where the profile ends, or measure longer prompts.",
             )
         if longest > profile.kv_capacity_tokens:
-            yield Finding(
+            yield LintCode(
                 "G602",
                 json_path(("pools", name, "tp")),
                 f"pool {name} serves prompts of up to {number_text(longest)} tokens; the KV cache of one of"
@@ -49,12 +49,12 @@ def _sizes(view: StageView) -> Iterator[Finding]:
             )
 
 
-def _missing(view: StageView) -> Iterator[Finding]:
+def _missing(view: LintedStage) -> Iterator[LintCode]:
     if not any(view.profiles):
         return
     for name, profile in zip(view.names, view.profiles, strict=True):
         if profile is None:
-            yield Finding(
+            yield LintCode(
                 "G605",
                 json_path(("pools", name)),
                 f"pool {name} has no profile, other {view.stage} pools have: its cells were not checked"
@@ -63,7 +63,7 @@ def _missing(view: StageView) -> Iterator[Finding]:
             )
 
 
-def _models(views: Sequence[StageView]) -> Iterator[Finding]:
+def _models(views: Sequence[LintedStage]) -> Iterator[LintCode]:
     of_stage: dict[str, tuple[str, str]] = {}
     for view in views:
         for name, profile in zip(view.names, view.profiles, strict=True):
@@ -71,7 +71,7 @@ def _models(views: Sequence[StageView]) -> Iterator[Finding]:
                 continue
             first_name, model = of_stage.setdefault(view.stage, (name, profile.model))
             if profile.model != model:
-                yield Finding(
+                yield LintCode(
                     "G603",
                     json_path(("pools", name, "profile")),
                     f"pool {name} has a profile of {profile.model}, {first_name} one of {model}; any"
@@ -80,7 +80,7 @@ def _models(views: Sequence[StageView]) -> Iterator[Finding]:
                 )
     if len({model for _, model in of_stage.values()}) > 1:
         (a, a_model), (b, b_model) = list(of_stage.values())[:2]
-        yield Finding(
+        yield LintCode(
             "G604",
             json_path(("pools", b, "profile")),
             f"pool {b} has a profile of {b_model}, {a} one of {a_model}; what one prefills the other has"

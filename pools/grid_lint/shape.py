@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from slagate.pools.grid.axis import Axis
-from slagate.pools.grid_lint.codes import Finding, Hit, Hits
-from slagate.pools.grid_lint.view import Index, StageView, band_words, brackets, word
+from slagate.pools.grid_lint.codes import Hit, Hits, LintCode
+from slagate.pools.grid_lint.view import Index, LintedStage, band_words, brackets, word
 
 
-def shape(view: StageView) -> Iterator[Finding]:
+def shape(view: LintedStage) -> Iterator[LintCode]:
     """The findings of G1."""
     if view.n_pools == 1:
         return  # nothing to choose, so nothing to be said about choices
@@ -19,7 +19,7 @@ def shape(view: StageView) -> Iterator[Finding]:
     yield from _spill_order(view)
 
 
-def _tighter_is_slower(view: StageView) -> list[Finding]:
+def _tighter_is_slower(view: LintedStage) -> list[LintCode]:
     hits = Hits()
     for axis_at in view.latency_axes:
         fields = (view.grid.axes[axis_at].field,)
@@ -32,7 +32,7 @@ def _tighter_is_slower(view: StageView) -> list[Finding]:
     return hits.findings("G101", advice)
 
 
-def _tighter(view: StageView, tight: Index, loose: Index, fields: tuple[str, ...]) -> Hit:
+def _tighter(view: LintedStage, tight: Index, loose: Index, fields: tuple[str, ...]) -> Hit:
     a, b, size = view.cells[tight][0], view.cells[loose][0], view.sizes(tight).high
     message = (
         f"{view.cell_words(tight)} goes to {view.names[a]}, which is slower than {view.names[b]} of the"
@@ -41,7 +41,7 @@ def _tighter(view: StageView, tight: Index, loose: Index, fields: tuple[str, ...
     return Hit(view.places.cell(tight), brackets(tight), message)
 
 
-def _longer_is_slower(view: StageView) -> list[Finding]:
+def _longer_is_slower(view: LintedStage) -> list[LintCode]:
     if view.size_axis is None:
         return []
     hits = Hits()
@@ -57,7 +57,7 @@ def _longer_is_slower(view: StageView) -> list[Finding]:
     return hits.findings("G102", advice)
 
 
-def _longer(view: StageView, short: Index, long: Index) -> Hit:
+def _longer(view: LintedStage, short: Index, long: Index) -> Hit:
     a, b = view.cells[long][0], view.cells[short][0]
     message = (
         f"{view.cell_words(long)} goes to {view.names[a]}, which is slower than {view.names[b]} of the"
@@ -67,7 +67,7 @@ def _longer(view: StageView, short: Index, long: Index) -> Hit:
     return Hit(view.places.cell(long), brackets(long), message)
 
 
-def _reach(view: StageView) -> Iterator[Finding]:
+def _reach(view: LintedStage) -> Iterator[LintCode]:
     first = {pools[0] for pools in view.starts}
     listed = {pool for pools in view.starts for pool in pools}
     reached = view.grid.reached()
@@ -76,14 +76,14 @@ def _reach(view: StageView) -> Iterator[Finding]:
         if pool in first:
             continue
         if pool in listed:
-            yield Finding(
+            yield LintCode(
                 "G105",
                 where,
                 f"pool {name} is the first choice of no cell and of no override, only spill",
                 "Give it cells of its own, or leave it as a reserve and ignore this code.",
             )
         elif pool in reached:
-            yield Finding(
+            yield LintCode(
                 "G104",
                 where,
                 f"pool {name} is in no cell and no override; only a request that another {view.stage}"
@@ -91,7 +91,7 @@ def _reach(view: StageView) -> Iterator[Finding]:
                 "Give it cells of its own, or leave it as a reserve and ignore this code.",
             )
         else:
-            yield Finding(
+            yield LintCode(
                 "G103",
                 where,
                 f"pool {name} is in no cell and no override that can match, and no retry leads to it:"
@@ -100,13 +100,13 @@ def _reach(view: StageView) -> Iterator[Finding]:
             )
 
 
-def _sameness(view: StageView) -> Iterator[Finding]:
+def _sameness(view: LintedStage) -> Iterator[LintCode]:
     if len(view.cells) == 1:
         return
     firsts = {pools[0] for pools in view.cells.values()}
     if len(firsts) == 1:
         name = view.names[next(iter(firsts))]
-        yield Finding(
+        yield LintCode(
             "G108",
             view.places.cell(()),
             f"all {len(view.cells)} cells go to {name}, so neither size nor target matters",
@@ -120,7 +120,7 @@ def _sameness(view: StageView) -> Iterator[Finding]:
         slices = list(zip(*lines, strict=True))
         name, where = word(axis.field), view.places.bands(axis.field)
         if n_bands > 1 and len(set(slices)) == 1:
-            yield Finding(
+            yield LintCode(
                 "G106",
                 where,
                 f"all {n_bands} {name} bands go to the same pools, so {name} never matters",
@@ -128,7 +128,7 @@ def _sameness(view: StageView) -> Iterator[Finding]:
             )
         elif isinstance(axis, Axis):
             if coarser := _coarser(slices):
-                yield Finding(
+                yield LintCode(
                     "G107",
                     where,
                     f"{n_bands} {name} bands say no more than {coarser} would: each"
@@ -161,7 +161,7 @@ def _coarser(slices: Sequence[object]) -> int | None:
     return None
 
 
-def _spill_order(view: StageView) -> list[Finding]:
+def _spill_order(view: LintedStage) -> list[LintCode]:
     hits = Hits()
     for index, pools in view.cells.items():
         own = pools[0]
@@ -175,7 +175,7 @@ def _spill_order(view: StageView) -> list[Finding]:
     return hits.findings("G109", advice)
 
 
-def _spilled(view: StageView, index: Index, before: int, after: int) -> Hit:
+def _spilled(view: LintedStage, index: Index, before: int, after: int) -> Hit:
     own = view.cells[index][0]
     message = (
         f"{view.cell_words(index)} spills from {view.names[own]} to the slower {view.names[before]} before"

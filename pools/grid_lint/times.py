@@ -35,7 +35,7 @@ BUSY = 0.8
 _N_BUSY = LOADS.index(BUSY) + 1
 
 
-class Plan(NamedTuple):
+class Deployment(NamedTuple):
     """What plans count with: the workers of a pool, and how many requests each runs at once."""
 
     replicas: int
@@ -51,11 +51,11 @@ def measured_tokens(profile: TpProfile, stage: str) -> int:
     return {"prefill": prefill, "decode": decode}.get(stage, min(prefill, decode))
 
 
-def plan_of(pool: PoolSpec | None) -> Plan:
+def plan_of(pool: PoolSpec | None) -> Deployment:
     """The plan for a pool with this entry in the fleet file, if it has one."""
     if pool is None:
         pool = PoolSpec()
-    return Plan(pool.planned_workers, planned_batch(pool.batch, pool.max_inflight))
+    return Deployment(pool.planned_workers, planned_batch(pool.batch, pool.max_inflight))
 
 
 class Times(NamedTuple):
@@ -86,7 +86,7 @@ class PoolCurves:
     """The curves of one pool for the latencies of its grid, each looked up once for each size."""
 
     def __init__(
-        self, profile: TpProfile, plan: Plan, fields: Sequence[str], *, longest_tokens: float
+        self, profile: TpProfile, plan: Deployment, fields: Sequence[str], *, longest_tokens: float
     ) -> None:
         self._profile = profile
         idle = profile_prefill(profile)

@@ -11,13 +11,13 @@ from slagate.pools.fleet_file.keys import EPP_KEYS, OVERRIDES, STAGES, AxisKeys,
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.grid.axis import Axis, Number, UnevenAxis, number_text
 from slagate.pools.grid.json_text import json_path
-from slagate.pools.grid_lint.times import Plan, PoolCurves, Times, measured_tokens, plan_of
+from slagate.pools.grid_lint.times import Deployment, PoolCurves, Times, measured_tokens, plan_of
 from slagate.workers.profiles.profile import TpProfile
 
 _EPP_NAMES = {keys: name for name, keys in EPP_KEYS.items()}
 
 
-class Places:
+class JsonPaths:
     """JSON paths into one file for one stage, in the spelling that the file uses."""
 
     def __init__(self, config: FleetConfig, stage: str) -> None:
@@ -87,7 +87,7 @@ class Band(NamedTuple):
     high: float
 
 
-class StageView:
+class LintedStage:
     """A grid with its places in the file and the profiles of its pools."""
 
     def __init__(
@@ -100,7 +100,7 @@ class StageView:
     ) -> None:
         self.stage = stage
         self.grid = grid = config.stages[stage]
-        self.places = Places(config, stage)
+        self.places = JsonPaths(config, stage)
         self.names = grid.pool_names
         self.n_pools = len(self.names)
         self.profiles = tuple(profiles.get(name) for name in self.names)
@@ -321,9 +321,9 @@ def share(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,} requests ({100 * part / whole:.3g} %)"
 
 
-def _kinds(profiles: Sequence[TpProfile | None], plans: Sequence[Plan]) -> tuple[int, ...]:
+def _kinds(profiles: Sequence[TpProfile | None], plans: Sequence[Deployment]) -> tuple[int, ...]:
     """For each pool the first one that is as fast, as both have the same profile and plan."""
-    first: dict[tuple[int, Plan], int] = {}
+    first: dict[tuple[int, Deployment], int] = {}
     return tuple(
         first.setdefault((id(profile), plan), pool)
         for pool, (profile, plan) in enumerate(zip(profiles, plans, strict=True))

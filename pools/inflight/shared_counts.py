@@ -78,7 +78,7 @@ class GatewayCell(IntEnum):
     RECEIPTS = 5  # requests that have ended
 
 
-class Others(NamedTuple):
+class OtherProcesses(NamedTuple):
     """What all other processes have on some slots."""
 
     counts: Ints  # the first `N_COUNTS` cells, one row each
@@ -183,14 +183,14 @@ class SharedCounts:
         firsts = np.array(self._others, dtype=np.int64) * N_SLOTS
         return firsts[:, None] + slots
 
-    def others(self, places: Ints) -> Others:
+    def others(self, places: Ints) -> OtherProcesses:
         """What the other processes have on the slots of ranks."""
         found = self._lines.take(places, axis=0)
         queued_s = found.view(np.float64)[:, :, RankCell.QUEUED_S]
         if len(found) == 1:
             line = found[0].T
-            return Others(line[:N_COUNTS], queued_s[0], line[RankCell.LAST_CHOSEN])
-        return Others(
+            return OtherProcesses(line[:N_COUNTS], queued_s[0], line[RankCell.LAST_CHOSEN])
+        return OtherProcesses(
             found[:, :, :N_COUNTS].sum(axis=0).T,
             queued_s.sum(axis=0),
             found[:, :, RankCell.LAST_CHOSEN].max(axis=0, initial=0),

@@ -22,13 +22,19 @@ from slagate.pools.inflight.rows import (
     Ints,
     Rows,
 )
-from slagate.pools.inflight.shared_counts import N_COUNTS, NOBODY, Others, RankCell, SharedCounts
-from slagate.pools.inflight.table import Table
+from slagate.pools.inflight.shared_counts import (
+    N_COUNTS,
+    NOBODY,
+    OtherProcesses,
+    RankCell,
+    SharedCounts,
+)
+from slagate.pools.inflight.table import LoadTable
 
 _LIMITS = slice(MAX_INFLIGHT, MAX_QUEUED_TOKENS + 1)  # of `WORKER_INFLIGHT` and `QUEUED_TOKENS`
 
 
-class SharedTable(Table):
+class SharedTable(LoadTable):
     """A table that shows the other processes what it has, and whose `rows` have what they have too.
 
     All else is only of this process. `name` is the same in all of them, and no other table's.
@@ -122,7 +128,7 @@ class SharedTable(Table):
         """The highest `last_chosen`, of whichever process of the gateway."""
         return max(super().last_turn(), int(self._others().last_chosen.max(initial=0)))
 
-    def _others(self) -> Others:
+    def _others(self) -> OtherProcesses:
         if self._places is None:
             self._places = self._shared.places(np.array(self._slots, dtype=np.int64))
         return self._shared.others(self._places)

@@ -45,7 +45,7 @@ from slagate.pools.inflight.rows import (
 )
 
 
-class Table:
+class LoadTable:
     """The rows of one pool. Members write to their own.
 
     A row keeps its number: leases and caches go by it. One that was given up is the next one's that is
@@ -271,7 +271,7 @@ class Table:
 
 def rows_of(views: Iterable[RowView]) -> Rows:
     """The inverse of `Rows.view`, for decisions that are made again from what was written down."""
-    table = Table()
+    table = LoadTable()
     for view in views:
         row = table.add(view.address, view.rank)
         table.set(row, **{name: getattr(view, name) for name in INT_FIELDS})

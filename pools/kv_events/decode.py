@@ -35,7 +35,7 @@ class UndecodableError(Exception):
     """The bytes are no batch of KV events; the message says what is wrong."""
 
 
-class Head(NamedTuple):
+class BatchHeader(NamedTuple):
     """What stands before a batch's events."""
 
     number: int
@@ -44,7 +44,7 @@ class Head(NamedTuple):
     events_at: int  # offset of the first event in the message
 
 
-class Piece(NamedTuple):
+class EventSlice(NamedTuple):
     """Where whole events lie in the message."""
 
     start: int
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
         return self.end - self.start
 
 
-def read_head(message: bytes) -> Head | oe.EngineError:
+def read_head(message: bytes) -> BatchHeader | oe.EngineError:
     """The head of a serialised `SubscribeKvEventsResponse`, or the error that it is.
 
     Raises `UndecodableError`.
@@ -74,10 +74,10 @@ def read_head(message: bytes) -> Head | oe.EngineError:
             values[message[at]], at = _varint(message, at + 1)
         else:
             at = _skip(message, at)
-    return Head(values[_NUMBER], values[_TIME] / 1e9, values[_RANK], at)
+    return BatchHeader(values[_NUMBER], values[_TIME] / 1e9, values[_RANK], at)
 
 
-def pieces(message: bytes, head: Head) -> Iterator[Piece]:
+def pieces(message: bytes, head: BatchHeader) -> Iterator[EventSlice]:
     """The events of a batch, in order. Raises `UndecodableError` where it comes to something else."""
     at = start = head.events_at
     end = len(message)
@@ -94,15 +94,15 @@ def pieces(message: bytes, head: Head) -> Iterator[Piece]:
         else:
             after = _skip(message, at)
         if n_events and (n_events == PIECE_EVENTS or after - start > PIECE_BYTES):
-            yield Piece(start, at)
+            yield EventSlice(start, at)
             start, n_events = at, 0
         at = after
         n_events += 1
     if at > start:
-        yield Piece(start, at)
+        yield EventSlice(start, at)
 
 
-def parse(message: bytes, piece: Piece) -> Sequence[oe.KvEvent]:
+def parse(message: bytes, piece: EventSlice) -> Sequence[oe.KvEvent]:
     """The events of a piece. Raises `UndecodableError`."""
     return _parsed(oe.KvEventBatch, message[piece.start : piece.end]).events
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import anyio
 
 from slagate.pools.kv_events.rank_follower import Incarnation, RankFollower
-from slagate.pools.kv_events.view import EventView, Mode
+from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.pools.prefix.holder import Holder
 from slagate.pools.prefix.index import PrefixIndex
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.runtime.cooperative import Turns
+from slagate.workers.runtime.cooperative import CooperativeScheduler
 from slagate.workers.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ SILENT_S = 60.0
 """A worker that processes as many prompts in that time without an event does not publish them."""
 
 
-class Follower:
+class WorkerFollower:
     """Follows one worker's events into an index, one `Holder` a rank."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Follower:
         index_of: Callable[[int], PrefixIndex],
         on_holder: Callable[[int, Holder | None], None],
         n_served: Callable[[], int],
-        turns: Turns,
+        turns: CooperativeScheduler,
         rng: random.Random,
     ) -> None:
         """`index_of` gives the index for a block size in tokens; `turns` are those of the whole gateway.
@@ -123,7 +123,7 @@ class Follower:
     def _watch_silence(self) -> None:
         """Notice a worker that works and publishes nothing."""
         events, now_s = self._events, asyncio.get_running_loop().time()
-        if events.n_events != self._n_events or events.mode is Mode.NONE:
+        if events.n_events != self._n_events or events.mode is EventMode.NONE:
             self._n_events = events.n_events
             self._served.clear()
             events.is_silent = False

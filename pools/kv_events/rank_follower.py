@@ -17,14 +17,14 @@ from typing import NamedTuple
 import anyio
 
 from slagate.pools.kv_events.apply import BlockWriter
-from slagate.pools.kv_events.subscription import End, EventStream, Kind
-from slagate.pools.kv_events.view import EventView, Mode
+from slagate.pools.kv_events.subscription import EventStream, StreamEndKind, StreamOutcome
+from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.pools.prefix.holder import Holder
 from slagate.pools.prefix.index import PrefixIndex
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Metadata
 from slagate.workers.kv_events.feed import INSTANCE_KEY
-from slagate.workers.runtime.cooperative import Turns
+from slagate.workers.runtime.cooperative import CooperativeScheduler
 from slagate.workers.worker import Worker
 
 KEEP_S = 15.0
@@ -65,7 +65,7 @@ class RankFollower:
         events: EventView,
         index: PrefixIndex,
         on_holder: Callable[[int, Holder | None], None],
-        turns: Turns,
+        turns: CooperativeScheduler,
         rng: random.Random,
     ) -> None:
         self._rank = rank
@@ -105,7 +105,7 @@ class RankFollower:
             self._stream.stop()
         self._let_go()
 
-    async def _follow(self, began_s: float) -> End:
+    async def _follow(self, began_s: float) -> StreamOutcome:
         """One subscription, from its request to its end."""
         number = self._state.next_number
         request = oe.SubscribeKvEventsRequest(data_parallel_ranks=[self._rank])
@@ -140,16 +140,20 @@ class RankFollower:
             self._on_holder(self._rank, holder)
         return self._writer
 
-    def _settle(self, end: End, *, again_s: float) -> None:
+    def _settle(self, end: StreamOutcome, *, again_s: float) -> None:
         """Decide what is kept of what the stream brought until the next one."""
-        if end.kind is Kind.NONE:
+        if end.kind is StreamEndKind.NONE:
             self._let_go()
-            self._events.set(self._state, Mode.NONE, end.reason)
+            self._events.set(self._state, EventMode.NONE, end.reason)
             return
         # Without its id nobody can tell a worker that has restarted from one that was cut off.
-        if end.kind is Kind.STALE or not self._who.instance_id or again_s > self._keep_until_s:
+        if (
+            end.kind is StreamEndKind.STALE
+            or not self._who.instance_id
+            or again_s > self._keep_until_s
+        ):
             self._drop()
-        mode = Mode.RESYNC if self._was_live else Mode.STARTING
+        mode = EventMode.RESYNC if self._was_live else EventMode.STARTING
         self._events.set(self._state, mode, end.reason)
 
     def _drop(self) -> None:
@@ -168,8 +172,8 @@ class RankFollower:
             self._turns.add(self._index.sweep)
         self._state.holder = self._writer = None
 
-    def _delay_s(self, end: End) -> float:
-        if end.kind is Kind.NONE:
+    def _delay_s(self, end: StreamOutcome) -> float:
+        if end.kind is StreamEndKind.NONE:
             return self._jittered(PROBE_S)
         self._n_failures += 1
         return self._jittered(min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (self._n_failures - 1)))

@@ -12,13 +12,13 @@ import grpc
 
 from slagate.pools.kv_events.apply import BlockWriter, MismatchError
 from slagate.pools.kv_events.decode import PIECE_BYTES, UndecodableError, parse, pieces, read_head
-from slagate.pools.kv_events.view import EventView, Mode, RankEvents
+from slagate.pools.kv_events.view import EventMode, EventView, RankEvents
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call
 from slagate.proto.rpc.status import Metadata, Status
 from slagate.workers.errors import scrub, status_of_engine_error
 from slagate.workers.kv_events.feed import HEARTBEAT_S
-from slagate.workers.runtime.cooperative import Turns
+from slagate.workers.runtime.cooperative import CooperativeScheduler
 from slagate.workers.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _FINAL = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION)
 _STALE = (grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
-class Kind(Enum):
+class StreamEndKind(Enum):
     """What can follow the end of a stream."""
 
     LOST = "lost"  # go on where it ended, if the worker still can
@@ -47,10 +47,10 @@ class Kind(Enum):
     NONE = "none"  # this worker has no events that can be used
 
 
-class End(NamedTuple):
+class StreamOutcome(NamedTuple):
     """How a stream ended."""
 
-    kind: Kind
+    kind: StreamEndKind
     reason: str
 
 
@@ -70,7 +70,7 @@ class EventStream:
         *,
         state: RankEvents,
         writer: Callable[[], BlockWriter],
-        turns: Turns,
+        turns: CooperativeScheduler,
         max_waiting_bytes: int,
         resync_from_s: float,
     ) -> None:
@@ -91,7 +91,7 @@ class EventStream:
         self._call: Call | None = None
         self._is_paused = False
         self._status: Status | None = None
-        self._end: End | None = None
+        self._end: StreamOutcome | None = None
         self._ended = anyio.Event()
         self._n_old = 0  # in a row
         self._now_s = asyncio.get_running_loop().time
@@ -115,7 +115,7 @@ class EventStream:
         self._status = status
         self._turns.add(self._step)
 
-    async def follow(self, worker: Worker, request: bytes, metadata: Metadata) -> End:
+    async def follow(self, worker: Worker, request: bytes, metadata: Metadata) -> StreamOutcome:
         """Subscribe, and apply until the end. Leaves no call behind, however it is left."""
         self._call = worker.kv_events(request, metadata, self)
         self._pause_or_resume()
@@ -124,7 +124,7 @@ class EventStream:
                 with anyio.CancelScope(deadline=self._heard_s + SILENCE_S):
                     await self._ended.wait()
                 if self._end is None and self._now_s() >= self._heard_s + SILENCE_S:
-                    self._finish(Kind.LOST, f"silent for {SILENCE_S:g} s")
+                    self._finish(StreamEndKind.LOST, f"silent for {SILENCE_S:g} s")
             return self._end
         finally:
             self.stop()
@@ -132,7 +132,7 @@ class EventStream:
 
     def stop(self) -> None:
         """Apply nothing any more."""
-        self._finish(Kind.LOST, "is left")
+        self._finish(StreamEndKind.LOST, "is left")
 
     def _step(self) -> bool:
         """One turn's work; true while there is more."""
@@ -159,15 +159,17 @@ class EventStream:
                 self._pause_or_resume()
         except UndecodableError as error:
             self._events.n_errors += 1
-            self._finish(Kind.STALE, f"undecodable batch: {error}")
+            self._finish(StreamEndKind.STALE, f"undecodable batch: {error}")
         except MismatchError as error:
             self._events.n_errors += 1
-            self._finish(Kind.NONE, str(error))
+            self._finish(StreamEndKind.NONE, str(error))
         except Exception as error:
             # Whatever one worker sends, the others and the gateway go on.
             log.exception("events.apply")
             self._events.n_errors += 1
-            self._finish(Kind.STALE, f"batch that cannot be applied: {type(error).__name__}")
+            self._finish(
+                StreamEndKind.STALE, f"batch that cannot be applied: {type(error).__name__}"
+            )
         return _MESSAGE_WORK
 
     def _apply(self, message: bytes) -> Iterator[int]:
@@ -200,7 +202,7 @@ class EventStream:
         self.n_applied += 1
         if writer.has_gap and self._now_s() >= self._resync_from_s:
             self._finish(
-                Kind.STALE, "the index had no room for all of its blocks, or lacks parents"
+                StreamEndKind.STALE, "the index had no room for all of its blocks, or lacks parents"
             )
 
     def _is_next(self, number: int) -> bool:
@@ -218,7 +220,7 @@ class EventStream:
             return False
         self._events.n_gaps += 1
         # A worker that skips right after it was told where to go on cannot go on there.
-        kind = Kind.LOST if self.n_applied and number > expected else Kind.STALE
+        kind = StreamEndKind.LOST if self.n_applied and number > expected else StreamEndKind.STALE
         self._finish(kind, f"gap: batch {number} instead of {expected}")
         return False
 
@@ -226,21 +228,21 @@ class EventStream:
         """Nothing waits: it is up to date, or at its end."""
         if self._status is not None:
             self._failed(self._status)
-        elif self.n_applied and self._state.mode is not Mode.LIVE:
+        elif self.n_applied and self._state.mode is not EventMode.LIVE:
             self._state.rebuild_s = self._now_s() - self._began_s
-            self._events.set(self._state, Mode.LIVE, "")
+            self._events.set(self._state, EventMode.LIVE, "")
 
     def _failed(self, status: Status) -> None:
-        kind = Kind.LOST
+        kind = StreamEndKind.LOST
         if status.code in _FINAL:
-            kind = Kind.NONE
+            kind = StreamEndKind.NONE
         elif status.code in _STALE:
-            kind = Kind.STALE
+            kind = StreamEndKind.STALE
         self._finish(kind, f"{status.code.name}: {scrub(status.message)}")
 
-    def _finish(self, kind: Kind, reason: str) -> None:
+    def _finish(self, kind: StreamEndKind, reason: str) -> None:
         if self._end is None:
-            self._end = End(kind, reason)
+            self._end = StreamOutcome(kind, reason)
             self._waiting.clear()
             self._work = None
             self._state.n_waiting_bytes = 0

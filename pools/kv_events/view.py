@@ -9,7 +9,7 @@ from slagate.pools.prefix.holder import Holder
 log = logging.getLogger(__name__)
 
 
-class Mode(Enum):
+class EventMode(Enum):
     """How far a worker's events can be relied on. The value is the label in metrics and the CLI."""
 
     OFF = "off"  # nobody wants them
@@ -22,14 +22,14 @@ class Mode(Enum):
 _NOT_YET = "not subscribed yet"
 _UNWANTED = "not followed: no decision asks for them here"
 
-_WORST_FIRST = (Mode.NONE, Mode.RESYNC, Mode.STARTING, Mode.LIVE)
+_WORST_FIRST = (EventMode.NONE, EventMode.RESYNC, EventMode.STARTING, EventMode.LIVE)
 
 
 class RankEvents:
     """One rank's part; written by whoever follows it."""
 
     def __init__(self) -> None:
-        self.mode = Mode.STARTING
+        self.mode = EventMode.STARTING
         self.reason = _NOT_YET
         self.holder: Holder | None = None
         self.next_number: int | None = None  # of the batch that comes after those applied
@@ -48,8 +48,8 @@ class EventView:
         """`worker` names it in the log, `unix_s` is the clock that workers stamp their batches by."""
         self.worker = worker
         self._unix_s = unix_s
-        self._logged = Mode.OFF
-        self._idle = Mode.OFF  # as long as there are no ranks
+        self._logged = EventMode.OFF
+        self._idle = EventMode.OFF  # as long as there are no ranks
         self._why_none = ""
         self.ranks: dict[int, RankEvents] = {}
         self.is_silent = False  # it works, and yet no event comes
@@ -65,10 +65,10 @@ class EventView:
         return f"EventView({self.worker}, {self.mode.value}, {self.n_events} events, {self.reason})"
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> EventMode:
         """That of its worst rank."""
         if self._why_none:
-            return Mode.NONE
+            return EventMode.NONE
         modes = {rank.mode for rank in self.ranks.values()}
         return next((mode for mode in _WORST_FIRST if mode in modes), self._idle)
 
@@ -77,7 +77,7 @@ class EventView:
         """Why it is not simply live; empty when it is."""
         if self._why_none:
             return self._why_none
-        mode, idle = self.mode, _UNWANTED if self._idle is Mode.OFF else _NOT_YET
+        mode, idle = self.mode, _UNWANTED if self._idle is EventMode.OFF else _NOT_YET
         return next((rank.reason for rank in self.ranks.values() if rank.mode is mode), idle)
 
     @property
@@ -116,7 +116,7 @@ class EventView:
         """Blocks whose parents are not known, over all ranks."""
         return sum(rank.holder.n_pending for rank in self.ranks.values() if rank.holder)
 
-    def set(self, rank: RankEvents, mode: Mode, reason: str) -> None:
+    def set(self, rank: RankEvents, mode: EventMode, reason: str) -> None:
         """How a rank stands now."""
         rank.mode, rank.reason = mode, reason
         self._log()
@@ -126,7 +126,7 @@ class EventView:
 
         With neither, it is not known yet.
         """
-        self._idle = Mode.STARTING
+        self._idle = EventMode.STARTING
         self._why_none = why_none
         self.ranks = {rank: RankEvents() for rank in range(n_ranks)}
         self.is_silent = False

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slagate.pools.prefix.holder import FOLD, ORDER, SHARD_SHIFT, Holder, Holding, fold
+from slagate.pools.prefix.holder import FOLD, ORDER, SHARD_SHIFT, HeldRun, Holder, fold
 from slagate.pools.prefix.lanes import reach, show
 from slagate.pools.prefix.trie import Root, Run, RunTrie, Segment, Tokens
 
@@ -23,33 +23,35 @@ Hashes = Sequence[int] | NDArray[np.uint64]
 _U64 = (1 << 64) - 1
 
 
-class Place(NamedTuple):
+class TriePosition(NamedTuple):
     """Before a block of a run, or behind its last."""
 
     run: Run
     at: int
 
 
-class Claims:
+class BlockHolders:
     """The claims of all holders. `tidy` must follow a step: until then nothing is given up."""
 
     def __init__(self, trie: RunTrie) -> None:
         self.n_blocks = 0  # held, of all holders together
         self._trie = trie
-        self._thinner: list[tuple[Holder, Holding]] = []  # which may have to be given up
+        self._thinner: list[tuple[Holder, HeldRun]] = []  # which may have to be given up
 
-    def place(self, holder: Holder, tier: int, parent: int | None, root: Root) -> Place | None:
+    def place(
+        self, holder: Holder, tier: int, parent: int | None, root: Root
+    ) -> TriePosition | None:
         """Where a child of `parent` goes; None when the holder does not have that."""
         if parent is None:
-            return Place(self._trie.root(root), 0)
+            return TriePosition(self._trie.root(root), 0)
         for one in (tier, 1 - tier):
             number, at = holder.find(one, parent)
             if number >= 0:
-                return Place(holder.holding(number).run, at + 1)
+                return TriePosition(holder.holding(number).run, at + 1)
         return None
 
     def hold(
-        self, holder: Holder, place: Place, tier: int, hashes: "array[int]", content: bytes
+        self, holder: Holder, place: TriePosition, tier: int, hashes: "array[int]", content: bytes
     ) -> None:
         """Claim full blocks, one after the other from a place on."""
         segments = self._trie.grow(place.run, place.at, content)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from slagate.pools.prefix.pending import Claim, Pending
+from slagate.pools.prefix.pending import Claim, PendingBlocks
 from slagate.pools.prefix.trie import Run
 
 ORDER = sys.byteorder
@@ -31,7 +31,7 @@ ORDER = sys.byteorder
 _ONE_EACH: dict[int, list[Claim]] = {}
 
 
-class Holding(msgspec.Struct, gc=False, eq=False):
+class HeldRun(msgspec.Struct, gc=False, eq=False):
     """A holder's part of one run.
 
     Hashes are 8 bytes each, in the machine's order: bytes are no work for the garbage collector. Nor is a
@@ -192,9 +192,9 @@ class Holder:
         self.n_dropped = (
             0  # blocks that were not taken: the index is full, or too many were pending
         )
-        self.start(bit, Pending(max_pending))
+        self.start(bit, PendingBlocks(max_pending))
 
-    def start(self, bit: int, pending: Pending) -> None:
+    def start(self, bit: int, pending: PendingBlocks) -> None:
         """Begin with nothing."""
         self.bit = bit  # -1 after it left
         self.lanes = 0b11 << 2 * bit if bit >= 0 else 0  # any tier, device
@@ -203,7 +203,7 @@ class Holder:
         self.maps: tuple[Shards, Shards] = (_shards(), _shards())
         # Claims whose folded hash another claim has taken: whole hash -> number.
         self.odd: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        self.table: list[Holding | None] = []
+        self.table: list[HeldRun | None] = []
         self.by_run: dict[Run, int] = {}
         self.pending = pending
         self._free: list[int] = []
@@ -225,7 +225,7 @@ class Holder:
         at = -1 if holding is None else holding.find(tier, hash_)
         return (number, at) if at >= 0 else (-1, -1)
 
-    def holding(self, number: int) -> Holding:
+    def holding(self, number: int) -> HeldRun:
         """The holding of a number that is in use."""
         holding = self.table[number]
         assert holding is not None
@@ -237,10 +237,10 @@ class Holder:
         if number is None:
             if self._free:
                 number = self._free.pop()
-                self.table[number] = Holding(run)
+                self.table[number] = HeldRun(run)
             else:
                 number = len(self.table)
-                self.table.append(Holding(run))
+                self.table.append(HeldRun(run))
             self.by_run[run] = number
         return number
 
@@ -279,7 +279,7 @@ class Holder:
             key = hash_ & FOLD
             del self.maps[tier][key >> SHARD_SHIFT][key]
 
-    def free(self, holding: Holding) -> None:
+    def free(self, holding: HeldRun) -> None:
         """Give up a holding that is empty. No-op for one that was given up."""
         number = self.by_run.get(holding.run)
         if number is not None and self.table[number] is holding:

@@ -19,11 +19,11 @@ import heapq
 from array import array
 from collections.abc import Mapping
 
-from slagate.pools.prefix.claims import DEVICE, HOST, Claims, Hashes, unsigned
+from slagate.pools.prefix.claims import DEVICE, HOST, BlockHolders, Hashes, unsigned
 from slagate.pools.prefix.holder import Holder
-from slagate.pools.prefix.lanes import Lanes
+from slagate.pools.prefix.lanes import HolderSlots
 from slagate.pools.prefix.match import Match
-from slagate.pools.prefix.pending import Claim, Pending
+from slagate.pools.prefix.pending import Claim, PendingBlocks
 from slagate.pools.prefix.trie import TOKEN_BYTES, Root, RunTrie, Tokens
 
 MAX_PENDING = 4096
@@ -54,10 +54,10 @@ class PrefixIndex:
         self.block_tokens = block_tokens
         self.max_pairs = max_pairs
         self._trie = RunTrie(block_tokens, max_hops=max_hops, max_run_blocks=max_run_blocks)
-        self._lanes = Lanes(self._trie)
+        self._lanes = HolderSlots(self._trie)
         self._block_bytes = self._trie.block_bytes
         self._max_pending = max_pending
-        self._claims = Claims(self._trie)
+        self._claims = BlockHolders(self._trie)
 
     @property
     def n_pairs(self) -> int:
@@ -97,14 +97,14 @@ class PrefixIndex:
     def leave(self, holder: Holder) -> None:
         """Forget a holder, in O(1); memory comes back by `sweep`. Idempotent."""
         self._bury(holder)
-        holder.start(-1, Pending(self._max_pending))
+        holder.start(-1, PendingBlocks(self._max_pending))
 
     def cleared(self, holder: Holder) -> None:
         """A holder has nothing now, in O(1). Raises `ValueError` for a holder that left."""
         if holder.bit < 0:
             raise ValueError("holder: it has left")
         self._bury(holder)
-        holder.start(self._lanes.take(), Pending(self._max_pending))
+        holder.start(self._lanes.take(), PendingBlocks(self._max_pending))
 
     def stored(
         self,

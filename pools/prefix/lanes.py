@@ -9,7 +9,7 @@ import heapq
 from collections import deque
 from typing import Any, NamedTuple
 
-from slagate.pools.prefix.holder import Holder, Holding
+from slagate.pools.prefix.holder import HeldRun, Holder
 from slagate.pools.prefix.trie import Run, RunTrie
 
 BOTH = 0b11
@@ -18,7 +18,7 @@ BOTH = 0b11
 _HOLDING_COST = 20  # what giving up a holding takes, in claims
 
 
-class Reach(NamedTuple):
+class HeldPart(NamedTuple):
     """What a holder has of a run, as far as queries can tell."""
 
     lead: int
@@ -26,15 +26,15 @@ class Reach(NamedTuple):
     past: int  # bitmap of what it has beyond a hole
 
 
-NOTHING = Reach(0, 0, 0)
+NOTHING = HeldPart(0, 0, 0)
 
 
-def reach(holding: Holding) -> Reach:
+def reach(holding: HeldRun) -> HeldPart:
     """Of a holding, as it is now."""
-    return Reach(holding.lead, holding.device_lead, holding.past)
+    return HeldPart(holding.lead, holding.device_lead, holding.past)
 
 
-def show(bit: int, run: Run, old: Reach, new: Reach) -> None:
+def show(bit: int, run: Run, old: HeldPart, new: HeldPart) -> None:
     """Tell a run what a holder has of it now."""
     if old.lead == old.device_lead and new.lead == new.device_lead:
         if old.lead != new.lead:
@@ -46,7 +46,7 @@ def show(bit: int, run: Run, old: Reach, new: Reach) -> None:
     run.n_past += (new.past != 0) - (old.past != 0)
 
 
-class _Grave:
+class _RetiredHolder:
     """What is left of a holder that was cleared or left."""
 
     def __init__(self, holder: Holder) -> None:
@@ -55,7 +55,7 @@ class _Grave:
         self.claims: list[dict[Any, int]] = [*holder.maps[0], *holder.maps[1], holder.by_run]
 
 
-class Lanes:
+class HolderSlots:
     """The lanes of an index's holders."""
 
     def __init__(self, trie: RunTrie) -> None:
@@ -65,7 +65,7 @@ class Lanes:
         self.n_dead_blocks = 0  # of holders that are gone, not given up yet
         self._trie = trie
         self._free_bits: list[int] = []
-        self._graves: deque[_Grave] = deque()
+        self._graves: deque[_RetiredHolder] = deque()
 
     def take(self) -> int:
         """A bit whose lanes count from now on."""
@@ -84,7 +84,7 @@ class Lanes:
             self.n_changes += 1
             self.live &= ~(BOTH << 2 * holder.bit)
             self.n_dead_blocks += holder.n_blocks
-            self._graves.append(_Grave(holder))
+            self._graves.append(_RetiredHolder(holder))
 
     def sweep(self, n_blocks: int) -> bool:
         """Give up about so many blocks of the dead. False when nothing is left to do."""

@@ -90,7 +90,7 @@ class _Cache:
         self.by_steps: dict[tuple[Steps, int | None], _Held] = {}
 
 
-class Overlaps:
+class PoolCaches:
     """The prefix caches of one pool's rows, as far as they are known. `now_s` is the gateway's clock."""
 
     def __init__(self, *, now_s: Callable[[], float]) -> None:

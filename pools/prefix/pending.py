@@ -7,7 +7,7 @@ Claim = tuple[int, int]
 """Tier and engine hash: what a holder is told to have."""
 
 
-class Waiting(NamedTuple):
+class PendingBlock(NamedTuple):
     """A block that waits; `number` grows with the time of arrival."""
 
     number: int
@@ -15,13 +15,13 @@ class Waiting(NamedTuple):
     content: bytes
 
 
-class Pending:
+class PendingBlocks:
     """At most `limit` blocks, by claim, and by the parent's hash."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         # In the order of arrival; a plain dict looks for its first key past all that were removed.
-        self.blocks: OrderedDict[Claim, Waiting] = OrderedDict()
+        self.blocks: OrderedDict[Claim, PendingBlock] = OrderedDict()
         self._children: dict[int, dict[Claim, None]] = {}
         self._next_number = 0
 
@@ -31,7 +31,7 @@ class Pending:
     def put(self, claim: Claim, parent: int, content: bytes) -> bool:
         """Let a block wait; the newest word on a claim counts. False when the oldest had to go."""
         self.cancel(claim)
-        self.blocks[claim] = Waiting(self._next_number, parent, content)
+        self.blocks[claim] = PendingBlock(self._next_number, parent, content)
         self._next_number += 1
         self._children.setdefault(parent, {})[claim] = None
         if len(self.blocks) <= self.limit:

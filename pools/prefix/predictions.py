@@ -29,7 +29,7 @@ _MAX_RUN_BLOCKS = 1024
 _BOTH = 0b11  # the lanes of a row: what was sent there is expected on the device
 
 
-class Claim(msgspec.Struct, gc=False, eq=False):
+class Prediction(msgspec.Struct, gc=False, eq=False):
     """A prompt at a row. No work for the garbage collector, as the runs, which know nothing of claims."""
 
     row: int
@@ -38,11 +38,11 @@ class Claim(msgspec.Struct, gc=False, eq=False):
     step: int = 0  # when it ends, in steps
 
 
-class _Row:
+class _RowPredictions:
     """The claims of one row, the oldest first."""
 
     def __init__(self) -> None:
-        self.claims: OrderedDict[Claim, None] = OrderedDict()
+        self.claims: OrderedDict[Prediction, None] = OrderedDict()
         self.leads: dict[Run, dict[int, int]] = {}  # run -> leading blocks -> claims that say so
         self.n_blocks = 0  # distinct ones
         self.max_blocks: int | None = None
@@ -61,10 +61,10 @@ class Predictions:
         self._max_claims = max_claims
         self._max_bytes = max_bytes
         self._n_parts = 0  # of all claims
-        self._claims: OrderedDict[Claim, None] = OrderedDict()
-        self._rows: dict[int, _Row] = {}
+        self._claims: OrderedDict[Prediction, None] = OrderedDict()
+        self._rows: dict[int, _RowPredictions] = {}
         self._n_rows = 0
-        self._steps: dict[int, dict[Claim, None]] = {}  # step -> claims that end then
+        self._steps: dict[int, dict[Prediction, None]] = {}  # step -> claims that end then
         self._step_heap: list[int] = []
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class Predictions:
             + len(self._claims) * _CLAIM_BYTES
         )
 
-    def claim(self, row: int, tokens: bytes, root: Root, *, expires_s: float) -> Claim:
+    def claim(self, row: int, tokens: bytes, root: Root, *, expires_s: float) -> Prediction:
         """Expect the full blocks of a prompt at a row. O(runs of the prompt).
 
         Beyond the hop cap the rest of a prompt is left out.
@@ -98,10 +98,10 @@ class Predictions:
             parts = tuple([(run, at + n) for run, at, n in segments])
             for _, _, n in segments:
                 n_blocks += n
-        claim = Claim(row, parts, n_blocks)
+        claim = Prediction(row, parts, n_blocks)
         claims = self._rows.get(row)
         if claims is None:
-            claims = self._rows[row] = _Row()
+            claims = self._rows[row] = _RowPredictions()
         if row >= self._n_rows:
             self._n_rows = row + 1
         lanes, of_runs = _BOTH << 2 * row, claims.leads
@@ -126,13 +126,13 @@ class Predictions:
         self._bound(claims)
         return claim
 
-    def renew(self, claim: Claim, *, expires_s: float) -> None:
+    def renew(self, claim: Prediction, *, expires_s: float) -> None:
         """Let a claim end at another time. No-op for one that has ended."""
         if claim in self._claims:
             del self._steps[claim.step][claim]
             self._schedule(claim, expires_s)
 
-    def end(self, claim: Claim) -> None:
+    def end(self, claim: Prediction) -> None:
         """Expect it no more. Idempotent."""
         if claim not in self._claims:
             return
@@ -169,7 +169,7 @@ class Predictions:
 
     def limit(self, row: int, n_blocks: int | None) -> None:
         """Bound what a row is expected to have; beyond, its oldest claims go. None: no bound."""
-        claims = self._rows.setdefault(row, _Row())
+        claims = self._rows.setdefault(row, _RowPredictions())
         claims.max_blocks = n_blocks
         self._bound(claims)
         if n_blocks is None and not claims.claims:
@@ -196,7 +196,7 @@ class Predictions:
             del self._steps[heapq.heappop(self._step_heap)]
         return False
 
-    def _schedule(self, claim: Claim, expires_s: float) -> None:
+    def _schedule(self, claim: Prediction, expires_s: float) -> None:
         claim.step = math.ceil(expires_s / _STEP_S)
         due = self._steps.get(claim.step)
         if due is None:
@@ -204,6 +204,6 @@ class Predictions:
             heapq.heappush(self._step_heap, claim.step)
         due[claim] = None
 
-    def _bound(self, claims: _Row) -> None:
+    def _bound(self, claims: _RowPredictions) -> None:
         while claims.max_blocks is not None and claims.n_blocks > claims.max_blocks:
             self.end(next(iter(claims.claims)))

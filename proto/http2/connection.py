@@ -14,20 +14,20 @@ from typing import Any, cast
 
 from slagate.proto.http2.engine import EngineError, begin, new_engine
 from slagate.proto.http2.events import Events
-from slagate.proto.http2.goaway import LINGER_S, Closing, Farewell, close_in_time
+from slagate.proto.http2.goaway import LINGER_S, ClosingTransport, GracefulGoaway, close_in_time
 from slagate.proto.http2.interfaces import (
     NO_ERROR,
     Accept,
     Headers,
+    Http2Settings,
     Owner,
-    Settings,
     StreamEnd,
     StreamHandler,
 )
 from slagate.proto.http2.keepalive import Keepalive
 from slagate.proto.http2.outbox import Outbox, turn_of
 from slagate.proto.http2.stream import H2Stream
-from slagate.proto.http2.token_bucket import Budget
+from slagate.proto.http2.token_bucket import TokenBucket
 
 WRITE_BYTES = 256 << 10
 """Given to the transport at once; what it does not take stays in the engine, where it is counted."""
@@ -36,7 +36,9 @@ WRITE_BYTES = 256 << 10
 class H2Connection(asyncio.Protocol):
     """One connection. With `accept` it is a server's, and the peer opens streams; else a client's."""
 
-    def __init__(self, owner: Owner, settings: Settings, *, accept: Accept | None = None) -> None:
+    def __init__(
+        self, owner: Owner, settings: Http2Settings, *, accept: Accept | None = None
+    ) -> None:
         self.settings = settings
         self.engine = new_engine(settings, is_server=accept is not None)
         self.peer = ""  # the other end's address, empty where it has none
@@ -50,7 +52,7 @@ class H2Connection(asyncio.Protocol):
         self._is_blocked = False  # by the transport
         self._will_flush = False
         self._is_leaving = False
-        self._closing: Closing | None = None  # for a peer to take our last words
+        self._closing: ClosingTransport | None = None  # for a peer to take our last words
         self._unsaid: asyncio.TimerHandle | None = (
             None  # until it can be told that it is turned away
         )
@@ -63,7 +65,7 @@ class H2Connection(asyncio.Protocol):
             ping=lambda: self.submit(self.engine.ping),
             dead=lambda: self._abort(f"no answer to a ping in {settings.ping_limit_s:g} s"),
         )
-        self._farewell = Farewell(
+        self._farewell = GracefulGoaway(
             notice=lambda: self.submit(self.engine.send_shutdown_notice),
             ping=lambda about: self.submit(self.engine.ping, about),
             last_word=lambda: self.submit(self.engine.send_goaway),
@@ -73,8 +75,8 @@ class H2Connection(asyncio.Protocol):
             owner,
             accept,
             self._streams,
-            chatter=Budget(*settings.chatter),
-            resets=Budget(*settings.resets),
+            chatter=TokenBucket(*settings.chatter),
+            resets=TokenBucket(*settings.resets),
             farewell=self._farewell,
         )
 

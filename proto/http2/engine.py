@@ -24,7 +24,7 @@ from ngh2 import (
 )
 from ngh2 import NGH2Error as EngineError
 
-from slagate.proto.http2.interfaces import Settings
+from slagate.proto.http2.interfaces import Http2Settings
 
 __all__ = [
     "Connection",
@@ -59,7 +59,7 @@ _UNLIMITED = (1 << 32, 1 << 32)
 """Resets are counted in `Events`: over a limit of its own, libnghttp2 says INTERNAL_ERROR."""
 
 
-def new_engine(settings: Settings, *, is_server: bool) -> Connection:
+def new_engine(settings: Http2Settings, *, is_server: bool) -> Connection:
     """An engine for one connection."""
     max_header_bytes = settings.max_header_bytes * (HEADER_TIMES if is_server else 1)
     return Connection(
@@ -71,7 +71,7 @@ def new_engine(settings: Settings, *, is_server: bool) -> Connection:
     )
 
 
-def begin(engine: Connection, settings: Settings, *, is_server: bool) -> None:
+def begin(engine: Connection, settings: Http2Settings, *, is_server: bool) -> None:
     """Say what HTTP/2 begins with."""
     said = {
         Setting.INITIAL_WINDOW_SIZE: settings.stream_window_bytes,

@@ -17,7 +17,7 @@ from slagate.proto.http2.engine import (
     StreamReset,
     TrailersReceived,
 )
-from slagate.proto.http2.goaway import Farewell
+from slagate.proto.http2.goaway import GracefulGoaway
 from slagate.proto.http2.interfaces import (
     ENHANCE_YOUR_CALM,
     NO_ERROR,
@@ -29,7 +29,7 @@ from slagate.proto.http2.interfaces import (
     StreamHandler,
 )
 from slagate.proto.http2.stream import H2Stream
-from slagate.proto.http2.token_bucket import Budget
+from slagate.proto.http2.token_bucket import TokenBucket
 
 _UNLIMITED = (1 << 31) - 1
 
@@ -65,9 +65,9 @@ class Events:
         accept: Accept | None,
         streams: dict[int, H2Stream],
         *,
-        chatter: Budget,
-        resets: Budget,
-        farewell: Farewell,
+        chatter: TokenBucket,
+        resets: TokenBucket,
+        farewell: GracefulGoaway,
     ) -> None:
         self._line = line
         self._owner = owner
@@ -193,12 +193,12 @@ class Events:
         # A server may reset what a client has asked it for as often as it likes.
         if self._accept is None or self._is_turned_away:
             return
-        if not self._resets.take(self._line.now_s()):
+        if not self._resets.take_token(self._line.now_s()):
             self._is_turned_away = self.is_retiring = True
             self._line.turn_away(ENHANCE_YOUR_CALM)
 
     def _heard(self, event: Event) -> None:
-        if not self._chatter.take(self._line.now_s()):
+        if not self._chatter.take_token(self._line.now_s()):
             self._line.close("the peer talks too much", ENHANCE_YOUR_CALM)
         elif isinstance(event, SettingsReceived):
             self._permitted(event)

@@ -19,7 +19,7 @@ END_LIMIT_S = 1.0
 """For those whose connections are closed at the end of everything: a process does not stay for them."""
 
 
-class Closing:
+class ClosingTransport:
     """A connection that is closed, until its transport is."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -36,10 +36,10 @@ class Closing:
         self.is_over.set()
 
 
-_closing: WeakKeyDictionary[asyncio.AbstractEventLoop, set[Closing]] = WeakKeyDictionary()
+_closing: WeakKeyDictionary[asyncio.AbstractEventLoop, set[ClosingTransport]] = WeakKeyDictionary()
 
 
-def close_in_time(transport: asyncio.Transport) -> Closing | None:
+def close_in_time(transport: asyncio.Transport) -> ClosingTransport | None:
     """Close it when all is written. One whose peer reads no more would keep its socket for ever.
 
     What is returned is for whoever is told that it is closed to end.
@@ -49,7 +49,7 @@ def close_in_time(transport: asyncio.Transport) -> Closing | None:
     is_tls = transport.get_extra_info("ssl_object") is not None
     is_waiting = is_tls or transport.get_write_buffer_size() > 0
     transport.close()
-    return Closing(transport) if is_waiting else None
+    return ClosingTransport(transport) if is_waiting else None
 
 
 async def all_closed() -> None:
@@ -67,7 +67,7 @@ async def all_closed() -> None:
             await each.is_over.wait()
 
 
-class Farewell:
+class GracefulGoaway:
     """The notice names no stream, so everything that comes is taken; the last word names the last taken.
 
     In between goes a ping: its answer shows that the client has read the notice, and what it sent before is

@@ -32,7 +32,7 @@ RESET_NAMES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Http2Settings:
     """What one end permits the other, and how it finds out that the other has vanished."""
 
     stream_window_bytes: int = 256 << 10  # what may arrive of a stream that is paused

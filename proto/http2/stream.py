@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from slagate.proto.http2.interfaces import CANCEL, Headers, Settings, StreamEnd, StreamHandler
+from slagate.proto.http2.interfaces import CANCEL, Headers, Http2Settings, StreamEnd, StreamHandler
 
 
 class Carrier(Protocol):
     """What a stream needs of its connection."""
 
     engine: Any
-    settings: Settings
+    settings: Http2Settings
 
     @property
     def blocked_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """How often a peer may do what costs it nothing and us something."""
 
 
-class Budget:
+class TokenBucket:
     """`burst` at once, and `per_s` more each second."""
 
     __slots__ = ("_burst", "_left", "_per_s", "_since_s")
@@ -12,11 +12,11 @@ class Budget:
         self._left = float(burst)
         self._since_s = 0.0
 
-    def take(self, now_s: float) -> bool:
+    def take_token(self, now_s: float) -> bool:
         """Take one; false: there is none left.
 
-        >>> budget = Budget(2, 1.0)
-        >>> [budget.take(now_s) for now_s in (5.0, 5.0, 5.0, 6.0, 6.0)]
+        >>> bucket = TokenBucket(2, 1.0)
+        >>> [bucket.take_token(now_s) for now_s in (5.0, 5.0, 5.0, 6.0, 6.0)]
         [True, True, False, True, False]
         """
         passed_s = now_s - self._since_s

@@ -50,7 +50,7 @@ def call_headers(path: str, authority: bytes, *, scheme: bytes) -> Headers:
     )
 
 
-class Rpc:
+class ServerStreamCall:
     """The handler of its stream, and what its consumer asks.
 
         waiting ──start──▶ sent ──headers──▶ answered ──▶ ended     each of them may end it
@@ -89,8 +89,8 @@ class Rpc:
         sink: Sink,
         *,
         timeout_s: float | None,
-        on_end: Callable[["Rpc"], None],
-        again: Callable[["Rpc"], None],
+        on_end: Callable[["ServerStreamCall"], None],
+        again: Callable[["ServerStreamCall"], None],
     ) -> None:
         """`base` are the headers of all such calls, from `call_headers`.
 
@@ -120,7 +120,7 @@ class Rpc:
         self.has_ended = False
 
     def start(self, connection: H2Connection, /) -> bool:
-        """As `Starter.start`: send the request."""
+        """As `PendingCall.start`: send the request."""
         headers = [*self._base, *self._metadata]
         if self._deadline_s is not None:
             remaining_s = self._deadline_s - self._loop.time()
@@ -264,7 +264,7 @@ class Rpc:
             self.end(status)
 
     def end(self, status: Status, /) -> None:
-        """As `Starter.end`. End it now, once. The worker is told where it may still be at work."""
+        """As `PendingCall.end`. End it now, once. The worker is told where it may still be at work."""
         if self.has_ended:
             return
         self.has_ended = True

@@ -10,8 +10,9 @@ import grpc
 from anyio.abc import TaskGroup
 
 from slagate.proto.http2.connection import H2Connection
-from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM, Settings
+from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM, Http2Settings
 from slagate.proto.rpc.address import parse_address
+from slagate.proto.rpc.backoff import Backoff
 from slagate.proto.rpc.status import Status
 
 MAX_CONNECTIONS = 8
@@ -46,24 +47,24 @@ async def dial_unix(path: str, make: MakeProtocol) -> None:
     await asyncio.get_running_loop().create_unix_connection(make, path)
 
 
-class Starter(Protocol):
+class PendingCall(Protocol):
     """A call that waits for a connection."""
 
     def start(self, connection: H2Connection, /) -> bool:
         """Open its stream there; false: the connection takes no more."""
 
     def end(self, status: Status, /) -> None:
-        """Take the end of it: no connection can be had. Calls `Links.drop` first, if at all."""
+        """Take the end of it: no connection can be had. Calls `ConnectionPool.drop` first, if at all."""
 
 
-class Links:
+class ConnectionPool:
     """Connects when there is something to send. The task group that owns the connecting is the caller's.
 
     While the address cannot be reached, calls fail at once with UNAVAILABLE until the next attempt is due.
     """
 
     def __init__(
-        self, address: str, tasks: TaskGroup, *, settings: Settings, dial: Dial, hint: str = ""
+        self, address: str, tasks: TaskGroup, *, settings: Http2Settings, dial: Dial, hint: str = ""
     ) -> None:
         """`hint` is said behind the reason where a new connection is lost before the peer's first word."""
         self._address = address
@@ -72,10 +73,10 @@ class Links:
         self._settings = settings
         self._dial = dial
         self._loop = asyncio.get_running_loop()
-        self._links: list[_Link] = []  # that may take a stream, now or later
-        self._waiting: dict[Starter, None] = {}  # in order
+        self._links: list[_PooledConnection] = []  # that may take a stream, now or later
+        self._waiting: dict[PendingCall, None] = {}  # in order
         self._is_dialing = False
-        self._n_failed = 0  # attempts in a row
+        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._retry_at_s = 0.0
         self._failure = ""
         self._closed_by: str | None = None
@@ -94,7 +95,7 @@ class Links:
         """Whether calls wait for room."""
         return bool(self._waiting)
 
-    def start(self, call: Starter) -> None:
+    def start(self, call: PendingCall) -> None:
         """Start it as soon as there is room."""
         if not self._waiting:
             for link in self._links:
@@ -103,13 +104,13 @@ class Links:
         self._waiting[call] = None
         self.serve()
 
-    def drop(self, call: Starter) -> None:
+    def drop(self, call: PendingCall) -> None:
         """It does not wait any more. Harmless when it did not."""
         self._waiting.pop(call, None)
 
     def reachable(self) -> None:
         """The address was reached in another way: the next call need not wait for its turn to try."""
-        self._n_failed = 0
+        self._backoff.reset()
         self._retry_at_s = 0.0
 
     def close(self, reason: str) -> None:
@@ -144,7 +145,7 @@ class Links:
             self._fail_waiting(self._failure)
 
     async def _connect(self) -> None:
-        link = _Link(self, self._settings)
+        link = _PooledConnection(self, self._settings)
         is_dialed = False
         try:
             with anyio.fail_after(CONNECT_LIMIT_S):
@@ -165,9 +166,7 @@ class Links:
             elif link not in self._links:
                 link.connection.close("given up")
         if self._failure:
-            delay_s = min(FIRST_BACKOFF_S * 2**self._n_failed, MAX_BACKOFF_S)
-            self._n_failed = min(self._n_failed + 1, 16)
-            self._retry_at_s = self._loop.time() + delay_s
+            self._retry_at_s = self._loop.time() + self._backoff.next_s()
             if not self._links:
                 self._fail_waiting(self._failure)
         self.serve()
@@ -181,11 +180,11 @@ class Links:
 
     # --- what the connections tell
 
-    def opened(self, link: "_Link") -> None:
+    def opened(self, link: "_PooledConnection") -> None:
         """A connection is ready."""
         if self._closed_by is not None:
             return  # and who dialled it closes it
-        self._n_failed = 0
+        self._backoff.reset()
         self._links.append(link)
         self.serve()
 
@@ -194,16 +193,16 @@ class Links:
         after_s = min(self._settings.ping_after_s * 2, MAX_PING_AFTER_S)
         self._settings = replace(self._settings, ping_after_s=after_s)
 
-    def dropped(self, link: "_Link") -> None:
+    def dropped(self, link: "_PooledConnection") -> None:
         """A connection is over."""
         if link in self._links:
             self._links.remove(link)
 
 
-class _Link:
+class _PooledConnection:
     """One connection: its `Owner`."""
 
-    def __init__(self, links: Links, settings: Settings) -> None:
+    def __init__(self, links: ConnectionPool, settings: Http2Settings) -> None:
         self._links = links
         self.connection = H2Connection(self, settings)
         self.settled = anyio.Event()  # ready or lost

@@ -83,7 +83,7 @@ class BufferedSink:
             self._wake.set()
 
     def left(self) -> tuple[int, ...]:
-        """As `Outlet.left`."""
+        """As `ResponseWriter.left`."""
         return (self.n_bytes,)
 
     def discard(self) -> None:
@@ -92,7 +92,7 @@ class BufferedSink:
         self.n_bytes = 0
 
     def on_room(self, tell: Callable[[], None], /) -> None:
-        """As `Outlet.on_room`."""
+        """As `ResponseWriter.on_room`."""
         self._on_room = tell
 
     async def next(self) -> bytes | None:
@@ -110,7 +110,7 @@ class BufferedSink:
         return data
 
 
-class Outlet(StreamSink, Protocol):
+class ResponseWriter(StreamSink, Protocol):
     """A sink whose owner may look at what waits in it. `BufferedSink` is one."""
 
     @property
@@ -136,7 +136,7 @@ def was_taken(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
     return any(after < count for count, after in zip(before, now, strict=True))
 
 
-class Gate:
+class PauseGate:
     """Where a producer waits while its consumer wants silence: open, until `pause`."""
 
     def __init__(self) -> None:

@@ -15,16 +15,16 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.bench.load import Prompts, load_requests
-from slagate.router.bench.report import Level, Targets, problem
+from slagate.router.bench.report import LevelFigures, Targets, problem
 from slagate.router.client.call import only_model
 from slagate.router.client.refusals import why_not
-from slagate.router.loadgen.loadgen import Progress, Served, run_callers
+from slagate.router.loadgen.loadgen import Progress, ServedRequest, run_callers
 from slagate.router.request.metadata import ITL, TTFT
 from slagate.workers.client.client import GrpcWorker, connect_worker, unary
 from slagate.workers.client.control import channel_to
 from slagate.workers.errors import WorkerError
 from slagate.workers.runtime.clock import monotonic_s
-from slagate.workers.runtime.threads import aside
+from slagate.workers.runtime.threads import run_in_daemon_thread
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ClientTls
 
@@ -42,7 +42,7 @@ class NotReadyError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """What to measure."""
 
     levels: Sequence[int]  # callers at once
@@ -64,7 +64,7 @@ class Measured:
 
     model: str = ""
     n_workers: int | None = None
-    levels: list[Level] = field(default_factory=list)
+    levels: list[LevelFigures] = field(default_factory=list)
 
 
 class Listener(Protocol):
@@ -83,7 +83,7 @@ class Listener(Protocol):
 async def run_bench(
     target: str,
     admin: str | None,
-    plan: Plan,
+    plan: BenchPlan,
     measured: Measured,
     listener: Listener,
     *,
@@ -114,7 +114,7 @@ async def run_bench(
                 await sweep.level(concurrency)
         except NotReadyError as error:
             # Not past the connections, whose task groups would wrap it.
-            found = await aside(lambda: why_not(target, side))
+            found = await run_in_daemon_thread(lambda: why_not(target, side))
             return (
                 f"{target}: {str(error).partition(': ')[0]}: {found}"
                 if found
@@ -176,7 +176,7 @@ class Sweep:
     def __init__(
         self,
         gateways: Sequence[GrpcWorker],
-        plan: Plan,
+        plan: BenchPlan,
         measured: Measured,
         listener: Listener,
         *,
@@ -199,7 +199,7 @@ class Sweep:
         n_requests = self._plan.n_warmup
         if not n_requests:
             return
-        results: list[Served] = []
+        results: list[ServedRequest] = []
         at_once = min(n_requests, max(self._plan.levels))
         self._listener.phase("Warming up", n_requests)
         await self._send("warm-up", at_once, n_requests, None, results)
@@ -212,7 +212,7 @@ class Sweep:
         n_requests = plan.n_requests
         if n_requests is None and plan.seconds is None:
             n_requests = plan.per_caller * concurrency
-        results: list[Served] = []
+        results: list[ServedRequest] = []
         total = plan.seconds if n_requests is None else n_requests
         self._listener.phase(f"{concurrency} at once", total)
         started_s, cpu_s = anyio.current_time(), self._cpu_s()
@@ -224,7 +224,7 @@ class Sweep:
             seconds = anyio.current_time() - started_s
             busy = (self._cpu_s() - cpu_s) / seconds if seconds else 0.0
             if results:
-                level = Level(concurrency, results, seconds, not finished, busy)
+                level = LevelFigures(concurrency, results, seconds, not finished, busy)
                 self._measured.levels.append(level)
         self._tell_failed(f"{concurrency} at once", results)
         if busy > BUSY_RATIO:
@@ -233,7 +233,7 @@ class Sweep:
                 "are partly its own"
             )
 
-    def _tell_failed(self, phase: str, results: Sequence[Served]) -> int:
+    def _tell_failed(self, phase: str, results: Sequence[ServedRequest]) -> int:
         """Say how many failed, and the first one's reason; their number."""
         failed = [one for one in results if problem(one) is not None]
         if failed:
@@ -250,7 +250,7 @@ class Sweep:
         concurrency: int,
         n_requests: int | None,
         seconds: float | None,
-        results: list[Served],
+        results: list[ServedRequest],
     ) -> None:
         plan = self._plan
         rng = random.Random(f"{plan.seed}/{phase}")

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 
-class Lines:
+class ProgressLine:
     """A line of progress on stderr, or one for each phase where nobody looks on."""
 
     def __init__(self, bar: Progress) -> None:
@@ -33,7 +33,7 @@ class Lines:
 
 
 @contextmanager
-def shown() -> Iterator[Lines]:
+def shown() -> Iterator[ProgressLine]:
     """Progress, for the time of the block."""
     columns = (
         TextColumn("{task.description}"),
@@ -45,4 +45,4 @@ def shown() -> Iterator[Lines]:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        yield Lines(bar)
+        yield ProgressLine(bar)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rich.console import JustifyMethod
 from rich.table import Table
 
-from slagate.router.loadgen.loadgen import Served, percentiles_ms
+from slagate.router.loadgen.loadgen import ServedRequest, percentiles_ms
 
 QUANTILES = (50, 90, 99)
 BROKEN = "BROKEN_STREAM"
@@ -26,7 +26,7 @@ class Targets(NamedTuple):
     itl_ms: float | None = None
 
 
-class Share(NamedTuple):
+class ThroughputUnit(NamedTuple):
     """What throughput is divided by: so many GPUs or workers, or one fleet."""
 
     unit: str  # gpu, worker or fleet
@@ -34,17 +34,17 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class LevelFigures:
     """One level of concurrency, as measured."""
 
     concurrency: int
-    served: Sequence[Served]
+    served: Sequence[ServedRequest]
     seconds: float  # from the first request sent to the last one ended
     interrupted: bool  # more would have been sent
     client_busy_ratio: float  # of one core, by this process; near 1 it measures itself
 
 
-def met(served: Served, targets: Targets) -> bool:
+def met(served: ServedRequest, targets: Targets) -> bool:
     """Whether a request was answered, within every target there is.
 
     An answer of one token has no ITL, and so no way to miss its target.
@@ -57,14 +57,14 @@ def met(served: Served, targets: Targets) -> bool:
     )
 
 
-def problem(served: Served) -> str | None:
+def problem(served: ServedRequest) -> str | None:
     """Why a request does not count as answered: its status, or `BROKEN`."""
     if served.failed:
         return served.status.code.name
     return BROKEN if served.fault else None
 
 
-def figures(level: Level, *, targets: Targets, share: Share) -> dict[str, Figure]:
+def figures(level: LevelFigures, *, targets: Targets, share: ThroughputUnit) -> dict[str, Figure]:
     """A row of the CSV file, its columns in order; None where there is nothing to say.
 
     Latency and tokens are those of answered requests; `sla_met` is a share of all.

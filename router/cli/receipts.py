@@ -15,7 +15,7 @@ from slagate.router.cli.client import to_dict
 from slagate.router.cli.command import EXIT_FAILED, Admin, run_to_exit, wrong_use_told
 from slagate.router.cli.tls import dials
 from slagate.router.client.call import admin_at
-from slagate.router.receipts.config import Damaged, Rules, read_config
+from slagate.router.receipts.config import RecordedConfig, UnusableReceipt, read_config
 from slagate.router.receipts.recompute import decide_again
 from slagate.workers.runtime.errors import UsageError
 from slagate.workers.tls.files import TlsFiles
@@ -68,12 +68,12 @@ def json_line(response: gw.WatchReceiptsResponse) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-class Recheck:
+class Recomputer:
     """Decides receipts again as their lines come in, and counts."""
 
     def __init__(self) -> None:
         self.n_receipts = self.n_choices = self.n_mismatches = self.n_missed = 0
-        self._configs: dict[str, Rules] = {}
+        self._configs: dict[str, RecordedConfig] = {}
 
     @property
     def ok(self) -> bool:
@@ -88,7 +88,7 @@ class Recheck:
             try:
                 if line.strip():
                     yield from self._line(parsed(line))
-            except Damaged as error:
+            except UnusableReceipt as error:
                 raise UsageError(f"line {n_lines}: {error}") from error
         if not n_lines:
             raise UsageError("line 1: there is none, the file is empty")
@@ -100,9 +100,9 @@ class Recheck:
             self._configs[rules.version] = rules
             return
         if not response.HasField("receipt"):
-            raise Damaged("must have a config or a receipt")
+            raise UnusableReceipt("must have a config or a receipt")
         if not self._configs:
-            raise Damaged("config: must come before the first receipt")
+            raise UnusableReceipt("config: must come before the first receipt")
         receipt = response.receipt
         self.n_receipts += 1
         for mismatch in decide_again(receipt, self._configs):
@@ -131,7 +131,7 @@ def recompute_file(path: str) -> int:
 
     `-` is stdin. Raises `UsageError` naming line and field.
     """
-    recheck = Recheck()
+    recheck = Recomputer()
     with ExitStack() as stack:
         try:
             lines = sys.stdin.buffer if path == "-" else stack.enter_context(open(path, "rb"))
@@ -144,16 +144,16 @@ def recompute_file(path: str) -> int:
 
 
 def parsed(line: bytes) -> gw.WatchReceiptsResponse:
-    """The inverse of `json_line`. Raises `Damaged`."""
+    """The inverse of `json_line`. Raises `UnusableReceipt`."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"is not JSON: {error}") from error
+        raise UnusableReceipt(f"is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise Damaged("must be a JSON object")
+        raise UnusableReceipt("must be a JSON object")
     try:
         return ParseDict(value, gw.WatchReceiptsResponse())
     except (ParseError, OverflowError, TypeError, ValueError) as error:
         # Every field on the way down says "Failed to parse x field: ", the last one why.
         words = str(error).replace("Failed to parse ", "").replace(" field: ", ": ")
-        raise Damaged(words.splitlines()[0][:MAX_WORDS]) from error
+        raise UnusableReceipt(words.splitlines()[0][:MAX_WORDS]) from error

@@ -14,7 +14,7 @@ from slagate.workers.client.client import GrpcWorker, connect_worker
 from slagate.workers.client.control import channel_to
 from slagate.workers.errors import WorkerError
 from slagate.workers.runtime.errors import UsageError
-from slagate.workers.runtime.threads import aside
+from slagate.workers.runtime.threads import run_in_daemon_thread
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ClientTls
 
@@ -59,7 +59,7 @@ async def _explaining(target: str, tls: ClientTls | None, where: str) -> AsyncIt
         target = error.address or target
     words = status.message
     if status.code is grpc.StatusCode.UNAVAILABLE:
-        words = await aside(lambda: _why(target, tls)) or words
+        words = await run_in_daemon_thread(lambda: _why(target, tls)) or words
         if words.startswith("cannot connect") or words.endswith(
             ("does not speak gRPC", "does not speak TLS")
         ):

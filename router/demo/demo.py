@@ -21,9 +21,9 @@ from rich.progress import Progress as ProgressBar
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.demo.fleet import DemoFleet, kv_verify_failures, start_fleet
-from slagate.router.demo.report import Row, build_report, example, table
+from slagate.router.demo.report import DemoRow, build_report, example, table
 from slagate.router.loadgen.cluster import Cluster, ClusterError
-from slagate.router.loadgen.loadgen import LoadRequest, Progress, Served, mismatch, run_load
+from slagate.router.loadgen.loadgen import LoadRequest, Progress, ServedRequest, mismatch, run_load
 from slagate.router.loadgen.trace import Arrival, arrivals, load_trace, prompt_tokens
 from slagate.router.output import INTERRUPTED
 from slagate.router.request.metadata import ITL, OBJECTIVE, RECEIPT, SESSION_ID, TTFT
@@ -166,7 +166,7 @@ async def _run(
     served = await cluster.during(lambda: _replay(fleet, replay, console))
     wall_s = anyio.current_time() - started_s
     rows = [
-        Row(arrival, one, mismatch(one, _reference(arrival, fleet)))
+        DemoRow(arrival, one, mismatch(one, _reference(arrival, fleet)))
         for arrival, one in zip(replay, served, strict=True)
     ]
     report = build_report(rows, [(pool.stage, pool.name) for pool in fleet.pools]) | {
@@ -185,7 +185,9 @@ async def _run(
     return 1 if wrong else 0
 
 
-async def _replay(fleet: DemoFleet, replay: Sequence[Arrival], console: Console) -> list[Served]:
+async def _replay(
+    fleet: DemoFleet, replay: Sequence[Arrival], console: Console
+) -> list[ServedRequest]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -244,7 +246,7 @@ def _reference(arrival: Arrival, fleet: DemoFleet) -> list[int]:
     )
 
 
-def _show(report: dict[str, object], told: Row | None, console: Console) -> None:
+def _show(report: dict[str, object], told: DemoRow | None, console: Console) -> None:
     pools = table("Pools: latency in ms as the client saw it, targets met", report["pools"])
     print_table(console, pools)
     print_table(console, table("Classes: the same", report["classes"]))

@@ -9,18 +9,18 @@ from rich.table import Table
 
 from slagate.pools.grid.stage import Stage
 from slagate.proto import gateway_pb2 as gw
-from slagate.router.loadgen.loadgen import Served, percentiles_ms
+from slagate.router.loadgen.loadgen import ServedRequest, percentiles_ms
 from slagate.router.loadgen.trace import SLA_CLASSES, Arrival
 from slagate.router.receipts.messages import WIRE_STAGE
 
 MAX_ERRORS = 5
 
 
-class Row(NamedTuple):
+class DemoRow(NamedTuple):
     """One request of the run: what was asked, what came, and how that differs from the reference."""
 
     arrival: Arrival
-    served: Served
+    served: ServedRequest
     mismatch: str
 
 
@@ -34,7 +34,7 @@ def pool_of(receipt: gw.Receipt | None, stage: Stage) -> str:
     return (tried or chosen or [""])[-1]
 
 
-def figures(rows: Sequence[Row]) -> dict[str, object]:
+def figures(rows: Sequence[DemoRow]) -> dict[str, object]:
     """Latency in ms as the client saw it, and the share of targets met, 0 to 1.
 
     A request without a token has met no target. ITL is a request's mean; requests of fewer than two
@@ -62,7 +62,7 @@ def _share(met: Sequence[bool]) -> float | None:
     return round(sum(met) / len(met), 4) if met else None
 
 
-def build_report(rows: Sequence[Row], pools: Sequence[tuple[Stage, str]]) -> dict[str, object]:
+def build_report(rows: Sequence[DemoRow], pools: Sequence[tuple[Stage, str]]) -> dict[str, object]:
     """The part of `build/demo.json` that the requests decide."""
     problems = [
         f"{row.served.status.code.name}: {row.served.status.message}"
@@ -118,7 +118,7 @@ def _prefix(receipts: Sequence[gw.Receipt]) -> dict[str, int]:
     }
 
 
-def _digest(rows: Sequence[Row]) -> str:
+def _digest(rows: Sequence[DemoRow]) -> str:
     """Over every request's tokens as little-endian uint32, in order of sending, each after their count."""
     digest = sha256()
     for row in rows:
@@ -128,7 +128,7 @@ def _digest(rows: Sequence[Row]) -> str:
     return digest.hexdigest()
 
 
-def example(rows: Sequence[Row]) -> Row | None:
+def example(rows: Sequence[DemoRow]) -> DemoRow | None:
     """A request to explain: the first with a tight TTFT target whose receipt has words, else any with."""
     told = [row for row in rows if row.served.receipt and row.served.receipt.decision.text]
     return min(told, key=lambda row: row.arrival.sla.ttft_ms, default=None)

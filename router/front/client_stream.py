@@ -26,10 +26,16 @@ from slagate.proto.rpc.headers import (
     to_metadata,
 )
 from slagate.proto.rpc.status import OK, Metadata, Status
-from slagate.router.front.limits import EACH_BYTES, FLUSH_S, Intake, Untaken, full
+from slagate.router.front.limits import (
+    EACH_BYTES,
+    FLUSH_S,
+    IncomingRequestLimit,
+    SlowReaderTimeouts,
+    full,
+)
 from slagate.router.request.call import ClientCall
-from slagate.router.request.errors import INTERNAL, Malformed, RequestError, TooLarge
-from slagate.router.request.running import Running
+from slagate.router.request.errors import INTERNAL, GatewayError, Malformed, TooLarge
+from slagate.router.request.running import CancelHandle
 from slagate.router.request.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -54,8 +60,8 @@ class Desk(Protocol):
     settings: Settings
     loop: asyncio.AbstractEventLoop
     requests: set[asyncio.Task[None]]
-    intake: Intake
-    untaken: Untaken
+    intake: IncomingRequestLimit
+    untaken: SlowReaderTimeouts
 
 
 class ClientStream:
@@ -94,7 +100,7 @@ class ClientStream:
         desk: Desk,
         *,
         peer: str,
-        refusal: RequestError | None = None,
+        refusal: GatewayError | None = None,
     ) -> None:
         """`fields` are the headers by name; with a `refusal` nobody serves it."""
         self._stream = stream
@@ -107,7 +113,7 @@ class ClientStream:
         self._is_whole = False
         self._began_s = desk.loop.time()
         self._timeout_s: float | None = None  # the client's
-        self._running = Running()
+        self._running = CancelHandle()
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._has_answered = False
@@ -169,7 +175,7 @@ class ClientStream:
             return
         self._count(self._reader.waiting_bytes + len(self._request or b""))
 
-    def _error(self, status: Status) -> RequestError:
+    def _error(self, status: Status) -> GatewayError:
         if status.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Malformed(status.message, code=status.code)
         limit_bytes = self._desk.settings.max_request_bytes
@@ -219,7 +225,7 @@ class ClientStream:
         self._running.end()
 
     async def _serve(
-        self, request: bytes, metadata: Metadata, refusal: RequestError | None = None
+        self, request: bytes, metadata: Metadata, refusal: GatewayError | None = None
     ) -> None:
         desk = self._desk
         desk.intake.done(self)
@@ -241,8 +247,8 @@ class ClientStream:
             assert task is not None
             desk.requests.discard(task)
 
-    def refuse(self, error: RequestError, /) -> None:
-        """As `Arriving.refuse`: nothing of the request is kept, and nothing more of it is wanted.
+    def refuse(self, error: GatewayError, /) -> None:
+        """As `IncomingRequest.refuse`: nothing of the request is kept, and nothing more of it is wanted.
 
         It ends by way of whoever serves requests, and counts there as any other.
         """
@@ -260,15 +266,15 @@ class ClientStream:
         self._request = None
         return True
 
-    # --- as `Outlet`
+    # --- as `ResponseWriter`
 
     @property
     def n_bytes(self) -> int:
-        """As `Outlet.n_bytes`."""
+        """As `ResponseWriter.n_bytes`."""
         return self._waiting_bytes + self._stream.unsent_bytes
 
     def left(self) -> tuple[int, int]:
-        """As `Outlet.left`: of it, and what its connection must write before it can take more."""
+        """As `ResponseWriter.left`: of it, and what its connection must write before it can take more."""
         return self.n_bytes, self._stream.ahead_bytes
 
     def message(self, data: bytes, /) -> None:
@@ -291,12 +297,12 @@ class ClientStream:
             stream.send(framed(messages))
 
     def discard(self) -> None:
-        """As `Outlet.discard`."""
+        """As `ResponseWriter.discard`."""
         self._waiting.clear()
         self._waiting_bytes = 0
 
     def on_room(self, tell: Callable[[], None], /) -> None:
-        """As `Outlet.on_room`."""
+        """As `ResponseWriter.on_room`."""
         self._on_room = tell
         self._stream.tell_writable()
 

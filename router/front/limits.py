@@ -1,7 +1,7 @@
 """Limits of what clients may keep waiting: requests that arrive in part, and answers that they do not read.
 
-`Overdue` is a timeout queue with one limit for all of its items, `Untaken` gives up answers that nobody
-takes, `Intake` bounds the bytes and the time of requests that are not whole.
+`TimeoutQueue` has one limit for all of its items, `SlowReaderTimeouts` gives up answers that nobody takes,
+`IncomingRequestLimit` bounds the bytes and the time of requests that are not whole.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ from typing import Generic, Protocol, TypeVar
 import anyio
 
 from slagate.proto.rpc.sinks import was_taken
-from slagate.router.request.errors import DeadlineExceeded, Overloaded, RequestError
+from slagate.router.request.errors import DeadlineExceeded, GatewayError, Overloaded
 
 T = TypeVar("T")
 
 
-class Overdue(Generic[T]):
+class TimeoutQueue(Generic[T]):
     """Calls `late` with what was added and not discarded within `limit_s`. One timer for all of it."""
 
     def __init__(self, limit_s: float, late: Callable[[T], None]) -> None:
@@ -71,7 +71,7 @@ MOST_S = 30.0
 """Of that, behind its own time."""
 
 
-class Answer(Protocol):
+class PendingResponse(Protocol):
     """What a client is to take."""
 
     def left(self) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class Answer(Protocol):
         """Its client has not taken it in time."""
 
 
-class Untaken:
+class SlowReaderTimeouts:
     """Gives up what was not discarded by its own time, give or take `LOOK_S`.
 
     What became less within its time, and then within the last `FLUSH_S`, has until `MOST_S` later.
@@ -91,22 +91,22 @@ class Untaken:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._due_s: dict[Answer, float] = {}
+        self._due_s: dict[PendingResponse, float] = {}
         self._slow: dict[
-            Answer, tuple[tuple[int, ...], float]
+            PendingResponse, tuple[tuple[int, ...], float]
         ] = {}  # what was left, and the last time
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._due_s)
 
-    def add(self, item: Answer, due_s: float) -> None:
+    def add(self, item: PendingResponse, due_s: float) -> None:
         """It has until then, on the loop's clock."""
         self._due_s[item] = due_s
         if self._timer is None:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
-    def discard(self, item: Answer) -> None:
+    def discard(self, item: PendingResponse) -> None:
         """It was taken. Harmless when it was not there."""
         self._due_s.pop(item, None)
         if self._slow:
@@ -131,7 +131,7 @@ class Untaken:
         for item in late:
             item.give_up()
 
-    def _has_time(self, item: Answer, due_s: float, now_s: float) -> bool:
+    def _has_time(self, item: PendingResponse, due_s: float, now_s: float) -> bool:
         if item not in self._slow:
             self._slow[item] = (item.left(), due_s + MOST_S)
         if due_s > now_s:
@@ -149,34 +149,34 @@ EACH_BYTES = 4 << 10
 """What a request takes that has only begun, about: its headers, its stream and its handler."""
 
 
-def full() -> RequestError:
+def full() -> GatewayError:
     """Why a request is refused that there is no room for."""
     return Overloaded("too much of other requests is arriving at the gateway")
 
 
-class Arriving(Protocol):
+class IncomingRequest(Protocol):
     """A request of which more is to come."""
 
-    def refuse(self, error: RequestError, /) -> None:
+    def refuse(self, error: GatewayError, /) -> None:
         """End it, with what it holds."""
 
 
-class Intake:
+class IncomingRequestLimit:
     """Counts what has arrived of requests that are not whole. `refuse` is called from a timer only."""
 
     def __init__(self, *, max_bytes: int, limit_s: float) -> None:
         """`max_bytes` is for all of them together, `limit_s` for each."""
         self._max_bytes = max_bytes
-        self._held_bytes: dict[Arriving, int] = {}
+        self._held_bytes: dict[IncomingRequest, int] = {}
         self._limit_s = limit_s
-        self._overdue: Overdue[Arriving] = Overdue(limit_s, self._is_late)
+        self._overdue: TimeoutQueue[IncomingRequest] = TimeoutQueue(limit_s, self._is_late)
         self._emptied: list[Callable[[], None]] = []
         self.n_bytes = 0
 
     def __len__(self) -> int:
         return len(self._held_bytes)
 
-    def begin(self, request: Arriving) -> bool:
+    def begin(self, request: IncomingRequest) -> bool:
         """Count it from here on; false: there is no room for it."""
         if self.n_bytes + EACH_BYTES > self._max_bytes:
             return False
@@ -185,7 +185,7 @@ class Intake:
         self._overdue.add(request)
         return True
 
-    def holds(self, request: Arriving, n_bytes: int) -> bool:
+    def holds(self, request: IncomingRequest, n_bytes: int) -> bool:
         """So much of its body waits for the rest of it; false: that is more than there is room for."""
         before_bytes = self._held_bytes.get(request)
         if before_bytes is None:
@@ -197,7 +197,7 @@ class Intake:
         self._held_bytes[request] = n_bytes + EACH_BYTES
         return True
 
-    def done(self, request: Arriving) -> None:
+    def done(self, request: IncomingRequest) -> None:
         """It is whole, or over. Idempotent."""
         held_bytes = self._held_bytes.pop(request, None)
         if held_bytes is None:
@@ -220,6 +220,6 @@ class Intake:
         """No timer is left behind."""
         self._overdue.close()
 
-    def _is_late(self, request: Arriving) -> None:
+    def _is_late(self, request: IncomingRequest) -> None:
         self.done(request)
         request.refuse(DeadlineExceeded(f"the request did not arrive in {self._limit_s:g} s"))

@@ -14,10 +14,10 @@ from slagate.proto.http2.interfaces import (
     Stream,
     StreamEnd,
 )
-from slagate.proto.rpc.connection_pool import Links
+from slagate.proto.rpc.connection_pool import ConnectionPool
 from slagate.proto.rpc.headers import CONTENT_TYPE, status_headers
 from slagate.proto.rpc.status import Status
-from slagate.router.front.limits import Untaken
+from slagate.router.front.limits import SlowReaderTimeouts
 from slagate.router.request.metadata import PEER
 from slagate.router.request.settings import Settings
 
@@ -33,11 +33,11 @@ class Desk(Protocol):
 
     settings: Settings
     loop: asyncio.AbstractEventLoop
-    local: Links
-    untaken: Untaken
+    local: ConnectionPool
+    untaken: SlowReaderTimeouts
 
 
-class Forward:
+class ProxiedCall:
     """The handler of the client's stream; `_Answer` is that of the stream to the local server."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Forward:
             self.end(refusal)
 
     def start(self, connection: H2Connection, /) -> bool:
-        """As `Starter.start`."""
+        """As `PendingCall.start`."""
         server = connection.open(self._headers, _Answer(self, self._client))
         if server is None:
             return False
@@ -80,7 +80,7 @@ class Forward:
         return True
 
     def end(self, status: Status, /) -> None:
-        """As `Starter.end`: the local server cannot be had, or is not to be asked."""
+        """As `PendingCall.end`: the local server cannot be had, or is not to be asked."""
         fields = [(b":status", b"200"), (b"content-type", CONTENT_TYPE), *status_headers(status)]
         self._client.respond(fields, last=True)
         self.answered()
@@ -168,7 +168,7 @@ class Forward:
 class _Answer:
     """The handler of the stream to the local server."""
 
-    def __init__(self, forward: Forward, client: Stream) -> None:
+    def __init__(self, forward: ProxiedCall, client: Stream) -> None:
         self._forward = forward
         self._client = client
         self._server_trailers: Headers | None = None

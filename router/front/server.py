@@ -17,14 +17,20 @@ import anyio
 from prometheus_client import CollectorRegistry
 
 from slagate.proto.http2.connection import H2Connection
-from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM, Accept, Headers, Stream, StreamHandler
-from slagate.proto.http2.interfaces import Settings as Http2Settings
-from slagate.proto.http2.token_bucket import Budget
-from slagate.proto.rpc.connection_pool import Links
+from slagate.proto.http2.interfaces import (
+    ENHANCE_YOUR_CALM,
+    Accept,
+    Headers,
+    Http2Settings,
+    Stream,
+    StreamHandler,
+)
+from slagate.proto.http2.token_bucket import TokenBucket
+from slagate.proto.rpc.connection_pool import ConnectionPool
 from slagate.router.front.client_stream import ClientStream, Serve
-from slagate.router.front.limits import Intake, Overdue, Untaken
-from slagate.router.front.proxy import Forward
-from slagate.router.metrics import ConnectionCounts, Ended, Refused
+from slagate.router.front.limits import IncomingRequestLimit, SlowReaderTimeouts, TimeoutQueue
+from slagate.router.front.proxy import ProxiedCall
+from slagate.router.metrics import ConnectionCounts, ConnectionEnd, RefusedConnection
 from slagate.router.request.errors import TooLarge
 from slagate.router.request.settings import Settings
 from slagate.workers.runtime.listen import BACKLOG
@@ -42,7 +48,7 @@ class Front:
     def __init__(
         self,
         serve: Serve,
-        local: Links,
+        local: ConnectionPool,
         settings: Settings,
         *,
         counts: ConnectionCounts | None = None,
@@ -56,12 +62,14 @@ class Front:
         self.local = local
         self.clients: set[_Client] = set()
         self.server: asyncio.Server | None = None
-        self.intake = Intake(max_bytes=limits.max_arriving_bytes, limit_s=limits.arrival_s)
-        self.silent: Overdue[_Client] = Overdue(
+        self.intake = IncomingRequestLimit(
+            max_bytes=limits.max_arriving_bytes, limit_s=limits.arrival_s
+        )
+        self.silent: TimeoutQueue[_Client] = TimeoutQueue(
             limits.handshake_s,
             lambda client: client.connection.close("it said nothing", ENHANCE_YOUR_CALM),
         )
-        self.untaken = Untaken()
+        self.untaken = SlowReaderTimeouts()
         self.http2 = Http2Settings(
             max_streams=limits.max_streams,
             max_header_bytes=limits.max_header_bytes,
@@ -71,7 +79,7 @@ class Front:
         self._untold: set[_Client] = set()  # may send something new, though it was asked not to
         self._is_leaving = False
         self._n_broken = 0
-        self._told_of_broken = Budget(10, 0.2)  # lines of the log, at once and each second
+        self._told_of_broken = TokenBucket(10, 0.2)  # lines of the log, at once and each second
         self._changed = anyio.Event()
 
     def protocol(self) -> asyncio.Protocol:
@@ -84,10 +92,10 @@ class Front:
         False: it comes too late, or is one too many.
         """
         if self._is_leaving:
-            self.counts.refused(Refused.DRAINING)
+            self.counts.refused(RefusedConnection.DRAINING)
             return False
         if len(self.clients) >= self.settings.clients.max_connections:
-            self.counts.refused(Refused.LIMIT)
+            self.counts.refused(RefusedConnection.LIMIT)
             return False
         self.clients.add(client)
         self.silent.add(client)
@@ -130,8 +138,8 @@ class Front:
     def left(self, client: "_Client") -> None:
         """A client's connection is over."""
         if client in self.clients:
-            how = Ended.DRAINED if self._is_leaving else Ended.CLIENT
-            self.counts.ended(Ended.BROKEN if client.connection.is_broken else how)
+            how = ConnectionEnd.DRAINED if self._is_leaving else ConnectionEnd.CLIENT
+            self.counts.ended(ConnectionEnd.BROKEN if client.connection.is_broken else how)
         self.clients.discard(client)
         self.silent.discard(client)
         self._changed.set()
@@ -139,7 +147,7 @@ class Front:
     def broken(self, peer: str, reason: str) -> None:
         """A connection was ended for what its client did, or did not do."""
         self._n_broken += 1
-        if self._told_of_broken.take(self.loop.time()):
+        if self._told_of_broken.take_token(self.loop.time()):
             about = {"peer": peer, "reason": reason, "connections": self._n_broken}
             log.warning("client.broken", extra=about)
 
@@ -174,7 +182,7 @@ class _Client:
         if fields.get(b":path") == _PATH:
             return ClientStream(stream, headers, fields, front, peer=peer, refusal=refusal)
         status = None if refusal is None else refusal.status()
-        return Forward(stream, headers, front, peer=peer, refusal=status)
+        return ProxiedCall(stream, headers, front, peer=peer, refusal=status)
 
     def connected(self) -> bool:
         """The connection is made. False: it is not wanted."""
@@ -213,7 +221,7 @@ class _ClientConnection(H2Connection):
 async def serve_front(
     serve: Serve,
     listening: socket.socket,
-    local: Links,
+    local: ConnectionPool,
     settings: Settings,
     *,
     tls: ssl.SSLContext | None = None,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from rich.cells import cell_len
 
-from slagate.router.grid_view.view import POOL_COLUMNS, AxisView, Panel, StageView, shade
+from slagate.router.grid_view.view import POOL_COLUMNS, AxisView, Panel, StageGridView, shade
 from slagate.workers.runtime.errors import UsageError
 
 DPI = 150
@@ -67,7 +67,7 @@ def need_matplotlib() -> None:
         ) from error
 
 
-def missing_glyphs(views: Sequence[StageView]) -> str:
+def missing_glyphs(views: Sequence[StageGridView]) -> str:
     """Characters of these stages that the font of PNG files lacks, each once.
 
     Raises `UsageError` without matplotlib.
@@ -84,7 +84,7 @@ def missing_glyphs(views: Sequence[StageView]) -> str:
     return "".join(sorted(missing))
 
 
-def write_picture(views: Sequence[StageView], path: Path, *, kind: str) -> None:
+def write_picture(views: Sequence[StageGridView], path: Path, *, kind: str) -> None:
     """Draw these stages into the file at `path`, one below the other; `kind` is svg or png.
 
     Raises `UsageError` without matplotlib, for a grid too large, and for a file that cannot be written.
@@ -117,7 +117,7 @@ def save(figure: Any, path: Path, kind: str, *, option: str = "", **how: Any) ->
         raise UsageError(f"{option}{path}: cannot be written: {error.strerror}") from error
 
 
-def picture(views: Sequence[StageView]) -> Any:
+def picture(views: Sequence[StageGridView]) -> Any:
     """A figure of these stages. Raises `UsageError` for a grid that is too large."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -142,7 +142,7 @@ def picture(views: Sequence[StageView]) -> Any:
     return figure
 
 
-def _add_panels(figure: Any, view: StageView, y: float) -> float:
+def _add_panels(figure: Any, view: StageGridView, y: float) -> float:
     """Add the panels of a stage from `y` down, side by side where there is room; where they end."""
     cells = _cells(figure, view)
     x, bottom = 0.0, y
@@ -156,7 +156,7 @@ def _add_panels(figure: Any, view: StageView, y: float) -> float:
     return bottom
 
 
-def _cells(figure: Any, view: StageView) -> tuple[float, float, dict[tuple[int, ...], Any]]:
+def _cells(figure: Any, view: StageGridView) -> tuple[float, float, dict[tuple[int, ...], Any]]:
     """The size and the texts of cells: names of pools, or numbers where names make them too large."""
     across, down = len(view.columns.bands), len(view.rows.bands)
     places = [(*panel.layer, *at) for panel in view.panels for at in np.ndindex(down, across)]
@@ -179,7 +179,7 @@ def _cells(figure: Any, view: StageView) -> tuple[float, float, dict[tuple[int, 
     return width, height, texts
 
 
-def _cell_text(view: StageView, index: tuple[int, ...], names: list[str] | None) -> Any:
+def _cell_text(view: StageGridView, index: tuple[int, ...], names: list[str] | None) -> Any:
     """What is written in a cell; without names the numbers of pools."""
     from matplotlib.offsetbox import TextArea, VPacker
 
@@ -204,7 +204,9 @@ def _cell_text(view: StageView, index: tuple[int, ...], names: list[str] | None)
     return VPacker(children=areas, align="center", pad=pad, sep=2.0)
 
 
-def _add_panel(figure: Any, view: StageView, panel: Panel, cells: tuple[float, float, Any]) -> Any:
+def _add_panel(
+    figure: Any, view: StageGridView, panel: Panel, cells: tuple[float, float, Any]
+) -> Any:
     """Cells as `_cells` has them, with their axes, at the origin."""
     from matplotlib.offsetbox import AnnotationBbox
     from matplotlib.patches import Rectangle
@@ -260,7 +262,7 @@ def _edges(axis: AxisView) -> list[str]:
     return [axis.bands[0].low, *(band.high for band in axis.bands)]
 
 
-def _add_pools(figure: Any, view: StageView, y: float) -> float:
+def _add_pools(figure: Any, view: StageGridView, y: float) -> float:
     """Add a table of the pools from `y` down; where it ends."""
     bases = [y - _LINE * (at + 0.75) for at in range(1 + len(view.pools))]
     for pool, base in enumerate(bases[1:]):

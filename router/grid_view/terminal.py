@@ -8,11 +8,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from slagate.router.grid_view.view import POOL_COLUMNS, BandLabel, Panel, StageView, shade
+from slagate.router.grid_view.view import POOL_COLUMNS, BandLabel, Panel, StageGridView, shade
 from slagate.router.tables import BORDER, blocks, print_table
 
 
-def print_stage(console: Console, view: StageView) -> None:
+def print_stage(console: Console, view: StageGridView) -> None:
     """Print one stage, in as many tables as the width of the console asks for."""
     console.print(Text(view.title, style="bold"), soft_wrap=True)
     for panel in view.panels:
@@ -36,7 +36,7 @@ class _Written(NamedTuple):
     blocks: list[range]
 
 
-def _written(view: StageView, panel: Panel, width: int) -> _Written:
+def _written(view: StageGridView, panel: Panel, width: int) -> _Written:
     """Names where all columns fit into the width, else numbers, in blocks of columns that fit."""
     rows = [_header(band, " to ", " ") for band in view.rows.bands]
     room = width - 1 - BORDER - _width(rows)
@@ -62,7 +62,7 @@ def _header(band: BandLabel, to: str, before_mark: str) -> str:
     return f"{band.low}{to}{band.high}" + (f"{before_mark}default" if band.is_default else "")
 
 
-def _title(view: StageView, panel: Panel, columns: range) -> str:
+def _title(view: StageGridView, panel: Panel, columns: range) -> str:
     title = f"{panel.title}: " if panel.title else ""
     title += f"{view.rows.title} down, {view.columns.title} across"
     n_columns = len(view.columns.bands)
@@ -71,7 +71,7 @@ def _title(view: StageView, panel: Panel, columns: range) -> str:
     return title
 
 
-def _cell_table(view: StageView, panel: Panel, written: _Written, columns: range) -> Table:
+def _cell_table(view: StageGridView, panel: Panel, written: _Written, columns: range) -> Table:
     tall = any("\n" in cell for line in written.cells for cell in line)
     table = Table(padding=0, show_lines=tall)
     table.add_column("", no_wrap=True)
@@ -99,7 +99,7 @@ def _padded(text: str, style: str = "") -> Padding:
     return Padding(Text(text, no_wrap=True), (0, 1), style=style or "none")
 
 
-def _cell_text(view: StageView, index: tuple[int, ...], *, with_names: bool) -> str:
+def _cell_text(view: StageGridView, index: tuple[int, ...], *, with_names: bool) -> str:
     order = view.order(index)
     names = [view.cell_name(pool) if with_names else str(pool) for pool in order]
     lines = [names[0], *(f"> {name}" for name in names[1:])] if with_names else [">".join(names)]
@@ -114,7 +114,7 @@ def _width(texts: Sequence[str]) -> int:
     return max(Text(line).cell_len for text in texts for line in text.split("\n"))
 
 
-def _pool_table(view: StageView) -> Table:
+def _pool_table(view: StageGridView) -> Table:
     table = Table()
     table.add_column("#", justify="right")
     for name in POOL_COLUMNS:

@@ -110,7 +110,7 @@ class Panel(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StageView:
+class StageGridView:
     """One stage of a fleet file."""
 
     stage: str
@@ -158,7 +158,7 @@ class StageView:
         return any(figure.is_bad for figure in self.figures(index))
 
 
-def stage_view(config: FleetConfig, stage: str, traffic: Traffic | None = None) -> StageView:
+def stage_view(config: FleetConfig, stage: str, traffic: Traffic | None = None) -> StageGridView:
     """One stage of `config`, with the traffic of its cells where there is some."""
     grid = config.stages[stage]
     defaults = _defaults(config, grid)
@@ -170,7 +170,7 @@ def stage_view(config: FleetConfig, stage: str, traffic: Traffic | None = None) 
     mine = None
     if traffic is not None:
         mine = {index: cell for (of, index), cell in traffic.items() if of == stage}
-    return StageView(
+    return StageGridView(
         stage=stage,
         title=f"{printable(config.source)}, mode {config.mode}: {stage}",
         grid=grid,
@@ -184,7 +184,7 @@ def stage_view(config: FleetConfig, stage: str, traffic: Traffic | None = None) 
     )
 
 
-def spelled(view: StageView, missing: Collection[str]) -> StageView:
+def spelled(view: StageGridView, missing: Collection[str]) -> StageGridView:
     """The view without these characters: escaped, and cells have the numbers of pools named with them."""
     escapes = {ord(char): char.encode("unicode_escape").decode() for char in missing}
     pools = [pool._replace(name=printable(pool.name.translate(escapes))) for pool in view.pools]
@@ -272,7 +272,7 @@ def _traffic_notes(traffic: Mapping[tuple[int, ...], CellTraffic] | None) -> lis
 _BLACK, _WHITE = "#000000", "#ffffff"
 
 
-class Shade(NamedTuple):
+class PoolColours(NamedTuple):
     """The colours of a pool, as #rrggbb."""
 
     fill: str
@@ -292,7 +292,7 @@ _FILLS = (
 )
 
 
-def shade(pool: int) -> Shade:
+def shade(pool: int) -> PoolColours:
     """The colours of the pool with this number."""
     fill, ink = _FILLS[pool % len(_FILLS)]
-    return Shade(fill, ink, pool >= len(_FILLS))
+    return PoolColours(fill, ink, pool >= len(_FILLS))

@@ -17,19 +17,19 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK, Metadata, Status
 from slagate.router.legs.handoff import Handoff, Releaser
 from slagate.router.legs.leg import LegSink
-from slagate.router.legs.relay import Splice
+from slagate.router.legs.relay import Relay
 from slagate.router.metrics import Metrics
 from slagate.router.receipts.record import Record
 from slagate.router.receipts.ring import ReceiptRing
 from slagate.router.request.call import ClientCall
-from slagate.router.request.errors import LegFailed, RequestError
+from slagate.router.request.errors import GatewayError, LegFailed
 from slagate.router.request.metadata import PRIORITY
 from slagate.router.request.request import Request
-from slagate.router.request.running import LiveRequests
+from slagate.router.request.running import RunningRequests
 from slagate.router.request.settings import Settings
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.policy import StageChoice
-from slagate.router.scheduling.score import Ask
+from slagate.router.scheduling.score import RoutingRequest
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.workers.legs import DECODE_RANK, TARGET_RANK
 
@@ -57,7 +57,7 @@ class Gateway:
     metrics: Metrics
     receipts: ReceiptRing
     releaser: Releaser
-    live: LiveRequests
+    live: RunningRequests
     leg_id: Callable[[], str]
     now_s: Callable[[], float]
 
@@ -66,14 +66,14 @@ _SinkT = TypeVar("_SinkT", bound=LegSink)
 
 
 @dataclass(slots=True)
-class Turn:
+class ActiveRequest:
     """What a request holds, and how it calls the workers that it holds."""
 
     call: ClientCall
     gateway: Gateway
     record: Record
     request: Request
-    ask: Ask
+    ask: RoutingRequest
     assignment: Assignment
     deadline_s: float
     handoff: Handoff | None = None
@@ -174,9 +174,9 @@ class Turn:
             sink.over()
             leg_call.cancel()
 
-    def splice(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Splice:
+    def splice(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Relay:
         """The sink of a leg whose output the client gets."""
-        return Splice(
+        return Relay(
             stage,
             self.call.out,
             leg_id=leg_id,
@@ -215,7 +215,7 @@ class Turn:
         holder = self.assignment.lease(Stage.PREFILL).member
         self.handoff = Handoff(session, holder, self.gateway.releaser)
 
-    async def _try_elsewhere(self, stage: Stage, failure: RequestError) -> None:
+    async def _try_elsewhere(self, stage: Stage, failure: GatewayError) -> None:
         """Give the stage to another worker. Raises `failure` when that cannot help, or nobody is left."""
         may_retry = isinstance(failure, LegFailed) and failure.retryable
         if not may_retry or self.record.n_attempts(stage) >= self.gateway.settings.max_attempts:
@@ -250,7 +250,7 @@ class Turn:
         self._note_retry(Stage.PREFILL, failure)
 
     async def _reassigned(
-        self, lost_by: Member, failure: RequestError, stages: tuple[Stage, ...]
+        self, lost_by: Member, failure: GatewayError, stages: tuple[Stage, ...]
     ) -> Assignment:
         """Other workers, waited for like any, but as old as the request is. Raises `failure`."""
         dispatcher, started_s = self.gateway.dispatcher, self.gateway.now_s()
@@ -261,7 +261,7 @@ class Turn:
                 ask, self.request.prompt, stages=stages, since_s=self.record.started_s
             ) as ticket:
                 found = await ticket.assigned()
-        except RequestError:
+        except GatewayError:
             raise failure from None
         finally:
             self.record.waited_s += self.gateway.now_s() - started_s
@@ -269,7 +269,7 @@ class Turn:
             pool.retries_total += 1
         return found
 
-    def _note_retry(self, stage: Stage, failure: LegFailed | RequestError) -> None:
+    def _note_retry(self, stage: Stage, failure: LegFailed | GatewayError) -> None:
         self.gateway.metrics.retries.labels(stage=stage.value, code=failure.code.name).inc()
         about = {"request_id": self.record.request_id, "stage": stage.value}
         log.warning("request.retried", extra=about | {"reason": str(failure)})

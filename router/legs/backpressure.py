@@ -3,17 +3,17 @@
 import asyncio
 from collections.abc import Callable
 
-from slagate.proto.rpc.sinks import Call, Outlet, was_taken
+from slagate.proto.rpc.sinks import Call, ResponseWriter, was_taken
 
 
-class Valve:
+class Backpressure:
     """Shut when no more may wait, and open again when nothing does.
 
     A client that takes nothing for `limit_s` meanwhile is stuck: `stuck` is called, once.
     """
 
     def __init__(
-        self, client: Outlet, call: Call, *, limit_s: float, stuck: Callable[[], None]
+        self, client: ResponseWriter, call: Call, *, limit_s: float, stuck: Callable[[], None]
     ) -> None:
         self._client = client
         self._call: Call | None = call  # None: the stream is over

@@ -10,7 +10,7 @@ from slagate.pools.grid.stage import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call
 from slagate.proto.rpc.status import Status
-from slagate.router.request.errors import LegFailed, RequestError
+from slagate.router.request.errors import GatewayError, LegFailed
 from slagate.workers.errors import scrub, status_of_engine_error
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -40,13 +40,13 @@ class LegSink(ABC):
         self._heard = False
         self._lost = False
         self._terminal = False
-        self._failure: RequestError | None = None
+        self._failure: GatewayError | None = None
 
     @abstractmethod
     def take(self, response: oe.GenerateResponse, data: bytes) -> None:
         """Take one response of this leg, in both forms; calls `_finish` on the one that completes it."""
 
-    def failure(self) -> RequestError | None:
+    def failure(self) -> GatewayError | None:
         """Why the leg did not do what it was for; None when it did."""
         return self._failure
 

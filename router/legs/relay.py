@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from slagate.pools.grid.stage import Stage
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto.rpc.sinks import Call, Outlet
-from slagate.router.legs.backpressure import Valve
+from slagate.proto.rpc.sinks import Call, ResponseWriter
+from slagate.router.legs.backpressure import Backpressure
 from slagate.router.legs.leg import LegSink
-from slagate.router.receipts.record import Tally
+from slagate.router.receipts.record import StreamStats
 from slagate.router.request.errors import ErrorRelayed, SlowClient
 from slagate.workers.errors import scrub
 from slagate.workers.legs import client_id_suffix
@@ -74,7 +74,7 @@ def plain_tokens(data: bytes, at: int) -> int:
     return len(_ids(data, ids_at, ids_end))
 
 
-class Splice(LegSink):
+class Relay(LegSink):
     """The sink of a leg whose output the client gets.
 
     Before the first relayed message a worker's error is held back, so that it can be answered with a gRPC
@@ -85,11 +85,11 @@ class Splice(LegSink):
     def __init__(
         self,
         stage: Stage,
-        client: Outlet,
+        client: ResponseWriter,
         *,
         leg_id: str,
         client_id: str,
-        tally: Tally,
+        tally: StreamStats,
         max_buffer_bytes: int,
         stuck_s: float,
         now_s: Callable[[], float],
@@ -108,7 +108,7 @@ class Splice(LegSink):
         self._max_buffer_bytes = max_buffer_bytes
         self._stuck_s = stuck_s
         self._call: Call | None = None
-        self._valve: Valve | None = None  # once it was needed
+        self._valve: Backpressure | None = None  # once it was needed
         self._is_shut_here = (
             False  # by the batch that is being taken, the rest of which is taken too
         )
@@ -226,7 +226,7 @@ class Splice(LegSink):
         if self._call is None:
             return False
         if self._valve is None:
-            self._valve = Valve(
+            self._valve = Backpressure(
                 self._client, self._call, limit_s=self._stuck_s, stuck=self._too_slow
             )
         self._is_shut_here = self._is_shut_here or self._valve.shut()

@@ -23,7 +23,7 @@ from slagate.workers.errors import status_of_engine_error
 from slagate.workers.runtime.clock import monotonic_s
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     """What load is sent to: the `Worker` port, less its control calls."""
 
     def generate(
@@ -42,7 +42,7 @@ class LoadRequest(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRequest:
     """What one request got."""
 
     request_id: str
@@ -120,7 +120,7 @@ class StreamProbe:
         self._ended_s = self._now_s()
         self.ended.set()
 
-    def served(self, *, late_s: float) -> Served:
+    def served(self, *, late_s: float) -> ServedRequest:
         """The result, once `ended` is set."""
         status = self._status
         if status.code is grpc.StatusCode.OK and self._engine_error is not None:
@@ -129,7 +129,7 @@ class StreamProbe:
             self._note("no finished event")
         n_tokens = len(self._tokens)
         first_s = self._first_s
-        return Served(
+        return ServedRequest(
             request_id=self._request_id,
             late_s=late_s,
             ttft_s=None if first_s is None else first_s - self._sent_s,
@@ -169,7 +169,7 @@ def _receipt(status: Status) -> gw.Receipt | None:
         return None
 
 
-def mismatch(served: Served, expected: Sequence[int]) -> str:
+def mismatch(served: ServedRequest, expected: Sequence[int]) -> str:
     """How a stream differs from the reference continuation, in words; empty when it does not.
 
     A failed request owes no more tokens, but those that it got must be the right ones.
@@ -196,7 +196,9 @@ class _Sender:
         self._on_change = on_change
         self._now_s = now_s
 
-    async def send(self, target: Target, request: LoadRequest, *, late_s: float) -> Served:
+    async def send(
+        self, target: LoadTarget, request: LoadRequest, *, late_s: float
+    ) -> ServedRequest:
         """What became of one request, once it has ended."""
         progress = self._progress
         probe = StreamProbe(request.request_id, now_s=self._now_s, progress=progress)
@@ -215,24 +217,24 @@ class _Sender:
 
 
 async def run_load(
-    targets: Sequence[Target],
+    targets: Sequence[LoadTarget],
     requests: Iterable[LoadRequest],
     *,
     timeout_s: float,
     on_change: Callable[[Progress], None],
     now_s: Callable[[], float] = monotonic_s,
-) -> list[Served]:
+) -> list[ServedRequest]:
     """Send every request at its time, spread over `targets`, and wait for all; in order of sending.
 
     `requests` is consumed one ahead of its time, so that prompts need not all be in memory.
     `timeout_s` is each request's deadline. `on_change` hears of every request that starts or ends.
     `now_s` is the clock that latencies are measured with.
     """
-    results: dict[int, Served] = {}
+    results: dict[int, ServedRequest] = {}
     sender = _Sender(timeout_s=timeout_s, on_change=on_change, now_s=now_s)
     started_s = anyio.current_time()
 
-    async def serve(number: int, target: Target, request: LoadRequest) -> None:
+    async def serve(number: int, target: LoadTarget, request: LoadRequest) -> None:
         late_s = anyio.current_time() - started_s - request.at_s
         results[number] = await sender.send(target, request, late_s=late_s)
 
@@ -244,14 +246,14 @@ async def run_load(
 
 
 async def run_callers(
-    targets: Sequence[Target],
+    targets: Sequence[LoadTarget],
     requests: Iterator[LoadRequest],
     *,
     concurrency: int,
     seconds: float | None,
     timeout_s: float,
     on_change: Callable[[Progress], None],
-    results: list[Served],
+    results: list[ServedRequest],
     now_s: Callable[[], float] = monotonic_s,
 ) -> None:
     """Closed loop: each of `concurrency` callers sends its next request when its last one has ended.
@@ -263,7 +265,7 @@ async def run_callers(
     sender = _Sender(timeout_s=timeout_s, on_change=on_change, now_s=now_s)
     started_s = anyio.current_time()
 
-    async def caller(target: Target) -> None:
+    async def caller(target: LoadTarget) -> None:
         while seconds is None or anyio.current_time() - started_s < seconds:
             request = next(requests, None)
             if request is None:

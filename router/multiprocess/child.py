@@ -22,7 +22,7 @@ from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.inflight.shared_counts import GATEWAY, GatewayCell, SharedCounts
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.receipts.config import prepared_of
-from slagate.router.scheduling.peers import Neighbours
+from slagate.router.scheduling.peers import PeerProcesses
 from slagate.workers.runtime.listen import hung_up
 
 PLACE = "SLAGATE_PROCESS"
@@ -31,7 +31,7 @@ PLACE = "SLAGATE_PROCESS"
 METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
-class Place(msgspec.Struct, frozen=True):
+class ProcessSlot(msgspec.Struct, frozen=True):
     """Which of the processes of which gateway."""
 
     number: int
@@ -59,22 +59,22 @@ class Place(msgspec.Struct, frozen=True):
         return {PLACE: msgspec.json.encode(self).decode()}
 
 
-def own_place() -> Place | None:
+def own_place() -> ProcessSlot | None:
     """This process's place; None: it was not started by another one of its gateway."""
     text = os.environ.pop(PLACE, None)
-    return None if text is None else msgspec.json.decode(text, type=Place)
+    return None if text is None else msgspec.json.decode(text, type=ProcessSlot)
 
 
-def config_in_force(place: Place) -> FleetConfig:
-    """What the parent says is in force. Raises `OSError` or `Damaged`."""
+def config_in_force(place: ProcessSlot) -> FleetConfig:
+    """What the parent says is in force. Raises `OSError` or `UnusableReceipt`."""
     return prepared_of(gw.GatewayConfig.FromString(place.config.read_bytes())).config
 
 
-class Share(NamedTuple):
+class SharedState(NamedTuple):
     """What a gateway needs to be one of several."""
 
     counts: SharedCounts
-    neighbours: Neighbours
+    neighbours: PeerProcesses
     receipt_number: Callable[[int], int]
 
 
@@ -84,7 +84,7 @@ def share_of(
     n_processes: int,
     wake: Callable[[int], None],
     now_s: Callable[[], float],
-) -> Share:
+) -> SharedState:
     """A process's part in `counts`; `wake` has the process of that number look again."""
     assert counts.number is not None
     number = counts.number
@@ -96,11 +96,11 @@ def share_of(
         counts.set(slot, GatewayCell.RECEIPTS, n_before + place)
         return (n_before + place - 1) * n_processes + number + 1
 
-    return Share(counts, Neighbours(counts, wake=wake, now_s=now_s), receipt_number)
+    return SharedState(counts, PeerProcesses(counts, wake=wake, now_s=now_s), receipt_number)
 
 
 @contextmanager
-def sharing(place: Place, *, now_s: Callable[[], float]) -> Iterator[Share]:
+def sharing(place: ProcessSlot, *, now_s: Callable[[], float]) -> Iterator[SharedState]:
     """This process's part in what the gateway has under way, for the time of the block."""
     # Counters go to a file that the parent adds up, and that a successor goes on with.
     os.environ[METRICS_FOLDER] = place.folder
@@ -116,7 +116,7 @@ def sharing(place: Place, *, now_s: Callable[[], float]) -> Iterator[Share]:
 class _Wakes:
     """Datagrams, on which a process looks again whether somebody who waits can be served."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ProcessSlot) -> None:
         self._place = place
         self.look: Callable[[], None] = lambda: None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -151,7 +151,7 @@ def send_wake(sender: socket.socket, path: Path) -> None:
 
 @asynccontextmanager
 async def parent_watched(
-    place: Place, stop: anyio.Event, *, hangup: Callable[[], None]
+    place: ProcessSlot, stop: anyio.Event, *, hangup: Callable[[], None]
 ) -> AsyncIterator[None]:
     """Within the block, set `stop` when the parent ends, and call `hangup` when it passes a SIGHUP on.
 

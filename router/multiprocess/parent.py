@@ -22,7 +22,7 @@ from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto.rpc.address import Address
 from slagate.router.metrics import Metrics
 from slagate.router.multiprocess.admin import WholeGateway
-from slagate.router.multiprocess.child import Place
+from slagate.router.multiprocess.child import ProcessSlot
 from slagate.router.multiprocess.metrics import MergedMetrics, not_ready
 from slagate.router.multiprocess.supervisor import Supervisor, write_config
 from slagate.router.receipts.config import config_message
@@ -72,7 +72,7 @@ async def serve_processes(
             listen_on(listen, backlog=0).close()
             kept = stack.enter_context(closing(listen_on(listen, shared=True, backlog=0)))
         listen = listen._replace(port=kept.getsockname()[1])
-        place = Place(
+        place = ProcessSlot(
             number=0,
             n_processes=n_processes,
             folder=folder,

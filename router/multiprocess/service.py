@@ -15,12 +15,12 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import process_pb2 as ps
 from slagate.proto import process_pb2_grpc as ps_grpc
 from slagate.router.metrics import Metrics
-from slagate.router.multiprocess.child import Place
-from slagate.router.receipts.config import Damaged, prepared_of
+from slagate.router.multiprocess.child import ProcessSlot
+from slagate.router.receipts.config import UnusableReceipt, prepared_of
 from slagate.router.reload.reload import Proposal, Reloader
 from slagate.router.request.errors import Aborted
-from slagate.router.request.running import LiveRequests
-from slagate.router.scheduling.peers import Neighbours
+from slagate.router.request.running import RunningRequests
+from slagate.router.scheduling.peers import PeerProcesses
 from slagate.router.services.control import ABORTED
 
 ABORT_LIMIT_S = 1.0
@@ -29,7 +29,7 @@ ABORT_LIMIT_S = 1.0
 class Siblings:
     """The other processes, for what clients ask of the gateway."""
 
-    def __init__(self, place: Place, neighbours: Neighbours) -> None:
+    def __init__(self, place: ProcessSlot, neighbours: PeerProcesses) -> None:
         self._place = place
         self._neighbours = neighbours
 
@@ -65,7 +65,7 @@ class ProcessService(ps_grpc.ProcessServicer):
     def __init__(
         self,
         reloader: Reloader,
-        live: LiveRequests,
+        live: RunningRequests,
         metrics: Metrics,
         *,
         not_ready: Callable[[], str],
@@ -80,7 +80,7 @@ class ProcessService(ps_grpc.ProcessServicer):
         """Read another configuration."""
         try:
             self._prepared = await run_sync(self._read, request)
-        except (ConfigError, Damaged) as error:
+        except (ConfigError, UnusableReceipt) as error:
             return ps.PrepareResponse(problem=str(error))
         return ps.PrepareResponse()
 

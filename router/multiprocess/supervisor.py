@@ -29,7 +29,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import process_pb2 as ps
 from slagate.proto import process_pb2_grpc as ps_grpc
-from slagate.router.multiprocess.child import Place, send_wake
+from slagate.router.multiprocess.child import ProcessSlot, send_wake
 from slagate.router.process import SLAGATE
 from slagate.workers.runtime.ready_line import MAX_READY_LINE_BYTES
 from slagate.workers.server import SERVER_OPTIONS
@@ -55,7 +55,7 @@ UNKNOWN = 255
 class Child:
     """A process that is ready, and who asks it."""
 
-    def __init__(self, place: Place, process: Process) -> None:
+    def __init__(self, place: ProcessSlot, process: Process) -> None:
         self.number = place.number
         self.process = process
         target = f"unix:{place.path('admin')}"
@@ -82,7 +82,7 @@ class Supervisor:
 
     def __init__(
         self,
-        place: Place,
+        place: ProcessSlot,
         counts: SharedCounts,
         *,
         arguments: Sequence[str],
@@ -188,7 +188,7 @@ class Supervisor:
             write_config(self._places[0], message)
             await _each(put, children)
 
-    async def _start(self, place: Place) -> None:
+    async def _start(self, place: ProcessSlot) -> None:
         """One more attempt: afterwards it runs, or has ended."""
         process = await anyio.open_process(
             [*SLAGATE, *self._arguments],
@@ -214,7 +214,7 @@ class Supervisor:
         about = {"process_number": place.number, "pid": process.pid}
         log.info("process.ready", extra=about)
 
-    async def _keep(self, place: Place) -> None:
+    async def _keep(self, place: ProcessSlot) -> None:
         pause_s = FIRST_PAUSE_S
         while True:
             child = self.running.get(place.number)
@@ -253,7 +253,7 @@ class Supervisor:
         if process.returncode is None:
             process.kill()
 
-    async def _ended(self, place: Place, process: Process) -> None:
+    async def _ended(self, place: ProcessSlot, process: Process) -> None:
         """Tidy up behind one, so that nobody counts what it had, or waits for it."""
         status = await process.wait()
         await process.aclose()
@@ -272,7 +272,7 @@ class Supervisor:
             log.error("process.ended", extra=about | {"lost_requests": n_lost})
 
 
-def write_config(place: Place, message: gw.GatewayConfig) -> None:
+def write_config(place: ProcessSlot, message: gw.GatewayConfig) -> None:
     """Say what is in force, to those who start from now on."""
     beside = place.config.with_suffix(".new")
     beside.write_bytes(message.SerializeToString())

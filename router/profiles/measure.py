@@ -28,7 +28,7 @@ from slagate.workers.runtime.errors import UsageError
 from slagate.workers.worker import Worker
 
 
-class Timed(NamedTuple):
+class TimedPrompt(NamedTuple):
     """One prompt: seconds until its first token or its handoff, and what the worker had cached of it.
 
     `cached_tokens` is 0 where the worker does not say.
@@ -38,7 +38,7 @@ class Timed(NamedTuple):
     cached_tokens: int
 
 
-class Tick(NamedTuple):
+class TokenArrival(NamedTuple):
     """Tokens that came at one moment."""
 
     at_s: float
@@ -46,11 +46,11 @@ class Tick(NamedTuple):
 
 
 @dataclass(slots=True)
-class Stream:
+class TimedStream:
     """The sink of one request: when its tokens came, and what it ended in."""
 
     now_s: Callable[[], float]
-    ticks: list[Tick] = field(default_factory=list)
+    ticks: list[TokenArrival] = field(default_factory=list)
     status: Status = OK
     usage: oe.Usage | None = None
     session: oe.KvSessionRef | None = None
@@ -70,7 +70,7 @@ class Stream:
         if self.first_s is None:
             self.first_s = now_s
         if event == "token":
-            self.ticks.append(Tick(now_s, len(response.token.tokens)))
+            self.ticks.append(TokenArrival(now_s, len(response.token.tokens)))
         elif event == "prefill_ready":
             self.session = response.prefill_ready.kv_session
 
@@ -84,10 +84,10 @@ class Stream:
 class Bench(Protocol):
     """A worker, or a pair of them, that prompts can be timed on."""
 
-    async def prefill(self, prompt: Sequence[int]) -> Timed:
+    async def prefill(self, prompt: Sequence[int]) -> TimedPrompt:
         """Process one prompt. Raises `UsageError` when the worker refuses it."""
 
-    async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[Stream]:
+    async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[TimedStream]:
         """Have all prompts answered together, in `n_tokens` each. Raises `UsageError`."""
 
 
@@ -105,12 +105,12 @@ class AggBench:
         self._worker, self._model = worker, model
         self._timeout_s, self._now_s = timeout_s, now_s
 
-    async def prefill(self, prompt: Sequence[int]) -> Timed:
+    async def prefill(self, prompt: Sequence[int]) -> TimedPrompt:
         """As `Bench.prefill`."""
         sent_s = self._now_s()
         return _timed(await self._ask(_request(self._model, prompt, 1)), sent_s)
 
-    async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[Stream]:
+    async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[TimedStream]:
         """As `Bench.decode`."""
         for prompt in prompts:
             await self.prefill(prompt)
@@ -118,7 +118,7 @@ class AggBench:
             [(self._ask, _request(self._model, prompt, n_tokens)) for prompt in prompts]
         )
 
-    async def _ask(self, request: bytes) -> Stream:
+    async def _ask(self, request: bytes) -> TimedStream:
         return await _ask(self._worker, request, self._timeout_s, self._now_s)
 
 
@@ -137,14 +137,14 @@ class PairBench:
         self._prefill, self._decode, self._model = prefill, decode, model
         self._timeout_s, self._now_s = timeout_s, now_s
 
-    async def prefill(self, prompt: Sequence[int]) -> Timed:
+    async def prefill(self, prompt: Sequence[int]) -> TimedPrompt:
         """As `Bench.prefill`."""
         sent_s = self._now_s()
         stream = await self._first(_request(self._model, prompt, 1))
         await self._prefill.abort(oe.AbortRequest(kv_session=stream.session))
         return _timed(stream, sent_s)
 
-    async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[Stream]:
+    async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[TimedStream]:
         """As `Bench.decode`."""
         legs = []
         for prompt in prompts:
@@ -155,14 +155,14 @@ class PairBench:
             legs.append((self._second, leg))
         return await _together(legs)
 
-    async def _first(self, request: bytes) -> Stream:
+    async def _first(self, request: bytes) -> TimedStream:
         leg = prefill_leg(request, uuid.uuid4().hex)
         stream = await _ask(self._prefill, leg, self._timeout_s, self._now_s)
         if stream.session is None:
             raise UsageError("the prefill worker gave no handoff for a prompt")
         return stream
 
-    async def _second(self, leg: bytes) -> Stream:
+    async def _second(self, leg: bytes) -> TimedStream:
         return await _ask(self._decode, leg, self._timeout_s, self._now_s)
 
 
@@ -177,8 +177,8 @@ def _request(model: str, prompt: Sequence[int], max_tokens: int) -> bytes:
 
 async def _ask(
     worker: Worker, request: bytes, timeout_s: float, now_s: Callable[[], float]
-) -> Stream:
-    stream = Stream(now_s)
+) -> TimedStream:
+    stream = TimedStream(now_s)
     call = worker.generate(request, (), stream, timeout_s=timeout_s)
     try:
         await stream.ended.wait()
@@ -191,9 +191,9 @@ async def _ask(
 
 
 async def _together(
-    asked: Sequence[tuple[Callable[[bytes], Awaitable[Stream]], bytes]],
-) -> list[Stream]:
-    streams: dict[int, Stream] = {}
+    asked: Sequence[tuple[Callable[[bytes], Awaitable[TimedStream]], bytes]],
+) -> list[TimedStream]:
+    streams: dict[int, TimedStream] = {}
     refusals: list[UsageError] = []
 
     async def one(at: int) -> None:
@@ -211,11 +211,11 @@ async def _together(
     return [streams[at] for at in range(len(asked))]
 
 
-def _timed(stream: Stream, sent_s: float) -> Timed:
+def _timed(stream: TimedStream, sent_s: float) -> TimedPrompt:
     if stream.first_s is None:
         raise UsageError("the worker ended a prompt without an answer")
     cached = 0 if stream.usage is None else stream.usage.cached_prompt_tokens
-    return Timed(stream.first_s - sent_s, cached)
+    return TimedPrompt(stream.first_s - sent_s, cached)
 
 
 MIN_STEPS = 8
@@ -234,7 +234,7 @@ class MeasurePlan:
     steps: int = 64
 
 
-class Capacity(NamedTuple):
+class MeasurableRange(NamedTuple):
     """What bounds the rows: the longest context, and the KV cache of a rank."""
 
     context_tokens: int
@@ -257,7 +257,7 @@ class DecodeRow(NamedTuple):
     itl_ms: float
 
 
-def capacity(server: oe.ServerInfo, model: oe.ModelInfo, kv_tokens: int | None) -> Capacity:
+def capacity(server: oe.ServerInfo, model: oe.ModelInfo, kv_tokens: int | None) -> MeasurableRange:
     """What the worker says of itself; `kv_tokens`, where given, in place of the KV cache that it says.
 
     Raises `UsageError` where neither is known.
@@ -267,13 +267,13 @@ def capacity(server: oe.ServerInfo, model: oe.ModelInfo, kv_tokens: int | None) 
     if kv_tokens is None and not said:
         raise UsageError("the worker does not say how much KV cache it has: give --kv-capacity")
     total = kv_tokens or said
-    return Capacity(model.max_context_length or total, total)
+    return MeasurableRange(model.max_context_length or total, total)
 
 
 async def measure_prefill(
     bench: Bench,
     plan: MeasurePlan,
-    limit: Capacity,
+    limit: MeasurableRange,
     *,
     rng: random.Random,
     on_row: Callable[[str], None],
@@ -312,7 +312,7 @@ async def measure_prefill(
 async def measure_decode(
     bench: Bench,
     plan: MeasurePlan,
-    limit: Capacity,
+    limit: MeasurableRange,
     *,
     max_batch: int,
     rng: random.Random,
@@ -352,7 +352,7 @@ async def measure_decode(
     return rows
 
 
-def itl_s(streams: Sequence[Stream]) -> float | None:
+def itl_s(streams: Sequence[TimedStream]) -> float | None:
     """Mean seconds of a step while all of these streams were decoding; None: for too few steps."""
     start_s = max(stream.ticks[0].at_s for stream in streams)
     end_s = min(stream.ticks[-1].at_s for stream in streams)

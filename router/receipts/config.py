@@ -17,7 +17,7 @@ from slagate.pools.grid.stage import Stage
 from slagate.proto import gateway_pb2 as gw
 
 
-class Damaged(ValueError):
+class UnusableReceipt(ValueError):
     """What cannot be used; the message starts with the field."""
 
 
@@ -35,7 +35,7 @@ def config_message(prepared: Prepared, *, policy: str) -> gw.GatewayConfig:
     return message
 
 
-class Rules(NamedTuple):
+class RecordedConfig(NamedTuple):
     """A configuration to decide by again."""
 
     version: str
@@ -50,14 +50,14 @@ class Rules(NamedTuple):
         return replace(self.estimators[pool], coefficients=corrected)
 
 
-def read_config(message: gw.GatewayConfig) -> Rules:
-    """The inverse of `config_message`. Raises `Damaged`."""
+def read_config(message: gw.GatewayConfig) -> RecordedConfig:
+    """The inverse of `config_message`. Raises `UnusableReceipt`."""
     if message.version != _digest(message):
-        raise Damaged("config.version: is not the digest of the rest")
+        raise UnusableReceipt("config.version: is not the digest of the rest")
     try:
         config = parse_config(json.loads(message.fleet), source="config.fleet")
     except (ConfigError, ValueError) as error:
-        raise Damaged(f"config.fleet: {error}") from error
+        raise UnusableReceipt(f"config.fleet: {error}") from error
     grids = {Stage(name): grid for name, grid in config.stages.items()}
     estimators = {}
     for at, each in enumerate(message.estimators):
@@ -67,17 +67,17 @@ def read_config(message: gw.GatewayConfig) -> Rules:
                 raise ValueError(f"must be an object, got {each.table[:40]!r}")
             estimators[each.pool] = FrozenEstimator.from_json(table, Coefficients())
         except ValueError as error:
-            raise Damaged(f"config.estimators[{at}].table: {error}") from error
+            raise UnusableReceipt(f"config.estimators[{at}].table: {error}") from error
     for name in (name for grid in grids.values() for name in grid.pool_names):
         if name not in estimators:
-            raise Damaged(f"config.estimators: there is none for pool {name!r}")
-    return Rules(message.version, grids, estimators)
+            raise UnusableReceipt(f"config.estimators: there is none for pool {name!r}")
+    return RecordedConfig(message.version, grids, estimators)
 
 
 def prepared_of(message: gw.GatewayConfig) -> Prepared:
     """The configuration that `config_message` was given, as far as a gateway needs it, from nothing else.
 
-    Its warnings and ignored keys are those of a file with this content. Raises `Damaged`.
+    Its warnings and ignored keys are those of a file with this content. Raises `UnusableReceipt`.
     """
     read = read_config(message)
     config = parse_config(json.loads(message.fleet), source="config.fleet")
@@ -88,7 +88,7 @@ def prepared_of(message: gw.GatewayConfig) -> Prepared:
     }
     prepared = prepare(dataclasses.replace(config, profiles=profiles))
     if config_message(prepared, policy=message.policy).version != message.version:
-        raise Damaged("config: comes out otherwise than it was read")
+        raise UnusableReceipt("config: comes out otherwise than it was read")
     return prepared
 
 

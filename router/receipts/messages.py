@@ -11,7 +11,7 @@ from slagate.pools.inflight.rows import UNLIMITED
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import Decision, StageChoice
-from slagate.router.scheduling.score import Candidate
+from slagate.router.scheduling.score import ScoredRow
 
 WIRE_STAGE = {
     Stage.PREFILL: gw.STAGE_PREFILL,
@@ -76,7 +76,7 @@ def sla_message(sla: Sla) -> gw.Sla:
     )
 
 
-def candidate_message(candidate: Candidate, *, model: str) -> gw.Candidate:
+def candidate_message(candidate: ScoredRow, *, model: str) -> gw.Candidate:
     """One row; `model` is the request's."""
     view = candidate.view
     return gw.Candidate(
@@ -126,7 +126,7 @@ def _decision_message(
     )
 
 
-def _choice_message(choice: StageChoice, shown: Iterable[Candidate]) -> gw.StageChoice:
+def _choice_message(choice: StageChoice, shown: Iterable[ScoredRow]) -> gw.StageChoice:
     winner = choice.winner
     return gw.StageChoice(
         stage=WIRE_STAGE[choice.stage],
@@ -147,7 +147,7 @@ def _choice_message(choice: StageChoice, shown: Iterable[Candidate]) -> gw.Stage
     )
 
 
-def _every_candidate(choice: StageChoice) -> Iterator[Candidate]:
+def _every_candidate(choice: StageChoice) -> Iterator[ScoredRow]:
     """As `StageChoice.top`, but pool by pool, and one at a time."""
     winner = choice.winner
     if winner is not None:

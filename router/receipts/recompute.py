@@ -22,11 +22,11 @@ from slagate.pools.inflight.rows import UNLIMITED, RowView, State
 from slagate.pools.inflight.table import rows_of
 from slagate.pools.prefix.cached import cached_of
 from slagate.proto import gateway_pb2 as gw
-from slagate.router.receipts.config import Damaged, Rules
+from slagate.router.receipts.config import RecordedConfig, UnusableReceipt
 from slagate.router.receipts.messages import WIRE_STAGE, at_once, choice_steps
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import choose_stage
-from slagate.router.scheduling.score import Ask
+from slagate.router.scheduling.score import RoutingRequest
 
 TOLERANCE = 1e-9
 """Of seconds, relative: other processors and libraries may round exponentials otherwise in the last bit."""
@@ -54,11 +54,13 @@ class Mismatch(NamedTuple):
     recomputed: str
 
 
-def decide_again(receipt: gw.Receipt, configs: Mapping[str, Rules]) -> Iterator[Mismatch | None]:
+def decide_again(
+    receipt: gw.Receipt, configs: Mapping[str, RecordedConfig]
+) -> Iterator[Mismatch | None]:
     """Each choice of a receipt, decided again; None: it comes out the same.
 
-    `configs` are the configurations before it, by version. Raises `Damaged` naming the field for a receipt
-    that cannot be decided again.
+    `configs` are the configurations before it, by version. Raises `UnusableReceipt` naming the field
+    for a receipt that cannot be decided again.
     """
     _check_stages(receipt, configs)
     places = [(f"receipt.replaced[{at}]", each) for at, each in enumerate(receipt.replaced)]
@@ -69,18 +71,18 @@ def decide_again(receipt: gw.Receipt, configs: Mapping[str, Rules]) -> Iterator[
         yield _decide_again(place, choice, receipt.decision, rules)
 
 
-def _rules(place: str, version: str, configs: Mapping[str, Rules]) -> Rules:
+def _rules(place: str, version: str, configs: Mapping[str, RecordedConfig]) -> RecordedConfig:
     try:
         return configs[version]
     except KeyError:
         known = ", ".join(map(repr, configs))
-        raise Damaged(
+        raise UnusableReceipt(
             f"{place}.config_version: {version!r} is not the version of a configuration before it,"
             f" {known}"
         ) from None
 
 
-def _check_stages(receipt: gw.Receipt, configs: Mapping[str, Rules]) -> None:
+def _check_stages(receipt: gw.Receipt, configs: Mapping[str, RecordedConfig]) -> None:
     """One choice for each stage of the fleet, in order, or none where none was ever made."""
     found = [_STAGES.get(choice.stage) for choice in receipt.decision.stages]
     if not found and not receipt.replaced and not receipt.attempts:
@@ -89,7 +91,7 @@ def _check_stages(receipt: gw.Receipt, configs: Mapping[str, Rules]) -> None:
     if found != list(rules.grids):
         wanted = ", ".join(stage.value for stage in rules.grids)
         got = ", ".join("no stage" if stage is None else stage.value for stage in found[:9])
-        raise Damaged(f"receipt.decision.stages: must be {wanted} (got {got or 'nothing'})")
+        raise UnusableReceipt(f"receipt.decision.stages: must be {wanted} (got {got or 'nothing'})")
 
 
 class _NotLookedAt(Exception):
@@ -113,13 +115,13 @@ class _Recorded(random.Random):
 
 
 def _decide_again(
-    place: str, recorded: gw.StageChoice, decision: gw.Decision, rules: Rules
+    place: str, recorded: gw.StageChoice, decision: gw.Decision, rules: RecordedConfig
 ) -> Mismatch | None:
     stage = _STAGES.get(recorded.stage)
     if stage is None or stage not in rules.grids:
-        raise Damaged(f"{place}.stage: the fleet file has no such stage")
+        raise UnusableReceipt(f"{place}.stage: the fleet file has no such stage")
     if not 0 <= recorded.draw < 1:
-        raise Damaged(f"{place}.draw: must be in [0, 1), got {recorded.draw}")
+        raise UnusableReceipt(f"{place}.draw: must be in [0, 1), got {recorded.draw}")
     pools = _pools(place, recorded, decision, rules)
     rng = _Recorded(recorded.draw)
     found: tuple[str, str] | None
@@ -136,12 +138,12 @@ def _decide_again(
     return Mismatch(decision.request_id, stage.value, recorded=told, recomputed=again)
 
 
-def _ask(recorded: gw.StageChoice, decision: gw.Decision) -> Ask:
+def _ask(recorded: gw.StageChoice, decision: gw.Decision) -> RoutingRequest:
     sla = decision.sla
     for name in ("ttft_ms", "itl_ms"):
         if not math.isfinite(getattr(sla, name)):
-            raise Damaged(f"receipt.decision.sla.{name}: must be a finite number")
-    return Ask(
+            raise UnusableReceipt(f"receipt.decision.sla.{name}: must be a finite number")
+    return RoutingRequest(
         model=decision.model,
         isl_tokens=decision.isl_tokens,
         sla=Sla(
@@ -155,11 +157,11 @@ def _ask(recorded: gw.StageChoice, decision: gw.Decision) -> Ask:
 
 
 def _pools(
-    place: str, recorded: gw.StageChoice, decision: gw.Decision, rules: Rules
+    place: str, recorded: gw.StageChoice, decision: gw.Decision, rules: RecordedConfig
 ) -> dict[str, PoolView]:
     """The pools that were looked at, as they were."""
     if len(recorded.candidates) != recorded.candidates_total:
-        raise Damaged(
+        raise UnusableReceipt(
             f"{place}.candidates: {len(recorded.candidates)} of {recorded.candidates_total};"
             " a receipt from a trailer is not enough to decide again"
         )
@@ -167,25 +169,27 @@ def _pools(
     for at, candidate in enumerate(recorded.candidates):
         where = f"{place}.candidates[{at}]"
         if candidate.pool not in views:
-            raise Damaged(f"{where}.pool: {candidate.pool!r} is not among the pools looked at")
+            raise UnusableReceipt(
+                f"{where}.pool: {candidate.pool!r} is not among the pools looked at"
+            )
         by_row = views[candidate.pool]
         if candidate.row in by_row or candidate.row >= recorded.candidates_total:
-            raise Damaged(f"{where}.row: {candidate.row} is not its number in the pool")
+            raise UnusableReceipt(f"{where}.row: {candidate.row} is not its number in the pool")
         by_row[candidate.row] = _view(where, candidate, decision.model)
     pools = _Pools()
     for at, look in enumerate(recorded.pools):
         where = f"{place}.pools[{at}]"
         if look.name not in rules.estimators:
-            raise Damaged(f"{where}.name: the fleet file has no pool {look.name!r}")
+            raise UnusableReceipt(f"{where}.name: the fleet file has no pool {look.name!r}")
         if look.leases > UNLIMITED:
-            raise Damaged(f"{where}.leases: is too large")
+            raise UnusableReceipt(f"{where}.leases: is too large")
         try:
             estimator = rules.estimator(look.name, look.coefficients)
         except ValueError as error:
-            raise Damaged(f"{where}.coefficients: {error}") from error
+            raise UnusableReceipt(f"{where}.coefficients: {error}") from error
         by_row = views[look.name]
         if sorted(by_row) != list(range(len(by_row))):
-            raise Damaged(f"{where}: rows of pool {look.name!r} are missing")
+            raise UnusableReceipt(f"{where}: rows of pool {look.name!r} are missing")
         rows = [by_row[row] for row in range(len(by_row))]
         device_tokens = np.array([view.device_tokens for view in rows], dtype=np.int64)
         host_tokens = np.array([view.host_tokens for view in rows], dtype=np.int64)
@@ -202,14 +206,14 @@ def _pools(
 def _view(where: str, candidate: gw.Candidate, model: str) -> RowView:
     for name in _TOKENS:
         if getattr(candidate, name) > UNLIMITED:
-            raise Damaged(f"{where}.{name}: is too large")
+            raise UnusableReceipt(f"{where}.{name}: is too large")
     for name in _SECONDS:
         if not math.isfinite(getattr(candidate, name)):
-            raise Damaged(f"{where}.{name}: must be a finite number")
+            raise UnusableReceipt(f"{where}.{name}: must be a finite number")
     try:
         state = State(candidate.state)
     except ValueError:
-        raise Damaged(f"{where}.state: there is no state {candidate.state!r}") from None
+        raise UnusableReceipt(f"{where}.state: there is no state {candidate.state!r}") from None
     return RowView(
         address=candidate.worker,
         rank=candidate.rank if candidate.HasField("rank") else None,

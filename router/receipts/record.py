@@ -21,10 +21,10 @@ from slagate.router.receipts.messages import (
 from slagate.router.request.errors import Outcome
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import Decision, StageChoice
-from slagate.router.scheduling.score import Candidate
+from slagate.router.scheduling.score import ScoredRow
 
 
-class Tally(msgspec.Struct, gc=False):
+class StreamStats(msgspec.Struct, gc=False):
     """What was sent to the client, and when (seconds on the gateway's clock)."""
 
     n_messages: int = 0
@@ -48,7 +48,7 @@ TOP_CANDIDATES = 4
 MAX_MESSAGE = 200
 
 
-class Stamp(msgspec.Struct, frozen=True, gc=False):
+class ReceiptNumber(msgspec.Struct, frozen=True, gc=False):
     """A receipt's place among the others of its gateway."""
 
     number: int  # from 1 on
@@ -64,7 +64,7 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, eq=False):
     message: str
 
     @property
-    def winner(self) -> Candidate:
+    def winner(self) -> ScoredRow:
         """The row that was called."""
         winner = self.choice.winner
         assert winner is not None
@@ -96,7 +96,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
     decision: Decision | None = None
     attempts: tuple[Attempt, ...] = ()
     waited_s: float = 0.0  # for a worker below its limits
-    tally: Tally = msgspec.field(default_factory=Tally)
+    tally: StreamStats = msgspec.field(default_factory=StreamStats)
     cached_tokens: int | None = None
 
     def attempt(self, stage: Stage, status: Status) -> None:
@@ -151,7 +151,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
                 replaced.append(attempt.choice)
         return [*replaced, *last]
 
-    def trailer(self, outcome: Outcome, now_s: float, stamp: Stamp) -> gw.Receipt:
+    def trailer(self, outcome: Outcome, now_s: float, stamp: ReceiptNumber) -> gw.Receipt:
         """The receipt, cut to what fits a trailer."""
         receipt = self._receipt(outcome, now_s, stamp)
         if self.decision is None:
@@ -178,7 +178,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
             unix_s=receipt.unix_s,
         )
 
-    def full(self, outcome: Outcome, now_s: float, stamp: Stamp) -> Steps[gw.Receipt]:
+    def full(self, outcome: Outcome, now_s: float, stamp: ReceiptNumber) -> Steps[gw.Receipt]:
         """The receipt with all that is needed to decide again."""
         receipt = self._receipt(outcome, now_s, stamp)
         if self.decision is None:
@@ -191,7 +191,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
         receipt.decision.CopyFrom(decision)
         return receipt
 
-    def _receipt(self, outcome: Outcome, now_s: float, stamp: Stamp) -> gw.Receipt:
+    def _receipt(self, outcome: Outcome, now_s: float, stamp: ReceiptNumber) -> gw.Receipt:
         """The receipt with what is known of a request that got no decision."""
         return gw.Receipt(
             decision=gw.Decision(

@@ -19,7 +19,7 @@ import msgspec
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.receipts.attainment import Attainment
 from slagate.router.receipts.messages import Steps
-from slagate.router.receipts.record import Record, Stamp
+from slagate.router.receipts.record import ReceiptNumber, Record
 from slagate.router.request.errors import Outcome
 
 MAX_RECEIPTS = 2048
@@ -32,13 +32,13 @@ RECEIPT_BYTES, CHOICE_BYTES, ROW_BYTES = 4096, 4096, 200
 T = TypeVar("T")
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False, eq=False):
+class EndedRequest(msgspec.Struct, frozen=True, gc=False, eq=False):
     """One request that has ended."""
 
     record: Record
     outcome: Outcome
     ended_s: float
-    stamp: Stamp
+    stamp: ReceiptNumber
     n_bytes: int  # of memory, an estimate
 
     @property
@@ -71,7 +71,7 @@ class ReceiptRing:
         self._number = number
         self._max_receipts = max_receipts
         self._max_bytes = max_bytes
-        self._entries: deque[Entry] = deque()
+        self._entries: deque[EndedRequest] = deque()
         self._next_number = 1
         self._last_version = ""
         self._closed = False
@@ -91,11 +91,11 @@ class ReceiptRing:
         self.config = config
         self.attainment.restart(config.version)
 
-    def add(self, record: Record, outcome: Outcome, now_s: float) -> Stamp:
+    def add(self, record: Record, outcome: Outcome, now_s: float) -> ReceiptNumber:
         """Keep what a request leaves behind; it must not change any more."""
         decided = record.decision
         version = self.config.version if decided is None else decided.stages[-1].config_version
-        stamp = Stamp(self._number(self._next_number), self._unix_s(), version)
+        stamp = ReceiptNumber(self._number(self._next_number), self._unix_s(), version)
         self.attainment.count(record, outcome)
         n_bytes = _n_bytes(record)
         if version != self._last_version and decided is not None:
@@ -103,7 +103,7 @@ class ReceiptRing:
             self._last_version = version
             n_bytes += sum(config.ByteSize() for config in _configs(record))
         self._next_number += 1
-        self._entries.append(Entry(record, outcome, now_s, stamp, n_bytes))
+        self._entries.append(EndedRequest(record, outcome, now_s, stamp, n_bytes))
         self.n_bytes += n_bytes
         while len(self._entries) > self._max_receipts or self.n_bytes > self._max_bytes:
             self.n_bytes -= self._entries.popleft().n_bytes
@@ -118,7 +118,7 @@ class ReceiptRing:
 
     async def watch(
         self, *, limit: int | None = None, follow: bool = False
-    ) -> AsyncIterator[tuple[Entry, int]]:
+    ) -> AsyncIterator[tuple[EndedRequest, int]]:
         """The newest `limit` of those kept (None: all), with `follow` new ones until `close`.
 
         With each one comes how many before it were missed.

@@ -25,7 +25,7 @@ from slagate.router.receipts.config import config_message
 from slagate.router.receipts.ring import ReceiptRing
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.workers.runtime.listen import hung_up
-from slagate.workers.runtime.threads import aside
+from slagate.workers.runtime.threads import run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Reloader:
         """Put in force what `read` gives. Raises `ConfigError`: then nothing has changed."""
         async with self._one_at_a_time:
             try:
-                found = await aside(lambda: self.propose(read))
+                found = await run_in_daemon_thread(lambda: self.propose(read))
                 await self._agreed(found, dry_run=dry_run)
             except ConfigError as error:
                 if not dry_run:
@@ -229,7 +229,7 @@ async def _on_change(reloader: Reloader, source: Source, read: object) -> None:
     seen = read
     while True:
         await anyio.sleep(WATCH_INTERVAL_S)
-        before, seen = seen, await aside(source.stamp)
+        before, seen = seen, await run_in_daemon_thread(source.stamp)
         if seen == before and seen != read:
             read = seen
             await _reload(reloader, source)

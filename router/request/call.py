@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from slagate.proto.rpc.sinks import Outlet
+from slagate.proto.rpc.sinks import ResponseWriter
 from slagate.proto.rpc.status import Metadata
-from slagate.router.request.errors import RequestError
-from slagate.router.request.running import Running
+from slagate.router.request.errors import GatewayError
+from slagate.router.request.running import CancelHandle
 
 
 @dataclass(slots=True)
@@ -16,6 +16,6 @@ class ClientCall:
     metadata: Metadata
     peer: str  # who may abort it
     timeout_s: float | None  # what is left of the client's deadline
-    out: Outlet  # what the front writes to the client
-    running: Running = field(default_factory=Running)
-    refusal: RequestError | None = None  # the front's: there is no request to serve
+    out: ResponseWriter  # what the front writes to the client
+    running: CancelHandle = field(default_factory=CancelHandle)
+    refusal: GatewayError | None = None  # the front's: there is no request to serve

@@ -34,7 +34,7 @@ RETRY_PUSHBACK = "grpc-retry-pushback-ms"
 """Trailing metadata that gRPC's own retry policy obeys: when it is worth trying again."""
 
 
-class RequestError(Exception):
+class GatewayError(Exception):
     """A request that ends without its answer; subclasses say which way."""
 
     code = grpc.StatusCode.INTERNAL
@@ -48,7 +48,7 @@ class RequestError(Exception):
         return Status(self.code, str(self), trailers)
 
 
-class InvalidRequest(RequestError):
+class InvalidRequest(GatewayError):
     """A field of the request or its metadata is wrong."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
@@ -59,7 +59,7 @@ class InvalidRequest(RequestError):
         self.field = field
 
 
-class Malformed(RequestError):
+class Malformed(GatewayError):
     """What arrived is no call of gRPC's; `code` is what gRPC says of it, INTERNAL for most."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
@@ -70,7 +70,7 @@ class Malformed(RequestError):
         self.code = code
 
 
-class UnknownModel(RequestError):
+class UnknownModel(GatewayError):
     """No pool has ever served this model."""
 
     code = grpc.StatusCode.NOT_FOUND
@@ -90,7 +90,7 @@ class TooLarge(InvalidRequest):
     outcome = Outcome.TOO_LARGE
 
 
-class Overloaded(RequestError):
+class Overloaded(GatewayError):
     """Every worker that may serve the request is at its limit, and no more may wait for one."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -102,7 +102,7 @@ class Overloaded(RequestError):
         self.retry_after_ms = retry_after_ms
 
 
-class NoWorker(RequestError):
+class NoWorker(GatewayError):
     """No worker that may serve the request is up."""
 
     code = grpc.StatusCode.UNAVAILABLE
@@ -110,28 +110,28 @@ class NoWorker(RequestError):
     retry_after_ms = 1000
 
 
-class SlowClient(RequestError):
+class SlowClient(GatewayError):
     """The client did not take its tokens, and its buffer is full."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     outcome = Outcome.SLOW_CLIENT
 
 
-class Aborted(RequestError):
+class Aborted(GatewayError):
     """The client called Control.Abort for this request."""
 
     code = grpc.StatusCode.CANCELLED
     outcome = Outcome.CANCELLED
 
 
-class DeadlineExceeded(RequestError):
+class DeadlineExceeded(GatewayError):
     """The client's deadline, or the gateway's default limit, has passed."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
     outcome = Outcome.DEADLINE
 
 
-class Draining(RequestError):
+class Draining(GatewayError):
     """The gateway is shutting down, and the time for running requests is over."""
 
     code = grpc.StatusCode.UNAVAILABLE
@@ -150,7 +150,7 @@ OUTCOME_OF_WORKER_CODE = {
 """What a worker's answer says of the request; any other code is the worker's failure."""
 
 
-class LegFailed(RequestError):
+class LegFailed(GatewayError):
     """A worker refused or failed its leg: its own code is kept, its message names the stage."""
 
     def __init__(self, stage: Stage, status: Status, *, retryable: bool) -> None:
@@ -163,7 +163,7 @@ class LegFailed(RequestError):
         self.retryable = retryable  # another worker may do better, and nothing would happen twice
 
 
-class ErrorRelayed(RequestError):
+class ErrorRelayed(GatewayError):
     """The worker's error event went to the client behind its tokens: the call itself then ends OK."""
 
     code = grpc.StatusCode.OK

@@ -15,7 +15,7 @@ from slagate.router.request.errors import InvalidRequest, TooLarge, Unsupported
 from slagate.router.request.metadata import ITL, TTFT
 from slagate.router.request.sla import looks_like_ours
 from slagate.workers.legs import REQUEST_TYPE
-from slagate.workers.sampling_limits import Fault, sampling_fault, stopping_fault
+from slagate.workers.sampling_limits import SamplingFault, sampling_fault, stopping_fault
 
 MAX_ID_BYTES = 1024
 """Of a request id; TensorRT-LLM's own server has the same limit."""
@@ -129,7 +129,7 @@ def _check_private(message: oe.GenerateRequest) -> None:
             raise InvalidRequest(f"extra.{key[:80]}", reason)
 
 
-def _refuse(fault: Fault | None) -> None:
+def _refuse(fault: SamplingFault | None) -> None:
     if fault is not None:
         raise InvalidRequest(fault.field, fault.reason)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import anyio
 
-from slagate.router.request.errors import RequestError
+from slagate.router.request.errors import GatewayError
 
 
-class Running:
+class CancelHandle:
     """One request, as those see it who may end it: its task is cancelled, once, and not when answered."""
 
     __slots__ = ("_has_ended", "_task", "ended_by", "is_answered")
@@ -20,7 +20,7 @@ class Running:
     def __init__(self) -> None:
         self._task: asyncio.Task[object] | None = None
         self._has_ended = False
-        self.ended_by: RequestError | None = None  # None also where the client has left
+        self.ended_by: GatewayError | None = None  # None also where the client has left
         self.is_answered = False  # nobody needs it to end any more
 
     def begin(self) -> None:
@@ -29,7 +29,7 @@ class Running:
         if self._has_ended:
             raise asyncio.CancelledError
 
-    def end(self, error: RequestError | None = None) -> None:
+    def end(self, error: GatewayError | None = None) -> None:
         """Have it end, by `error`, or because nobody waits for it."""
         if not self._has_ended and not self.is_answered:
             self._has_ended = True
@@ -46,19 +46,19 @@ class Running:
         self.is_answered = True
         self._task = None
 
-    def caught(self) -> RequestError | None:
+    def caught(self) -> GatewayError | None:
         """What it was ended by, if anything; its task then goes on, as if it had not been cancelled."""
         if self.ended_by is not None and self._task is not None and hasattr(self._task, "uncancel"):
             self._task.uncancel()  # from Python 3.11 on
         return self.ended_by
 
 
-class LiveRequests:
+class RunningRequests:
     """Ids are the clients' and need not be unique; an entry belongs to the peer that sent it."""
 
     def __init__(self, tell: Callable[[int], None] | None = None) -> None:
         """`tell` gets the number of them with each change."""
-        self._running: dict[tuple[str, str], list[Running]] = {}
+        self._running: dict[tuple[str, str], list[CancelHandle]] = {}
         self._n_running = 0
         self._tell = tell
         self._gone = anyio.Event()
@@ -71,12 +71,12 @@ class LiveRequests:
         if self._tell is not None:
             self._tell(self._n_running)
 
-    def add(self, peer: str, request_id: str, one: Running) -> None:
+    def add(self, peer: str, request_id: str, one: CancelHandle) -> None:
         """List a request, until `remove`."""
         self._running.setdefault((peer, request_id), []).append(one)
         self._count(1)
 
-    def remove(self, peer: str, request_id: str, one: Running) -> None:
+    def remove(self, peer: str, request_id: str, one: CancelHandle) -> None:
         """It is not to be ended from here any more."""
         several = self._running[peer, request_id]
         several.remove(one)
@@ -86,14 +86,14 @@ class LiveRequests:
         if not self._n_running:
             self._gone.set()
 
-    def abort(self, peer: str, request_id: str, error: RequestError) -> bool:
+    def abort(self, peer: str, request_id: str, error: GatewayError) -> bool:
         """End a peer's requests with this id by `error`; False: there is none."""
         several = self._running.get((peer, request_id), [])
         for one in several:
             one.end(error)
         return bool(several)
 
-    def end_all(self, error: RequestError) -> None:
+    def end_all(self, error: GatewayError) -> None:
         """End every request by `error`."""
         for several in self._running.values():
             for one in several:

@@ -20,11 +20,11 @@ from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import gateway_pb2 as gw
-from slagate.router.request.errors import NoWorker, Overloaded, RequestError, UnknownModel
-from slagate.router.scheduling.peers import Neighbours
+from slagate.router.request.errors import GatewayError, NoWorker, Overloaded, UnknownModel
+from slagate.router.scheduling.peers import PeerProcesses
 from slagate.router.scheduling.policy import NO_CONFIG, Decision, StageChoice, choose
-from slagate.router.scheduling.score import KV_TOO_SMALL, LIMITS, OTHER_MODEL, Ask
-from slagate.router.scheduling.wait_queue import Assignment, Lanes, Ticket
+from slagate.router.scheduling.score import KV_TOO_SMALL, LIMITS, OTHER_MODEL, RoutingRequest
+from slagate.router.scheduling.wait_queue import Assignment, PendingAssignment, WaitQueue
 from slagate.workers.runtime.clock import monotonic_s
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Dispatcher:
         rng: random.Random,
         config: gw.GatewayConfig = NO_CONFIG,
         max_waiting: int = 1024,
-        neighbours: Neighbours | None = None,
+        neighbours: PeerProcesses | None = None,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
         self.fleet = fleet
@@ -58,10 +58,10 @@ class Dispatcher:
         self._neighbours = neighbours
         self._noted: set[str] = set()
         if neighbours is None:
-            self._lanes = Lanes(now_s=now_s)
+            self._lanes = WaitQueue(now_s=now_s)
         else:
             older = neighbours.older
-            self._lanes = Lanes(now_s=now_s, older=lambda since_s: older(since_s, fleet.pools))
+            self._lanes = WaitQueue(now_s=now_s, older=lambda since_s: older(since_s, fleet.pools))
             neighbours.look = self.step
         fleet.on_join(self._joined)
 
@@ -85,7 +85,7 @@ class Dispatcher:
         """Requests that wait for a worker below its limits."""
         return self._lanes.n_waiting
 
-    def explain(self, ask: Ask, prompt: Prompt | None = None) -> Decision:
+    def explain(self, ask: RoutingRequest, prompt: Prompt | None = None) -> Decision:
         """The decision that would be taken now, with no chance used up. Raises as `submit` does."""
         rng = random.Random()
         rng.setstate(self._rng.getstate())
@@ -93,18 +93,18 @@ class Dispatcher:
 
     def submit(
         self,
-        ask: Ask,
+        ask: RoutingRequest,
         prompt: Prompt | None = None,
         *,
         stages: tuple[Stage, ...] | None = None,
         since_s: float | None = None,
-    ) -> Ticket:
-        """A request for workers, for the time of a block; `Ticket.assigned` waits for them.
+    ) -> PendingAssignment:
+        """A request for workers, for the time of a block; `PendingAssignment.assigned` waits for them.
 
         They are for all stages, or for some of a request that lost its workers there and has waited since
         `since_s`. Raises `UnknownModel` or `NoWorker`.
         """
-        ticket = Ticket(
+        ticket = PendingAssignment(
             ask,
             prompt,
             stages=stages,
@@ -119,7 +119,7 @@ class Dispatcher:
                 self.step()
         return ticket
 
-    def _left(self, ticket: Ticket) -> None:
+    def _left(self, ticket: PendingAssignment) -> None:
         self._lanes.remove(ticket)
         # It may have been the one that did not fit.
         self.step()
@@ -145,19 +145,19 @@ class Dispatcher:
         self._lanes.step(self._try, pool)
         self._show_waiting()
 
-    def _try(self, ticket: Ticket, taken: Collection[str]) -> bool:
+    def _try(self, ticket: PendingAssignment, taken: Collection[str]) -> bool:
         try:
             return self._choose_and_settle(ticket, taken)
         except Exception:
             # Whoever gave something back is not to suffer for a bug with somebody else's request.
             log.exception("dispatch.bug")
-            ticket.settle(RequestError("internal error of the gateway; see its log"))
+            ticket.settle(GatewayError("internal error of the gateway; see its log"))
             return True
 
-    def _choose_and_settle(self, ticket: Ticket, taken: Collection[str]) -> bool:
+    def _choose_and_settle(self, ticket: PendingAssignment, taken: Collection[str]) -> bool:
         try:
             ticket.decision = self._choose(ticket.ask, ticket.prompt, ticket.stages, self._rng)
-        except RequestError as error:
+        except GatewayError as error:
             ticket.settle(error)  # another configuration, that has no place for it
             return True
         if any(
@@ -168,7 +168,7 @@ class Dispatcher:
 
     def _choose(
         self,
-        ask: Ask,
+        ask: RoutingRequest,
         prompt: Prompt | None,
         stages: tuple[Stage, ...] | None,
         rng: random.Random,
@@ -191,7 +191,7 @@ class Dispatcher:
             choice.config = self._config
         return decision
 
-    def _refused(self, ticket: Ticket) -> bool:
+    def _refused(self, ticket: PendingAssignment) -> bool:
         """Refuse a ticket where a stage has nobody that it would be worth waiting for."""
         for choice in ticket.decision.stages:
             if choice.row is None and not choice.reasons & LIMITS:
@@ -199,7 +199,7 @@ class Dispatcher:
                 return True
         return False
 
-    def _taken(self, ticket: Ticket) -> bool:
+    def _taken(self, ticket: PendingAssignment) -> bool:
         """Take the leases of a ticket's decision; False where a stage has nobody now."""
         decision = ticket.decision
         for choice in decision.stages:
@@ -216,7 +216,7 @@ class Dispatcher:
         ticket.settle(Assignment(decision, leases))
         return True
 
-    def _wait(self, ticket: Ticket) -> None:
+    def _wait(self, ticket: PendingAssignment) -> None:
         n_waiting = self._lanes.n_waiting
         if self._neighbours is not None:
             n_waiting += self._neighbours.waiting_elsewhere
@@ -240,7 +240,7 @@ class Dispatcher:
         n_leases = choice.scored[-1].pool.n_leases
         return pool.lease(choice.row, choice.work, prompt, n_leases=n_leases)
 
-    def _check_model(self, ask: Ask) -> None:
+    def _check_model(self, ask: RoutingRequest) -> None:
         if not self.fleet.serves(ask.model):
             if not self.fleet.models():
                 raise NoWorker("no worker has been reached yet")

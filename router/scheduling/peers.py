@@ -16,7 +16,7 @@ STALE_S = 1.5
 """A process in which requests wait says that it is alive, else nobody leaves anything to them."""
 
 
-class Neighbours:
+class PeerProcesses:
     """Tells the others what waits here, and knows what waits there."""
 
     def __init__(

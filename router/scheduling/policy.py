@@ -21,7 +21,7 @@ from slagate.pools.grid.json_text import shown
 from slagate.pools.grid.stage import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
-from slagate.router.scheduling.score import Ask, Candidate, Scored, score_pool
+from slagate.router.scheduling.score import RoutingRequest, ScoredPool, ScoredRow, score_pool
 
 NO_CONFIG = gw.GatewayConfig()
 
@@ -29,7 +29,7 @@ TARGETS = ("ttft_ms", "itl_ms")
 """The axes of a grid that are a latency."""
 
 
-class Target(msgspec.Struct, frozen=True, gc=False):
+class LatencyTarget(msgspec.Struct, frozen=True, gc=False):
     """A latency that was looked up in the grid."""
 
     field: str
@@ -41,17 +41,17 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
     """The choice for one stage. What is only shown is made when it is asked for."""
 
     stage: Stage
-    ask: Ask  # a retry's has more workers excluded than the decision's
+    ask: RoutingRequest  # a retry's has more workers excluded than the decision's
     grid: StageGrid
     cell: Cell
     pool_order: tuple[str, ...]
     pool: str  # where the winner is; without one, the pool to blame
-    scored: tuple[Scored, ...]  # every pool that was looked at
+    scored: tuple[ScoredPool, ...]  # every pool that was looked at
     row: int | None  # of the winner, in the pool looked at last; None: nobody may take the request
     starved: bool  # the winner goes first because it had no request for long
     draw: float  # in [0, 1), the one chance that was taken: it told equals apart
     config: gw.GatewayConfig = NO_CONFIG  # that it was made under
-    _winner: Candidate | None = None  # once it was asked for
+    _winner: ScoredRow | None = None  # once it was asked for
 
     @property
     def config_version(self) -> str:
@@ -64,7 +64,7 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
         return self.grid.pool_names[self.cell.base_pool]
 
     @property
-    def targets(self) -> tuple[Target, ...]:
+    def targets(self) -> tuple[LatencyTarget, ...]:
         """One for each latency axis of the grid."""
         sla, axes = self.ask.sla, self.grid.axes
         return tuple(_target(axis, sla) for axis in axes if axis.field in TARGETS)
@@ -75,7 +75,7 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
         return None if self.row is None else self.scored[-1].pool.rows.names[self.row][0]
 
     @property
-    def winner(self) -> Candidate | None:
+    def winner(self) -> ScoredRow | None:
         """The row that was chosen; None: nobody may take the request."""
         if self._winner is None and self.row is not None:
             self._winner = self.scored[-1].winner(self.row)
@@ -96,7 +96,7 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
         """Why rows could not be chosen."""
         return set().union(*(each.reasons for each in self.scored))
 
-    def top(self, n: int | None) -> list[Candidate]:
+    def top(self, n: int | None) -> list[ScoredRow]:
         """The winner, then the others as they are preferred, at most `n`; None: all."""
         found = [] if self.winner is None else [self.winner]
         others = [
@@ -110,7 +110,7 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
         return (found + others)[:n]
 
     @property
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[ScoredRow]:
         """All of them, as `top`."""
         return self.top(None)
 
@@ -123,7 +123,7 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
 class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
     """One choice a stage, in the order of the stages."""
 
-    ask: Ask
+    ask: RoutingRequest
     stages: tuple[StageChoice, ...]
 
     def stage(self, stage: Stage) -> StageChoice:
@@ -148,7 +148,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 def choose(
-    ask: Ask,
+    ask: RoutingRequest,
     stages: Mapping[Stage, StageGrid],
     pools: Mapping[str, PoolView],
     *,
@@ -161,7 +161,7 @@ def choose(
 
 def choose_stage(
     stage: Stage,
-    ask: Ask,
+    ask: RoutingRequest,
     grid: StageGrid,
     pools: Mapping[str, PoolView],
     *,
@@ -178,7 +178,7 @@ def choose_stage(
     cell, order = grid.place(values, sla.priority)
     # Drawn once whatever the number of ties, so that a receipt is enough to decide again.
     draw = rng.random()
-    scored: list[Scored] = []
+    scored: list[ScoredPool] = []
     row, starved = None, False
     for name in order:
         looked_at = score_pool(stage, ask, pools[name])
@@ -200,15 +200,15 @@ def choose_stage(
     )
 
 
-def _target(axis: AnyAxis, sla: Sla) -> Target:
+def _target(axis: AnyAxis, sla: Sla) -> LatencyTarget:
     given_ms = sla.ttft_ms if axis.field == "ttft_ms" else sla.itl_ms
     if given_ms is None:
-        return Target(axis.field, axis.midpoint, "grid")
+        return LatencyTarget(axis.field, axis.midpoint, "grid")
     source = "objective" if axis.field in sla.by_objective else "request"
-    return Target(axis.field, given_ms, source)
+    return LatencyTarget(axis.field, given_ms, source)
 
 
-def _in_words(target: Target) -> str:
+def _in_words(target: LatencyTarget) -> str:
     name = target.field.removesuffix("_ms").upper()
     if target.source == "grid":
         return f"no {name} target (so the middle of the grid, {target.ms:g} ms)"
@@ -216,7 +216,7 @@ def _in_words(target: Target) -> str:
     return f"{name} target{of} {target.ms:g} ms"
 
 
-def _explain(ask: Ask, choice: StageChoice) -> str:
+def _explain(ask: RoutingRequest, choice: StageChoice) -> str:
     inputs = [f"{ask.isl_tokens} prompt tokens", *map(_in_words, choice.targets)]
     cell = "".join(f"[{index}]" for index in choice.cell.index)
     lines = [
@@ -236,7 +236,7 @@ def _explain(ask: Ask, choice: StageChoice) -> str:
     return " ".join([*lines, *_explain_winner(ask, choice, choice.winner)])
 
 
-def _explain_winner(ask: Ask, choice: StageChoice, best: Candidate) -> Iterator[str]:
+def _explain_winner(ask: RoutingRequest, choice: StageChoice, best: ScoredRow) -> Iterator[str]:
     n_open = sum(scored.n_open for scored in choice.scored)
     name = (
         best.view.address

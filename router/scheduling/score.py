@@ -70,7 +70,7 @@ _CODES = {reason: code for code, reason in enumerate(_REASONS)}
 _LEFT = _CODES[State.LEFT.value]
 
 
-class Ask(msgspec.Struct, frozen=True, gc=False):
+class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     """What the policy knows of a request."""
 
     model: str
@@ -79,7 +79,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     excluded: frozenset[str] = frozenset()  # workers that failed this request already
 
 
-class Candidate(msgspec.Struct, frozen=True, gc=False):
+class ScoredRow(msgspec.Struct, frozen=True, gc=False):
     """One row, scored."""
 
     row: int
@@ -92,12 +92,12 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     excluded: str  # why it may not be chosen; empty: it may
 
 
-class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
+class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     """The rows of one pool with their scores, as arrays; what is only shown is made when asked for."""
 
     pool: PoolView
     stage: Stage
-    ask: Ask
+    ask: RoutingRequest
     score_s: Floats
     _work_s: Floats | None  # what the prompt costs each row
     _ttft_s: Floats | None
@@ -120,22 +120,22 @@ class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
     def _reasons(self) -> npt.NDArray[np.int8]:
         return _reasons(self.stage, self.ask, self.pool)
 
-    def candidates(self, rows: Iterable[int]) -> Iterator[Candidate]:
+    def candidates(self, rows: Iterable[int]) -> Iterator[ScoredRow]:
         """Some of the rows."""
         reasons = self._reasons
         for row in rows:
             yield self._candidate(row, _REASONS[reasons[row]])
 
-    def winner(self, row: int) -> Candidate:
+    def winner(self, row: int) -> ScoredRow:
         """The row that `pick` gave."""
         return self._candidate(row, "")
 
-    def _candidate(self, row: int, excluded: str) -> Candidate:
+    def _candidate(self, row: int, excluded: str) -> ScoredRow:
         pool, estimator = self.pool, self.pool.estimator
         number = row
         if pool.rows.counts.n_left:
             number -= int(np.count_nonzero(self._has_left[:row]))
-        return Candidate(
+        return ScoredRow(
             row,
             number,
             pool.view(row),
@@ -232,7 +232,7 @@ class Scored(msgspec.Struct, frozen=True, gc=False, eq=False):
         return has_left
 
 
-def score_pool(stage: Stage, ask: Ask, pool: PoolView) -> Scored:
+def score_pool(stage: Stage, ask: RoutingRequest, pool: PoolView) -> ScoredPool:
     """Score every row of a pool."""
     rows, estimator = pool.rows, pool.estimator
     score_s: Floats
@@ -245,10 +245,10 @@ def score_pool(stage: Stage, ask: Ask, pool: PoolView) -> Scored:
         itl_s = estimator.itl_of_batches(batch, rows.mean_tokens(ask.isl_tokens))
         decode_s = itl_s * batch
         score_s = decode_s if ttft_s is None else ttft_s + decode_s
-    return Scored(pool, stage, ask, score_s, work_s, ttft_s, itl_s)
+    return ScoredPool(pool, stage, ask, score_s, work_s, ttft_s, itl_s)
 
 
-def _work_s(ask: Ask, pool: PoolView) -> Floats:
+def _work_s(ask: RoutingRequest, pool: PoolView) -> Floats:
     """What the prompt costs each row, as `FrozenEstimator.work_s`."""
     estimator, cached, isl_tokens = pool.estimator, pool.cached, ask.isl_tokens
     depths = cached.depths
@@ -263,13 +263,13 @@ def _work_s(ask: Ask, pool: PoolView) -> Floats:
     return work_s
 
 
-def _any_kv_full(rows: Rows, ask: Ask) -> bool:
+def _any_kv_full(rows: Rows, ask: RoutingRequest) -> bool:
     """Whether some row's KV cache may have no room for a prompt to decode."""
     most = rows.ints("context_tokens").max(initial=0)
     return bool(most + ask.isl_tokens > rows.counts.least_capacity_tokens)
 
 
-def _reasons(stage: Stage, ask: Ask, pool: PoolView) -> npt.NDArray[np.int8]:
+def _reasons(stage: Stage, ask: RoutingRequest, pool: PoolView) -> npt.NDArray[np.int8]:
     """Why each row may not be chosen, as a place in `_REASONS`; the ones written last count most."""
     rows = pool.rows
     reasons = np.zeros(len(rows), dtype=np.int8)

@@ -15,9 +15,9 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import State
 from slagate.pools.prefix.overlap import Prompt
-from slagate.router.request.errors import Overloaded, RequestError
+from slagate.router.request.errors import GatewayError, Overloaded
 from slagate.router.scheduling.policy import Decision, StageChoice
-from slagate.router.scheduling.score import LIMITS, Ask
+from slagate.router.scheduling.score import LIMITS, RoutingRequest
 
 
 class Assignment:
@@ -58,7 +58,7 @@ MAX_HINT_S = 30.0
 """A client is never told to come back later than this."""
 
 
-class Ticket:
+class PendingAssignment:
     """A request's place, for the time of a block: assigned, refused, or waiting.
 
     An assignment that the block failed with is given back, else it is whose the block is.
@@ -66,13 +66,13 @@ class Ticket:
 
     def __init__(
         self,
-        ask: Ask,
+        ask: RoutingRequest,
         prompt: Prompt | None,
         *,
         stages: tuple[Stage, ...] | None,
         decision: Decision,
         since_s: float,
-        leave: Callable[["Ticket"], None],
+        leave: Callable[["PendingAssignment"], None],
     ) -> None:
         """`leave` is called where it still waits at the end of the block."""
         self.ask = ask
@@ -80,11 +80,11 @@ class Ticket:
         self.stages = stages  # None: all that the configuration has
         self.decision = decision  # the newest one
         self.since_s = since_s
-        self.outcome: Assignment | RequestError | None = None
+        self.outcome: Assignment | GatewayError | None = None
         self._leave = leave
         self._waiter: asyncio.Future[None] | None = None
 
-    def __enter__(self) -> "Ticket":
+    def __enter__(self) -> "PendingAssignment":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -93,7 +93,7 @@ class Ticket:
         if self.outcome is None:
             self._leave(self)
 
-    def settle(self, outcome: Assignment | RequestError) -> None:
+    def settle(self, outcome: Assignment | GatewayError) -> None:
         """Assign or refuse it."""
         self.outcome = outcome
         if self._waiter is not None and not self._waiter.done():
@@ -104,7 +104,7 @@ class Ticket:
         if self.outcome is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if isinstance(self.outcome, RequestError):
+        if isinstance(self.outcome, GatewayError):
             raise self.outcome
         assert self.outcome is not None
         return self.outcome
@@ -120,10 +120,10 @@ class Ticket:
         return [c for c in self.decision.stages if c.row is None or c.pool in taken]
 
 
-class _Lane:
+class _WaitLine:
     def __init__(self, key: Hashable) -> None:
         self.key = key
-        self.tickets: deque[Ticket] = deque()
+        self.tickets: deque[PendingAssignment] = deque()
         self.pools: set[str] = set()  # that its first request waits for
         self._only_joining = False
         self._interval_s: float | None = None  # between two assignments, lately
@@ -162,7 +162,7 @@ class _Lane:
         return int(1000 * min(max(self._interval_s * (len(self.tickets) + 1), 0.1), MAX_HINT_S))
 
 
-class Lanes:
+class WaitQueue:
     """Who waits. `settle` is tried on a ticket: true when it was assigned or refused.
 
     `older` has the pools that a request waits for in another process which came before a time.
@@ -176,11 +176,11 @@ class Lanes:
     ) -> None:
         self._now_s = now_s
         self._older = older
-        self._lanes: dict[Hashable, _Lane] = {}
+        self._lanes: dict[Hashable, _WaitLine] = {}
         self._stepping = False
         self.n_waiting = 0
 
-    def is_free(self, ticket: Ticket) -> bool:
+    def is_free(self, ticket: PendingAssignment) -> bool:
         """Whether nobody who came before waits for what it would take."""
         taken = self._older(ticket.since_s)
         if not self.n_waiting and not taken:
@@ -190,33 +190,35 @@ class Lanes:
         in_line = lane is not None and bool(lane.tickets)
         return not in_line and not any(choice.pool in taken for choice in ticket.decision.stages)
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, ticket: PendingAssignment) -> None:
         """Let it wait, behind those of its lane."""
-        lane = self._lanes.setdefault(ticket.lane, _Lane(ticket.lane))
+        lane = self._lanes.setdefault(ticket.lane, _WaitLine(ticket.lane))
         if not lane.tickets:
             lane.wait_for(ticket.held_up_by(self.kept() | self._older(ticket.since_s)))
         lane.tickets.append(ticket)
         self.n_waiting += 1
 
-    def clear(self) -> list[Ticket]:
+    def clear(self) -> list[PendingAssignment]:
         """Let nobody wait any more; those who did, the oldest first."""
         tickets = [ticket for lane in self._waiting() for ticket in lane.tickets]
         self._lanes.clear()
         self.n_waiting = 0
         return sorted(tickets, key=lambda ticket: ticket.since_s)
 
-    def hint_ms(self, ticket: Ticket) -> int:
+    def hint_ms(self, ticket: PendingAssignment) -> int:
         """When one more like this would have its turn, as things go."""
         lane = self._lanes.get(ticket.lane)
         return Overloaded.default_retry_ms if lane is None else lane.hint_ms()
 
-    def remove(self, ticket: Ticket) -> None:
+    def remove(self, ticket: PendingAssignment) -> None:
         """It waits no more."""
         lane = next(lane for lane in self._waiting() if ticket in lane.tickets)
         lane.tickets.remove(ticket)
         self._left(lane, ticket)
 
-    def step(self, settle: Callable[[Ticket, Collection[str]], bool], pool: str | None) -> None:
+    def step(
+        self, settle: Callable[[PendingAssignment, Collection[str]], bool], pool: str | None
+    ) -> None:
         """Settle as many as can be, the oldest first; with `pool` only those who wait for that one."""
         if self._stepping or not self.n_waiting:
             return
@@ -236,7 +238,10 @@ class Lanes:
             self._stepping = False
 
     def _serve(
-        self, lane: _Lane, settle: Callable[[Ticket, Collection[str]], bool], taken: set[str]
+        self,
+        lane: _WaitLine,
+        settle: Callable[[PendingAssignment, Collection[str]], bool],
+        taken: set[str],
     ) -> bool:
         ticket = lane.tickets[0]
         taken = taken | self._older(ticket.since_s)
@@ -250,13 +255,13 @@ class Lanes:
             lane.wait_for(ticket.decision.stages)
         return True
 
-    def _left(self, lane: _Lane, ticket: Ticket) -> None:
+    def _left(self, lane: _WaitLine, ticket: PendingAssignment) -> None:
         self.n_waiting -= 1
         if not lane.tickets and ticket.ask.excluded:
             # Each retry may have a lane of its own; the others are few, and remember how fast they go.
             del self._lanes[lane.key]
 
-    def _waiting(self) -> Iterator[_Lane]:
+    def _waiting(self) -> Iterator[_WaitLine]:
         return (lane for lane in self._lanes.values() if lane.tickets)
 
     def oldest_s(self) -> dict[str, float]:

@@ -12,19 +12,19 @@ from slagate.pools.fleet.pool import Pool
 from slagate.pools.grid.errors import ConfigError
 from slagate.pools.grid.grid import StageGrid
 from slagate.pools.inflight.rows import State
-from slagate.pools.kv_events.view import Mode
+from slagate.pools.kv_events.view import EventMode
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.router.receipts.messages import WIRE_STAGE, decision_steps
 from slagate.router.receipts.ring import ReceiptRing, in_turns
 from slagate.router.reload.reload import NothingBefore, Reloader, Source
-from slagate.router.request.errors import RequestError
+from slagate.router.request.errors import GatewayError
 from slagate.router.request.request import output_budget, parse_request
 from slagate.router.request.settings import Settings
 from slagate.router.request.sla import parse_sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.policy import Decision
-from slagate.router.scheduling.score import Ask
+from slagate.router.scheduling.score import RoutingRequest
 
 ROLLBACK_ALONE = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -93,11 +93,11 @@ class AdminService(ReloadService):
             )
             sla = parse_sla(tuple(context.invocation_metadata() or ()))
             decision = self._dispatcher.explain(
-                Ask(parsed.model, parsed.isl_tokens, sla), parsed.prompt
+                RoutingRequest(parsed.model, parsed.isl_tokens, sla), parsed.prompt
             )
             infos = [member.models.get(parsed.model) for member in self._winners(decision)]
             budget = output_budget(parsed, infos)
-        except RequestError as error:
+        except GatewayError as error:
             await context.abort(*error.status())
             raise AssertionError("context.abort raises") from error
         return await in_turns(decision_steps(decision, request_id=parsed.id, max_tokens=budget))
@@ -207,7 +207,7 @@ def _worker_status(member: Member, now_s: float) -> gw.WorkerStatus:
     events = member.events
     if events is not None:
         status.events_mode, status.events_reason = events.mode.value, events.reason
-        if events.mode not in (Mode.OFF, Mode.NONE):
+        if events.mode not in (EventMode.OFF, EventMode.NONE):
             status.event_lag_ms = events.lag_s * 1000
             status.index_blocks = events.n_blocks
     truth = member.truth

@@ -14,7 +14,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.router.request.errors import Aborted
 from slagate.router.request.metadata import PEER
-from slagate.router.request.running import LiveRequests
+from slagate.router.request.running import RunningRequests
 from slagate.workers.worker import SCHEMA_RELEASE
 
 ABORTED = "aborted by the client"
@@ -28,7 +28,7 @@ class Siblings(Protocol):
         """Requests that they serve."""
 
     async def abort(self, peer: str, request_id: str) -> bool:
-        """As `LiveRequests.abort`, in whichever of them has it."""
+        """As `RunningRequests.abort`, in whichever of them has it."""
 
 
 class ControlService(oe_grpc.ControlServicer):
@@ -37,7 +37,7 @@ class ControlService(oe_grpc.ControlServicer):
     def __init__(
         self,
         fleet: Fleet,
-        live: LiveRequests,
+        live: RunningRequests,
         *,
         instance_id: str,
         version: str,

@@ -31,7 +31,7 @@ from slagate.pools.grid.stage import Stage
 from slagate.pools.prefix.overlap import Prompt
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import choose, choose_stage
-from slagate.router.scheduling.score import Ask
+from slagate.router.scheduling.score import RoutingRequest
 from support.builders import MODEL, PROFILE, fleet
 
 BLOCK_TOKENS = 32
@@ -156,7 +156,7 @@ def _keep_busy(scene: Scene, numbers: np.random.Generator) -> None:
 def prefill_decision(scene: Scene) -> Callable[[Prompt], Any]:
     """One stage's, as a call."""
     grid, pool, rng = scene.fleet.grids[Stage.PREFILL], scene.pool, scene.rng
-    ask = Ask(MODEL, scene.prompts[0].n_tokens, Sla())
+    ask = RoutingRequest(MODEL, scene.prompts[0].n_tokens, Sla())
 
     def decide(prompt: Prompt) -> Any:
         return choose_stage(Stage.PREFILL, ask, grid, {"prefill": pool.view(prompt)}, rng=rng)
@@ -167,7 +167,7 @@ def prefill_decision(scene: Scene) -> Callable[[Prompt], Any]:
 def both_decisions(scene: Scene) -> Callable[[Prompt], Any]:
     """Of prefill and of decode."""
     of, rng = scene.fleet, scene.rng
-    ask = Ask(MODEL, scene.prompts[0].n_tokens, Sla())
+    ask = RoutingRequest(MODEL, scene.prompts[0].n_tokens, Sla())
     return lambda prompt: choose(ask, of.grids, of.views(prompt), rng=rng)
 
 

@@ -30,13 +30,13 @@ import uvloop
 
 from bench.decisions import Scene, Taken, both_decisions, busy_fleet, in_us, percentiles_us
 from bench.event_source import BLOCK_TOKENS
-from slagate.pools.kv_events.follower import Follower
+from slagate.pools.kv_events.follower import WorkerFollower
 from slagate.pools.kv_events.rank_follower import WAITING_BYTES
-from slagate.pools.kv_events.view import EventView, Mode
+from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.client.client import connect_worker
 from slagate.workers.runtime.clock import unix_s
-from slagate.workers.runtime.cooperative import Turns
+from slagate.workers.runtime.cooperative import CooperativeScheduler
 
 N_WORKERS = 64
 N_EVENTS = 1_000_000
@@ -76,7 +76,7 @@ def measure(folder: Path) -> dict[str, Any]:
     return {**typical, "runs": runs, "missed": missed}
 
 
-class TimedTurns(Turns):
+class TimedTurns(CooperativeScheduler):
     """Remembers the longest turn, in CPU time."""
 
     def __init__(self) -> None:
@@ -222,7 +222,9 @@ async def _rest(requests: Requests, idle: Phase) -> None:
 
 
 @asynccontextmanager
-async def _following(scene: Scene, told: dict[str, Any], turns: Turns) -> AsyncIterator[EventView]:
+async def _following(
+    scene: Scene, told: dict[str, Any], turns: CooperativeScheduler
+) -> AsyncIterator[EventView]:
     """All workers followed, into the index that is decided by; yields the events of the one that bursts."""
     overlaps = scene.pool.overlaps
     assert overlaps is not None
@@ -233,7 +235,7 @@ async def _following(scene: Scene, told: dict[str, Any], turns: Turns) -> AsyncI
             address = told["quiet"] if number else told["burst"]
             worker = await stack.enter_async_context(connect_worker(address))
             views.append(EventView(address, unix_s=unix_s))
-            follower = Follower(
+            follower = WorkerFollower(
                 worker,
                 views[-1],
                 index_of=overlaps.index_of,
@@ -251,7 +253,7 @@ async def _following(scene: Scene, told: dict[str, Any], turns: Turns) -> AsyncI
             tasks.start_soon(follower.run)
         while True:
             await anyio.sleep(0.1)
-            if all(view.mode is Mode.LIVE for view in views):
+            if all(view.mode is EventMode.LIVE for view in views):
                 break
         yield views[0]
         tasks.cancel_scope.cancel()

@@ -20,7 +20,7 @@ from typing import Any
 
 import grpc
 
-from slagate.pools.kv_events.decode import Head, read_head
+from slagate.pools.kv_events.decode import BatchHeader, read_head
 from slagate.workers.kv_events.changes import Block, Change, Removed, Stored
 from slagate.workers.kv_events.feed import HEARTBEAT_S
 from slagate.workers.kv_events.log import RankLog
@@ -90,7 +90,7 @@ def payloads(n_events: int) -> tuple[list[bytes], list[bytes]]:
 def _payload(message: bytes) -> bytes:
     """The events of a message, less what the log put around them."""
     head = read_head(message)
-    assert isinstance(head, Head)
+    assert isinstance(head, BatchHeader)
     return message[head.events_at :]
 
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.logits.processors import LogitsProcessors, Wanted
+from slagate.workers.logits.processors import LogitsProcessors, RequestedProcessor
 from slagate.workers.sim.settings import END_ID
 from support import virtual_loop
 from support.engine.workers import expected, request
@@ -24,7 +24,7 @@ class Raising:
         raise RuntimeError("a bug")
 
 
-def offered(*every: Wanted, allowed: Sequence[str] = ()) -> dict[str, Any]:
+def offered(*every: RequestedProcessor, allowed: Sequence[str] = ()) -> dict[str, Any]:
     """Options of a worker with these processors."""
     return {"worker_options": {"logits": LogitsProcessors(every, allowed)}}
 
@@ -62,7 +62,7 @@ def test_a_request_may_ask_for_what_is_enabled(play: Play) -> None:
 
 def test_a_decode_worker_goes_on_where_prefill_has_ended(play: Play) -> None:
     async def scenario(setup: Setup) -> None:
-        options = offered(Wanted("forced_response", {"token_ids": [5, 6, 7]}))
+        options = offered(RequestedProcessor("forced_response", {"token_ids": [5, 6, 7]}))
         async with (
             setup.worker("prefill", **options) as prefill,
             setup.worker("decode", **options) as decode,
@@ -76,7 +76,9 @@ def test_a_decode_worker_goes_on_where_prefill_has_ended(play: Play) -> None:
 
 def test_one_that_raises_halfway_changes_no_answer(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
-        logits = LogitsProcessors([Wanted("raising", {})], load={"raising": Raising}.__getitem__)
+        logits = LogitsProcessors(
+            [RequestedProcessor("raising", {})], load={"raising": Raising}.__getitem__
+        )
         options = {"worker_options": {"logits": logits}}
         async with (
             setup.engine("agg", **options) as agg,

@@ -12,16 +12,16 @@ import anyio.lowlevel
 import grpc
 
 from slagate.pools.kv_events.rank_follower import MAX_DELAY_S
-from slagate.pools.kv_events.view import Mode
+from slagate.pools.kv_events.view import EventMode
 from slagate.pools.prefix.index import PrefixIndex
 from slagate.pools.prefix.trie import Root
 from slagate.proto.rpc.sinks import Call, EndedCall, Sink
 from slagate.proto.rpc.status import Metadata, Status
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.kv_events.feed import KvFeed
 from slagate.workers.sim.kv_cache.blocks import (
     TOKEN_BYTES,
-    Prompt,
+    CachePrompt,
     block_states,
     seed_state,
     token_bytes,
@@ -72,7 +72,7 @@ class Cache:
         packed = token_bytes(tokens)
         states = block_states(packed, SEEDS[salt], BLOCK_TOKENS)
         allocation = self.cache.allocate(
-            Prompt(seed=SEEDS[salt], states=states, packed=packed, cache_salt=salt),
+            CachePrompt(seed=SEEDS[salt], states=states, packed=packed, cache_salt=salt),
             n_blocks=len(states),
             reusable_tokens=len(tokens) - 1,
         )
@@ -136,7 +136,7 @@ class Engine(FakeWorker):
         line = Line(sink)
         try:
             line.call = self.feed.subscribe(request, metadata, line)
-        except Refused as refusal:
+        except RequestRefused as refusal:
             sink.end(refusal.status)
             return EndedCall()
         self.calls_open.append(line)
@@ -278,7 +278,7 @@ async def history(rng: random.Random) -> tuple[int, int, int]:
         engine.work()
         # Where the work was more than the history keeps, the stream ends, and a delay comes first.
         await anyio.sleep(1 + 2 * MAX_DELAY_S)
-        assert of.events.mode is Mode.LIVE
+        assert of.events.mode is EventMode.LIVE
         assert not of.events.is_partial
         for rank in range(n_ranks):
             assert of.events.ranks[rank].next_number == engine.newest(rank) + 1

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from slagate.pools.grid_build.curve import Load, profile_decode
-from slagate.pools.grid_lint.times import Plan, PoolCurves
+from slagate.pools.grid_lint.times import Deployment, PoolCurves
 from slagate.workers.profiles.profile import load_profile
 
 LOADS = [step / 200 for step in range(10, 198)]
@@ -25,7 +25,7 @@ def test_a_pool_that_is_less_is_so_at_loads_in_between(
     looked_up = {}
     for tp in sizes:
         found = profile.tp(tp)
-        curves = PoolCurves(found, Plan(1, batch), ("itl_ms",), longest_tokens=131_072)
+        curves = PoolCurves(found, Deployment(1, batch), ("itl_ms",), longest_tokens=131_072)
         exact = [profile_decode(found, Load(load, replicas=1, batch=batch)) for load in LOADS]
         looked_up[tp] = curves, exact
     for context_tokens in range(500, 131_000, 1999):

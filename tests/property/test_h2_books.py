@@ -5,7 +5,7 @@ import random
 import anyio
 
 from slagate.proto.http2.connection import H2Connection
-from slagate.proto.http2.interfaces import Headers, Settings, Stream, StreamEnd
+from slagate.proto.http2.interfaces import Headers, Http2Settings, Stream, StreamEnd
 from slagate.proto.http2.stream import H2Stream
 from support.http2.memory_transport import MemoryTransport, joined
 from support.seeds import each_seed
@@ -103,8 +103,8 @@ async def history(seed: int) -> None:
         theirs.append(End(stream))
         return theirs[-1]
 
-    client = H2Connection(Side(), Settings(stream_window_bytes=rng.choice([1000, 65_535])))
-    server = H2Connection(Side(), Settings(resets=(1 << 30, 1 << 30)), accept=accept)
+    client = H2Connection(Side(), Http2Settings(stream_window_bytes=rng.choice([1000, 65_535])))
+    server = H2Connection(Side(), Http2Settings(resets=(1 << 30, 1 << 30)), accept=accept)
     lines: tuple[MemoryTransport, MemoryTransport] = joined(client, server, 0.001)
     await anyio.sleep(0.01)
     ours: list[End] = []

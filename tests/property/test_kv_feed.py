@@ -4,11 +4,11 @@ import random
 
 import anyio.lowlevel
 
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.kv_events.feed import KvFeed
 from slagate.workers.sim.kv_cache.blocks import (
     TOKEN_BYTES,
-    Prompt,
+    CachePrompt,
     block_states,
     seed_state,
     token_bytes,
@@ -56,7 +56,7 @@ class Rank:
         packed = token_bytes(tokens)
         states = block_states(packed, SEEDS[salt], BLOCK_TOKENS)
         allocation = self.cache.allocate(
-            Prompt(seed=SEEDS[salt], states=states, packed=packed, cache_salt=salt),
+            CachePrompt(seed=SEEDS[salt], states=states, packed=packed, cache_salt=salt),
             n_blocks=len(states),
             reusable_tokens=len(tokens) - 1,
         )
@@ -84,7 +84,7 @@ class Rank:
             self.cache.release(allocation)
         packed = token_bytes([9] * BLOCK_TOKENS)
         states = block_states(packed, SEEDS[""], BLOCK_TOKENS)
-        prompt = Prompt(seed=SEEDS[""], states=states, packed=packed)
+        prompt = CachePrompt(seed=SEEDS[""], states=states, packed=packed)
         mine = self.cache.allocate(prompt, n_blocks=1, reusable_tokens=0)
         assert mine is not None
         self.cache.store(mine, states, packed, partial=False)
@@ -184,7 +184,7 @@ class History:
         if self.rng.random() < 0.6:
             try:
                 return mirror.resume(self.feed, rank)
-            except Refused:
+            except RequestRefused:
                 self.n_refused += 1
         if self.rng.random() < 0.5:
             return mirror.restart(self.feed, rank)

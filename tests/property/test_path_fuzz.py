@@ -9,8 +9,8 @@ from typing import NamedTuple
 import anyio
 import grpc
 
-from slagate.proto.http2.interfaces import Settings as Http2Settings
-from slagate.proto.rpc.connection_pool import Links
+from slagate.proto.http2.interfaces import Http2Settings
+from slagate.proto.rpc.connection_pool import ConnectionPool
 from slagate.proto.rpc.status import OK
 from slagate.router.front.server import Front
 from slagate.router.request.settings import ClientLimits, Settings
@@ -99,7 +99,9 @@ async def path() -> AsyncIterator[Path]:
         scripted: FakeWorker = b.workers["a1:1"]
         server = Http2Server(scripted)
         network = Network(lambda: serves.pop() if serves else server.protocol())
-        links = Links("l", tasks, settings=Http2Settings(), dial=Network(local.protocol).dial)
+        links = ConnectionPool(
+            "l", tasks, settings=Http2Settings(), dial=Network(local.protocol).dial
+        )
         async with over_http2(scripted, network) as worker:
             (member,) = b.app.fleet.members()
             member.worker = worker

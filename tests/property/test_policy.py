@@ -13,7 +13,7 @@ from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import RowView, State
 from slagate.router.scheduling.policy import StageChoice, choose_stage
-from slagate.router.scheduling.score import Candidate, score_pool
+from slagate.router.scheduling.score import ScoredRow, score_pool
 from support.builders import MODEL, ask, one_cell, pool_view, profiled, view
 
 ESTIMATORS = {"nominal": Estimator(), "profile": profiled()}
@@ -109,7 +109,7 @@ def test_i4_the_same_snapshot_request_and_generator_state_give_the_same_decision
 
 def score(stage: Stage, member: RowView, speed: Estimator, isl_tokens: int) -> float:
     (candidate,) = choice_of(stage, [member], speed, isl_tokens).candidates
-    assert isinstance(candidate, Candidate)
+    assert isinstance(candidate, ScoredRow)
     return candidate.score_s
 
 

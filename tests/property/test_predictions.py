@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slagate.pools.prefix.predictions import Claim, Predictions
+from slagate.pools.prefix.predictions import Prediction, Predictions
 from slagate.pools.prefix.trie import Root
 from support.seeds import each_seed
 
@@ -30,8 +30,8 @@ class World:
         self.now_s = 0.0
         self.max_claims = rng.choice((3, 1000))
         self.predictions = Predictions(1, max_claims=self.max_claims)
-        self.claims: dict[Claim, Naive] = {}  # the oldest first
-        self.ended: list[Claim] = []
+        self.claims: dict[Prediction, Naive] = {}  # the oldest first
+        self.ended: list[Prediction] = []
         self.limits: dict[int, int] = {}
 
     def tokens(self) -> bytes:
@@ -82,7 +82,7 @@ class World:
             if math.ceil(naive.expires_s * 16) / 16 <= self.now_s:
                 self.drop(claim)
 
-    def drop(self, claim: Claim) -> None:
+    def drop(self, claim: Prediction) -> None:
         if self.claims.pop(claim, None) is not None:
             self.ended.append(claim)
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from slagate.proto import gateway_pb2 as gw
-from slagate.router.cli.receipts import Recheck, json_line, parsed
+from slagate.router.cli.receipts import Recomputer, json_line, parsed
 from support.gateway.receipts import RandomFleet
 from support.seeds import n_in
 
@@ -54,7 +54,7 @@ def kinds(choice: gw.StageChoice) -> set[str]:
 def test_every_choice_comes_out_the_same_from_its_json(mode: str) -> None:
     fleet = RandomFleet(mode)
     receipts = [fleet.receipt(random.Random(seed), seed) for seed in range(N_RECEIPTS)]
-    recheck = Recheck()
+    recheck = Recomputer()
     assert list(recheck.read(as_lines(fleet.config, *receipts))) == []
     n_choices = sum(len(every_choice(receipt)) for receipt in receipts)
     assert recheck.ok
@@ -218,7 +218,7 @@ def test_a_receipt_that_was_changed_is_found(change: object) -> None:
         if not change(rng.choice(every_choice(receipt)), rng):
             continue
         n_changed += 1
-        recheck = Recheck()
+        recheck = Recomputer()
         (found,) = list(recheck.read(as_lines(fleet.config, receipt)))
         assert found.startswith(f"receipt {seed}, 'r-{seed}', "), seed
         assert not recheck.ok

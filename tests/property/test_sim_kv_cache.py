@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from slagate.workers.sim.kv_cache.blocks import Prompt, block_states, seed_state, token_bytes
+from slagate.workers.sim.kv_cache.blocks import CachePrompt, block_states, seed_state, token_bytes
 from slagate.workers.sim.kv_cache.cache import Allocation, SimKvCache
 from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder
 from support.kv.consumer import KvConsumer
@@ -176,7 +176,7 @@ class World:
         n_idle = sum(key not in model.referenced() for key in path)
         fits = n_idle + len(states) - len(path) + n_reserved <= model.available()
         allocation = self.cache.allocate(
-            Prompt(SEEDS[salt], states, packed, salt),
+            CachePrompt(SEEDS[salt], states, packed, salt),
             n_blocks=len(states),
             reserve_blocks=n_reserved,
             reusable_tokens=len(reusable),

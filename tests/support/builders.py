@@ -16,14 +16,14 @@ from slagate.pools.grid.axis import Axis
 from slagate.pools.grid.grid import StageGrid
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import UNLIMITED, RowView, State
-from slagate.pools.inflight.table import Table, rows_of
+from slagate.pools.inflight.table import LoadTable, rows_of
 from slagate.pools.prefix.cached import cached_of
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.request.errors import RequestError
+from slagate.router.request.errors import GatewayError
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
-from slagate.router.scheduling.score import Ask
+from slagate.router.scheduling.score import RoutingRequest
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.workers.profiles.profile import load_profile
 
@@ -55,7 +55,7 @@ def member(
 ) -> Member:
     """One worker's record, ready to take work unless told otherwise."""
     limits = Limits(max_inflight=max_inflight)
-    made = Member(address, pool=pool, stage=stage, table=Table(), limits=limits)
+    made = Member(address, pool=pool, stage=stage, table=LoadTable(), limits=limits)
     made.models = {name: model_info(name) for name in models}
     made.info = oe.ServerInfo(kv_connector=oe.KvConnectorInfo(transfer_backend=backend))
     if ready:
@@ -128,8 +128,10 @@ def one_cell(stage: Stage, *names: str, retry: bool = False) -> StageGrid:
     )
 
 
-def ask(*, isl_tokens: int = 100, model: str = MODEL, sla: Sla | None = None, **more: Any) -> Ask:
-    return Ask(model, isl_tokens, sla or Sla(), **more)
+def ask(
+    *, isl_tokens: int = 100, model: str = MODEL, sla: Sla | None = None, **more: Any
+) -> RoutingRequest:
+    return RoutingRequest(model, isl_tokens, sla or Sla(), **more)
 
 
 def config(
@@ -185,11 +187,11 @@ def pool(*addresses: str, stage: Stage = Stage.AGG, max_inflight: int | None = N
 
 
 def take_now(
-    dispatcher: Dispatcher, asked: Ask, prompt: Prompt | None = None, **more: Any
+    dispatcher: Dispatcher, asked: RoutingRequest, prompt: Prompt | None = None, **more: Any
 ) -> Assignment:
-    """Workers for a request that need not wait. Raises as `Ticket.assigned` does."""
+    """Workers for a request that need not wait. Raises as `PendingAssignment.assigned` does."""
     with dispatcher.submit(asked, prompt, **more) as ticket:
-        if isinstance(ticket.outcome, RequestError):
+        if isinstance(ticket.outcome, GatewayError):
             raise ticket.outcome
         assert ticket.outcome is not None, "it waits"
         return ticket.outcome

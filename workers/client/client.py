@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto.http2.interfaces import Settings
+from slagate.proto.http2.interfaces import Http2Settings
 from slagate.proto.rpc.sinks import Call, Sink
 from slagate.proto.rpc.status import Metadata, Status
 from slagate.workers.client.control import ControlChannel
@@ -112,7 +112,7 @@ async def unary(
 
 @asynccontextmanager
 async def connect_worker(
-    address: str, *, settings: Settings | None = None, tls: ClientTls | None = None
+    address: str, *, settings: Http2Settings | None = None, tls: ClientTls | None = None
 ) -> AsyncIterator[GrpcWorker]:
     """A `GrpcWorker` for the time of the block; connects lazily and reconnects by itself.
 

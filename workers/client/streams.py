@@ -3,9 +3,9 @@
 import anyio.abc
 import grpc
 
-from slagate.proto.http2.interfaces import Settings
-from slagate.proto.rpc.client_call import Rpc, call_headers
-from slagate.proto.rpc.connection_pool import Dial, Links, dial_tcp
+from slagate.proto.http2.interfaces import Http2Settings
+from slagate.proto.rpc.client_call import ServerStreamCall, call_headers
+from slagate.proto.rpc.connection_pool import ConnectionPool, Dial, dial_tcp
 from slagate.proto.rpc.headers import to_headers
 from slagate.proto.rpc.sinks import Call, EndedCall, Sink
 from slagate.proto.rpc.status import Metadata, Status
@@ -23,7 +23,7 @@ class StreamChannel:
         address: str,
         tasks: anyio.abc.TaskGroup,
         *,
-        settings: Settings | None = None,
+        settings: Http2Settings | None = None,
         dial: Dial = dial_tcp,
         tls: ClientTls | None = None,
     ) -> None:
@@ -34,12 +34,12 @@ class StreamChannel:
             path: call_headers(path, authority, scheme=scheme)
             for path in (GENERATE, SUBSCRIBE_KV_EVENTS)
         }
-        self._calls: set[Rpc] = set()
+        self._calls: set[ServerStreamCall] = set()
         self._is_closed = False
-        self.links = Links(
+        self.links = ConnectionPool(
             address,
             tasks,
-            settings=settings or Settings(),
+            settings=settings or Http2Settings(),
             dial=dial if tls is None else tls.dial,
             hint=closed_hint(tls),
         )
@@ -59,7 +59,7 @@ class StreamChannel:
         return self._begin(SUBSCRIBE_KV_EVENTS, request, metadata, sink, None)
 
     def reachable(self) -> None:
-        """As `Links.reachable`."""
+        """As `ConnectionPool.reachable`."""
         self.links.reachable()
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class StreamChannel:
         except ValueError as error:
             sink.end(Status(grpc.StatusCode.INTERNAL, str(error)))
             return EndedCall()
-        call = Rpc(
+        call = ServerStreamCall(
             self._headers[path],
             request,
             headers,
@@ -93,6 +93,6 @@ class StreamChannel:
             self.links.start(call)
         return call
 
-    def _ended(self, call: Rpc) -> None:
+    def _ended(self, call: ServerStreamCall) -> None:
         self._calls.discard(call)
         self.links.drop(call)

@@ -22,7 +22,7 @@ from slagate.workers.engine_args.model.merge import (
 )
 from slagate.workers.engine_args.prune import prune
 from slagate.workers.engine_args.read import EXTRA, OVERRIDE, PEER, read_override, read_yaml
-from slagate.workers.engine_args.rules.case import EngineCase, Wanted, case_of
+from slagate.workers.engine_args.rules.case import EngineCase, IntendedUse, case_of
 from slagate.workers.engine_args.rules.table import findings_of, findings_of_pair
 from slagate.workers.runtime.errors import UsageError
 
@@ -80,7 +80,7 @@ def build_engine_args(
     override: str | None,
     forced: Mapping[str, Any] = FORCED_VALUES,
     allow_unknown: bool = False,
-    wanted: Wanted | None = None,
+    wanted: IntendedUse | None = None,
     extra_option: str = EXTRA,
 ) -> EngineArgs:
     """Merge defaults < `cli` < `extra` (YAML) < `override` (JSON) < `forced`; dicts deep, lists replaced.
@@ -105,13 +105,13 @@ def assemble(
     layers: Iterable[Layer],
     *,
     allow_unknown: bool = False,
-    wanted: Wanted | None = None,
+    wanted: IntendedUse | None = None,
 ) -> EngineArgs:
     """`layers` over the defaults, merged and checked. Raises `UsageError` for a role there is not."""
     if role not in ROLES:
         raise UsageError(f"--role must be one of {', '.join(ROLES)} (got {role!r})")
     merged = merge([Layer(DEFAULT, DEFAULTS), *layers])
-    wanted = wanted or Wanted()
+    wanted = wanted or IntendedUse()
     before = {**merged.sections, **merged.sources}
     findings = [
         *_replaced_options(merged),

@@ -80,14 +80,14 @@ _UNKNOWN = {
 }
 
 
-class Checked(NamedTuple):
+class CheckedArgs(NamedTuple):
     """The model, None where findings are in its way, and the findings."""
 
     model: EngineModel | None
     findings: list[Finding]
 
 
-def check_values(values: Mapping[str, Any], *, allow_unknown: bool) -> Checked:
+def check_values(values: Mapping[str, Any], *, allow_unknown: bool) -> CheckedArgs:
     """The model of merged arguments; unknown ones are left out of it, and errors unless allowed.
 
     That goes for names, for choices, and for what a section lacks that has an unknown name in it.
@@ -99,12 +99,12 @@ def check_values(values: Mapping[str, Any], *, allow_unknown: bool) -> Checked:
             del known[name]
     while True:
         try:
-            return Checked(EngineModel.model_validate(known), findings)
+            return CheckedArgs(EngineModel.model_validate(known), findings)
         except ValidationError as refused:
             errors = refused.errors()
         if not allow_unknown or not _leave_out_newer(errors, known, findings):
             findings += [_finding(details) for details in errors]
-            return Checked(None, findings)
+            return CheckedArgs(None, findings)
 
 
 def _leave_out_newer(

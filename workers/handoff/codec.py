@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 
 MAX_OPAQUE_STATE_BYTES = 1 << 20
 """More than any transceiver state seen; a bound so that a handoff cannot carry the KV itself."""
@@ -125,8 +125,8 @@ def check_size(session: oe.KvSessionRef) -> None:
         raise _bad("kv.session", f"is over {MAX_OTHER_BYTES} bytes without its opaque_state")
 
 
-def _bad(field: str, reason: str) -> Refused:
-    return Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {reason}")
+def _bad(field: str, reason: str) -> RequestRefused:
+    return RequestRefused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {reason}")
 
 
 def _decimal(text: str, field: str) -> int | None:

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf import struct_pb2
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.handoff.codec import check_size
 from slagate.workers.runtime.errors import UsageError
 
@@ -55,7 +55,7 @@ def check_seal(session: oe.KvSessionRef, key: bytes) -> None:
     given = session.attributes_struct.fields[ATTRIBUTE] if _has_mac(session) else None
     text = given.string_value if given is not None else ""
     if not hmac.compare_digest(text.encode(), mac(session, key).encode()):
-        raise Refused(
+        raise RequestRefused(
             grpc.StatusCode.INVALID_ARGUMENT,
             f"kv.session.attributes_struct.{ATTRIBUTE}: is not this fleet's seal on the session",
         )

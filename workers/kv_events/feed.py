@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, Sink
 from slagate.proto.rpc.status import Metadata, Status
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.kv_events.changes import Change
 from slagate.workers.kv_events.log import RankLog
 from slagate.workers.kv_events.normalise import KvEventNormaliser
@@ -124,10 +124,12 @@ class KvFeed:
         `MAX_SUBSCRIBERS` a rank, UNAVAILABLE after `close`.
         """
         if self._is_closed:
-            raise Refused(grpc.StatusCode.UNAVAILABLE, "kv events: the worker is shutting down")
+            raise RequestRefused(
+                grpc.StatusCode.UNAVAILABLE, "kv events: the worker is shutting down"
+            )
         most = MAX_SUBSCRIBERS * len(self._logs)
         if len(self._subscriptions) >= most:
-            raise Refused(
+            raise RequestRefused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"kv events: {most} subscribers are there already",
             )
@@ -214,7 +216,7 @@ class KvFeed:
         for rank in ranks:
             log = self._logs[rank]
             if not log.oldest <= start <= log.newest + 1:
-                raise Refused(
+                raise RequestRefused(
                     grpc.StatusCode.OUT_OF_RANGE,
                     f"start_sequence_number: rank {rank} can start at"
                     f" {log.oldest}..{log.newest + 1}, or with a snapshot; not at {start}",
@@ -226,7 +228,7 @@ class KvFeed:
             raise _invalid(f"{INSTANCE_KEY}: is given more than once")
         # A snapshot is what the refusal asks for, and owes nothing to an earlier incarnation.
         if named and named[0] != self._instance_id and not include_snapshot:
-            raise Refused(
+            raise RequestRefused(
                 grpc.StatusCode.OUT_OF_RANGE,
                 f"{INSTANCE_KEY}: this is {self._instance_id!r}; subscribe with a snapshot",
             )
@@ -278,5 +280,5 @@ def _parse(request: bytes) -> oe.SubscribeKvEventsRequest:
         raise _invalid("request: is not a SubscribeKvEventsRequest") from None
 
 
-def _invalid(message: str) -> Refused:
-    return Refused(grpc.StatusCode.INVALID_ARGUMENT, message)
+def _invalid(message: str) -> RequestRefused:
+    return RequestRefused(grpc.StatusCode.INVALID_ARGUMENT, message)

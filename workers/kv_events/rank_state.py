@@ -15,7 +15,7 @@ MAX_OLD = 64
 """In a row that may be old news; one more, and the engine counts anew or a number before was wrong."""
 
 
-class Place(NamedTuple):
+class SequenceCheck(NamedTuple):
     """Where a number stands: in its place, old, or behind a gap of so many, where that is known."""
 
     is_old: bool = False
@@ -23,7 +23,7 @@ class Place(NamedTuple):
     n_missed: int = 0
 
 
-class Numbering:
+class SequenceNumbers:
     """Numbers from 0, each one more than the last, of which some may be lost."""
 
     __slots__ = ("_n_old", "next")
@@ -32,15 +32,15 @@ class Numbering:
         self.next = 0
         self._n_old = 0  # in a row
 
-    def place(self, number: int) -> Place:
+    def place(self, number: int) -> SequenceCheck:
         """Take a number; an old one changes nothing."""
         if number < self.next and self._n_old < MAX_OLD:
             self._n_old += 1
-            return Place(is_old=True)
+            return SequenceCheck(is_old=True)
         self._n_old = 0
         is_gap, n_missed = number != self.next, max(0, number - self.next)
         self.next = number + 1
-        return Place(is_gap=is_gap, n_missed=n_missed)
+        return SequenceCheck(is_gap=is_gap, n_missed=n_missed)
 
 
 class RankState:
@@ -59,7 +59,7 @@ class RankState:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.numbering = Numbering()
+        self.numbering = SequenceNumbers()
         self.window = 0
         self.window_is_named = False
         self.group: int | None = None  # of the layers with that window; None where nothing says it

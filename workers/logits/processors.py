@@ -35,7 +35,7 @@ class LogitsProcessor(Protocol):
         """
 
 
-class Wanted(NamedTuple):
+class RequestedProcessor(NamedTuple):
     """A processor by name, with the parameters of its factory."""
 
     name: str
@@ -56,7 +56,7 @@ class LogitsProcessors:
 
     def __init__(
         self,
-        every: Sequence[Wanted] = (),
+        every: Sequence[RequestedProcessor] = (),
         allowed: Iterable[str] = (),
         *,
         load: "Callable[[str], Any] | None" = None,
@@ -95,7 +95,7 @@ class LogitsProcessors:
 
     def of_request(
         self,
-        asked: Sequence[Wanted],
+        asked: Sequence[RequestedProcessor],
         *,
         end_id: int,
         n_prompt_tokens: int,
@@ -116,7 +116,7 @@ class LogitsProcessors:
                 raise LogitsError(f"[{index}].{error.field}", error.reason) from error
         return made
 
-    def _made(self, wanted: Wanted, **given: int | None) -> LogitsProcessor:
+    def _made(self, wanted: RequestedProcessor, **given: int | None) -> LogitsProcessor:
         factory = self._factories[wanted.name]
         try:
             processor = factory(**_arguments(factory, wanted.params, given))
@@ -134,13 +134,13 @@ class LogitsProcessors:
         return made
 
 
-def wanted_of(text: str) -> Wanted:
+def wanted_of(text: str) -> RequestedProcessor:
     """A processor from `NAME` or `NAME={...}`, JSON. Raises `UsageError`."""
     name, has_params, params_text = text.partition("=")
     if not name:
         raise UsageError(f"--logits-processor {text!r}: must be NAME or NAME=JSON")
     if not has_params:
-        return Wanted(name, {})
+        return RequestedProcessor(name, {})
     try:
         params = json.loads(params_text)
     except ValueError as error:
@@ -149,7 +149,7 @@ def wanted_of(text: str) -> Wanted:
         ) from error
     if not isinstance(params, dict):
         raise UsageError(f"--logits-processor {name}: its parameters must be a JSON object")
-    return Wanted(name, params)
+    return RequestedProcessor(name, params)
 
 
 def _load(name: str) -> Any:

@@ -5,9 +5,9 @@ from typing import Any
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import Refused, invalid, unsupported
+from slagate.workers.errors import RequestRefused, invalid, unsupported
 from slagate.workers.logits.engine import OnStream, adapted, external_stream
-from slagate.workers.logits.processors import LogitsError, LogitsProcessors, Wanted
+from slagate.workers.logits.processors import LogitsError, LogitsProcessors, RequestedProcessor
 
 KEY = "logits_processors"
 FIELD = f"extra.{KEY}"
@@ -55,7 +55,7 @@ class RequestLogits:
             )
         except LogitsError as error:
             if not error.field.startswith("["):
-                raise Refused(
+                raise RequestRefused(
                     grpc.StatusCode.INTERNAL, f"logits processor of this worker: {error}"
                 ) from error
             raise invalid(FIELD + error.field, error.reason) from error
@@ -68,7 +68,7 @@ class RequestLogits:
         return [adapted(self._base, name, one, self._on_stream) for name, one in made]
 
 
-def _asked(request: oe.GenerateRequest) -> list[Wanted]:
+def _asked(request: oe.GenerateRequest) -> list[RequestedProcessor]:
     if KEY not in request.extra.fields:
         return []
     value = request.extra.fields[KEY]
@@ -79,7 +79,7 @@ def _asked(request: oe.GenerateRequest) -> list[Wanted]:
     return [_wanted(index, _plain(one)) for index, one in enumerate(value.list_value.values)]
 
 
-def _wanted(index: int, entry: Any) -> Wanted:
+def _wanted(index: int, entry: Any) -> RequestedProcessor:
     field = f"{FIELD}[{index}]"
     if not isinstance(entry, dict):
         raise invalid(field, "must be an object with name and params")
@@ -91,7 +91,7 @@ def _wanted(index: int, entry: Any) -> Wanted:
         raise invalid(f"{field}.name", "must be a name")
     if not isinstance(params, dict):
         raise invalid(f"{field}.params", "must be an object")
-    return Wanted(name, params)
+    return RequestedProcessor(name, params)
 
 
 def _plain(value: Any) -> Any:

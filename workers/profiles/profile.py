@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slagate.workers.profiles.errors import ProfileError
-from slagate.workers.profiles.table import Floats, Ints, Table
+from slagate.workers.profiles.table import Floats, Ints, TimingTable
 
 HOST_LINK_BYTES_PER_S = 25e9
 """Between a GPU and its host: what a PCIe 4 x16 link gives in practice."""
@@ -75,8 +75,8 @@ class TpProfile:
     tensor_parallel_size: int
     kv_capacity_tokens: int
     kv_bytes_per_token: int
-    _prefill: Table
-    _decode: Table
+    _prefill: TimingTable
+    _decode: TimingTable
 
     def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
         """Seconds to prefill `new_tokens` after `cached_tokens` already in the KV cache; 0 for none."""
@@ -227,7 +227,7 @@ def _from_rows(where: str, tp: _TpJson) -> TpProfile:
             if field == "decode" and y < 1:
                 raise ProfileError(f"{where}decode.{i}: context_tokens is 0")
             seen.add((x, y))
-    tables = Table(tp.prefill, log_y=False), Table(tp.decode, log_y=True)
+    tables = TimingTable(tp.prefill, log_y=False), TimingTable(tp.decode, log_y=True)
     for field, table in zip(("prefill", "decode"), tables, strict=True):
         if not table.is_finite(_FAR_TOKENS):
             raise ProfileError(f"{where}{field}: rows too steep to go on from: no finite seconds")

@@ -56,7 +56,7 @@ class _Line:
         return self.log_xs[row], self._values_s[row], self._slopes[i]
 
 
-class Table:
+class TimingTable:
     """A ragged two-axis table of (x >= 1, y, milliseconds): lines along x, ordered by y."""
 
     __slots__ = (

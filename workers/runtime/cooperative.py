@@ -1,6 +1,7 @@
 """Long work on the event loop in small parts, so that what else runs there waits for one at most.
 
-`Slices` runs generators, the first part at once; `Turns` runs the steps of many sources in rotation.
+`Slices` runs generators, the first part at once; `CooperativeScheduler` runs the steps of many sources in
+rotation.
 """
 
 import asyncio
@@ -82,7 +83,7 @@ Step = Callable[[], bool]
 """Does a little of its work, well under a millisecond; true while there is more."""
 
 
-class Turns:
+class CooperativeScheduler:
     """One step a turn, each source in turn: however many have work, a turn costs one step.
 
     A source is known by its step: a bound method equals itself, a new lambda does not.

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def aside(call: Callable[[], T]) -> T:
+async def run_in_daemon_thread(call: Callable[[], T]) -> T:
     """`call()` on a thread of its own, which ends with the process. Raises what it raises.
 
     Reading a file may take for ever (a dead mount), as may asking an engine, and the interpreter would wait

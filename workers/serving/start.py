@@ -8,7 +8,7 @@ import anyio
 
 from slagate.workers.handoff.seal import read_key
 from slagate.workers.runtime.errors import UsageError
-from slagate.workers.runtime.threads import aside
+from slagate.workers.runtime.threads import run_in_daemon_thread
 from slagate.workers.serving.options import TrtllmOptions
 from slagate.workers.serving.starting import StartingWorker
 from slagate.workers.trtllm.engine import setting
@@ -93,11 +93,11 @@ async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phas
     Raises `UsageError` for what the package or the arguments are wrong about, and whatever else the
     constructor raises.
     """
-    package = await aside(load_package)
+    package = await run_in_daemon_thread(load_package)
     if options.logits.is_used and package.LogitsProcessor is None:
         raise UsageError(f"--logits-processor: tensorrt_llm {package.version} has none")
     phases.begin("engine")
-    llm = await aside(as_usage(lambda: package.LLM(**options.args.values)))
+    llm = await run_in_daemon_thread(as_usage(lambda: package.LLM(**options.args.values)))
     try:
         identity = identity_of(llm, package, options, instance_id=instance_id)
         options.logits.check(end_id=identity.end_id, vocab_size=identity.vocab_size)

@@ -5,7 +5,7 @@ import grpc
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, EndedCall, Sink
 from slagate.proto.rpc.status import Metadata
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.worker import Worker
 
 
@@ -30,7 +30,7 @@ class StartingWorker:
 
     def _there(self) -> Worker:
         if self._worker is None:
-            raise Refused(grpc.StatusCode.UNAVAILABLE, self.why_not_ready)
+            raise RequestRefused(grpc.StatusCode.UNAVAILABLE, self.why_not_ready)
         return self._worker
 
     def generate(
@@ -39,7 +39,7 @@ class StartingWorker:
         """As `Worker.generate`."""
         try:
             return self._there().generate(request, metadata, sink, timeout_s=timeout_s)
-        except Refused as refused:
+        except RequestRefused as refused:
             sink.end(refused.status)
             return EndedCall()
 
@@ -47,7 +47,7 @@ class StartingWorker:
         """As `Worker.kv_events`."""
         try:
             return self._there().kv_events(request, metadata, sink)
-        except Refused as refused:
+        except RequestRefused as refused:
             sink.end(refused.status)
             return EndedCall()
 

@@ -53,7 +53,7 @@ async def run_trtllm_worker(
         log.warning("engine_args.finding", extra={"code": finding.code, "finding": str(finding)})
     set_engine_log_level(options.log_level, os.environ)
     side = None if tls is None else ServerTls("clients", tls)
-    process = _Process(options, key, drain_s)
+    process = _WorkerLife(options, key, drain_s)
     with metrics_served(
         process.metrics, metrics_listen, not_ready=lambda: process.starting.why_not_ready
     ) as metrics_at:
@@ -76,7 +76,7 @@ async def run_trtllm_worker(
     return status
 
 
-class _Process:
+class _WorkerLife:
     """The life of one worker, from its arguments to its exit status."""
 
     def __init__(self, options: TrtllmOptions, key: bytes | None, drain_s: float) -> None:

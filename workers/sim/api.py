@@ -26,13 +26,13 @@ from slagate.workers.sim.request import (
     DisaggregatedParams,
     DisaggregatedParams12,
     DisaggregatedParams13,
-    LogitsProcessor,
     PreprocessedInputs,
     RequestError,
     SamplingParams,
     SamplingParams12,
     SchedulingParams,
     SchedulingParams12,
+    SimLogitsProcessor,
 )
 from slagate.workers.sim.submit import Submission
 from slagate.workers.sim.versions import ApiTraits
@@ -252,7 +252,7 @@ class SimApi:
     DisaggregatedParams: type[DisaggregatedParams12]
     SchedulingParams: type[SchedulingParams12]
     RequestError: type[RequestError] = RequestError
-    LogitsProcessor: Any = LogitsProcessor
+    LogitsProcessor: Any = SimLogitsProcessor
 
 
 @dataclass(slots=True)

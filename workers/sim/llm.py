@@ -18,8 +18,8 @@ from slagate.workers.sim.kv_cache.polls import PollResult
 from slagate.workers.sim.outputs import RequestOutput
 from slagate.workers.sim.request import RequestError
 from slagate.workers.sim.settings import SimSettings
-from slagate.workers.sim.submit import Desk, Submission
-from slagate.workers.sim.testing import SimLevers
+from slagate.workers.sim.submit import RequestChecker, Submission
+from slagate.workers.sim.testing import SimTestControls
 from slagate.workers.sim.tokenizer import SimTokenizer, SimVocabulary
 from slagate.workers.sim.versions import ApiTraits
 
@@ -53,7 +53,7 @@ class SimExecutor:
             result.abort()
 
 
-class SimLLM(SimLevers):
+class SimLLM(SimTestControls):
     """One simulated engine. Owns its KV cache, not the transport, which must serve this engine only.
 
     The arguments are TensorRT-LLM's (`args`); `sim` has what a real engine has no argument for.
@@ -110,7 +110,7 @@ class SimLLM(SimLevers):
         self._engine, self._ranks, self._stats, self._events = parts
         self._engine.on_fatal = self.inject_fatal
         self._block_tokens = args.kv_cache_config.tokens_per_block
-        self._desk = Desk(
+        self._desk = RequestChecker(
             args,
             settings=sim,
             traits=self.traits,

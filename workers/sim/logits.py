@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 
 from slagate.workers.sim.kv_cache.blocks import next_token
-from slagate.workers.sim.request import LogitsProcessor, SamplingParams12
+from slagate.workers.sim.request import SamplingParams12, SimLogitsProcessor
 from slagate.workers.sim.sequence import SimSequence
 
 _OTHERS = -10.0
 
 
-def processors_of(sampling: SamplingParams12) -> tuple[LogitsProcessor, ...]:
+def processors_of(sampling: SamplingParams12) -> tuple[SimLogitsProcessor, ...]:
     """The processors of a request. Raises `TypeError` for what is none."""
     given: Any = sampling.logits_processor
     if given is None:
         return ()
     listed = given if isinstance(given, list) else [given]
     for one in listed:
-        if not isinstance(one, LogitsProcessor):
+        if not isinstance(one, SimLogitsProcessor):
             raise TypeError(f"logits_processor must be LogitsProcessor, not {type(one).__name__}")
     return tuple(listed)
 

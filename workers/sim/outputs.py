@@ -78,7 +78,7 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputForm:
+class SimOutputForm:
     """What a request's results contain and how often they come.
 
     `stream_interval` is in tokens; `tokenizer` None means no text, `logprobs` None no log
@@ -107,7 +107,7 @@ class RequestOutput:
         prompt_token_ids: list[int],
         *,
         sampling_params: SamplingParams12,
-        form: OutputForm,
+        form: SimOutputForm,
         prompt: str | None = None,
         disaggregated_params: DisaggregatedParams12 | None = None,
     ) -> None:
@@ -240,7 +240,7 @@ class OutputFeed:
         "result",
     )
 
-    def __init__(self, result: RequestOutput, index: int, form: OutputForm) -> None:
+    def __init__(self, result: RequestOutput, index: int, form: SimOutputForm) -> None:
         self.result = result
         self.index = index
         self.output = CompletionOutput(

@@ -13,7 +13,7 @@ from slagate.workers.sim.timing import EngineTiming
 
 
 @dataclass(slots=True)
-class _Pull:
+class _SimPull:
     started_s: float
     first_token: int
     timer: asyncio.TimerHandle | None
@@ -45,7 +45,7 @@ class Pulls:
         self._ready = ready
         self._refused = refused
         self._slices = Slices()
-        self._pulls: dict[SimSequence, _Pull] = {}
+        self._pulls: dict[SimSequence, _SimPull] = {}
 
     def start(self, sequence: SimSequence, now_s: float) -> None:
         """Fetch a sequence's blocks; it may be refused before this returns."""
@@ -57,7 +57,7 @@ class Pulls:
         timer = asyncio.get_running_loop().call_at(
             now_s + self._timing.transfer_s(sequence.n_prompt), self._time_is_over, sequence
         )
-        self._pulls[sequence] = _Pull(now_s, opaque.first_token, timer)
+        self._pulls[sequence] = _SimPull(now_s, opaque.first_token, timer)
         self._transport.pull(opaque.descriptor, partial(self._bytes_are_there, sequence))
 
     def cancel(self, sequence: SimSequence) -> None:
@@ -76,7 +76,9 @@ class Pulls:
             pull.check = self._check(sequence, pull, outcome)
             self._slices.start(pull.check)
 
-    def _check(self, sequence: SimSequence, pull: _Pull, outcome: Blocks | KvTransferError) -> Work:
+    def _check(
+        self, sequence: SimSequence, pull: _SimPull, outcome: Blocks | KvTransferError
+    ) -> Work:
         try:
             if isinstance(outcome, KvTransferError):
                 raise outcome
@@ -98,7 +100,7 @@ class Pulls:
         if pull.has_bytes:
             self._finish(sequence, pull)
 
-    def _finish(self, sequence: SimSequence, pull: _Pull) -> None:
+    def _finish(self, sequence: SimSequence, pull: _SimPull) -> None:
         del self._pulls[sequence]
         sequence.feed.transferred(
             pull.started_s,

@@ -19,7 +19,7 @@ class RequestError(RuntimeError):
     """One request failed; the engine stays usable."""
 
 
-class LogitsProcessor(ABC):
+class SimLogitsProcessor(ABC):
     """Changes one request's logits in place, before a token is drawn from them."""
 
     @abstractmethod

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from slagate.workers.sim.kv_cache.blocks import TOKEN_BYTES, Prompt, TokenChain, token_bytes
+from slagate.workers.sim.kv_cache.blocks import TOKEN_BYTES, CachePrompt, TokenChain, token_bytes
 from slagate.workers.sim.kv_cache.cache import Allocation
 from slagate.workers.sim.outputs import OutputFeed
-from slagate.workers.sim.request import DisaggregatedParams12, LogitsProcessor
+from slagate.workers.sim.request import DisaggregatedParams12, SimLogitsProcessor
 from slagate.workers.sim.stop import StopRules
 
 
@@ -44,7 +44,7 @@ class SimSequence:
     """
 
     feed: OutputFeed
-    prompt: Prompt
+    prompt: CachePrompt
     n_prompt: int
     max_tokens: int
     stop: StopRules
@@ -54,7 +54,7 @@ class SimSequence:
     first: "SimSequence | None" = None
     rank_wanted: int | None = None
     rank_strict: bool = False
-    processors: tuple[LogitsProcessor, ...] = ()
+    processors: tuple[SimLogitsProcessor, ...] = ()
 
     rank: int | None = None
     allocation: Allocation | None = None

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from slagate.workers.sim.args import TorchLlmArgs
-from slagate.workers.sim.kv_cache.blocks import Prompt, block_states, seed_state, token_bytes
+from slagate.workers.sim.kv_cache.blocks import CachePrompt, block_states, seed_state, token_bytes
 from slagate.workers.sim.logits import processors_of
 from slagate.workers.sim.logprobs import LogprobMaker
-from slagate.workers.sim.outputs import OutputForm, RequestOutput
+from slagate.workers.sim.outputs import RequestOutput, SimOutputForm
 from slagate.workers.sim.request import DisaggregatedParams12, PreprocessedInputs, SamplingParams12
 from slagate.workers.sim.sequence import SimSequence
 from slagate.workers.sim.settings import SimSettings
@@ -92,7 +92,7 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class RequestChecker:
     """What a request is checked against: the engine's arguments and the version's types."""
 
     args: TorchLlmArgs
@@ -146,7 +146,7 @@ class Desk:
         scheduling = call.scheduling_params
         first = SimSequence(
             feed=result.feeds[0],
-            prompt=Prompt(seed, states, prompt.packed, call.cache_salt or ""),
+            prompt=CachePrompt(seed, states, prompt.packed, call.cache_salt or ""),
             n_prompt=n_prompt,
             max_tokens=min(max_tokens, room),
             stop=self._stop_rules(sampling, kind),
@@ -212,7 +212,7 @@ class Desk:
 
     def _form(
         self, sampling: SamplingParams12, prompt: PromptTokens, seed: bytes, *, streaming: bool
-    ) -> OutputForm:
+    ) -> SimOutputForm:
         prompt_logprobs: list[Any] = []
         if (maker := self._maker(sampling, "prompt_logprobs")) is not None:
             prompt_logprobs = maker.of_prompt(
@@ -220,7 +220,7 @@ class Desk:
                 seed=seed,
                 block_tokens=self.args.kv_cache_config.tokens_per_block,
             )
-        return OutputForm(
+        return SimOutputForm(
             streaming=streaming,
             stream_interval=self.args.stream_interval,
             tokenizer=self.tokenizer if sampling.detokenize else None,

@@ -4,7 +4,7 @@ from slagate.workers.sim.engine import SimEngine
 from slagate.workers.sim.rank import SimRank
 
 
-class SimLevers:
+class SimTestControls:
     """The inside of an engine, seen from outside; a base of `SimLLM`."""
 
     _engine: SimEngine

@@ -19,7 +19,7 @@ import grpc
 from slagate.proto.rpc.address import parse_address
 from slagate.proto.rpc.connection_pool import MakeProtocol
 from slagate.workers.runtime.clock import unix_s
-from slagate.workers.runtime.threads import aside
+from slagate.workers.runtime.threads import run_in_daemon_thread
 from slagate.workers.tls.certificate import utc
 from slagate.workers.tls.context import Following, client_context, explained, server_context
 from slagate.workers.tls.files import Pems, TlsError, TlsFiles, read
@@ -36,7 +36,7 @@ REFUSALS_TOLD_S = 1.0
 """Between two log lines on refused handshakes: anybody can cause any number of them."""
 
 
-class Side:
+class TlsSide:
     """The files of one side, and what is in use of them."""
 
     def __init__(self, side: str, files: TlsFiles, *, unix_s: Callable[[], float] = unix_s) -> None:
@@ -62,7 +62,7 @@ class Side:
             with anyio.move_on_after(look_s):
                 await self._asked.wait()
             is_asked, self._asked = self._asked.is_set(), anyio.Event()
-            before, seen = seen, await aside(self.files.stamp)
+            before, seen = seen, await run_in_daemon_thread(self.files.stamp)
             if is_asked or (seen == before and seen != self._stamp):
                 self._stamp = seen
                 await self._renew()
@@ -73,7 +73,7 @@ class Side:
 
     async def _renew(self) -> None:
         try:
-            self.current = await aside(self._read)
+            self.current = await run_in_daemon_thread(self._read)
         except TlsError as error:
             log.error("tls.kept", extra={"side": self.side, "reason": str(error)})
         except Exception:
@@ -96,7 +96,7 @@ class Side:
             log.warning("tls.expired", extra={"side": self.side, "reason": warning})
 
 
-class ServerTls(Side):
+class ServerTls(TlsSide):
     """Of a process's listeners. With a CA bundle, clients without a certificate of it are refused."""
 
     def __init__(self, side: str, files: TlsFiles, *, unix_s: Callable[[], float] = unix_s) -> None:
@@ -140,7 +140,7 @@ class ServerTls(Side):
         return server_context(self.refused)
 
 
-class ClientTls(Side):
+class ClientTls(TlsSide):
     """Of what dials: the server needs a certificate of the CA bundle, for the name that is dialled."""
 
     async def dial(self, address: str, make: MakeProtocol) -> None:
@@ -178,7 +178,7 @@ def closed_hint(tls: ClientTls | None) -> str:
 
 @asynccontextmanager
 async def following(
-    *sides: Side | None, look_s: float = LOOK_S
+    *sides: TlsSide | None, look_s: float = LOOK_S
 ) -> AsyncIterator[Callable[[], None]]:
     """Follow the files of these sides for the time of the block; what it yields has all read at once."""
     followed = [side for side in sides if side is not None]

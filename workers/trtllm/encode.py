@@ -15,9 +15,9 @@ import grpc
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, EndedCall, Sink
 from slagate.proto.rpc.status import Metadata
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.runtime.errors import UsageError
-from slagate.workers.runtime.threads import aside
+from slagate.workers.runtime.threads import run_in_daemon_thread
 from slagate.workers.trtllm.package import EnginePackage, as_usage, load_package, shut_down
 from slagate.workers.worker import SCHEMA_RELEASE
 
@@ -39,7 +39,7 @@ class Encoder:
 
 async def start_encoder(values: Mapping[str, Any]) -> Encoder:
     """Import the package and construct `MultimodalEncoder`, on threads. Raises as `start_engine`."""
-    package = await aside(load_package)
+    package = await run_in_daemon_thread(load_package)
     make = package.MultimodalEncoder
     if make is None:
         raise UsageError(f"--role encode: tensorrt_llm {package.version} has no MultimodalEncoder")
@@ -47,7 +47,7 @@ async def start_encoder(values: Mapping[str, Any]) -> Encoder:
         log.warning("encoder.none", extra={"architecture": architecture})
         return Encoder(package, None)
     taken = {name: value for name, value in values.items() if value is not None}
-    engine = await aside(as_usage(lambda: make(**taken)))
+    engine = await run_in_daemon_thread(as_usage(lambda: make(**taken)))
     return Encoder(package, engine)
 
 
@@ -126,9 +126,9 @@ class EncodeWorker:
     async def model_info(self, model: str) -> oe.ModelInfo:
         """Takes neither text nor tokens."""
         if model != self._model:
-            raise Refused(grpc.StatusCode.NOT_FOUND, f"model: {model!r} is not served here")
+            raise RequestRefused(grpc.StatusCode.NOT_FOUND, f"model: {model!r} is not served here")
         return oe.ModelInfo(model_id=model, served_model_name=model, supports_multimodal=False)
 
 
-def _not_served() -> Refused:
-    return Refused(grpc.StatusCode.UNIMPLEMENTED, NOT_SERVED)
+def _not_served() -> RequestRefused:
+    return RequestRefused(grpc.StatusCode.UNIMPLEMENTED, NOT_SERVED)

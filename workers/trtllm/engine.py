@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.trtllm.load import kv_cache
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class EngineApi(Protocol):
     RequestError: Any
 
 
-class EngineGoneError(Refused):
+class EngineGoneError(RequestRefused):
     """The engine takes no requests any more; the worker ends."""
 
 
@@ -180,7 +180,7 @@ class Engine:
         try:
             return self.api.SamplingParams(**values)
         except ValueError as error:
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"sampling: {error}") from error
+            raise RequestRefused(grpc.StatusCode.INVALID_ARGUMENT, f"sampling: {error}") from error
 
     def disaggregated(self, **values: Any) -> Any:
         """`DisaggregatedParams` of what this version's class has; the rest is dropped."""
@@ -200,12 +200,14 @@ class Engine:
         try:
             return self.llm.generate_async(tokens, **given)
         except (ValueError, NotImplementedError, self.api.RequestError) as error:
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"engine: {error}") from error
+            raise RequestRefused(grpc.StatusCode.INVALID_ARGUMENT, f"engine: {error}") from error
         except TypeError as error:
             if self._fits(tokens, given):
-                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"engine: {error}") from error
+                raise RequestRefused(
+                    grpc.StatusCode.INVALID_ARGUMENT, f"engine: {error}"
+                ) from error
             log.exception("engine.signature")
-            raise Refused(
+            raise RequestRefused(
                 grpc.StatusCode.INTERNAL, "engine: its call was not understood"
             ) from error
         except Exception as error:

@@ -8,7 +8,7 @@ import grpc
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, Sink
 from slagate.proto.rpc.status import Metadata
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.kv_events.engine_sockets import StreamSource, pyzmq_missing, stream_settings
 from slagate.workers.kv_events.engine_stream import KvStreamNormaliser
 from slagate.workers.kv_events.feed import KvFeed
@@ -102,14 +102,14 @@ class EngineEvents:
     def subscribe(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         """As `KvFeed.subscribe`. Raises `Refused`, FAILED_PRECONDITION where there are no events."""
         if self._why_not:
-            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, f"kv events: {self._why_not}")
+            raise RequestRefused(grpc.StatusCode.FAILED_PRECONDITION, f"kv events: {self._why_not}")
         return self._feed.subscribe(request, metadata, sink)
 
     def sources(self, ranks: list[int]) -> list[oe.KvEventSource]:
         """One a rank asked for, none where events are off. Raises `Refused` for a rank there is not."""
         for rank in ranks:
             if rank >= self._n_ranks:
-                raise Refused(
+                raise RequestRefused(
                     grpc.StatusCode.INVALID_ARGUMENT,
                     f"data_parallel_ranks: {rank} is not one of 0..{self._n_ranks - 1}",
                 )

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import Refused, invalid, unsupported
+from slagate.workers.errors import RequestRefused, invalid, unsupported
 from slagate.workers.trtllm.engine import Engine, setting
 
 MAX_GUIDE_BYTES = 256 << 10
@@ -59,7 +59,9 @@ def guided_params(request: oe.GenerateRequest, engine: Engine) -> Any | None:
     try:
         return engine.api.GuidedDecodingParams(**_values(guide, guided))  # type: ignore[attr-defined]
     except ValueError as error:
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"guided.{guide}: {error}") from error
+        raise RequestRefused(
+            grpc.StatusCode.INVALID_ARGUMENT, f"guided.{guide}: {error}"
+        ) from error
 
 
 def _values(guide: str, guided: oe.GuidedDecoding) -> dict[str, Any]:

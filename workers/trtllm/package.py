@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import anyio
 
 from slagate.workers.runtime.errors import UsageError
-from slagate.workers.runtime.threads import aside
+from slagate.workers.runtime.threads import run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ async def shut_down(llm: Any, *, limit_s: float) -> bool:
     """End an engine in `limit_s`; whether it did. What goes wrong is logged: the process ends anyway."""
     try:
         with anyio.fail_after(limit_s):
-            await aside(llm.shutdown)
+            await run_in_daemon_thread(llm.shutdown)
     except TimeoutError:
         log.error("engine.shutdown_timeout", extra={"limit_s": limit_s})
         return False

@@ -10,7 +10,7 @@ import grpc
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Metadata
-from slagate.workers.errors import Refused, invalid, unsupported
+from slagate.workers.errors import RequestRefused, invalid, unsupported
 from slagate.workers.legs import CONTEXT_ONLY, DECODE_RANK, REQUEST_TYPE, TARGET_RANK
 from slagate.workers.logits.request import RequestLogits
 from slagate.workers.trtllm.engine import Engine
@@ -71,11 +71,13 @@ def parse_leg(
     if not request.model:
         raise invalid("model", "must not be empty")
     if request.model != identity.model:
-        raise Refused(grpc.StatusCode.NOT_FOUND, f"model: {request.model!r} is not served here")
+        raise RequestRefused(
+            grpc.StatusCode.NOT_FOUND, f"model: {request.model!r} is not served here"
+        )
     _check_unsupported(request, engine, identity)
     kind = _kind(request)
     if kind != ROLE_KINDS[identity.role]:
-        raise Refused(
+        raise RequestRefused(
             grpc.StatusCode.FAILED_PRECONDITION,
             f"role mismatch: this is a {identity.role_name} worker, the request is {kind}",
         )

@@ -9,7 +9,7 @@ import grpc
 from anyio.abc import TaskGroup
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.metrics import Observer
 from slagate.workers.trtllm.poll import Activity
@@ -23,7 +23,7 @@ REMEMBERED_IDS = 1024
 SHUTTING_DOWN = "the worker is shutting down"
 
 
-class RunningRequests:
+class EngineRequests:
     """By request id. The task group is the worker's."""
 
     def __init__(
@@ -109,4 +109,4 @@ class RunningRequests:
             if parked_id is not None and self._handoffs.release(parked_id):
                 return oe.ABORT_STATUS_ABORTED
             return oe.ABORT_STATUS_ALREADY_FINISHED
-        raise Refused(grpc.StatusCode.NOT_FOUND, f"request_id: no request {request_id!r}")
+        raise RequestRefused(grpc.StatusCode.NOT_FOUND, f"request_id: no request {request_id!r}")

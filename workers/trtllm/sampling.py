@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import invalid, unsupported
-from slagate.workers.sampling_limits import Fault, sampling_fault, stopping_fault
+from slagate.workers.sampling_limits import SamplingFault, sampling_fault, stopping_fault
 from slagate.workers.trtllm.engine import Engine
 from slagate.workers.trtllm.output import MAX_PROMPT_ENTRIES, HiddenStop, OutputForm
 
@@ -31,7 +31,7 @@ class Stops(NamedTuple):
     hidden: tuple[HiddenStop, ...]  # those texts that the answer must not show
 
 
-def _refuse(fault: Fault | None) -> None:
+def _refuse(fault: SamplingFault | None) -> None:
     if fault is not None:
         raise invalid(fault.field, fault.reason)
 

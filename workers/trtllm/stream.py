@@ -9,7 +9,7 @@ import anyio
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto.rpc.sinks import Gate, Sink
+from slagate.proto.rpc.sinks import PauseGate, Sink
 from slagate.proto.rpc.status import OK, Status
 from slagate.workers.errors import cut
 from slagate.workers.legs import CONTEXT_ONLY
@@ -50,7 +50,7 @@ class EngineStream:
         self.parked_id: int | None = None  # the handoff that was answered with
         self.outcome: Outcome = "ok"  # once it has ended
         self._ended = False
-        self._gate = Gate()
+        self._gate = PauseGate()
         self._scope = anyio.CancelScope()
         self.result: Any = None  # the engine's; None where it did not take the leg
         self._timer: asyncio.TimerHandle | None = None

@@ -16,7 +16,7 @@ from typing import Any
 
 import anyio
 
-from slagate.workers.runtime.threads import aside
+from slagate.workers.runtime.threads import run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class EngineWatch:
     async def _checked(self, check: Callable[[], object]) -> Exception | None:
         try:
             with anyio.fail_after(self._times.check_limit_s):
-                is_well = await aside(check)
+                is_well = await run_in_daemon_thread(check)
         except TimeoutError:
             return TimeoutError(f"no answer to a health check in {self._times.check_limit_s:g} s")
         except Exception as error:

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, EndedCall, Sink
 from slagate.proto.rpc.status import Metadata
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.kv_events.feed import HISTORY_BATCHES
 from slagate.workers.kv_transfer.transport import KvConnector
 from slagate.workers.legs import CONTEXT_ONLY
@@ -32,7 +32,7 @@ from slagate.workers.trtllm.metrics import SILENT, Observer
 from slagate.workers.trtllm.poll import STATS_PACE, Activity, NewestRows, Poller
 from slagate.workers.trtllm.probe import InferenceProbe
 from slagate.workers.trtllm.request import EngineRequest, parse_leg
-from slagate.workers.trtllm.running import SHUTTING_DOWN, RunningRequests
+from slagate.workers.trtllm.running import SHUTTING_DOWN, EngineRequests
 from slagate.workers.trtllm.server_info import WorkerIdentity, health, model_info, server_info
 from slagate.workers.trtllm.stream import EngineStream
 
@@ -83,7 +83,7 @@ class TrtllmWorker:
             release=release_session,
         )
         self._activity = Activity()
-        self._running = RunningRequests(
+        self._running = EngineRequests(
             self._activity,
             self._handoffs,
             tasks=tasks,
@@ -139,7 +139,7 @@ class TrtllmWorker:
         try:
             leg = self._parse(request, metadata)
             stream.start(self._submit(leg, metadata), leg, timeout_s=timeout_s)
-        except Refused as refused:
+        except RequestRefused as refused:
             stream.finish(refused.status)
             self._observer.ended(stream.outcome, None)
             return stream
@@ -148,15 +148,15 @@ class TrtllmWorker:
 
     def _parse(self, data: bytes, metadata: Metadata) -> EngineRequest:
         if self._problem:
-            raise Refused(grpc.StatusCode.UNAVAILABLE, self._problem)
+            raise RequestRefused(grpc.StatusCode.UNAVAILABLE, self._problem)
         try:
             request = oe.GenerateRequest.FromString(data)
         except DecodeError:
-            raise Refused(
+            raise RequestRefused(
                 grpc.StatusCode.INVALID_ARGUMENT, "request: is not a GenerateRequest"
             ) from None
         if request.request_id in self._running:
-            raise Refused(
+            raise RequestRefused(
                 grpc.StatusCode.ALREADY_EXISTS, f"request_id: {request.request_id!r} is running"
             )
         return parse_leg(
@@ -243,7 +243,7 @@ class TrtllmWorker:
         """As `Worker.kv_events`."""
         try:
             return self._events.subscribe(request, metadata, sink)
-        except Refused as refused:
+        except RequestRefused as refused:
             sink.end(refused.status)
             return EndedCall()
 
@@ -261,17 +261,21 @@ class TrtllmWorker:
         if target == "request_id":
             return oe.AbortResponse(status=self._running.abort(request.request_id))
         if target == "kv_session" and not self._handoffs.can_release:
-            raise Refused(grpc.StatusCode.UNIMPLEMENTED, "kv_session: this worker parks no handoff")
+            raise RequestRefused(
+                grpc.StatusCode.UNIMPLEMENTED, "kv_session: this worker parks no handoff"
+            )
         if target == "kv_session":
             session_id = request.kv_session.session_id
             is_id = session_id.isascii() and session_id.isdigit() and len(session_id) <= 20
             if is_id and self._handoffs.release(int(session_id)):
                 return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
-            raise Refused(grpc.StatusCode.NOT_FOUND, f"kv_session: no session {session_id!r}")
+            raise RequestRefused(
+                grpc.StatusCode.NOT_FOUND, f"kv_session: no session {session_id!r}"
+            )
         if target == "all_requests":
             self._running.cancel_all()
             return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "target: none is given")
+        raise RequestRefused(grpc.StatusCode.INVALID_ARGUMENT, "target: none is given")
 
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
         """As `Worker.load`."""
@@ -320,5 +324,5 @@ class TrtllmWorker:
     async def model_info(self, model: str) -> oe.ModelInfo:
         """As `Worker.model_info`."""
         if model != self._identity.model:
-            raise Refused(grpc.StatusCode.NOT_FOUND, f"model: {model!r} is not served here")
+            raise RequestRefused(grpc.StatusCode.NOT_FOUND, f"model: {model!r} is not served here")
         return model_info(self._engine, self._identity)

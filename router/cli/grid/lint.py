@@ -15,7 +15,7 @@ from slagate.pools.fleet_file.load import UNREACHED, FleetConfig
 from slagate.pools.fleet_file.profiles import read_profiles
 from slagate.pools.grid.errors import ConfigError, Problem
 from slagate.pools.grid.json_text import json_path, shown
-from slagate.pools.grid_lint.codes import CODES, Finding
+from slagate.pools.grid_lint.codes import CODES, LintCode
 from slagate.pools.grid_lint.lint import lint as findings_of
 from slagate.router.cli.command import (
     EXIT_FINDINGS,
@@ -78,13 +78,13 @@ def pool_profiles(config: FleetConfig) -> dict[str, TpProfile]:
     return profiles
 
 
-def json_lines(found: Sequence[Finding]) -> Iterator[str]:
+def json_lines(found: Sequence[LintCode]) -> Iterator[str]:
     """Each finding as a JSON object."""
     for finding in found:
         yield json.dumps(finding._asdict(), ensure_ascii=False)
 
 
-def text_lines(found: Sequence[Finding], *, n_ignored: int = 0) -> Iterator[str]:
+def text_lines(found: Sequence[LintCode], *, n_ignored: int = 0) -> Iterator[str]:
     """The findings for people, then how many of which code."""
     for finding in found:
         yield f"{finding.code}  {finding.path}"

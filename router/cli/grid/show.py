@@ -17,7 +17,7 @@ from slagate.router.cli.tls import dials
 from slagate.router.client.call import admin_at
 from slagate.router.grid_view.picture import missing_glyphs, write_picture
 from slagate.router.grid_view.terminal import print_stage
-from slagate.router.grid_view.view import StageView, Traffic, printable, spelled, stage_view
+from slagate.router.grid_view.view import StageGridView, Traffic, printable, spelled, stage_view
 from slagate.router.receipts.attainment import CellTraffic
 from slagate.router.receipts.messages import WIRE_STAGE
 from slagate.router.tables import stdout_console
@@ -143,7 +143,7 @@ def show_stages(config: FleetConfig, traffic: Traffic | None, options: ShowOptio
             print_stage(console, view)
 
 
-def _png_views(views: Sequence[StageView]) -> Sequence[StageView]:
+def _png_views(views: Sequence[StageGridView]) -> Sequence[StageGridView]:
     """The stages in characters that the font of PNG files has; says on stderr which it lacks."""
     missing = missing_glyphs(views)
     if missing:

@@ -6,11 +6,19 @@ from typing import Annotated
 
 import typer
 
-from slagate.router.bench.bench import Measured, Plan, run_bench
+from slagate.router.bench.bench import BenchPlan, Measured, run_bench
 from slagate.router.bench.load import FixedPrompts, Prompts, TracePrompts
 from slagate.router.bench.picture import kind_of, write_pareto
 from slagate.router.bench.progress import shown
-from slagate.router.bench.report import Figure, Share, Targets, csv_text, figures, problem, table
+from slagate.router.bench.report import (
+    Figure,
+    Targets,
+    ThroughputUnit,
+    csv_text,
+    figures,
+    problem,
+    table,
+)
 from slagate.router.cli.command import (
     EXIT_FAILED,
     check_writable,
@@ -117,7 +125,7 @@ def bench(
                     path.unlink()  # what an earlier run left must not pass for this one's
         if plot is not None:
             kind_of(plot)
-    plan = Plan(
+    plan = BenchPlan(
         levels=levels,
         prompts=prompts,
         targets=Targets(ttft_ms, itl_ms),
@@ -168,7 +176,7 @@ def _prompts(isl: int | None, osl: int | None, trace: str | None) -> Prompts:
 
 
 async def _measure(
-    target: str, admin: str | None, plan: Plan, measured: Measured, *, tls: TlsFiles | None
+    target: str, admin: str | None, plan: BenchPlan, measured: Measured, *, tls: TlsFiles | None
 ) -> int:
     """Fill `measured`; the exit status. SIGINT and SIGTERM end it early."""
     with shown() as listener:
@@ -181,7 +189,7 @@ async def _measure(
 
 
 def _leave(
-    plan: Plan,
+    plan: BenchPlan,
     measured: Measured,
     *,
     gpus: int | None,
@@ -190,11 +198,11 @@ def _leave(
     title: str | None,
 ) -> bool:
     """Print the table and write the files; False where one could not be written, which is told."""
-    share = Share("fleet")
+    share = ThroughputUnit("fleet")
     if gpus is not None:
-        share = Share("gpu", gpus)
+        share = ThroughputUnit("gpu", gpus)
     elif measured.n_workers:
-        share = Share("worker", measured.n_workers)
+        share = ThroughputUnit("worker", measured.n_workers)
     rows = [figures(level, targets=plan.targets, share=share) for level in measured.levels]
     about: dict[str, Figure] = {
         "model": measured.model,
@@ -219,7 +227,7 @@ def _leave(
     return is_left
 
 
-def _subtitle(plan: Plan, share: Share) -> str:
+def _subtitle(plan: BenchPlan, share: ThroughputUnit) -> str:
     said = [str(plan.prompts)]
     if share.unit != "fleet":
         unit = {"gpu": "GPU", "worker": "worker"}[share.unit]

@@ -35,12 +35,12 @@ from slagate.router.cli.worker.engine_args import (
 from slagate.workers.engine_args.build import EngineArgs, check_pair
 from slagate.workers.engine_args.model.findings import CODES, Finding
 from slagate.workers.engine_args.read import PEER
-from slagate.workers.engine_args.rules.case import Wanted
+from slagate.workers.engine_args.rules.case import IntendedUse
 
 PAIR = "pair"
 
 
-class Found(NamedTuple):
+class RoleFinding(NamedTuple):
     """A finding, whose it is (a role's, or the pairing's), and where its value came from, if set."""
 
     of: str
@@ -91,7 +91,7 @@ def _check(
     if extra_engine_args is None and override_engine_args is None:
         fail("--extra-engine-args is missing: the file, or packaged configuration, to check")
     ignored = codes_to_ignore(ignore, CODES, page="docs/engines.md")
-    wanted = Wanted(
+    wanted = IntendedUse(
         prefix_routing=prefix_routing,
         longest_prompt_tokens=longest_prompt,
         kv_bytes_per_token=kv_bytes_per_token,
@@ -106,7 +106,9 @@ def _check(
         allow_unknown=allow_unknown_engine_args,
         wanted=wanted,
     )
-    found = [Found(role, finding, place_of(finding, args.places)) for finding in args.findings]
+    found = [
+        RoleFinding(role, finding, place_of(finding, args.places)) for finding in args.findings
+    ]
     if peer_engine_args is not None:
         found += _with_peer(
             args, peer_engine_args, allow_unknown=allow_unknown_engine_args, wanted=wanted
@@ -122,7 +124,9 @@ def _check(
 check = with_options(_check, OPTIONS, "engine_options", lambda options, _: options)
 
 
-def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wanted) -> list[Found]:
+def _with_peer(
+    args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: IntendedUse
+) -> list[RoleFinding]:
     """The findings of the other role's file, and of both together."""
     role = {"prefill": "decode", "decode": "prefill"}.get(args.role)
     if role is None:
@@ -136,10 +140,12 @@ def _with_peer(args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: Wan
         wanted=wanted,
         extra_option=PEER,
     )
-    of_peer = [Found(role, finding, place_of(finding, other.places)) for finding in other.findings]
+    of_peer = [
+        RoleFinding(role, finding, place_of(finding, other.places)) for finding in other.findings
+    ]
     with wrong_use_told():
         return of_peer + [
-            Found(PAIR, finding, _places(finding, args, other))
+            RoleFinding(PAIR, finding, _places(finding, args, other))
             for finding in check_pair(args, other)
         ]
 
@@ -150,13 +156,13 @@ def _places(finding: Finding, *sides: EngineArgs) -> str:
     return "; ".join(f"{role}: {place}" for role, place in places if place)
 
 
-def _json_lines(found: Sequence[Found]) -> Iterator[str]:
+def _json_lines(found: Sequence[RoleFinding]) -> Iterator[str]:
     for each in found:
         shown = {"of": each.of, **each.finding._asdict(), "source": each.place}
         yield json.dumps(shown, ensure_ascii=False)
 
 
-def _text_lines(found: Sequence[Found], n_ignored: int) -> Iterator[str]:
+def _text_lines(found: Sequence[RoleFinding], n_ignored: int) -> Iterator[str]:
     for of, finding, place in found:
         yield f"{finding.severity} {finding.code}  {of}  {finding.key}{f' ({place})' if place else ''}"
         yield from indented(f"{finding.key} {finding.text}.")

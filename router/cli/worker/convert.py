@@ -20,7 +20,7 @@ from slagate.workers.engine_args.convert import convert as converted
 from slagate.workers.engine_args.model.merge import Layer
 from slagate.workers.engine_args.model.sections import MAX_RANKS
 from slagate.workers.engine_args.read import PEER, read_yaml
-from slagate.workers.engine_args.rules.case import Wanted
+from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.engine_args.text import yaml_lines
 
 CONVERTED_ROLES = ("agg", "prefill", "decode")
@@ -71,7 +71,7 @@ def convert(
         result_role,
         [Layer("converted", conversion.values)],
         allow_unknown=allow_unknown_engine_args,
-        wanted=Wanted(
+        wanted=IntendedUse(
             prefix_routing=True, engine_version=engine_version_of(None), environ=os.environ
         ),
     )

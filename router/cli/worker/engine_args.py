@@ -16,7 +16,7 @@ from slagate.workers.engine_args.model.findings import Finding
 from slagate.workers.engine_args.model.merge import DEFAULT
 from slagate.workers.engine_args.model.sections import INT32_MAX, MAX_RANKS
 from slagate.workers.engine_args.read import EXTRA
-from slagate.workers.engine_args.rules.case import Wanted
+from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.engine_args.text import yaml_lines
 from slagate.workers.serving.kv_transport import TRANSPORTS
 from slagate.workers.trtllm.package import installed_version
@@ -101,7 +101,7 @@ def read_engine_args(
     extra: Path | None,
     override: str | None,
     allow_unknown: bool,
-    wanted: Wanted,
+    wanted: IntendedUse,
     extra_option: str = EXTRA,
 ) -> EngineArgs:
     """The merged arguments; `given` are the parameters that the command line set. Else ends the command."""

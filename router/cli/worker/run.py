@@ -46,7 +46,7 @@ from slagate.router.cli.worker.options import (
     with_trtllm_options,
 )
 from slagate.workers.engine_args.build import KV_EVENTS
-from slagate.workers.engine_args.rules.case import Wanted
+from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.runtime.listen import ignore_hangups
 from slagate.workers.serving import sim as run
 from slagate.workers.serving import sim_worker
@@ -153,7 +153,9 @@ def _run_worker(
             extra=extra_engine_args,
             override=override_engine_args,
             allow_unknown=allow_unknown_engine_args,
-            wanted=Wanted(engine_version=engine_version_of(engine_version), environ=os.environ),
+            wanted=IntendedUse(
+                engine_version=engine_version_of(engine_version), environ=os.environ
+            ),
         )
         if print_engine_args:
             show_engine_args(args)

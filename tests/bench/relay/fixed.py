@@ -16,17 +16,17 @@ import anyio
 import uvloop
 
 from slagate.pools.grid.stage import Stage
-from slagate.proto.http2.interfaces import Settings as Http2Settings
+from slagate.proto.http2.interfaces import Http2Settings
 from slagate.proto.rpc.address import Address
-from slagate.proto.rpc.connection_pool import Links, dial_unix
+from slagate.proto.rpc.connection_pool import ConnectionPool, dial_unix
 from slagate.proto.rpc.status import OK
 from slagate.router.app import YOUNG_OBJECTS
 from slagate.router.front.client_stream import Serve
 from slagate.router.front.server import serve_front
-from slagate.router.legs.relay import Splice
-from slagate.router.receipts.record import Tally
+from slagate.router.legs.relay import Relay
+from slagate.router.receipts.record import StreamStats
 from slagate.router.request.call import ClientCall
-from slagate.router.request.errors import RequestError
+from slagate.router.request.errors import GatewayError
 from slagate.router.request.request import parse_request
 from slagate.router.request.settings import Settings
 from slagate.workers.client.streams import StreamChannel
@@ -56,17 +56,17 @@ class FixedChoice:
             if call.refusal is not None:
                 raise call.refusal
             request = parse_request(call.data, max_bytes=self.settings.max_request_bytes)
-        except RequestError as error:
+        except GatewayError as error:
             call.out.end(error.status())
             return
         # As long as the gateway's own.
         leg_id = f"0123456789abcdef-{next(self._numbers)}"
-        splice = Splice(
+        splice = Relay(
             Stage.AGG,
             call.out,
             leg_id=leg_id,
             client_id=request.id,
-            tally=Tally(),
+            tally=StreamStats(),
             max_buffer_bytes=self.settings.max_buffer_bytes,
             stuck_s=self.settings.stuck_s,
             now_s=monotonic_s,
@@ -108,7 +108,7 @@ async def channels_to(workers: list[str]) -> AsyncIterator[list[StreamChannel]]:
 async def fronted(serving: Serve) -> AsyncIterator[None]:
     """A front for clients that has nothing behind it but Generate; prints its port when it serves."""
     async with anyio.create_task_group() as connecting:
-        nobody = Links("", connecting, settings=Http2Settings(), dial=dial_unix)
+        nobody = ConnectionPool("", connecting, settings=Http2Settings(), dial=dial_unix)
         with closing(listen_on(Address("127.0.0.1", 0))) as listening:
             async with serve_front(serving, listening, nobody, Settings()):
                 # As the gateway does once it serves.

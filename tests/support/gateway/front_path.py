@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import anyio
 
-from slagate.proto.http2.interfaces import Settings as Http2Settings
-from slagate.proto.rpc.connection_pool import Links
+from slagate.proto.http2.interfaces import Http2Settings
+from slagate.proto.rpc.connection_pool import ConnectionPool
 from slagate.proto.rpc.status import Status
 from slagate.router.front.server import Front
 from slagate.router.request.settings import Settings
@@ -75,7 +75,9 @@ async def served(*scripts: Script, settings: Settings | None = None) -> AsyncIte
         bench("agg", agg=list(scripts), settings=settings) as b,
         anyio.create_task_group() as tasks,
     ):
-        links = Links("l", tasks, settings=Http2Settings(), dial=Network(local.protocol).dial)
+        links = ConnectionPool(
+            "l", tasks, settings=Http2Settings(), dial=Network(local.protocol).dial
+        )
         gateway = b.app.gateway
         front = Front(b.serve, links, gateway.settings, counts=gateway.metrics.connections)
         network = Network(front.protocol, 0.001)

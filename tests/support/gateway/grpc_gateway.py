@@ -20,9 +20,9 @@ import grpc
 import grpc.aio
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto.http2.interfaces import Settings as Http2Settings
+from slagate.proto.http2.interfaces import Http2Settings
 from slagate.proto.rpc.address import Address
-from slagate.proto.rpc.connection_pool import Links, dial_unix
+from slagate.proto.rpc.connection_pool import ConnectionPool, dial_unix
 from slagate.router.app import App, build
 from slagate.router.front.server import Front, serve_front
 from slagate.router.generate import generate
@@ -301,7 +301,9 @@ async def whole(
             anyio.create_task_group() as tasks,
         ):
             await until(lambda: not app.fleet.not_ready())
-            links = Links(f"{folder}/local", tasks, settings=Http2Settings(), dial=dial_unix)
+            links = ConnectionPool(
+                f"{folder}/local", tasks, settings=Http2Settings(), dial=dial_unix
+            )
             with closing(listen_on(Address("127.0.0.1", 0))) as listening:
                 port = listening.getsockname()[1]
                 async with serve_front(

@@ -16,11 +16,11 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK
 from slagate.router.receipts.config import config_message
 from slagate.router.receipts.messages import at_once
-from slagate.router.receipts.record import Record, Stamp
+from slagate.router.receipts.record import ReceiptNumber, Record
 from slagate.router.request.errors import Outcome
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import choose, choose_stage
-from slagate.router.scheduling.score import Ask
+from slagate.router.scheduling.score import RoutingRequest
 from support.builders import MODEL, PROFILE, pool_view, view
 from support.fleet.files import agg_file, disagg_file
 from support.gateway.foreign_client import Answer
@@ -60,7 +60,7 @@ class RandomFleet:
         record = Record(0.0)
         record.request_id = f"r-{number}"
         pools = {name: self._pool(name, rng) for name in self._fleet.pools}
-        ask = Ask(MODEL, rng.choice([200, 1000, 5000]), _sla(rng))
+        ask = RoutingRequest(MODEL, rng.choice([200, 1000, 5000]), _sla(rng))
         record.decision = choose(ask, self._fleet.grids, pools, rng=rng)
         for choice in record.decision.stages:
             while choice.winner is not None and rng.random() < 0.3:
@@ -72,7 +72,7 @@ class RandomFleet:
                 record.decision = record.decision.replace(choice)
         for choice in record.choices:
             choice.config = self.config
-        stamp = Stamp(number, 1.5, self.config.version)
+        stamp = ReceiptNumber(number, 1.5, self.config.version)
         return at_once(record.full(Outcome.COMPLETED, 1.0, stamp))
 
     def _pool(self, name: str, rng: random.Random) -> PoolView:

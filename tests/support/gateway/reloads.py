@@ -16,7 +16,14 @@ from slagate.pools.fleet_file.load import FleetConfig
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.loadgen.loadgen import LoadRequest, Progress, Served, Target, mismatch, run_load
+from slagate.router.loadgen.loadgen import (
+    LoadRequest,
+    LoadTarget,
+    Progress,
+    ServedRequest,
+    mismatch,
+    run_load,
+)
 from slagate.workers.client.client import connect_worker
 from support.engine.tokens import expected, prompt
 from support.gateway.processes import MODEL, Cluster
@@ -45,7 +52,7 @@ class Nowhere:
 class Run:
     """What came of it."""
 
-    served: list[Served] = field(default_factory=list)
+    served: list[ServedRequest] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)  # streams that are not the engine's
     versions: set[str] = field(default_factory=set)  # that were in force
     n_reloads: int = 0  # that changed something
@@ -161,7 +168,7 @@ async def reload_between_requests(
 
 
 @asynccontextmanager
-async def _connected(fleet: Cluster) -> AsyncIterator[tuple[Sequence[Target], Any]]:
+async def _connected(fleet: Cluster) -> AsyncIterator[tuple[Sequence[LoadTarget], Any]]:
     """Some connections of clients, and the gateway's own service."""
     async with AsyncExitStack() as stack:
         targets = [
@@ -180,7 +187,7 @@ async def _reload(stub: Any, file: dict[str, Any], run: Run) -> None:
     run.versions.add(answer.version)
 
 
-def wrong(served: Sequence[Served], asked: Sequence[Any]) -> list[str]:
+def wrong(served: Sequence[ServedRequest], asked: Sequence[Any]) -> list[str]:
     found = []
     for one, (isl, osl, seed) in zip(served, asked, strict=True):
         if fault := mismatch(one, expected(prompt(isl, seed=seed), osl)):

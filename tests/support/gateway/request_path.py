@@ -18,7 +18,7 @@ from slagate.router.generate import generate
 from slagate.router.request.call import ClientCall
 from slagate.router.request.errors import Outcome
 from slagate.router.request.metadata import RECEIPT_TRAILER
-from slagate.router.request.running import Running
+from slagate.router.request.running import CancelHandle
 from slagate.router.request.settings import Settings
 from support.builders import STAGE_NAMES, config, finished, prefill_ready, request, rng, token
 from support.worker.fake import ROLES, FakeCall, FakeWorker, Script, Scripts, connector
@@ -94,7 +94,7 @@ class Bench:
         metadata: Metadata = (),
         timeout_s: float | None = None,
         answer: Answer | None = None,
-        running: Running | None = None,
+        running: CancelHandle | None = None,
         reads: bool = True,
     ) -> Answer:
         """One Generate call from its arrival to its end."""
@@ -107,7 +107,7 @@ class Bench:
             peer=PEER,
             timeout_s=timeout_s,
             out=answer.out,
-            running=running or Running(),
+            running=running or CancelHandle(),
         )
         async with anyio.create_task_group() as tasks:
             if reads:

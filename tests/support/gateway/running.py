@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from slagate.router.request.running import LiveRequests, Running
+from slagate.router.request.running import CancelHandle, RunningRequests
 
 
 @contextmanager
-def listed(live: LiveRequests, peer: str, request_id: str) -> Iterator[None]:
+def listed(live: RunningRequests, peer: str, request_id: str) -> Iterator[None]:
     """For the time of the block. Raises the error that it was ended by."""
-    one = Running()
+    one = CancelHandle()
     one.begin()
     live.add(peer, request_id, one)
     try:

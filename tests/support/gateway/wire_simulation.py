@@ -13,8 +13,8 @@ import anyio
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto.http2.interfaces import Settings as Http2Settings
-from slagate.proto.rpc.connection_pool import Links
+from slagate.proto.http2.interfaces import Http2Settings
+from slagate.proto.rpc.connection_pool import ConnectionPool
 from slagate.proto.rpc.sinks import Call
 from slagate.router.front.server import Front
 from slagate.router.generate import generate
@@ -74,7 +74,7 @@ async def wired(
         anyio.create_task_group() as tasks,
     ):
         local = Network(PeerServer().protocol)
-        links = Links("local", tasks, settings=Http2Settings(), dial=local.dial)
+        links = ConnectionPool("local", tasks, settings=Http2Settings(), dial=local.dial)
         front = Front(
             partial(generate, gateway=fleet.app.gateway), links, fleet.app.gateway.settings
         )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from slagate.proto.http2.connection import H2Connection
-from slagate.proto.http2.interfaces import Headers, Settings, Stream, StreamEnd
+from slagate.proto.http2.interfaces import Headers, Http2Settings, Stream, StreamEnd
 from slagate.proto.rpc.frames import prefix
 
 ANSWER = ((b":status", b"200"), (b"content-type", b"application/grpc"))
@@ -61,9 +61,9 @@ def echo(stream: PeerStream) -> None:
 class PeerServer:
     """Makes the server's end of each connection, and remembers all of them and their streams."""
 
-    def __init__(self, on_request: OnRequest = echo, settings: Settings | None = None) -> None:
+    def __init__(self, on_request: OnRequest = echo, settings: Http2Settings | None = None) -> None:
         self.on_request = on_request
-        self.settings = settings or Settings()
+        self.settings = settings or Http2Settings()
         self.connections: list[H2Connection] = []
         self.streams: list[PeerStream] = []
         self.reasons: list[str] = []  # why connections were lost

@@ -8,7 +8,7 @@ import anyio
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.http2.connection import H2Connection
-from slagate.proto.http2.interfaces import Headers, Settings, Stream, StreamEnd
+from slagate.proto.http2.interfaces import Headers, Http2Settings, Stream, StreamEnd
 from slagate.proto.rpc.frames import MessageReader, prefix
 from slagate.proto.rpc.headers import decode_timeout, status_headers, to_metadata
 from slagate.proto.rpc.sinks import Call, Sink
@@ -27,7 +27,7 @@ class Http2Server:
         self.connections: list[H2Connection] = []
 
     def protocol(self) -> H2Connection:
-        connection = H2Connection(self, Settings(), accept=self._accept)
+        connection = H2Connection(self, Http2Settings(), accept=self._accept)
         self.connections.append(connection)
         return connection
 

@@ -9,13 +9,13 @@ from typing import Any
 import anyio
 import numpy as np
 
-from slagate.pools.kv_events.follower import Follower
+from slagate.pools.kv_events.follower import WorkerFollower
 from slagate.pools.kv_events.view import EventView
 from slagate.pools.prefix.holder import Holder
 from slagate.pools.prefix.index import PrefixIndex
 from slagate.pools.prefix.trie import Root
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.runtime.cooperative import Turns
+from slagate.workers.runtime.cooperative import CooperativeScheduler
 from slagate.workers.worker import Worker
 from support.builders import rng
 from support.worker.fake import HANG, FakeWorker, Script
@@ -108,15 +108,15 @@ class Followed:
 
     worker: Worker
     index: PrefixIndex
-    turns: Turns
+    turns: CooperativeScheduler
     events: EventView = field(init=False)
-    follower: Follower = field(init=False)
+    follower: WorkerFollower = field(init=False)
     holders: list[tuple[int, Holder | None]] = field(default_factory=list)  # as they were told
     n_served: int = 0
 
     def __post_init__(self) -> None:
         self.events = EventView("w1:1", unix_s=unix_s)
-        self.follower = Follower(
+        self.follower = WorkerFollower(
             self.worker,
             self.events,
             index_of=self._index_of,
@@ -153,10 +153,10 @@ async def followed(
     ranks: int = 1,
     instance_id: str = "i1",
     index: PrefixIndex | None = None,
-    turns: Turns | None = None,
+    turns: CooperativeScheduler | None = None,
 ) -> AsyncIterator[Followed]:
     """Follow a worker for the time of the block; it has said who it is, and had a moment to answer."""
-    of = Followed(worker, index or PrefixIndex(BLOCK_TOKENS), turns or Turns())
+    of = Followed(worker, index or PrefixIndex(BLOCK_TOKENS), turns or CooperativeScheduler())
     of.follower.identified(info(instance_id, ranks=ranks))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(of.follower.run)

@@ -6,7 +6,7 @@ import anyio
 from prometheus_client import CollectorRegistry
 
 from slagate.proto.rpc.status import OK
-from slagate.router.metrics import ConnectionCounts, Ended, Refused
+from slagate.router.metrics import ConnectionCounts, ConnectionEnd, RefusedConnection
 from slagate.router.request.settings import ClientLimits, Settings
 from support.builders import finished, token
 from support.gateway.front_path import Served, served
@@ -103,7 +103,7 @@ def test_one_over_the_limit_is_counted_when_its_handshake_is_over_and_not_when_i
 def test_every_reason_is_a_series_from_the_start() -> None:
     registry = CollectorRegistry()
     ConnectionCounts(registry, CollectorRegistry())
-    for name, reasons in (("ended", Ended), ("refused", Refused)):
+    for name, reasons in (("ended", ConnectionEnd), ("refused", RefusedConnection)):
         for each in reasons:
             full = f"slagate_client_connections_{name}_total"
             assert registry.get_sample_value(full, {"reason": each.value}) == 0

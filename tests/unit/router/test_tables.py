@@ -9,7 +9,7 @@ from rich.table import Table
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.bench.report import Level, Share, Targets, figures
+from slagate.router.bench.report import LevelFigures, Targets, ThroughputUnit, figures
 from slagate.router.bench.report import table as bench_table
 from slagate.router.cli.client_tables import print_decision, print_pools
 from slagate.router.demo.report import table as demo_table
@@ -123,8 +123,8 @@ def test_candidates(
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_figures_of_bench_and_demo(width: int) -> None:
-    level = Level(32, (), 1.0, interrupted=True, client_busy_ratio=0.5)
-    row = figures(level, targets=Targets(500.0), share=Share("worker", 3)) | {
+    level = LevelFigures(32, (), 1.0, interrupted=True, client_busy_ratio=0.5)
+    row = figures(level, targets=Targets(500.0), share=ThroughputUnit("worker", 3)) | {
         f"{name}_p{q}_ms": 123456.0 + q for name in ("ttft", "itl", "e2e") for q in (50, 90, 99)
     }
     row |= {"errors": "RESOURCE_EXHAUSTED:12345 UNAVAILABLE:3", "output_tokens_per_s": 123456.0}

@@ -9,17 +9,17 @@ from pydantic import BeforeValidator, Field
 
 from slagate.workers.engine_args.model.sections import (
     MAX_RANKS,
-    AttentionDpConfig,
-    CacheTransceiverConfig,
+    AttentionDpSection,
+    CacheTransceiverSection,
     Count,
-    CudaGraphConfig,
-    KvCacheConfig,
-    KvConnectorConfig,
-    MoeConfig,
+    CudaGraphSection,
+    KvCacheSection,
+    KvConnectorSection,
+    MoeSection,
     Ranks,
-    SchedulerConfig,
+    SchedulerSection,
     Section,
-    SpeculativeConfig,
+    SpeculativeSection,
     Whole,
 )
 
@@ -68,7 +68,7 @@ class EngineModel(Section):
     moe_expert_parallel_size: _Moe | None = None
     enable_attention_dp: bool = False
     enable_lm_head_tp_in_adp: bool = False
-    attention_dp_config: AttentionDpConfig | None = None
+    attention_dp_config: AttentionDpSection | None = None
     pp_partition: list[Count] | None = None
     cp_config: dict[str, Any] | None = None
 
@@ -79,14 +79,14 @@ class EngineModel(Section):
     max_beam_width: Count = UNSET_IF_NONE["max_beam_width"]
     enable_chunked_prefill: bool = False
 
-    kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
-    scheduler_config: SchedulerConfig = Field(default_factory=SchedulerConfig)
-    cache_transceiver_config: CacheTransceiverConfig | None = None
-    speculative_config: SpeculativeConfig | None = None
+    kv_cache_config: KvCacheSection = Field(default_factory=KvCacheSection)
+    scheduler_config: SchedulerSection = Field(default_factory=SchedulerSection)
+    cache_transceiver_config: CacheTransceiverSection | None = None
+    speculative_config: SpeculativeSection | None = None
     sparse_attention_config: dict[str, Any] | None = None
-    kv_connector_config: KvConnectorConfig | None = None
-    moe_config: MoeConfig = Field(default_factory=MoeConfig)
-    cuda_graph_config: CudaGraphConfig | None = Field(default_factory=CudaGraphConfig)
+    kv_connector_config: KvConnectorSection | None = None
+    moe_config: MoeSection = Field(default_factory=MoeSection)
+    cuda_graph_config: CudaGraphSection | None = Field(default_factory=CudaGraphSection)
 
     guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = None
     batched_logits_processor: Any = None

@@ -43,7 +43,7 @@ class Section(BaseModel):
     )
 
 
-class KvEventsConfig(Section):
+class KvEventsSection(Section):
     """`kv_cache_config.kv_events_config`: the engine's own stream of KV events over ZMQ."""
 
     enable_kv_cache_events: bool = False
@@ -56,7 +56,7 @@ class KvEventsConfig(Section):
     topic: str = ""
 
 
-class KvCacheConfig(Section):
+class KvCacheSection(Section):
     """`kv_cache_config`: sizes, types and reuse of the KV cache."""
 
     enable_block_reuse: bool = True
@@ -81,11 +81,11 @@ class KvCacheConfig(Section):
     max_util_for_resume: Fraction = 0.95
     disk_cache_size: Bytes | None = None  # bytes
     disk_cache_path: str | None = None
-    kv_events_config: KvEventsConfig | None = None
+    kv_events_config: KvEventsSection | None = None
     iteration_stats_interval: Count = 1
 
 
-class CacheTransceiverConfig(Section):
+class CacheTransceiverSection(Section):
     """`cache_transceiver_config`: how the KV cache leaves a prefill worker and reaches a decode worker."""
 
     backend: Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"] | None = None
@@ -98,7 +98,7 @@ class CacheTransceiverConfig(Section):
     enable_pipelined_transfer: bool = False
 
 
-class DynamicBatchConfig(Section):
+class DynamicBatchSection(Section):
     """`scheduler_config.dynamic_batch_config`; takes effect on the old TensorRT back-end only."""
 
     enable_batch_size_tuning: bool
@@ -106,18 +106,18 @@ class DynamicBatchConfig(Section):
     dynamic_batch_moving_average_window: Count
 
 
-class SchedulerConfig(Section):
+class SchedulerSection(Section):
     """`scheduler_config`: which requests are let in."""
 
     capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"] = (
         "GUARANTEED_NO_EVICT"
     )
     context_chunking_policy: Literal["FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"] | None = None
-    dynamic_batch_config: DynamicBatchConfig | None = None
+    dynamic_batch_config: DynamicBatchSection | None = None
     waiting_queue_policy: Literal["fcfs", "priority"] = "fcfs"
 
 
-class AttentionDpConfig(Section):
+class AttentionDpSection(Section):
     """`attention_dp_config`: how attention-DP ranks share out requests."""
 
     enable_balance: bool = False
@@ -126,7 +126,7 @@ class AttentionDpConfig(Section):
     kv_cache_routing_conversation_affinity: bool = False
 
 
-class CudaGraphConfig(Section):
+class CudaGraphSection(Section):
     """`cuda_graph_config`: the decode batches that are recorded once and replayed."""
 
     batch_sizes: Sizes | None = None
@@ -139,7 +139,7 @@ class CudaGraphConfig(Section):
         return max(self.batch_sizes) if self.batch_sizes else self.max_batch_size or 128
 
 
-class MoeConfig(Section):
+class MoeSection(Section):
     """`moe_config`: kernels of the experts, and where the experts are."""
 
     backend: Literal[
@@ -151,7 +151,7 @@ class MoeConfig(Section):
     use_low_precision_moe_combine: bool = False
 
 
-class KvConnectorConfig(Section):
+class KvConnectorSection(Section):
     """`kv_connector_config`: a KV cache outside of the engine, such as KVBM."""
 
     connector_module: str
@@ -175,7 +175,7 @@ DecodingType = Literal[
 ]
 
 
-class SpeculativeConfig(Section):
+class SpeculativeSection(Section):
     """`speculative_config`: tokens drafted ahead. Which fields a type has: `FIELDS_OF_TYPE`."""
 
     decoding_type: DecodingType

@@ -9,7 +9,7 @@ from slagate.workers.engine_args.model.model import EngineModel
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class IntendedUse:
     """What is asked of the engine, and where it is to run, as far as it is known."""
 
     prefix_routing: bool = False
@@ -28,7 +28,7 @@ class EngineCase:
     role: str
     args: EngineModel
     given: frozenset[str]
-    wanted: Wanted
+    wanted: IntendedUse
 
     @property
     def is_disaggregated(self) -> bool:
@@ -55,6 +55,8 @@ class EngineCase:
         return overrides.get(name, self.wanted.environ.get(name, ""))
 
 
-def case_of(role: str, args: EngineModel, values: Mapping[str, Any], wanted: Wanted) -> EngineCase:
+def case_of(
+    role: str, args: EngineModel, values: Mapping[str, Any], wanted: IntendedUse
+) -> EngineCase:
     """The case of merged `values`, whose model is `args`."""
     return EngineCase(role, args, frozenset(key for key, _ in leaves(values)), wanted)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from slagate.workers.engine_args.model.findings import Finding, error, warning
-from slagate.workers.engine_args.model.sections import CacheTransceiverConfig
+from slagate.workers.engine_args.model.sections import CacheTransceiverSection
 from slagate.workers.engine_args.rules.case import EngineCase
 from slagate.workers.kv_transfer.nixl.ucx import reaches_gpu
 
@@ -156,7 +156,7 @@ def transport(case: EngineCase) -> Iterator[Finding]:
         )
 
 
-def _used(case: EngineCase) -> CacheTransceiverConfig | None:
+def _used(case: EngineCase) -> CacheTransceiverSection | None:
     """The section, where it has an effect."""
     section = case.args.cache_transceiver_config
     usable = case.is_disaggregated and section is not None and section.backend is not None

@@ -16,7 +16,7 @@ STUCK_AFTER_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class _Pull:
+class _NixlPull:
     done: Done
     order: ReadOrder
     timer: asyncio.TimerHandle
@@ -49,7 +49,7 @@ class Generation:
         self._changed = changed
         self._offers = Offers(pool)
         self._sessions: dict[int, Offer] = {}
-        self._pulls: set[_Pull] = set()
+        self._pulls: set[_NixlPull] = set()
         self.stuck = False
         """Whether the agent's thread does not even begin with pulls."""
 
@@ -135,7 +135,7 @@ class Generation:
 
         order = ReadOrder(wanted, slots, settled)
         timer = loop.call_at(due_s, lambda: self._time_out(pull, limit_s))
-        pull: _Pull = _Pull(done, order, timer)
+        pull: _NixlPull = _NixlPull(done, order, timer)
         self._pulls.add(pull)
         self.agent.read(order)
 
@@ -152,7 +152,7 @@ class Generation:
                 f"blocks of {block_bytes} bytes do not fit into slots of {self.pool.block_bytes}"
             )
 
-    def _settle(self, pull: _Pull, result: Blocks | KvTransferError) -> None:
+    def _settle(self, pull: _NixlPull, result: Blocks | KvTransferError) -> None:
         self._pulls.remove(pull)
         pull.timer.cancel()
         self.stuck = False
@@ -160,7 +160,7 @@ class Generation:
         self._changed(self, result)
         pull.answer(result)
 
-    def _time_out(self, pull: _Pull, limit_s: float) -> None:
+    def _time_out(self, pull: _NixlPull, limit_s: float) -> None:
         wanted = pull.order.wanted
         late = KvTimeout(
             f"session {wanted.session_id}: nothing came from {wanted.agent} in {limit_s:.3g} s"
@@ -172,7 +172,7 @@ class Generation:
             loop = asyncio.get_running_loop()
             pull.timer = loop.call_at(loop.time() + STUCK_AFTER_S, self._look_after, pull, late)
 
-    def _look_after(self, pull: _Pull, late: KvTimeout) -> None:
+    def _look_after(self, pull: _NixlPull, late: KvTimeout) -> None:
         if not pull.order.started:
             self.stuck = True
             self._changed(self, late)

@@ -120,7 +120,7 @@ def continuation(
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class CachePrompt:
     """A prompt as the KV cache sees it.
 
     `packed` is its tokens (`token_bytes`), `states` the state of each of its blocks, a partial last one

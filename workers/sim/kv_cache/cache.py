@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from slagate.workers.sim.kv_cache.blocks import STATE_BYTES, TOKEN_BYTES, Prompt
+from slagate.workers.sim.kv_cache.blocks import STATE_BYTES, TOKEN_BYTES, CachePrompt
 from slagate.workers.sim.kv_cache.events import KvEventRecorder
 from slagate.workers.sim.kv_cache.tree import DEVICE, HOST, BlockNode, BlockTree
 
@@ -23,7 +23,7 @@ class Allocation:
     `allocated_blocks` of the pool at first, to fill or to copy into, of which `new_blocks` held nothing.
     """
 
-    prompt: Prompt
+    prompt: CachePrompt
     path: list[BlockNode]
     n_blocks: int
     private_blocks: int
@@ -120,7 +120,7 @@ class SimKvCache:
         return len(self._tree) - len(self._on_host) + self._private_blocks
 
     def allocate(
-        self, prompt: Prompt, *, n_blocks: int, reserve_blocks: int = 0, reusable_tokens: int
+        self, prompt: CachePrompt, *, n_blocks: int, reserve_blocks: int = 0, reusable_tokens: int
     ) -> Allocation | None:
         """Take `n_blocks` blocks for a prompt, the leading ones from the cache, or None.
 
@@ -246,7 +246,9 @@ class SimKvCache:
         engine_hash = self._recorder.engine_hash
         return {engine_hash(node.state): node.level for node in self._tree.full_blocks()}
 
-    def _copied_tokens(self, prompt: Prompt, path: list[BlockNode], reusable_tokens: int) -> int:
+    def _copied_tokens(
+        self, prompt: CachePrompt, path: list[BlockNode], reusable_tokens: int
+    ) -> int:
         """How many reusable tokens after the matched path some stored block begins with."""
         start = len(path) * self.block_tokens
         end = min(reusable_tokens, start + self.block_tokens)

@@ -10,14 +10,14 @@ from slagate.pools.fleet.pool import Pool
 from slagate.pools.fleet.ranks import Work
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import UNLIMITED, State
-from slagate.pools.inflight.table import Table
+from slagate.pools.inflight.table import LoadTable
 from slagate.proto import openengine_pb2 as oe
 from support.builders import member, pool
 
 
 def probed(results: str, of: Member | None = None) -> list[State]:
     """States after each probe: o is ok, x failed, r refused."""
-    of = of or Member("w:1", pool="p", stage=Stage.AGG, table=Table())
+    of = of or Member("w:1", pool="p", stage=Stage.AGG, table=LoadTable())
     states = []
     for result in results:
         before = of.state
@@ -69,7 +69,7 @@ def test_a_worker_that_came_back_has_all_its_failures_ahead_of_it_again() -> Non
 
 
 def test_the_reason_says_why_it_is_not_ready() -> None:
-    of = Member("w:1", pool="p", stage=Stage.AGG, table=Table())
+    of = Member("w:1", pool="p", stage=Stage.AGG, table=LoadTable())
     assert of.reason == "not looked at yet"
     of.probe_failed("UNAVAILABLE: refused")
     assert of.reason == "UNAVAILABLE: refused"

@@ -9,7 +9,7 @@ from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.fleet import prepare
 from slagate.pools.fleet_file.load import load_config, parse_config
 from slagate.pools.fleet_file.profiles import read_profiles
-from slagate.pools.fleet_file.rules import Fault
+from slagate.pools.fleet_file.rules import FleetFault
 from slagate.pools.grid.errors import ConfigError
 from slagate.workers.profiles.profile import load_profile
 from support.fleet.files import disagg_file
@@ -36,7 +36,7 @@ def test_what_can_be_read_comes_back_and_the_rest_is_told_by_its_key() -> None:
         (("pools", "neither", "profile"), "nowhere"),
     ]
     size = next(fault for fault in faults if fault.path[1] == "no-size")
-    assert size == Fault(
+    assert size == FleetFault(
         size.path, f"profile {PROFILE}: no tensor-parallel size 77; available: 1, 2, 4", 77
     )
 

@@ -10,7 +10,7 @@ import pytest
 
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid_lint import view as grid_lint_view
-from slagate.pools.grid_lint.codes import Finding
+from slagate.pools.grid_lint.codes import LintCode
 from slagate.pools.grid_lint.lint import lint
 from slagate.router.cli.grid.lint import pool_profiles
 from slagate.workers.profiles import profile
@@ -89,20 +89,20 @@ def test_only_the_cells_that_a_finding_names_are_put_in_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[object] = []
-    cell_words = grid_lint_view.StageView.cell_words
+    cell_words = grid_lint_view.LintedStage.cell_words
 
-    def count(self: grid_lint_view.StageView, index: tuple[int, ...]) -> str:
+    def count(self: grid_lint_view.LintedStage, index: tuple[int, ...]) -> str:
         said.append(index)
         return cell_words(self, index)
 
-    monkeypatch.setattr(grid_lint_view.StageView, "cell_words", count)
+    monkeypatch.setattr(grid_lint_view.LintedStage, "cell_words", count)
     config = large(n_bands=40, n_pools=3)
     found = lint(config, profiles=pool_profiles(config))
     assert {"G101", "G102", "G303"} <= {f.code for f in found}
     assert 0 < len(said) <= 7 * len(found)
 
 
-def with_code(found: Iterable[Finding], code: str) -> list[Finding]:
+def with_code(found: Iterable[LintCode], code: str) -> list[LintCode]:
     return [finding for finding in found if finding.code == code]
 
 

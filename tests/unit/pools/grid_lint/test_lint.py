@@ -10,7 +10,7 @@ import pytest
 from slagate.pools.fleet_file.load import FleetConfig, load_config, parse_config
 from slagate.pools.grid.errors import ConfigError
 from slagate.pools.grid.json_text import json_path
-from slagate.pools.grid_lint.codes import CODES, Finding
+from slagate.pools.grid_lint.codes import CODES, LintCode
 from slagate.pools.grid_lint.lint import lint
 from slagate.router.cli.grid.lint import pool_profiles
 from slagate.router.loadgen.trace import SLA_CLASSES, load_trace
@@ -32,7 +32,7 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
 
 
-def found_in(config: FleetConfig, *, traffic: list[int] | None = None) -> list[Finding]:
+def found_in(config: FleetConfig, *, traffic: list[int] | None = None) -> list[LintCode]:
     return lint(config, profiles=pool_profiles(config), traffic=traffic or [])
 
 
@@ -149,7 +149,7 @@ def test_equal_places_are_told_once_and_all_of_them_named() -> None:
 
 def test_the_message_has_the_figures_of_the_profiles() -> None:
     (finding,) = found_in(load_config(FIXTURES / "G303.json"))
-    assert finding == Finding(
+    assert finding == LintCode(
         "G303",
         f"{PREFILL}.{MAPPING}[0][0]",
         "cell [0][0] (ISL 0 to 4,096, TTFT 60 to 160 ms) goes to p-tp1, whose idle workers take"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from msgspec.structs import astuple
 
 from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, UNLIMITED, RowView, State
-from slagate.pools.inflight.table import Table, rows_of
+from slagate.pools.inflight.table import LoadTable, rows_of
 from support.builders import view
 
 
@@ -45,7 +45,7 @@ def test_rows_and_views_are_each_others_inverse() -> None:
 
 
 def test_a_copy_does_not_follow_the_table() -> None:
-    table = Table()
+    table = LoadTable()
     for at in range(9):
         assert table.add(f"w{at}:1", None) == at
     before = table.rows()
@@ -67,7 +67,7 @@ def test_a_copy_does_not_follow_the_table() -> None:
 
 
 def test_who_does_not_tell_has_the_mean_of_those_who_do() -> None:
-    table = Table()
+    table = LoadTable()
     for at in range(4):
         table.add(f"w{at}:1", None)
     table.set_foreign(0, (4, 2.0))
@@ -85,7 +85,7 @@ def test_what_follows_from_the_figures_is_in_line_with_them_after_any_change() -
     """As in a table that is written anew, figure by figure, from what is shown."""
     seed = random.randrange(10**6)
     rng = random.Random(seed)
-    table = Table()
+    table = LoadTable()
     rows = [table.add(f"w{at}:1", None) for at in range(6)]
     for row in rows:
         table.set(row, max_inflight=3, max_queued_tokens=500, capacity_tokens=1000 + row)
@@ -123,7 +123,7 @@ def test_what_follows_from_the_figures_is_in_line_with_them_after_any_change() -
 
 
 def test_what_others_are_taken_to_have_sent_counts_as_what_they_did() -> None:
-    table = Table()
+    table = LoadTable()
     for at in range(3):
         table.add(f"w{at}:1", None)
         table.add_lease(at, queued_tokens=1, queued_s=1.0, context_tokens=1)

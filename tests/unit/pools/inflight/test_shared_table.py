@@ -10,7 +10,7 @@ from slagate.pools.fleet.pool import PoolView
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, Rows, State
 from slagate.pools.inflight.shared_table import SharedTable
-from slagate.pools.inflight.table import Table
+from slagate.pools.inflight.table import LoadTable
 from slagate.pools.prefix.cached import nothing_cached
 from slagate.router.scheduling.policy import StageChoice, choose_stage
 from support.builders import MODEL, ask, one_cell, profiled
@@ -45,7 +45,7 @@ def test_a_decision_is_as_in_a_table_of_one_process_that_has_the_sums(tmp_path: 
 def compare(rng: random.Random, opened: Opened) -> set[int]:
     """Compare at every step of a history; the bits of rows that only the sums shut."""
     tables = [SharedTable("agg p", opened(number)) for number in range(3)]
-    plain, here = Table(), tables[0]
+    plain, here = LoadTable(), tables[0]
     shut: set[int] = set()
     for row in range(N_ROWS):
         limits = {"max_inflight": 4, "max_queued_tokens": 700, "capacity_tokens": 9000 + row}

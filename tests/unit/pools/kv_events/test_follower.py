@@ -8,7 +8,7 @@ import pytest
 
 from slagate.pools.kv_events.rank_follower import KEEP_S, MAX_DELAY_S, PROBE_S
 from slagate.pools.kv_events.subscription import MAX_OLD, SILENCE_S
-from slagate.pools.kv_events.view import EventView, Mode
+from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, Sink
 from slagate.proto.rpc.status import OK, Metadata, Status
@@ -49,7 +49,7 @@ def test_ops_06_a_new_gateway_has_what_a_snapshot_says_and_goes_on_live() -> Non
         worker = saying(SNAPSHOT)
         async with followed(worker) as of:
             assert of.depth(1, 2, 3) == 2
-            assert (of.events.mode, of.events.reason) == (Mode.LIVE, "")
+            assert (of.events.mode, of.events.reason) == (EventMode.LIVE, "")
             assert not of.events.is_partial
             assert [rank for rank, holder in of.holders if holder is not None] == [0]
             worker.kv_calls[0].say(batch(5), batch(6, stored(3, after=2), removed(1)))
@@ -67,12 +67,12 @@ def test_ops_06_the_time_to_rebuild_is_told() -> None:
     async def main() -> None:
         worker = saying(())
         async with followed(worker) as of:
-            assert of.events.mode is Mode.STARTING
+            assert of.events.mode is EventMode.STARTING
             assert of.events.rebuild_s == 0.0
             await anyio.sleep(2.5 - SETTLE_S)
             worker.kv_calls[0].say(*SNAPSHOT)
             await anyio.sleep(SETTLE_S)
-            assert of.events.mode is Mode.LIVE
+            assert of.events.mode is EventMode.LIVE
             assert of.events.rebuild_s == pytest.approx(2.5)
 
     run(main)
@@ -136,14 +136,14 @@ def test_kv_05_a_gap_is_counted_and_replayed_from_the_first_missing_batch() -> N
         )
         async with followed(worker) as of:
             assert of.events.n_gaps == 1
-            assert of.events.mode is Mode.RESYNC
+            assert of.events.mode is EventMode.RESYNC
             assert of.events.reason == "gap: batch 6 instead of 5"
             assert of.depth(1, 2) == 2
             await anyio.sleep(RETRY_S)
             assert starts(worker) == [None, 5]
             assert (of.depth(1, 2), of.events.n_blocks) == (1, 2)
             assert (of.events.n_resumes, of.events.n_resyncs) == (1, 0)
-            assert of.events.mode is Mode.LIVE
+            assert of.events.mode is EventMode.LIVE
 
     run(main)
 
@@ -186,7 +186,7 @@ def test_a_dropped_connection_resumes_with_the_instance_id_and_keeps_the_view() 
         async with followed(worker, instance_id="i9") as of:
             assert of.depth(1, 2) == 2
             assert (of.events.mode, of.events.reason) == (
-                Mode.RESYNC,
+                EventMode.RESYNC,
                 "UNAVAILABLE: gone: (address)",
             )
             await anyio.sleep(RETRY_S)
@@ -226,7 +226,7 @@ def test_what_no_resume_can_mend_drops_the_view_and_asks_for_a_snapshot(end: Scr
         worker = saying((*SNAPSHOT, *end), (batch(9, CLEARED, stored(5)),))
         async with followed(worker) as of:
             assert of.depth(1, 2) == 0
-            assert of.events.mode is Mode.RESYNC
+            assert of.events.mode is EventMode.RESYNC
             await anyio.sleep(RETRY_S)
             assert starts(worker) == [None, None]
             assert of.depth(5) == 1
@@ -287,7 +287,7 @@ def test_another_incarnation_is_asked_at_once_whatever_was_waited_for() -> None:
     async def main() -> None:
         worker = saying((Status(grpc.StatusCode.UNIMPLEMENTED, "no"),), SNAPSHOT)
         async with followed(worker) as of:
-            assert of.events.mode is Mode.NONE
+            assert of.events.mode is EventMode.NONE
             of.follower.identified(info("i2"))
             await anyio.sleep(SETTLE_S)
             assert of.depth(1, 2) == 2
@@ -326,7 +326,7 @@ def test_a_worker_that_is_not_the_configured_one_is_not_followed() -> None:
         async with followed(worker) as of:
             of.follower.misfit()
             of.follower.misfit()
-            assert of.events.mode is Mode.NONE
+            assert of.events.mode is EventMode.NONE
             await anyio.sleep(10 * PROBE_S)
             assert worker.kv_calls[0].cancelled
             assert starts(worker) == [None]
@@ -341,7 +341,7 @@ def test_a_worker_that_does_not_say_its_block_size_is_not_followed() -> None:
         async with followed(worker) as of:
             of.follower.identified(info("i2", block_tokens=0))
             await anyio.sleep(10 * PROBE_S)
-            assert of.events.mode is Mode.NONE
+            assert of.events.mode is EventMode.NONE
             assert of.events.reason == "does not say how many tokens a KV block has"
             assert starts(worker) == [None]
 
@@ -358,9 +358,9 @@ def test_each_rank_has_its_own_stream_and_its_own_numbers() -> None:
             ]
         )
         async with followed(worker, ranks=2) as of:
-            assert of.events.mode is Mode.RESYNC
+            assert of.events.mode is EventMode.RESYNC
             await anyio.sleep(RETRY_S)
-            assert of.events.mode is Mode.LIVE
+            assert of.events.mode is EventMode.LIVE
             asked = [list(call.request.data_parallel_ranks) for call in worker.kv_calls]
             assert (asked, starts(worker)) == ([[0], [1], [1]], [None, None, 1])
             assert [of.depth(n, rank=0) for n in (1, 2, 3)] == [1, 0, 0]
@@ -382,7 +382,7 @@ def test_kv_10_a_final_answer_is_taken_for_one_and_asked_for_again_slowly(
         async with followed(worker) as of:
             await anyio.sleep(0.7 * PROBE_S)
             assert len(worker.kv_calls) == 1
-            assert of.events.mode is Mode.NONE
+            assert of.events.mode is EventMode.NONE
             assert of.events.reason == f"{code.name}: no events here"
             assert of.holders == []
             await anyio.sleep(9.3 * PROBE_S)
@@ -390,7 +390,7 @@ def test_kv_10_a_final_answer_is_taken_for_one_and_asked_for_again_slowly(
             worker.kv_scripts = [(*SNAPSHOT, HANG)]
             for _ in range(int(1.3 * PROBE_S)):
                 await anyio.sleep(1)
-                if of.events.mode is Mode.LIVE:
+                if of.events.mode is EventMode.LIVE:
                     break
             assert of.depth(1, 2) == 2
 
@@ -406,7 +406,7 @@ def test_a_worker_that_stops_offering_events_is_let_go() -> None:
         worker = saying((*SNAPSHOT, UNAVAILABLE), (no,))
         async with followed(worker) as of:
             await anyio.sleep(RETRY_S)
-            assert of.events.mode is Mode.NONE
+            assert of.events.mode is EventMode.NONE
             assert of.holder() is None
             assert [holder is None for _, holder in of.holders] == [False, True]
             assert of.events.n_blocks == 0
@@ -446,7 +446,7 @@ def test_a_stream_that_was_stable_earns_a_quick_retry() -> None:
             await anyio.sleep(100)
             worker.kv_scripts = [(*SNAPSHOT, HANG)]
             await anyio.sleep(1.3 * MAX_DELAY_S)
-            assert of.events.mode is Mode.LIVE
+            assert of.events.mode is EventMode.LIVE
             for number in range(5, 15):
                 worker.kv_calls[-1].say(batch(number))
                 await anyio.sleep(5)
@@ -531,7 +531,7 @@ def test_kv_02_a_worker_that_works_and_says_nothing_is_flagged_and_warned_of_onc
                 worker.kv_calls[-1].say(batch(second + 1))
                 assert of.events.is_silent == (second >= 50)
                 await anyio.sleep(1)
-            assert of.events.mode is Mode.LIVE
+            assert of.events.mode is EventMode.LIVE
             worker.kv_calls[-1].say(batch(59, stored(1)))
             await anyio.sleep(SETTLE_S)
             assert not of.events.is_silent
@@ -577,7 +577,7 @@ def test_lag_is_the_age_of_the_newest_batch_applied_while_others_wait() -> None:
 
 def test_kv_15_where_nobody_follows_the_view_says_so() -> None:
     view = EventView("w1:1", unix_s=lambda: EPOCH_S)
-    assert (view.mode, view.lag_s, view.n_blocks, view.n_pending) == (Mode.OFF, 0.0, 0, 0)
+    assert (view.mode, view.lag_s, view.n_blocks, view.n_pending) == (EventMode.OFF, 0.0, 0, 0)
 
 
 def test_i9_nothing_is_left_when_following_ends() -> None:
@@ -598,7 +598,7 @@ def test_a_worker_whose_blocks_have_another_size_has_no_usable_events() -> None:
     async def main() -> None:
         worker = saying((batch(0, CLEARED, stored(1, block_size=8)),))
         async with followed(worker) as of:
-            assert of.events.mode is Mode.NONE
+            assert of.events.mode is EventMode.NONE
             assert of.events.reason == (
                 "its KV events have blocks of 8 tokens, its server info of 4"
             )

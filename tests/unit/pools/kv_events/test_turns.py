@@ -13,7 +13,7 @@ from slagate.pools.kv_events.rank_follower import WAITING_BYTES
 from slagate.pools.prefix.holder import Holder
 from slagate.pools.prefix.index import PrefixIndex
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.runtime.cooperative import Turns
+from slagate.workers.runtime.cooperative import CooperativeScheduler
 from support.kv.followed import (
     BLOCK_TOKENS,
     CLEARED,
@@ -106,7 +106,7 @@ def test_kv_16_one_huge_event_is_cut_too() -> None:
 
 def test_many_bursting_workers_cost_no_more_a_turn_than_one_and_are_served_in_turn() -> None:
     async def main() -> None:
-        index, turns = CountedIndex(), Turns()
+        index, turns = CountedIndex(), CooperativeScheduler()
         workers = [saying((batch(0, CLEARED),)) for _ in range(8)]
         async with anyio.create_task_group() as tasks:
             of: list[Followed] = []
@@ -220,7 +220,7 @@ def test_turns_take_one_step_each_in_rotation_and_outlive_a_broken_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
-        turns, taken = Turns(), []
+        turns, taken = CooperativeScheduler(), []
 
         def steps(name: str, n: int) -> Iterator[bool]:
             for left in reversed(range(n)):

@@ -7,7 +7,7 @@ import anyio
 
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.watch import watch_fleet
-from slagate.pools.kv_events.view import EventView, Mode
+from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.pools.prefix.index import PrefixIndex
 from slagate.proto import openengine_pb2 as oe
 from support.builders import config, rng
@@ -62,7 +62,7 @@ async def watched(*, prefix: bool = True) -> AsyncIterator[Watched]:
 def test_kv_15_only_workers_whose_events_are_wanted_are_subscribed_to() -> None:
     async def main() -> None:
         async with watched() as of:
-            assert {of.view(address).mode for address in ("p1:1", "p2:1")} == {Mode.LIVE}
+            assert {of.view(address).mode for address in ("p1:1", "p2:1")} == {EventMode.LIVE}
             assert of.index.n_pairs == 2
             assert of.asked() == {"p1:1": 1, "p2:1": 1, "d1:1": 0, "d2:1": 0}
         await anyio.sleep(1)
@@ -77,7 +77,7 @@ def test_kv_15_where_only_load_counts_nobody_is_subscribed_to() -> None:
         async with watched(prefix=False) as of:
             await anyio.sleep(10 * LOOK_S)
             assert set(of.asked().values()) == {0}
-            assert of.view("p1:1").mode is Mode.OFF
+            assert of.view("p1:1").mode is EventMode.OFF
 
     run(main)
 
@@ -98,7 +98,7 @@ def test_a_restart_shows_in_the_load_report_and_starts_over() -> None:
             await anyio.sleep(LOOK_S)
             assert of.asked()["p1:1"] == 2
             assert of.index.n_pairs == 2
-            assert of.view("p1:1").mode is Mode.LIVE
+            assert of.view("p1:1").mode is EventMode.LIVE
 
     run(main)
 
@@ -108,11 +108,11 @@ def test_a_worker_of_another_role_is_left_at_once_and_taken_up_when_it_fits_agai
         async with watched() as of:
             restarted(of.workers["p1:1"]).engine_role = ROLES["decode"]
             await anyio.sleep(LOOK_S)
-            assert of.view("p1:1").mode is Mode.NONE
+            assert of.view("p1:1").mode is EventMode.NONE
             assert of.index.n_pairs == 1
             restarted(of.workers["p1:1"]).engine_role = ROLES["prefill"]
             await anyio.sleep(2 * LOOK_S)
-            assert of.view("p1:1").mode is Mode.LIVE
+            assert of.view("p1:1").mode is EventMode.LIVE
             assert of.index.n_pairs == 2
 
     run(main)

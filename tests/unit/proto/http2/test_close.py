@@ -14,7 +14,7 @@ import pytest
 from slagate.proto.http2 import goaway as farewell
 from slagate.proto.http2.connection import H2Connection
 from slagate.proto.http2.goaway import all_closed
-from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM, Headers, Settings, Stream
+from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM, Headers, Http2Settings, Stream
 from slagate.workers.tls.reloading import ServerTls
 from support.gateway.certificates import Ca, files
 from support.http2.peer import PeerServer, PeerStream
@@ -28,7 +28,7 @@ class Ending(H2Connection):
     """Says when its transport is gone."""
 
     def __init__(self, owner: PeerServer) -> None:
-        super().__init__(owner, Settings(), accept=self._flood)
+        super().__init__(owner, Http2Settings(), accept=self._flood)
         self.is_blocked = anyio.Event()
         self.is_gone = anyio.Event()
         self.is_made = anyio.Event()

@@ -21,7 +21,7 @@ from slagate.proto.http2.events import Events
 from slagate.proto.http2.interfaces import Headers, StreamEnd
 from slagate.proto.http2.outbox import turn_of
 from slagate.proto.http2.stream import H2Stream
-from slagate.proto.http2.token_bucket import Budget
+from slagate.proto.http2.token_bucket import TokenBucket
 from slagate.proto.rpc.status import OK
 from slagate.workers.client.streams import StreamChannel
 from support.http2.memory_transport import Network
@@ -72,7 +72,13 @@ def heard(n_streams: int) -> tuple[Events, list[Heard]]:
     line: Any = Line()
     streams = {number: H2Stream(line, number, each) for number, each in enumerate(handlers)}
     events = Events(
-        line, line, None, streams, chatter=Budget(1, 1), resets=Budget(1, 1), farewell=line
+        line,
+        line,
+        None,
+        streams,
+        chatter=TokenBucket(1, 1),
+        resets=TokenBucket(1, 1),
+        farewell=line,
     )
     return events, handlers
 

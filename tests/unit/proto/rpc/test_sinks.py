@@ -1,7 +1,7 @@
 import anyio
 import grpc
 
-from slagate.proto.rpc.sinks import BufferedSink, Gate
+from slagate.proto.rpc.sinks import BufferedSink, PauseGate
 from slagate.proto.rpc.status import OK, Status
 from support.virtual_loop import run
 
@@ -112,7 +112,7 @@ def test_an_owner_is_told_of_each_message_although_nobody_reads() -> None:
 
 def test_a_gate_closed_again_in_the_turn_in_which_it_opened_holds() -> None:
     async def main() -> None:
-        gate = Gate()
+        gate = PauseGate()
         passed: list[str] = []
 
         async def producer() -> None:

@@ -21,18 +21,27 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Sink
 from slagate.proto.rpc.status import OK, Metadata, Status
 from slagate.router.bench import bench as bench_module
-from slagate.router.bench.bench import Measured, NotReadyError, Plan, Sweep, wait_healthy
+from slagate.router.bench.bench import BenchPlan, Measured, NotReadyError, Sweep, wait_healthy
 from slagate.router.bench.load import VOCAB_SIZE, FixedPrompts, TracePrompts, load_requests
 from slagate.router.bench.picture import Point, frontier, write_pareto
-from slagate.router.bench.report import BROKEN, Level, Share, Targets, csv_text, figures, met, table
+from slagate.router.bench.report import (
+    BROKEN,
+    LevelFigures,
+    Targets,
+    ThroughputUnit,
+    csv_text,
+    figures,
+    met,
+    table,
+)
 from slagate.router.commands import cli
-from slagate.router.loadgen.loadgen import Progress, Served, run_callers
+from slagate.router.loadgen.loadgen import Progress, ServedRequest, run_callers
 from slagate.router.loadgen.trace import TraceRequest
 from slagate.workers.errors import WorkerError
 from slagate.workers.runtime.errors import UsageError
 from support.virtual_loop import run
 
-GPUS = Share("gpu", 4)
+GPUS = ThroughputUnit("gpu", 4)
 
 
 def served(
@@ -43,9 +52,9 @@ def served(
     n_tokens: int = 11,
     status: Status = OK,
     fault: str = "",
-) -> Served:
+) -> ServedRequest:
     tokens = tuple(range(n_tokens))
-    return Served("r", 0.0, ttft_s, itl_s, tokens, status, fault, None, e2e_s)
+    return ServedRequest("r", 0.0, ttft_s, itl_s, tokens, status, fault, None, e2e_s)
 
 
 REFUSED = served(
@@ -56,9 +65,9 @@ BAD = served(fault="finished after finished")
 
 
 def level(
-    *of: Served, concurrency: int = 2, seconds: float = 2.0, interrupted: bool = False
-) -> Level:
-    return Level(concurrency, of, seconds, interrupted, 0.25)
+    *of: ServedRequest, concurrency: int = 2, seconds: float = 2.0, interrupted: bool = False
+) -> LevelFigures:
+    return LevelFigures(concurrency, of, seconds, interrupted, 0.25)
 
 
 # --- figures ---------------------------------------------------------------------------------------
@@ -109,7 +118,7 @@ def test_a_level_without_answers_has_no_latencies() -> None:
     ],
 )
 def test_a_request_meets_its_targets_when_it_is_answered_within_all_of_them(
-    one: Served, targets: Targets, *, is_met: bool
+    one: ServedRequest, targets: Targets, *, is_met: bool
 ) -> None:
     assert met(one, targets) == is_met
     row = figures(level(one, served(ttft_s=0.0, itl_s=0.0)), targets=targets, share=GPUS)
@@ -288,7 +297,7 @@ class Heard:
         self.notes.append(text)
 
 
-def plan(**changes: Any) -> Plan:
+def plan(**changes: Any) -> BenchPlan:
     settled: dict[str, Any] = {
         "levels": (1, 3),
         "prompts": FixedPrompts(4, 2),
@@ -302,10 +311,12 @@ def plan(**changes: Any) -> Plan:
         "seed": 1,
         "model": "m",
     }
-    return Plan(**settled | changes)
+    return BenchPlan(**settled | changes)
 
 
-def sweep(gateway: Gateway, of: Plan, heard: Heard, measured: Measured, busy: float = 0.0) -> Sweep:
+def sweep(
+    gateway: Gateway, of: BenchPlan, heard: Heard, measured: Measured, busy: float = 0.0
+) -> Sweep:
     def cpu_s() -> float:
         return busy * anyio.current_time()
 
@@ -313,7 +324,7 @@ def sweep(gateway: Gateway, of: Plan, heard: Heard, measured: Measured, busy: fl
     return Sweep(gateways, of, measured, heard, now_s=anyio.current_time, cpu_s=cpu_s)
 
 
-def swept(gateway: Gateway, of: Plan, heard: Heard, *, busy: float = 0.0) -> Measured:
+def swept(gateway: Gateway, of: BenchPlan, heard: Heard, *, busy: float = 0.0) -> Measured:
     measured = Measured(model="m")
 
     async def main() -> None:
@@ -399,7 +410,7 @@ def test_callers_take_turns_over_the_connections() -> None:
         requests: Iterator[Any] = load_requests(
             FixedPrompts(1, 1), random.Random(1), model="m", metadata=()
         )
-        results: list[Served] = []
+        results: list[ServedRequest] = []
         changes: list[int] = []
 
         def note(progress: Progress) -> None:

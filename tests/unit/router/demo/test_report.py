@@ -9,8 +9,8 @@ from rich.console import Console
 from slagate.pools.grid.stage import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK, Status
-from slagate.router.demo.report import Row, build_report, example, figures, pool_of, table
-from slagate.router.loadgen.loadgen import Served
+from slagate.router.demo.report import DemoRow, build_report, example, figures, pool_of, table
+from slagate.router.loadgen.loadgen import ServedRequest
 from slagate.router.loadgen.trace import SLA_CLASSES, Arrival, SlaClass, TraceRequest
 
 INTERACTIVE, STANDARD, BATCH = SLA_CLASSES
@@ -37,9 +37,9 @@ def row(
     status: Status = OK,
     mismatch: str = "",
     got: gw.Receipt | None = None,
-) -> Row:
-    served = Served("r1", 0.0, ttft_s, itl_s, (1, 2), status, mismatch, got, 1.0)
-    return Row(Arrival(0.0, TraceRequest(0, 1000, 2, (0, 1)), sla), served, mismatch)
+) -> DemoRow:
+    served = ServedRequest("r1", 0.0, ttft_s, itl_s, (1, 2), status, mismatch, got, 1.0)
+    return DemoRow(Arrival(0.0, TraceRequest(0, 1000, 2, (0, 1)), sla), served, mismatch)
 
 
 def test_pool_is_the_last_one_tried_then_the_one_chosen() -> None:

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from slagate.proto.http2.connection import H2Connection
-from slagate.proto.http2.interfaces import CANCEL, Headers, Settings, StreamEnd
+from slagate.proto.http2.interfaces import CANCEL, Headers, Http2Settings, StreamEnd
 from slagate.proto.rpc.status import OK
 from support.builders import finished, token
 from support.gateway.front_path import Served, served
@@ -161,7 +161,7 @@ def test_a_local_server_that_is_lost_right_behind_its_headers_ends_the_call_once
 
     async def main() -> None:
         async with served(ANSWER) as s:
-            client, kept = H2Connection(PeerServer(), Settings()), Kept()
+            client, kept = H2Connection(PeerServer(), Http2Settings()), Kept()
             s.join(client)
             await anyio.sleep(0.1)
             fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"a")]

@@ -6,8 +6,7 @@ import anyio
 import pytest
 
 from slagate.proto.http2.connection import H2Connection
-from slagate.proto.http2.interfaces import CANCEL, Headers, StreamEnd
-from slagate.proto.http2.interfaces import Settings as Http2Settings
+from slagate.proto.http2.interfaces import CANCEL, Headers, Http2Settings, StreamEnd
 from slagate.proto.rpc.frames import prefix
 from slagate.proto.rpc.status import OK
 from slagate.router.request.settings import ClientLimits, Settings

@@ -14,9 +14,9 @@ import grpc.aio
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto.http2.interfaces import Settings
+from slagate.proto.http2.interfaces import Http2Settings
 from slagate.proto.rpc.address import Address
-from slagate.proto.rpc.connection_pool import Links, dial_unix
+from slagate.proto.rpc.connection_pool import ConnectionPool, dial_unix
 from slagate.proto.rpc.status import OK
 from slagate.router.front.server import Front, serve_front
 from slagate.router.request.metadata import PEER
@@ -61,7 +61,9 @@ async def served(folder: Path, *scripts: Script) -> AsyncIterator[Served]:
     await local.start()
     try:
         async with bench("agg", agg=list(scripts)) as b, anyio.create_task_group() as tasks:
-            links = Links(f"{folder}/local", tasks, settings=Settings(), dial=dial_unix)
+            links = ConnectionPool(
+                f"{folder}/local", tasks, settings=Http2Settings(), dial=dial_unix
+            )
             with closing(listen_on(Address("127.0.0.1", 0))) as listening:
                 port = listening.getsockname()[1]
                 async with serve_front(b.serve, listening, links, b.app.gateway.settings) as front:

@@ -9,7 +9,7 @@ import pytest
 from slagate.proto.http2.interfaces import CANCEL
 from slagate.proto.rpc.frames import prefix
 from slagate.proto.rpc.status import OK
-from slagate.router.front.limits import FLUSH_S, LOOK_S, MOST_S, Untaken
+from slagate.router.front.limits import FLUSH_S, LOOK_S, MOST_S, SlowReaderTimeouts
 from slagate.router.request.settings import Settings
 from support.builders import finished, request, token
 from support.gateway.front_path import Served, served
@@ -185,7 +185,7 @@ def test_what_is_taken_in_time_is_never_asked_about() -> None:
             def give_up(self) -> None:
                 raise AssertionError
 
-        untaken, taken = Untaken(), Taken()
+        untaken, taken = SlowReaderTimeouts(), Taken()
         untaken.add(taken, 0.0)
         untaken.discard(taken)
         await anyio.sleep(5)

@@ -9,8 +9,8 @@ import anyio
 import grpc
 import pytest
 
-from slagate.proto.http2.interfaces import Settings
-from slagate.proto.rpc.connection_pool import Links
+from slagate.proto.http2.interfaces import Http2Settings
+from slagate.proto.rpc.connection_pool import ConnectionPool
 from slagate.proto.rpc.sinks import Call
 from slagate.proto.rpc.status import OK
 from slagate.router.front.client_stream import ClientStream
@@ -34,7 +34,7 @@ def play(scene: Scene, *scripts: Script) -> None:
     async def main() -> None:
         async with bench("agg", agg=list(scripts)) as b, anyio.create_task_group() as tasks:
             local = Network(asyncio.Protocol)
-            links = Links("local", tasks, settings=Settings(), dial=local.dial)
+            links = ConnectionPool("local", tasks, settings=Http2Settings(), dial=local.dial)
             front = Front(b.serve, links, b.app.gateway.settings)
             channel = StreamChannel("gw", tasks, dial=Network(front.protocol, 0.001).dial)
             await scene(b, channel)
@@ -60,7 +60,7 @@ def test_an_answer_waits_for_a_slow_client_without_a_deadline_as_long_as_any_req
         call.resume()
         assert await sink.done() == OK
         assert len(sink.messages) == 301
-        assert sum(map(len, sink.messages)) > 2 * Settings().stream_window_bytes
+        assert sum(map(len, sink.messages)) > 2 * Http2Settings().stream_window_bytes
         given_up = BytesSink()
         start(channel, given_up).pause()
         await anyio.sleep(b.app.gateway.settings.default_timeout_s + FLUSH_S)

@@ -9,7 +9,7 @@ import pytest
 from slagate.proto.rpc.status import OK
 from slagate.router.legs.attempts import TRAILER_LIMIT_S
 from slagate.router.request.errors import Aborted, Outcome
-from slagate.router.request.running import Running
+from slagate.router.request.running import CancelHandle
 from support.builders import finished, prefill_ready, token
 from support.gateway.request_path import DECODE_OK, PEER, Answer, bench
 from support.virtual_loop import VirtualLoop, run
@@ -75,7 +75,7 @@ def test_an_end_that_comes_as_the_wait_for_a_status_is_over_is_not_lost(ends: st
         async with bench(prefill=[(prefill_ready(), HANG)], decode=[(token(1), HANG)]) as b:
             loop = asyncio.get_running_loop()
             assert isinstance(loop, VirtualLoop)
-            answer, running = Answer(), Running()
+            answer, running = Answer(), CancelHandle()
             error = Aborted("aborted") if ends == "abort" else None
             began_s = loop.time()
             # Behind the stall both are due, and run in one turn, in order.

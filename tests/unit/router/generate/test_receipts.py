@@ -8,7 +8,7 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.ranks import Limits, Work
 from slagate.pools.inflight.rows import State
 from slagate.proto import gateway_pb2 as gw
-from slagate.router.cli.receipts import Recheck, json_line
+from slagate.router.cli.receipts import Recomputer, json_line
 from slagate.router.receipts.ring import in_turns
 from slagate.router.request.errors import Outcome
 from slagate.router.request.metadata import RECEIPT_TRAILER
@@ -181,7 +181,7 @@ def test_receipts_of_retries_hold_the_choices_that_failed_and_all_of_them_come_o
             assert not second.replaced
             config = gw.WatchReceiptsResponse(config=b.app.gateway.receipts.config)
             others = [gw.WatchReceiptsResponse(receipt=each) for each in (first, second)]
-            recheck = Recheck()
+            recheck = Recomputer()
             lines = [json_line(each).encode() for each in (config, *others)]
             assert list(recheck.read(lines)) == []
             assert (recheck.n_choices, recheck.ok) == (3, True)

@@ -23,7 +23,7 @@ from slagate.router.grid_view.picture import (
     style,
     write_picture,
 )
-from slagate.router.grid_view.view import StageView, shade, spelled, stage_view
+from slagate.router.grid_view.view import StageGridView, shade, spelled, stage_view
 from slagate.workers.runtime.errors import UsageError
 from support.fleet.files import agg_file
 from support.fleet.views import (
@@ -95,7 +95,7 @@ class Drawn(NamedTuple):
         return [self.texts[at] for at in np.flatnonzero(low.all(1) & high.all(1))]
 
 
-def drawn(*views: StageView) -> Drawn:
+def drawn(*views: StageGridView) -> Drawn:
     figure = picture(views)
     figure.draw_without_rendering()
     texts = figure.findobj(
@@ -120,7 +120,7 @@ def extents(artists: list[Any]) -> Any:
     return np.array([artist.get_window_extent().extents for artist in artists])
 
 
-def views(config: FleetConfig, *, live: bool = False) -> list[StageView]:
+def views(config: FleetConfig, *, live: bool = False) -> list[StageGridView]:
     """All stages of an example, and the first one of others, whose second one is always the same."""
     traffic = some_traffic(config) if live else None
     stages = list(config.stages)[: 2 if "example" in config.source else 1]
@@ -143,7 +143,7 @@ def overlapping(of: Any, others: Any) -> Any:
     return (high - low > 0.01).all(axis=2)
 
 
-def places_of(view: StageView) -> list[tuple[int, ...]]:
+def places_of(view: StageGridView) -> list[tuple[int, ...]]:
     bands = (len(view.rows.bands), len(view.columns.bands))
     return [(*panel.layer, *at) for panel in view.panels for at in np.ndindex(*bands)]
 
@@ -362,7 +362,7 @@ def test_a_grid_that_no_screen_shows_is_refused() -> None:
 # --- files -----------------------------------------------------------------------------------------
 
 
-def written(of: list[StageView], folder: Path, kind: str) -> bytes:
+def written(of: list[StageGridView], folder: Path, kind: str) -> bytes:
     path = folder / f"picture.{kind}"
     write_picture(of, path, kind=kind)
     return path.read_bytes()

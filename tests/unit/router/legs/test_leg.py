@@ -11,8 +11,8 @@ from slagate.proto.rpc.sinks import BufferedSink
 from slagate.proto.rpc.status import OK, Status
 from slagate.router.legs.handoff import PrefillSink
 from slagate.router.legs.leg import LegSink
-from slagate.router.legs.relay import Splice
-from slagate.router.receipts.record import Tally
+from slagate.router.legs.relay import Relay
+from slagate.router.receipts.record import StreamStats
 from slagate.router.request.errors import LegFailed
 from support.builders import engine_error, finished, prefill_ready, token
 from support.virtual_loop import run
@@ -20,13 +20,13 @@ from support.virtual_loop import run
 Code = grpc.StatusCode
 
 
-def splice(stage: Stage) -> Splice:
-    return Splice(
+def splice(stage: Stage) -> Relay:
+    return Relay(
         stage,
         BufferedSink(),
         leg_id="leg",
         client_id="client",
-        tally=Tally(),
+        tally=StreamStats(),
         max_buffer_bytes=1 << 20,
         stuck_s=5.0,
         now_s=lambda: 0.0,

@@ -5,8 +5,8 @@ from slagate.pools.grid.stage import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import BufferedSink
 from slagate.proto.rpc.status import OK, Status
-from slagate.router.legs.relay import Splice
-from slagate.router.receipts.record import Tally
+from slagate.router.legs.relay import Relay
+from slagate.router.receipts.record import StreamStats
 from slagate.router.request.errors import ErrorRelayed, LegFailed, SlowClient
 from support.builders import engine_error, finished, prefill_ready, token
 from support.virtual_loop import run
@@ -18,13 +18,17 @@ class Leg:
     """A splice between a leg that the test plays and a client's buffer."""
 
     def __init__(
-        self, *, max_buffer_bytes: int = 1 << 20, tally: Tally | None = None, preface: bytes = b""
+        self,
+        *,
+        max_buffer_bytes: int = 1 << 20,
+        tally: StreamStats | None = None,
+        preface: bytes = b"",
     ) -> None:
         self.client = BufferedSink()
-        self.tally = tally or Tally()
+        self.tally = tally or StreamStats()
         self.now_s = 100.0
         self.n_on_token = 0
-        self.splice = Splice(
+        self.splice = Relay(
             Stage.DECODE,
             self.client,
             leg_id="leg-1",

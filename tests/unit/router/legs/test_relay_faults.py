@@ -15,11 +15,11 @@ from slagate.proto.http2.engine import RequestReceived
 from slagate.proto.http2.events import Events
 from slagate.proto.http2.outbox import Outbox
 from slagate.proto.http2.stream import H2Stream
-from slagate.proto.rpc.client_call import Rpc
+from slagate.proto.rpc.client_call import ServerStreamCall
 from slagate.proto.rpc.frames import framed
 from slagate.proto.rpc.sinks import BufferedSink
-from slagate.router.legs.relay import Splice, plain_tokens
-from slagate.router.receipts.record import Tally
+from slagate.router.legs.relay import Relay, plain_tokens
+from slagate.router.receipts.record import StreamStats
 from slagate.workers.legs import client_id_suffix
 from support.seeds import n_in
 from support.virtual_loop import run
@@ -53,8 +53,8 @@ def test_what_came_together_across_the_bound_of_the_buffer_is_passed_on_and_the_
     n_together: int,
 ) -> None:
     async def main() -> None:
-        client, call, tally = BufferedSink(), Paused(), Tally()
-        splice = Splice(
+        client, call, tally = BufferedSink(), Paused(), StreamStats()
+        splice = Relay(
             Stage.DECODE,
             client,
             leg_id="leg-1",
@@ -96,7 +96,9 @@ class Wire:
 def test_a_call_that_failed_while_it_was_paused_does_not_end_well() -> None:
     async def main() -> None:
         sink, wire = BytesSink(), Wire()
-        call = Rpc((), b"", (), sink, timeout_s=None, on_end=lambda _: None, again=lambda _: None)
+        call = ServerStreamCall(
+            (), b"", (), sink, timeout_s=None, on_end=lambda _: None, again=lambda _: None
+        )
         call._stream = wire  # type: ignore[assignment]
         call.headers([(b":status", b"200"), (b"content-type", b"application/grpc")])
         call.pause()
@@ -122,7 +124,9 @@ def test_messages_in_front_of_one_that_cannot_be_read_come_before_the_error(
 
     async def main() -> None:
         sink, wire = BytesSink(), Wire()
-        call = Rpc((), b"", (), sink, timeout_s=None, on_end=lambda _: None, again=lambda _: None)
+        call = ServerStreamCall(
+            (), b"", (), sink, timeout_s=None, on_end=lambda _: None, again=lambda _: None
+        )
         call._stream = wire  # type: ignore[assignment]
         call.headers([(b":status", b"200"), (b"content-type", b"application/grpc")])
         if is_paused:
@@ -143,7 +147,9 @@ def test_a_call_that_is_answered_before_all_of_it_was_sent_gives_its_place_back(
     async def main() -> None:
         sink, wire = BytesSink(), Wire()
         wire.unsent_bytes = 5
-        call = Rpc((), b"", (), sink, timeout_s=None, on_end=lambda _: None, again=lambda _: None)
+        call = ServerStreamCall(
+            (), b"", (), sink, timeout_s=None, on_end=lambda _: None, again=lambda _: None
+        )
         call._stream = wire  # type: ignore[assignment]
         call.headers([(b":status", b"200"), (b"content-type", b"application/grpc")])
         call.trailers([(b"grpc-status", b"8")])

@@ -18,7 +18,7 @@ from slagate.proto.rpc.status import OK, Metadata, Status
 from slagate.router.loadgen.loadgen import (
     LoadRequest,
     Progress,
-    Served,
+    ServedRequest,
     StreamProbe,
     mismatch,
     run_load,
@@ -47,7 +47,7 @@ def error(code: oe.ErrorCode.ValueType) -> oe.GenerateResponse:
     return oe.GenerateResponse(request_id="r1", error=oe.EngineError(code=code, message="gone"))
 
 
-def serve(events: Events, *, now_s: Callable[[], float] = lambda: 0.0) -> Served:
+def serve(events: Events, *, now_s: Callable[[], float] = lambda: 0.0) -> ServedRequest:
     probe = StreamProbe("r1", now_s=now_s, progress=Progress())
     for event in events:
         if isinstance(event, Status):
@@ -209,7 +209,7 @@ def test_requests_leave_at_their_time_whatever_became_of_those_before() -> None:
     targets = [FakeTarget(answer_s=100.0), FakeTarget(answer_s=100.0)]
     changes: list[tuple[int, int, int, int]] = []
 
-    async def main() -> list[Served]:
+    async def main() -> list[ServedRequest]:
         await anyio.sleep(7.0)
         return await run_load(
             targets,

@@ -13,16 +13,16 @@ from slagate.proto import process_pb2 as ps
 from slagate.proto import process_pb2_grpc as ps_grpc
 from slagate.router.metrics import Metrics
 from slagate.router.multiprocess import service as process_service
-from slagate.router.multiprocess.child import Place, config_in_force, own_place
+from slagate.router.multiprocess.child import ProcessSlot, config_in_force, own_place
 from slagate.router.multiprocess.service import ProcessService, Siblings
 from slagate.router.multiprocess.supervisor import Supervisor, write_config
-from slagate.router.receipts.config import Damaged, config_message, prepared_of
+from slagate.router.receipts.config import UnusableReceipt, config_message, prepared_of
 from slagate.router.receipts.ring import ReceiptRing
 from slagate.router.reload.reload import Proposal, Reloader, put_in_process
 from slagate.router.request import errors
-from slagate.router.request.running import LiveRequests
+from slagate.router.request.running import RunningRequests
 from slagate.router.scheduling.dispatcher import Dispatcher
-from slagate.router.scheduling.peers import Neighbours
+from slagate.router.scheduling.peers import PeerProcesses
 from slagate.workers.runtime.clock import monotonic_s
 from support.builders import PROFILE, config, fleet, rng
 from support.gateway.context import Aborted, Context
@@ -32,8 +32,10 @@ from support.limits import HANG_S
 from support.virtual_loop import run
 
 
-def place_in(folder: Path, *, n_processes: int = 2) -> Place:
-    return Place(number=0, n_processes=n_processes, folder=str(folder), instance_id="i", port=1)
+def place_in(folder: Path, *, n_processes: int = 2) -> ProcessSlot:
+    return ProcessSlot(
+        number=0, n_processes=n_processes, folder=str(folder), instance_id="i", port=1
+    )
 
 
 def supervised(folder: Path, *arguments: str) -> tuple[int, bool]:
@@ -94,7 +96,7 @@ def test_a_configuration_comes_out_of_its_message_as_it_went_in(tmp_path: Path) 
     write_config(place_in(tmp_path), message)
     assert config_message(prepare(config_in_force(place_in(tmp_path))), policy="prefix") == message
     message.fleet = message.fleet.replace("w0:1", "w9:1")
-    with pytest.raises(Damaged, match="version"):
+    with pytest.raises(UnusableReceipt, match="version"):
         prepared_of(message)
 
 
@@ -106,7 +108,7 @@ class Running:
         first = message_of(n_workers=1)
         self.dispatcher = Dispatcher(self.fleet, rng=rng())
         self.receipts = ReceiptRing(first, unix_s=lambda: 1.5)
-        self.live = LiveRequests()
+        self.live = RunningRequests()
         metrics = Metrics()
         metrics.watch(self.dispatcher)
         self.reloader = Reloader(
@@ -169,7 +171,7 @@ def test_an_abort_finds_the_process_that_has_the_request(
         ps_grpc.add_ProcessServicer_to_server(of.service, server)
         server.add_insecure_port(f"unix:{place.path('admin', number=1)}")
         await server.start()
-        siblings = Siblings(place, Neighbours(opened(0), wake=lambda _: None, now_s=lambda: 0.0))
+        siblings = Siblings(place, PeerProcesses(opened(0), wake=lambda _: None, now_s=lambda: 0.0))
         ended: list[str] = []
 
         async def serve() -> None:
@@ -196,10 +198,10 @@ def test_running_requests_are_told_to_the_others(tmp_path: Path) -> None:
     async def main() -> None:
         opened = Opened(tmp_path, 2)
         a, b = (
-            Neighbours(opened(number), wake=lambda _: None, now_s=lambda: 0.0)
+            PeerProcesses(opened(number), wake=lambda _: None, now_s=lambda: 0.0)
             for number in range(2)
         )
-        live = LiveRequests(a.show_running)
+        live = RunningRequests(a.show_running)
         with listed(live, "p", "r"), listed(live, "p", "s"):
             assert (b.running_elsewhere, a.running_elsewhere) == (2, 0)
         assert (b.running_elsewhere, len(live)) == (0, 0)

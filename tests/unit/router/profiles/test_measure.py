@@ -13,14 +13,14 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router.profiles.measure import (
     AggBench,
     Bench,
-    Capacity,
     DecodeRow,
+    MeasurableRange,
     MeasurePlan,
     PairBench,
     PrefillRow,
-    Stream,
-    Tick,
-    Timed,
+    TimedPrompt,
+    TimedStream,
+    TokenArrival,
     capacity,
     itl_s,
     measure_decode,
@@ -130,12 +130,12 @@ class Forgetful:
     def __init__(self) -> None:
         self._n_asked = 0
 
-    async def prefill(self, prompt: Sequence[int]) -> Timed:
+    async def prefill(self, prompt: Sequence[int]) -> TimedPrompt:
         self._n_asked += 1
         cached = 64 if len(prompt) > 64 and self._n_asked % 2 else 0
-        return Timed(0.001 * (len(prompt) - cached), cached)
+        return TimedPrompt(0.001 * (len(prompt) - cached), cached)
 
-    async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[Stream]:
+    async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[TimedStream]:
         return streams(*([(0.01 * at, 1) for at in range(n_tokens)] for _ in prompts))
 
 
@@ -143,7 +143,7 @@ def test_only_prompts_with_the_cached_tokens_of_their_row_count() -> None:
     async def scenario() -> None:
         lines: list[str] = []
         plan = MeasurePlan((10,), (64, 70), (), (), repeats=5)
-        limit = Capacity(1000, 1000)
+        limit = MeasurableRange(1000, 1000)
         rows = await measure_prefill(
             Forgetful(), plan, limit, rng=random.Random(1), on_row=lines.append
         )
@@ -159,14 +159,16 @@ def test_in_the_middle_of_the_output_the_context_is_that_of_the_row() -> None:
             super().__init__()
             self.asked: list[tuple[int, int]] = []
 
-        async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[Stream]:
+        async def decode(
+            self, prompts: Sequence[Sequence[int]], n_tokens: int
+        ) -> list[TimedStream]:
             self.asked += [(len(prompt), n_tokens) for prompt in prompts]
             return await super().decode(prompts, n_tokens)
 
     async def scenario() -> None:
         bench = Noting()
         plan = MeasurePlan((), (), (2,), (10, 100), repeats=1, steps=32)
-        limit = Capacity(1000, 1000)
+        limit = MeasurableRange(1000, 1000)
         rows = await measure_decode(
             bench, plan, limit, max_batch=8, rng=random.Random(1), on_row=lambda _: None
         )
@@ -176,8 +178,8 @@ def test_in_the_middle_of_the_output_the_context_is_that_of_the_row() -> None:
     in_virtual_time(scenario)
 
 
-def streams(*ticks: list[tuple[float, int]]) -> list[Stream]:
-    return [Stream(lambda: 0.0, ticks=[Tick(*tick) for tick in of]) for of in ticks]
+def streams(*ticks: list[tuple[float, int]]) -> list[TimedStream]:
+    return [TimedStream(lambda: 0.0, ticks=[TokenArrival(*tick) for tick in of]) for of in ticks]
 
 
 def test_only_steps_of_the_whole_batch_count() -> None:
@@ -202,7 +204,9 @@ def test_a_worker_that_refuses_a_prompt_ends_the_measurement_with_its_words() ->
 
 def test_a_row_that_the_worker_refuses_costs_no_other() -> None:
     class Refusing(Forgetful):
-        async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[Stream]:
+        async def decode(
+            self, prompts: Sequence[Sequence[int]], n_tokens: int
+        ) -> list[TimedStream]:
             if len(prompts) == 2:
                 raise UsageError("the worker answered RESOURCE_EXHAUSTED: full")
             return await super().decode(prompts, n_tokens)
@@ -213,7 +217,7 @@ def test_a_row_that_the_worker_refuses_costs_no_other() -> None:
         rows = await measure_decode(
             Refusing(),
             plan,
-            Capacity(1000, 1000),
+            MeasurableRange(1000, 1000),
             max_batch=8,
             rng=random.Random(1),
             on_row=lines.append,

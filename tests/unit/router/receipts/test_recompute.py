@@ -12,10 +12,10 @@ import pytest
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.receipts import json_line, parsed, recompute_file
-from slagate.router.receipts.config import Damaged, read_config
+from slagate.router.receipts.config import UnusableReceipt, read_config
 from slagate.router.receipts.messages import at_once
 from slagate.router.receipts.recompute import decide_again
-from slagate.router.receipts.record import Record, Stamp
+from slagate.router.receipts.record import ReceiptNumber, Record
 from slagate.router.request.errors import Outcome
 from slagate.workers.runtime.errors import UsageError
 from support.gateway.receipts import RandomFleet
@@ -121,7 +121,7 @@ def test_a_file_may_hold_more_than_one_run(
 def test_a_run_without_a_decision_is_no_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stamp = Stamp(1, 1.0, FLEET.config.version)
+    stamp = ReceiptNumber(1, 1.0, FLEET.config.version)
     refused = at_once(Record(0.0).full(Outcome.INVALID, 1.0, stamp))
     line = json_line(gw.WatchReceiptsResponse(receipt=refused))
     assert run(tmp_path, CONFIG) == 1
@@ -131,7 +131,7 @@ def test_a_run_without_a_decision_is_no_success(
 
 def refused(version: str) -> dict[str, Any]:
     """The line of a request that was refused before it was decided."""
-    stamp = Stamp(1, 1.0, version)
+    stamp = ReceiptNumber(1, 1.0, version)
     made = at_once(Record(0.0).full(Outcome.INVALID, 1.0, stamp))
     parsed: dict[str, Any] = json.loads(json_line(gw.WatchReceiptsResponse(receipt=made)))
     return parsed
@@ -321,12 +321,14 @@ def edited(**changes: Any) -> gw.GatewayConfig:
 
 def test_a_configuration_that_was_changed_is_refused() -> None:
     for changes in ({"version": "0"}, {"fleet": FLEET.config.fleet + " "}, {"policy": "other"}):
-        with pytest.raises(Damaged, match=r"^config\.version: is not the digest of the rest"):
+        with pytest.raises(
+            UnusableReceipt, match=r"^config\.version: is not the digest of the rest"
+        ):
             read_config(edited(**changes))
     changed = edited()
     profiled = next(each for each in changed.estimators if "1" in each.table)
     profiled.table = profiled.table.replace("1", "2", 1)
-    with pytest.raises(Damaged, match=r"^config\.version"):
+    with pytest.raises(UnusableReceipt, match=r"^config\.version"):
         read_config(changed)
 
 

@@ -10,7 +10,7 @@ from slagate.pools.inflight.rows import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK, Status
 from slagate.router.receipts.messages import at_once, decision_steps
-from slagate.router.receipts.record import MAX_RECEIPT_BYTES, TOP_CANDIDATES, Record, Stamp
+from slagate.router.receipts.record import MAX_RECEIPT_BYTES, TOP_CANDIDATES, ReceiptNumber, Record
 from slagate.router.request.errors import Outcome
 from slagate.router.request.sla import MAX_TEXT, Sla
 from slagate.router.scheduling.policy import Decision, choose
@@ -18,7 +18,7 @@ from support.builders import MODEL, ask, one_cell, pool_view, profiled, rng, vie
 
 Code = grpc.StatusCode
 STAGES = (Stage.PREFILL, Stage.DECODE)
-STAMP = Stamp(12, 1.7e9, "0123456789abcdef")
+STAMP = ReceiptNumber(12, 1.7e9, "0123456789abcdef")
 
 
 def decision(

@@ -16,7 +16,7 @@ from slagate.pools.fleet.ranks import Limits, Work
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import State
-from slagate.pools.inflight.table import Table
+from slagate.pools.inflight.table import LoadTable
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.scheduling.policy import choose
@@ -419,7 +419,7 @@ def test_workers_that_drain_and_are_down_stand_for_nobody() -> None:
 
 
 def test_a_table_gives_rows_that_were_given_up_to_the_next_the_last_first() -> None:
-    table = Table()
+    table = LoadTable()
     rows = [table.add(f"w{n}:1", None) for n in range(3)]
     for row in rows:
         table.set_models(row, frozenset({"m"}))

@@ -17,10 +17,10 @@ from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.request.errors import NoWorker, RequestError, UnknownModel
+from slagate.router.request.errors import GatewayError, NoWorker, UnknownModel
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
-from slagate.router.scheduling.score import Ask
+from slagate.router.scheduling.score import RoutingRequest
 from slagate.router.scheduling.wait_queue import Assignment
 from support.builders import MODEL, STAGE_NAMES, ask, config, fleet, model_info, rng
 from support.virtual_loop import run
@@ -44,14 +44,16 @@ class Requests:
         self.dispatcher = dispatcher
         self.order: list[int] = []
         self.held: dict[int, Assignment] = {}
-        self.failed: dict[int, RequestError] = {}
+        self.failed: dict[int, GatewayError] = {}
 
-    async def submit(self, number: int, *, asked: Ask | None = None, **more: Any) -> None:
+    async def submit(
+        self, number: int, *, asked: RoutingRequest | None = None, **more: Any
+    ) -> None:
         try:
             with self.dispatcher.submit(asked or ask(), **more) as ticket:
                 self.held[number] = await ticket.assigned()
                 self.order.append(number)
-        except RequestError as error:
+        except GatewayError as error:
             self.failed[number] = error
 
     def versions(self, number: int) -> set[str]:

@@ -19,12 +19,12 @@ from slagate.pools.fleet.ranks import Work
 from slagate.pools.fleet.watch import INTERVAL_S, JITTER_RATIO, watch_fleet
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.inflight.rows import State
-from slagate.pools.kv_events.view import Mode
+from slagate.pools.kv_events.view import EventMode
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK, Status
-from slagate.router.cli.receipts import Recheck, json_line
+from slagate.router.cli.receipts import Recomputer, json_line
 from slagate.router.receipts.config import read_config
 from slagate.router.receipts.recompute import decide_again
 from slagate.router.receipts.ring import in_turns
@@ -260,7 +260,7 @@ def test_who_comes_back_keeps_its_index_and_a_row_that_was_anothers_starts_empty
             await anyio.sleep(5)
             assert (of.member("w2:1"), cached()) == (member, [2 * BLOCK_TOKENS] * 2)
             assert member.events is not None
-            assert (member.events.mode, len(of.workers["w2:1"].kv_calls)) == (Mode.LIVE, 1)
+            assert (member.events.mode, len(of.workers["w2:1"].kv_calls)) == (EventMode.LIVE, 1)
             held.release()
             # w3, which has no events, gets the row of w2, whose blocks are nobody's now.
             of.put("w1:1", "w3:1")
@@ -417,7 +417,7 @@ def test_what_the_admin_service_gives_of_requests_before_and_after_a_reload_reco
             receipts = [each.receipt for each in said if each.HasField("receipt")]
             assert (len(said), len(receipts)) == (3, 2)
             assert receipts[0].config_version != receipts[1].config_version
-            recheck = Recheck()
+            recheck = Recomputer()
             assert list(recheck.read(json_line(each).encode() for each in said)) == []
             assert (recheck.n_receipts, recheck.n_choices, recheck.ok) == (2, 1, True)
 

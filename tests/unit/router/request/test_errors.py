@@ -11,17 +11,17 @@ from slagate.router.request.errors import (
     RETRY_PUSHBACK,
     Draining,
     ErrorRelayed,
+    GatewayError,
     InvalidRequest,
     LegFailed,
     NoWorker,
     Outcome,
     Overloaded,
-    RequestError,
 )
 from slagate.workers.errors import (
     MAX_MESSAGE_BYTES,
     STATUS_OF_ENGINE_ERROR,
-    Refused,
+    RequestRefused,
     WorkerError,
     scrub,
     status_of_engine_error,
@@ -30,16 +30,16 @@ from slagate.workers.errors import (
 Code = grpc.StatusCode
 
 
-def subclasses(of: type[RequestError]) -> Iterator[type[RequestError]]:
+def subclasses(of: type[GatewayError]) -> Iterator[type[GatewayError]]:
     for each in of.__subclasses__():
         yield each
         yield from subclasses(each)
 
 
-KINDS = list(subclasses(RequestError))
+KINDS = list(subclasses(GatewayError))
 
 
-def example(kind: type[RequestError]) -> RequestError:
+def example(kind: type[GatewayError]) -> GatewayError:
     if issubclass(kind, InvalidRequest):
         return kind("field", "is wrong")
     if issubclass(kind, LegFailed):
@@ -49,7 +49,7 @@ def example(kind: type[RequestError]) -> RequestError:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_error_has_its_own_answer_and_a_refusal_is_never_internal(
-    kind: type[RequestError],
+    kind: type[GatewayError],
 ) -> None:
     error = example(kind)
     assert error.code is not Code.INTERNAL
@@ -70,7 +70,7 @@ def test_every_outcome_can_happen_and_only_a_bug_is_internal() -> None:
 
 
 @pytest.mark.parametrize("kind", [Overloaded, NoWorker, Draining])
-def test_what_may_pass_says_when_to_try_again(kind: type[RequestError]) -> None:
+def test_what_may_pass_says_when_to_try_again(kind: type[GatewayError]) -> None:
     assert dict(kind("x").status().trailers) == {RETRY_PUSHBACK: "1000"}
 
 
@@ -128,7 +128,7 @@ def test_an_engine_error_of_a_later_protocol_is_internal() -> None:
 
 
 def test_worker_errors_carry_their_status() -> None:
-    error = Refused(Code.NOT_FOUND, "model: no")
+    error = RequestRefused(Code.NOT_FOUND, "model: no")
     assert isinstance(error, WorkerError)
     assert error.status == Status(Code.NOT_FOUND, "model: no")
     assert str(error) == "NOT_FOUND: model: no"

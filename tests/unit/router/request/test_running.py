@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from slagate.router.request.errors import Aborted, Draining
-from slagate.router.request.running import LiveRequests, Running
+from slagate.router.request.running import CancelHandle, RunningRequests
 from support.gateway.running import listed
 from support.virtual_loop import run
 
@@ -14,7 +14,7 @@ DRAINING = Draining("shutting down")
 
 def test_an_abort_reaches_every_request_with_that_id_of_that_peer_and_no_other() -> None:
     async def main() -> None:
-        live = LiveRequests()
+        live = RunningRequests()
         ended: list[str] = []
 
         async def serve(peer: str, request_id: str, name: str) -> None:
@@ -48,7 +48,7 @@ def test_an_abort_reaches_every_request_with_that_id_of_that_peer_and_no_other()
 
 def test_a_request_that_fails_is_no_longer_listed() -> None:
     async def main() -> None:
-        live = LiveRequests()
+        live = RunningRequests()
         with pytest.raises(ValueError, match="boom"), listed(live, "p", "r"):
             raise ValueError("boom")
         assert len(live) == 0
@@ -59,7 +59,7 @@ def test_a_request_that_fails_is_no_longer_listed() -> None:
 
 def test_a_drain_ends_every_request_by_its_error_and_the_first_error_counts() -> None:
     async def main() -> None:
-        live = LiveRequests()
+        live = RunningRequests()
         ended: dict[str, Exception] = {}
 
         async def serve(peer: str) -> None:
@@ -84,7 +84,7 @@ def test_a_drain_ends_every_request_by_its_error_and_the_first_error_counts() ->
 
 def test_none_left_waits_for_the_last_one() -> None:
     async def main() -> None:
-        live = LiveRequests()
+        live = RunningRequests()
         await live.none_left()
 
         async def serve(seconds: float) -> None:
@@ -103,7 +103,7 @@ def test_none_left_waits_for_the_last_one() -> None:
 
 def test_everybody_who_waits_for_the_last_request_is_told() -> None:
     async def main() -> None:
-        live = LiveRequests()
+        live = RunningRequests()
 
         async def serve(seconds: float) -> None:
             with listed(live, "a", "r1"):
@@ -121,8 +121,8 @@ def test_everybody_who_waits_for_the_last_request_is_told() -> None:
 
 def test_a_request_that_is_answered_is_not_ended_any_more() -> None:
     async def main() -> None:
-        live = LiveRequests()
-        one = Running()
+        live = RunningRequests()
+        one = CancelHandle()
         one.begin()
         live.add("p", "r", one)
         one.answered()
@@ -136,7 +136,7 @@ def test_a_request_that_is_answered_is_not_ended_any_more() -> None:
 
 def test_a_request_that_was_ended_before_it_began_is_cancelled_at_once() -> None:
     async def main() -> None:
-        one = Running()
+        one = CancelHandle()
         one.end()
         with pytest.raises(asyncio.CancelledError):
             one.begin()
@@ -146,7 +146,7 @@ def test_a_request_that_was_ended_before_it_began_is_cancelled_at_once() -> None
 
 def test_a_cancellation_from_outside_is_not_taken_for_an_abort() -> None:
     async def main() -> None:
-        live = LiveRequests()
+        live = RunningRequests()
         with anyio.move_on_after(1.0) as outer, listed(live, "p", "r"):
             await anyio.sleep_forever()
         assert outer.cancelled_caught

@@ -11,7 +11,7 @@ from slagate.router.request.errors import RETRY_PUSHBACK, NoWorker, Overloaded, 
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.policy import Decision
-from slagate.router.scheduling.score import Candidate
+from slagate.router.scheduling.score import ScoredRow
 from slagate.router.scheduling.wait_queue import Assignment
 from support.builders import MODEL, ask, fleet, model_info, put_in, rng, take_now
 from support.fleet.files import disagg_file
@@ -27,7 +27,7 @@ def assign(d: Dispatcher, *, model: str = MODEL) -> Assignment:
     return take_now(d, ask(model=model))
 
 
-def candidates(decision: Decision) -> list[list[Candidate]]:
+def candidates(decision: Decision) -> list[list[ScoredRow]]:
     return [choice.candidates for choice in decision.stages]
 
 

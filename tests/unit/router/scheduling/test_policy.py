@@ -8,15 +8,27 @@ from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import RowView, State
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
-from slagate.router.scheduling.policy import Decision, StageChoice, Target, choose, choose_stage
-from slagate.router.scheduling.score import AT_LIMIT, KV_AT_LIMIT, LIMITS, QUEUE_AT_LIMIT, Ask
+from slagate.router.scheduling.policy import (
+    Decision,
+    LatencyTarget,
+    StageChoice,
+    choose,
+    choose_stage,
+)
+from slagate.router.scheduling.score import (
+    AT_LIMIT,
+    KV_AT_LIMIT,
+    LIMITS,
+    QUEUE_AT_LIMIT,
+    RoutingRequest,
+)
 from support.builders import ask, fleet, one_cell, pool_view, profiled, rng, take_now, view
 from support.fleet.files import disagg_file
 
 STAGES = list(Stage)
 
 
-def chosen(stage: Stage, *views: RowView, asked: Ask | None = None) -> StageChoice:
+def chosen(stage: Stage, *views: RowView, asked: RoutingRequest | None = None) -> StageChoice:
     pools = {"only": pool_view("only", views)}
     return choose_stage(stage, asked or ask(), one_cell(stage, "only"), pools, rng=rng())
 
@@ -131,7 +143,7 @@ def test_the_cell_comes_from_prompt_and_targets_and_a_priority_overrides_it() ->
     pools = {n: pool_view(n, [view(f"{n}:1")]) for g in grids.values() for n in g.pool_names}
 
     def pools_of(sla: Sla, isl_tokens: int = 100) -> tuple[str, ...]:
-        decision = choose(Ask("llama", isl_tokens, sla), grids, pools, rng=rng())
+        decision = choose(RoutingRequest("llama", isl_tokens, sla), grids, pools, rng=rng())
         return tuple(choice.pool for choice in decision.stages)
 
     assert pools_of(Sla(ttft_ms=150, itl_ms=5)) == ("p-fast", "d-fast")
@@ -146,11 +158,17 @@ def test_cfg_01_a_missing_target_is_the_middle_of_the_grid_and_said_to_be_a_defa
     grids = {Stage(k): g for k, g in parse_config(content, source="f").stages.items()}
     pools = {n: pool_view(n, [view(f"{n}:1")]) for g in grids.values() for n in g.pool_names}
     prefill, decode = choose(ask(), grids, pools, rng=rng()).stages
-    assert (prefill.targets, prefill.pool) == ((Target("ttft_ms", 500, source="grid"),), "p-bulk")
-    assert (decode.targets, decode.pool) == ((Target("itl_ms", 25, source="grid"),), "d-bulk")
+    assert (prefill.targets, prefill.pool) == (
+        (LatencyTarget("ttft_ms", 500, source="grid"),),
+        "p-bulk",
+    )
+    assert (decode.targets, decode.pool) == (
+        (LatencyTarget("itl_ms", 25, source="grid"),),
+        "d-bulk",
+    )
     prefill = choose(ask(sla=Sla(ttft_ms=500)), grids, pools, rng=rng()).stages[0]
     assert (prefill.targets, prefill.pool) == (
-        (Target("ttft_ms", 500, source="request"),),
+        (LatencyTarget("ttft_ms", 500, source="request"),),
         "p-bulk",
     )
 

@@ -20,7 +20,7 @@ from slagate.router.request.request import parse_request
 from slagate.router.request.settings import Settings
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
-from slagate.router.scheduling.score import Ask
+from slagate.router.scheduling.score import RoutingRequest
 from slagate.router.services.admin import AdminService
 from support.builders import MODEL, config, fleet, request, rng
 from support.fleet.files import disagg_file
@@ -180,7 +180,7 @@ def test_list_pools_says_how_workers_are_chosen_how_many_wait_and_how_wrong_pred
         asked = service(dispatcher, ring)
         with ExitStack() as tickets:
             for _ in range(3):
-                tickets.enter_context(dispatcher.submit(Ask(MODEL, 10, Sla())))
+                tickets.enter_context(dispatcher.submit(RoutingRequest(MODEL, 10, Sla())))
             return await asked.ListPools(gw.ListPoolsRequest(), Context())
 
     answer = run(main)

@@ -10,7 +10,7 @@ from slagate.pools.grid.stage import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.request import errors
 from slagate.router.request.metadata import PEER
-from slagate.router.request.running import LiveRequests
+from slagate.router.request.running import RunningRequests
 from slagate.router.services.control import ControlService
 from support.builders import MODEL, config, fleet, model_info
 from support.gateway.context import Aborted, Context
@@ -21,7 +21,7 @@ Code = grpc.StatusCode
 
 
 def control(
-    of: Fleet, *, reason: str | None = None, live: LiveRequests | None = None
+    of: Fleet, *, reason: str | None = None, live: RunningRequests | None = None
 ) -> ControlService:
     """Ready as the fleet is, unless `reason` says why not."""
 
@@ -31,7 +31,7 @@ def control(
         return ", ".join(f"no {stage.value} worker is ready" for stage in of.unready_stages())
 
     return ControlService(
-        of, live or LiveRequests(), instance_id="i", version="1", not_ready=not_ready
+        of, live or RunningRequests(), instance_id="i", version="1", not_ready=not_ready
     )
 
 
@@ -184,7 +184,7 @@ def test_logprobs_are_offered_as_far_as_every_worker_that_gives_them_goes() -> N
 
 def test_a_clients_abort_ends_its_request_by_an_error_that_says_so() -> None:
     async def main() -> None:
-        live = LiveRequests()
+        live = RunningRequests()
         ended: list[str] = []
 
         async def serve() -> None:

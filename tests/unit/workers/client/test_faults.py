@@ -19,10 +19,10 @@ from slagate.proto.http2.interfaces import (
     INTERNAL_ERROR,
     NO_ERROR,
     REFUSED_STREAM,
-    Settings,
+    Http2Settings,
 )
 from slagate.proto.rpc.client_call import MAX_MESSAGE_BYTES
-from slagate.proto.rpc.connection_pool import CONNECT_LIMIT_S, MAX_BACKOFF_S, Links
+from slagate.proto.rpc.connection_pool import CONNECT_LIMIT_S, MAX_BACKOFF_S, ConnectionPool
 from slagate.proto.rpc.frames import prefix
 from slagate.proto.rpc.sinks import Call
 from slagate.proto.rpc.status import OK, Status
@@ -61,8 +61,8 @@ Scene = Callable[[StreamChannel, PeerServer, Network], Awaitable[None]]
 def play(
     scene: Scene,
     *,
-    settings: Settings | None = None,
-    peer_settings: Settings | None = None,
+    settings: Http2Settings | None = None,
+    peer_settings: Http2Settings | None = None,
     latency_s: float = 0.001,
 ) -> None:
     async def main() -> None:
@@ -433,7 +433,7 @@ def test_who_waits_for_a_connection_is_told_when_there_will_be_none() -> None:
         network = Network(PeerServer().protocol)
         network.hangs = True
         async with anyio.create_task_group() as tasks:
-            links = Links("worker:1", tasks, settings=Settings(), dial=network.dial)
+            links = ConnectionPool("worker:1", tasks, settings=Http2Settings(), dial=network.dial)
             early, late = Waiting(), Waiting()
             links.start(early)
             await anyio.lowlevel.checkpoint()
@@ -502,7 +502,7 @@ def test_a_peer_that_does_not_read_holds_up_no_more_than_what_it_is_sent() -> No
         assert engine.queued_body_size() == 0
         assert await ask(channel) == OK
 
-    wide = Settings(stream_window_bytes=8 << 20)
+    wide = Http2Settings(stream_window_bytes=8 << 20)
     play(scene, peer_settings=wide)
 
 
@@ -545,4 +545,4 @@ def test_thousands_of_calls_leave_nothing_behind() -> None:
         assert grown_bytes < 10 * n_calls
         assert network.n_dials == 1
 
-    play(scene, peer_settings=Settings(resets=(1 << 30, 1 << 30)))
+    play(scene, peer_settings=Http2Settings(resets=(1 << 30, 1 << 30)))

@@ -8,7 +8,7 @@ import grpc
 import pytest
 import uvloop
 
-from slagate.proto.http2.interfaces import Settings
+from slagate.proto.http2.interfaces import Http2Settings
 from slagate.proto.http2.keepalive import QUICK_PINGS, RARE_S
 from slagate.proto.rpc.sinks import Call
 from slagate.proto.rpc.status import Metadata, Status
@@ -18,12 +18,12 @@ from support.http2.keepalive_clock import KeepaliveClock
 from support.limits import HANG_S
 from support.worker.bytes_sink import BytesSink
 
-QUICK = Settings(stream_window_bytes=64 << 10)
+QUICK = Http2Settings(stream_window_bytes=64 << 10)
 
 
 @asynccontextmanager
 async def channel_to(
-    address: str, settings: Settings | None = None
+    address: str, settings: Http2Settings | None = None
 ) -> AsyncIterator[StreamChannel]:
     async with anyio.create_task_group() as tasks:
         channel = StreamChannel(address, tasks, settings=settings)
@@ -54,7 +54,7 @@ async def ask(channel: StreamChannel, order: Order, **options: object) -> BytesS
 def play(
     serve: Serve,
     scene: Callable[[Peer, StreamChannel], Awaitable[None]],
-    settings: Settings | None = None,
+    settings: Http2Settings | None = None,
     **options: object,
 ) -> None:
     """A scene with a server and a channel to it, on uvloop, which the gateway runs on."""
@@ -85,7 +85,9 @@ def test_a_request_of_a_megabyte_and_more_arrives_whole(serve: Serve) -> None:
 
 @either
 @pytest.mark.parametrize("settings", [None, QUICK], ids=["default", "small windows"])
-def test_large_answers_come_whole_and_in_order(serve: Serve, settings: Settings | None) -> None:
+def test_large_answers_come_whole_and_in_order(
+    serve: Serve, settings: Http2Settings | None
+) -> None:
     async def scene(_peer: Peer, channel: StreamChannel) -> None:
         sink = await ask(channel, Order(n_messages=50, message_bytes=1 << 20))
         assert sink.code is grpc.StatusCode.OK

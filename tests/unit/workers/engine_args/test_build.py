@@ -17,7 +17,7 @@ from slagate.workers.engine_args.check import check_values
 from slagate.workers.engine_args.model.merge import Layer, leaves, merge
 from slagate.workers.engine_args.model.model import EngineModel
 from slagate.workers.engine_args.read import parse_yaml
-from slagate.workers.engine_args.rules.case import Wanted
+from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.engine_args.text import yaml_lines
 from slagate.workers.runtime.errors import UsageError
 from slagate.workers.sim.args import TorchLlmArgs
@@ -48,7 +48,7 @@ def built(
     extra: Path | None = None,
     override: object = None,
     forced: dict[str, Any] | None = None,
-    wanted: Wanted | None = None,
+    wanted: IntendedUse | None = None,
 ) -> EngineArgs:
     return build_engine_args(
         role=role,
@@ -232,9 +232,9 @@ def test_autodeploy_gets_none_of_what_it_refuses() -> None:
 def test_autodeploy_reports_load_unless_its_version_cannot_which_is_told() -> None:
     override = {"backend": "_autodeploy"}
     for version in (None, (1, 3)):
-        args = built(override=override, wanted=Wanted(engine_version=version))
+        args = built(override=override, wanted=IntendedUse(engine_version=version))
         assert (args.values["enable_iter_perf_stats"], args.findings) == (True, [])
-    args = built(override=override, wanted=Wanted(engine_version=(1, 2)))
+    args = built(override=override, wanted=IntendedUse(engine_version=(1, 2)))
     assert "enable_iter_perf_stats" not in args.values
     assert codes(args) == ["E803"]
 
@@ -330,7 +330,7 @@ def test_an_unknown_role_is_refused_by_name() -> None:
 
 
 def test_engine_09_variables_of_the_engine_count_over_those_of_the_worker() -> None:
-    wanted = Wanted(environ={"UCX_TLS": "tcp"})
+    wanted = IntendedUse(environ={"UCX_TLS": "tcp"})
     transceiver = {"backend": "UCX", "max_tokens_in_buffer": 8192}
     args = built(role="decode", override={"cache_transceiver_config": transceiver}, wanted=wanted)
     assert codes(args) == ["E210"]

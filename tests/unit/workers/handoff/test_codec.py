@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.handoff.codec import (
     LOGPROB_FLOOR,
     MAX_LIST_ENTRIES,
@@ -40,7 +40,7 @@ def session_with(session_id: str = "77", **attributes: Any) -> oe.KvSessionRef:
 
 
 def refusal(session: oe.KvSessionRef) -> str:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRefused) as caught:
         params_of_session(session)
     assert caught.value.status.code is grpc.StatusCode.INVALID_ARGUMENT
     return caught.value.status.message

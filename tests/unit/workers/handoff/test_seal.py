@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.handoff import seal as handoff_seal
 from slagate.workers.handoff.seal import ATTRIBUTE, canonical, check_key, check_seal, mac, seal
 from support.seeds import n_in
@@ -54,7 +54,7 @@ def sealed(session: oe.KvSessionRef) -> oe.KvSessionRef:
 def is_refused(session: oe.KvSessionRef, key: bytes = KEY) -> bool:
     try:
         check_seal(session, key)
-    except Refused:
+    except RequestRefused:
         return True
     return False
 
@@ -129,7 +129,7 @@ def test_fields_cannot_run_into_each_other() -> None:
 def test_a_refusal_does_not_quote_the_session() -> None:
     session = oe.KvSessionRef(session_id="7")
     session.attributes_struct.update({"opaque_state": "c2VjcmV0", ATTRIBUTE: "f" * 64})
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRefused) as caught:
         check_seal(session, KEY)
     assert caught.value.status.code is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.status.message.startswith(f"kv.session.attributes_struct.{ATTRIBUTE}: ")
@@ -157,5 +157,5 @@ def test_a_session_over_the_limit_is_refused_unread(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(handoff_seal, "mac", unread)
     session = oe.KvSessionRef(session_id="7")
     session.attributes_struct.update({"draft_tokens": [7.0] * 20_000, ATTRIBUTE: "f" * 64})
-    with pytest.raises(Refused, match=r"kv\.session: is over"):
+    with pytest.raises(RequestRefused, match=r"kv\.session: is over"):
         check_seal(session, KEY)

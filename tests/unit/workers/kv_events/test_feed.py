@@ -12,7 +12,7 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK, Status
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.kv_events.feed import (
     HEARTBEAT_S,
     INSTANCE_KEY,
@@ -57,7 +57,7 @@ class Feed(KvFeed):
 
 
 def refusal(feed: Feed, *ranks: int, **more: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRefused) as caught:
         feed.join(*ranks, **more)
     return caught.value.status.code, caught.value.status.message
 
@@ -280,10 +280,10 @@ async def test_what_no_worker_could_serve_is_refused() -> None:
         ({"ranks": [0, 1], "start": 1}, "start_sequence_number: each rank"),
         ({"ranks": [0], "metadata": [(INSTANCE_KEY, "me")] * 2}, INSTANCE_KEY),
     ):
-        with pytest.raises(Refused, match=named) as caught:
+        with pytest.raises(RequestRefused, match=named) as caught:
             KvStream(KvMirror(), feed, **arguments)
         assert caught.value.status.code == grpc.StatusCode.INVALID_ARGUMENT
-    with pytest.raises(Refused, match="request") as caught:
+    with pytest.raises(RequestRefused, match="request") as caught:
         feed.subscribe(b"\xff", (), feed.join())
     assert caught.value.status.code == grpc.StatusCode.INVALID_ARGUMENT
     assert feed.counters()["subscribers"] == 1

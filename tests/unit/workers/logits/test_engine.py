@@ -13,7 +13,7 @@ import pytest
 from slagate.workers.logits import engine as trtllm_logits
 from slagate.workers.logits.engine import LOG_EVERY_S, Failures, adapted, external_stream
 from slagate.workers.logits.examples import Temperature
-from slagate.workers.sim.request import LogitsProcessor
+from slagate.workers.sim.request import SimLogitsProcessor
 
 
 def add_one(input_ids: Sequence[int], logits: Any, /) -> str:
@@ -22,7 +22,7 @@ def add_one(input_ids: Sequence[int], logits: Any, /) -> str:
 
 
 def adapter(processor: Any, on_stream: Any = external_stream) -> Any:
-    return adapted(LogitsProcessor, "mine", processor, on_stream)
+    return adapted(SimLogitsProcessor, "mine", processor, on_stream)
 
 
 def logits_of(*shape: int) -> Any:
@@ -45,7 +45,7 @@ def test_a_processor_gets_the_tokens_and_one_dimension_of_logits() -> None:
 def test_an_adapter_is_one_of_the_engines_with_its_parameters() -> None:
     """The engine counts the parameters of what it is to call."""
     made = adapter(add_one)
-    assert isinstance(made, LogitsProcessor)
+    assert isinstance(made, SimLogitsProcessor)
     assert len(signature(made).parameters) == 5
     assert type(made) is type(adapter(Temperature(2)))
 

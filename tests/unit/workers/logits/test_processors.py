@@ -10,7 +10,12 @@ from typer.testing import CliRunner
 
 from slagate.router.commands import cli
 from slagate.workers.logits.examples import MIN_TEMPERATURE, ForcedResponse, Temperature
-from slagate.workers.logits.processors import LogitsError, LogitsProcessors, Wanted, wanted_of
+from slagate.workers.logits.processors import (
+    LogitsError,
+    LogitsProcessors,
+    RequestedProcessor,
+    wanted_of,
+)
 from slagate.workers.runtime.errors import UsageError
 
 
@@ -36,17 +41,19 @@ def broken(size: int = 1) -> Any:
 FACTORIES = {"recording": Recording, "broken": broken}
 
 
-def processors(*every: Wanted, allowed: Sequence[str] = ()) -> LogitsProcessors:
+def processors(*every: RequestedProcessor, allowed: Sequence[str] = ()) -> LogitsProcessors:
     return LogitsProcessors(every, allowed, load=FACTORIES.__getitem__)
 
 
-def made(offered: LogitsProcessors, *asked: Wanted) -> list[tuple[str, Any]]:
+def made(offered: LogitsProcessors, *asked: RequestedProcessor) -> list[tuple[str, Any]]:
     return offered.of_request(asked, end_id=9, n_prompt_tokens=3, vocab_size=10)
 
 
 def test_each_request_has_new_ones_the_workers_first() -> None:
-    offered = processors(Wanted("recording", {"word": "a"}), allowed=["recording"])
-    first = made(offered, Wanted("recording", {"word": "b"}), Wanted("recording", {}))
+    offered = processors(RequestedProcessor("recording", {"word": "a"}), allowed=["recording"])
+    first = made(
+        offered, RequestedProcessor("recording", {"word": "b"}), RequestedProcessor("recording", {})
+    )
     assert [name for name, _ in first] == ["recording"] * 3
     assert [one.given for _, one in first] == [
         (9, 3, 10, "a"),
@@ -62,34 +69,58 @@ def test_each_request_has_new_ones_the_workers_first() -> None:
 @pytest.mark.parametrize(
     ("asked", "field", "reason"),
     [
-        (Wanted("temperature", {}), "[1].name", "'temperature' is not enabled on this worker"),
-        (Wanted("recording", {"size": 1}), "[1].params.size", "is no parameter of this processor"),
-        (Wanted("recording", {"end_id": 1}), "[1].params.end_id", "is given by the worker"),
-        (Wanted("recording", {"vocab_size": 1}), "[1].params.vocab_size", "is given by the worker"),
-        (Wanted("recording", {"word": ""}), "[1].params", "word must not be empty"),
-        (Wanted("broken", {"size": 2}), "[1].name", "its factory failed with RuntimeError"),
-        (Wanted("broken", {}), "[1].name", "its factory made nothing that can be called"),
+        (
+            RequestedProcessor("temperature", {}),
+            "[1].name",
+            "'temperature' is not enabled on this worker",
+        ),
+        (
+            RequestedProcessor("recording", {"size": 1}),
+            "[1].params.size",
+            "is no parameter of this processor",
+        ),
+        (
+            RequestedProcessor("recording", {"end_id": 1}),
+            "[1].params.end_id",
+            "is given by the worker",
+        ),
+        (
+            RequestedProcessor("recording", {"vocab_size": 1}),
+            "[1].params.vocab_size",
+            "is given by the worker",
+        ),
+        (RequestedProcessor("recording", {"word": ""}), "[1].params", "word must not be empty"),
+        (
+            RequestedProcessor("broken", {"size": 2}),
+            "[1].name",
+            "its factory failed with RuntimeError",
+        ),
+        (
+            RequestedProcessor("broken", {}),
+            "[1].name",
+            "its factory made nothing that can be called",
+        ),
     ],
 )
-def test_what_cannot_be_had_is_named(asked: Wanted, field: str, reason: str) -> None:
+def test_what_cannot_be_had_is_named(asked: RequestedProcessor, field: str, reason: str) -> None:
     offered = processors(allowed=["recording", "broken"])
     with pytest.raises(LogitsError) as error:
-        made(offered, Wanted("recording", {}), asked)
+        made(offered, RequestedProcessor("recording", {}), asked)
     assert (error.value.field, error.value.reason) == (field, reason)
 
 
 def test_what_is_for_every_request_is_not_for_asking() -> None:
     with pytest.raises(LogitsError, match="not enabled"):
-        made(processors(Wanted("recording", {})), Wanted("recording", {}))
+        made(processors(RequestedProcessor("recording", {})), RequestedProcessor("recording", {}))
 
 
 def test_wrong_options_are_found_at_the_start() -> None:
     with pytest.raises(UsageError, match=r"^--logits-processor broken: name: its factory made"):
-        processors(Wanted("broken", {}))
+        processors(RequestedProcessor("broken", {}))
     with pytest.raises(
         UsageError, match=r"^--logits-processor temperature: params\.temperature: is miss"
     ):
-        LogitsProcessors([Wanted("temperature", {})])
+        LogitsProcessors([RequestedProcessor("temperature", {})])
     with pytest.raises(
         UsageError,
         match=r"^--allow-logits-processor nobody: is not installed; there are: forced_response, temp",
@@ -100,11 +131,13 @@ def test_wrong_options_are_found_at_the_start() -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("temperature", Wanted("temperature", {})),
-        ('a={"b": [1], "c": "="}', Wanted("a", {"b": [1], "c": "="})),
+        ("temperature", RequestedProcessor("temperature", {})),
+        ('a={"b": [1], "c": "="}', RequestedProcessor("a", {"b": [1], "c": "="})),
     ],
 )
-def test_an_option_is_a_name_with_or_without_parameters(text: str, wanted: Wanted) -> None:
+def test_an_option_is_a_name_with_or_without_parameters(
+    text: str, wanted: RequestedProcessor
+) -> None:
     assert wanted_of(text) == wanted
 
 
@@ -116,9 +149,10 @@ def test_other_options_are_refused(text: str) -> None:
 
 def test_the_examples_are_installed() -> None:
     offered = LogitsProcessors(
-        [Wanted("temperature", {"temperature": 2.0})], ["forced_response", "temperature"]
+        [RequestedProcessor("temperature", {"temperature": 2.0})],
+        ["forced_response", "temperature"],
     )
-    one, other = made(offered, Wanted("forced_response", {"token_ids": [5, 6]}))
+    one, other = made(offered, RequestedProcessor("forced_response", {"token_ids": [5, 6]}))
     assert isinstance(one[1], Temperature)
     assert isinstance(other[1], ForcedResponse)
 
@@ -156,7 +190,7 @@ def test_a_forced_response_goes_by_where_the_answer_is() -> None:
 
 
 def test_what_is_outside_the_vocabulary_is_found_once_its_size_is_known() -> None:
-    offered = LogitsProcessors([Wanted("forced_response", {"token_ids": [5, 10]})])
+    offered = LogitsProcessors([RequestedProcessor("forced_response", {"token_ids": [5, 10]})])
     offered.check(end_id=9, vocab_size=None)
     offered.check(end_id=9, vocab_size=11)
     with pytest.raises(

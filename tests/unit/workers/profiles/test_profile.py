@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slagate.workers.profiles.errors import ProfileError
 from slagate.workers.profiles.profile import TpProfile, available_profiles, load_profile
-from slagate.workers.profiles.table import MAX_KNOWN, MAX_WHOLE, Table
+from slagate.workers.profiles.table import MAX_KNOWN, MAX_WHOLE, TimingTable
 
 ALL = [
     pytest.param(load_profile(name).tp(size), id=f"{name}-tp{size}")
@@ -236,11 +236,11 @@ def test_whole_batch_sizes_give_what_any_give(profile: TpProfile) -> None:
 
 def test_points_take_the_same_however_often_they_are_asked_for() -> None:
     rows = [(1, 0, 1.0), (1000, 0, 50.0), (1, 100, 2.0), (1000, 100, 70.0)]
-    asked = Table(rows, log_y=False)
+    asked = TimingTable(rows, log_y=False)
     points = [(float(x), float(y)) for y in (0, 50, 200) for x in range(1, MAX_KNOWN)]
     for _ in range(2):
         # A table that was asked for nothing before.
         for x, y in points[:: MAX_KNOWN // 8]:
-            assert asked.at(x, y) == asked.at(x, y) == Table(rows, log_y=False).at(x, y)
+            assert asked.at(x, y) == asked.at(x, y) == TimingTable(rows, log_y=False).at(x, y)
         for x, y in points:
             asked.at(x, y)

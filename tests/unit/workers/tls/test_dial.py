@@ -14,7 +14,7 @@ import uvloop
 
 from slagate.proto.http2.connection import H2Connection
 from slagate.proto.http2.goaway import all_closed
-from slagate.proto.http2.interfaces import Headers, Settings, Stream
+from slagate.proto.http2.interfaces import Headers, Http2Settings, Stream
 from slagate.proto.rpc.headers import CONTENT_TYPE, status_headers
 from slagate.proto.rpc.status import OK
 from slagate.workers.client.streams import StreamChannel
@@ -211,7 +211,7 @@ class _Recorder:
 
     def __init__(self, seen: list[dict[bytes, bytes]]) -> None:
         self._seen = seen
-        self.connection = H2Connection(self, Settings(), accept=self._accept)
+        self.connection = H2Connection(self, Http2Settings(), accept=self._accept)
 
     def _accept(self, stream: Stream, headers: Headers) -> Any:
         self._seen.append(dict(headers))

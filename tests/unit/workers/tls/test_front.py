@@ -20,9 +20,9 @@ import uvloop
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.http2.goaway import all_closed
-from slagate.proto.http2.interfaces import Settings
+from slagate.proto.http2.interfaces import Http2Settings
 from slagate.proto.rpc.address import Address
-from slagate.proto.rpc.connection_pool import Links, dial_unix
+from slagate.proto.rpc.connection_pool import ConnectionPool, dial_unix
 from slagate.proto.rpc.status import OK
 from slagate.router.front.server import Front, serve_front
 from slagate.workers.runtime.listen import listen_on
@@ -69,7 +69,9 @@ async def served(folder: Path, *scripts: Script, client_ca: bool = True) -> Asyn
     await local.start()
     try:
         async with bench("agg", agg=list(scripts)) as b, anyio.create_task_group() as tasks:
-            links = Links(f"{folder}/local", tasks, settings=Settings(), dial=dial_unix)
+            links = ConnectionPool(
+                f"{folder}/local", tasks, settings=Http2Settings(), dial=dial_unix
+            )
             with closing(listen_on(Address("127.0.0.1", 0))) as listening:
                 port = listening.getsockname()[1]
                 async with (

@@ -21,7 +21,7 @@ from slagate.workers.client.client import GrpcWorker, connect_worker
 from slagate.workers.errors import WorkerError
 from slagate.workers.server import serve_worker
 from slagate.workers.tls.files import TlsFiles
-from slagate.workers.tls.reloading import ClientTls, ServerTls, Side, following
+from slagate.workers.tls.reloading import ClientTls, ServerTls, TlsSide, following
 from support.builders import request, token
 from support.gateway.certificates import Ca, files
 from support.limits import HANG_S
@@ -78,7 +78,7 @@ def play(folder: Path, scene: Callable[[Ends], Awaitable[None]]) -> None:
     anyio.run(main, backend_options={"loop_factory": uvloop.new_event_loop})
 
 
-async def renewed(side: Side, before: object) -> None:
+async def renewed(side: TlsSide, before: object) -> None:
     while side.current is before:
         await anyio.lowlevel.checkpoint()
 

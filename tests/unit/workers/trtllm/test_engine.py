@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.sim.request import RequestError
 from slagate.workers.trtllm.engine import HANDOFF_LIMIT_S, Engine, EngineGoneError
 
@@ -69,7 +69,7 @@ def test_an_error_at_submit_is_the_requests_or_the_end(
     def generate_async(inputs: Any) -> None:
         raise error
 
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRefused) as caught:
         engine(generate_async).submit([1])
     assert caught.value.status.code is code
     assert "bad" in caught.value.status.message
@@ -82,7 +82,7 @@ def test_a_call_that_does_not_fit_the_signature_is_a_bug_of_ours(
     def generate_async(inputs: Any, *, priority: float) -> None:
         raise AssertionError("is not reached")
 
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRefused) as caught:
         engine(generate_async).submit([1])
     assert caught.value.status.code is Code.INTERNAL
     assert not isinstance(caught.value, EngineGoneError)

@@ -10,7 +10,7 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Status
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.kv_events.fields import work_of
 from slagate.workers.sim import request as sim_request
 from slagate.workers.trtllm.engine import Engine
@@ -76,7 +76,7 @@ def test_close_ends_every_stream_at_once_and_events_go_on_being_read() -> None:
             events.close()
             assert [sink.ends for sink in sinks] == [[GONE], [GONE]]
             events.close()
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(RequestRefused) as refused:
                 events.subscribe(SNAPSHOT, (), Sink())
             assert refused.value.status == GONE
             waiting.append(event(stored(2)))

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.sim import request as sim_request
 from slagate.workers.trtllm.engine import Engine
 from slagate.workers.trtllm.guided import MAX_GUIDE_BYTES, capabilities, guided_params
@@ -97,7 +97,7 @@ def test_a_request_without_a_guide_needs_no_back_end() -> None:
 def test_a_guide_that_cannot_be_had_is_refused_by_name(
     guide: dict[str, Any], on: Engine, code: grpc.StatusCode, field: str
 ) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRefused) as caught:
         guided_params(guided(**guide), on)
     assert caught.value.status.code is code
     assert caught.value.status.message.startswith(f"{field}: ")

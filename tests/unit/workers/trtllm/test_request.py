@@ -9,7 +9,7 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Metadata
-from slagate.workers.errors import Refused
+from slagate.workers.errors import RequestRefused
 from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.logits.request import RequestLogits
 from slagate.workers.sim import request as sim_request
@@ -67,7 +67,7 @@ def parse(
 
 
 def refusal(leg: oe.GenerateRequest, **more: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRefused) as caught:
         parse(leg, **more)
     return caught.value.status.code, caught.value.status.message
 

@@ -15,7 +15,7 @@ from slagate.workers.trtllm.metrics import SILENT
 from slagate.workers.trtllm.output import MAX_PROMPT_ENTRIES, OutputForm
 from slagate.workers.trtllm.poll import Activity
 from slagate.workers.trtllm.request import EngineRequest
-from slagate.workers.trtllm.running import RunningRequests
+from slagate.workers.trtllm.running import EngineRequests
 from slagate.workers.trtllm.stream import EngineStream
 from support import virtual_loop
 from support.engine.result import Result
@@ -265,7 +265,7 @@ def test_everybody_who_waits_for_the_last_request_of_an_engine_is_told() -> None
         stream.start(LateResult(tokens=[3]), leg("context_and_generation"), timeout_s=None)
         with anyio.fail_after(10):
             async with anyio.create_task_group() as tasks:
-                running = RunningRequests(
+                running = EngineRequests(
                     Activity(),
                     handoffs([]),
                     tasks=tasks,

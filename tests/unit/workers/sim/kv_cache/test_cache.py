@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from slagate.workers.sim.kv_cache.blocks import Prompt, block_states, seed_state, token_bytes
+from slagate.workers.sim.kv_cache.blocks import CachePrompt, block_states, seed_state, token_bytes
 from slagate.workers.sim.kv_cache.cache import Allocation, SimKvCache
 from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder
 
 SEED = seed_state("m")
 
 
-def prompt_of(tokens: list[int]) -> Prompt:
+def prompt_of(tokens: list[int]) -> CachePrompt:
     packed = token_bytes(tokens)
-    return Prompt(SEED, block_states(packed, SEED, 4), packed)
+    return CachePrompt(SEED, block_states(packed, SEED, 4), packed)
 
 
 def allocate(cache: SimKvCache, tokens: list[int], reserve_blocks: int = 0) -> Allocation | None:
@@ -249,7 +249,9 @@ def test_salts_that_are_gone_leave_nothing_behind() -> None:
     for salt in map(str, range(50)):
         seed, packed = seed_state("m", salt), token_bytes(A[:9])
         states = block_states(packed, seed, 4)
-        held = cache.allocate(Prompt(seed, states, packed, salt), n_blocks=3, reusable_tokens=8)
+        held = cache.allocate(
+            CachePrompt(seed, states, packed, salt), n_blocks=3, reusable_tokens=8
+        )
         assert held is not None
         cache.store(held, states[:2], packed[:32], partial=True)
         cache.release(held)
@@ -281,7 +283,7 @@ def test_prefixes_of_other_salts_are_never_reused() -> None:
     cache = SimKvCache(10, 4)
     run(cache, A[:9])
     seed, packed = seed_state("m", "salt"), token_bytes(A[:9])
-    salted = Prompt(seed, block_states(packed, seed, 4), packed, "salt")
+    salted = CachePrompt(seed, block_states(packed, seed, 4), packed, "salt")
     held = cache.allocate(salted, n_blocks=3, reusable_tokens=8)
     assert held is not None
     assert held.reused_tokens == 0
