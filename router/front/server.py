@@ -34,6 +34,7 @@ from slagate.router.metrics import ConnectionCounts, ConnectionEnd, RefusedConne
 from slagate.router.request.errors import TooLarge
 from slagate.router.request.settings import Settings
 from slagate.workers.runtime.listen import BACKLOG
+from slagate.workers.runtime.waiting import UntilEmpty
 from slagate.workers.tls.reloading import HANDSHAKE_LIMIT_S
 from slagate.workers.worker import GENERATE
 
@@ -77,10 +78,11 @@ class Front:
             chatter=limits.chatter,
         )
         self._untold: set[_Client] = set()  # may send something new, though it was asked not to
+        self._all_told = UntilEmpty(self._untold)
+        self._all_gone = UntilEmpty(self.clients)
         self._is_leaving = False
         self._n_broken = 0
         self._told_of_broken = TokenBucket(10, 0.2)  # lines of the log, at once and each second
-        self._changed = anyio.Event()
 
     def protocol(self) -> asyncio.Protocol:
         """The end of a new connection."""
@@ -109,26 +111,18 @@ class Front:
         self._is_leaving = True
         if self.server is not None:
             self.server.close()
-        self._untold = set(self.clients)
+        self._untold |= self.clients
         for client in list(self.clients):
             client.connection.retire(partial(self._told, client))
 
     async def settled(self) -> None:
         """After `retire`: wait until every request that was on its way has arrived."""
-        while self._untold:
-            await self._change()
+        await self._all_told.wait()
         await self.intake.emptied()
 
     async def emptied(self) -> None:
         """Wait until no client is connected."""
-        while self.clients:
-            await self._change()
-
-    async def _change(self) -> None:
-        if self._changed.is_set():
-            # Not before: another one may be waiting for it.
-            self._changed = anyio.Event()
-        await self._changed.wait()
+        await self._all_gone.wait()
 
     async def finished(self) -> None:
         """Wait until no request is being served."""
@@ -142,7 +136,8 @@ class Front:
             self.counts.ended(ConnectionEnd.BROKEN if client.connection.is_broken else how)
         self.clients.discard(client)
         self.silent.discard(client)
-        self._changed.set()
+        if not self.clients:
+            self._all_gone.set()
 
     def broken(self, peer: str, reason: str) -> None:
         """A connection was ended for what its client did, or did not do."""
@@ -153,7 +148,8 @@ class Front:
 
     def _told(self, client: "_Client") -> None:
         self._untold.discard(client)
-        self._changed.set()
+        if not self._untold:
+            self._all_told.set()
 
     def close(self) -> None:
         """End every connection, and with it the requests of it."""

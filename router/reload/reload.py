@@ -25,7 +25,7 @@ from slagate.router.receipts.config import config_message
 from slagate.router.receipts.ring import ReceiptRing
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.workers.runtime.listen import hung_up
-from slagate.workers.runtime.threads import run_in_daemon_thread
+from slagate.workers.runtime.waiting import FileWatch, run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 
@@ -225,14 +225,10 @@ async def _on_hangup(reloader: Reloader, source: Source, asked: AsyncIterable[No
 
 
 async def _on_change(reloader: Reloader, source: Source, read: object) -> None:
-    """Waits until a file that has changed stays as it is for one look."""
-    seen = read
+    file_watch = FileWatch(source.stamp, in_use=read)
     while True:
-        await anyio.sleep(WATCH_INTERVAL_S)
-        before, seen = seen, await run_in_daemon_thread(source.stamp)
-        if seen == before and seen != read:
-            read = seen
-            await _reload(reloader, source)
+        await file_watch.changed(WATCH_INTERVAL_S)
+        await _reload(reloader, source)
 
 
 async def _reload(reloader: Reloader, source: Source) -> None:

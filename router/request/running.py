@@ -7,9 +7,8 @@ request cost more than relaying its messages (docs/decisions/0015-the-data-plane
 import asyncio
 from collections.abc import Callable
 
-import anyio
-
 from slagate.router.request.errors import GatewayError
+from slagate.workers.runtime.waiting import UntilEmpty
 
 
 class CancelHandle:
@@ -61,7 +60,7 @@ class RunningRequests:
         self._running: dict[tuple[str, str], list[CancelHandle]] = {}
         self._n_running = 0
         self._tell = tell
-        self._gone = anyio.Event()
+        self._all_ended = UntilEmpty(self._running)
 
     def __len__(self) -> int:
         return self._n_running
@@ -84,7 +83,7 @@ class RunningRequests:
             del self._running[peer, request_id]
         self._count(-1)
         if not self._n_running:
-            self._gone.set()
+            self._all_ended.set()
 
     def abort(self, peer: str, request_id: str, error: GatewayError) -> bool:
         """End a peer's requests with this id by `error`; False: there is none."""
@@ -101,8 +100,4 @@ class RunningRequests:
 
     async def none_left(self) -> None:
         """Wait until nothing runs."""
-        while self._running:
-            if self._gone.is_set():
-                # Not before: another one may be waiting for it.
-                self._gone = anyio.Event()
-            await self._gone.wait()
+        await self._all_ended.wait()

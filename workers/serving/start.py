@@ -8,7 +8,7 @@ import anyio
 
 from slagate.workers.handoff.seal import read_key
 from slagate.workers.runtime.errors import UsageError
-from slagate.workers.runtime.threads import run_in_daemon_thread
+from slagate.workers.runtime.waiting import run_in_daemon_thread
 from slagate.workers.serving.options import TrtllmOptions
 from slagate.workers.serving.starting import StartingWorker
 from slagate.workers.trtllm.engine import setting

@@ -19,15 +19,15 @@ import grpc
 from slagate.proto.rpc.address import parse_address
 from slagate.proto.rpc.connection_pool import MakeProtocol
 from slagate.workers.runtime.clock import unix_s
-from slagate.workers.runtime.threads import run_in_daemon_thread
+from slagate.workers.runtime.waiting import FileWatch, run_in_daemon_thread
 from slagate.workers.tls.certificate import utc
 from slagate.workers.tls.context import Following, client_context, explained, server_context
 from slagate.workers.tls.files import Pems, TlsError, TlsFiles, read
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""Between two looks at the files."""
+POLL_S = 1.0
+"""How often the files are checked for a change."""
 
 HANDSHAKE_LIMIT_S = 10.0
 """For a client that connects."""
@@ -44,32 +44,22 @@ class TlsSide:
         self.files = files
         self.side = side
         self._unix_s = unix_s
-        self._stamp = files.stamp()
-        self._asked = anyio.Event()
+        self._watch = FileWatch(files.stamp, in_use=files.stamp())
         self.current = self._read()
         self._tell("tls.loaded")
 
     def _context(self) -> ssl.SSLContext:
         raise NotImplementedError
 
-    async def follow(self, look_s: float) -> None:
-        """Look at the files for ever; one that has changed is read when it stays so for one look.
-
-        `reread` has them read at once, whatever they look like.
-        """
-        seen = self._stamp
+    async def follow(self, poll_s: float) -> None:
+        """Read the files whenever they have changed, or after `reread`, until cancelled."""
         while True:
-            with anyio.move_on_after(look_s):
-                await self._asked.wait()
-            is_asked, self._asked = self._asked.is_set(), anyio.Event()
-            before, seen = seen, await run_in_daemon_thread(self.files.stamp)
-            if is_asked or (seen == before and seen != self._stamp):
-                self._stamp = seen
-                await self._renew()
+            await self._watch.changed(poll_s)
+            await self._renew()
 
     def reread(self) -> None:
         """Have `follow` read the files now."""
-        self._asked.set()
+        self._watch.ask()
 
     async def _renew(self) -> None:
         try:
@@ -178,7 +168,7 @@ def closed_hint(tls: ClientTls | None) -> str:
 
 @asynccontextmanager
 async def following(
-    *sides: TlsSide | None, look_s: float = LOOK_S
+    *sides: TlsSide | None, poll_s: float = POLL_S
 ) -> AsyncIterator[Callable[[], None]]:
     """Follow the files of these sides for the time of the block; what it yields has all read at once."""
     followed = [side for side in sides if side is not None]
@@ -189,7 +179,7 @@ async def following(
 
     async with anyio.create_task_group() as tasks:
         for side in followed:
-            tasks.start_soon(side.follow, look_s)
+            tasks.start_soon(side.follow, poll_s)
         yield reread
         tasks.cancel_scope.cancel()
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import anyio
 
 from slagate.workers.runtime.errors import UsageError
-from slagate.workers.runtime.threads import run_in_daemon_thread
+from slagate.workers.runtime.waiting import run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 

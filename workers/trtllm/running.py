@@ -4,12 +4,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-import anyio
 import grpc
 from anyio.abc import TaskGroup
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import RequestRefused
+from slagate.workers.runtime.waiting import UntilEmpty
 from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.metrics import Observer
 from slagate.workers.trtllm.poll import Activity
@@ -45,7 +45,7 @@ class EngineRequests:
         self._observer = observer
         self._live: dict[str, EngineStream] = {}
         self._finished: OrderedDict[str, int | None] = OrderedDict()  # id -> handoff it parked
-        self._all_ended = anyio.Event()
+        self._all_ended = UntilEmpty(self._live)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -82,11 +82,7 @@ class EngineRequests:
 
     async def all_ended(self) -> None:
         """Return when nothing runs."""
-        while self._live:
-            if self._all_ended.is_set():
-                # Not before: another one may be waiting for it.
-                self._all_ended = anyio.Event()
-            await self._all_ended.wait()
+        await self._all_ended.wait()
 
     def cancel_all(self) -> None:
         """Cancel every one; each ends with the engine's last result."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import anyio
 
-from slagate.workers.runtime.threads import run_in_daemon_thread
+from slagate.workers.runtime.waiting import run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 

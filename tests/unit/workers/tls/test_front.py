@@ -78,7 +78,7 @@ async def served(folder: Path, *scripts: Script, client_ca: bool = True) -> Asyn
                     serve_front(
                         b.serve, listening, links, b.app.gateway.settings, tls=tls.context
                     ) as front,
-                    following(tls, look_s=0.01),
+                    following(tls, poll_s=0.01),
                 ):
                     yield Served(ca, tls, b, front, f"127.0.0.1:{port}")
                     while front.clients or len(b.app.gateway.live):

@@ -63,7 +63,7 @@ async def ends(folder: Path) -> AsyncIterator[Ends]:
     async with (
         serve_worker(worker, Address("127.0.0.1", 0), grace_s=0, tls=server) as at,
         connect_worker(str(at), tls=client) as far,
-        following(server, client, look_s=0.01),
+        following(server, client, poll_s=0.01),
     ):
         yield Ends(ca, worker, server, client, str(at), far)
 
@@ -189,7 +189,7 @@ def test_a_changed_file_is_read_when_it_has_stayed_so_for_one_look(
 
     async def main() -> None:
         with anyio.fail_after(HANG_S):
-            async with following(server, look_s=0.01):
+            async with following(server, poll_s=0.01):
                 before = server.current
                 Watched.then += [
                     lambda: (tmp_path / "server.pem").write_bytes(pair.cert.read_bytes()),
@@ -215,7 +215,7 @@ def test_files_are_read_at_once_when_that_is_asked_for_and_the_log_says_whose_th
 
     async def main() -> None:
         with anyio.fail_after(HANG_S):
-            async with following(server, None, look_s=1e6) as reread:
+            async with following(server, None, poll_s=1e6) as reread:
                 await anyio.wait_all_tasks_blocked()
                 ca.issue("server")
                 reread()

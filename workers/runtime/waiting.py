@@ -1,0 +1,72 @@
+"""Ways to wait that asyncio does not have: for a blocking call, a changed file, an empty collection."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sized
+from concurrent.futures import Future
+from typing import Literal, TypeVar
+
+import anyio
+from typing_extensions import override
+
+T = TypeVar("T")
+
+
+async def run_in_daemon_thread(call: Callable[[], T]) -> T:
+    """`call()` on a thread of its own, which ends with the process. Raises what it raises.
+
+    A call that blocks for ever (a file on a dead mount, an engine that hangs) cannot hold up the end of the
+    process so: the interpreter waits for the threads of `anyio.to_thread`, and not for daemon threads.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where it is awaited
+            future.set_exception(error)
+
+    future.set_running_or_notify_cancel()  # from here on a caller that is cancelled does not cancel it
+    threading.Thread(target=run, name="slagate aside", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+class FileWatch:
+    """Tells when a file has changed, and then stayed as it is for one poll: it is written whole by then."""
+
+    def __init__(self, stamp: Callable[[], object], *, in_use: object) -> None:
+        """`stamp` gives what differs once the file was written; `in_use` is the stamp of what was read."""
+        self._stamp = stamp
+        self._in_use = in_use
+        self._asked = anyio.Event()
+
+    def ask(self) -> None:
+        """Have `changed` return now, whatever the file looks like."""
+        self._asked.set()
+
+    async def changed(self, poll_s: float) -> None:
+        """Return when the file is to be read again; it is polled every `poll_s`."""
+        seen = self._in_use
+        while True:
+            with anyio.move_on_after(poll_s):
+                await self._asked.wait()
+            is_asked, self._asked = self._asked.is_set(), anyio.Event()
+            before, seen = seen, await run_in_daemon_thread(self._stamp)
+            if is_asked or (seen == before and seen != self._in_use):
+                self._in_use = seen
+                return
+
+
+class UntilEmpty(asyncio.Event):
+    """Lets any number of tasks wait until a collection is empty; whoever empties it calls `set`."""
+
+    def __init__(self, items: Sized) -> None:
+        super().__init__()
+        self._items = items
+
+    @override
+    async def wait(self) -> Literal[True]:
+        while self._items:
+            self.clear()  # this wakes nobody, and those who wait already go on waiting
+            await super().wait()
+        return True
