@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from slagate.pools.fleet_file.models import ANY_CLASS, Objective, default_for
 from slagate.pools.grid.axis import Axis, Number, UnevenAxis, number_text
 from slagate.pools.grid.json_text import json_path
-from slagate.pools.grid_lint.codes import LintCode
 from slagate.pools.grid_lint.view import LintedStage, band, band_words, share, word
+from slagate.workers.findings import Finding, warning
 
 _NARROW_MS = {"ttft_ms": 1.0, "itl_ms": 0.1}
 
 
 def axes(
     view: LintedStage, objectives: Mapping[str, Objective], *, has_traffic: bool
-) -> Iterator[LintCode]:
+) -> Iterator[Finding]:
     """The findings of G2; with traffic, G402 says what G204 suspects."""
     for axis_at, axis in enumerate(view.grid.axes):
         if axis.field.endswith("_ms"):
@@ -43,7 +43,7 @@ def _default(objective: Objective | None, field: str) -> Number | None:
 
 def _no_target(
     view: LintedStage, axis_at: int, objectives: Mapping[str, Objective]
-) -> Iterator[LintCode]:
+) -> Iterator[Finding]:
     axis = view.grid.axes[axis_at]
     if _default(default_for(objectives, ""), axis.field) is not None:
         return
@@ -62,7 +62,7 @@ def _no_target(
             why = "the middle of the range"
             if _is_first_of_band(axis, axis.midpoint):
                 why += ", which is an edge and counts to the looser band"
-            yield LintCode(
+            yield warning(
                 "G201",
                 view.places.bands(axis.field),
                 f"a request that names no {name} target counts as {number_text(axis.midpoint)} ms ({why})"
@@ -76,7 +76,7 @@ def _no_target(
 
 def _class_defaults(
     view: LintedStage, axis_at: int, objectives: Mapping[str, Objective]
-) -> Iterator[LintCode]:
+) -> Iterator[Finding]:
     axis = view.grid.axes[axis_at]
     for name, objective in objectives.items():
         target = _default(objective, axis.field)
@@ -85,7 +85,7 @@ def _class_defaults(
         where = json_path(("objectives", name, axis.field))
         if not axis.low <= target <= axis.high:
             end = "first" if target < axis.low else "last"
-            yield LintCode(
+            yield warning(
                 "G203",
                 where,
                 f"{number_text(target)} ms is outside {number_text(axis.low)} to"
@@ -97,14 +97,14 @@ def _class_defaults(
             yield from _on_edge(view, axis_at, target, where)
 
 
-def _on_edge(view: LintedStage, axis_at: int, target: Number, where: str) -> Iterator[LintCode]:
+def _on_edge(view: LintedStage, axis_at: int, target: Number, where: str) -> Iterator[Finding]:
     axis = view.grid.axes[axis_at]
     at = axis.index(target)
     for line in view.lines(axis_at):
         tight, mine = (view.cells[line[band]][0] for band in (at - 1, at))
         size = view.sizes(line[at]).high
         if view.slower_in(line[at], mine, tight, (axis.field,)):
-            yield LintCode(
+            yield warning(
                 "G202",
                 where,
                 f"{number_text(target)} ms is the edge between two bands and counts to the looser one,"
@@ -120,8 +120,8 @@ def _is_first_of_band(axis: Axis | UnevenAxis, value: Number) -> bool:
     return axis.index(math.nextafter(value, -math.inf)) < axis.index(value)
 
 
-def _late_start(view: LintedStage, axis: Axis | UnevenAxis) -> LintCode:
-    return LintCode(
+def _late_start(view: LintedStage, axis: Axis | UnevenAxis) -> Finding:
+    return warning(
         "G204",
         view.places.end(axis.field, last=False),
         f"the {word(axis.field)} axis begins at {number_text(axis.low)} tokens; shorter prompts count to"
@@ -132,10 +132,10 @@ def _late_start(view: LintedStage, axis: Axis | UnevenAxis) -> LintCode:
 
 def _narrow(
     view: LintedStage, axis: Axis | UnevenAxis, least: float, unit: str, code: str, so: str
-) -> Iterator[LintCode]:
+) -> Iterator[Finding]:
     narrow = [at for at in range(axis.resolution) if _width(axis, at) < least]
     if narrow:
-        yield LintCode(
+        yield warning(
             code,
             view.places.bands(axis.field),
             f"{len(narrow)} of {axis.resolution} {word(axis.field)} bands are narrower than {unit}, the"
@@ -157,7 +157,7 @@ MISSED_SHARE = 0.01
 _LISTED = 6
 
 
-def traffic_findings(view: LintedStage, traffic: Sequence[int]) -> Iterator[LintCode]:
+def traffic_findings(view: LintedStage, traffic: Sequence[int]) -> Iterator[Finding]:
     """The findings of G4 for prompts of these lengths in tokens."""
     if view.size_axis is None or not traffic:
         return
@@ -165,7 +165,7 @@ def traffic_findings(view: LintedStage, traffic: Sequence[int]) -> Iterator[Lint
     name, total = word(axis.field), len(traffic)
     above = sum(size > axis.high for size in traffic)
     if above >= MISSED_SHARE * total:
-        yield LintCode(
+        yield warning(
             "G401",
             view.places.end(axis.field, last=True),
             f"{share(above, total)} of the trace are longer than {number_text(axis.high)} tokens and count"
@@ -174,7 +174,7 @@ def traffic_findings(view: LintedStage, traffic: Sequence[int]) -> Iterator[Lint
         )
     below = sum(size < axis.low for size in traffic)
     if below >= MISSED_SHARE * total:
-        yield LintCode(
+        yield warning(
             "G402",
             view.places.end(axis.field, last=False),
             f"{share(below, total)} of the trace are shorter than {number_text(axis.low)} tokens and"
@@ -186,7 +186,7 @@ def traffic_findings(view: LintedStage, traffic: Sequence[int]) -> Iterator[Lint
     if empty:
         listed = ", ".join(band_words(axis, at) for at in empty[:_LISTED])
         more = ", ..." if len(empty) > _LISTED else ""
-        yield LintCode(
+        yield warning(
             "G403",
             view.places.bands(axis.field),
             f"{len(empty)} of {axis.resolution} {name} bands get none of the {total:,} requests of"

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from slagate.pools.grid.axis import number_text
-from slagate.pools.grid_lint.codes import Hit, Hits, LintCode
 from slagate.pools.grid_lint.times import BUSY, Times
 from slagate.pools.grid_lint.view import (
     Band,
@@ -23,12 +22,13 @@ from slagate.pools.grid_lint.view import (
     tokens,
     word,
 )
+from slagate.workers.findings import Finding, Occurrence, Occurrences
 
 _TO_SPARE = 0.1
 """Of its target, that a cheaper pool must have: plans keep some of it free."""
 
 
-def cost(view: LintedStage) -> Iterator[LintCode]:
+def cost(view: LintedStage) -> Iterator[Finding]:
     """The findings of G3; none about pools without a profile."""
     if all(profile is not None for profile in view.profiles):
         yield from _unmet(view)
@@ -49,15 +49,15 @@ class _Rival(NamedTuple):
     longest: tuple[_Pairs, ...]
 
 
-def _unmet(view: LintedStage) -> Iterator[LintCode]:
+def _unmet(view: LintedStage) -> Iterator[Finding]:
     shortest = min(band.low for band in view.size_bands)
-    never, long = Hits(), Hits()
+    never, long = Occurrences(), Occurrences()
     for axis_at in view.latency_axes:
         axis = view.grid.axes[axis_at]
         time_ms, pool = _fastest(view, shortest, axis.field)
         for at in range(axis.resolution):
             if is_above(time_ms, axis.edges[at + 1]):
-                never.add(_never_met, view, axis_at, at, shortest, time_ms, pool)
+                never.count(_never_met, view, axis_at, at, shortest, time_ms, pool)
         if is_above(time_ms, axis.high):
             continue  # then all of its bands are told
         *inner, last = view.size_bands
@@ -65,11 +65,11 @@ def _unmet(view: LintedStage) -> Iterator[LintCode]:
         for size in (*(band.high for band in inner), last.low if inner else last.high):
             time_ms, pool = _fastest(view, size, axis.field)
             if is_above(time_ms, axis.high):
-                long.add(_too_long, view, axis_at, size, time_ms, pool)
-    yield from never.findings(
+                long.count(_too_long, view, axis_at, size, time_ms, pool)
+    yield from never.warnings(
         "G301", "Begin the latency axis at what the fastest pool can do, or add a faster pool."
     )
-    yield from long.findings(
+    yield from long.warnings(
         "G302", "Extend the latency axis to what the fastest pool takes, or add a faster pool."
     )
 
@@ -82,26 +82,28 @@ def _fastest(view: LintedStage, size: float, field: str) -> tuple[float, int]:
 
 def _never_met(
     view: LintedStage, axis_at: int, at: int, size: float, time_ms: float, pool: int
-) -> Hit:
+) -> Occurrence:
     axis = view.grid.axes[axis_at]
     message = (
         f"no request of the {word(axis.field)} band {band_words(axis, at)} is ever met; {view.names[pool]},"
         f" the fastest, takes {ms(time_ms)} for {tokens(size)} on an idle worker"
     )
-    return Hit(view.places.bands(axis.field), f"{band_words(axis, at)}", message)
+    return Occurrence(view.places.bands(axis.field), f"{band_words(axis, at)}", message)
 
 
-def _too_long(view: LintedStage, axis_at: int, size: float, time_ms: float, pool: int) -> Hit:
+def _too_long(
+    view: LintedStage, axis_at: int, size: float, time_ms: float, pool: int
+) -> Occurrence:
     axis = view.grid.axes[axis_at]
     message = (
         f"the {word(axis.field)} axis ends at {number_text(axis.high)} ms; {view.names[pool]}, the fastest,"
         f" takes {ms(time_ms)} for {tokens(size)} on an idle worker"
     )
-    return Hit(view.places.end(axis.field, last=True), tokens(size), message)
+    return Occurrence(view.places.end(axis.field, last=True), tokens(size), message)
 
 
-def _misses(view: LintedStage) -> list[LintCode]:
-    hits = Hits()
+def _misses(view: LintedStage) -> list[Finding]:
+    hits = Occurrences()
     rivals: dict[tuple[Band, int], list[_Rival]] = {}
     for index, (own, *_) in view.cells.items():
         key = view.sizes(index), view.kinds[own]
@@ -110,10 +112,10 @@ def _misses(view: LintedStage) -> list[LintCode]:
         targets = view.targets(index)
         for rival in rivals[key]:
             if (field := _missed(rival, targets)) is not None:
-                hits.add(_missed_at, view, index, rival, field)
+                hits.count(_missed_at, view, index, rival, field)
                 break
     advice = "Give the cell the faster pool, or begin its band at what its own pool can do."
-    return hits.findings("G303", advice)
+    return hits.warnings("G303", advice)
 
 
 def _rivals(view: LintedStage, sizes: Band, own: int) -> Iterator[_Rival]:
@@ -161,7 +163,7 @@ def _missed(rival: _Rival, targets: Mapping[str, Band]) -> int | None:
     return found
 
 
-def _missed_at(view: LintedStage, index: Index, rival: _Rival, at: int) -> Hit:
+def _missed_at(view: LintedStage, index: Index, rival: _Rival, at: int) -> Occurrence:
     field, (low_ms, _) = list(view.targets(index).items())[at]
     own_times, other_times = rival.times[at]
     message = (
@@ -169,11 +171,11 @@ def _missed_at(view: LintedStage, index: Index, rival: _Rival, at: int) -> Hit:
         f" {ms(own_times.idle)} {word(field)} for {tokens(rival.size)}; {view.names[rival.pool]} meets"
         f" targets from {ms(max(low_ms, other_times.idle))}"
     )
-    return Hit(view.places.cell(index), brackets(index), message)
+    return Occurrence(view.places.cell(index), brackets(index), message)
 
 
-def _expensive(view: LintedStage) -> list[LintCode]:
-    hits = Hits()
+def _expensive(view: LintedStage) -> list[Finding]:
+    hits = Occurrences()
     by_cost = sorted(
         {
             (view.gpus[pool], kind): pool for pool, kind in reversed([*enumerate(view.kinds)])
@@ -187,16 +189,16 @@ def _expensive(view: LintedStage) -> list[LintCode]:
             if view.gpus[pool] >= view.gpus[own]:
                 break
             if view.is_met_when_busy(pool, index, to_spare=_TO_SPARE):
-                hits.add(_cheaper, view, index, pool)
+                hits.count(_cheaper, view, index, pool)
                 break
     advice = (
         f"Give the cell the cheaper pool. Busy means {BUSY:.0%} of its time, or of its batch, among"
         " prompts that are as long as the axis goes."
     )
-    return hits.findings("G304", advice)
+    return hits.warnings("G304", advice)
 
 
-def _cheaper(view: LintedStage, index: Index, pool: int) -> Hit:
+def _cheaper(view: LintedStage, index: Index, pool: int) -> Occurrence:
     own, size = view.cells[index][0], view.sizes(index).high
     busy = {field: view.times_ms(pool, size, field) for field in view.fields}
     takes = " and ".join(f"{ms(t.busy)} {word(field)}" for field, t in busy.items() if t)
@@ -205,4 +207,4 @@ def _cheaper(view: LintedStage, index: Index, pool: int) -> Hit:
         f" worker; {view.names[pool]} at {number_text(view.gpus[pool])} takes {takes} for {tokens(size)},"
         " even when busy"
     )
-    return Hit(view.places.cell(index), brackets(index), message)
+    return Occurrence(view.places.cell(index), brackets(index), message)

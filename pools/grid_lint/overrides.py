@@ -6,24 +6,24 @@ from collections.abc import Iterator, Sequence
 
 from slagate.pools.grid.axis import number_text
 from slagate.pools.grid.grid import INT32, PriorityRule
-from slagate.pools.grid_lint.codes import LISTED, Hit, Hits, LintCode
 from slagate.pools.grid_lint.view import Index, LintedStage, brackets
+from slagate.workers.findings import MAX_LISTED, Finding, Occurrence, Occurrences, warning
 
 
-def overrides(view: LintedStage) -> Iterator[LintCode]:
+def overrides(view: LintedStage) -> Iterator[Finding]:
     """The findings of G5 about one stage."""
     grid = view.grid
     for at, (rule, left) in enumerate(zip(grid.rules, grid.matched(), strict=True)):
         if not grid.sendable(rule):
             sent = f"{0 if grid.negative_is_none else INT32[0]:,} to {INT32[1]:,}"
-            yield LintCode(
+            yield warning(
                 "G502",
                 view.places.rule(at),
                 f"{_range(rule)} has no whole number from {sent}, and priorities are such",
                 "Correct the range, or take the override out.",
             )
         elif not left:
-            yield LintCode(
+            yield warning(
                 "G501",
                 view.places.rule(at),
                 f"{_range(rule)} is covered by the overrides before it, and the first match counts",
@@ -35,12 +35,12 @@ def overrides(view: LintedStage) -> Iterator[LintCode]:
     yield from _contradictions(view)
 
 
-def retry_changes_nothing(views: Sequence[LintedStage]) -> Iterator[LintCode]:
+def retry_changes_nothing(views: Sequence[LintedStage]) -> Iterator[Finding]:
     """G505, which is about the whole file."""
     if not any(view.grid.retry for view in views) or any(map(_goes_on, views)):
         return
     firsts = sum(len({pools[0] for pools in view.starts}) for view in views)
-    yield LintCode(
+    yield warning(
         "G505",
         "enable_priority_retry",
         f"none of the {firsts} pools that cells and overrides name first has a strictly faster one to go"
@@ -59,28 +59,28 @@ def _goes_on(view: LintedStage) -> bool:
     )
 
 
-def _demotion(view: LintedStage, at: int, rule: PriorityRule) -> Iterator[LintCode]:
+def _demotion(view: LintedStage, at: int, rule: PriorityRule) -> Iterator[Finding]:
     if rule.low <= 0:
         return  # what is less important than the rest may well get less
-    hits = Hits()
+    hits = Occurrences()
     for index, (own, *_) in view.cells.items():
         if own != rule.pool and view.slower_in(index, rule.pool, own):
-            hits.add(_demoted, view, at, rule, index)
+            hits.count(_demoted, view, at, rule, index)
     advice = "Send high priorities to the fastest pool; to hold work back, use priorities below 0."
-    yield from hits.findings("G503", advice)
+    yield from hits.warnings("G503", advice)
 
 
-def _demoted(view: LintedStage, at: int, rule: PriorityRule, index: Index) -> Hit:
+def _demoted(view: LintedStage, at: int, rule: PriorityRule, index: Index) -> Occurrence:
     own = view.cells[index][0]
     message = (
         f"{_range(rule)} goes to {view.names[rule.pool]}, but in {view.cell_words(index)} requests without"
         f" a priority get the faster {view.names[own]}:"
         f" {view.why_slower(rule.pool, own, view.sizes(index).high)}"
     )
-    return Hit(view.places.rule(at), brackets(index), message)
+    return Occurrence(view.places.rule(at), brackets(index), message)
 
 
-def _equals(view: LintedStage) -> Iterator[LintCode]:
+def _equals(view: LintedStage) -> Iterator[Finding]:
     if not view.grid.retry:
         return
     # What every list that starts with a pool has of its equals; the rest of them it cannot go on to.
@@ -95,7 +95,7 @@ def _equals(view: LintedStage) -> Iterator[LintCode]:
             if first in common and (others := pools - common[first] - {first}):
                 apart |= {first, *others}
         if apart:
-            yield LintCode(
+            yield warning(
                 "G504",
                 view.places.priorities(),
                 f"pools {_listed(view, sorted(apart))} have the same priority, {level}; a retry goes to"
@@ -116,12 +116,12 @@ def _by_priority(view: LintedStage) -> dict[int, set[int]]:
 
 def _listed(view: LintedStage, pools: Sequence[int]) -> str:
     names = [view.names[pool] for pool in pools]
-    if len(names) > LISTED:
-        return f"{', '.join(names[:LISTED])}, ... ({len(names):,} pools)"
+    if len(names) > MAX_LISTED:
+        return f"{', '.join(names[:MAX_LISTED])}, ... ({len(names):,} pools)"
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _contradictions(view: LintedStage) -> list[LintCode]:
+def _contradictions(view: LintedStage) -> list[Finding]:
     if not view.grid.retry:
         return []
     sizes = sorted({size for band in view.size_bands for size in band})
@@ -136,21 +136,21 @@ def _contradictions(view: LintedStage) -> list[LintCode]:
         a: [slowest[b] for b in slowest if all(view.slower(a, b, size) for size in sizes)]
         for a in slowest
     }
-    hits = Hits()
+    hits = Occurrences()
     for a in measured:
         b = max(faster[view.kinds[a]], key=lambda pool: numbers[pool], default=a)
         if numbers[a] < numbers[b]:
-            hits.add(_contradicted, view, a, b, sizes[-1])
-    return hits.findings("G506", "Number the pools from fast to slow.")
+            hits.count(_contradicted, view, a, b, sizes[-1])
+    return hits.warnings("G506", "Number the pools from fast to slow.")
 
 
-def _contradicted(view: LintedStage, a: int, b: int, size: float) -> Hit:
+def _contradicted(view: LintedStage, a: int, b: int, size: float) -> Occurrence:
     message = (
         f"pool {view.names[a]} has priority {view.grid.priorities[a]}, faster than"
         f" {view.grid.priorities[b]} of {view.names[b]}, but is slower at every size:"
         f" {view.why_slower(a, b, size)}; a retry would go to it from there"
     )
-    return Hit(view.places.priorities(), f"{view.names[a]} before {view.names[b]}", message)
+    return Occurrence(view.places.priorities(), f"{view.names[a]} before {view.names[b]}", message)
 
 
 def _range(rule: PriorityRule) -> str:

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 
 from slagate.pools.grid.axis import number_text
 from slagate.pools.grid.json_text import json_path
-from slagate.pools.grid_lint.codes import LintCode
 from slagate.pools.grid_lint.times import measured_tokens
 from slagate.pools.grid_lint.view import LintedStage
+from slagate.workers.findings import Finding, warning
 
 
-def profile_findings(views: Sequence[LintedStage]) -> Iterator[LintCode]:
+def profile_findings(views: Sequence[LintedStage]) -> Iterator[Finding]:
     """The findings of G6."""
     for view in views:
         yield from _sizes(view)
@@ -17,7 +17,7 @@ def profile_findings(views: Sequence[LintedStage]) -> Iterator[LintCode]:
     yield from _models(views)
 
 
-def _sizes(view: LintedStage) -> Iterator[LintCode]:
+def _sizes(view: LintedStage) -> Iterator[Finding]:
     if view.size_axis is None:
         return
     served: dict[int, float] = {}
@@ -32,7 +32,7 @@ def _sizes(view: LintedStage) -> Iterator[LintCode]:
         longest = served[pool]
         measured = measured_tokens(profile, view.stage)
         if longest > measured:
-            yield LintCode(
+            yield warning(
                 "G601",
                 json_path(("pools", name, "profile")),
                 f"pool {name} serves prompts of up to {number_text(longest)} tokens; its profile measured"
@@ -40,7 +40,7 @@ def _sizes(view: LintedStage) -> Iterator[LintCode]:
                 "End the axis where the profile ends, or measure longer prompts.",
             )
         if longest > profile.kv_capacity_tokens:
-            yield LintCode(
+            yield warning(
                 "G602",
                 json_path(("pools", name, "tp")),
                 f"pool {name} serves prompts of up to {number_text(longest)} tokens; the KV cache of one of"
@@ -49,12 +49,12 @@ def _sizes(view: LintedStage) -> Iterator[LintCode]:
             )
 
 
-def _missing(view: LintedStage) -> Iterator[LintCode]:
+def _missing(view: LintedStage) -> Iterator[Finding]:
     if not any(view.profiles):
         return
     for name, profile in zip(view.names, view.profiles, strict=True):
         if profile is None:
-            yield LintCode(
+            yield warning(
                 "G605",
                 json_path(("pools", name)),
                 f"pool {name} has no profile, other {view.stage} pools have: its cells were not checked"
@@ -63,7 +63,7 @@ def _missing(view: LintedStage) -> Iterator[LintCode]:
             )
 
 
-def _models(views: Sequence[LintedStage]) -> Iterator[LintCode]:
+def _models(views: Sequence[LintedStage]) -> Iterator[Finding]:
     of_stage: dict[str, tuple[str, str]] = {}
     for view in views:
         for name, profile in zip(view.names, view.profiles, strict=True):
@@ -71,7 +71,7 @@ def _models(views: Sequence[LintedStage]) -> Iterator[LintCode]:
                 continue
             first_name, model = of_stage.setdefault(view.stage, (name, profile.model))
             if profile.model != model:
-                yield LintCode(
+                yield warning(
                     "G603",
                     json_path(("pools", name, "profile")),
                     f"pool {name} has a profile of {profile.model}, {first_name} one of {model}; any"
@@ -80,7 +80,7 @@ def _models(views: Sequence[LintedStage]) -> Iterator[LintCode]:
                 )
     if len({model for _, model in of_stage.values()}) > 1:
         (a, a_model), (b, b_model) = list(of_stage.values())[:2]
-        yield LintCode(
+        yield warning(
             "G604",
             json_path(("pools", b, "profile")),
             f"pool {b} has a profile of {b_model}, {a} one of {a_model}; what one prefills the other has"

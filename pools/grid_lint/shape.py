@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from slagate.pools.grid.axis import Axis
-from slagate.pools.grid_lint.codes import Hit, Hits, LintCode
 from slagate.pools.grid_lint.view import Index, LintedStage, band_words, brackets, word
+from slagate.workers.findings import Finding, Occurrence, Occurrences, warning
 
 
-def shape(view: LintedStage) -> Iterator[LintCode]:
+def shape(view: LintedStage) -> Iterator[Finding]:
     """The findings of G1."""
     if view.n_pools == 1:
         return  # nothing to choose, so nothing to be said about choices
@@ -19,55 +19,55 @@ def shape(view: LintedStage) -> Iterator[LintCode]:
     yield from _spill_order(view)
 
 
-def _tighter_is_slower(view: LintedStage) -> list[LintCode]:
-    hits = Hits()
+def _tighter_is_slower(view: LintedStage) -> list[Finding]:
+    hits = Occurrences()
     for axis_at in view.latency_axes:
         fields = (view.grid.axes[axis_at].field,)
         for line in view.lines(axis_at):
             for tight, loose in pairwise(line):
                 a, b = view.cells[tight][0], view.cells[loose][0]
                 if a != b and view.slower_in(tight, a, b, fields):
-                    hits.add(_tighter, view, tight, loose, fields)
+                    hits.count(_tighter, view, tight, loose, fields)
     advice = "Swap the pools of the two cells, or correct the pool priorities or profiles."
-    return hits.findings("G101", advice)
+    return hits.warnings("G101", advice)
 
 
-def _tighter(view: LintedStage, tight: Index, loose: Index, fields: tuple[str, ...]) -> Hit:
+def _tighter(view: LintedStage, tight: Index, loose: Index, fields: tuple[str, ...]) -> Occurrence:
     a, b, size = view.cells[tight][0], view.cells[loose][0], view.sizes(tight).high
     message = (
         f"{view.cell_words(tight)} goes to {view.names[a]}, which is slower than {view.names[b]} of the"
         f" looser {brackets(loose)}: {view.why_slower(a, b, size, fields)}"
     )
-    return Hit(view.places.cell(tight), brackets(tight), message)
+    return Occurrence(view.places.cell(tight), brackets(tight), message)
 
 
-def _longer_is_slower(view: LintedStage) -> list[LintCode]:
+def _longer_is_slower(view: LintedStage) -> list[Finding]:
     if view.size_axis is None:
         return []
-    hits = Hits()
+    hits = Occurrences()
     for line in view.lines(view.size_axis):
         for short, long in pairwise(line):
             a, b = view.cells[long][0], view.cells[short][0]
             if a != b and view.slower_in(long, a, b) and view.takes_longer_for(a, long, than=short):
-                hits.add(_longer, view, short, long)
+                hits.count(_longer, view, short, long)
     advice = (
         "Give the longer prompts the faster pool; or, where the slower one meets the target as it is, the"
         " shorter prompts that one, too."
     )
-    return hits.findings("G102", advice)
+    return hits.warnings("G102", advice)
 
 
-def _longer(view: LintedStage, short: Index, long: Index) -> Hit:
+def _longer(view: LintedStage, short: Index, long: Index) -> Occurrence:
     a, b = view.cells[long][0], view.cells[short][0]
     message = (
         f"{view.cell_words(long)} goes to {view.names[a]}, which is slower than {view.names[b]} of the"
         f" shorter {brackets(short)} with the same target:"
         f" {view.why_slower(a, b, view.sizes(long).high)}"
     )
-    return Hit(view.places.cell(long), brackets(long), message)
+    return Occurrence(view.places.cell(long), brackets(long), message)
 
 
-def _reach(view: LintedStage) -> Iterator[LintCode]:
+def _reach(view: LintedStage) -> Iterator[Finding]:
     first = {pools[0] for pools in view.starts}
     listed = {pool for pools in view.starts for pool in pools}
     reached = view.grid.reached()
@@ -76,14 +76,14 @@ def _reach(view: LintedStage) -> Iterator[LintCode]:
         if pool in first:
             continue
         if pool in listed:
-            yield LintCode(
+            yield warning(
                 "G105",
                 where,
                 f"pool {name} is the first choice of no cell and of no override, only spill",
                 "Give it cells of its own, or leave it as a reserve and ignore this code.",
             )
         elif pool in reached:
-            yield LintCode(
+            yield warning(
                 "G104",
                 where,
                 f"pool {name} is in no cell and no override; only a request that another {view.stage}"
@@ -91,7 +91,7 @@ def _reach(view: LintedStage) -> Iterator[LintCode]:
                 "Give it cells of its own, or leave it as a reserve and ignore this code.",
             )
         else:
-            yield LintCode(
+            yield warning(
                 "G103",
                 where,
                 f"pool {name} is in no cell and no override that can match, and no retry leads to it:"
@@ -100,13 +100,13 @@ def _reach(view: LintedStage) -> Iterator[LintCode]:
             )
 
 
-def _sameness(view: LintedStage) -> Iterator[LintCode]:
+def _sameness(view: LintedStage) -> Iterator[Finding]:
     if len(view.cells) == 1:
         return
     firsts = {pools[0] for pools in view.cells.values()}
     if len(firsts) == 1:
         name = view.names[next(iter(firsts))]
-        yield LintCode(
+        yield warning(
             "G108",
             view.places.cell(()),
             f"all {len(view.cells)} cells go to {name}, so neither size nor target matters",
@@ -120,7 +120,7 @@ def _sameness(view: LintedStage) -> Iterator[LintCode]:
         slices = list(zip(*lines, strict=True))
         name, where = word(axis.field), view.places.bands(axis.field)
         if n_bands > 1 and len(set(slices)) == 1:
-            yield LintCode(
+            yield warning(
                 "G106",
                 where,
                 f"all {n_bands} {name} bands go to the same pools, so {name} never matters",
@@ -128,7 +128,7 @@ def _sameness(view: LintedStage) -> Iterator[LintCode]:
             )
         elif isinstance(axis, Axis):
             if coarser := _coarser(slices):
-                yield LintCode(
+                yield warning(
                     "G107",
                     where,
                     f"{n_bands} {name} bands say no more than {coarser} would: each"
@@ -143,10 +143,10 @@ def _sameness(view: LintedStage) -> Iterator[LintCode]:
                     f"the {name} bands {band_words(axis, at)} and {band_words(axis, at + 1)}"
                     " have the same pools"
                 )
-                hits = Hits()
+                hits = Occurrences()
                 for at in same:
-                    hits.add(Hit, where, f"bands {at} and {at + 1}", message)
-                yield from hits.findings(
+                    hits.count(Occurrence, where, f"bands {at} and {at + 1}", message)
+                yield from hits.warnings(
                     "G107", "Join the two bands, unless the finer statistics are wanted."
                 )
 
@@ -161,24 +161,24 @@ def _coarser(slices: Sequence[object]) -> int | None:
     return None
 
 
-def _spill_order(view: LintedStage) -> list[LintCode]:
-    hits = Hits()
+def _spill_order(view: LintedStage) -> list[Finding]:
+    hits = Occurrences()
     for index, pools in view.cells.items():
         own = pools[0]
         for before, after in pairwise(pools[1:]):
             if view.slower_in(index, before, own) and view.slower_in(index, own, after):
-                hits.add(_spilled, view, index, before, after)
+                hits.count(_spilled, view, index, before, after)
                 break
     advice = (
         "List the faster pools first: what the cell's own pool just meets, a slower one misses."
     )
-    return hits.findings("G109", advice)
+    return hits.warnings("G109", advice)
 
 
-def _spilled(view: LintedStage, index: Index, before: int, after: int) -> Hit:
+def _spilled(view: LintedStage, index: Index, before: int, after: int) -> Occurrence:
     own = view.cells[index][0]
     message = (
         f"{view.cell_words(index)} spills from {view.names[own]} to the slower {view.names[before]} before"
         f" the faster {view.names[after]}: {view.why_slower(before, own, view.sizes(index).high)}"
     )
-    return Hit(view.places.cell(index), brackets(index), message)
+    return Occurrence(view.places.cell(index), brackets(index), message)

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import json
 import math
 import shutil
 import sys
@@ -10,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import anyio
 import typer
@@ -245,8 +246,32 @@ def codes_to_ignore(codes: Iterable[str] | None, known: Iterable[str], *, page: 
     return ignored
 
 
-def indented(text: str) -> list[str]:
-    """The text in lines of a page's width, below what it is about."""
+class ShownFinding(NamedTuple):
+    """A finding as a command prints it: as text, or as the `fields` of a JSON object."""
+
+    title: str
+    message: str
+    """A sentence without its full stop."""
+    advice: str
+    fields: Mapping[str, str]
+
+
+def print_findings(found: Iterable[ShownFinding], summary: str, *, as_json: bool) -> None:
+    """Print findings on stdout, JSON Lines or text with a summary as the last line."""
+    with until_reader_leaves():
+        for each in found:
+            if as_json:
+                print(json.dumps(each.fields, ensure_ascii=False))
+                continue
+            fix = f"Fix: {each.advice}{'' if each.advice.endswith(('.', '?')) else '.'}"
+            for line in (each.title, *_indented(f"{each.message}."), *_indented(fix), ""):
+                print(line)
+        if not as_json:
+            print(summary)
+
+
+def _indented(text: str) -> list[str]:
+    """The text in lines of a page's width, or of a narrower terminal's, below its title."""
     indent = " " * 6
     terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else COLUMNS
     return textwrap.wrap(

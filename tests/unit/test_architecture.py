@@ -38,10 +38,12 @@ ARROWS: dict[str, set[str]] = {
         "proto/http2", "proto/rpc", "workers/errors.py", "workers/tls", "workers/worker.py",
     },
     "workers/engine_args": {
-        "configs", "workers/engine_args/model", "workers/engine_args/rules", "workers/runtime",
+        "configs", "workers/engine_args/model", "workers/engine_args/rules", "workers/findings.py",
+        "workers/runtime",
     },
     "workers/engine_args/rules": {
-        "workers/engine_args/model", "workers/kv_transfer/nixl", "workers/runtime",
+        "workers/engine_args/model", "workers/findings.py", "workers/kv_transfer/nixl",
+        "workers/runtime",
     },
     "workers/errors.py": {"proto/rpc"},
     "workers/handoff": {"workers/errors.py", "workers/runtime"},
@@ -78,7 +80,10 @@ ARROWS: dict[str, set[str]] = {
     },
     "pools/fleet_file": {"workers/profiles", "workers/runtime", "pools/grid"},
     "pools/grid_build": {"workers/profiles", "workers/runtime", "pools/fleet_file", "pools/grid"},
-    "pools/grid_lint": {"workers/profiles", "pools/fleet_file", "pools/grid", "pools/grid_build"},
+    "pools/grid_lint": {
+        "workers/findings.py", "workers/profiles", "pools/fleet_file", "pools/grid",
+        "pools/grid_build",
+    },
     "pools/kv_events": {
         "proto/rpc", "workers/errors.py", "workers/kv_events", "workers/runtime",
         "workers/worker.py", "pools/prefix",
@@ -102,9 +107,10 @@ ARROWS: dict[str, set[str]] = {
         "router/request", "router/tables.py",
     },
     "router/cli/grid": {
-        "workers/profiles", "workers/runtime", "workers/tls", "pools/fleet_file", "pools/grid",
-        "pools/grid_build", "pools/grid_lint", "router/cli", "router/client", "router/grid_view",
-        "router/loadgen", "router/receipts", "router/tables.py",
+        "workers/findings.py", "workers/profiles", "workers/runtime", "workers/tls",
+        "pools/fleet_file", "pools/grid", "pools/grid_build", "pools/grid_lint", "router/cli",
+        "router/client", "router/grid_view", "router/loadgen", "router/receipts",
+        "router/tables.py",
     },
     "router/cli/tools": {
         "workers/profiles", "workers/runtime", "workers/tls", "pools/estimator", "router/bench",
@@ -113,8 +119,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "router/cli/worker": {
         "proto/rpc", "workers/engine_args", "workers/engine_args/model",
-        "workers/engine_args/rules", "workers/logits", "workers/runtime", "workers/serving",
-        "workers/trtllm", "router/cli",
+        "workers/engine_args/rules", "workers/findings.py", "workers/logits", "workers/runtime",
+        "workers/serving", "workers/trtllm", "router/cli",
     },
     "router/client": {
         "proto/rpc", "workers/client", "workers/errors.py", "workers/runtime", "workers/tls",

@@ -1,6 +1,6 @@
 """The arguments of an engine, from files and options to what `LLM(**values)` gets.
 
 Owns the layers and their order, the check against the model, conversion between roles, the way back to
-YAML. Imports `engine_args/model`, `engine_args/rules`, `runtime` and configs.
+YAML. Imports `engine_args/model`, `engine_args/rules`, `findings`, `runtime` and configs.
 Promises: no engine is needed; each value knows where it came from; whatever is replaced is told.
 """

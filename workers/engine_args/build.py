@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from slagate.workers.engine_args.check import check_values
-from slagate.workers.engine_args.model.findings import Finding, warning
 from slagate.workers.engine_args.model.merge import (
     COMMAND_LINE,
     DEFAULT,
@@ -24,6 +23,7 @@ from slagate.workers.engine_args.prune import prune
 from slagate.workers.engine_args.read import EXTRA, OVERRIDE, PEER, read_override, read_yaml
 from slagate.workers.engine_args.rules.case import EngineCase, IntendedUse, case_of
 from slagate.workers.engine_args.rules.table import findings_of, findings_of_pair
+from slagate.workers.findings import Finding, warning
 from slagate.workers.runtime.errors import UsageError
 
 KV_EVENTS = 100_000

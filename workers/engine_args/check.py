@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from slagate.workers.engine_args.model.findings import Finding, error, warning
 from slagate.workers.engine_args.model.merge import in_brief
 from slagate.workers.engine_args.model.model import UNSET_IF_NONE, EngineModel
 from slagate.workers.engine_args.model.sections import INT32_MAX, POWER_OF_TWO
 from slagate.workers.engine_args.text import inline
+from slagate.workers.findings import Finding, error, warning
 from slagate.workers.runtime.suggest import nearest
 
 MOVED: Mapping[str, str] = MappingProxyType(
@@ -112,7 +112,7 @@ def _leave_out_newer(
 ) -> bool:
     """Take out of `known` what only a newer engine can judge, and say so; whether there was any."""
     unknown_in = {
-        finding.key.rpartition(".")[0] for finding in findings if finding.code in ("E101", "E104")
+        finding.place.rpartition(".")[0] for finding in findings if finding.code in ("E101", "E104")
     }
     is_any = False
     for details in errors:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from slagate.workers.engine_args.model.findings import Finding, warning
 from slagate.workers.engine_args.model.merge import (
     DEFAULT,
     FORCED,
@@ -12,6 +11,7 @@ from slagate.workers.engine_args.model.merge import (
     leaves,
 )
 from slagate.workers.engine_args.model.model import EngineModel
+from slagate.workers.findings import Finding, warning
 
 BUILD = "build_config"
 AUTODEPLOY = "_autodeploy"

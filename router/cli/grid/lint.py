@@ -3,9 +3,8 @@
 Exit status 0: no findings; 1: findings; 2: the file, one of its profiles or the trace cannot be read.
 """
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,17 +14,18 @@ from slagate.pools.fleet_file.load import UNREACHED, FleetConfig
 from slagate.pools.fleet_file.profiles import read_profiles
 from slagate.pools.grid.errors import ConfigError, Problem
 from slagate.pools.grid.json_text import json_path, shown
-from slagate.pools.grid_lint.codes import CODES, LintCode
+from slagate.pools.grid_lint.lint import CODES
 from slagate.pools.grid_lint.lint import lint as findings_of
 from slagate.router.cli.command import (
     EXIT_FINDINGS,
+    ShownFinding,
     codes_to_ignore,
-    indented,
-    until_reader_leaves,
+    print_findings,
     wrong_use_told,
 )
 from slagate.router.cli.fleet_options import FleetFile, Lenient, PoolsFile, PoolWorkers, read_fleet
 from slagate.router.loadgen.trace import load_trace
+from slagate.workers.findings import Finding
 from slagate.workers.profiles.profile import TpProfile
 
 
@@ -53,11 +53,9 @@ def lint(
         traffic = [] if trace is None else [request.isl_tokens for request in load_trace(trace)]
         found = findings_of(fleet, profiles=pool_profiles(fleet), traffic=traffic)
     kept = [finding for finding in found if finding.code not in ignored]
-    with until_reader_leaves():
-        for line in (
-            json_lines(kept) if as_json else text_lines(kept, n_ignored=len(found) - len(kept))
-        ):
-            print(line)
+    print_findings(
+        map(_shown, kept), _summary(kept, n_ignored=len(found) - len(kept)), as_json=as_json
+    )
     raise typer.Exit(EXIT_FINDINGS if kept else 0)
 
 
@@ -78,24 +76,19 @@ def pool_profiles(config: FleetConfig) -> dict[str, TpProfile]:
     return profiles
 
 
-def json_lines(found: Sequence[LintCode]) -> Iterator[str]:
-    """Each finding as a JSON object."""
-    for finding in found:
-        yield json.dumps(finding._asdict(), ensure_ascii=False)
+def _shown(finding: Finding) -> ShownFinding:
+    code, _, path, message, advice = finding
+    # Each message begins with a word of ours, never with a name.
+    sentence = f"{message[:1].upper()}{message[1:]}"
+    fields = {"code": code, "path": path, "message": message, "advice": advice}
+    return ShownFinding(f"{code}  {path}", sentence, advice, fields)
 
 
-def text_lines(found: Sequence[LintCode], *, n_ignored: int = 0) -> Iterator[str]:
-    """The findings for people, then how many of which code."""
-    for finding in found:
-        yield f"{finding.code}  {finding.path}"
-        # Each message begins with a word of ours, never with a name.
-        yield from indented(f"{finding.message[:1].upper()}{finding.message[1:]}.")
-        yield from indented(f"Fix: {finding.advice}")
-        yield ""
+def _summary(found: Sequence[Finding], *, n_ignored: int) -> str:
+    """How many findings there are, and of which codes."""
     ignored = f" ({n_ignored} ignored)" if n_ignored else ""
     if not found:
-        yield f"no findings{ignored}"
-        return
+        return f"no findings{ignored}"
     counts = Counter(finding.code for finding in found)
     listed = ", ".join(f"{code} x{n}" if n > 1 else code for code, n in counts.items())
-    yield f"{len(found)} finding{'s' * (len(found) > 1)}{ignored}: {listed}"
+    return f"{len(found)} finding{'s' * (len(found) > 1)}{ignored}: {listed}"

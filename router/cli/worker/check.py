@@ -3,10 +3,9 @@
 Exit status 0: no errors; 1: errors, or with --strict warnings; 2: something cannot be read.
 """
 
-import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -14,11 +13,11 @@ import typer
 
 from slagate.router.cli.command import (
     EXIT_FINDINGS,
+    ShownFinding,
     codes_to_ignore,
     fail,
-    indented,
     options_given,
-    until_reader_leaves,
+    print_findings,
     with_options,
     wrong_use_told,
 )
@@ -33,9 +32,10 @@ from slagate.router.cli.worker.engine_args import (
     read_engine_args,
 )
 from slagate.workers.engine_args.build import EngineArgs, check_pair
-from slagate.workers.engine_args.model.findings import CODES, Finding
 from slagate.workers.engine_args.read import PEER
 from slagate.workers.engine_args.rules.case import IntendedUse
+from slagate.workers.engine_args.rules.table import CODES
+from slagate.workers.findings import Finding
 
 PAIR = "pair"
 
@@ -45,7 +45,7 @@ class RoleFinding(NamedTuple):
 
     of: str
     finding: Finding
-    place: str
+    source: str
 
 
 def _check(
@@ -114,9 +114,7 @@ def _check(
             args, peer_engine_args, allow_unknown=allow_unknown_engine_args, wanted=wanted
         )
     kept = [each for each in found if each.finding.code not in ignored]
-    with until_reader_leaves():
-        for line in _json_lines(kept) if as_json else _text_lines(kept, len(found) - len(kept)):
-            print(line)
+    print_findings(map(_shown, kept), _summary(kept, len(found) - len(kept)), as_json=as_json)
     failed = any(each.finding.is_error or strict for each in kept)
     raise typer.Exit(EXIT_FINDINGS if failed else 0)
 
@@ -156,18 +154,26 @@ def _places(finding: Finding, *sides: EngineArgs) -> str:
     return "; ".join(f"{role}: {place}" for role, place in places if place)
 
 
-def _json_lines(found: Sequence[RoleFinding]) -> Iterator[str]:
-    for each in found:
-        shown = {"of": each.of, **each.finding._asdict(), "source": each.place}
-        yield json.dumps(shown, ensure_ascii=False)
+def _shown(found: RoleFinding) -> ShownFinding:
+    of, (code, severity, key, message, advice), source = found
+    return ShownFinding(
+        f"{severity} {code}  {of}  {key}{f' ({source})' if source else ''}",
+        f"{key} {message}",
+        advice,
+        {
+            "of": of,
+            "code": code,
+            "severity": severity,
+            "key": key,
+            "text": message,
+            "advice": advice,
+            "source": source,
+        },
+    )
 
 
-def _text_lines(found: Sequence[RoleFinding], n_ignored: int) -> Iterator[str]:
-    for of, finding, place in found:
-        yield f"{finding.severity} {finding.code}  {of}  {finding.key}{f' ({place})' if place else ''}"
-        yield from indented(f"{finding.key} {finding.text}.")
-        yield from indented(f"Fix: {finding.advice}{'' if finding.advice.endswith('?') else '.'}")
-        yield ""
+def _summary(found: Sequence[RoleFinding], n_ignored: int) -> str:
+    """How many errors and warnings there are."""
     counts = Counter(each.finding.severity for each in found)
     listed = ", ".join(f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items())
-    yield f"{listed or 'no findings'}{f' ({n_ignored} ignored)' if n_ignored else ''}"
+    return f"{listed or 'no findings'}{f' ({n_ignored} ignored)' if n_ignored else ''}"

@@ -12,12 +12,12 @@ import typer
 
 from slagate.router.cli.command import errors, fail, wrong_use_told
 from slagate.workers.engine_args.build import EngineArgs, build_engine_args
-from slagate.workers.engine_args.model.findings import Finding
 from slagate.workers.engine_args.model.merge import DEFAULT
 from slagate.workers.engine_args.model.sections import INT32_MAX, MAX_RANKS
 from slagate.workers.engine_args.read import EXTRA
 from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.engine_args.text import yaml_lines
+from slagate.workers.findings import Finding
 from slagate.workers.serving.kv_transport import TRANSPORTS
 from slagate.workers.trtllm.package import installed_version
 
@@ -142,7 +142,7 @@ def show_engine_args(args: EngineArgs) -> None:
 
 def place_of(finding: Finding, places: Mapping[str, str]) -> str:
     """Where the value that a finding is about came from, or the section that lacks it; else empty."""
-    key = finding.key.partition("[")[0]
+    key = finding.place.partition("[")[0]
     section = places.get(key.rpartition(".")[0], "")
     return places.get(key, "" if section == DEFAULT else section)
 

@@ -1,5 +1,5 @@
-"""The arguments that an engine may have, and the words for what is wrong with them.
+"""The arguments that an engine may have, and how layers of them are merged.
 
-Owns names, types, ranges and defaults as TensorRT-LLM has them, merging, and the codes of findings.
-Imports nothing of ours. Stands apart from the double's own arguments, which a test compares it with.
+Owns their names, types, ranges and defaults, which are those of TensorRT-LLM. Imports nothing of ours.
+Stands apart from the double's own arguments: a test compares the two.
 """

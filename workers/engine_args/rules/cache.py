@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from slagate.workers.engine_args.model.findings import Finding, error, warning
 from slagate.workers.engine_args.rules.case import EngineCase
+from slagate.workers.findings import Finding, error, warning
 from slagate.workers.runtime.suggest import nearest
 
 CACHE = "kv_cache_config"

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from slagate.workers.engine_args.model.findings import Finding, error, warning
 from slagate.workers.engine_args.model.sections import FIELDS_OF_TYPE
 from slagate.workers.engine_args.rules.case import EngineCase
+from slagate.workers.findings import Finding, error, warning
 
 SECTION = "speculative_config"
 BALANCER = "moe_config.load_balancer"

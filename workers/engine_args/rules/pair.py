@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from slagate.workers.engine_args.model.findings import Finding, error, warning
 from slagate.workers.engine_args.rules.case import EngineCase
 from slagate.workers.engine_args.rules.disagg import (
     BUFFER,
@@ -11,6 +10,7 @@ from slagate.workers.engine_args.rules.disagg import (
     SMALL_BUFFER_TOKENS,
     transfer_buffer,
 )
+from slagate.workers.findings import Finding, error, warning
 
 _NO_TALK = "which then do not understand each other"
 

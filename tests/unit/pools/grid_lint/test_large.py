@@ -10,9 +10,9 @@ import pytest
 
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid_lint import view as grid_lint_view
-from slagate.pools.grid_lint.codes import LintCode
 from slagate.pools.grid_lint.lint import lint
 from slagate.router.cli.grid.lint import pool_profiles
+from slagate.workers.findings import Finding
 from slagate.workers.profiles import profile
 from support.fleet.files import disagg_file
 from support.fleet.problems import MAPPING, PREFILL
@@ -102,7 +102,7 @@ def test_only_the_cells_that_a_finding_names_are_put_in_words(
     assert 0 < len(said) <= 7 * len(found)
 
 
-def with_code(found: Iterable[LintCode], code: str) -> list[LintCode]:
+def with_code(found: Iterable[Finding], code: str) -> list[Finding]:
     return [finding for finding in found if finding.code == code]
 
 

@@ -10,10 +10,10 @@ import pytest
 from slagate.pools.fleet_file.load import FleetConfig, load_config, parse_config
 from slagate.pools.grid.errors import ConfigError
 from slagate.pools.grid.json_text import json_path
-from slagate.pools.grid_lint.codes import CODES, LintCode
-from slagate.pools.grid_lint.lint import lint
+from slagate.pools.grid_lint.lint import CODES, lint
 from slagate.router.cli.grid.lint import pool_profiles
 from slagate.router.loadgen.trace import SLA_CLASSES, load_trace
+from slagate.workers.findings import Finding
 from slagate.workers.profiles.profile import TpProfile, load_profile, tp_profile_from_json
 from support.fleet.files import agg_file, disagg_file
 from support.seeds import n_in
@@ -32,7 +32,7 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
 
 
-def found_in(config: FleetConfig, *, traffic: list[int] | None = None) -> list[LintCode]:
+def found_in(config: FleetConfig, *, traffic: list[int] | None = None) -> list[Finding]:
     return lint(config, profiles=pool_profiles(config), traffic=traffic or [])
 
 
@@ -64,7 +64,7 @@ def test_the_fixture_of_a_code_has_just_that_finding(code: str) -> None:
     traffic = TRACE if code.startswith("G4") else []
     (finding,) = found_in(load_config(FIXTURES / f"{code}.json"), traffic=traffic)
     assert finding.code == code
-    assert finding.path in set(places(fixture(code)))
+    assert finding.place in set(places(fixture(code)))
     assert re.search(r"\d", finding.message)
     assert finding.advice.endswith(".")
 
@@ -143,14 +143,15 @@ def test_equal_places_are_told_once_and_all_of_them_named() -> None:
         for f in found_in(parse_config(prefill([[1, 0, 0], [1, 0, 0]]), source="f"))
         if f.code == "G101"
     ]
-    assert finding.path == f"{PREFILL}.{MAPPING}[0][0]"
+    assert finding.place == f"{PREFILL}.{MAPPING}[0][0]"
     assert finding.message.endswith("; the same at 1 more: [1][0]")
 
 
 def test_the_message_has_the_figures_of_the_profiles() -> None:
     (finding,) = found_in(load_config(FIXTURES / "G303.json"))
-    assert finding == LintCode(
+    assert finding == Finding(
         "G303",
+        "warning",
         f"{PREFILL}.{MAPPING}[0][0]",
         "cell [0][0] (ISL 0 to 4,096, TTFT 60 to 160 ms) goes to p-tp1, whose idle workers take"
         " 97.4 ms TTFT for 4,095 tokens; p-tp2 meets targets from 60.4 ms",
@@ -225,7 +226,7 @@ def test_neighbours_with_uneven_edges_that_say_the_same_are_found() -> None:
         del content[PREFILL][key]
     content[PREFILL]["isl_edges"] = [0, 1000, 3000, 8192]
     (finding,) = found_in(parse_config(content, source="f"))
-    assert (finding.code, finding.path) == ("G107", f"{PREFILL}.isl_edges")
+    assert (finding.code, finding.place) == ("G107", f"{PREFILL}.isl_edges")
     assert "0 to 1,000 and 1,000 to 3,000" in finding.message
 
 
@@ -261,7 +262,7 @@ def test_no_retry_starts_from_a_pool_that_is_only_spilled_to() -> None:
     content[PREFILL][MAPPING] = [[["F", "S"], "F"], ["F", ["F", "S"]]]
     config = parse_config(content, source="f")
     assert config.warnings == ("prefill_pools[2]: no cell, override or retry leads to this pool",)
-    reach = [(f.code, f.path) for f in found_in(config) if f.code in ("G103", "G104", "G105")]
+    reach = [(f.code, f.place) for f in found_in(config) if f.code in ("G103", "G104", "G105")]
     assert reach == [("G103", "prefill_pools[2]"), ("G105", "prefill_pools[1]")]
     grid = config.stages["prefill"]
     assert {pool for pools in grid.starts() for pool in grid.order(pools)} == {0, 1}
@@ -315,7 +316,7 @@ def test_default_priorities_that_contradict_the_profiles_are_told_at_the_names()
     content["prefill_pools"].reverse()
     content[PREFILL][MAPPING] = [[1, 1, 0], [1, 1, 1]]
     (finding,) = found_in(parse_config(content, source="f"))
-    assert (finding.code, finding.path) == ("G506", "prefill_pools")
+    assert (finding.code, finding.place) == ("G506", "prefill_pools")
 
 
 def test_a_trace_outweighs_the_suspicion_about_the_first_edge() -> None:
@@ -330,7 +331,7 @@ def test_traffic_beyond_uneven_edges_is_told_at_the_last_edge() -> None:
         del content[PREFILL][key]
     content[PREFILL]["isl_edges"] = [0, 1000, 3000]
     (finding,) = found_in(parse_config(content, source="f"), traffic=[500, 2000, 5000])
-    assert (finding.code, finding.path) == ("G401", f"{PREFILL}.isl_edges[2]")
+    assert (finding.code, finding.place) == ("G401", f"{PREFILL}.isl_edges[2]")
 
 
 def test_fewer_than_one_request_in_a_hundred_are_outliers() -> None:
@@ -512,7 +513,7 @@ def test_what_no_pool_meets_is_not_missed_by_one_of_them() -> None:
     content = prefill([[1, 1], [1, 1]], profiles=True, isl_max=16_384, ttft_resolution=2)
     content[PREFILL] |= {"ttft_min_ms": 60, "ttft_max_ms": 140}
     (finding,) = [f for f in found_in(parse_config(content, source="f")) if f.code == "G303"]
-    assert finding.path == f"{PREFILL}.{MAPPING}[0][0]"
+    assert finding.place == f"{PREFILL}.{MAPPING}[0][0]"
     assert "[1][0]" not in finding.message  # 122 ms in the faster pool, and the band ends at 100
 
 
@@ -644,7 +645,7 @@ def test_a_single_cell_with_a_pool_that_is_four_times_too_large_is_found() -> No
     assert codes_of(content) == []
     mapping[1][1] = 3
     found = found_in(parse_config(content, source="f"))
-    assert [f.path for f in found if f.code == "G304"] == [f"{PREFILL}.{MAPPING}[1][1]"]
+    assert [f.place for f in found if f.code == "G304"] == [f"{PREFILL}.{MAPPING}[1][1]"]
 
 
 def test_the_kv_cache_limits_the_batch_of_a_busy_worker() -> None:
@@ -667,7 +668,7 @@ def test_a_grid_of_three_axes_is_linted_in_both_latencies() -> None:
     ]
     found = found_in(parse_config(content, source="f"))
     place = "agg_pool_selection_strategy.agg_pool_mapping"
-    assert [(f.code, f.path) for f in found] == [
+    assert [(f.code, f.place) for f in found] == [
         ("G101", f"{place}[0][2][0]"),
         ("G102", f"{place}[1][2][0]"),
     ]
@@ -702,7 +703,7 @@ def test_the_paths_are_those_of_the_endpoint_pickers_spelling() -> None:
         "priorityOverrides": [{"minPriority": -5, "maxPriority": -1, "targetPool": 1}],
     }
     found = found_in(parse_config(content, source="f"))
-    assert [(f.code, f.path) for f in found] == [
+    assert [(f.code, f.place) for f in found] == [
         ("G101", "mapping[0][0]"),
         ("G103", "poolLabels[2]"),
         ("G204", "sizeMin"),
@@ -759,7 +760,7 @@ def test_an_override_is_hidden_when_no_priority_comes_to_it(seed: int) -> None:
                     hit.add(at)
                     break
         found = found_in(parse_config(content, source="f"))
-        hidden = [f.path for f in found if f.code == "G501"]
+        hidden = [f.place for f in found if f.code == "G501"]
         expected = [
             f"{PREFILL}.priority_overrides[{at}]" for at in range(len(rules)) if at not in hit
         ]
@@ -788,5 +789,5 @@ def test_no_numbers_that_load_are_too_odd_to_lint(seed: int) -> None:
         n_loaded += 1
         known = set(places(content)) | {"prefill_pools", "pools.p-tp1"}
         for finding in found_in(config, traffic=rng.choice([[], [1, 2**31]])):
-            assert finding.path in known, f"seed {seed}"
+            assert finding.place in known, f"seed {seed}"
     assert n_loaded > 50, f"seed {seed}"

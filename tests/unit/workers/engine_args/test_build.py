@@ -165,11 +165,11 @@ def test_what_is_replaced_is_logged_with_values_and_sources(
 
 def test_engine_01_an_option_that_a_file_replaces_is_a_finding(file: Path) -> None:
     (finding,) = built(cli={"tensor_parallel_size": 4}, extra=file).findings
-    assert (finding.code, finding.key) == ("E107", "tensor_parallel_size")
-    assert "4 on the command line" in finding.text
-    assert f"8 by --extra-engine-args {file}:1" in finding.text
+    assert (finding.code, finding.place) == ("E107", "tensor_parallel_size")
+    assert "4 on the command line" in finding.message
+    assert f"8 by --extra-engine-args {file}:1" in finding.message
     (finding,) = built(cli={"stream_interval": 4}, forced={"stream_interval": 1}).findings
-    assert (finding.code, finding.key) == ("E108", "stream_interval")
+    assert (finding.code, finding.place) == ("E108", "stream_interval")
 
 
 def test_engine_02_equal_values_in_two_places_are_no_conflict(file: Path) -> None:
@@ -226,7 +226,7 @@ def test_autodeploy_gets_none_of_what_it_refuses() -> None:
         "kv_cache_config": {},
         "max_batch_size": 8,
     }
-    assert [finding.key for finding in args.findings] == ["tensor_parallel_size"]
+    assert [finding.place for finding in args.findings] == ["tensor_parallel_size"]
 
 
 def test_autodeploy_reports_load_unless_its_version_cannot_which_is_told() -> None:

@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from slagate.router.commands import cli
-from slagate.workers.engine_args.model.findings import CODES
+from slagate.workers.engine_args.rules.table import CODES
 
 CASES: list[dict[str, Any]] = yaml.safe_load(
     Path(__file__).parents[3].joinpath("golden", "engine-args-cases.yaml").read_text()
