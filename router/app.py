@@ -29,8 +29,9 @@ from slagate.router.generate import generate
 from slagate.router.legs.attempts import Gateway
 from slagate.router.legs.handoff import Releaser
 from slagate.router.metrics import Metrics, RefusedConnection
-from slagate.router.multiprocess.child import ProcessSlot, SharedState, parent_watched, sharing
-from slagate.router.multiprocess.service import ProcessService, Siblings
+from slagate.router.multiprocess.child import ProcessSlot, parent_watched
+from slagate.router.multiprocess.peers import joined_peers
+from slagate.router.multiprocess.service import ProcessService
 from slagate.router.receipts.config import config_message
 from slagate.router.receipts.ring import ReceiptRing
 from slagate.router.reload.reload import Proposal, Reloader, Source, put_in_process, reloading
@@ -38,6 +39,7 @@ from slagate.router.request.errors import Draining
 from slagate.router.request.running import RunningRequests
 from slagate.router.request.settings import CUT_S, RECEIPTS_S, Settings
 from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.router.scheduling.peers import PeerGateways
 from slagate.router.services.admin import AdminService
 from slagate.router.services.control import ControlService
 from slagate.workers.client.client import connect_worker
@@ -75,22 +77,23 @@ async def build(
     now_s: Callable[[], float],
     unix_s: Callable[[], float] = unix_s,
     rng: random.Random,
-    share: SharedState | None = None,
+    peers: PeerGateways | None = None,
 ) -> AsyncIterator[App]:
     """The graph of a gateway, watching its workers, for the time of the block.
 
     `config` was checked for serving. `now_s` measures, `unix_s` dates receipts and tells how late KV events
-    are. With `share` this is one of several processes of the gateway.
+    are. `peers` are the other gateways that send to the same workers, if there are any.
 
     At the end of the block, handoffs that are being released get their chance first, then the watch loops
     stop.
     """
+    peers = peers or PeerGateways()
     prepared = prepare(config)
     in_force = Proposal(prepared, config_message(prepared, policy=settings.policy))
     fleet = Fleet(
         prepared,
         prefix=settings.policy == "prefix",
-        shared=None if share is None else share.counts,
+        load_table=peers.load_table,
         now_s=now_s,
     )
     instance_id = f"{rng.getrandbits(64):016x}"
@@ -100,7 +103,7 @@ async def build(
         rng=rng,
         config=in_force.message,
         max_waiting=settings.max_waiting,
-        neighbours=None if share is None else share.neighbours,
+        peers=peers,
         now_s=now_s,
     )
     metrics = Metrics()
@@ -124,10 +127,10 @@ async def build(
             receipts=ReceiptRing(
                 in_force.message,
                 unix_s=unix_s,
-                number=int if share is None else share.receipt_number,
+                number=peers.receipt_number,
             ),
             releaser=Releaser(releases, metrics),
-            live=RunningRequests(None if share is None else share.neighbours.show_running),
+            live=RunningRequests(peers.show_running if peers.n_peers else None),
             leg_id=lambda: f"{instance_id}-{next(numbers)}",
             now_s=now_s,
         )
@@ -166,13 +169,12 @@ async def serve(
     workers_tls = None if worker_tls is None else ClientTls("workers", worker_tls)
     connect = partial(connect_worker, tls=workers_tls)
     async with AsyncExitStack() as stack:
-        share = siblings = None
+        peers = PeerGateways()
         if place is not None:
-            share = stack.enter_context(sharing(place, now_s=monotonic_s))
-            siblings = Siblings(place, share.neighbours)
+            peers = stack.enter_context(joined_peers(place, now_s=monotonic_s))
             listen = listen._replace(port=place.port)
         app = await stack.enter_async_context(
-            build(config, settings, connect=connect, now_s=monotonic_s, rng=rng, share=share)
+            build(config, settings, connect=connect, now_s=monotonic_s, rng=rng, peers=peers)
         )
         gateway = app.gateway
         for side in (clients_tls, workers_tls):
@@ -195,7 +197,7 @@ async def serve(
             instance_id=app.instance_id if place is None else place.instance_id,
             version=version("slagate"),
             not_ready=not_ready,
-            siblings=siblings,
+            peers=peers,
         )
         oe_grpc.add_ControlServicer_to_server(control, local)
         operators = grpc.aio.server(options=SERVER_OPTIONS)

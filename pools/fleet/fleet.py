@@ -12,7 +12,7 @@ from slagate.pools.fleet_file.models import Objective, PoolSpec
 from slagate.pools.grid.grid import StageGrid
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import UNLIMITED, State
-from slagate.pools.inflight.shared_counts import SharedCounts
+from slagate.pools.inflight.table import LoadTable
 from slagate.pools.prefix.overlap import Prompt
 from slagate.workers.profiles.profile import TpProfile
 from slagate.workers.runtime.clock import monotonic_s
@@ -34,8 +34,8 @@ def prepare(config: FleetConfig) -> Prepared:
 class Fleet:
     """Grids and pools of the configuration that is in force, and who still drains of those before it.
 
-    Without `prefix` nobody asks what is cached where, and workers are chosen by their load alone. With
-    `shared` other processes of the gateway send to the same workers.
+    Without `prefix` nobody asks what is cached where, and workers are chosen by their load alone.
+    `load_table` makes the table of a pool, in which there is what other gateways send to the same workers.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Fleet:
         prepared: Prepared,
         *,
         prefix: bool = True,
-        shared: SharedCounts | None = None,
+        load_table: Callable[[str], LoadTable] = lambda _: LoadTable(),
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
         self._prefix = prefix
-        self._shared = shared
+        self._load_table = load_table
         self._now_s = now_s
         self.warnings: tuple[str, ...] = ()
         self.grids: Mapping[Stage, StageGrid] = {}
@@ -72,7 +72,7 @@ class Fleet:
         before = self.pools
         for pool in self._leaving:
             if pool.is_empty:
-                pool.give_up_line()
+                pool.close()
         self._leaving = [pool for pool in self._leaving if not pool.is_empty]
         self.warnings = config.warnings
         self.objectives = config.objectives
@@ -88,7 +88,7 @@ class Fleet:
                     index=index,
                     estimator=estimator,
                     prefix=self._prefix,
-                    shared=self._shared,
+                    load_table=self._load_table,
                     now_s=self._now_s,
                 )
                 pools[name] = pool

@@ -12,8 +12,7 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.ranks import Limits, Work
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import Ints, Rows, RowView
-from slagate.pools.inflight.shared_counts import PoolLine, SharedCounts, Totals
-from slagate.pools.inflight.shared_table import SharedTable
+from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import LoadTable
 from slagate.pools.kv_events.follower import WorkerFollower
 from slagate.pools.prefix.cached import Cached, nothing_cached
@@ -58,7 +57,7 @@ class PoolView(msgspec.Struct, frozen=True, gc=False, eq=False):
         )
 
 
-class Pool(Totals):
+class Pool:
     """Owns its members: nobody else takes a lease on one.
 
     With `prefix` it knows what its workers have cached; decode pulls its KV, so there it is of no use.
@@ -73,10 +72,10 @@ class Pool(Totals):
         estimator: Estimator,
         limits: Limits | None = None,
         prefix: bool = True,
-        shared: SharedCounts | None = None,
+        load_table: Callable[[str], LoadTable] = lambda _: LoadTable(),
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
-        super().__init__()
+        """`load_table` makes its table, by the pool's `key`."""
         self._now_s = now_s
         self.name = name
         self.stage = stage
@@ -84,12 +83,34 @@ class Pool(Totals):
         self.estimator = estimator
         self._limits = limits or Limits()
         self.overlaps = PoolCaches(now_s=now_s) if prefix and stage is not Stage.DECODE else None
-        everywhere = f"{stage.value} {name}"
-        self._table = LoadTable() if shared is None else SharedTable(everywhere, shared)
-        self.line = None if shared is None else PoolLine(everywhere, shared)
+        self.key = f"{stage.value} {name}"  # the same in every gateway
+        self._table = load_table(self.key)
         self.members: dict[str, Member] = {}
         self._leaving: dict[str, Member] = {}
-        self._turn = 0  # of the newest lease
+        self._newest_lease = 0  # its number
+
+    @property
+    def requests_total(self) -> int:
+        """Legs given to the pool, since the gateway started."""
+        return self._table.totals[PoolCell.REQUESTS]
+
+    @property
+    def retries_total(self) -> int:
+        """Legs of the pool that were tried again elsewhere."""
+        return self._table.totals[PoolCell.RETRIES]
+
+    @property
+    def spills_total(self) -> int:
+        """Legs that the pool got because one before it in the order had nobody."""
+        return self._table.totals[PoolCell.SPILLS]
+
+    def count_retry(self) -> None:
+        """Count one more in `retries_total`."""
+        self._table.count(PoolCell.RETRIES)
+
+    def count_spill(self) -> None:
+        """Count one more in `spills_total`."""
+        self._table.count(PoolCell.SPILLS)
 
     @property
     def all_members(self) -> Iterator[Member]:
@@ -132,6 +153,10 @@ class Pool(Totals):
         member = self._leaving[address] = self.members.pop(address)
         member.drain(self._now_s())
 
+    def close(self) -> None:
+        """It is empty, and the configuration has it no more."""
+        self._table.close()
+
     def _left(self, member: Member) -> None:
         del self._leaving[member.address]
         if self.overlaps is not None:
@@ -155,10 +180,10 @@ class Pool(Totals):
             cached = nothing_cached(len(rows))
         else:
             cached = self.overlaps.cached(prompt, len(rows))
-        turn = self._turn
-        if self.line is not None:
-            turn = max(turn, int(rows.last_chosen.max(initial=0)))
-        return PoolView(self.name, self.estimator.frozen(), rows, cached, turn)
+        newest = self._newest_lease
+        if self._table.is_shared:
+            newest = max(newest, int(rows.last_chosen.max(initial=0)))
+        return PoolView(self.name, self.estimator.frozen(), rows, cached, newest)
 
     def follower(
         self, member: Member, worker: Worker, *, turns: CooperativeScheduler, rng: random.Random
@@ -224,12 +249,10 @@ class Pool(Totals):
         # Where the worker chooses between its ranks, the next prompt may meet another cache.
         if self.overlaps is not None and prompt is not None and member.has_row_for_each_rank:
             settle = self.overlaps.expect(row, prompt)
-        self.requests_total += 1
-        if self.line is not None:
-            before = self._table.last_turn() if n_leases is None else n_leases
-            self._turn = max(self._turn, before)
-        self._turn += 1
-        self._table.set_chosen(row, self._turn)
+        before = self._table.newest_lease() if n_leases is None else n_leases
+        self._newest_lease = max(self._newest_lease, before) + 1
+        self._table.count(PoolCell.REQUESTS)
+        self._table.set_chosen(row, self._newest_lease)
         lease = Lease(member, row, work, rank=rank)
         if settle is not None:
             lease.settle = settle

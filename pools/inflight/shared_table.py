@@ -26,6 +26,7 @@ from slagate.pools.inflight.shared_counts import (
     N_COUNTS,
     NOBODY,
     OtherProcesses,
+    PoolCell,
     RankCell,
     SharedCounts,
 )
@@ -37,8 +38,11 @@ _LIMITS = slice(MAX_INFLIGHT, MAX_QUEUED_TOKENS + 1)  # of `WORKER_INFLIGHT` and
 class SharedTable(LoadTable):
     """A table that shows the other processes what it has, and whose `rows` have what they have too.
 
-    All else is only of this process. `name` is the same in all of them, and no other table's.
+    All else is only of this process. `name` is the same in all of them, and no other table's. What the
+    process in whose place this one is had counted is in `totals`.
     """
+
+    is_shared = True
 
     def __init__(self, name: str, shared: SharedCounts) -> None:
         super().__init__()
@@ -46,6 +50,35 @@ class SharedTable(LoadTable):
         self._shared = shared
         self._slots: list[int] = []  # of its rows
         self._places: Ints | None = None  # of the same in the other processes
+        self._pool_slot = shared.claim(f"pool {name}")
+        self._oldest_s = 0.0
+        self.totals = {total: shared.get(self._pool_slot, total) for total in self.totals}
+
+    def close(self) -> None:
+        """Give up what is held for the pool itself, which is gone; its rows were given up before."""
+        self._shared.give_up(self._pool_slot)
+        self._pool_slot = NOBODY
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its pool is gone."""
+        return self._pool_slot == NOBODY
+
+    def count(self, total: PoolCell) -> None:
+        """Count one more, in `totals`."""
+        super().count(total)
+        self._shared.set(self._pool_slot, total, self.totals[total])
+
+    def set_oldest_s(self, since_s: float) -> bool:
+        """Since when the oldest request here waits for the pool; 0: none does. True when that is new."""
+        is_new, self._oldest_s = since_s != self._oldest_s, since_s
+        if is_new:
+            self._shared.set_s(self._pool_slot, PoolCell.OLDEST_S, since_s)
+        return is_new
+
+    def oldest_elsewhere(self) -> list[tuple[int, float]]:
+        """The same of each other process, with its number."""
+        return self._shared.each_other_s(self._pool_slot, PoolCell.OLDEST_S)
 
     def add(self, address: str, rank: int | None) -> int:
         """A row with all figures 0 but for the turn of its last lease; its number."""
@@ -124,9 +157,9 @@ class SharedTable(LoadTable):
         counts = self._others().counts[:, rows].sum(axis=1)
         return int(counts[INFLIGHT]), int(counts[QUEUED_TOKENS])
 
-    def last_turn(self) -> int:
-        """The highest `last_chosen`, of whichever process of the gateway."""
-        return max(super().last_turn(), int(self._others().last_chosen.max(initial=0)))
+    def newest_lease(self) -> int:
+        """The number of the newest lease, of whichever process of the gateway."""
+        return max(super().newest_lease(), int(self._others().last_chosen.max(initial=0)))
 
     def _others(self) -> OtherProcesses:
         if self._places is None:

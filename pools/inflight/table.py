@@ -43,17 +43,19 @@ from slagate.pools.inflight.rows import (
     RowView,
     State,
 )
+from slagate.pools.inflight.shared_counts import PoolCell
 
 
 class LoadTable:
-    """The rows of one pool. Members write to their own.
+    """The rows of one pool, and what the pool has counted. Members write to their own rows.
 
     A row keeps its number: leases and caches go by it. One that was given up is the next one's that is
     added; until then it stays among the others, as one that has left.
     """
 
-    _ints: Ints
-    _floats: Floats
+    _ints: Ints  # i64[N_INTS, n_rows and room for more]
+    _floats: Floats  # f64[N_FLOATS, as many]
+    is_shared = False  # with other processes of the gateway
 
     def __init__(self) -> None:
         self._names: list[tuple[str, int | None]] = []
@@ -65,6 +67,7 @@ class LoadTable:
         self._counts: Counts | None = None  # None: to be counted, something that counts has changed
         # Times that somebody said what is served, the same as before included.
         self.n_model_changes = 0
+        self.totals = {PoolCell.REQUESTS: 0, PoolCell.RETRIES: 0, PoolCell.SPILLS: 0}
 
     def _resize(self, n_rows: int) -> None:
         ints = np.zeros((N_INTS, n_rows), dtype=np.int64)
@@ -79,6 +82,13 @@ class LoadTable:
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def close(self) -> None:
+        """Give up what is held for the pool itself, which is gone; its rows were given up before."""
+
+    def count(self, total: PoolCell) -> None:
+        """Count one more, in `totals`."""
+        self.totals[total] += 1
 
     def add(self, address: str, rank: int | None) -> int:
         """A row with all figures 0; its number."""
@@ -245,8 +255,8 @@ class LoadTable:
         """Leases, and prompt tokens that wait, that other processes of the gateway have on some rows."""
         return 0, 0
 
-    def last_turn(self) -> int:
-        """The highest `last_chosen`, of whichever process of the gateway."""
+    def newest_lease(self) -> int:
+        """The number of the newest lease, of whichever process of the gateway."""
         return int(self._ints[LAST_CHOSEN, : len(self._names)].max(initial=0))
 
     def rows(self) -> Rows:

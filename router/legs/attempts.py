@@ -266,7 +266,7 @@ class ActiveRequest:
         finally:
             self.record.waited_s += self.gateway.now_s() - started_s
         if (pool := dispatcher.fleet.pool(lost_by.pool, lost_by.stage)) is not None:
-            pool.retries_total += 1
+            pool.count_retry()
         return found
 
     def _note_retry(self, stage: Stage, failure: LegFailed | GatewayError) -> None:

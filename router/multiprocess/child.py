@@ -7,22 +7,17 @@ standard output where it listens, and ends when its standard input does, as then
 import asyncio
 import os
 import shutil
-import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import anyio
 import msgspec
-from prometheus_client import values
 
 from slagate.pools.fleet_file.load import FleetConfig
-from slagate.pools.inflight.shared_counts import GATEWAY, GatewayCell, SharedCounts
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.receipts.config import prepared_of
-from slagate.router.scheduling.peers import PeerProcesses
 from slagate.workers.runtime.listen import hung_up
 
 PLACE = "SLAGATE_PROCESS"
@@ -68,85 +63,6 @@ def own_place() -> ProcessSlot | None:
 def config_in_force(place: ProcessSlot) -> FleetConfig:
     """What the parent says is in force. Raises `OSError` or `UnusableReceipt`."""
     return prepared_of(gw.GatewayConfig.FromString(place.config.read_bytes())).config
-
-
-class SharedState(NamedTuple):
-    """What a gateway needs to be one of several."""
-
-    counts: SharedCounts
-    neighbours: PeerProcesses
-    receipt_number: Callable[[int], int]
-
-
-def share_of(
-    counts: SharedCounts,
-    *,
-    n_processes: int,
-    wake: Callable[[int], None],
-    now_s: Callable[[], float],
-) -> SharedState:
-    """A process's part in `counts`; `wake` has the process of that number look again."""
-    assert counts.number is not None
-    number = counts.number
-    slot = counts.claim(GATEWAY)
-    n_before = counts.get(slot, GatewayCell.RECEIPTS)
-
-    def receipt_number(place: int) -> int:
-        """Its own, from 1 on: with N processes each has every N-th, also after a crash."""
-        counts.set(slot, GatewayCell.RECEIPTS, n_before + place)
-        return (n_before + place - 1) * n_processes + number + 1
-
-    return SharedState(counts, PeerProcesses(counts, wake=wake, now_s=now_s), receipt_number)
-
-
-@contextmanager
-def sharing(place: ProcessSlot, *, now_s: Callable[[], float]) -> Iterator[SharedState]:
-    """This process's part in what the gateway has under way, for the time of the block."""
-    # Counters go to a file that the parent adds up, and that a successor goes on with.
-    os.environ[METRICS_FOLDER] = place.folder
-    values.ValueClass = values.MultiProcessValue(lambda: place.number)  # type: ignore[no-untyped-call]
-    counts = SharedCounts(place.counts, place.number, n_processes=place.n_processes)
-    with closing(counts), _Wakes(place) as wakes:
-        share = share_of(counts, n_processes=place.n_processes, wake=wakes.wake, now_s=now_s)
-        wakes.look = lambda: share.neighbours.look()
-        yield share
-        share.neighbours.close()
-
-
-class _Wakes:
-    """Datagrams, on which a process looks again whether somebody who waits can be served."""
-
-    def __init__(self, place: ProcessSlot) -> None:
-        self._place = place
-        self.look: Callable[[], None] = lambda: None
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.settimeout(0)
-
-    def __enter__(self) -> "_Wakes":
-        path = self._place.path("wake")
-        path.unlink(missing_ok=True)  # of the process before
-        self._socket.bind(str(path))
-        asyncio.get_running_loop().add_reader(self._socket, self._read)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
-
-    def wake(self, number: int) -> None:
-        send_wake(self._socket, self._place.path("wake", number=number))
-
-    def _read(self) -> None:
-        with suppress(BlockingIOError):
-            while True:
-                self._socket.recv(1)
-        self.look()
-
-
-def send_wake(sender: socket.socket, path: Path) -> None:
-    """Have a process look again. One that is not there, or was told often enough, needs no telling."""
-    with suppress(OSError):
-        sender.sendto(b"!", str(path))
 
 
 @asynccontextmanager

@@ -1,12 +1,9 @@
-"""What one of the processes of a gateway answers the parent and the others, and asks them."""
+"""What one of the processes of a gateway answers the parent and the other processes."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-import anyio
 import grpc
-import grpc.aio
 from anyio.to_thread import run_sync
 from prometheus_client.exposition import generate_latest
 
@@ -15,48 +12,11 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import process_pb2 as ps
 from slagate.proto import process_pb2_grpc as ps_grpc
 from slagate.router.metrics import Metrics
-from slagate.router.multiprocess.child import ProcessSlot
 from slagate.router.receipts.config import UnusableReceipt, prepared_of
 from slagate.router.reload.reload import Proposal, Reloader
 from slagate.router.request.errors import Aborted
 from slagate.router.request.running import RunningRequests
-from slagate.router.scheduling.peers import PeerProcesses
 from slagate.router.services.control import ABORTED
-
-ABORT_LIMIT_S = 1.0
-
-
-class Siblings:
-    """The other processes, for what clients ask of the gateway."""
-
-    def __init__(self, place: ProcessSlot, neighbours: PeerProcesses) -> None:
-        self._place = place
-        self._neighbours = neighbours
-
-    @property
-    def n_running(self) -> int:
-        """Requests that they serve."""
-        return self._neighbours.running_elsewhere
-
-    async def abort(self, peer: str, request_id: str) -> bool:
-        """End requests of a peer in whichever of them has them; False: none has."""
-        request = ps.AbortInProcessRequest(peer=peer, request_id=request_id)
-        found: list[bool] = []
-
-        async def ask(number: int) -> None:
-            path = self._place.path("admin", number=number)
-            async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
-                stub: Any = ps_grpc.ProcessStub(channel)
-                # One that does not answer has no requests, or none for long.
-                with suppress(grpc.aio.AioRpcError):
-                    answer = await stub.Abort(request, timeout=ABORT_LIMIT_S)
-                    found.append(answer.found)
-
-        async with anyio.create_task_group() as tasks:
-            for number in range(self._place.n_processes):
-                if number != self._place.number:
-                    tasks.start_soon(ask, number)
-        return any(found)
 
 
 class ProcessService(ps_grpc.ProcessServicer):

@@ -29,7 +29,8 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import process_pb2 as ps
 from slagate.proto import process_pb2_grpc as ps_grpc
-from slagate.router.multiprocess.child import ProcessSlot, send_wake
+from slagate.router.multiprocess.child import ProcessSlot
+from slagate.router.multiprocess.peers import send_wake
 from slagate.router.process import SLAGATE
 from slagate.workers.runtime.ready_line import MAX_READY_LINE_BYTES
 from slagate.workers.server import SERVER_OPTIONS

@@ -6,7 +6,7 @@ whenever a worker can take more, `step` assigns as many as fit.
 
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from functools import partial
 
 from msgspec.structs import replace
@@ -21,7 +21,7 @@ from slagate.pools.inflight.rows import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.errors import GatewayError, NoWorker, Overloaded, UnknownModel
-from slagate.router.scheduling.peers import PeerProcesses
+from slagate.router.scheduling.peers import PeerGateways
 from slagate.router.scheduling.policy import NO_CONFIG, Decision, StageChoice, choose
 from slagate.router.scheduling.score import KV_TOO_SMALL, LIMITS, OTHER_MODEL, RoutingRequest
 from slagate.router.scheduling.wait_queue import Assignment, PendingAssignment, WaitQueue
@@ -37,7 +37,7 @@ CLASSES_NOTED = 100
 class Dispatcher:
     """Assigns requests to workers of one fleet; at most `max_waiting` wait for one.
 
-    `neighbours` are the other processes that send to the same workers, and whose requests wait for them.
+    `peers` are the other gateways that send to the same workers, and whose requests wait for them.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Dispatcher:
         rng: random.Random,
         config: gw.GatewayConfig = NO_CONFIG,
         max_waiting: int = 1024,
-        neighbours: PeerProcesses | None = None,
+        peers: PeerGateways | None = None,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
         self.fleet = fleet
@@ -55,14 +55,10 @@ class Dispatcher:
         self._rng = rng
         self._max_waiting = max_waiting
         self._now_s = now_s
-        self._neighbours = neighbours
+        self._peers = peers or PeerGateways()
+        self._peers.on_change = self.step
         self._noted: set[str] = set()
-        if neighbours is None:
-            self._lanes = WaitQueue(now_s=now_s)
-        else:
-            older = neighbours.older
-            self._lanes = WaitQueue(now_s=now_s, older=lambda since_s: older(since_s, fleet.pools))
-            neighbours.look = self.step
+        self._lanes = WaitQueue(now_s=now_s, older=self._waited_for_elsewhere)
         fleet.on_join(self._joined)
 
     def _joined(self, pool: Pool, member: Member) -> None:
@@ -71,14 +67,21 @@ class Dispatcher:
     def _changed(self, pool: str) -> None:
         if self._lanes.n_waiting:
             self.step(pool)
-        if self._neighbours is not None:
-            self._neighbours.wake()
+        if self._peers.n_peers:
+            self._peers.wake()
+
+    def _waited_for_elsewhere(self, since_s: float) -> Set[str]:
+        """Pools that a request waits for in another gateway which came before `since_s`."""
+        if not self._peers.n_peers or not (keys := self._peers.waited_for(since_s)):
+            return frozenset()
+        return {name for name, pool in self.fleet.pools.items() if pool.key in keys}
 
     def _show_waiting(self) -> None:
-        """Tell the other processes what waits here."""
-        if self._neighbours is not None:
-            oldest_s = self._lanes.oldest_s()
-            self._neighbours.show_waiting(self._lanes.n_waiting, self.fleet.pools, oldest_s)
+        """Tell the other gateways what waits here."""
+        if self._peers.n_peers:
+            pools, oldest_s = self.fleet.pools, self._lanes.oldest_s()
+            oldest_of = {pools[name].key: s for name, s in oldest_s.items() if name in pools}
+            self._peers.show_waiting(self._lanes.n_waiting, oldest_of)
 
     @property
     def n_waiting(self) -> int:
@@ -217,9 +220,7 @@ class Dispatcher:
         return True
 
     def _wait(self, ticket: PendingAssignment) -> None:
-        n_waiting = self._lanes.n_waiting
-        if self._neighbours is not None:
-            n_waiting += self._neighbours.waiting_elsewhere
+        n_waiting = self._lanes.n_waiting + self._peers.n_waiting
         if n_waiting < self._max_waiting:
             self._lanes.add(ticket)
             self._show_waiting()
@@ -232,7 +233,7 @@ class Dispatcher:
         assert choice.row is not None
         pool = self.fleet.pools[choice.pool]
         if choice.pool != choice.pool_order[0]:
-            pool.spills_total += 1
+            pool.count_spill()
             log.warning(
                 "request.spilled",
                 extra={"stage": choice.stage.value, "from": choice.pool_order[0], "to": pool.name},

@@ -4,7 +4,7 @@ What would show other tenants' tokens or touch their requests is not offered.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import grpc
 
@@ -15,20 +15,10 @@ from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.router.request.errors import Aborted
 from slagate.router.request.metadata import PEER
 from slagate.router.request.running import RunningRequests
+from slagate.router.scheduling.peers import PeerGateways
 from slagate.workers.worker import SCHEMA_RELEASE
 
 ABORTED = "aborted by the client"
-
-
-class Siblings(Protocol):
-    """The other processes of the gateway."""
-
-    @property
-    def n_running(self) -> int:
-        """Requests that they serve."""
-
-    async def abort(self, peer: str, request_id: str) -> bool:
-        """As `RunningRequests.abort`, in whichever of them has it."""
 
 
 class ControlService(oe_grpc.ControlServicer):
@@ -42,9 +32,9 @@ class ControlService(oe_grpc.ControlServicer):
         instance_id: str,
         version: str,
         not_ready: Callable[[], str],
-        siblings: Siblings | None = None,
+        peers: PeerGateways,
     ) -> None:
-        self._siblings = siblings
+        self._peers = peers
         self._fleet = fleet
         self._live = live
         self._instance_id = instance_id
@@ -99,10 +89,8 @@ class ControlService(oe_grpc.ControlServicer):
 
     async def GetLoad(self, request: Any, context: Any) -> oe.LoadInfo:
         """The whole gateway's load: requests it is serving now."""
-        elsewhere = 0 if self._siblings is None else self._siblings.n_running
-        return oe.LoadInfo(
-            instance_id=self._instance_id, running_requests=len(self._live) + elsewhere
-        )
+        n_running = len(self._live) + self._peers.n_running
+        return oe.LoadInfo(instance_id=self._instance_id, running_requests=n_running)
 
     async def Health(self, request: Any, context: Any) -> oe.HealthResponse:
         """READY while every stage has a ready worker and the gateway is not draining."""
@@ -132,9 +120,7 @@ class ControlService(oe_grpc.ControlServicer):
             )
         peer = _peer(context)
         found = self._live.abort(peer, request.request_id, Aborted(ABORTED))
-        if not found and self._siblings is not None:
-            found = await self._siblings.abort(peer, request.request_id)
-        if not found:
+        if not found and not await self._peers.abort(peer, request.request_id):
             await _abort(
                 context,
                 grpc.StatusCode.NOT_FOUND,

@@ -11,13 +11,12 @@ import pytest
 
 from slagate.pools.fleet_file.load import parse_config
 from slagate.router.app import build
-from slagate.router.multiprocess.child import share_of
 from slagate.router.request.settings import Settings
 from slagate.workers.trtllm.worker import TrtllmWorker
 from slagate.workers.worker import Worker
 from support import virtual_loop
 from support.engine.workers import sim
-from support.gateway.shared import Opened
+from support.gateway.shared import Opened, peers_of
 from support.gateway.simulation import (
     Fleet,
     Plan,
@@ -90,11 +89,9 @@ async def gateway(
 
         fleets = []
         for number in range(n_processes):
-            share = share_of(
-                opened(number), n_processes=n_processes, wake=wake, now_s=anyio.current_time
-            )
-            looks.append(lambda share=share: share.neighbours.look())  # type: ignore[misc]
-            stack.callback(share.neighbours.close)
+            peers = peers_of(opened(number), wake=wake, now_s=anyio.current_time)
+            looks.append(lambda peers=peers: peers.on_change())  # type: ignore[misc]
+            stack.callback(peers.close)
             app = await stack.enter_async_context(
                 build(
                     parse_config(file, source="simulation", serving=True),
@@ -103,7 +100,7 @@ async def gateway(
                     now_s=anyio.current_time,
                     unix_s=anyio.current_time,
                     rng=random.Random(seed + number),
-                    share=share,
+                    peers=peers,
                 )
             )
             fleets.append(Fleet(app, workers))

@@ -578,7 +578,7 @@ PURE = ("router/scheduling", "pools/inflight", "pools/prefix", "pools/estimator"
 
 
 def test_what_decides_waits_for_nothing() -> None:
-    """The rooms of a decision import no event loop, but for a waiter's future and the peers' timer."""
+    """The rooms of a decision import no event loop, but for a waiter's future."""
     loops = {"asyncio", "anyio", "grpc", "uvloop"}
     found = {
         (module, name.split(".")[0])
@@ -587,10 +587,7 @@ def test_what_decides_waits_for_nothing() -> None:
         for name in imported_modules(parsed(source))
         if name.split(".")[0] in loops
     }
-    assert found == {
-        ("router/scheduling/wait_queue", "asyncio"),
-        ("router/scheduling/peers", "asyncio"),
-    }
+    assert found == {("router/scheduling/wait_queue", "asyncio")}
 
 
 # --- the tree --------------------------------------------------------------------------------------

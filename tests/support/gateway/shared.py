@@ -1,10 +1,14 @@
 """Several processes of one gateway inside one: each with a fleet of its own over shared counts."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.inflight.shared_counts import SharedCounts, create
+from slagate.pools.inflight.shared_table import SharedTable
+from slagate.router.multiprocess.peers import PeerProcesses
 from support.builders import MODEL, model_info
 
 
@@ -27,9 +31,21 @@ class Opened:
             each.close()
 
 
+def peers_of(
+    counts: SharedCounts,
+    *,
+    wake: Callable[[int], None] = lambda _: None,
+    now_s: Callable[[], float] = lambda: 0.0,
+    admin_path: Callable[[int], Path] = lambda _: Path("/nowhere"),
+) -> PeerProcesses:
+    """The other processes, as the one that opened the counts sees them."""
+    return PeerProcesses(counts, wake=wake, now_s=now_s, admin_path=admin_path)
+
+
 def shared_fleet(counts: SharedCounts, config: FleetConfig) -> Fleet:
     """The fleet of one process, every worker ready."""
-    made = Fleet(prepare(config), shared=counts, now_s=lambda: 0.0)
+    load_table = partial(SharedTable, shared=counts)
+    made = Fleet(prepare(config), load_table=load_table, now_s=lambda: 0.0)
     all_ready(made)
     return made
 

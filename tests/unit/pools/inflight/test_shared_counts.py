@@ -201,8 +201,10 @@ def test_counts_of_a_pool_survive_a_crash_and_not_the_pool(several: Several) -> 
     opened = several(2)
     two = config("disagg")
     a = shared_fleet(opened(0), two)
-    a.pools["prefill"].spills_total += 2
-    a.pools["decode"].retries_total += 3
+    for _ in range(2):
+        a.pools["prefill"].count_spill()
+    for _ in range(3):
+        a.pools["decode"].count_retry()
     opened(None).clear(0)
     again = shared_fleet(opened(0), two)
     assert (again.pools["prefill"].spills_total, again.pools["decode"].retries_total) == (2, 3)
@@ -275,5 +277,6 @@ def test_alone_nothing_is_shared() -> None:
     of = fleet("agg")
     of.pools["agg"].lease(0, Work(1))
     member = of.pools["agg"].members["a1:1"]
-    assert (member.everywhere, of.pools["agg"].line, member.stage) == ((1, 1), None, Stage.AGG)
+    assert (member.everywhere, member.stage) == ((1, 1), Stage.AGG)
+    assert not of.pools["agg"]._table.is_shared
     assert member.models == {MODEL: model_info()}

@@ -85,7 +85,7 @@ def compare(rng: random.Random, opened: Opened) -> set[int]:
         assert found._ints.tolist() == wanted._ints.tolist()
         assert found._floats.tolist() == wanted._floats.tolist()
         assert astuple(found.counts) == astuple(wanted.counts)
-        assert here.last_turn() == plain.last_turn()
+        assert here.newest_lease() == plain.newest_lease()
         for stage in Stage:
             one, two = decided(stage, found), decided(stage, wanted)
             assert (one.row, one.starved, one.work) == (two.row, two.starved, two.work)

@@ -12,9 +12,9 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import process_pb2 as ps
 from slagate.proto import process_pb2_grpc as ps_grpc
 from slagate.router.metrics import Metrics
-from slagate.router.multiprocess import service as process_service
+from slagate.router.multiprocess import peers as process_peers
 from slagate.router.multiprocess.child import ProcessSlot, config_in_force, own_place
-from slagate.router.multiprocess.service import ProcessService, Siblings
+from slagate.router.multiprocess.service import ProcessService
 from slagate.router.multiprocess.supervisor import Supervisor, write_config
 from slagate.router.receipts.config import UnusableReceipt, config_message, prepared_of
 from slagate.router.receipts.ring import ReceiptRing
@@ -22,12 +22,11 @@ from slagate.router.reload.reload import Proposal, Reloader, put_in_process
 from slagate.router.request import errors
 from slagate.router.request.running import RunningRequests
 from slagate.router.scheduling.dispatcher import Dispatcher
-from slagate.router.scheduling.peers import PeerProcesses
 from slagate.workers.runtime.clock import monotonic_s
 from support.builders import PROFILE, config, fleet, rng
 from support.gateway.context import Aborted, Context
 from support.gateway.running import listed
-from support.gateway.shared import Opened
+from support.gateway.shared import Opened, peers_of
 from support.limits import HANG_S
 from support.virtual_loop import run
 
@@ -161,7 +160,7 @@ def test_a_look_has_gauges_when_they_are_asked_for() -> None:
 def test_an_abort_finds_the_process_that_has_the_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_service, "ABORT_LIMIT_S", HANG_S)
+    monkeypatch.setattr(process_peers, "ABORT_LIMIT_S", HANG_S)
 
     async def main() -> None:
         opened = Opened(tmp_path, 3)
@@ -171,7 +170,7 @@ def test_an_abort_finds_the_process_that_has_the_request(
         ps_grpc.add_ProcessServicer_to_server(of.service, server)
         server.add_insecure_port(f"unix:{place.path('admin', number=1)}")
         await server.start()
-        siblings = Siblings(place, PeerProcesses(opened(0), wake=lambda _: None, now_s=lambda: 0.0))
+        peers = peers_of(opened(0), admin_path=lambda number: place.path("admin", number=number))
         ended: list[str] = []
 
         async def serve() -> None:
@@ -182,11 +181,11 @@ def test_an_abort_finds_the_process_that_has_the_request(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(serve)
             await anyio.wait_all_tasks_blocked()
-            assert not await siblings.abort("somebody", "r")
-            assert not await siblings.abort("me", "another")
+            assert not await peers.abort("somebody", "r")
+            assert not await peers.abort("me", "another")
             assert not ended
             # Number 2 does not run.
-            assert await siblings.abort("me", "r")
+            assert await peers.abort("me", "r")
         assert ended == ["aborted by the client"]
         await server.stop(None)
         opened.close()
@@ -197,14 +196,11 @@ def test_an_abort_finds_the_process_that_has_the_request(
 def test_running_requests_are_told_to_the_others(tmp_path: Path) -> None:
     async def main() -> None:
         opened = Opened(tmp_path, 2)
-        a, b = (
-            PeerProcesses(opened(number), wake=lambda _: None, now_s=lambda: 0.0)
-            for number in range(2)
-        )
+        a, b = (peers_of(opened(number)) for number in range(2))
         live = RunningRequests(a.show_running)
         with listed(live, "p", "r"), listed(live, "p", "s"):
-            assert (b.running_elsewhere, a.running_elsewhere) == (2, 0)
-        assert (b.running_elsewhere, len(live)) == (0, 0)
+            assert (b.n_running, a.n_running) == (2, 0)
+        assert (b.n_running, len(live)) == (0, 0)
         opened.close()
 
     run(main)

@@ -11,6 +11,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router.request import errors
 from slagate.router.request.metadata import PEER
 from slagate.router.request.running import RunningRequests
+from slagate.router.scheduling.peers import PeerGateways
 from slagate.router.services.control import ControlService
 from support.builders import MODEL, config, fleet, model_info
 from support.gateway.context import Aborted, Context
@@ -31,7 +32,12 @@ def control(
         return ", ".join(f"no {stage.value} worker is ready" for stage in of.unready_stages())
 
     return ControlService(
-        of, live or RunningRequests(), instance_id="i", version="1", not_ready=not_ready
+        of,
+        live or RunningRequests(),
+        instance_id="i",
+        version="1",
+        not_ready=not_ready,
+        peers=PeerGateways(),
     )
 
 
