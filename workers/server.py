@@ -14,7 +14,7 @@ from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.proto.rpc.address import Address
 from slagate.proto.rpc.client_call import MAX_MESSAGE_BYTES
 from slagate.proto.rpc.sinks import BufferedSink, Call, Sink
-from slagate.proto.rpc.status import Status
+from slagate.proto.rpc.status import Status, abort
 from slagate.workers.errors import WorkerError, cut
 from slagate.workers.runtime.listen import bind, given_by
 from slagate.workers.tls.reloading import ServerTls
@@ -122,7 +122,7 @@ async def _write(context: _Context, start: Callable[[Sink], Call]) -> None:
     if sink.status.code is not grpc.StatusCode.OK:
         # A call that its caller gave up meanwhile takes no status any more, and nobody waits for one.
         with contextlib.suppress(grpc.aio.InternalError):
-            await context.abort(*_short(sink.status))
+            await _abort(context, sink.status)
 
 
 class _Control(oe_grpc.ControlServicer):
@@ -155,8 +155,8 @@ class _Control(oe_grpc.ControlServicer):
         return response
 
     async def _unimplemented(self, request: Any, context: Any) -> NoReturn:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker does not serve this method")
-        raise AssertionError("context.abort raises")
+        reason = "this worker does not serve this method"
+        await abort(context, grpc.StatusCode.UNIMPLEMENTED, reason)
 
     LoadLora = UnloadLora = ListLoras = _unimplemented
     SubscribeKvEvents = _unimplemented  # type: ignore[assignment]  # `_Streams` comes first
@@ -173,10 +173,9 @@ async def _answer(answer: Awaitable[_Response], context: Any) -> _Response:
     try:
         return await answer
     except WorkerError as error:
-        await context.abort(*_short(error.status))
-        raise AssertionError("context.abort raises") from error
+        await _abort(context, error.status)
 
 
-def _short(status: Status) -> Status:
-    """A status that fits the headers it travels in: longer ones make the call fail with another code."""
-    return status._replace(message=cut(status.message))
+async def _abort(context: Any, status: Status) -> NoReturn:
+    """End a call. A message too long for the headers would change the code, so it is cut."""
+    await abort(context, status.code, cut(status.message), status.trailers)

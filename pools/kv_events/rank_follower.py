@@ -162,14 +162,14 @@ class RankFollower:
         self._state.next_number = None
         if self._state.holder is not None:
             self._index.cleared(self._state.holder)
-            self._turns.add(self._index.sweep)
+            self._turns.add_step(self._index.sweep)
 
     def _let_go(self) -> None:
         self._state.next_number = None
         if self._state.holder is not None:
             self._on_holder(self._rank, None)
             self._index.leave(self._state.holder)
-            self._turns.add(self._index.sweep)
+            self._turns.add_step(self._index.sweep)
         self._state.holder = self._writer = None
 
     def _delay_s(self, end: StreamOutcome) -> float:

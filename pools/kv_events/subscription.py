@@ -108,12 +108,12 @@ class EventStream:
             self._waiting.append(data)
             self._state.n_waiting_bytes += len(data)
             self._pause_or_resume()
-            self._turns.add(self._step)
+            self._turns.add_step(self._step)
 
     def end(self, status: Status, /) -> None:
         """As `Sink.end`."""
         self._status = status
-        self._turns.add(self._step)
+        self._turns.add_step(self._step)
 
     async def follow(self, worker: Worker, request: bytes, metadata: Metadata) -> StreamOutcome:
         """Subscribe, and apply until the end. Leaves no call behind, however it is left."""

@@ -16,6 +16,7 @@ import grpc.aio
 from slagate.pools.inflight.rows import State
 from slagate.pools.inflight.shared_counts import PoolCell, SharedCounts
 from slagate.proto import gateway_pb2 as gw
+from slagate.proto.rpc.status import abort
 from slagate.router.multiprocess.supervisor import Child, Supervisor
 from slagate.router.reload.reload import Reloader, Source
 from slagate.router.services.admin import ReloadService
@@ -175,9 +176,8 @@ class WholeGateway(ReloadService):
                 )
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or self._is_there(child):
-                    await context.abort(error.code(), error.details() or "")
-        await context.abort(*_NOBODY)
-        raise AssertionError("context.abort raises")
+                    await abort(context, error.code(), error.details() or "")
+        await abort(context, *_NOBODY)
 
     async def ListPools(self, request: Any, context: Any) -> gw.ListPoolsResponse:
         """Every pool with its live numbers."""
@@ -260,7 +260,7 @@ class WholeGateway(ReloadService):
             for child in self._children():
                 tasks.start_soon(ask, child)
         if not found:
-            await context.abort(*_NOBODY)
+            await abort(context, *_NOBODY)
         return [found[number] for number in sorted(found)]
 
 

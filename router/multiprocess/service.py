@@ -11,6 +11,7 @@ from slagate.pools.grid.errors import ConfigError
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import process_pb2 as ps
 from slagate.proto import process_pb2_grpc as ps_grpc
+from slagate.proto.rpc.status import abort
 from slagate.router.metrics import Metrics
 from slagate.router.receipts.config import UnusableReceipt, prepared_of
 from slagate.router.reload.reload import Proposal, Reloader
@@ -53,8 +54,7 @@ class ProcessService(ps_grpc.ProcessServicer):
         found = self._prepared
         if found is None or found.message.version != request.version:
             reason = f"version: {request.version[:80]!r} was not prepared"
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
-            raise AssertionError("context.abort raises")
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, reason)
         self._prepared = None
         self._reloader.put(found)
         return ps.PutInForceResponse()

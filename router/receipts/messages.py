@@ -1,7 +1,6 @@
 """Decisions on the wire: cut to a few candidates for a trailer, or with all that they were made from."""
 
-from collections.abc import Generator, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
 
 from msgspec.structs import asdict
 
@@ -12,6 +11,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import Decision, StageChoice
 from slagate.router.scheduling.score import ScoredRow
+from slagate.workers.runtime.cooperative import Steps
 
 WIRE_STAGE = {
     Stage.PREFILL: gw.STAGE_PREFILL,
@@ -19,21 +19,8 @@ WIRE_STAGE = {
     Stage.AGG: gw.STAGE_AGG,
 }
 
-T = TypeVar("T")
-Steps = Generator[None, None, T]
-"""Makes a T, and stops in between: a pool of a thousand workers is ten milliseconds of work."""
-
 CANDIDATES_A_STEP = 32
-
-
-def at_once(steps: Steps[T]) -> T:
-    """What the steps make, where nothing else waits for the event loop."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            made: T = end.value
-            return made
+"""After so many the event loop gets its turn: a pool of a thousand workers is ten milliseconds of work."""
 
 
 def decision_message(

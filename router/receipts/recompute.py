@@ -23,10 +23,11 @@ from slagate.pools.inflight.table import rows_of
 from slagate.pools.prefix.cached import cached_of
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.receipts.config import RecordedConfig, UnusableReceipt
-from slagate.router.receipts.messages import WIRE_STAGE, at_once, choice_steps
+from slagate.router.receipts.messages import WIRE_STAGE, choice_steps
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import choose_stage
 from slagate.router.scheduling.score import RoutingRequest
+from slagate.workers.runtime.cooperative import run_at_once
 
 TOLERANCE = 1e-9
 """Of seconds, relative: other processors and libraries may round exponentials otherwise in the last bit."""
@@ -131,7 +132,7 @@ def _decide_again(
     except _NotLookedAt as error:
         found = f"the choice goes on to pool {error}", "it was not looked at"
     else:
-        found = _difference(recorded, at_once(choice_steps(choice)))
+        found = _difference(recorded, run_at_once(choice_steps(choice)))
     if found is None:
         return None
     told, again = found

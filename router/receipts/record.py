@@ -10,7 +10,6 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import Status
 from slagate.router.receipts.messages import (
     WIRE_STAGE,
-    Steps,
     candidate_message,
     choice_steps,
     decision_message,
@@ -22,6 +21,7 @@ from slagate.router.request.errors import Outcome
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import Decision, StageChoice
 from slagate.router.scheduling.score import ScoredRow
+from slagate.workers.runtime.cooperative import Steps
 
 
 class StreamStats(msgspec.Struct, gc=False):

@@ -10,17 +10,15 @@ Entries live long, and are no work for the garbage collector: all they are made 
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
 
 import anyio
-import anyio.lowlevel
 import msgspec
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.receipts.attainment import Attainment
-from slagate.router.receipts.messages import Steps
 from slagate.router.receipts.record import ReceiptNumber, Record
 from slagate.router.request.errors import Outcome
+from slagate.workers.runtime.cooperative import Steps
 
 MAX_RECEIPTS = 2048
 MAX_BYTES = 64 << 20
@@ -28,8 +26,6 @@ MAX_BYTES = 64 << 20
 
 RECEIPT_BYTES, CHOICE_BYTES, ROW_BYTES = 4096, 4096, 200
 """What an entry takes: for itself, for each choice, for each row that a choice looked at."""
-
-T = TypeVar("T")
 
 
 class EndedRequest(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -143,17 +139,6 @@ class ReceiptRing:
         if self._news is not None:
             self._news.set()
             self._news = None
-
-
-async def in_turns(steps: Steps[T]) -> T:
-    """What the steps make, with everything else that waits for the event loop in between."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            made: T = end.value
-            return made
-        await anyio.lowlevel.checkpoint()
 
 
 def _configs(record: Record) -> list[gw.GatewayConfig]:

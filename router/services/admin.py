@@ -15,8 +15,9 @@ from slagate.pools.inflight.rows import State
 from slagate.pools.kv_events.view import EventMode
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
+from slagate.proto.rpc.status import abort
 from slagate.router.receipts.messages import WIRE_STAGE, decision_steps
-from slagate.router.receipts.ring import ReceiptRing, in_turns
+from slagate.router.receipts.ring import ReceiptRing
 from slagate.router.reload.reload import NothingBefore, Reloader, Source
 from slagate.router.request.errors import GatewayError
 from slagate.router.request.request import output_budget, parse_request
@@ -25,6 +26,7 @@ from slagate.router.request.sla import parse_sla
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.policy import Decision
 from slagate.router.scheduling.score import RoutingRequest
+from slagate.workers.runtime.cooperative import run_cooperatively
 
 ROLLBACK_ALONE = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -46,15 +48,14 @@ class ReloadService(gw_grpc.GatewayServicer):
         if request.HasField("fleet"):
             read = partial(self._source.parse, request.fleet)
             if request.rollback:
-                await context.abort(*ROLLBACK_ALONE)
+                await abort(context, *ROLLBACK_ALONE)
         try:
             if request.rollback:
                 result = await reloader.roll_back(dry_run=dry_run)
             else:
                 result = await reloader.reload(read, dry_run=dry_run)
         except NothingBefore as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"rollback: {error}")
-            raise AssertionError("context.abort raises") from error
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, f"rollback: {error}")
         except ConfigError as error:
             version = reloader.version
             problems = [gw.Problem(path=each.path, reason=each.message) for each in error.problems]
@@ -98,9 +99,10 @@ class AdminService(ReloadService):
             infos = [member.models.get(parsed.model) for member in self._winners(decision)]
             budget = output_budget(parsed, infos)
         except GatewayError as error:
-            await context.abort(*error.status())
-            raise AssertionError("context.abort raises") from error
-        return await in_turns(decision_steps(decision, request_id=parsed.id, max_tokens=budget))
+            await abort(context, *error.status())
+        return await run_cooperatively(
+            decision_steps(decision, request_id=parsed.id, max_tokens=budget)
+        )
 
     def _winners(self, decision: Decision) -> Iterator[Member]:
         for choice in decision.stages:
@@ -161,7 +163,7 @@ class AdminService(ReloadService):
                 if config.version not in told:
                     told.add(config.version)
                     yield gw.WatchReceiptsResponse(config=config)
-            receipt = await in_turns(entry.receipt())
+            receipt = await run_cooperatively(entry.receipt())
             yield gw.WatchReceiptsResponse(receipt=receipt, missed=missed)
 
 

@@ -12,6 +12,7 @@ from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.grid.stage import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
+from slagate.proto.rpc.status import abort
 from slagate.router.request.errors import Aborted
 from slagate.router.request.metadata import PEER
 from slagate.router.request.running import RunningRequests
@@ -62,7 +63,7 @@ class ControlService(oe_grpc.ControlServicer):
         prompted = [m.models[request.model] for m in members if m.stage is not Stage.DECODE]
         if not infos:
             reason = f"model: {request.model[:100]!r} is not served here"
-            await _abort(context, grpc.StatusCode.NOT_FOUND, reason)
+            await abort(context, grpc.StatusCode.NOT_FOUND, reason)
         info = oe.ModelInfo(
             model_id=infos[0].model_id,
             served_model_name=request.model,
@@ -111,9 +112,9 @@ class ControlService(oe_grpc.ControlServicer):
         """A client's own running requests only, recognised by its connection."""
         target = request.WhichOneof("target")
         if target is None:
-            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "target: none is given")
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, "target: none is given")
         if target != "request_id":
-            await _abort(
+            await abort(
                 context,
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"{target}: a client may abort its own requests only, by request_id",
@@ -121,7 +122,7 @@ class ControlService(oe_grpc.ControlServicer):
         peer = _peer(context)
         found = self._live.abort(peer, request.request_id, Aborted(ABORTED))
         if not found and not await self._peers.abort(peer, request.request_id):
-            await _abort(
+            await abort(
                 context,
                 grpc.StatusCode.NOT_FOUND,
                 "request_id: no running request of this connection has it",
@@ -129,16 +130,11 @@ class ControlService(oe_grpc.ControlServicer):
         return oe.AbortResponse(status=oe.ABORT_STATUS_ABORTED)
 
     async def _refuse(self, request: Any, context: Any) -> NoReturn:
-        await _abort(context, grpc.StatusCode.UNIMPLEMENTED, "is not offered to clients")
+        await abort(context, grpc.StatusCode.UNIMPLEMENTED, "is not offered to clients")
 
     LoadLora = UnloadLora = ListLoras = _refuse
     GetKvEventSources = _refuse
     SubscribeKvEvents = _refuse  # type: ignore[assignment]  # refuses before any event
-
-
-async def _abort(context: Any, code: grpc.StatusCode, message: str) -> NoReturn:
-    await context.abort(code, message)
-    raise AssertionError("context.abort raises")
 
 
 def _logprobs(offers: Sequence[oe.LogprobCapabilities]) -> oe.LogprobCapabilities:

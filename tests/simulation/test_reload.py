@@ -19,9 +19,9 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router.app import build
 from slagate.router.receipts.config import read_config
 from slagate.router.receipts.recompute import decide_again
-from slagate.router.receipts.ring import in_turns
 from slagate.router.reload.reload import Reloaded
 from slagate.router.request.settings import Settings
+from slagate.workers.runtime.cooperative import run_cooperatively
 from slagate.workers.worker import Worker
 from support import virtual_loop
 from support.gateway.simulation import (
@@ -74,7 +74,9 @@ def steady(rng: random.Random, count: int, *, seconds: float) -> list[Plan]:
 
 async def receipts(fleet: Fleet) -> list[tuple[gw.Receipt, list[gw.GatewayConfig]]]:
     ring = fleet.app.gateway.receipts
-    return [(await in_turns(entry.receipt()), entry.configs) async for entry, _ in ring.watch()]
+    return [
+        (await run_cooperatively(entry.receipt()), entry.configs) async for entry, _ in ring.watch()
+    ]
 
 
 async def while_playing(
@@ -145,7 +147,7 @@ async def ended_s(fleet: Fleet, address: str) -> list[float]:
     """When the requests of a worker ended."""
     found = []
     async for entry, _ in fleet.app.gateway.receipts.watch():
-        receipt = await in_turns(entry.receipt())
+        receipt = await run_cooperatively(entry.receipt())
         if any(attempt.worker == address for attempt in receipt.attempts):
             found.append(entry.ended_s)
     return sorted(found)

@@ -47,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "workers/errors.py": {"proto/rpc"},
     "workers/handoff": {"workers/errors.py", "workers/runtime"},
-    "workers/kv_events": {"proto/rpc", "workers/errors.py"},
+    "workers/kv_events": {"proto/rpc", "workers/errors.py", "workers/runtime"},
     "workers/kv_transfer": {"workers/runtime"},
     "workers/kv_transfer/nixl": {"workers/kv_transfer"},
     "workers/logits": {"workers/errors.py", "workers/runtime"},
@@ -168,7 +168,7 @@ ARROWS: dict[str, set[str]] = {
         "proto/rpc", "workers/errors.py", "workers/legs.py", "workers/runtime", "workers/worker.py",
     },
     "router/receipts": {
-        "proto/rpc", "pools/estimator", "pools/fleet", "pools/fleet_file", "pools/grid",
+        "proto/rpc", "workers/runtime", "pools/estimator", "pools/fleet", "pools/fleet_file", "pools/grid",
         "pools/inflight", "pools/prefix", "router/request", "router/scheduling",
     },
     "router/reload": {
@@ -184,8 +184,9 @@ ARROWS: dict[str, set[str]] = {
         "pools/prefix", "router/request",
     },
     "router/services": {
-        "workers/worker.py", "pools/fleet", "pools/grid", "pools/inflight", "pools/kv_events",
-        "router/receipts", "router/reload", "router/request", "router/scheduling",
+        "proto/rpc", "workers/runtime", "workers/worker.py", "pools/fleet", "pools/grid",
+        "pools/inflight", "pools/kv_events", "router/receipts", "router/reload", "router/request",
+        "router/scheduling",
     },
 }
 # fmt: on

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import anyio
-import anyio.lowlevel
 
 from slagate.workers.kv_events.engine_stream import END, Batch, KvStreamNormaliser, batch_of
+from slagate.workers.runtime.cooperative import finish_cooperatively
 
 log = logging.getLogger(__name__)
 
@@ -190,14 +190,8 @@ class StreamSource:
     async def _pass_on(self, batch: Batch) -> None:
         if batch.events:
             self._on_read(len(batch.events))
-        steps = iter(self._take([batch]))
-        try:
-            for _ in steps:
-                await anyio.lowlevel.checkpoint()
-        finally:
-            # Whatever ends this: it will not come again.
-            for _ in steps:
-                pass
+        # All of it, also when cancelled: the engine will not send it again.
+        await finish_cooperatively(self._take([batch]))
 
 
 def _socket(context: Any, kind: str) -> Any:

@@ -1,25 +1,69 @@
-"""Long work on the event loop in small parts, so that what else runs there waits for one at most.
+"""Long work on the event loop in slices, so that everything else that runs there waits for one at most.
 
-`Slices` runs generators, the first part at once; `CooperativeScheduler` runs the steps of many sources in
-rotation.
+A task goes through slices with `run_cooperatively` or `finish_cooperatively`. Without a task, `Slices` runs
+generators, and `CooperativeScheduler` the steps of many sources, both in rotation.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
+
+import anyio.lowlevel
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SLICE_BYTES = 1 << 20
 """Bytes that one slice reads, sums or compares: below a millisecond."""
 
-Work = Generator[None, None, None]
-"""Yields between slices."""
+Steps = Generator[None, None, T]
+"""Makes a T, and yields between slices."""
+
+Work = Steps[None]
+
+Step = Callable[[], bool]
+"""Does a slice of its work, well under a millisecond; true while there is more."""
+
+
+def run_at_once(steps: Steps[T]) -> T:
+    """What the steps make, where nothing else waits for the event loop."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: T = end.value
+            return made
+
+
+async def run_cooperatively(steps: Steps[T]) -> T:
+    """What the steps make, with a turn of the event loop after each slice."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: T = end.value
+            return made
+        await anyio.lowlevel.checkpoint()
+
+
+async def finish_cooperatively(slices: Iterable[None]) -> None:
+    """Go through slices, with a turn of the event loop after each; when cancelled, the rest at once."""
+    rest = iter(slices)
+    try:
+        for _ in rest:
+            await anyio.lowlevel.checkpoint()
+    finally:
+        for _ in rest:
+            pass
 
 
 class Slices:
-    """Works in turn, one slice of one of them in each turn of the loop.
+    """Runs generators in rotation, one slice of one of them in each turn of the loop.
 
-    The first slice is done at once, so what has no more than one needs no loop.
+    The first slice of each is done at once, so work of a single slice needs no loop.
     """
 
     def __init__(self) -> None:
@@ -27,20 +71,20 @@ class Slices:
         self._turn: asyncio.Handle | None = None
 
     def start(self, work: Work) -> None:
-        """Do the first slice, the others later; raises what the first one raises."""
+        """Do the first slice now and the others later. Raises what the first one raises."""
         if _goes_on(work):
             self._waiting.append(work)
             self._arm()
 
     def cancel(self, work: Work) -> None:
-        """Leave out the slices that are not done yet. No-op when there are none."""
+        """Drop the slices that are not done yet, if any, and close the generator."""
         if work in self._waiting:
             self._waiting.remove(work)
             work.close()
             self._rest()
 
     def fail_all(self, error: Exception) -> None:
-        """Raise `error` where each of them stands; nothing is left to do."""
+        """Raise `error` in every generator, where it stands; none goes on after it."""
         while self._waiting:
             work = self._waiting.popleft()
             try:
@@ -77,30 +121,24 @@ def _goes_on(work: Work) -> bool:
     return True
 
 
-log = logging.getLogger(__name__)
-
-Step = Callable[[], bool]
-"""Does a little of its work, well under a millisecond; true while there is more."""
-
-
 class CooperativeScheduler:
-    """One step a turn, each source in turn: however many have work, a turn costs one step.
+    """Runs one step in each turn of the loop, of the sources that have work in rotation.
 
     A source is known by its step: a bound method equals itself, a new lambda does not.
     """
 
     def __init__(self) -> None:
-        self._steps: dict[Step, None] = {}  # the one served longest ago first
+        self._steps: dict[Step, None] = {}  # in order of when they ran last
         self._handle: asyncio.Handle | None = None
         self.n_turns = 0
-        self.n_errors = 0  # steps that raised, and were dropped
+        self.n_errors = 0  # of steps that raised; each was dropped
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
-        return f"Turns({len(self._steps)} waiting, {self.n_turns} taken)"
+        return f"CooperativeScheduler({len(self._steps)} waiting, {self.n_turns} taken)"
 
-    def add(self, step: Step) -> None:
-        """There is work: the step gets its turns until it returns false. Idempotent while it waits."""
+    def add_step(self, step: Step) -> None:
+        """Run the step in turns of the loop until it returns false. No-op while it waits already."""
         self._steps[step] = None
         if self._handle is None:
             self._handle = asyncio.get_running_loop().call_soon(self._turn)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 
 from slagate.workers.kv_events.fields import TURN_WORK
+from slagate.workers.runtime.cooperative import finish_cooperatively
 
 log = logging.getLogger(__name__)
 
@@ -143,9 +143,7 @@ class Poller:
             polled = await polled
         unread: deque[Any] = deque()
         part: list[Any] = []
-        work = 0
-        steps: Iterator[None] = iter(())
-        n_read = 0
+        work = n_read = 0
         try:
             async with aclosing(_items(polled)) as items:
                 async for item in items:
@@ -156,19 +154,13 @@ class Poller:
                         work += self._work(unread[0])
                         if part and work > TURN_WORK:
                             full, part, work = part, [], 0
-                            steps = self._steps(full)
-                            for _ in steps:
-                                await anyio.lowlevel.checkpoint()
+                            await finish_cooperatively(self._steps(full))
                         else:
                             part.append(unread.popleft())
             full, part = part, []
-            steps = self._steps(full)
-            for _ in steps:
-                await anyio.lowlevel.checkpoint()
+            await finish_cooperatively(self._steps(full))
         finally:
-            # Whatever ends this: what an engine has handed over it will not hand over again.
-            for _ in steps:
-                pass
+            # Also when cancelled: the engine will not hand these over again.
             for _ in self._steps([*part, *unread]):
                 pass
             if n_read:

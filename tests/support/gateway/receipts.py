@@ -15,12 +15,12 @@ from slagate.pools.inflight.rows import RowView, State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK
 from slagate.router.receipts.config import config_message
-from slagate.router.receipts.messages import at_once
 from slagate.router.receipts.record import ReceiptNumber, Record
 from slagate.router.request.errors import Outcome
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import choose, choose_stage
 from slagate.router.scheduling.score import RoutingRequest
+from slagate.workers.runtime.cooperative import run_at_once
 from support.builders import MODEL, PROFILE, pool_view, view
 from support.fleet.files import agg_file, disagg_file
 from support.gateway.foreign_client import Answer
@@ -73,7 +73,7 @@ class RandomFleet:
         for choice in record.choices:
             choice.config = self.config
         stamp = ReceiptNumber(number, 1.5, self.config.version)
-        return at_once(record.full(Outcome.COMPLETED, 1.0, stamp))
+        return run_at_once(record.full(Outcome.COMPLETED, 1.0, stamp))
 
     def _pool(self, name: str, rng: random.Random) -> PoolView:
         decodes = self._fleet.pools[name].stage is Stage.DECODE

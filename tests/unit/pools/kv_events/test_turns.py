@@ -232,17 +232,17 @@ def test_turns_take_one_step_each_in_rotation_and_outlive_a_broken_one(
             raise ZeroDivisionError
 
         first, second = steps("first", 3), steps("second", 2)
-        turns.add(first.__next__)
-        turns.add(broken)
-        turns.add(second.__next__)
-        turns.add(second.__next__)
+        turns.add_step(first.__next__)
+        turns.add_step(broken)
+        turns.add_step(second.__next__)
+        turns.add_step(second.__next__)
         n_turns = 0
-        while repr(turns).startswith("Turns(") and "(0 waiting" not in repr(turns):
+        while "(0 waiting" not in repr(turns):
             n_turns += 1
             await anyio.lowlevel.checkpoint()
         assert taken == ["first", "broken", "second", "first", "second", "first"]
         assert n_turns >= len(taken)
-        turns.add(steps("again", 1).__next__)
+        turns.add_step(steps("again", 1).__next__)
         await anyio.lowlevel.checkpoint()
         assert taken[-1] == "again"
 

@@ -9,10 +9,10 @@ from slagate.pools.fleet.ranks import Limits, Work
 from slagate.pools.inflight.rows import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.receipts import Recomputer, json_line
-from slagate.router.receipts.ring import in_turns
 from slagate.router.request.errors import Outcome
 from slagate.router.request.metadata import RECEIPT_TRAILER
 from slagate.router.request.settings import Settings
+from slagate.workers.runtime.cooperative import run_cooperatively
 from support.builders import put_in, request
 from support.gateway.request_path import DECODE_OK, Answer, Bench, bench
 from support.virtual_loop import run
@@ -132,7 +132,10 @@ def test_where_clients_get_no_receipts_one_that_asks_is_told_so() -> None:
 
 async def kept(b: Bench) -> list[gw.Receipt]:
     """The receipts that the gateway has kept."""
-    return [await in_turns(entry.receipt()) async for entry, _ in b.app.gateway.receipts.watch()]
+    return [
+        await run_cooperatively(entry.receipt())
+        async for entry, _ in b.app.gateway.receipts.watch()
+    ]
 
 
 def test_every_request_leaves_a_receipt_in_the_ring_whether_it_asked_for_one_or_not() -> None:

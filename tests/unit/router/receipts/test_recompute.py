@@ -13,10 +13,10 @@ import pytest
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.receipts import json_line, parsed, recompute_file
 from slagate.router.receipts.config import UnusableReceipt, read_config
-from slagate.router.receipts.messages import at_once
 from slagate.router.receipts.recompute import decide_again
 from slagate.router.receipts.record import ReceiptNumber, Record
 from slagate.router.request.errors import Outcome
+from slagate.workers.runtime.cooperative import run_at_once
 from slagate.workers.runtime.errors import UsageError
 from support.gateway.receipts import RandomFleet
 
@@ -122,7 +122,7 @@ def test_a_run_without_a_decision_is_no_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stamp = ReceiptNumber(1, 1.0, FLEET.config.version)
-    refused = at_once(Record(0.0).full(Outcome.INVALID, 1.0, stamp))
+    refused = run_at_once(Record(0.0).full(Outcome.INVALID, 1.0, stamp))
     line = json_line(gw.WatchReceiptsResponse(receipt=refused))
     assert run(tmp_path, CONFIG) == 1
     assert run(tmp_path, CONFIG, line) == 1
@@ -132,7 +132,7 @@ def test_a_run_without_a_decision_is_no_success(
 def refused(version: str) -> dict[str, Any]:
     """The line of a request that was refused before it was decided."""
     stamp = ReceiptNumber(1, 1.0, version)
-    made = at_once(Record(0.0).full(Outcome.INVALID, 1.0, stamp))
+    made = run_at_once(Record(0.0).full(Outcome.INVALID, 1.0, stamp))
     parsed: dict[str, Any] = json.loads(json_line(gw.WatchReceiptsResponse(receipt=made)))
     return parsed
 

@@ -9,11 +9,12 @@ from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK, Status
-from slagate.router.receipts.messages import at_once, decision_steps
+from slagate.router.receipts.messages import decision_steps
 from slagate.router.receipts.record import MAX_RECEIPT_BYTES, TOP_CANDIDATES, ReceiptNumber, Record
 from slagate.router.request.errors import Outcome
 from slagate.router.request.sla import MAX_TEXT, Sla
 from slagate.router.scheduling.policy import Decision, choose
+from slagate.workers.runtime.cooperative import run_at_once
 from support.builders import MODEL, ask, one_cell, pool_view, profiled, rng, view
 
 Code = grpc.StatusCode
@@ -56,11 +57,11 @@ def receipt(of: Record, outcome: Outcome = Outcome.COMPLETED) -> gw.Receipt:
 
 
 def full(of: Record) -> gw.Receipt:
-    return at_once(of.full(Outcome.COMPLETED, 12.0, STAMP))
+    return run_at_once(of.full(Outcome.COMPLETED, 12.0, STAMP))
 
 
 def in_full(of: Decision) -> gw.Decision:
-    return at_once(decision_steps(of, request_id="r", max_tokens=1))
+    return run_at_once(decision_steps(of, request_id="r", max_tokens=1))
 
 
 def test_a_receipt_says_what_was_decided_and_what_happened() -> None:

@@ -7,17 +7,11 @@ from slagate.pools.fleet.pool import PoolView
 from slagate.pools.grid.stage import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK
-from slagate.router.receipts.messages import at_once
 from slagate.router.receipts.record import Record
-from slagate.router.receipts.ring import (
-    CHOICE_BYTES,
-    RECEIPT_BYTES,
-    ROW_BYTES,
-    ReceiptRing,
-    in_turns,
-)
+from slagate.router.receipts.ring import CHOICE_BYTES, RECEIPT_BYTES, ROW_BYTES, ReceiptRing
 from slagate.router.request.errors import Outcome
 from slagate.router.scheduling.policy import Decision, choose
+from slagate.workers.runtime.cooperative import run_at_once, run_cooperatively
 from support.builders import ask, one_cell, pool_view, profiled, rng, view
 from support.virtual_loop import run
 
@@ -97,7 +91,7 @@ def test_a_receipt_is_stamped_with_number_time_and_version() -> None:
     add(of, 2, decided)
 
     async def second() -> gw.Receipt:
-        return [await in_turns(e.receipt()) async for e, _ in of.watch()][1]
+        return [await run_cooperatively(e.receipt()) async for e, _ in of.watch()][1]
 
     got = run(second)
     assert (got.number, got.unix_s, got.config_version) == (2, 1.5, "v1")
@@ -191,8 +185,8 @@ def test_a_large_receipt_lets_others_run_while_it_is_put_together() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(other)
             async for entry, _ in of.watch():
-                receipt = await in_turns(entry.receipt())
-                assert receipt == at_once(entry.receipt())
+                receipt = await run_cooperatively(entry.receipt())
+                assert receipt == run_at_once(entry.receipt())
             tasks.cancel_scope.cancel()
         assert n_turns >= 200 // 32
 

@@ -27,10 +27,10 @@ from slagate.proto.rpc.status import OK, Status
 from slagate.router.cli.receipts import Recomputer, json_line
 from slagate.router.receipts.config import read_config
 from slagate.router.receipts.recompute import decide_again
-from slagate.router.receipts.ring import in_turns
 from slagate.router.request.errors import Outcome
 from slagate.router.request.settings import Settings
 from slagate.router.services.admin import AdminService
+from slagate.workers.runtime.cooperative import run_cooperatively
 from support.builders import PROFILE, config, finished, prefill_ready, request, rng, token
 from support.fleet.watched import LOOK_S
 from support.gateway.context import Context
@@ -379,7 +379,7 @@ def test_what_a_request_was_decided_by_it_is_retried_by(after: dict[str, int]) -
                 tasks.start_soon(change)
                 await check_served(at)
             (entry,) = [entry async for entry, _ in at.app.gateway.receipts.watch()]
-            receipt = await in_turns(entry.receipt())
+            receipt = await run_cooperatively(entry.receipt())
             (replaced,), (last,) = receipt.replaced, receipt.decision.stages
             versions = [replaced.config_version, last.config_version]
             assert versions == [first, at.app.reloader.version]
