@@ -44,9 +44,8 @@ from slagate.router.services.admin import AdminService
 from slagate.router.services.control import ControlService
 from slagate.workers.client.client import connect_worker
 from slagate.workers.runtime.clock import monotonic_s, unix_s
-from slagate.workers.runtime.listen import bind, given_by, listen_on, stopped
+from slagate.workers.runtime.listen import bind, given_by, listen_on, ready_line, stopped
 from slagate.workers.runtime.probes import serve_probes
-from slagate.workers.runtime.ready_line import ready_line
 from slagate.workers.server import SERVER_OPTIONS
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ClientTls, ServerTls, following

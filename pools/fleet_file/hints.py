@@ -14,7 +14,7 @@ from slagate.pools.fleet_file.keys import (
     Form,
 )
 from slagate.pools.fleet_file.models import STRATEGIES, Objective, OverrideRule, PoolSpec
-from slagate.workers.runtime.suggest import unknown_key
+from slagate.workers.runtime.usage import unknown_key
 
 
 class _Entries(NamedTuple):

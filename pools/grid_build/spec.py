@@ -17,7 +17,7 @@ from slagate.pools.grid.errors import ConfigError, Problem
 from slagate.pools.grid.json_text import ROOT, json_path, read_json, shown
 from slagate.pools.grid_build.spec_rules import contradictions
 from slagate.workers.profiles.profile import TpProfile
-from slagate.workers.runtime.suggest import unknown_key
+from slagate.workers.runtime.usage import unknown_key
 
 _REASONS = {
     "missing": "is required",

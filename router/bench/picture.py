@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from slagate.router.bench.report import QUANTILES, Figure
 from slagate.router.grid_view.picture import DPI, need_matplotlib, save, style
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 
 KINDS = ("png", "svg")
 _SIZE = (11.5, 5.6)  # inches

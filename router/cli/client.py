@@ -18,7 +18,7 @@ from slagate.router.cli.client_tables import print_decision, print_pools
 from slagate.router.client.call import CallFailed, admin_at, engine_at, only_model, only_one_of
 from slagate.router.request.metadata import ITL, PRIORITY, RECEIPT, RECEIPT_TRAILER, TTFT
 from slagate.workers.errors import WorkerError
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.tls.files import TlsFiles
 
 

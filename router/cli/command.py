@@ -24,9 +24,8 @@ from slagate.router.client.call import CallFailed
 from slagate.router.output import OutputFailed
 from slagate.router.request.settings import POLICIES
 from slagate.workers.profiles.errors import ProfileError
-from slagate.workers.runtime.errors import UsageError
 from slagate.workers.runtime.logs import log_to_stderr
-from slagate.workers.runtime.suggest import nearest
+from slagate.workers.runtime.usage import UsageError, nearest
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

@@ -17,7 +17,7 @@ from slagate.router.cli.tls import dials
 from slagate.router.client.call import admin_at
 from slagate.router.receipts.config import RecordedConfig, UnusableReceipt, read_config
 from slagate.router.receipts.recompute import decide_again
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.tls.files import TlsFiles
 
 MAX_WORDS = 300

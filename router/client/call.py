@@ -13,7 +13,7 @@ from slagate.router.client.refusals import why_not
 from slagate.workers.client.client import GrpcWorker, connect_worker
 from slagate.workers.client.control import channel_to
 from slagate.workers.errors import WorkerError
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.runtime.waiting import run_in_daemon_thread
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ClientTls

@@ -9,9 +9,8 @@ import ssl
 from contextlib import closing, suppress
 
 from slagate.proto.rpc.address import Address, parse_address
-from slagate.workers.tls.certificate import Certificate, read_certificate, utc
 from slagate.workers.tls.context import client_context, explained, is_no_tls
-from slagate.workers.tls.files import TlsFiles
+from slagate.workers.tls.files import Certificate, TlsFiles, read_certificate, utc
 from slagate.workers.tls.reloading import ClientTls
 
 LIMIT_S = 5.0

@@ -29,9 +29,8 @@ from slagate.router.output import INTERRUPTED
 from slagate.router.request.metadata import ITL, OBJECTIVE, RECEIPT, SESSION_ID, TTFT
 from slagate.router.tables import print_table
 from slagate.workers.client.client import connect_worker
-from slagate.workers.runtime.errors import UsageError
-from slagate.workers.runtime.listen import unless_stopped
-from slagate.workers.runtime.ready_line import ready_line
+from slagate.workers.runtime.listen import ready_line, unless_stopped
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.sim.kv_cache.blocks import continuation
 from slagate.workers.sim.settings import VOCAB_SIZE
 

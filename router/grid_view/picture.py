@@ -16,7 +16,7 @@ import numpy as np
 from rich.cells import cell_len
 
 from slagate.router.grid_view.view import POOL_COLUMNS, AxisView, Panel, StageGridView, shade
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 
 DPI = 150
 MAX_BANDS, MAX_CELLS = 128, 128 * 128

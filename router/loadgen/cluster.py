@@ -15,7 +15,7 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from slagate.router.process import SLAGATE
-from slagate.workers.runtime.ready_line import MAX_READY_LINE_BYTES
+from slagate.workers.runtime.listen import MAX_READY_LINE_BYTES
 
 STOP_GRACE_S = 10.0
 LOG_LINES = 15

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 
 PACKAGED = "conversation-sample.jsonl"
 BLOCK_TOKENS = 512

@@ -29,9 +29,8 @@ from slagate.router.receipts.config import config_message
 from slagate.router.reload.reload import Proposal, Reloader, Source, reloading
 from slagate.router.request.settings import CUT_S, RECEIPTS_S, Settings
 from slagate.workers.runtime.clock import monotonic_s
-from slagate.workers.runtime.listen import bind, given_by, listen_on, stopped
+from slagate.workers.runtime.listen import bind, given_by, listen_on, ready_line, stopped
 from slagate.workers.runtime.probes import serve_probes
-from slagate.workers.runtime.ready_line import ready_line
 from slagate.workers.server import SERVER_OPTIONS
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ServerTls, following

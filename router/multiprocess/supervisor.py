@@ -32,7 +32,7 @@ from slagate.proto import process_pb2_grpc as ps_grpc
 from slagate.router.multiprocess.child import ProcessSlot
 from slagate.router.multiprocess.peers import send_wake
 from slagate.router.process import SLAGATE
-from slagate.workers.runtime.ready_line import MAX_READY_LINE_BYTES
+from slagate.workers.runtime.listen import MAX_READY_LINE_BYTES
 from slagate.workers.server import SERVER_OPTIONS
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 
 EXTRA = "aiconfigurator"
 

@@ -24,7 +24,7 @@ from slagate.proto.rpc.status import OK, Status
 from slagate.workers.errors import status_of_engine_error
 from slagate.workers.legs import decode_leg, prefill_leg
 from slagate.workers.runtime.clock import monotonic_s
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.worker import Worker
 
 

@@ -33,7 +33,7 @@ from slagate.router.request.metadata import (
     TTFT,
 )
 from slagate.workers.legs import TARGET_RANK
-from slagate.workers.runtime.suggest import nearest
+from slagate.workers.runtime.usage import nearest
 
 MAX_TEXT = 256
 """Characters of a class, tenant or conversation id: they end up in receipts of 4 KiB."""

@@ -24,7 +24,7 @@ from slagate.workers.engine_args.read import EXTRA, OVERRIDE, PEER, read_overrid
 from slagate.workers.engine_args.rules.case import EngineCase, IntendedUse, case_of
 from slagate.workers.engine_args.rules.table import findings_of, findings_of_pair
 from slagate.workers.findings import Finding, warning
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 
 KV_EVENTS = 100_000
 

@@ -14,7 +14,7 @@ from slagate.workers.engine_args.model.model import UNSET_IF_NONE, EngineModel
 from slagate.workers.engine_args.model.sections import INT32_MAX, POWER_OF_TWO
 from slagate.workers.engine_args.text import inline
 from slagate.workers.findings import Finding, error, warning
-from slagate.workers.runtime.suggest import nearest
+from slagate.workers.runtime.usage import nearest
 
 MOVED: Mapping[str, str] = MappingProxyType(
     {

@@ -14,7 +14,7 @@ from slagate.workers.engine_args.check import check_values
 from slagate.workers.engine_args.model.merge import in_brief
 from slagate.workers.engine_args.model.model import EngineModel
 from slagate.workers.engine_args.read import PEER
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 
 TRANSCEIVER = "cache_transceiver_config"
 REUSE = "kv_cache_config.enable_block_reuse"

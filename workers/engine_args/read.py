@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 
 EXTRA = "--extra-engine-args"
 PEER = "--peer-engine-args"

@@ -15,7 +15,7 @@ from google.protobuf import struct_pb2
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import RequestRefused
 from slagate.workers.handoff.codec import check_size
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 
 ATTRIBUTE = "slagate_mac"
 """In `attributes_struct`: the MAC in lower-case hex."""

@@ -1,8 +1,10 @@
 """What every long-running command shares: listening on an address, and the end on a signal."""
 
 import asyncio
+import json
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
@@ -145,3 +147,13 @@ async def hung_up(act: Callable[[], None]) -> AsyncIterator[None]:
         yield
     finally:
         ignore_hangups()
+
+
+MAX_READY_LINE_BYTES = 64 << 10
+"""What a parent reads at most of a child's stdout before that line ends."""
+
+
+def ready_line(**fields: str | int | list[int]) -> None:
+    """Print the one line on stdout that says the process serves, and where."""
+    sys.stdout.write(json.dumps({"event": "ready"} | fields) + "\n")
+    sys.stdout.flush()

@@ -7,9 +7,8 @@ from contextlib import ExitStack, contextmanager
 import anyio
 
 from slagate.proto.rpc.address import Address
-from slagate.workers.runtime.listen import given_by
+from slagate.workers.runtime.listen import given_by, ready_line
 from slagate.workers.runtime.probes import serve_probes
-from slagate.workers.runtime.ready_line import ready_line
 from slagate.workers.trtllm.metrics import WorkerMetrics
 from slagate.workers.trtllm.worker import TrtllmWorker
 

@@ -1,26 +1,46 @@
 """A worker process: one engine, the adapter, the server, until a signal or the engine's end."""
 
 import ipaddress
+import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import anyio
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.address import Address
-from slagate.workers.kv_transfer.transport import KvUnavailable
+from slagate.workers.kv_transfer.nixl.nixl import NixlTransport, self_check
+from slagate.workers.kv_transfer.shm import SharedMemoryTransport
+from slagate.workers.kv_transfer.transport import KvTransferError, KvTransport, KvUnavailable
 from slagate.workers.profiles.profile import load_profile
-from slagate.workers.runtime.errors import UsageError
 from slagate.workers.runtime.listen import hung_up, stopped
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.server import serve_worker
-from slagate.workers.serving.kv_transport import N_SLOTS, OpenedTransport, open_transport
 from slagate.workers.serving.serve import FLUSH_S, metrics_served, tell_ready, until_stopped
 from slagate.workers.serving.sim_worker import BLOCK_TOKENS, SimOptions, check_options, sim_worker
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ServerTls, following
 from slagate.workers.trtllm.metrics import SILENT, WorkerMetrics
 from slagate.workers.trtllm.server_info import ROLES
+
+log = logging.getLogger(__name__)
+
+TRANSPORTS = ("auto", "nixl", "shm")
+
+N_SLOTS = 16_384
+"""A hundred parked prompts of 5,000 tokens in blocks of 32: 64 MiB where those have 4 KiB each.
+
+Slots that are never used cost no memory.
+"""
+
+
+class OpenedTransport(NamedTuple):
+    """A transport, and why it is not NIXL, or ""."""
+
+    transport: KvTransport | None
+    why_not_nixl: str
 
 
 async def run_sim_worker(
@@ -111,3 +131,40 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def open_transport(
+    wanted: str,
+    *,
+    worker_name: str,
+    loopback: bool,
+    block_bytes: int,
+    pull_limit_s: float,
+    n_slots: int = N_SLOTS,
+) -> OpenedTransport:
+    """Open one of `TRANSPORTS`; "auto" is NIXL where it works, else shared memory.
+
+    `loopback` keeps NIXL off every other network device. `block_bytes` is the largest block to move.
+    Raises `KvUnavailable`: for "nixl" when NIXL does not work, and when nothing does.
+    """
+    if wanted == "shm":
+        return OpenedTransport(SharedMemoryTransport(), "shared memory was asked for")
+    try:
+        nixl = NixlTransport(
+            worker_name,
+            n_slots=n_slots,
+            block_bytes=block_bytes,
+            loopback=loopback,
+            pull_limit_s=pull_limit_s,
+        )
+        try:
+            self_check(nixl, loopback=loopback)
+        except KvTransferError as error:
+            nixl.close()
+            raise KvUnavailable(str(error)) from error
+    except KvUnavailable as error:
+        if wanted == "nixl":
+            raise
+        log.warning("kv_transfer.not_nixl %s", error)
+        return OpenedTransport(SharedMemoryTransport(), str(error))
+    return OpenedTransport(nixl, "")

@@ -14,7 +14,7 @@ from slagate.workers.handoff.seal import read_key
 from slagate.workers.kv_transfer.transport import KvTransport
 from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.profiles.profile import TpProfile, load_profile
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.sim.api import SimApi, sim_api
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.settings import END_ID, VOCAB_SIZE, SimSettings

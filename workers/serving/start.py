@@ -2,24 +2,139 @@
 
 import logging
 from collections.abc import Awaitable, Sequence, Sized
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
+import grpc
 
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.sinks import Call, EndedCall, Sink
+from slagate.proto.rpc.status import Metadata
+from slagate.workers.engine_args.build import EngineArgs
+from slagate.workers.errors import RequestRefused
 from slagate.workers.handoff.seal import read_key
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.logits.processors import LogitsProcessors
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.runtime.waiting import run_in_daemon_thread
-from slagate.workers.serving.options import TrtllmOptions
-from slagate.workers.serving.starting import StartingWorker
 from slagate.workers.trtllm.engine import setting
 from slagate.workers.trtllm.package import EnginePackage, as_usage, load_package, shut_down
 from slagate.workers.trtllm.server_info import ROLES, WorkerIdentity
+from slagate.workers.trtllm.watch import WatchTimes
+from slagate.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 NO_BACKEND = "DEFAULT"
+
+WARM_UP_LIMIT_S = 300.0
+"""For the first request of each rank: kernels are tuned and graphs captured in it."""
+
+SHUTDOWN_LIMIT_S = 60.0
+"""For the engine to end by itself."""
+
+PROGRESS_S = 5.0
+"""Between two log lines of a start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrtllmOptions:
+    """As on the command line; `args` are the engine's, without errors."""
+
+    args: EngineArgs
+    served_name: str
+    end_id: int | None = None  # None: the tokenizer's
+    handoff_key_file: Path | None = None
+    log_level: str = "info"
+    warm_up_limit_s: float = WARM_UP_LIMIT_S
+    shutdown_limit_s: float = SHUTDOWN_LIMIT_S
+    progress_s: float = PROGRESS_S
+    watch: WatchTimes = field(default_factory=WatchTimes)
+    logits: LogitsProcessors = field(default_factory=LogitsProcessors)
+
+    @property
+    def role(self) -> str:
+        """What the worker is for."""
+        return self.args.role
+
+
+class StartingWorker:
+    """The `Worker` port from the first moment of a process; `become` ends the start.
+
+    Who asks for its health while a model loads gets STARTING and the phase, not a refused connection.
+    """
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+        self._worker: Worker | None = None
+
+    @property
+    def why_not_ready(self) -> str:
+        """What is still done before requests are taken; "" when they are."""
+        return "" if self._worker is not None else f"the engine is starting: {self.phase}"
+
+    def become(self, worker: Worker) -> None:
+        """From now on, be this worker."""
+        self._worker = worker
+
+    def _there(self) -> Worker:
+        if self._worker is None:
+            raise RequestRefused(grpc.StatusCode.UNAVAILABLE, self.why_not_ready)
+        return self._worker
+
+    def generate(
+        self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
+    ) -> Call:
+        """As `Worker.generate`."""
+        try:
+            return self._there().generate(request, metadata, sink, timeout_s=timeout_s)
+        except RequestRefused as refused:
+            sink.end(refused.status)
+            return EndedCall()
+
+    def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
+        """As `Worker.kv_events`."""
+        try:
+            return self._there().kv_events(request, metadata, sink)
+        except RequestRefused as refused:
+            sink.end(refused.status)
+            return EndedCall()
+
+    async def kv_event_sources(
+        self, request: oe.GetKvEventSourcesRequest
+    ) -> oe.GetKvEventSourcesResponse:
+        """As `Worker.kv_event_sources`."""
+        return await self._there().kv_event_sources(request)
+
+    async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
+        """As `Worker.abort`."""
+        return await self._there().abort(request)
+
+    async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
+        """As `Worker.load`."""
+        return await self._there().load(request)
+
+    async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
+        """As `Worker.health`."""
+        if self._worker is not None:
+            return await self._worker.health(request)
+        starting = oe.HEALTH_STATE_STARTING
+        checks = [
+            oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY),
+            oe.HealthCheck(name="model", state=starting, message=self.why_not_ready),
+        ]
+        return oe.HealthResponse(state=starting, checks=checks)
+
+    async def server_info(self) -> oe.ServerInfo:
+        """As `Worker.server_info`."""
+        return await self._there().server_info()
+
+    async def model_info(self, model: str) -> oe.ModelInfo:
+        """As `Worker.model_info`."""
+        return await self._there().model_info(model)
 
 
 class Started(NamedTuple):

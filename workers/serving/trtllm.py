@@ -8,14 +8,18 @@ from typing import NoReturn
 import anyio
 
 from slagate.proto.rpc.address import Address
-from slagate.workers.runtime.errors import UsageError
-from slagate.workers.runtime.listen import hung_up, stopped
-from slagate.workers.runtime.ready_line import ready_line
+from slagate.workers.runtime.listen import hung_up, ready_line, stopped
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.server import serve_worker
-from slagate.workers.serving.options import TrtllmOptions
 from slagate.workers.serving.serve import FLUSH_S, metrics_served, tell_ready, until_stopped
-from slagate.workers.serving.start import Phases, Started, handoff_key, start_engine
-from slagate.workers.serving.starting import StartingWorker
+from slagate.workers.serving.start import (
+    Phases,
+    Started,
+    StartingWorker,
+    TrtllmOptions,
+    handoff_key,
+    start_engine,
+)
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ServerTls, following
 from slagate.workers.trtllm.encode import EncodeWorker, start_encoder

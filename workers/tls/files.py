@@ -5,15 +5,58 @@ import re
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from slagate.workers.runtime.errors import UsageError
-from slagate.workers.tls.certificate import Certificate, read_certificate, utc
+from slagate.workers.runtime.usage import UsageError
 
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
 _KEY = re.compile(rb"-----BEGIN (\w+ )*PRIVATE KEY-----")
 _ENCRYPTED = re.compile(rb"BEGIN ENCRYPTED PRIVATE KEY|Proc-Type: *4,ENCRYPTED")
+
+
+class Certificate(NamedTuple):
+    """Names are as in RFC 4514, but in the order of the certificate; times are Unix seconds."""
+
+    subject: str
+    issuer: str
+    serial: str  # hexadecimal
+    begins_at_s: float
+    ends_at_s: float
+
+
+def read_certificate(der: bytes) -> Certificate:
+    """Raises `ValueError` for what is no certificate."""
+    # Only with TLS: it takes its time to import.
+    from cryptography import x509
+
+    def shown(name: x509.Name) -> str:
+        kinds = {x509.NameOID.EMAIL_ADDRESS: "emailAddress"}
+        text = ", ".join(part.rfc4514_string(kinds) for part in name.rdns)
+        return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+    try:
+        found = x509.load_der_x509_certificate(der)
+    except x509.InvalidVersion as error:
+        raise ValueError(str(error)) from error
+    serial = found.serial_number
+    return Certificate(
+        subject=shown(found.subject),
+        issuer=shown(found.issuer),
+        serial=f"{serial:0{(serial.bit_length() + 7) // 8 * 2}X}",
+        begins_at_s=found.not_valid_before_utc.timestamp(),
+        ends_at_s=found.not_valid_after_utc.timestamp(),
+    )
+
+
+def utc(at_s: float) -> str:
+    """Unix seconds as a date and time.
+
+    >>> utc(1e9)
+    '2001-09-09 01:46:40 UTC'
+    """
+    return datetime.fromtimestamp(at_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 class TlsError(UsageError):

@@ -20,9 +20,8 @@ from slagate.proto.rpc.address import parse_address
 from slagate.proto.rpc.connection_pool import MakeProtocol
 from slagate.workers.runtime.clock import unix_s
 from slagate.workers.runtime.waiting import FileWatch, run_in_daemon_thread
-from slagate.workers.tls.certificate import utc
 from slagate.workers.tls.context import Following, client_context, explained, server_context
-from slagate.workers.tls.files import Pems, TlsError, TlsFiles, read
+from slagate.workers.tls.files import Pems, TlsError, TlsFiles, read, utc
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, EndedCall, Sink
 from slagate.proto.rpc.status import Metadata
 from slagate.workers.errors import RequestRefused
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.runtime.waiting import run_in_daemon_thread
 from slagate.workers.trtllm.package import EnginePackage, as_usage, load_package, shut_down
 from slagate.workers.worker import SCHEMA_RELEASE

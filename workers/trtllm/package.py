@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.runtime.waiting import run_in_daemon_thread
 
 log = logging.getLogger(__name__)

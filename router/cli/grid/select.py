@@ -9,7 +9,7 @@ from slagate.pools.grid.axis import AXIS_FIELDS
 from slagate.pools.grid.errors import SelectError
 from slagate.pools.grid.grid import StageGrid
 from slagate.pools.grid.json_text import is_finite_number, read_json, short_path, shown
-from slagate.workers.runtime.suggest import unknown_key
+from slagate.workers.runtime.usage import unknown_key
 
 _NUMBERS = (*AXIS_FIELDS, "priority")
 _FIELDS = (*_NUMBERS, "objective")

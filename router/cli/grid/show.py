@@ -21,7 +21,7 @@ from slagate.router.grid_view.view import StageGridView, Traffic, printable, spe
 from slagate.router.receipts.attainment import CellTraffic
 from slagate.router.receipts.messages import WIRE_STAGE
 from slagate.router.tables import stdout_console
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.tls.files import TlsFiles
 
 PIPED_COLUMNS = 120

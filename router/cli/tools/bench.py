@@ -35,8 +35,8 @@ from slagate.router.cli.tls import dials
 from slagate.router.loadgen.trace import load_trace
 from slagate.router.output import INTERRUPTED
 from slagate.router.tables import print_table, stdout_console
-from slagate.workers.runtime.errors import UsageError
 from slagate.workers.runtime.listen import unless_stopped
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.tls.files import TlsFiles
 
 SAMPLE = "sample"

@@ -18,7 +18,7 @@ from slagate.workers.engine_args.read import EXTRA
 from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.engine_args.text import yaml_lines
 from slagate.workers.findings import Finding
-from slagate.workers.serving.kv_transport import TRANSPORTS
+from slagate.workers.serving.sim import TRANSPORTS
 from slagate.workers.trtllm.package import installed_version
 
 ExtraEngineArgs = Annotated[

@@ -10,7 +10,7 @@ from slagate.router.cli.command import fail, seconds, with_options, wrong_use_to
 from slagate.router.cli.worker.engine_args import TRTLLM_ONLY, TRTLLM_OPTIONS, text
 from slagate.workers.engine_args.build import EngineArgs
 from slagate.workers.logits.processors import LogitsProcessors, wanted_of
-from slagate.workers.serving.options import (
+from slagate.workers.serving.start import (
     PROGRESS_S,
     SHUTDOWN_LIMIT_S,
     WARM_UP_LIMIT_S,

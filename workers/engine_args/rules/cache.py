@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from slagate.workers.engine_args.rules.case import EngineCase
 from slagate.workers.findings import Finding, error, warning
-from slagate.workers.runtime.suggest import nearest
+from slagate.workers.runtime.usage import nearest
 
 CACHE = "kv_cache_config"
 QUANTISED = ("auto", "fp8", "nvfp4")

@@ -38,7 +38,7 @@ from slagate.router.commands import cli
 from slagate.router.loadgen.loadgen import Progress, ServedRequest, run_callers
 from slagate.router.loadgen.trace import TraceRequest
 from slagate.workers.errors import WorkerError
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from support.virtual_loop import run
 
 GPUS = ThroughputUnit("gpu", 4)

@@ -9,7 +9,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.cli import client as client_cli
 from slagate.router.cli.client import RequestOptions, read_prompt
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 
 
 def options(**changes: Any) -> RequestOptions:

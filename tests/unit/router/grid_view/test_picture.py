@@ -24,7 +24,7 @@ from slagate.router.grid_view.picture import (
     write_picture,
 )
 from slagate.router.grid_view.view import StageGridView, shade, spelled, stage_view
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from support.fleet.files import agg_file
 from support.fleet.views import (
     REPOSITORY,

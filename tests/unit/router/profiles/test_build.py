@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from slagate.router.cli.tools import profile as profile_cli_module
 from slagate.router.cli.tools.profile import profile as profile_cli
 from slagate.router.profiles.build import KvCache, profile_content
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 
 QWEN = Path(__file__).resolve().parents[4] / "configs/profiles/qwen3-32b-fp8-h200.json"
 command = typer.Typer()

@@ -17,7 +17,7 @@ from slagate.router.receipts.recompute import decide_again
 from slagate.router.receipts.record import ReceiptNumber, Record
 from slagate.router.request.errors import Outcome
 from slagate.workers.runtime.cooperative import run_at_once
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from support.gateway.receipts import RandomFleet
 
 FLEET = RandomFleet()

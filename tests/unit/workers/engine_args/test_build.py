@@ -19,7 +19,7 @@ from slagate.workers.engine_args.model.model import EngineModel
 from slagate.workers.engine_args.read import parse_yaml
 from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.engine_args.text import yaml_lines
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.sim.args import TorchLlmArgs
 
 YAML = """\

@@ -16,7 +16,7 @@ from slagate.workers.logits.processors import (
     RequestedProcessor,
     wanted_of,
 )
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 
 
 class Recording:

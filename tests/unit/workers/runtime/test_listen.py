@@ -15,10 +15,10 @@ from slagate.workers.runtime.listen import (
     hung_up,
     ignore_hangups,
     listen_on,
+    ready_line,
     stopped,
     unless_stopped,
 )
-from slagate.workers.runtime.ready_line import ready_line
 from slagate.workers.server import SERVER_OPTIONS
 from support.limits import HANG_S
 

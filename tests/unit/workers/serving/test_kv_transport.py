@@ -19,7 +19,7 @@ from slagate.workers.kv_transfer.nixl.ucx import (
     ucx_warnings,
 )
 from slagate.workers.kv_transfer.transport import KvTransport, KvUnavailable
-from slagate.workers.serving.kv_transport import open_transport
+from slagate.workers.serving.sim import open_transport
 from support.limits import HANG_S
 
 
@@ -95,7 +95,7 @@ def test_a_self_check_that_finds_no_room_falls_back_too() -> None:
 
 OPEN = """
 import logging
-from slagate.workers.serving.kv_transport import open_transport
+from slagate.workers.serving.sim import open_transport
 logging.basicConfig(format="%(message)s")
 transport, why = open_transport("auto", worker_name="w", loopback=True, block_bytes=64, pull_limit_s=5.0)
 transport.close()

@@ -5,7 +5,7 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
-from slagate.workers.serving.starting import StartingWorker
+from slagate.workers.serving.start import StartingWorker
 from support import virtual_loop
 from support.engine.workers import MODEL, expected, request, sim
 from support.worker.contract import ask

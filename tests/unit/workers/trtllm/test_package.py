@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.trtllm import package as trtllm_package
 from slagate.workers.trtllm.package import (
     EnginePackage,

@@ -16,7 +16,7 @@ from slagate.pools.fleet_file.load import parse_config
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.grid.show import cell_traffic, show, with_cells
 from slagate.router.receipts.attainment import CellTraffic
-from slagate.workers.runtime.errors import UsageError
+from slagate.workers.runtime.usage import UsageError
 from support.fleet.files import agg_file, disagg_file
 from support.fleet.views import REPOSITORY
 from support.limits import HANG_S

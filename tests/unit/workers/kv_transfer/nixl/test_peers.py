@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slagate.workers.kv_transfer.nixl.agent import MAX_PEERS, Peers, PoisonedMetadata
 from slagate.workers.kv_transfer.nixl.descriptor import NixlDescriptor
-from slagate.workers.kv_transfer.nixl.peers import MAX_PEERS, Peers, PoisonedMetadata
 from slagate.workers.kv_transfer.nixl.ucx import Nixl
 from slagate.workers.kv_transfer.transport import KvBadDescriptor, KvPeerGone
 

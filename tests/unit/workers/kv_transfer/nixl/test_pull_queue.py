@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from slagate.workers.kv_transfer.nixl.descriptor import NixlDescriptor
-from slagate.workers.kv_transfer.nixl.nixl import NixlTransport
-from slagate.workers.kv_transfer.nixl.pull_queue import LOOK_S, PullQueue
+from slagate.workers.kv_transfer.nixl.nixl import LOOK_S, NixlTransport, PullQueue
 from slagate.workers.kv_transfer.transport import Blocks, Done, KvTimeout, KvTransferError
 from support.engine.sim_llm import n_timers, until
 from support.kv.processes import (

@@ -4,6 +4,10 @@ import difflib
 from collections.abc import Iterable
 
 
+class UsageError(ValueError):
+    """An option of a command is wrong, or does not fit what the command meets; the message says which."""
+
+
 def nearest(word: str, known: Iterable[str], *, least: float = 0.6) -> str | None:
     """The known word that is most like `word`; None where none is to the share `least`, 0 to 1.
 
