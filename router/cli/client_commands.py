@@ -6,8 +6,7 @@ import typer
 
 from slagate.router.cli import client as client_cli
 from slagate.router.cli.command import Admin, finite, run_to_exit, seconds, server, wrong_use_told
-from slagate.router.cli.tls import dials
-from slagate.workers.tls.files import TlsFiles
+from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
 
 Target = Annotated[str, server("The gateway to call (slagate serve --listen), or a worker.")]
 Tokens = Annotated[
@@ -27,11 +26,9 @@ Priority = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
-@dials
 def generate(
     *,
     target: Target,
-    tls: TlsFiles | None,
     tokens: Tokens = None,
     isl: Isl = None,
     model: Model = None,
@@ -43,8 +40,14 @@ def generate(
         bool, typer.Option("--receipt", help="Print the receipt at the end.")
     ] = False,
     timeout: Annotated[float | None, seconds("Deadline, seconds.", least=0.001)] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsOwnCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    insecure: Insecure = False,
 ) -> None:
     """Send one request and print its token ids as they come, then the receipt as JSON."""
+    tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
     prompt = _prompt(tokens, isl)
     options = client_cli.RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
     run_to_exit(
@@ -52,11 +55,9 @@ def generate(
     )
 
 
-@dials
 def explain(
     *,
     target: Admin,
-    tls: TlsFiles | None,
     tokens: Tokens = None,
     isl: Isl = None,
     model: Model = None,
@@ -65,16 +66,31 @@ def explain(
     itl_ms: ItlMs = None,
     priority: Priority = None,
     as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsOwnCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    insecure: Insecure = False,
 ) -> None:
     """Show the decision for a request; nothing is sent to a worker."""
+    tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
     prompt = _prompt(tokens, isl)
     options = client_cli.RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
     run_to_exit(lambda: client_cli.explain(target, options, tls=tls, as_json=as_json))
 
 
-@dials
-def pools(*, target: Admin, tls: TlsFiles | None, as_json: AsJson = False) -> None:
+def pools(
+    *,
+    target: Admin,
+    as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsOwnCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    insecure: Insecure = False,
+) -> None:
     """Show the pools and workers of a running gateway."""
+    tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
     run_to_exit(lambda: client_cli.pools(target, tls=tls, as_json=as_json))
 
 

@@ -1,7 +1,5 @@
 """What the commands of the CLI share: option types, usage errors, exit statuses, lines of findings."""
 
-import functools
-import inspect
 import itertools
 import json
 import math
@@ -169,48 +167,6 @@ Policy = Annotated[str, typer.Option(help=f"How workers are chosen: {' or '.join
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
-def options_given(context: typer.Context) -> list[str]:
-    """The parameters that the command line itself sets, by name."""
-    return [
-        name
-        for name in context.params
-        if (source := context.get_parameter_source(name)) is not None
-        and source.name == "COMMANDLINE"
-    ]
-
-
-def with_options(
-    command: Callable[..., None],
-    options: Mapping[str, tuple[object, object]],
-    name: str,
-    make: Callable[[dict[str, Any], Mapping[str, Any]], object],
-) -> Callable[..., None]:
-    """Give a command further options, by name with annotation and default.
-
-    They reach it as one parameter `name`: what `make` returns for their values and those of all others.
-    """
-
-    @functools.wraps(command)
-    def with_more(**values: Any) -> None:
-        more = {option: values.pop(option) for option in options}
-        command(**{name: make(more, values)}, **values)
-
-    signature = inspect.signature(command)
-    parameters = {key: each for key, each in signature.parameters.items() if key != name}
-    parameters |= {
-        option: inspect.Parameter(
-            option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
-        )
-        for option, (kind, default) in options.items()
-    }
-    # What typer reads a command's options from.
-    with_more.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=list(parameters.values())
-    )
-    with_more.__annotations__ = {key: each.annotation for key, each in parameters.items()}
-    return with_more
-
-
 def check_apart(listeners: Mapping[str, Address | None]) -> None:
     """Ends the command where two listeners have one address: what the kernel says blames another."""
     for (one, address), (other, same) in itertools.combinations(listeners.items(), 2):
@@ -233,6 +189,12 @@ def start_log(level: str, **about: object) -> None:
 
 
 EXIT_FINDINGS = 1
+IgnoredCodes = Annotated[
+    list[str] | None, typer.Option(metavar="CODE", help="Leave this one out; repeatable.")
+]
+FindingsAsJson = Annotated[
+    bool, typer.Option("--json", help="A JSON object a line instead of text.")
+]
 COLUMNS = 100  # of a page; less where the terminal is narrower
 
 

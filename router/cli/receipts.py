@@ -13,7 +13,7 @@ from google.protobuf.json_format import ParseDict, ParseError
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.client import to_dict
 from slagate.router.cli.command import EXIT_FAILED, Admin, run_to_exit, wrong_use_told
-from slagate.router.cli.tls import dials
+from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
 from slagate.router.client.call import admin_at
 from slagate.router.receipts.config import RecordedConfig, UnusableReceipt, read_config
 from slagate.router.receipts.recompute import decide_again
@@ -23,10 +23,8 @@ from slagate.workers.tls.files import TlsFiles
 MAX_WORDS = 300
 
 
-@dials
 def receipts(
     *,
-    tls: TlsFiles | None,
     target: Admin,
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on with new ones until the gateway ends.")
@@ -35,8 +33,14 @@ def receipts(
         int | None,
         typer.Option(min=0, max=2**32 - 1, help="Newest kept ones to begin with; default: all."),
     ] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsOwnCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    insecure: Insecure = False,
 ) -> None:
     """Print a gateway's configuration and its newest receipts, as JSON lines."""
+    tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
     run_to_exit(lambda: print_receipts(target, tls=tls, follow=follow, limit=limit))
 
 

@@ -10,7 +10,7 @@ import typer
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.client import to_dict
 from slagate.router.cli.command import EXIT_USAGE, Admin, fail, run_to_exit
-from slagate.router.cli.tls import dials
+from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
 from slagate.router.client.call import admin_at
 from slagate.workers.tls.files import TlsFiles
 
@@ -19,10 +19,8 @@ TIMEOUT_S = 60.0
 may come before it."""
 
 
-@dials
 def reload(
     *,
-    tls: TlsFiles | None,
     target: Admin,
     config: Annotated[
         Path | None,
@@ -37,11 +35,17 @@ def reload(
         bool, typer.Option("--dry-run", help="Only show what would change.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsOwnCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    insecure: Insecure = False,
 ) -> None:
     """Have a running gateway take over a changed fleet file, and show what changed.
 
     A file with problems changes nothing: all of them are listed, and the exit status is 2.
     """
+    tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
     if rollback and config is not None:
         fail("--rollback goes back to what was in force before, so give no --config with it")
     request = gw.ReloadRequest(rollback=rollback, dry_run=dry_run)

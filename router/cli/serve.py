@@ -101,10 +101,10 @@ def serve(
     check_apart(listeners)
     tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     worker_tls = dial_tls(
-        tls_ca=worker_tls_ca,
-        tls_cert=worker_tls_cert,
-        tls_key=worker_tls_key,
-        tls_name=worker_tls_name,
+        worker_tls_ca,
+        worker_tls_cert,
+        worker_tls_key,
+        worker_tls_name,
         insecure=worker_insecure,
         prefix="worker-",
     )

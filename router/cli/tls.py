@@ -1,12 +1,11 @@
 """The options of TLS: what listens and what dials does it with TLS, or says that it does not."""
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from slagate.router.cli.command import fail, with_options
+from slagate.router.cli.command import fail
 from slagate.workers.tls.files import PemFile, TlsFiles
 
 TlsCert = Annotated[
@@ -19,30 +18,19 @@ TlsClientCa = Annotated[
 ]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Plaintext instead of TLS.")]
 
-_OPTIONS_OF_A_COMMAND: dict[str, tuple[object, object]] = {
-    "tls_ca": (
-        Annotated[
-            Path | None,
-            typer.Option(metavar="FILE", help="CAs (PEM) that the server's certificate is of."),
-        ],
-        None,
+# Of what dials.
+TlsCa = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="CAs (PEM) that the server's certificate is of.")
+]
+TlsOwnCert = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-cert", metavar="FILE", help="Certificate (PEM) to show, where the server asks."
     ),
-    "tls_cert": (
-        Annotated[
-            Path | None,
-            typer.Option(metavar="FILE", help="Certificate (PEM) to show, where the server asks."),
-        ],
-        None,
-    ),
-    "tls_key": (TlsKey, None),
-    "tls_name": (
-        Annotated[
-            str, typer.Option(help="Name in the server's certificate, if not the one in --target.")
-        ],
-        "",
-    ),
-    "insecure": (Insecure, False),
-}
+]
+TlsName = Annotated[
+    str, typer.Option(help="Name in the server's certificate, if not the one in --target.")
+]
 
 
 def listener_tls(
@@ -64,20 +52,20 @@ def listener_tls(
 
 
 def dial_tls(
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+    name: str,
     *,
-    tls_ca: Path | None,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    tls_name: str,
     insecure: bool,
     prefix: str = "",
 ) -> TlsFiles | None:
     """Of what dials; None is plaintext. Ends the command unless it is told which."""
     files = TlsFiles(
-        cert=_file(f"--{prefix}tls-cert", tls_cert),
-        key=_file(f"--{prefix}tls-key", tls_key),
-        ca=_file(f"--{prefix}tls-ca", tls_ca),
-        server_name=tls_name,
+        cert=_file(f"--{prefix}tls-cert", cert),
+        key=_file(f"--{prefix}tls-key", key),
+        ca=_file(f"--{prefix}tls-ca", ca),
+        server_name=name,
     )
     whom = "to call workers" if prefix else "to call a server"
     ways = (
@@ -85,18 +73,6 @@ def dial_tls(
         f"--{prefix}insecure",
     )
     return _files(files, files.ca, whom, ways, insecure=insecure)
-
-
-def dials(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of what dials; they reach it as `tls`: files, or None for plaintext.
-
-    It has a `target`; where that is None, nothing is dialled.
-    """
-
-    def tls(options: dict[str, Any], others: Mapping[str, Any]) -> TlsFiles | None:
-        return None if others["target"] is None else dial_tls(**options)
-
-    return with_options(command, _OPTIONS_OF_A_COMMAND, "tls", tls)
 
 
 def _file(option: str, path: Path | None) -> PemFile | None:

@@ -132,7 +132,7 @@ async def _start_workers(
             await cluster.start(
                 f"{pool.name}-{number}",
                 [
-                    *("worker", "--engine", "sim", "--role", pool.stage.value),
+                    *("worker", "sim", "--role", pool.stage.value),
                     *("--profile", str(specs[pool.name]["profile"])),
                     *("--tp", str(specs[pool.name]["tp"]), "--listen", "127.0.0.1:0", "--insecure"),
                     *common,

@@ -1,7 +1,7 @@
 """The contract of the `Worker` port, for every implementation that can be had without a GPU.
 
 `direct` is `TrtllmWorker` over the simulated engine in virtual time; `served` is the same behind the real
-server and a real channel; `process` is `slagate worker --engine trtllm`, where a package of that version is
+server and a real channel; `process` is `slagate worker trtllm`, where a package of that version is
 installed that shows no more of an engine than TensorRT-LLM's does. A scenario that passes on one and not on
 the other is a defect of the wire, one that passes over one engine version and not over another a defect of
 the adapter.

@@ -120,9 +120,7 @@ def assert_refused(ended: Any, *, naming: str) -> None:
 @pytest.mark.parametrize(
     ("options", "naming"),
     [
-        (("--engine", "trtllm"), "--profile is for --engine sim, not for trtllm"),
-        (("--kv-block-size", "64"), "--kv-block-size is for --engine trtllm, not for sim"),
-        (("--engine", "vllm"), "'vllm'"),
+        (("--kv-block-size", "64"), "No such option: --kv-block-size"),
         (("--profile", "no-such-profile"), "no-such-profile"),
         (("--tp", "3"), "no tensor-parallel size 3; available: 1, 2, 4"),
         (("--role", "both"), "'both'"),

@@ -1,4 +1,4 @@
-"""`slagate worker --engine trtllm` as a process, over a double of the package: start, faults, end."""
+"""`slagate worker trtllm` as a process, over a double of the package: start, faults, end."""
 
 import json
 import re
@@ -85,11 +85,10 @@ def agg(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     "given",
     [
         arguments("agg"),
-        ["worker", "--engine", "trtllm"],
+        ["worker", "trtllm"],
         # With an argument that is wrong, and without certificates.
         [
             "worker",
-            "--engine",
             "trtllm",
             "--role",
             "prefill",

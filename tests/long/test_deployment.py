@@ -127,7 +127,7 @@ class Batch:
 
 
 def worker_options(role: str) -> list[str]:
-    return ["--engine", "sim", "--role", role, "--profile", PROFILE, "--insecure"]
+    return ["sim", "--role", role, "--profile", PROFILE, "--insecure"]
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def test_slurm_scripts_bring_a_fleet_up_drain_it_and_take_over_new_addresses(
 
         decode = tmp_path / "workers" / "d" / "d-0.json"
         (launched,) = (tmp_path / "launched").read_text().splitlines()
-        assert f"rank0.sh {decode} --engine sim --role decode" in launched
+        assert f"rank0.sh {decode} sim --role decode" in launched
         worker_pid = json.loads(decode.read_text())["pid"]
         before = json.loads((tmp_path / "pools.json").read_text())["pools"]
         assert jobs["d"].terminate() == 0

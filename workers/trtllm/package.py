@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 HOW_TO_INSTALL = (
     "pip install 'slagate[trtllm]' --extra-index-url https://pypi.nvidia.com, on a machine with an NVIDIA "
-    "GPU, or start from NVIDIA's image nvcr.io/nvidia/tensorrt-llm/release; --engine sim needs neither"
+    "GPU, or start from NVIDIA's image nvcr.io/nvidia/tensorrt-llm/release; slagate worker sim needs neither"
 )
 
 _NEEDED = {
@@ -69,7 +69,7 @@ def check_installed() -> None:
     """Raises `UsageError` that says what to install. Imports nothing: that takes half a minute."""
     if importlib.util.find_spec("tensorrt_llm") is None:
         raise UsageError(
-            f"--engine trtllm needs tensorrt_llm, which is not installed: {HOW_TO_INSTALL}"
+            f"slagate worker trtllm needs tensorrt_llm, which is not installed: {HOW_TO_INSTALL}"
         )
 
 

@@ -18,6 +18,8 @@ from slagate.pools.grid_lint.lint import CODES
 from slagate.pools.grid_lint.lint import lint as findings_of
 from slagate.router.cli.command import (
     EXIT_FINDINGS,
+    FindingsAsJson,
+    IgnoredCodes,
     ShownFinding,
     codes_to_ignore,
     print_findings,
@@ -36,12 +38,8 @@ def lint(
         Path | None,
         typer.Option(metavar="FILE", help="Requests, JSON Lines: do the bands fit their sizes?"),
     ] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option(metavar="CODE", help="Leave this one out; repeatable.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON object a line instead of text.")
-    ] = False,
+    ignore: IgnoredCodes = None,
+    as_json: FindingsAsJson = False,
     lenient: Lenient = False,
     pools: PoolsFile = None,
     pool: PoolWorkers = None,

@@ -13,7 +13,7 @@ from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.command import errors, fail, run_to_exit, server
 from slagate.router.cli.fleet_options import Lenient, PoolsFile, PoolWorkers, read_fleet
-from slagate.router.cli.tls import dials
+from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
 from slagate.router.client.call import admin_at
 from slagate.router.grid_view.picture import missing_glyphs, write_picture
 from slagate.router.grid_view.terminal import print_stage
@@ -42,7 +42,6 @@ class ShowOptions(NamedTuple):
     width: int | None  # of the terminal, in columns; None: as it is
 
 
-@dials
 def show(
     config: Annotated[
         Path | None,
@@ -51,7 +50,6 @@ def show(
         ),
     ] = None,
     *,
-    tls: TlsFiles | None,
     stage: Annotated[
         str | None, typer.Option(help="prefill, decode or agg; default: all there are.")
     ] = None,
@@ -66,8 +64,16 @@ def show(
     lenient: Lenient = False,
     pools: PoolsFile = None,
     pool: PoolWorkers = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsOwnCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    insecure: Insecure = False,
 ) -> None:
     """Show pool grids: a table in the terminal, or with --svg and --png pictures."""
+    tls = None
+    if target is not None:
+        tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
     fleet = None
     if config is not None:
         fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool)

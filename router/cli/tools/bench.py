@@ -31,7 +31,7 @@ from slagate.router.cli.command import (
     wrong_use_told,
 )
 from slagate.router.cli.command import seconds as seconds_option
-from slagate.router.cli.tls import dials
+from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
 from slagate.router.loadgen.trace import load_trace
 from slagate.router.output import INTERRUPTED
 from slagate.router.tables import print_table, stdout_console
@@ -45,11 +45,9 @@ PER_CALLER = 10
 MAX_CONCURRENCY = 4096
 
 
-@dials
 def bench(
     *,
     target: Annotated[str, server("The gateway to measure (slagate serve --listen).")],
-    tls: TlsFiles | None,
     concurrency: Annotated[
         str, typer.Option(metavar="N,N,...", help="Requests at once, of each level.")
     ] = "1,2,4,8,16,32",
@@ -112,8 +110,14 @@ def bench(
         typer.Option("--plot", metavar="FILE", help="Draw the Pareto picture, .png or .svg."),
     ] = None,
     title: Annotated[str | None, typer.Option(help="Of the picture.")] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsOwnCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    insecure: Insecure = False,
 ) -> None:
     """Measure throughput and latency of a running gateway at several levels of concurrency."""
+    tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
     levels = whole_numbers("--concurrency", concurrency, least=1)
     _check_sizes(levels, requests, seconds)
     with wrong_use_told():

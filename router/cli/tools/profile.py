@@ -23,7 +23,7 @@ from slagate.router.cli.command import (
     whole_numbers,
     wrong_use_told,
 )
-from slagate.router.cli.tls import dials
+from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
 from slagate.router.client.call import engine_at
 from slagate.router.output import INTERRUPTED
 from slagate.router.profiles.build import AiConfigurator, profile_content
@@ -76,10 +76,8 @@ def build(
 
 
 @profile.command()
-@dials
 def measure(
     *,
-    tls: TlsFiles | None,
     target: Annotated[str, server("An agg worker, or a prefill worker.")],
     out: Out,
     decode: Annotated[str | None, server("With a prefill worker: the decode worker.")] = None,
@@ -106,8 +104,14 @@ def measure(
         typer.Option(min=1, help=f"KV cache of a token; default: {NOMINAL_KV_BYTES_PER_TOKEN}."),
     ] = None,
     timeout: Annotated[float, seconds("Seconds of one request.", least=1.0)] = 600.0,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsOwnCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    insecure: Insecure = False,
 ) -> None:
     """Measure a live worker that has nothing else to do; takes minutes on a real one."""
+    tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
     plan = MeasurePlan(
         new_tokens=whole_numbers("--prompts", prompts, least=1),
         cached_tokens=whole_numbers("--cached", cached, least=0),

@@ -7,30 +7,21 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple, NoReturn
 
 import typer
 
 from slagate.router.cli.command import (
     EXIT_FINDINGS,
+    FindingsAsJson,
+    IgnoredCodes,
     ShownFinding,
     codes_to_ignore,
     fail,
-    options_given,
     print_findings,
-    with_options,
     wrong_use_told,
 )
-from slagate.router.cli.worker.engine_args import (
-    OPTIONS,
-    AllowUnknownEngineArgs,
-    EngineVersion,
-    ExtraEngineArgs,
-    OverrideEngineArgs,
-    engine_version_of,
-    place_of,
-    read_engine_args,
-)
+from slagate.router.cli.worker import engine_args as options
 from slagate.workers.engine_args.build import EngineArgs, check_pair
 from slagate.workers.engine_args.read import PEER
 from slagate.workers.engine_args.rules.case import IntendedUse
@@ -48,46 +39,59 @@ class RoleFinding(NamedTuple):
     source: str
 
 
-def _check(
+PeerEngineArgs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Of the other role: decode's for prefill, prefill's for decode."
+    ),
+]
+PrefixRouting = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-routing/--no-prefix-routing", help="Whether prefixes decide on workers."
+    ),
+]
+LongestPrompt = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of the longest prompt; default: the context.")
+]
+KvBytesPerToken = Annotated[
+    int | None, typer.Option(min=1, help="KV cache of one token on one rank, for estimates.")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit status 1 for warnings, too.")]
+
+
+def check(
     context: typer.Context,
     *,
     role: Annotated[str, typer.Option(help="agg, prefill, decode or encode.")],
-    extra_engine_args: ExtraEngineArgs = None,
-    override_engine_args: OverrideEngineArgs = None,
-    allow_unknown_engine_args: AllowUnknownEngineArgs = False,
-    peer_engine_args: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Of the other role: decode's for prefill, prefill's for decode."
-        ),
-    ] = None,
-    prefix_routing: Annotated[
-        bool,
-        typer.Option(
-            "--prefix-routing/--no-prefix-routing", help="Whether prefixes decide on workers."
-        ),
-    ] = True,
-    longest_prompt: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of the longest prompt; default: the context."),
-    ] = None,
-    kv_bytes_per_token: Annotated[
-        int | None, typer.Option(min=1, help="KV cache of one token on one rank, for estimates.")
-    ] = None,
-    engine_version: EngineVersion = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option(metavar="CODE", help="Leave this one out; repeatable.")
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Exit status 1 for warnings, too.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON object a line instead of text.")
-    ] = False,
-    engine_options: dict[str, Any],
+    extra_engine_args: options.ExtraEngineArgs = None,
+    override_engine_args: options.OverrideEngineArgs = None,
+    allow_unknown_engine_args: options.AllowUnknownEngineArgs = False,
+    peer_engine_args: PeerEngineArgs = None,
+    prefix_routing: PrefixRouting = True,
+    longest_prompt: LongestPrompt = None,
+    kv_bytes_per_token: KvBytesPerToken = None,
+    engine_version: options.EngineVersion = None,
+    ignore: IgnoredCodes = None,
+    strict: Strict = False,
+    as_json: FindingsAsJson = False,
+    model: options.Model = None,
+    tp: options.Tp = None,
+    max_batch_size: options.MaxBatchSize = None,
+    max_seq_len: options.MaxSeqLen = None,
+    attention_dp: options.AttentionDp = None,
+    kv_events: options.KvEvents = None,
+    stream_interval: options.StreamInterval = None,
+    backend: options.Backend = None,
+    pipeline_parallel_size: options.PipelineParallelSize = None,
+    expert_parallel_size: options.ExpertParallelSize = None,
+    gpus_per_node: options.GpusPerNode = None,
+    kv_block_size: options.KvBlockSize = None,
+    max_num_tokens: options.MaxNumTokens = None,
+    free_gpu_memory_fraction: options.FreeGpuMemoryFraction = None,
+    guided_decoding_backend: options.GuidedDecodingBackend = None,
 ) -> None:
     """Say what is wrong with the arguments of an engine, or of a pairing; no engine is needed."""
-    del engine_options  # those that were given are read from the context
     if extra_engine_args is None and override_engine_args is None:
         fail("--extra-engine-args is missing: the file, or packaged configuration, to check")
     ignored = codes_to_ignore(ignore, CODES, page="docs/engines.md")
@@ -95,31 +99,41 @@ def _check(
         prefix_routing=prefix_routing,
         longest_prompt_tokens=longest_prompt,
         kv_bytes_per_token=kv_bytes_per_token,
-        engine_version=engine_version_of(engine_version),
+        engine_version=options.engine_version_of(engine_version),
         environ=os.environ,
     )
-    args = read_engine_args(
+    args = options.read_engine_args(
         role,
-        {name: context.params[name] for name in options_given(context)},
+        context.params,
         extra=extra_engine_args,
         override=override_engine_args,
         allow_unknown=allow_unknown_engine_args,
         wanted=wanted,
     )
-    found = [
-        RoleFinding(role, finding, place_of(finding, args.places)) for finding in args.findings
-    ]
-    if peer_engine_args is not None:
-        found += _with_peer(
-            args, peer_engine_args, allow_unknown=allow_unknown_engine_args, wanted=wanted
-        )
+    found = _found(args, peer_engine_args, allow_unknown=allow_unknown_engine_args, wanted=wanted)
+    _print_and_exit(found, ignored, strict=strict, as_json=as_json)
+
+
+def _print_and_exit(
+    found: Sequence[RoleFinding], ignored: set[str], *, strict: bool, as_json: bool
+) -> NoReturn:
     kept = [each for each in found if each.finding.code not in ignored]
     print_findings(map(_shown, kept), _summary(kept, len(found) - len(kept)), as_json=as_json)
     failed = any(each.finding.is_error or strict for each in kept)
     raise typer.Exit(EXIT_FINDINGS if failed else 0)
 
 
-check = with_options(_check, OPTIONS, "engine_options", lambda options, _: options)
+def _found(
+    args: EngineArgs, peer: Path | None, *, allow_unknown: bool, wanted: IntendedUse
+) -> list[RoleFinding]:
+    """The findings of a role's arguments and, where there is a file of the other role, of that and both."""
+    found = [
+        RoleFinding(args.role, finding, options.place_of(finding, args.places))
+        for finding in args.findings
+    ]
+    if peer is not None:
+        found += _with_peer(args, peer, allow_unknown=allow_unknown, wanted=wanted)
+    return found
 
 
 def _with_peer(
@@ -129,7 +143,7 @@ def _with_peer(
     role = {"prefill": "decode", "decode": "prefill"}.get(args.role)
     if role is None:
         fail(f"{PEER} is for --role prefill or decode (got {args.role!r})")
-    other = read_engine_args(
+    other = options.read_engine_args(
         role,
         {},
         extra=peer,
@@ -139,7 +153,8 @@ def _with_peer(
         extra_option=PEER,
     )
     of_peer = [
-        RoleFinding(role, finding, place_of(finding, other.places)) for finding in other.findings
+        RoleFinding(role, finding, options.place_of(finding, other.places))
+        for finding in other.findings
     ]
     with wrong_use_told():
         return of_peer + [
@@ -150,7 +165,7 @@ def _with_peer(
 
 def _places(finding: Finding, *sides: EngineArgs) -> str:
     """Where each side has the value from that the pairing's finding is about, where it was set."""
-    places = [(side.role, place_of(finding, side.places)) for side in sides]
+    places = [(side.role, options.place_of(finding, side.places)) for side in sides]
     return "; ".join(f"{role}: {place}" for role, place in places if place)
 
 

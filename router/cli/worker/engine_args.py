@@ -1,7 +1,4 @@
-"""The options that engine arguments come from, one table for all commands, and what goes to the engine.
-
-`slagate worker` has some of them for the simulated engine too, with defaults of its own.
-"""
+"""Engine arguments for `slagate worker trtllm` and `check`: their options, and how they are read."""
 
 import re
 from collections.abc import Mapping
@@ -21,6 +18,48 @@ from slagate.workers.findings import Finding
 from slagate.workers.serving.sim import TRANSPORTS
 from slagate.workers.trtllm.package import installed_version
 
+TP = typer.Option(
+    "--tp", "--tensor-parallel-size", min=1, max=MAX_RANKS, help="Tensor parallel size."
+)
+MAX_BATCH_SIZE = typer.Option(min=1, max=1_000_000, help="Requests a step may run.")
+MAX_SEQ_LEN = typer.Option(min=2, max=INT32_MAX, help="Context window, tokens.")
+ATTENTION_DP = typer.Option(
+    "--attention-dp",
+    "--enable-attention-dp",
+    help="One KV cache per rank; as many ranks as --tp.",
+)
+KV_EVENTS = typer.Option(
+    min=0,
+    max=100_000_000,
+    help="KV events the engine keeps until they are read; 0: it makes none.",
+)
+STREAM_INTERVAL = typer.Option(
+    min=1, max=INT32_MAX, help="Tokens between two responses of a stream."
+)
+
+
+def _count(about: str, most: int = INT32_MAX) -> Any:
+    return typer.Option(min=1, max=most, help=about)
+
+
+Model = Annotated[str | None, typer.Option(help="Folder or Hugging Face id.")]
+Tp = Annotated[int | None, TP]
+MaxBatchSize = Annotated[int | None, MAX_BATCH_SIZE]
+MaxSeqLen = Annotated[int | None, MAX_SEQ_LEN]
+AttentionDp = Annotated[bool | None, ATTENTION_DP]
+KvEvents = Annotated[int | None, KV_EVENTS]
+StreamInterval = Annotated[int | None, STREAM_INTERVAL]
+Backend = Annotated[str | None, typer.Option(help="pytorch or _autodeploy.")]
+PipelineParallelSize = Annotated[int | None, _count("Pipeline parallel size.", MAX_RANKS)]
+ExpertParallelSize = Annotated[int | None, _count("Expert parallel size of MoE layers.", MAX_RANKS)]
+GpusPerNode = Annotated[int | None, _count("GPUs of a node; default: those visible.", MAX_RANKS)]
+KvBlockSize = Annotated[int | None, _count("Tokens of a KV block.")]
+MaxNumTokens = Annotated[int | None, _count("Tokens a step may run.")]
+FreeGpuMemoryFraction = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, help="Share of free GPU memory for the KV cache."),
+]
+GuidedDecodingBackend = Annotated[str | None, typer.Option(help="xgrammar or llguidance.")]
 ExtraEngineArgs = Annotated[
     Path | None,
     typer.Option(
@@ -38,29 +77,12 @@ AllowUnknownEngineArgs = Annotated[
         help="Pass on arguments that slagate does not know: for newer engines.",
     ),
 ]
-PrintEngineArgs = Annotated[
-    bool,
-    typer.Option(
-        "--print-engine-args",
-        help="Show what the engine would get, and where each value came from; nothing is started.",
-    ),
-]
-
 EngineVersion = Annotated[
     str | None,
     typer.Option(
         metavar="X.Y", help="Of TensorRT-LLM, for rules that depend on it; default: the installed."
     ),
 ]
-
-TRTLLM_ONLY = (
-    "engine_version",
-    "extra_engine_args",
-    "override_engine_args",
-    "allow_unknown_engine_args",
-    "print_engine_args",
-)
-"""Parameters of this module that the simulated engine would ignore."""
 
 PLACES: Mapping[str, tuple[str, ...]] = {
     "model": ("model",),
@@ -79,11 +101,11 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "free_gpu_memory_fraction": ("kv_cache_config", "free_gpu_memory_fraction"),
     "guided_decoding_backend": ("guided_decoding_backend",),
 }
-"""Parameter of a command to its engine argument."""
+"""Parameter of a command to its engine argument; each is unset where the command line does not set it."""
 
 
 def cli_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine arguments among the parameters that a command line gave, nested."""
+    """The engine arguments that are set among the parameters of a command, nested."""
     values: dict[str, Any] = {}
     for name, (*sections, key) in PLACES.items():
         if parameters.get(name) is not None:
@@ -96,7 +118,7 @@ def cli_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_engine_args(
     role: str,
-    given: Mapping[str, Any],
+    parameters: Mapping[str, Any],
     *,
     extra: Path | None,
     override: str | None,
@@ -104,11 +126,11 @@ def read_engine_args(
     wanted: IntendedUse,
     extra_option: str = EXTRA,
 ) -> EngineArgs:
-    """The merged arguments; `given` are the parameters that the command line set. Else ends the command."""
+    """The merged arguments; `parameters` are those of the command. Wrong ones end the command."""
     with wrong_use_told():
         return build_engine_args(
             role=role,
-            cli=cli_values(given),
+            cli=cli_values(parameters),
             extra=extra,
             override=override,
             allow_unknown=allow_unknown,
@@ -146,71 +168,6 @@ def place_of(finding: Finding, places: Mapping[str, str]) -> str:
     section = places.get(key.rpartition(".")[0], "")
     return places.get(key, "" if section == DEFAULT else section)
 
-
-MODEL = typer.Option(
-    help="trtllm: folder or Hugging Face id. sim: served name; default: the profile's."
-)
-TP = typer.Option(
-    "--tp", "--tensor-parallel-size", min=1, max=MAX_RANKS, help="Tensor parallel size."
-)
-MAX_BATCH_SIZE = typer.Option(min=1, max=1_000_000, help="Requests a step may run.")
-MAX_SEQ_LEN = typer.Option(min=2, max=INT32_MAX, help="Context window, tokens.")
-ATTENTION_DP = typer.Option(
-    "--attention-dp",
-    "--enable-attention-dp",
-    help="One KV cache per rank; as many ranks as --tp.",
-)
-KV_EVENTS = typer.Option(
-    min=0,
-    max=100_000_000,
-    help="KV events the engine keeps until they are read; 0: it makes none.",
-)
-STREAM_INTERVAL = typer.Option(
-    min=1, max=INT32_MAX, help="Tokens between two responses of a stream."
-)
-
-
-def count(about: str, most: int = INT32_MAX) -> tuple[object, object]:
-    """An option that is a number from 1, unset by default."""
-    return Annotated[int | None, typer.Option(min=1, max=most, help=about)], None
-
-
-def text(about: str) -> tuple[object, object]:
-    """An option that is text, unset by default."""
-    return Annotated[str | None, typer.Option(help=about)], None
-
-
-TRTLLM_OPTIONS: dict[str, tuple[object, object]] = {
-    "backend": text("trtllm: pytorch or _autodeploy."),
-    "pipeline_parallel_size": count("trtllm: pipeline parallel size.", MAX_RANKS),
-    "expert_parallel_size": count("trtllm: expert parallel size of MoE layers.", MAX_RANKS),
-    "gpus_per_node": count("trtllm: GPUs of a node; default: those visible.", MAX_RANKS),
-    "kv_block_size": count("trtllm: tokens of a KV block."),
-    "max_num_tokens": count("trtllm: tokens a step may run."),
-    "free_gpu_memory_fraction": (
-        Annotated[
-            float | None,
-            typer.Option(
-                min=0.0, max=1.0, help="trtllm: share of free GPU memory for the KV cache."
-            ),
-        ],
-        None,
-    ),
-    "guided_decoding_backend": text("trtllm: xgrammar or llguidance."),
-}
-"""Those that the simulated engine has not: name to annotation and default."""
-
-OPTIONS: dict[str, tuple[object, object]] = {
-    "model": (Annotated[str | None, MODEL], None),
-    "tp": (Annotated[int | None, TP], None),
-    "max_batch_size": (Annotated[int | None, MAX_BATCH_SIZE], None),
-    "max_seq_len": (Annotated[int | None, MAX_SEQ_LEN], None),
-    "attention_dp": (Annotated[bool, ATTENTION_DP], False),
-    "kv_events": (Annotated[int | None, KV_EVENTS], None),
-    "stream_interval": (Annotated[int | None, STREAM_INTERVAL], None),
-    **TRTLLM_OPTIONS,
-}
-"""All, unset by default: for commands that run no engine."""
 
 Transport = Annotated[
     str,

@@ -1,10 +1,12 @@
-"""`slagate worker`: one worker process, and the group of commands about one."""
+"""`slagate worker`: the group, and its two commands that run one worker, `sim` and `trtllm`."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from slagate.proto.rpc.address import Address
 from slagate.router.cli.command import (
@@ -13,179 +15,167 @@ from slagate.router.cli.command import (
     fail,
     finite,
     host_port,
-    options_given,
     run_to_exit,
     seconds,
     start_log,
+    wrong_use_told,
 )
 from slagate.router.cli.tls import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
-from slagate.router.cli.worker import engine_args as engine_options
+from slagate.router.cli.worker import engine_args as options
 from slagate.router.cli.worker.check import check
 from slagate.router.cli.worker.convert import convert
-from slagate.router.cli.worker.engine_args import (
-    AllowUnknownEngineArgs,
-    EngineVersion,
-    ExtraEngineArgs,
-    OverrideEngineArgs,
-    PrintEngineArgs,
-    Transport,
-    check_transport,
-    engine_version_of,
-    read_engine_args,
-    show_engine_args,
-)
-from slagate.router.cli.worker.options import (
-    AllowLogitsProcessor,
-    LogitsProcessorOption,
-    check_engine,
-    check_package,
-    option,
-    options_of,
-    read_logits_processors,
-    trtllm_drain_s,
-    with_trtllm_options,
-)
-from slagate.workers.engine_args.build import KV_EVENTS
+from slagate.workers.engine_args.build import KV_EVENTS, EngineArgs
 from slagate.workers.engine_args.rules.case import IntendedUse
+from slagate.workers.logits.processors import LogitsProcessors, wanted_of
 from slagate.workers.runtime.listen import ignore_hangups
-from slagate.workers.serving import sim as run
-from slagate.workers.serving import sim_worker
-from slagate.workers.serving import trtllm as trtllm_run
+from slagate.workers.serving.sim import run_sim_worker
+from slagate.workers.serving.sim_worker import (
+    HANDOFF_TIMEOUT_S,
+    KV_TRANSFER_TIMEOUT_S,
+    SimOptions,
+)
+from slagate.workers.serving.start import (
+    PROGRESS_S,
+    SHUTDOWN_LIMIT_S,
+    WARM_UP_LIMIT_S,
+    TrtllmOptions,
+)
+from slagate.workers.serving.trtllm import run_trtllm_worker
+from slagate.workers.trtllm.package import check_installed
+from slagate.workers.trtllm.watch import WatchTimes
 
-worker = typer.Typer(help="Run one worker until SIGTERM, or look at what one would run.")
+DRAIN_S = 10.0
+PREFILL_DRAIN_S = 30.0
+"""Of TensorRT-LLM: others read a prefill worker's memory until they have fetched what it parked."""
+
+MAX_KV_BLOCKS = 100_000_000
+
+_WATCH = WatchTimes()
 
 
-worker.command("check")(check)
-worker.command()(convert)
+class _Worker(TyperGroup):
+    """The group has no options: it tells who gives one where options go."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Split the words of a call. An option before the command's name ends it."""
+        if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
+            option = args[0].partition("=")[0]
+            fail(
+                f"{option}: options come after the engine, which is a command:"
+                " slagate worker sim OPTIONS, or slagate worker trtllm OPTIONS"
+            )
+        return super().parse_args(ctx, args)
 
 
-def _run_worker(
-    context: typer.Context,
+worker = typer.Typer(
+    cls=_Worker,
+    no_args_is_help=True,
+    help="Run one worker until SIGTERM, or look at what one would run.",
+)
+
+HandoffKeyFile = Annotated[
+    Path | None,
+    typer.Option(help="Secret shared by all workers; handoffs are signed and checked with it."),
+]
+LogitsProcessor = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME[=JSON]",
+        help="Process the logits of every request with this, and these parameters; repeatable.",
+    ),
+]
+AllowLogitsProcessor = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Requests may ask for this one in extra.logits_processors; repeatable.",
+    ),
+]
+MetricsListen = Annotated[
+    Address | None, host_port("For /metrics, /healthz and /readyz over HTTP.")
+]
+DRAIN = "Seconds for running requests and parked handoffs after SIGTERM"
+KvBlocks = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_KV_BLOCKS, help="KV blocks; default: the profile's capacity."),
+]
+EndId = Annotated[
+    int | None, typer.Option(min=0, max=1 << 31, help="End of text; default: the tokenizer's.")
+]
+PrintEngineArgs = Annotated[
+    bool,
+    typer.Option(
+        "--print-engine-args",
+        help="Show what the engine would get, and where each value came from; nothing is started.",
+    ),
+]
+WarmUpTimeout = Annotated[float, seconds("Seconds for the first request of each rank.", least=0.1)]
+StartProgress = Annotated[
+    float, seconds("Seconds between log lines while the engine starts.", least=0.1)
+]
+HealthCheckInterval = Annotated[
+    float, seconds("Seconds between checks that the engine is alive; 0: none.")
+]
+HealthCheckTimeout = Annotated[
+    float, seconds("Seconds after which a check that got no answer failed.", least=0.1)
+]
+ShutdownTimeout = Annotated[float, seconds("Seconds for the engine to end by itself.", least=0.1)]
+
+
+@worker.command()
+def sim(
     *,
-    role: Annotated[
-        str | None, typer.Option(help="prefill, decode, agg, or encode (trtllm). Required.")
-    ] = None,
-    # A group listens unless it is asked for one of its commands, so this is checked below.
-    listen: Annotated[
-        Address | None, host_port("For the gateway: OpenEngine over gRPC. Required.")
-    ] = None,
-    engine: Annotated[str, typer.Option(help="sim or trtllm.")] = "sim",
+    role: Annotated[str, typer.Option(help="prefill, decode or agg.")],
+    listen: Annotated[Address, host_port("For the gateway: OpenEngine over gRPC.")],
     profile: Annotated[
         str, typer.Option(help="Timing profile: a packaged name, or a file.")
     ] = "llama-3.1-8b-h100",
-    tp: Annotated[int, engine_options.TP] = 1,
-    model: Annotated[str | None, engine_options.MODEL] = None,
+    tp: Annotated[int, options.TP] = 1,
+    model: Annotated[str | None, typer.Option(help="Served name; default: the profile's.")] = None,
     time_scale: Annotated[
         float, typer.Option(min=0.0, callback=finite, help="Engine times are multiplied by this.")
     ] = 1.0,
-    kv_blocks: Annotated[
-        int | None,
-        typer.Option(min=1, max=100_000_000, help="KV blocks; default: the profile's capacity."),
-    ] = None,
+    kv_blocks: KvBlocks = None,
     kv_block_bytes: Annotated[
-        int, typer.Option(min=16, max=1 << 28, help="Real bytes of a simulated KV block.")
+        int, typer.Option(min=16, max=1 << 28, help="Real bytes of a KV block.")
     ] = 4096,
-    max_batch_size: Annotated[int, engine_options.MAX_BATCH_SIZE] = 256,
-    max_seq_len: Annotated[int, engine_options.MAX_SEQ_LEN] = 131_072,
-    attention_dp: Annotated[bool, engine_options.ATTENTION_DP] = False,
+    max_batch_size: Annotated[int, options.MAX_BATCH_SIZE] = 256,
+    max_seq_len: Annotated[int, options.MAX_SEQ_LEN] = 131_072,
+    attention_dp: Annotated[bool, options.ATTENTION_DP] = False,
     kv_host_blocks: Annotated[
         int,
         typer.Option(
-            min=0, max=100_000_000, help="KV blocks in host memory, for what the device evicts."
+            min=0, max=MAX_KV_BLOCKS, help="KV blocks in host memory, for what the device evicts."
         ),
     ] = 0,
-    kv_events: Annotated[int, engine_options.KV_EVENTS] = KV_EVENTS,
-    stream_interval: Annotated[int, engine_options.STREAM_INTERVAL] = 1,
-    transport: Transport = "auto",
+    kv_events: Annotated[int, options.KV_EVENTS] = KV_EVENTS,
+    stream_interval: Annotated[int, options.STREAM_INTERVAL] = 1,
+    transport: options.Transport = "auto",
     kv_transfer_timeout: Annotated[
-        float,
-        seconds("Seconds that fetching one handoff may take.", least=0.1),
-    ] = sim_worker.KV_TRANSFER_TIMEOUT_S,
+        float, seconds("Seconds that fetching one handoff may take.", least=0.1)
+    ] = KV_TRANSFER_TIMEOUT_S,
     handoff_timeout: Annotated[
-        float,
-        seconds("Seconds that a handoff is kept for decode.", least=0.1),
-    ] = sim_worker.HANDOFF_TIMEOUT_S,
-    handoff_key_file: Annotated[
-        Path | None,
-        typer.Option(help="Secret shared by all workers; handoffs are signed and checked with it."),
-    ] = None,
-    api: Annotated[
-        str,
-        typer.Option(help="TensorRT-LLM API that the simulated engine has: 1.2, 1.3rc or main."),
-    ] = "main",
-    extra_engine_args: ExtraEngineArgs = None,
-    override_engine_args: OverrideEngineArgs = None,
-    allow_unknown_engine_args: AllowUnknownEngineArgs = False,
-    engine_version: EngineVersion = None,
-    print_engine_args: PrintEngineArgs = False,
-    logits_processor: LogitsProcessorOption = None,
+        float, seconds("Seconds that a handoff is kept for decode.", least=0.1)
+    ] = HANDOFF_TIMEOUT_S,
+    handoff_key_file: HandoffKeyFile = None,
+    api: Annotated[str, typer.Option(help="TensorRT-LLM's API: 1.2, 1.3rc or main.")] = "main",
+    logits_processor: LogitsProcessor = None,
     allow_logits_processor: AllowLogitsProcessor = None,
-    drain: Annotated[
-        float,
-        seconds("Seconds for running requests and parked handoffs after SIGTERM."),
-    ] = 10.0,
+    drain: Annotated[float, seconds(f"{DRAIN}.")] = DRAIN_S,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
     insecure: Insecure = False,
-    metrics_listen: Annotated[
-        Address | None, host_port("For /metrics, /healthz and /readyz over HTTP.")
-    ] = None,
+    metrics_listen: MetricsListen = None,
     log_level: LogLevel = "info",
-    trtllm: dict[str, Any],
 ) -> None:
-    """Run one worker until SIGTERM."""
-    given = options_given(context)
-    if context.invoked_subcommand is not None:
-        if given:
-            fail(f"{option(given[0])}: options come after {context.invoked_subcommand!r}")
-        return
-    check_engine(engine, given)
-    if engine == "trtllm" and not print_engine_args:
-        check_package()  # before anything else: without it no option helps
-    if role is None:
-        fail("--role is missing: prefill, decode, agg or encode")
-    args = None
-    if engine == "trtllm":
-        args = read_engine_args(
-            role,
-            {name: context.params[name] for name in given},
-            extra=extra_engine_args,
-            override=override_engine_args,
-            allow_unknown=allow_unknown_engine_args,
-            wanted=IntendedUse(
-                engine_version=engine_version_of(engine_version), environ=os.environ
-            ),
-        )
-        if print_engine_args:
-            show_engine_args(args)
-            raise typer.Exit
-    if listen is None:
-        fail("--listen is missing: HOST:PORT")
-    check_apart({"listen": listen, "metrics-listen": metrics_listen})
-    ignore_hangups()  # until there is something to read again
+    """Run a worker with a simulated engine, which needs no GPU."""
+    _check_listeners(listen, metrics_listen)
     tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     start_log(log_level)
-    logits = read_logits_processors(logits_processor, allow_logits_processor)
-    if args is not None:
-        trtllm_options = options_of(
-            args,
-            trtllm,
-            handoff_key_file=handoff_key_file,
-            log_level=log_level,
-            logits=logits,
-        )
-        run_to_exit(
-            lambda: trtllm_run.run_trtllm_worker(
-                trtllm_options,
-                listen,
-                drain_s=drain if "drain" in given else trtllm_drain_s(role),
-                tls=tls,
-                metrics_listen=metrics_listen,
-            )
-        )
-    check_transport(transport)
-    options = sim_worker.SimOptions(
+    logits = _logits_processors(logits_processor, allow_logits_processor)
+    options.check_transport(transport)
+    sim_options = SimOptions(
         role=role,
         profile=profile,
         tp=tp,
@@ -207,10 +197,138 @@ def _run_worker(
         logits=logits,
     )
     run_to_exit(
-        lambda: run.run_sim_worker(
-            options, listen, drain_s=drain, tls=tls, metrics_listen=metrics_listen
+        lambda: run_sim_worker(
+            sim_options, listen, drain_s=drain, tls=tls, metrics_listen=metrics_listen
         )
     )
 
 
-worker.callback(invoke_without_command=True)(with_trtllm_options(_run_worker))
+@worker.command()
+def trtllm(
+    context: typer.Context,
+    *,
+    role: Annotated[
+        str | None, typer.Option(help="prefill, decode, agg or encode. Required.")
+    ] = None,
+    # Not needed to print arguments, and of no use without the package: both are checked below.
+    listen: Annotated[
+        Address | None, host_port("For the gateway: OpenEngine over gRPC. Required.")
+    ] = None,
+    model: options.Model = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; default: --model.")
+    ] = None,
+    tp: options.Tp = None,
+    pipeline_parallel_size: options.PipelineParallelSize = None,
+    expert_parallel_size: options.ExpertParallelSize = None,
+    attention_dp: options.AttentionDp = None,
+    gpus_per_node: options.GpusPerNode = None,
+    max_batch_size: options.MaxBatchSize = None,
+    max_num_tokens: options.MaxNumTokens = None,
+    max_seq_len: options.MaxSeqLen = None,
+    kv_block_size: options.KvBlockSize = None,
+    free_gpu_memory_fraction: options.FreeGpuMemoryFraction = None,
+    kv_events: options.KvEvents = None,
+    stream_interval: options.StreamInterval = None,
+    backend: options.Backend = None,
+    guided_decoding_backend: options.GuidedDecodingBackend = None,
+    extra_engine_args: options.ExtraEngineArgs = None,
+    override_engine_args: options.OverrideEngineArgs = None,
+    allow_unknown_engine_args: options.AllowUnknownEngineArgs = False,
+    engine_version: options.EngineVersion = None,
+    print_engine_args: PrintEngineArgs = False,
+    end_id: EndId = None,
+    handoff_key_file: HandoffKeyFile = None,
+    logits_processor: LogitsProcessor = None,
+    allow_logits_processor: AllowLogitsProcessor = None,
+    warm_up_timeout: WarmUpTimeout = WARM_UP_LIMIT_S,
+    start_progress: StartProgress = PROGRESS_S,
+    health_check_interval: HealthCheckInterval = _WATCH.interval_s,
+    health_check_timeout: HealthCheckTimeout = _WATCH.check_limit_s,
+    shutdown_timeout: ShutdownTimeout = SHUTDOWN_LIMIT_S,
+    drain: Annotated[
+        float | None, seconds(f"{DRAIN}; default: {DRAIN_S:g}, prefill {PREFILL_DRAIN_S:g}.")
+    ] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    insecure: Insecure = False,
+    metrics_listen: MetricsListen = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run a worker with the installed TensorRT-LLM."""
+    if not print_engine_args:
+        with wrong_use_told():
+            check_installed()  # before anything else: without it no option helps
+    if role is None:
+        fail("--role is missing: prefill, decode, agg or encode")
+    args = options.read_engine_args(
+        role,
+        context.params,
+        extra=extra_engine_args,
+        override=override_engine_args,
+        allow_unknown=allow_unknown_engine_args,
+        wanted=IntendedUse(
+            engine_version=options.engine_version_of(engine_version), environ=os.environ
+        ),
+    )
+    if print_engine_args:
+        options.show_engine_args(args)
+        raise typer.Exit
+    if listen is None:
+        fail("--listen is missing: HOST:PORT")
+    _check_listeners(listen, metrics_listen)
+    tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
+    start_log(log_level)
+    logits = _logits_processors(logits_processor, allow_logits_processor)
+    model_name = _model(args)
+    trtllm_options = TrtllmOptions(
+        args=args,
+        served_name=served_model_name or model_name,
+        end_id=end_id,
+        handoff_key_file=handoff_key_file,
+        log_level=log_level,
+        logits=logits,
+        warm_up_limit_s=warm_up_timeout,
+        shutdown_limit_s=shutdown_timeout,
+        progress_s=start_progress,
+        watch=WatchTimes(
+            interval_s=health_check_interval,
+            check_limit_s=health_check_timeout,
+            stuck_s=shutdown_timeout,
+        ),
+    )
+    if drain is None:
+        drain = PREFILL_DRAIN_S if role == "prefill" else DRAIN_S
+    drain_s = drain
+    run_to_exit(
+        lambda: run_trtllm_worker(
+            trtllm_options, listen, drain_s=drain_s, tls=tls, metrics_listen=metrics_listen
+        )
+    )
+
+
+worker.command()(check)
+worker.command()(convert)
+
+
+def _check_listeners(listen: Address, metrics_listen: Address | None) -> None:
+    check_apart({"listen": listen, "metrics-listen": metrics_listen})
+    ignore_hangups()  # until there is something to read again
+
+
+def _model(args: EngineArgs) -> str:
+    """The engine's model; a missing one, or another error of the arguments, ends the command."""
+    if args.values.get("model") is None:
+        fail("--model is missing: a folder with the model, or its Hugging Face id")
+    with wrong_use_told():
+        args.refuse_errors()
+    return str(args.values["model"])
+
+
+def _logits_processors(
+    every: Sequence[str] | None, allowed: Sequence[str] | None
+) -> LogitsProcessors:
+    """What these options say; a wrong one ends the command."""
+    with wrong_use_told():
+        return LogitsProcessors([wanted_of(text) for text in every or ()], allowed or ())

@@ -1,4 +1,4 @@
-"""`slagate worker --engine trtllm` over the double of the package, as real processes."""
+"""`slagate worker trtllm` over the double of the package, as real processes."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def arguments(role: str, *options: str, **engine: Any) -> list[str]:
         )
     if role == "prefill":
         values.setdefault("disable_overlap_scheduler", True)
-    fixed = ["worker", "--engine", "trtllm", "--role", role, "--model", MODEL, "--insecure"]
+    fixed = ["worker", "trtllm", "--role", role, "--model", MODEL, "--insecure"]
     listen = ["--listen", f"{LOOPBACK}:0", "--drain", "0"]
     return [*fixed, *listen, "--override-engine-args", json.dumps(values), *options]
 

@@ -171,7 +171,7 @@ def worker_arguments(
 ) -> list[str]:
     """A worker's command line; where it hands over, no limit of that to speak of."""
     limits = ["--kv-transfer-timeout", str(HANG_S), "--handoff-timeout", str(HANG_S)]
-    fixed = ["worker", "--role", role, "--profile", PROFILE, "--listen", listen, *tls]
+    fixed = ["worker", "sim", "--role", role, "--profile", PROFILE, "--listen", listen, *tls]
     return [*fixed, *(limits if role != "agg" else []), *options]
 
 

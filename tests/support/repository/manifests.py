@@ -113,10 +113,12 @@ def check_schema(one: Object) -> None:
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
     """What the real command line makes of `slagate ARGUMENTS`. Raises its usage errors."""
-    name, *options = arguments
-    group: Any = typer.main.get_command(cli)
-    command = group.get_command(None, name)
-    values: dict[str, Any] = command.make_context(name, list(options)).params
+    command: Any = typer.main.get_command(cli)
+    options = list(arguments)
+    while hasattr(command, "get_command"):
+        name = options.pop(0)
+        command = command.get_command(None, name)
+    values: dict[str, Any] = command.make_context(name, options).params
     return values
 
 

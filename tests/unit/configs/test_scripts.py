@@ -51,8 +51,15 @@ def test_a_script_gives_up_at_the_first_error(name: str) -> None:
 
 
 def options_of(command: str) -> set[str]:
-    group: Any = typer.main.get_command(cli)
-    return {option for each in group.get_command(None, command).params for option in each.opts}
+    """Those of a command; of `worker` those that both engines have."""
+    found: Any = typer.main.get_command(cli)
+    found = found.get_command(None, command)
+    commands = (
+        [found.commands[name] for name in ("sim", "trtllm")] if command == "worker" else [found]
+    )
+    return set.intersection(
+        *({option for each in one.params for option in each.opts} for one in commands)
+    )
 
 
 def slagate_calls(text: str) -> list[tuple[str, set[str]]]:

@@ -41,7 +41,7 @@ def test_grpc_is_quiet_from_its_import_on_unless_the_user_wants_otherwise(
 @pytest.mark.parametrize(
     ("command", "own", "of_others"),
     [
-        (["worker", "--role", "agg"], "worker.run", {"slagate.pools.fleet_file.load"}),
+        (["worker", "sim", "--role", "agg"], "worker.run", {"slagate.pools.fleet_file.load"}),
         (["reload"], "reload", {"numpy", "slagate.workers.profiles.profile"}),
     ],
 )

@@ -34,7 +34,17 @@ def slagate(
         ("grid", "show", EXAMPLE),
         ("grid", "lint", EXAMPLE),
         ("--help",),
-        ("worker", "--role", "agg", "--listen", "127.0.0.1:0", "--insecure", "--transport", "shm"),
+        (
+            "worker",
+            "sim",
+            "--role",
+            "agg",
+            "--listen",
+            "127.0.0.1:0",
+            "--insecure",
+            "--transport",
+            "shm",
+        ),
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )

@@ -18,7 +18,7 @@ from support.gateway.processes import run_here
 FLEET = "configs/grids/two-workers.json"
 GRID = "configs/grids/example-disagg.json"
 SERVE = f"serve --config {FLEET} --admin 127.0.0.1:0 --http 127.0.0.1:0 --worker-insecure"
-WORKER = "worker --role agg --insecure"
+WORKER = "worker sim --role agg --insecure"
 NOBODY = "--insecure --target 127.0.0.1:9"
 
 FILES: dict[str, bytes] = {
@@ -39,16 +39,18 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("grid lnt", 2, "No such command 'lnt'. Did you mean 'lint'?"),
     (f"{WORKER} --listn 127.0.0.1:0", 2, "No such option: --listn"),
     ("serve --listen 127.0.0.1:0", 2, "Missing option '--config'."),
-    (WORKER, 2, "--listen is missing: HOST:PORT"),
-    ("worker --listen 127.0.0.1:0 --insecure", 2, "--role is missing: prefill, decode, agg"),
+    (WORKER, 2, "Missing option '--listen'."),
+    ("worker sim --listen 127.0.0.1:0 --insecure", 2, "Missing option '--role'."),
+    ("worker --engine sim --role agg", 2, "slagate worker sim OPTIONS, or slagate worker trtllm OPTI"),
+    ("worker --role agg check", 2, "--role: options come after the engine, which is a command:"),
     (f"{WORKER} --listen 127.0.0.1:0 --role both", 2, "--role must be one of prefill, decode, agg"),
     (f"{WORKER} --listen 127.0.0.1:0 --tp 0", 2, "Invalid value for '--tp'"),
     (f"{WORKER} --listen 127.0.0.1:0 --tp 3", 2, "no tensor-parallel size 3; available: 1, 2, 4"),
     (f"{WORKER} --listen 127.0.0.1:0 --profile llama", 2, "available: llama-3.1-8b-h100, qwen3"),
     (f"{WORKER} --listen 127.0.0.1:0 --drain nan", 2, "Invalid value for '--drain'"),
-    (f"{WORKER} --listen 127.0.0.1:0 --kv-block-size 64", 2, "--kv-block-size is for --engine trtl"),
+    (f"{WORKER} --listen 127.0.0.1:0 --kv-block-size 64", 2, "No such option: --kv-block-size"),
     (f"{WORKER} --listen 127.0.0.1:0 --log-level loud", 2, "must be debug, info, warning or error"),
-    (f"{WORKER} --engine trtllm", 2, "needs tensorrt_llm, which is not installed: pip install"),
+    ("worker trtllm --role agg", 2, "needs tensorrt_llm, which is not installed: pip install"),
     # addresses
     (f"{WORKER} --listen localhost", 2, "'localhost' is not host:port, as in 127.0.0.1:7000"),
     (f"{WORKER} --listen ::1:7000", 2, "'::1:7000' has an IPv6 host without brackets"),
@@ -73,7 +75,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     # TLS
     ("pools --target 127.0.0.1:9", 2, "to call a server, give --tls-ca"),
     (f"{SERVE} --listen 127.0.0.1:0", 2, "to listen, give --tls-cert and --tls-key"),
-    ("worker --role agg --listen 127.0.0.1:0", 2, "or --insecure for plaintext"),
+    ("worker sim --role agg --listen 127.0.0.1:0", 2, "or --insecure for plaintext"),
     (f"pools {NOBODY} --tls-ca {{tmp}}/no.pem", 2, "--insecure is plaintext: give no --tls-ca with it"),
     ("pools --target 127.0.0.1:9 --tls-ca {tmp}/gone.pem", 2, "gone.pem: No such file or directory"),
     ("pools --target 127.0.0.1:9 --tls-ca {tmp}/no.pem", 2, "no.pem has no certificate (PEM)"),

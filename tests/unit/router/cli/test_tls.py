@@ -20,7 +20,7 @@ def run(*arguments: str) -> Any:
 
 NOTHING = f"{LOOPBACK}:9"
 UNTOLD = [
-    (["worker", "--role", "agg", "--listen", f"{LOOPBACK}:0"], "--tls-cert", "--insecure"),
+    (["worker", "sim", "--role", "agg", "--listen", f"{LOOPBACK}:0"], "--tls-cert", "--insecure"),
     (["pools", "--target", NOTHING], "--tls-ca", "--insecure"),
     (["generate", "--target", NOTHING, "--isl", "3"], "--tls-ca", "--insecure"),
     (["explain", "--target", NOTHING, "--isl", "3"], "--tls-ca", "--insecure"),

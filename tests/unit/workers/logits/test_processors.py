@@ -221,7 +221,7 @@ def test_what_is_outside_the_vocabulary_is_found_once_its_size_is_known() -> Non
     ],
 )
 def test_a_wrong_option_ends_the_command(arguments: list[str], message: str) -> None:
-    started = ["worker", "--role", "agg", "--listen", "127.0.0.1:0", "--insecure"]
+    started = ["worker", "sim", "--role", "agg", "--listen", "127.0.0.1:0", "--insecure"]
     result = CliRunner().invoke(cli, [*started, *arguments])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

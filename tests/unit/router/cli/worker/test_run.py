@@ -1,4 +1,4 @@
-"""`slagate worker`: a bare call runs a worker; the group has room for commands about one."""
+"""`slagate worker`: `sim` and `trtllm` run a worker, each with options of its own; `check` only looks."""
 
 import json
 from importlib.metadata import PackageNotFoundError
@@ -18,12 +18,13 @@ from slagate.router.commands import cli
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--listen", "127.0.0.1:0", "--insecure"], "--role is missing"),
-        (["--role", "agg", "--insecure"], "--listen is missing"),
-        (["--role", "agg", "--listen", "127.0.0.1:0"], "--tls-cert"),
-        (["--role", "agg", "--listen", "127.0.0.1:0", "--engine", "x"], "--engine must be"),
-        (["--role", "agg", "--listen", "nowhere"], "--listen"),
+        (["sim", "--listen", "127.0.0.1:0", "--insecure"], "Missing option '--role'"),
+        (["sim", "--role", "agg", "--insecure"], "Missing option '--listen'"),
+        (["sim", "--role", "agg", "--listen", "127.0.0.1:0"], "--tls-cert"),
+        (["sim", "--role", "agg", "--listen", "nowhere"], "--listen"),
+        (["vllm", "--role", "agg"], "vllm"),
         (["chek"], "chek"),
+        ([], "sim"),
     ],
 )
 def test_a_wrong_call_of_the_group_is_a_usage_error(arguments: list[str], said: str) -> None:
@@ -33,9 +34,7 @@ def test_a_wrong_call_of_the_group_is_a_usage_error(arguments: list[str], said: 
 
 
 def printed(*arguments: str) -> tuple[int, str, str]:
-    ended = CliRunner().invoke(
-        cli, ["worker", "--engine", "trtllm", "--print-engine-args", *arguments]
-    )
+    ended = CliRunner().invoke(cli, ["worker", "trtllm", "--print-engine-args", *arguments])
     return ended.exit_code, ended.stdout, ended.stderr
 
 
@@ -84,9 +83,9 @@ def test_defaults_of_the_simulated_engine_are_not_the_engines() -> None:
 
 @pytest.mark.parametrize("option", [("--extra-engine-args", "qwen3/agg"), ("--print-engine-args",)])
 def test_engine_arguments_are_refused_for_the_simulated_engine(option: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(cli, ["worker", "--role", "agg", *option])
+    result = CliRunner().invoke(cli, ["worker", "sim", "--role", "agg", *option])
     assert result.exit_code == 2
-    assert f"{option[0]} is for --engine trtllm" in result.stderr
+    assert f"No such option: {option[0]}" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_engine_arguments_are_refused_for_the_simulated_engine(option: tuple[str
         ("0+unknown", (), True),
     ],
 )
-@pytest.mark.parametrize("command", [("worker", "check"), ("worker", "--engine", "trtllm")])
+@pytest.mark.parametrize("command", [("worker", "check"), ("worker", "trtllm")])
 def test_engine_07_goes_by_the_version_that_is_installed_or_said(
     command: tuple[str, ...],
     installed: str | None,
@@ -129,7 +128,7 @@ def test_engine_07_goes_by_the_version_that_is_installed_or_said(
 
 def test_whatever_sets_an_engine_argument_is_an_option_of_both_commands(tmp_path: Path) -> None:
     worker: Any = get_command(worker_cli.worker)
-    for command in (worker, worker.commands["check"]):
+    for command in (worker.commands["trtllm"], worker.commands["check"]):
         assert PLACES.keys() <= {parameter.name for parameter in command.params}
     file = tmp_path / "engine.yaml"
     file.write_text("pipeline_parallel_size: 2\n")
@@ -139,10 +138,52 @@ def test_whatever_sets_an_engine_argument_is_an_option_of_both_commands(tmp_path
     assert [json.loads(line)["code"] for line in shown.splitlines()] == ["E107", "E103"]
 
 
-def test_options_before_a_command_are_refused() -> None:
-    result = CliRunner().invoke(cli, ["worker", "--role", "agg", "check"])
+@pytest.mark.parametrize(
+    ("typed", "option"),
+    [
+        ("--engine sim --role agg --listen 127.0.0.1:0 --insecure", "--engine"),
+        ("--engine=trtllm --role agg --model m --listen 127.0.0.1:0 --insecure", "--engine"),
+        ("--role agg --listen 127.0.0.1:0 --insecure", "--role"),
+        ("--role agg check", "--role"),
+    ],
+)
+def test_options_before_the_engine_are_refused_and_both_engines_named(
+    typed: str, option: str
+) -> None:
+    result = CliRunner().invoke(cli, ["worker", *typed.split()])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"slagate: {option}: options come after the engine, which is a command:"
+        " slagate worker sim OPTIONS, or slagate worker trtllm OPTIONS\n"
+    )
+
+
+def test_each_engine_has_options_of_its_own() -> None:
+    worker: Any = get_command(worker_cli.worker)
+    sim, trtllm = (
+        {option for parameter in worker.commands[name].params for option in parameter.opts}
+        for name in ("sim", "trtllm")
+    )
+    assert {"--profile", "--time-scale", "--transport", "--api"} <= sim - trtllm
+    assert {"--kv-block-size", "--extra-engine-args", "--warm-up-timeout"} <= trtllm - sim
+    assert {"--role", "--listen", "--tls-cert", "--drain", "--model", "--tp"} <= sim & trtllm
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "--role is missing: prefill, decode, agg or encode"),
+        (["--role", "agg"], "--listen is missing: HOST:PORT"),
+        (["--role", "agg", "--listen", "127.0.0.1:0", "--insecure"], "--model is missing"),
+    ],
+)
+def test_what_a_worker_with_tensorrt_llm_needs_is_asked_for_once_that_is_there(
+    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_cli, "check_installed", lambda: None)
+    result = CliRunner().invoke(cli, ["worker", "trtllm", *given])
     assert result.exit_code == 2
-    assert "--role: options come after 'check'" in result.stderr
+    assert said in result.stderr
 
 
 def checked(*arguments: str) -> tuple[int, str, str]:
