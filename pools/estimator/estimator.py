@@ -221,27 +221,13 @@ class Estimator:
         self._speed = _speed(profile)
         self._prefill = _fit(profile)
         self._itl = _fit(profile, max_offset_s=0.0)
-        self._frozen = FrozenEstimator(profile, source)
-        self._has_news = False  # something was learnt that is not in `_frozen`
-
-    @property
-    def profile(self) -> TpProfile | None:
-        """What it began with."""
-        return self._frozen.profile
+        self.profile = profile
+        # The estimator as it stands; the same object until an observation changes the numbers.
+        self.frozen = FrozenEstimator(profile, source)
 
     def starts_as(self, other: "Estimator") -> bool:
         """Whether both began with the same numbers, whatever they have learnt since."""
-        return self._frozen.table_json() == other.frozen().table_json()
-
-    def frozen(self) -> FrozenEstimator:
-        """The estimator as it stands; the same object until an observation changes the numbers."""
-        if self._has_news:
-            self._has_news = False
-            learnt = Coefficients(self._prefill.scale, self._prefill.offset_s, self._itl.scale)
-            before = self._frozen
-            if learnt != before.coefficients:
-                self._frozen = FrozenEstimator(before.profile, before.profile_source, learnt)
-        return self._frozen
+        return self.frozen.table_json() == other.frozen.table_json()
 
     def observe_prefill(
         self, new_tokens: int, cached_tokens: int, queued_s: float, seconds: float
@@ -255,12 +241,18 @@ class Estimator:
         # A queue is a guess (how much of it was done, who else sends), a prompt is known.
         weight = own_s / work_s if work_s > 0 else 1.0
         if self._prefill.observe(work_s, seconds, weight=weight):
-            self._has_news = True
+            self._freeze()
 
     def observe_itl(self, batch_size: float, context_tokens: float, seconds: float) -> None:
         """A decode step at this batch size and mean context took `seconds`."""
         if self._itl.observe(self._speed.itl_s(batch_size, context_tokens), seconds):
-            self._has_news = True
+            self._freeze()
+
+    def _freeze(self) -> None:
+        learnt = Coefficients(self._prefill.scale, self._prefill.offset_s, self._itl.scale)
+        before = self.frozen
+        if learnt != before.coefficients:
+            self.frozen = FrozenEstimator(before.profile, before.profile_source, learnt)
 
     @property
     def prefill_error(self) -> float | None:

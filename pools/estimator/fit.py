@@ -84,7 +84,12 @@ class Fit:
         if not (0.0 <= work_s <= MAX_S and 0.0 <= seconds <= MAX_S):
             return False
         seconds = max(seconds, MIN_S)
-        self._note_error(abs(self.offset_s + self.scale * work_s - seconds) / seconds)
+        self.n_observed += 1
+        error = abs(self.offset_s + self.scale * work_s - seconds) / seconds
+        if self.error is None:
+            self.error = error
+        else:
+            self.error += (error - self.error) / min(self.n_observed, ERROR_SPAN)
         predicted_s = max(self._now_offset_s + self._now_scale * work_s, MIN_S)
         away = math.log(seconds / predicted_s)
         limit = CLIP * self._usual
@@ -95,13 +100,6 @@ class Fit:
         if self.n_observed >= self._min_observed:
             self.scale, self.offset_s = self._now_scale, self._now_offset_s
         return True
-
-    def _note_error(self, error: float) -> None:
-        self.n_observed += 1
-        if self.error is None:
-            self.error = error
-        else:
-            self.error += (error - self.error) / min(self.n_observed, ERROR_SPAN)
 
     def _solve(self, work_s: float, seconds: float, weight: float) -> None:
         """Add an observation to the sums, and find the coefficients that fit best now."""

@@ -8,7 +8,7 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool, PoolView
 from slagate.pools.fleet.ranks import Limits
 from slagate.pools.fleet_file.load import FleetConfig
-from slagate.pools.fleet_file.models import Objective, PoolSpec
+from slagate.pools.fleet_file.models import Objective
 from slagate.pools.grid.grid import StageGrid
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import UNLIMITED, State
@@ -92,7 +92,8 @@ class Fleet:
                     now_s=self._now_s,
                 )
                 pools[name] = pool
-                pool.index, pool.limits = index, _limits(spec)
+                pool.index = index
+                pool.set_limits(Limits(spec.max_inflight, spec.max_queued_tokens))
                 if not pool.estimator.starts_as(estimator):
                     pool.estimator = estimator
         self.pools = pools
@@ -190,7 +191,7 @@ class Fleet:
         """
         n_changes = 0
         for pool in self.pools.values():
-            n_changes += pool.n_model_changes
+            n_changes += pool.table.n_model_changes
         if self._windows_of != (self._n_applied, n_changes):
             self._windows_of = self._n_applied, n_changes
             self._windows.clear()
@@ -242,10 +243,6 @@ class _Views(dict[str, PoolView]):
     def __missing__(self, name: str) -> PoolView:
         view = self[name] = self._pools[name].view(self._prompt)
         return view
-
-
-def _limits(spec: PoolSpec) -> Limits:
-    return Limits(spec.max_inflight, spec.max_queued_tokens)
 
 
 def _estimators(config: FleetConfig, profiles: Mapping[str, TpProfile]) -> dict[str, Estimator]:

@@ -1,11 +1,11 @@
-"""One worker's record: health, capacity, leases, what it last said, how predictions of its cache came true.
+"""One worker's record: health, capacity, leases, what it last reported, how good cache predictions were.
 
 A request that the worker did not even take (UNAVAILABLE before any answer) counts as a failed probe: a dead
-worker gives its leases back at once, looks idle, and would draw all traffic until the next looks.
+worker gives its leases back at once, looks idle, and would draw all traffic until the next probes.
 
-A member that the configuration has no place for any more drains: whatever its health, it takes no new work.
-It has left once nothing is leased on it and no KV is parked there. When its time is up its legs are ended;
-what is parked there is let go of by the requests that it belongs to.
+A worker that is no longer in the configuration drains: whatever its health, it takes no new work. It has
+left once nothing is leased on it and no KV is parked there. When the time for draining is up its legs are
+ended; parked KV is released by the requests that it belongs to.
 """
 
 import logging
@@ -21,19 +21,23 @@ from slagate.pools.kv_events.view import EventView
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.worker import Worker
 
+log = logging.getLogger(__name__)
+
+TOO_LONG = "was removed from the configuration, and its requests took too long"
+
 
 class WorkerCapacity(NamedTuple):
-    """Before a worker has said anything: one rank, and no limit."""
+    """What a worker can hold. The defaults are for one that has not reported yet: one rank, no limit."""
 
     block_tokens: int = 0  # of one KV block; 0 while that is not known
     n_ranks: int = 1  # attention-DP ranks, each with a KV cache of its own
-    n_rows: int = 1  # as many as ranks where one can be asked for
+    n_rows: int = 1  # as many as ranks where one can be asked for, else 1
     row_tokens: int = UNLIMITED  # KV cache of a row
     running: int = 0  # requests that its engine runs at once; 0 while that is not known
 
 
 def capacity_of(info: oe.ServerInfo, *, decodes: bool) -> WorkerCapacity:
-    """What follows from `info`; whether a rank can be asked for also depends on whether it `decodes`."""
+    """The capacity that `info` reports; prefill and decode ranks are announced under different keys."""
     said = info.capacity
     n_ranks = max(1, info.parallelism.data_parallel_size)
     key = "slagate_supports_decode_dp_rank" if decodes else "trtllm_supports_dp_rank_targeting"
@@ -63,13 +67,8 @@ class PrefixPredictionError:
         self.abs_error_tokens += abs(predicted_tokens - cached_tokens)
 
 
-log = logging.getLogger(__name__)
-
-TOO_LONG = "was removed from the configuration, and its requests took too long"
-
-
 class Leg(Protocol):
-    """A call to the worker that is under way."""
+    """A call to the worker that is under way. The router's legs are such; rooms here may not import it."""
 
     def worker_lost(self, reason: str) -> None:
         """The worker is out of service."""
@@ -96,12 +95,14 @@ class Member:
         self.address = address
         self.pool = pool
         self.stage = stage
-        self._limits = limits or Limits()
+        self.limits = limits or Limits()  # of the fleet file
         self.worker: Worker | None = None
-        self._health = Health()
-        self.legs: set[Leg] = set()  # told when it stops being ready, and when its time is up
-        self.on_change: Callable[[], None] = lambda: None  # told when it may take more than before
-        self.on_left: list[Callable[[], None]] = []  # told once when it has left
+        self.health = Health()
+        self.legs: set[Leg] = set()  # called when it stops being ready, and when it is cut
+        self.on_change: Callable[[], None] = lambda: (
+            None
+        )  # called when it may take more than before
+        self.on_left: list[Callable[[], None]] = []  # called once when it has left
         self.draining_since_s: float | None = None
         self.has_left = False
         self._is_cut = False
@@ -111,12 +112,12 @@ class Member:
         self.n_served = 0  # prompts it has processed that must have left KV events
         self.truth = PrefixPredictionError()
         self.events: EventView | None = None  # None: not watched
-        self._info: oe.ServerInfo | None = None
-        self._capacity = WorkerCapacity()
-        # Looked up once: every lease asks.
-        self.block_tokens, self.n_ranks = self._capacity.block_tokens, self._capacity.n_ranks
-        self._models: dict[str, oe.ModelInfo] = {}
+        self.info: oe.ServerInfo | None = None  # who it says it is
+        self.capacity = WorkerCapacity()
+        self.models: dict[str, oe.ModelInfo] = {}  # what it serves, by name
         self.ranks = Ranks(address, table)
+        # Whether a rank can be asked for; else none of their caches can be counted on.
+        self.has_row_for_each_rank = True
         self._set_up()
 
     def __repr__(self) -> str:
@@ -131,101 +132,68 @@ class Member:
         """Whether it may take work."""
         if self.has_left:
             return State.LEFT
-        return State.DRAINING if self.is_draining else self._health.state
+        return State.DRAINING if self.is_draining else self.health.state
 
     @property
     def reason(self) -> str:
         """Why it is not ready; empty when it is."""
         if self.has_left:
             return "is not in the configuration any more"
-        return TOO_LONG if self._is_cut else self._health.reason
+        return TOO_LONG if self._is_cut else self.health.reason
 
     @property
     def is_draining(self) -> bool:
-        """Whether the configuration has no place for it any more."""
+        """Whether it is no longer in the configuration."""
         return self.draining_since_s is not None
 
     @property
-    def is_refused(self) -> bool:
-        """Whether what answers there is not what the configuration says."""
-        return self._health.state is State.REFUSED
-
-    @property
     def is_up(self) -> bool:
-        """Whether what it has been given can be done there."""
-        return self._health.state is State.READY and not self._is_cut
-
-    @property
-    def everywhere(self) -> tuple[int, int]:
-        """Leases, and prompt tokens not prefilled yet, of all processes of the gateway."""
-        inflight, queued_tokens = self.ranks.elsewhere
-        return self.ranks.inflight + inflight, self.ranks.queued_tokens + queued_tokens
-
-    @property
-    def models(self) -> dict[str, oe.ModelInfo]:
-        """What it serves, by name."""
-        return self._models
-
-    @models.setter
-    def models(self, models: dict[str, oe.ModelInfo]) -> None:
-        self._models = models
-        self.ranks.set_models(frozenset(models))
-        self.on_change()
-
-    @property
-    def info(self) -> oe.ServerInfo | None:
-        """Who it says it is; its ranks and limits follow from that."""
-        return self._info
-
-    @info.setter
-    def info(self, info: oe.ServerInfo | None) -> None:
-        self._info = info
-        decodes = self.stage is Stage.DECODE
-        self._capacity = WorkerCapacity() if info is None else capacity_of(info, decodes=decodes)
-        self.block_tokens, self.n_ranks = self._capacity.block_tokens, self._capacity.n_ranks
-        if info is not None:
-            self._set_up()
-
-    @property
-    def limits(self) -> Limits:
-        """What the fleet file says."""
-        return self._limits
-
-    @limits.setter
-    def limits(self, limits: Limits) -> None:
-        self._limits = limits
-        self._set_up()
-        self.on_change()
+        """Whether it can do what was leased on it: it is healthy, and draining has not run out of time."""
+        return self.health.state is State.READY and not self._is_cut
 
     @property
     def max_inflight(self) -> int:
         """Requests it gets at once: what the fleet file says, else for decode what its engine runs."""
         if self.limits.max_inflight is not None:
             return self.limits.max_inflight
-        if self.stage is not Stage.PREFILL and self._capacity.running:
+        if self.stage is not Stage.PREFILL and self.capacity.running:
             # What is more would wait in the engine, where nobody can give it to another worker.
-            return self._capacity.running
+            return self.capacity.running
         return UNLIMITED
 
-    @property
-    def has_row_for_each_rank(self) -> bool:
-        """Whether a rank can be asked for. Else none of their caches can be counted on."""
-        return self.ranks.n_used == self.n_ranks
+    def set_models(self, models: dict[str, oe.ModelInfo]) -> None:
+        """Set what it serves, by name."""
+        self.models = models
+        self.ranks.set_models(frozenset(models))
+        self.on_change()
+
+    def set_info(self, info: oe.ServerInfo) -> None:
+        """Set who it says it is; its ranks and limits follow from that."""
+        self.info = info
+        self.capacity = capacity_of(info, decodes=self.stage is Stage.DECODE)
+        self._set_up()
+
+    def set_limits(self, limits: Limits) -> None:
+        """Set the limits of the fleet file."""
+        self.limits = limits
+        self._set_up()
+        self.on_change()
 
     def _set_up(self) -> None:
         """Bring the rows in line with what the worker says of itself."""
         if self.has_left:
             return
         self.ranks.set_up(
-            self._capacity.n_rows,
+            self.capacity.n_rows,
             limits=self.limits._replace(max_inflight=self.max_inflight),
-            capacity_tokens=self._capacity.row_tokens,
-            models=frozenset(self._models),
+            capacity_tokens=self.capacity.row_tokens,
+            models=frozenset(self.models),
         )
+        self.has_row_for_each_rank = self.ranks.n_used == self.capacity.n_ranks
         self._show_state()
 
     def _show_state(self) -> None:
-        self.ranks.set_state(self.state, suspect=self._health.is_suspect)
+        self.ranks.set_state(self.state, suspect=self.health.is_suspect)
 
     def drain(self, now_s: float) -> None:
         """Take no new work, and leave once the old is done."""
@@ -234,7 +202,7 @@ class Member:
         self._leave_if_done()
 
     def resume(self) -> None:
-        """The configuration has a place for it again. No-op for one that does not drain."""
+        """Take work again: it is back in the configuration. No-op for one that does not drain."""
         assert not self.has_left, self
         if self.is_draining:
             self.draining_since_s, self._is_cut = None, False
@@ -242,12 +210,12 @@ class Member:
             self.on_change()
 
     def has_drained_for(self, seconds: float, now_s: float) -> bool:
-        """Whether it drains, and has for so long."""
+        """Whether it has been draining for so long."""
         since_s = self.draining_since_s
         return since_s is not None and now_s - since_s >= seconds
 
     def cut(self) -> bool:
-        """End what is still running there: it has drained for long enough. True when it was not cut yet."""
+        """End the legs that still run there: it has drained for long enough. True the first time."""
         assert self.is_draining, self
         was_cut, self._is_cut = self._is_cut, True
         if not was_cut:
@@ -257,46 +225,46 @@ class Member:
         return not was_cut
 
     def hold(self) -> None:
-        """Something is left there that has to be collected, or done, before it may leave."""
+        """Keep it from leaving: a handoff is parked there, or an abort is under way."""
         self._n_held += 1
 
     def let_go(self) -> None:
-        """What `hold` announced is over."""
+        """End one `hold`."""
         self._n_held -= 1
-        self._leave_if_done()
+        if self.draining_since_s is not None:
+            self._leave_if_done()
 
     def gave_back(self) -> None:
         """A lease on it has ended."""
         self.on_change()
-        self._leave_if_done()
+        if self.draining_since_s is not None:
+            self._leave_if_done()
 
     def _leave_if_done(self) -> None:
-        if self.draining_since_s is None:
-            return
         if not self.has_left and not self.ranks.inflight and not self._n_held:
             self.has_left = True
-            for tell in self.on_left:
-                tell()
+            for left in self.on_left:
+                left()
 
     def probe_ok(self) -> bool:
-        """One good probe. True when the state changed."""
-        was_ready = self._health.state is State.READY
-        return self._learnt(was_ready=was_ready, changed=self._health.ok())
+        """Count a good probe. True when the state changed."""
+        was_ready = self.health.state is State.READY
+        return self._learnt(was_ready=was_ready, changed=self.health.ok())
 
     def probe_failed(self, reason: str) -> bool:
-        """One bad or missing probe. True when the state changed."""
-        was_ready = self._health.state is State.READY
-        return self._learnt(was_ready=was_ready, changed=self._health.failed(reason))
+        """Count a bad or missing probe. True when the state changed."""
+        was_ready = self.health.state is State.READY
+        return self._learnt(was_ready=was_ready, changed=self.health.failed(reason))
 
     def refuse(self, reason: str) -> bool:
-        """The worker is not what the configuration says it is. True when the state changed."""
-        was_ready = self._health.state is State.READY
-        return self._learnt(was_ready=was_ready, changed=self._health.refuse(reason))
+        """Take it out: it is not what the configuration says it is. True when the state changed."""
+        was_ready = self.health.state is State.READY
+        return self._learnt(was_ready=was_ready, changed=self.health.refuse(reason))
 
     def _learnt(self, *, was_ready: bool, changed: bool) -> bool:
         self._show_state()
         if changed:
-            state, reason = self._health.state, self._health.reason
+            state, reason = self.health.state, self.health.reason
             about = {"worker": self.address, "pool": self.pool, "state": state.value}
             log.info("member.state", extra=about | {"reason": reason})
             if was_ready:

@@ -7,11 +7,10 @@ from functools import partial
 import msgspec
 
 from slagate.pools.estimator.estimator import Estimator, FrozenEstimator
-from slagate.pools.fleet.lease import Lease
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.ranks import Limits, Work
 from slagate.pools.grid.stage import Stage
-from slagate.pools.inflight.rows import Ints, Rows, RowView
+from slagate.pools.inflight.rows import Rows, RowView
 from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import LoadTable
 from slagate.pools.kv_events.follower import WorkerFollower
@@ -32,21 +31,6 @@ class PoolView(msgspec.Struct, frozen=True, gc=False, eq=False):
     cached: Cached
     n_leases: int  # all that were ever taken, `last_chosen` of the newest
 
-    @property
-    def cached_tokens(self) -> Ints:
-        """Leading prompt tokens that each row has cached."""
-        return self.cached.cached_tokens
-
-    @property
-    def device_tokens(self) -> Ints:
-        """Those of them that are all on the device."""
-        return self.cached.device_tokens
-
-    @property
-    def host_tokens(self) -> Ints:
-        """The others."""
-        return self.cached.host_tokens
-
     def view(self, row: int) -> RowView:
         """One row, as plain values."""
         cached = self.cached
@@ -54,6 +38,55 @@ class PoolView(msgspec.Struct, frozen=True, gc=False, eq=False):
             row,
             device_tokens=(device_tokens := cached.device_tokens.item(row)),
             host_tokens=cached.cached_tokens.item(row) - device_tokens,
+        )
+
+
+class Lease:
+    """A rank's capacity, held for one leg of a request. Counted when taken, given back exactly once."""
+
+    def __init__(
+        self, member: Member, row: int, work: Work, *, number: int, rank: int | None = None
+    ) -> None:
+        """`number` counts the leases of the pool; `rank` is to be asked for, None: the worker chooses."""
+        self.member = member
+        self.row = row
+        self.rank = rank
+        self.work = work
+        # Called once with whether the prompt was `processed`.
+        self.settle: Callable[..., None] = lambda **_: None
+        self._prefill_open = True
+        self._open = True
+        member.ranks.took(row, work, number=number)
+
+    def prefill_done(self) -> None:
+        """The prompt is processed: the worker's queue is shorter, the request goes on. Idempotent."""
+        if self._prefill_open:
+            self._end_prefill()
+            member = self.member
+            # A prompt that was all cached leaves no event to wait for.
+            member.n_served += self.work.prefill_tokens >= max(1, member.capacity.block_tokens)
+            self.settle(processed=True)
+            if member.limits.max_queued_tokens is not None:
+                member.on_change()
+
+    def release(self) -> None:
+        """Give everything back. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        was_prefilling = self._prefill_open
+        if was_prefilling:
+            self._end_prefill()
+        self.member.ranks.gave_back(self.row, self.work)
+        # The counts are right from here on, whatever the callbacks do.
+        if was_prefilling:
+            self.settle(processed=False)
+        self.member.gave_back()
+
+    def _end_prefill(self) -> None:
+        self._prefill_open = False
+        self.member.ranks.table.end_prefill(
+            self.row, queued_tokens=self.work.prefill_tokens, queued_s=self.work.work_s
         )
 
 
@@ -81,36 +114,40 @@ class Pool:
         self.stage = stage
         self.index = index
         self.estimator = estimator
-        self._limits = limits or Limits()
+        self.limits = limits or Limits()  # the most that a worker gets at once
         self.overlaps = PoolCaches(now_s=now_s) if prefix and stage is not Stage.DECODE else None
         self.key = f"{stage.value} {name}"  # the same in every gateway
-        self._table = load_table(self.key)
+        self.table = load_table(self.key)
         self.members: dict[str, Member] = {}
         self._leaving: dict[str, Member] = {}
         self._newest_lease = 0  # its number
 
+    def __repr__(self) -> str:
+        """State in one line, for people and for tests."""
+        return f"Pool({self.name}, {list(self.members.values())})"
+
     @property
     def requests_total(self) -> int:
         """Legs given to the pool, since the gateway started."""
-        return self._table.totals[PoolCell.REQUESTS]
+        return self.table.totals[PoolCell.REQUESTS]
 
     @property
     def retries_total(self) -> int:
         """Legs of the pool that were tried again elsewhere."""
-        return self._table.totals[PoolCell.RETRIES]
+        return self.table.totals[PoolCell.RETRIES]
 
     @property
     def spills_total(self) -> int:
         """Legs that the pool got because one before it in the order had nobody."""
-        return self._table.totals[PoolCell.SPILLS]
+        return self.table.totals[PoolCell.SPILLS]
 
     def count_retry(self) -> None:
         """Count one more in `retries_total`."""
-        self._table.count(PoolCell.RETRIES)
+        self.table.count(PoolCell.RETRIES)
 
     def count_spill(self) -> None:
         """Count one more in `spills_total`."""
-        self._table.count(PoolCell.SPILLS)
+        self.table.count(PoolCell.SPILLS)
 
     @property
     def all_members(self) -> Iterator[Member]:
@@ -122,17 +159,12 @@ class Pool:
         """Whether it has no worker, none that drains either."""
         return not self.members and not self._leaving
 
-    @property
-    def limits(self) -> Limits:
-        """The most that a worker gets at once."""
-        return self._limits
-
-    @limits.setter
-    def limits(self, limits: Limits) -> None:
-        if limits != self._limits:
-            self._limits = limits
+    def set_limits(self, limits: Limits) -> None:
+        """Set the most that a worker gets at once."""
+        if limits != self.limits:
+            self.limits = limits
             for member in self.all_members:
-                member.limits = limits
+                member.set_limits(limits)
 
     def join(self, address: str) -> Member | None:
         """Make the worker of an address a member; None: it was draining, and goes on as it was."""
@@ -142,20 +174,20 @@ class Pool:
             member.resume()
             return None
         member = Member(
-            address, pool=self.name, stage=self.stage, table=self._table, limits=self._limits
+            address, pool=self.name, stage=self.stage, table=self.table, limits=self.limits
         )
         member.on_left.append(partial(self._left, member))
         self.members[address] = member
         return member
 
     def drain(self, address: str) -> None:
-        """A member is to go: it takes no new work from now on, and leaves when the old is done."""
+        """Let a member go: it takes no new work from now on, and leaves when the old is done."""
         member = self._leaving[address] = self.members.pop(address)
         member.drain(self._now_s())
 
     def close(self) -> None:
         """It is empty, and the configuration has it no more."""
-        self._table.close()
+        self.table.close()
 
     def _left(self, member: Member) -> None:
         del self._leaving[member.address]
@@ -164,31 +196,23 @@ class Pool:
                 self.overlaps.leave(row)
         member.ranks.give_up()
 
-    def __repr__(self) -> str:
-        """State in one line, for people and for tests."""
-        return f"Pool({self.name}, {list(self.members.values())})"
-
-    @property
-    def n_model_changes(self) -> int:
-        """Times that a worker said what it serves."""
-        return self._table.n_model_changes
-
     def view(self, prompt: Prompt | None = None) -> PoolView:
         """The pool as it stands now, for a prompt; None: nothing of it is cached anywhere."""
-        rows = self._table.rows()
+        rows = self.table.rows()
+        n_rows = len(rows.names)
         if self.overlaps is None or prompt is None:
-            cached = nothing_cached(len(rows))
+            cached = nothing_cached(n_rows)
         else:
-            cached = self.overlaps.cached(prompt, len(rows))
+            cached = self.overlaps.cached(prompt, n_rows)
         newest = self._newest_lease
-        if self._table.is_shared:
+        if self.table.is_shared:
             newest = max(newest, int(rows.last_chosen.max(initial=0)))
-        return PoolView(self.name, self.estimator.frozen(), rows, cached, newest)
+        return PoolView(self.name, self.estimator.frozen, rows, cached, newest)
 
     def follower(
         self, member: Member, worker: Worker, *, turns: CooperativeScheduler, rng: random.Random
     ) -> WorkerFollower | None:
-        """What follows the KV events of a member's worker; None: nobody needs them here."""
+        """Make what follows the KV events of a member's worker; None: nobody needs them here."""
         overlaps = self.overlaps
         if overlaps is None or member.events is None:
             return None
@@ -198,7 +222,7 @@ class Pool:
                 return
             if rank < len(member.ranks.rows):
                 row = member.ranks.rows[rank]
-                overlaps.set_holder(row, holder, block_tokens=member.block_tokens)
+                overlaps.set_holder(row, holder, block_tokens=member.capacity.block_tokens)
 
         return WorkerFollower(
             worker,
@@ -211,29 +235,29 @@ class Pool:
         )
 
     def identified(self, member: Member) -> None:
-        """A member's worker is another incarnation: what was sent to the one before is gone."""
+        """Forget what was sent to a member: its worker is another incarnation, with an empty cache."""
         if self.overlaps is None or member.info is None or member.has_left:
             return
         n_blocks = member.info.capacity.total_kv_blocks // member.ranks.n_used
         for row in member.ranks.rows:
             self.overlaps.set_worker(
-                row, block_tokens=member.block_tokens, capacity_blocks=n_blocks or None
+                row, block_tokens=member.capacity.block_tokens, capacity_blocks=n_blocks or None
             )
 
     def tidy(self) -> None:
-        """Drop what is known and no longer true; called now and then, as nobody may ask for a prompt."""
+        """Drop predictions that have expired. Called regularly, as there may be no prompts to do it."""
         if self.overlaps is not None:
             self.overlaps.tidy()
 
     def set_foreign(self, member: Member, load: tuple[int, int] | None) -> None:
-        """Requests that others sent to a worker, and prompt tokens of theirs that wait there.
+        """Set how many requests others sent to a worker, and how many of their prompt tokens wait there.
 
-        None: nobody can tell now.
+        None: that is not known now.
         """
         if load is None:
             member.ranks.set_foreign(None)
         else:
-            member.ranks.set_foreign((load[0], self.estimator.frozen().work_s(load[1], 0)))
+            member.ranks.set_foreign((load[0], self.estimator.frozen.work_s(load[1], 0)))
 
     def lease(
         self, row: int, work: Work, prompt: Prompt | None = None, *, n_leases: int | None = None
@@ -242,18 +266,13 @@ class Pool:
 
         `n_leases` is that of the view that was decided on.
         """
-        address, rank = self._table.name(row)
+        address, rank = self.table.names[row]
         member = self.members[address]
-        assert self._table.is_up(row), member
-        settle = None
+        assert self.table.is_up(row), member
+        before = self.table.newest_lease() if n_leases is None else n_leases
+        self._newest_lease = max(self._newest_lease, before) + 1
+        lease = Lease(member, row, work, number=self._newest_lease, rank=rank)
         # Where the worker chooses between its ranks, the next prompt may meet another cache.
         if self.overlaps is not None and prompt is not None and member.has_row_for_each_rank:
-            settle = self.overlaps.expect(row, prompt)
-        before = self._table.newest_lease() if n_leases is None else n_leases
-        self._newest_lease = max(self._newest_lease, before) + 1
-        self._table.count(PoolCell.REQUESTS)
-        self._table.set_chosen(row, self._newest_lease)
-        lease = Lease(member, row, work, rank=rank)
-        if settle is not None:
-            lease.settle = settle
+            lease.settle = self.overlaps.expect(row, prompt)
         return lease

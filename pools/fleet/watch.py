@@ -21,6 +21,7 @@ from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool
 from slagate.pools.grid.stage import Stage
+from slagate.pools.inflight.rows import State
 from slagate.pools.kv_events.follower import WorkerFollower
 from slagate.pools.kv_events.view import EventView
 from slagate.proto import openengine_pb2 as oe
@@ -127,7 +128,7 @@ async def _look_for_ever(
             if n_unanswered >= PATIENT_LOOKS:
                 interval_s = min(interval_s * BACKOFF_RATIO, MAX_INTERVAL_S)
         if follower is not None and member.info is not None:
-            if member.is_refused:
+            if member.health.state is State.REFUSED:
                 follower.misfit()
             else:
                 follower.identified(member.info)
@@ -164,7 +165,7 @@ async def _look(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], 
 
 
 async def _load(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], float]) -> None:
-    before, _ = member.everywhere
+    before, _ = member.ranks.everywhere
     try:
         load = await worker.load(oe.GetLoadRequest())
     except WorkerError:
@@ -185,7 +186,7 @@ def _foreign(member: Member, load: oe.LoadInfo, *, most_ours: int) -> tuple[int,
     """
     if not load.HasField("running_requests"):
         return None
-    ours, our_tokens = member.everywhere
+    ours, our_tokens = member.ranks.everywhere
     requests = max(0, load.running_requests - max(ours, most_ours))
     tokens = max(0, load.waiting_tokens - our_tokens) if requests else 0
     return requests, tokens
@@ -203,16 +204,16 @@ async def _identify(pool: Pool, member: Member, worker: Worker) -> str:
         return _misfit(member, known)
     info = await worker.server_info()
     if misfit := _misfit(member, info):
-        member.info = info
+        member.set_info(info)
         return misfit
     # One that did not fit before, and says no instance id, had no models.
     is_another = known is None or known.instance_id != info.instance_id or not member.models
-    member.info = info
+    member.set_info(info)
     if is_another:
         # Until it says what it serves now, it gets nothing.
-        member.models = {}
+        member.set_models({})
         pool.identified(member)
-        member.models = {name: await worker.model_info(name) for name in info.supported_models}
+        member.set_models({name: await worker.model_info(name) for name in info.supported_models})
     return ""
 
 

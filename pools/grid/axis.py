@@ -48,7 +48,8 @@ class _Bands:
         # The sum of two large doubles can be infinite, and with that nothing could be placed.
         return middle if isfinite(middle) else self.low / 2 + self.high / 2
 
-    def _given(self, value: Number | None) -> Number:
+    def _checked(self, value: Number | None) -> Number:
+        """The value, or what stands in for None. Raises `SelectError` where nothing does."""
         if value is None:
             if self.required:
                 raise SelectError(self.field, "is required")
@@ -85,7 +86,9 @@ class Axis(_Bands):
 
         Raises `SelectError` when a required value is missing, and when `value` is not a finite number.
         """
-        value = self._given(value)
+        # What nearly every request brings is no work for `_checked`.
+        if type(value) is not int and (type(value) is not float or not isfinite(value)):
+            value = self._checked(value)
         last = self.resolution - 1
         try:
             # The step comes first and is divided by: with another order of the same operations some
@@ -118,7 +121,7 @@ class UnevenAxis(_Bands):
     def index(self, value: Number | None) -> int:
         """As `Axis.index`, and raises `SelectError` for the same reasons."""
         # The outer edges are left out of the search, which clamps.
-        return bisect_right(self.edges, self._given(value), 1, self.resolution) - 1
+        return bisect_right(self.edges, self._checked(value), 1, self.resolution) - 1
 
 
 AnyAxis = Axis | UnevenAxis

@@ -95,7 +95,9 @@ class StageGrid:
 
         Other names than those of axis fields go unnoticed: a policy's are always the same.
         """
-        index = tuple([axis.index(self._given(axis, values)) for axis in self.axes])
+        if self.size_optional or self.negative_is_none:
+            values = {axis.field: self._given(axis, values) for axis in self.axes}
+        index = tuple([axis.index(values.get(axis.field)) for axis in self.axes])
         rule = None if priority is None else self._rule(priority)
         place = self._places.get((index, rule))
         if place is None:

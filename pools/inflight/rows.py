@@ -114,8 +114,12 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
     names: tuple[tuple[str, int | None], ...]
     counts: Counts
     _models: Mapping[frozenset[str], Flags]
-    _ints: Ints
-    _floats: Floats
+    _ints: Ints  # i64[N_INTS, n_rows]
+    _floats: Floats  # f64[N_FLOATS, n_rows]
+    # Rows of these arrays that every decision reads.
+    last_chosen: Ints  # i64[n_rows], `RowView.last_chosen`
+    batch: Ints  # i64[n_rows], requests in the batch with one more, those of others included
+    load_s: Floats  # f64[n_rows], seconds of prefill work that wait, ours and of others
 
     def __len__(self) -> int:
         return len(self.names)
@@ -147,24 +151,6 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
         """Whether a row may take nothing now, whatever is asked: `DOWN` and `QUEUE_FULL`."""
         shut: Ints = self._ints[SHUT]
         return shut
-
-    @property
-    def last_chosen(self) -> Ints:
-        """`RowView.last_chosen` of all rows."""
-        last_chosen: Ints = self._ints[LAST_CHOSEN]
-        return last_chosen
-
-    @property
-    def load_s(self) -> Floats:
-        """Seconds of prefill work that wait at each row, ours and of others."""
-        load_s: Floats = self._floats[LOAD_S]
-        return load_s
-
-    @property
-    def batch(self) -> Ints:
-        """Requests in each row's batch with one more, those of others included."""
-        batch: Ints = self._ints[BATCH]
-        return batch
 
     def mean_tokens(self, more_tokens: int) -> Floats:
         """Mean context of our requests at each row, with one of `more_tokens` more."""

@@ -63,9 +63,9 @@ class PoolCell(IntEnum):
     """The line of a pool."""
 
     OLDEST_S = 4  # a float: when the oldest request came that waits for it; 0: none does
-    REQUESTS = 5
-    RETRIES = 6
-    SPILLS = 7
+    REQUESTS = 5  # legs that the pool was given
+    RETRIES = 6  # legs of the pool that were tried again on another worker
+    SPILLS = 7  # legs that the pool got because the pools before it had no worker for them
 
 
 class GatewayCell(IntEnum):

@@ -10,7 +10,6 @@ from slagate.pools.inflight.rows import (
     FOREIGN_S,
     INFLIGHT,
     LAST_CHOSEN,
-    LOAD_S,
     MAX_INFLIGHT,
     MAX_QUEUED_TOKENS,
     QUEUE_FULL,
@@ -88,7 +87,7 @@ class SharedTable(LoadTable):
         self._places = None
         # The first row of a worker is for rank 0, or for whichever the worker takes.
         slot = self._slots[row] = self._shared.claim(f"{self._name} {address} {rank or 0}")
-        super().set_chosen(row, self._shared.get(slot, RankCell.LAST_CHOSEN))
+        self._int[LAST_CHOSEN][row] = self._shared.get(slot, RankCell.LAST_CHOSEN)
         return row
 
     def give_up(self, row: int) -> None:
@@ -109,18 +108,19 @@ class SharedTable(LoadTable):
         super().set_s(row, **seconds)
         self._show_queued_s(row)
 
-    def set_chosen(self, row: int, number: int) -> None:
-        """The number of the newest lease on a row."""
-        super().set_chosen(row, number)
-        self._show_chosen(row)
-
     def add_lease(
-        self, row: int, *, queued_tokens: int, queued_s: float, context_tokens: int
+        self, row: int, *, number: int, queued_tokens: int, queued_s: float, context_tokens: int
     ) -> None:
-        """One lease more on a row, and what comes with it."""
+        """Add a lease, and the load that it brings to a row."""
         super().add_lease(
-            row, queued_tokens=queued_tokens, queued_s=queued_s, context_tokens=context_tokens
+            row,
+            number=number,
+            queued_tokens=queued_tokens,
+            queued_s=queued_s,
+            context_tokens=context_tokens,
         )
+        self._shared.set(self._pool_slot, PoolCell.REQUESTS, self.totals[PoolCell.REQUESTS])
+        self._show_chosen(row)
         self._show(row, INFLIGHT, QUEUED_TOKENS, CONTEXT_TOKENS)
         self._show_queued_s(row)
 
@@ -135,10 +135,11 @@ class SharedTable(LoadTable):
         super().end_lease(row, context_tokens=context_tokens)
         self._show(row, INFLIGHT, CONTEXT_TOKENS)
 
-    def set_worker_inflight(self, row: int, n_leases: int) -> None:
-        """Leases of this process on all rows of the row's worker."""
-        super().set_worker_inflight(row, n_leases)
-        self._show(row, WORKER_INFLIGHT)
+    def set_worker_inflight(self, rows: list[int], n_leases: int) -> None:
+        """Set how many leases of this process there are on all rows of a worker."""
+        super().set_worker_inflight(rows, n_leases)
+        for row in rows:
+            self._show(row, WORKER_INFLIGHT)
 
     def _show(self, row: int, *figures: int) -> None:
         """Tell the others some of the first `N_COUNTS` figures of a row; cells have the same numbers."""
@@ -167,22 +168,20 @@ class SharedTable(LoadTable):
         return self._shared.others(self._places)
 
     def rows(self) -> Rows:
-        """As those of a table that has the leases of all processes."""
-        n = len(self)
-        ints, floats = self._ints[:, :n].copy(), self._floats[:, :n].copy()
-        others, counts = self._others(), self._counted()
+        """All rows as they stand, with the leases of all processes."""
+        rows, others = super().rows(), self._others()
+        ints, floats = rows._ints, rows._floats
         ints[:N_COUNTS] += others.counts
         ints[BATCH : WIDTH + 1] += others.counts[INFLIGHT]
-        last = ints[LAST_CHOSEN]
-        np.maximum(last, others.last_chosen, out=last)
-        queued_s = floats[QUEUED_S]
-        queued_s += others.queued_s
-        np.add(queued_s, floats[FOREIGN_S], out=floats[LOAD_S])
+        np.maximum(rows.last_chosen, others.last_chosen, out=rows.last_chosen)
+        floats[QUEUED_S] += others.queued_s
+        np.add(floats[QUEUED_S], floats[FOREIGN_S], out=rows.load_s)
         # More leases open no row, so that those which this process alone has shut are right already.
         at_limit = ints[WORKER_INFLIGHT : QUEUED_TOKENS + 1] >= ints[_LIMITS]
         if at_limit.any():
-            shut = ints[SHUT]
-            shut |= at_limit[0] * DOWN | at_limit[1] * QUEUE_FULL
+            ints[SHUT] |= at_limit[0] * DOWN | at_limit[1] * QUEUE_FULL
             # All else that is counted is known of the workers, not what any process has there.
-            counts = msgspec.structs.replace(counts, n_shut=int(np.count_nonzero(shut)))
-        return self._frozen(ints, floats, counts)
+            n_shut = int(np.count_nonzero(ints[SHUT]))
+            counts = msgspec.structs.replace(rows.counts, n_shut=n_shut)
+            rows = msgspec.structs.replace(rows, counts=counts)
+        return rows

@@ -58,22 +58,19 @@ class LoadTable:
     is_shared = False  # with other processes of the gateway
 
     def __init__(self) -> None:
-        self._names: list[tuple[str, int | None]] = []
+        self.names: tuple[tuple[str, int | None], ...] = ()  # address and rank of each row
         self._row_models: list[frozenset[str]] = []
         self._resize(4)
         self._free: list[int] = []
-        self._frozen_names: tuple[tuple[str, int | None], ...] = ()
         self._models: Mapping[frozenset[str], Flags] | None = None
         self._counts: Counts | None = None  # None: to be counted, something that counts has changed
-        # Times that somebody said what is served, the same as before included.
-        self.n_model_changes = 0
+        self.n_model_changes = 0  # times that a worker said what it serves, the same included
         self.totals = {PoolCell.REQUESTS: 0, PoolCell.RETRIES: 0, PoolCell.SPILLS: 0}
 
     def _resize(self, n_rows: int) -> None:
         ints = np.zeros((N_INTS, n_rows), dtype=np.int64)
         floats = np.zeros((N_FLOATS, n_rows), dtype=np.float64)
-        n_old = len(self._names)
-        if n_old:
+        if n_old := len(self.names):
             ints[:, :n_old], floats[:, :n_old] = self._ints, self._floats
         self._ints, self._floats = ints, floats
         # The same memory: single figures are read and written three times as fast this way.
@@ -81,7 +78,7 @@ class LoadTable:
         self._float = [cast("MutableSequence[float]", each.data) for each in floats]
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def close(self) -> None:
         """Give up what is held for the pool itself, which is gone; its rows were given up before."""
@@ -95,32 +92,29 @@ class LoadTable:
         row = self._free.pop() if self._free else self._appended()
         self._ints[:, row] = 0
         self._floats[:, row] = 0.0
-        self._names[row] = (address, rank)
-        self._frozen_names = tuple(self._names)
+        self._set_name(row, address, rank)
         self._derive(row)
         return row
 
     def give_up(self, row: int) -> None:
         """Its worker has left."""
-        self._names[row] = ("", None)
-        self._frozen_names = tuple(self._names)
+        self._set_name(row, "", None)
         self.set_models(row, frozenset())
         self.set_state(row, State.LEFT, suspect=False)
         self.set_foreign(row, None)
         self._free.append(row)
 
     def _appended(self) -> int:
-        row = len(self._names)
+        row = len(self.names)
         if row == self._ints.shape[1]:
             self._resize(2 * row)
-        self._names.append(("", None))
+        self.names = (*self.names, ("", None))
         self._row_models.append(frozenset())
         self._models = None
         return row
 
-    def name(self, row: int) -> tuple[str, int | None]:
-        """The address of a row's worker, and the rank."""
-        return self._names[row]
+    def _set_name(self, row: int, address: str, rank: int | None) -> None:
+        self.names = (*self.names[:row], (address, rank), *self.names[row + 1 :])
 
     def is_up(self, row: int) -> bool:
         """Whether the row's worker is ready, and below its limit of requests."""
@@ -128,8 +122,7 @@ class LoadTable:
 
     def rename(self, row: int, rank: int | None) -> None:
         """Another rank for a row: what it is turns out once the worker is reached."""
-        self._names[row] = (self._names[row][0], rank)
-        self._frozen_names = tuple(self._names)
+        self._set_name(row, self.names[row][0], rank)
 
     def set_state(self, row: int, state: State, *, suspect: bool) -> None:
         """Whether the row may take work."""
@@ -172,20 +165,20 @@ class LoadTable:
         self._float[FOREIGN_S][row] = seconds
         self._derive(row)
 
-    def set_chosen(self, row: int, number: int) -> None:
-        """The number of the newest lease on a row."""
-        self._int[LAST_CHOSEN][row] = number
-
     def add_lease(
-        self, row: int, *, queued_tokens: int, queued_s: float, context_tokens: int
+        self, row: int, *, number: int, queued_tokens: int, queued_s: float, context_tokens: int
     ) -> None:
-        """One lease more on a row, and what comes with it."""
-        ints = self._int
+        """Add a lease, the pool's lease of that number, and the load that it brings to a row."""
+        ints, floats = self._int, self._float
+        self.totals[PoolCell.REQUESTS] += 1
+        ints[LAST_CHOSEN][row] = number
         inflight = ints[INFLIGHT][row] = ints[INFLIGHT][row] + 1
         ints[CONTEXT_TOKENS][row] += context_tokens
         queued = ints[QUEUED_TOKENS][row] = ints[QUEUED_TOKENS][row] + queued_tokens
-        self._float[QUEUED_S][row] += queued_s
-        self._show_load(row, inflight)
+        floats[QUEUED_S][row] += queued_s
+        floats[LOAD_S][row] = floats[QUEUED_S][row] + floats[FOREIGN_S][row]
+        ints[WIDTH][row] = inflight + 1
+        ints[BATCH][row] = min(inflight + 1 + ints[FOREIGN_REQUESTS][row], UNLIMITED)
         if queued >= ints[MAX_QUEUED_TOKENS][row]:
             self._show_shut(row)
 
@@ -205,27 +198,26 @@ class LoadTable:
         ints = self._int
         inflight = ints[INFLIGHT][row] = ints[INFLIGHT][row] - 1
         ints[CONTEXT_TOKENS][row] -= context_tokens
-        self._show_load(row, inflight)
+        ints[WIDTH][row] = inflight + 1
+        ints[BATCH][row] = min(inflight + 1 + ints[FOREIGN_REQUESTS][row], UNLIMITED)
 
-    def set_worker_inflight(self, row: int, n_leases: int) -> None:
-        """Leases on all rows of the row's worker."""
+    def set_worker_inflight(self, rows: list[int], n_leases: int) -> None:
+        """Set how many leases there are on all rows of a worker."""
         ints = self._int
-        ints[WORKER_INFLIGHT][row] = n_leases
-        if n_leases >= ints[MAX_INFLIGHT][row] or ints[SHUT][row]:
-            self._show_shut(row)
+        for row in rows:
+            ints[WORKER_INFLIGHT][row] = n_leases
+            if n_leases >= ints[MAX_INFLIGHT][row] or ints[SHUT][row]:
+                self._show_shut(row)
 
     def _derive(self, row: int) -> None:
         """Bring all that follows from a row's figures in line with them; they may be any."""
-        self._show_load(row, self._int[INFLIGHT][row])
-        self._show_shut(row)
-        self._counts = None
-
-    def _show_load(self, row: int, inflight: int) -> None:
         ints, floats = self._int, self._float
         floats[LOAD_S][row] = floats[QUEUED_S][row] + floats[FOREIGN_S][row]
-        ints[WIDTH][row] = inflight + 1
+        width = ints[WIDTH][row] = ints[INFLIGHT][row] + 1
         # What others sent is theirs to say, and a receipt to decide again from may be made up.
-        ints[BATCH][row] = min(inflight + 1 + ints[FOREIGN_REQUESTS][row], UNLIMITED)
+        ints[BATCH][row] = min(width + ints[FOREIGN_REQUESTS][row], UNLIMITED)
+        self._show_shut(row)
+        self._counts = None
 
     def _show_shut(self, row: int) -> None:
         ints = self._int
@@ -238,37 +230,33 @@ class LoadTable:
             self._counts = None
 
     def _counted(self) -> Counts:
-        """What is known of all rows together; counted once, until something that counts changes."""
-        if self._counts is None:
-            n = len(self._names)
-            ints = self._ints[:, :n]
-            self._counts = Counts(
-                int(np.count_nonzero(ints[SHUT])),
-                int(np.count_nonzero(ints[SUSPECT])),
-                int(np.count_nonzero(ints[STATE] == LEFT)),
-                int(np.count_nonzero(ints[UNTOLD])),
-                int(ints[CAPACITY_TOKENS].min()) if n else UNLIMITED,
-            )
-        return self._counts
+        n = len(self.names)
+        ints = self._ints[:, :n]
+        return Counts(
+            int(np.count_nonzero(ints[SHUT])),
+            int(np.count_nonzero(ints[SUSPECT])),
+            int(np.count_nonzero(ints[STATE] == LEFT)),
+            int(np.count_nonzero(ints[UNTOLD])),
+            int(ints[CAPACITY_TOKENS].min()) if n else UNLIMITED,
+        )
 
     def elsewhere(self, rows: list[int]) -> tuple[int, int]:
-        """Leases, and prompt tokens that wait, that other processes of the gateway have on some rows."""
+        """Leases, and queued prompt tokens, that other processes of the gateway have on some rows."""
         return 0, 0
 
     def newest_lease(self) -> int:
         """The number of the newest lease, of whichever process of the gateway."""
-        return int(self._ints[LAST_CHOSEN, : len(self._names)].max(initial=0))
+        return int(self._ints[LAST_CHOSEN, : len(self.names)].max(initial=0))
 
     def rows(self) -> Rows:
-        """All rows as they stand; where nobody can tell what others sent, it is what the rest have."""
-        n = len(self._names)
-        return self._frozen(self._ints[:, :n].copy(), self._floats[:, :n].copy(), self._counted())
-
-    def _frozen(self, ints: Ints, floats: Floats, counts: Counts) -> Rows:
-        """Copies of the figures as a decision sees them."""
+        """All rows as they stand. A foreign load that is not known counts as the mean of the known ones."""
+        n = len(self.names)
+        ints, floats = self._ints[:, :n].copy(), self._floats[:, :n].copy()
+        if self._counts is None:
+            self._counts = self._counted()
         if self._models is None:
             self._models = _flags(self._row_models)
-        if 0 < counts.n_untold < len(self._names):
+        if 0 < self._counts.n_untold < n:
             untold = ints[UNTOLD] != 0
             # An old report that says "idle" would draw everything to a worker nobody hears of.
             for figures in (ints[FOREIGN_REQUESTS], floats[FOREIGN_S]):
@@ -276,7 +264,16 @@ class LoadTable:
                     figures[untold] = figures[~untold].mean()
             np.add(floats[QUEUED_S], floats[FOREIGN_S], out=floats[LOAD_S])
             np.add(ints[WIDTH], ints[FOREIGN_REQUESTS], out=ints[BATCH])
-        return Rows(self._frozen_names, counts, self._models, ints, floats)
+        return Rows(
+            self.names,
+            self._counts,
+            self._models,
+            ints,
+            floats,
+            ints[LAST_CHOSEN],
+            ints[BATCH],
+            floats[LOAD_S],
+        )
 
 
 def rows_of(views: Iterable[RowView]) -> Rows:

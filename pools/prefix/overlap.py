@@ -15,7 +15,7 @@ from slagate.pools.prefix.holder import Holder
 from slagate.pools.prefix.index import PrefixIndex
 from slagate.pools.prefix.match import Bits, Match, Steps, holders_of, lanes_of
 from slagate.pools.prefix.predictions import Predictions
-from slagate.pools.prefix.trie import Root
+from slagate.pools.prefix.trie import TOKEN_BYTES, Root
 
 CONFIRM_S = 0.25
 """How long a processed prompt is expected to be cached: by then the worker's events have said it.
@@ -52,7 +52,7 @@ class Prompt(NamedTuple):
     @property
     def n_tokens(self) -> int:
         """Its length."""
-        return len(self.tokens) // 4
+        return len(self.tokens) // TOKEN_BYTES
 
 
 class _Held(NamedTuple):
@@ -173,7 +173,7 @@ class PoolCaches:
         """As `cached`, by what is known of the workers of one block size."""
         held = cache.index.match(prompt.tokens, prompt.root)
         expected = cache.predictions.match(prompt.tokens, prompt.root, now_s=self._now_s())
-        most = max(0, prompt.n_tokens - 1)
+        most = max(0, len(prompt.tokens) // TOKEN_BYTES - 1)
         known = self._held(cache, held, most, n_rows)
         if not expected.steps:
             return known.cached

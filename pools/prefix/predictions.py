@@ -123,7 +123,8 @@ class Predictions:
             len(self._claims) > self._max_claims or self.n_bytes_estimate > self._max_bytes
         ):
             self.end(next(iter(self._claims)))
-        self._bound(claims)
+        if claims.max_blocks is not None and claims.n_blocks > claims.max_blocks:
+            self._bound(claims)
         return claim
 
     def renew(self, claim: Prediction, *, expires_s: float) -> None:
@@ -180,7 +181,8 @@ class Predictions:
 
         Ends some of the claims whose time has come: those beyond the bound of `expire` count still.
         """
-        self.expire(now_s)
+        if self._step_heap and self._step_heap[0] * _STEP_S <= now_s:
+            self.expire(now_s)
         lanes = (1 << 2 * self._n_rows) - 1
         return self._trie.match(tokens, root, lanes=lanes, n_holders=self._n_rows)
 

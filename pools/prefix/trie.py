@@ -166,7 +166,9 @@ class RunTrie:
         depth = at = n_hops = 0
         while run is not None and depth < n_blocks and lanes and at <= run.kid_top:
             position = depth * block_bytes
-            run = self._child(run, at, content[position : position + block_bytes])
+            first = content[position : position + block_bytes]
+            shard = run.kids.get(at * _SHARDS + hash(first) % _SHARDS)
+            run = None if shard is None else shard.get(first)
             if run is None:
                 break
             if n_hops == self._max_hops:

@@ -10,8 +10,8 @@ import grpc
 from msgspec.structs import replace
 
 from slagate.pools.estimator.estimator import Estimator
-from slagate.pools.fleet.lease import Lease
 from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.pool import Lease
 from slagate.pools.grid.stage import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK, Metadata, Status
@@ -90,7 +90,7 @@ class ActiveRequest:
         choice = record.decision.stage(stage)
         scored, row = choice.scored[-1], choice.row
         assert row is not None
-        lease.member.truth.add(scored.pool.cached_tokens.item(row), cached_tokens)
+        lease.member.truth.add(scored.pool.cached.cached_tokens.item(row), cached_tokens)
         done_s = self.gateway.now_s() if stage is Stage.PREFILL else record.tally.first_token_s
         estimator = self._estimator(choice)
         if done_s is None or estimator is None:

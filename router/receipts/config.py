@@ -26,7 +26,7 @@ def config_message(prepared: Prepared, *, policy: str) -> gw.GatewayConfig:
     message = gw.GatewayConfig(
         fleet=prepared.config.text,
         estimators=[
-            gw.EstimatorTable(pool=name, table=_json(estimator.frozen().table_json()))
+            gw.EstimatorTable(pool=name, table=_json(estimator.frozen.table_json()))
             for name, estimator in sorted(prepared.estimators.items())
         ],
         policy=policy,

@@ -12,9 +12,8 @@ from functools import partial
 from msgspec.structs import replace
 
 from slagate.pools.fleet.fleet import Fleet, Prepared
-from slagate.pools.fleet.lease import Lease
 from slagate.pools.fleet.member import Member
-from slagate.pools.fleet.pool import Pool
+from slagate.pools.fleet.pool import Lease, Pool
 from slagate.pools.fleet_file.models import ANY_CLASS
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import State

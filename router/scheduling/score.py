@@ -151,7 +151,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         isl_tokens = self.ask.isl_tokens
         if self._work_s is None:
             return Work(context_tokens=isl_tokens)
-        new_tokens = isl_tokens - self.pool.cached_tokens.item(row)
+        new_tokens = isl_tokens - self.pool.cached.cached_tokens.item(row)
         context_tokens = 0 if self.stage is Stage.PREFILL else isl_tokens
         return Work(new_tokens, self._work_s.item(row), context_tokens)
 

@@ -10,8 +10,8 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Set
 
-from slagate.pools.fleet.lease import Lease
 from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.pool import Lease
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import State
 from slagate.pools.prefix.overlap import Prompt

@@ -178,7 +178,7 @@ def _pool_status(pool: Pool, grid: StageGrid) -> gw.PoolStatus:
         workers_ready=sum(member.state is State.READY for member in members),
         inflight=sum(member.ranks.inflight for member in members),
         queued_tokens=sum(member.ranks.queued_tokens for member in members),
-        estimator=pool.estimator.frozen().source,
+        estimator=pool.estimator.frozen.source,
         requests_total=pool.requests_total,
         retries_total=pool.retries_total,
         spills_total=pool.spills_total,

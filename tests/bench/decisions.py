@@ -191,7 +191,7 @@ def plain_loop(scene: Scene) -> Callable[[Prompt], Any]:
     assert overlaps is not None
     index = overlaps.index_of(BLOCK_TOKENS)
     bits = np.arange(len(rows), dtype=np.int32)
-    estimator = scene.pool.estimator.frozen()
+    estimator = scene.pool.estimator.frozen
     isl_tokens = scene.prompts[0].n_tokens
 
     def decide(prompt: Prompt) -> int:

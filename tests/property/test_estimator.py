@@ -117,8 +117,8 @@ def test_whatever_is_observed_predictions_stay_finite_and_repeat(
         for x, y, queued_s, seconds in seen * n_rounds:
             estimator.observe_prefill(x, y, queued_s, seconds)
             estimator.observe_itl(x, y, seconds)
-    frozen = first.frozen()
-    assert frozen.coefficients == second.frozen().coefficients
+    frozen = first.frozen
+    assert frozen.coefficients == second.frozen.coefficients
     assert MIN_SCALE <= frozen.coefficients.prefill_scale <= MAX_SCALE
     assert 0 <= frozen.coefficients.prefill_offset_s <= MAX_OFFSET_S
     assert MIN_SCALE <= frozen.coefficients.itl_scale <= MAX_SCALE

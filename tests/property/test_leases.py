@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from slagate.pools.fleet.lease import Lease
+from slagate.pools.fleet.pool import Lease
 from slagate.pools.fleet.ranks import Work
 from slagate.pools.inflight.rows import State
 from support.builders import pool

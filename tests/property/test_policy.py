@@ -144,7 +144,7 @@ def test_one_more_request_never_makes_a_worker_look_less_loaded(
     )
     if queued:
         more = replace(
-            more, queued_tokens=added_tokens, queued_s=speed.frozen().work_s(added_tokens, 0)
+            more, queued_tokens=added_tokens, queued_s=speed.frozen.work_s(added_tokens, 0)
         )
     before, after = (score(stage, each, speed, isl_tokens) for each in (member, more))
     mean = (member.context_tokens + isl_tokens) / (inflight + 1)

@@ -43,8 +43,8 @@ def sharing(n: int, *, seed: int = 0, n_tokens: int = 4) -> list[Plan]:
 
 def limit(member: Member, max_inflight: int | None) -> None:
     """Give a worker another limit; the rows follow when it says who it is."""
-    member.limits = Limits(max_inflight)
-    member.info = member.info
+    member.set_limits(Limits(max_inflight))
+    member.set_info(member.info)
 
 
 def split(seen: list[Seen]) -> Counter[str]:

@@ -56,8 +56,8 @@ def member(
     """One worker's record, ready to take work unless told otherwise."""
     limits = Limits(max_inflight=max_inflight)
     made = Member(address, pool=pool, stage=stage, table=LoadTable(), limits=limits)
-    made.models = {name: model_info(name) for name in models}
-    made.info = oe.ServerInfo(kv_connector=oe.KvConnectorInfo(transfer_backend=backend))
+    made.set_models({name: model_info(name) for name in models})
+    made.set_info(oe.ServerInfo(kv_connector=oe.KvConnectorInfo(transfer_backend=backend)))
     if ready:
         made.probe_ok()
     return made
@@ -106,9 +106,7 @@ def pool_view(
         for field in ("device_tokens", "host_tokens")
     )
     speed = speed or Estimator()
-    return PoolView(
-        name, speed.frozen(), rows_of(found), cached_of(device, device + host), n_leases
-    )
+    return PoolView(name, speed.frozen, rows_of(found), cached_of(device, device + host), n_leases)
 
 
 def profiled() -> Estimator:
@@ -164,14 +162,14 @@ def fleet(mode: str = "disagg", *, ready: bool = True, **more: Any) -> Fleet:
     made = Fleet(prepare(config(mode, **more)))
     for each in made.members():
         if ready:
-            each.models = {MODEL: model_info()}
+            each.set_models({MODEL: model_info()})
             each.probe_ok()
     return made
 
 
 def put_in(member: Member, state: State) -> None:
     """A member in another state of health, however it came to that."""
-    member._health.state = state
+    member.health.state = state
     member._show_state()
 
 
@@ -181,7 +179,7 @@ def pool(*addresses: str, stage: Stage = Stage.AGG, max_inflight: int | None = N
     for address in addresses:
         made.join(address)
     for each in made.members.values():
-        each.models = {MODEL: model_info()}
+        each.set_models({MODEL: model_info()})
         each.probe_ok()
     return made
 

@@ -20,15 +20,15 @@ def state_of(fleet: Fleet) -> dict[str, Any]:
 
 
 def _pool(pool: Pool) -> dict[str, Any]:
-    table = pool._table
+    table = pool.table
     return {
         "id": id(pool),
         "about": (pool.name, pool.stage, pool.index, pool.limits),
-        "estimator": (id(pool.estimator), pool.estimator.frozen(), pool.estimator.n_observed),
+        "estimator": (id(pool.estimator), pool.estimator.frozen, pool.estimator.n_observed),
         "counts": (pool.requests_total, pool.retries_total, pool.spills_total),
         "members": {address: _member(member) for address, member in pool.members.items()},
         "leaving": {address: _member(member) for address, member in pool._leaving.items()},
-        "rows": (list(table._names), list(table._row_models), list(table._free)),
+        "rows": (list(table.names), list(table._row_models), list(table._free)),
         "figures": (table._ints.tobytes(), table._floats.tobytes()),
     }
 

@@ -88,7 +88,7 @@ class RandomFleet:
                 )
         rng.shuffle(views)
         of = pool_view(name, views, n_leases=rng.choice([3, 200]))
-        estimator = self._fleet.pools[name].estimator.frozen()
+        estimator = self._fleet.pools[name].estimator.frozen
         if rng.random() < 0.7:
             learnt = Coefficients(rng.uniform(0.5, 2), rng.uniform(0, 0.1), rng.uniform(0.5, 2))
             estimator = replace(estimator, coefficients=learnt)

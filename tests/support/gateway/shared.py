@@ -53,5 +53,5 @@ def shared_fleet(counts: SharedCounts, config: FleetConfig) -> Fleet:
 def all_ready(fleet: Fleet) -> None:
     for each in fleet.members():
         if not each.models:
-            each.models = {MODEL: model_info()}
+            each.set_models({MODEL: model_info()})
             each.probe_ok()

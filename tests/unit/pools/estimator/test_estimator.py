@@ -49,12 +49,12 @@ def teach(
         new_tokens = isl_tokens or prompt(rng)
         seconds = truth(PROFILE.prefill_s(new_tokens, 0)) * rng.lognormvariate(0, noise)
         estimator.observe_prefill(new_tokens, 0, 0.0, seconds)
-        seen.append(estimator.frozen().coefficients)
+        seen.append(estimator.frozen.coefficients)
     return seen
 
 
 def test_a_profile_predicts_as_it_is_until_something_is_learnt() -> None:
-    frozen = learner().frozen()
+    frozen = learner().frozen
     assert (frozen.source, frozen.predicts) == ("profile p tp 1", True)
     assert frozen.prefill_s(1000, 500) == PROFILE.prefill_s(1000, 500)
     assert frozen.itl_s(8, 3000.5) == PROFILE.itl_s(8, 3000.5)
@@ -84,7 +84,7 @@ def test_kv_cache_comes_back_from_the_host_at_the_speed_of_the_link() -> None:
 def test_fifty_observations_are_enough(scale: float, offset_s: float, seed: int) -> None:
     estimator = learner()
     teach(estimator, lambda work_s: offset_s + scale * work_s, n=50, seed=seed)
-    frozen = estimator.frozen()
+    frozen = estimator.frozen
     for new_tokens in (200, 1000, 4000, 16_000):
         actual_s = offset_s + scale * PROFILE.prefill_s(new_tokens, 0)
         assert frozen.prefill_s(new_tokens, 0) == pytest.approx(actual_s, rel=0.12)
@@ -97,7 +97,7 @@ def test_decode_steps_are_learnt_apart_from_prefill(seed: int) -> None:
         batch, context = rng.randint(1, 100), rng.uniform(100, 20_000)
         actual_s = 1.5 * PROFILE.itl_s(batch, context) * rng.lognormvariate(0, 0.1)
         estimator.observe_itl(batch, context, actual_s)
-    learnt = estimator.frozen().coefficients
+    learnt = estimator.frozen.coefficients
     assert learnt.prefill == (1, 0)
     assert learnt.itl_scale == pytest.approx(1.5, rel=0.1)
 
@@ -107,15 +107,15 @@ def test_what_every_decode_step_takes_longer_is_learnt_as_a_scale() -> None:
     estimator = learner()
     for batch in range(1, 101):
         estimator.observe_itl(batch, 1000, PROFILE.itl_s(batch, 1000) + 0.01)
-    frozen = estimator.frozen()
+    frozen = estimator.frozen
     assert frozen.itl_s(90, 1000) == pytest.approx(PROFILE.itl_s(90, 1000) + 0.01, rel=0.1)
 
 
 def test_a_few_first_observations_change_nothing() -> None:
     estimator = learner()
-    before = estimator.frozen()
+    before = estimator.frozen
     estimator.observe_prefill(1000, 0, 0.0, 1.0)
-    assert estimator.frozen() is before
+    assert estimator.frozen is before
     estimator = learner()
     seen = teach(estimator, lambda work_s: 2 * work_s, n=MIN_OBSERVED, seed=1)
     assert set(seen[:-1]) == {before.coefficients}
@@ -125,32 +125,32 @@ def test_a_few_first_observations_change_nothing() -> None:
 def test_what_is_frozen_stays_and_is_the_same_object_until_the_numbers_change() -> None:
     estimator = learner()
     teach(estimator, lambda work_s: 2 * work_s, n=20, seed=1)
-    before = estimator.frozen()
+    before = estimator.frozen
     predicted_s = before.prefill_s(1000, 0)
-    assert estimator.frozen() is before
+    assert estimator.frozen is before
     estimator.observe_prefill(1000, 0, 0.0, math.nan)
-    assert estimator.frozen() is before
+    assert estimator.frozen is before
     estimator.observe_prefill(1000, 0, 0.0, 1.0)
-    assert estimator.frozen() is not before
-    assert before.prefill_s(1000, 0) == predicted_s != estimator.frozen().prefill_s(1000, 0)
+    assert estimator.frozen is not before
+    assert before.prefill_s(1000, 0) == predicted_s != estimator.frozen.prefill_s(1000, 0)
 
 
 def test_without_a_profile_numbers_only_rank_until_enough_was_seen() -> None:
     estimator = Estimator()
-    frozen = estimator.frozen()
+    frozen = estimator.frozen
     assert (frozen.source, frozen.predicts) == ("none", False)
     assert 0 < frozen.prefill_s(100, 0) < frozen.prefill_s(200, 0)
     assert 0 < frozen.itl_s(1, 100) < frozen.itl_s(2, 100) < frozen.itl_s(2, 200)
     teach(estimator, lambda work_s: work_s, n=MIN_OBSERVED_NOMINAL - 1, seed=1)
-    assert not estimator.frozen().predicts
+    assert not estimator.frozen.predicts
     teach(estimator, lambda work_s: work_s, n=1, seed=2)
-    frozen = estimator.frozen()
+    frozen = estimator.frozen
     assert (frozen.source, frozen.predicts) == ("learned", True)
     assert (frozen.predicts_prefill, frozen.predicts_itl) == (True, False)
     estimator = Estimator()
     for _ in range(MIN_OBSERVED_NOMINAL):
         estimator.observe_itl(4, 1000, 0.02)
-    frozen = estimator.frozen()
+    frozen = estimator.frozen
     assert (frozen.source, frozen.predicts) == ("learned", True)
     assert (frozen.predicts_prefill, frozen.predicts_itl) == (False, True)
 
@@ -162,7 +162,7 @@ def test_without_a_profile_what_is_learnt_is_near_the_truth(seed: int) -> None:
     for _ in range(200):
         batch, context = rng.randint(1, 60), rng.uniform(500, 8000)
         estimator.observe_itl(batch, context, 2 * PROFILE.itl_s(batch, context))
-    frozen = estimator.frozen()
+    frozen = estimator.frozen
     assert frozen.predicts_prefill
     assert frozen.predicts_itl
     actual_s = 0.02 + 3 * PROFILE.prefill_s(4000, 0)
@@ -205,9 +205,9 @@ def test_what_is_no_time_is_not_learnt_from(bad: float) -> None:
 def test_one_stall_hardly_moves_the_prediction(seed: int) -> None:
     estimator = learner()
     teach(estimator, lambda work_s: work_s, n=200, seed=seed)
-    before_s = estimator.frozen().prefill_s(2000, 0)
+    before_s = estimator.frozen.prefill_s(2000, 0)
     estimator.observe_prefill(2000, 0, 0.0, 100 * before_s)
-    assert estimator.frozen().prefill_s(2000, 0) == pytest.approx(before_s, rel=0.03)
+    assert estimator.frozen.prefill_s(2000, 0) == pytest.approx(before_s, rel=0.03)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -215,7 +215,7 @@ def test_a_slow_first_request_is_forgotten(seed: int) -> None:
     estimator = learner()
     estimator.observe_prefill(100, 0, 0.0, 8.0)
     teach(estimator, lambda work_s: work_s, n=50, seed=seed)
-    frozen = estimator.frozen()
+    frozen = estimator.frozen
     assert frozen.prefill_s(2000, 0) == pytest.approx(PROFILE.prefill_s(2000, 0), rel=0.1)
 
 
@@ -225,7 +225,7 @@ def test_workers_that_become_slower_are_followed(seed: int) -> None:
     teach(estimator, lambda work_s: work_s, n=1000, seed=seed)
     teach(estimator, lambda work_s: 2 * work_s, n=100, seed=seed)
     actual_s = 2 * PROFILE.prefill_s(2000, 0)
-    assert estimator.frozen().prefill_s(2000, 0) == pytest.approx(actual_s, rel=0.1)
+    assert estimator.frozen.prefill_s(2000, 0) == pytest.approx(actual_s, rel=0.1)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -246,7 +246,7 @@ def test_queues_that_nobody_counted_stay_out_of_the_coefficients(seed: int) -> N
             seconds += rng.expovariate(1 / 0.1)
         estimator.observe_prefill(new_tokens, 0, 0.0, seconds)
         if i >= 100:
-            scale, offset_s = estimator.frozen().coefficients.prefill
+            scale, offset_s = estimator.frozen.coefficients.prefill
             assert 0.85 < scale < 1.35
             assert offset_s < 0.01
 
@@ -273,10 +273,10 @@ def test_nothing_swings_in_a_queue_that_was_predicted_with_it(
         waiting = [entry for entry in waiting if entry[0] > now_s]
         queued_s = sum(entry[1] for entry in waiting)
         free_s = max(now_s, free_s) + busy_s
-        work_s = estimator.frozen().work_s(new_tokens, 0)
+        work_s = estimator.frozen.work_s(new_tokens, 0)
         waiting.append((free_s + 0.01, work_s, new_tokens, queued_s, free_s + 0.01 - now_s))
         if i >= 300:
-            scale, offset_s = estimator.frozen().coefficients.prefill
+            scale, offset_s = estimator.frozen.coefficients.prefill
             assert 1.4 < scale < 2.2
             assert offset_s < 0.03
 
@@ -286,7 +286,7 @@ def test_an_engine_that_takes_no_time_leaves_the_order_of_prompts() -> None:
     for _ in range(200):
         estimator.observe_prefill(1000, 0, 0.0, 0.0)
         estimator.observe_itl(4, 1000, 0.0)
-    frozen = estimator.frozen()
+    frozen = estimator.frozen
     seconds = [frozen.prefill_s(new_tokens, 0) for new_tokens in (10, 100, 1000, 10_000)]
     assert all(0 < a < b < 1 for a, b in pairwise(seconds))
     assert 0 < frozen.itl_s(4, 1000) < frozen.itl_s(64, 10_000)
@@ -303,7 +303,7 @@ def test_an_engine_that_takes_no_time_leaves_the_order_of_prompts() -> None:
     ],
 )
 def test_a_table_that_cannot_be_read_names_its_field(change: dict[str, Any], message: str) -> None:
-    table = learner().frozen().table_json() | change
+    table = learner().frozen.table_json() | change
     with pytest.raises(ValueError, match=message):
         FrozenEstimator.from_json(table, Coefficients())
 
@@ -317,7 +317,7 @@ def test_a_coefficient_that_is_no_factor_is_refused_by_name(field: str, bad: flo
 
 def test_the_table_is_plain_json_and_the_same_whatever_was_learnt() -> None:
     estimator = learner()
-    before = json.dumps(estimator.frozen().table_json())
+    before = json.dumps(estimator.frozen.table_json())
     teach(estimator, lambda work_s: 2 * work_s, n=20, seed=1)
-    assert json.dumps(estimator.frozen().table_json()) == before
-    assert Estimator().frozen().table_json() == {"source": "none", "profile": None}
+    assert json.dumps(estimator.frozen.table_json()) == before
+    assert Estimator().frozen.table_json() == {"source": "none", "profile": None}

@@ -4,9 +4,8 @@ from typing import Any
 import pytest
 
 from slagate.pools.fleet.health import FAILURES_TO_LEAVE
-from slagate.pools.fleet.lease import Lease
 from slagate.pools.fleet.member import Member
-from slagate.pools.fleet.pool import Pool
+from slagate.pools.fleet.pool import Lease, Pool
 from slagate.pools.fleet.ranks import Work
 from slagate.pools.grid.stage import Stage
 from slagate.pools.inflight.rows import UNLIMITED, State
@@ -100,7 +99,7 @@ def test_a_view_is_a_copy_of_that_moment() -> None:
 
 def test_a_prefill_that_is_done_shortens_the_queue_and_keeps_the_slot() -> None:
     of = member()
-    lease = Lease(of, of.ranks.rows[0], Work(10, 0.5, 20))
+    lease = Lease(of, of.ranks.rows[0], Work(10, 0.5, 20), number=1)
     lease.prefill_done()
     assert (
         of.ranks.inflight,
@@ -119,7 +118,8 @@ def test_a_prefill_that_is_done_shortens_the_queue_and_keeps_the_slot() -> None:
 
 def test_floats_that_do_not_add_up_leave_an_idle_queue_of_exactly_zero() -> None:
     of = member()
-    leases = [Lease(of, of.ranks.rows[0], Work(1, seconds, 0)) for seconds in (0.1, 0.2, 0.3)]
+    (row,) = of.ranks.rows
+    leases = [Lease(of, row, Work(1, seconds, 0), number=1) for seconds in (0.1, 0.2, 0.3)]
     for lease in leases:
         lease.release()
     assert of.ranks.queued_s == 0.0
@@ -200,7 +200,7 @@ def test_a_view_follows_the_models_that_are_set() -> None:
     in_pool = pool("w:1")
     of = in_pool.members["w:1"]
     assert in_pool.view().view(0).models == {"llama"}
-    of.models = {name: oe.ModelInfo() for name in ("a", "b")}
+    of.set_models({name: oe.ModelInfo() for name in ("a", "b")})
     assert in_pool.view().view(0).models == {"a", "b"}
     assert set(of.models) == {"a", "b"}
 
@@ -223,9 +223,9 @@ def test_each_rank_that_can_be_asked_for_is_a_row_and_its_lease_asks_for_it() ->
     of = pool("w:1", "x:1", stage=Stage.PREFILL)
     member, _ = of.members.values()
     assert ranks(of) == [("w:1", None, True), ("x:1", None, True)]
-    member.info = told(2, takes_rank=False)
+    member.set_info(told(2, takes_rank=False))
     assert ranks(of) == [("w:1", None, True), ("x:1", None, True)]
-    member.info = told(2, takes_rank=True)
+    member.set_info(told(2, takes_rank=True))
     assert ranks(of) == [("w:1", 0, True), ("x:1", None, True), ("w:1", 1, True)]
     lease = of.lease(2, Work(5, 0.1, 0))
     assert (lease.member, lease.rank) == (member, 1)
@@ -233,7 +233,7 @@ def test_each_rank_that_can_be_asked_for_is_a_row_and_its_lease_asks_for_it() ->
     assert (first.inflight, second.inflight) == (0, 1)
     assert first.worker_inflight == second.worker_inflight == member.ranks.inflight == 1
     # Back with fewer ranks: what is leased on the one that is gone is still given back.
-    member.info = told(1, takes_rank=True)
+    member.set_info(told(1, takes_rank=True))
     assert ranks(of) == [("w:1", None, True), ("x:1", None, True), ("w:1", 1, False)]
     lease.release()
     assert (member.ranks.inflight, member.ranks.queued_tokens) == (0, 0)
@@ -251,9 +251,9 @@ def test_limits_are_those_of_the_file_then_what_the_engine_runs_at_once() -> Non
         (Stage.PREFILL, 7, 7),
     ):
         of = pool("w:1", stage=stage, max_inflight=configured)
-        of.members["w:1"].info = told(1, takes_rank=True, capacity=capacity)
+        of.members["w:1"].set_info(told(1, takes_rank=True, capacity=capacity))
         row = of.view().view(0)
         assert row.max_inflight == of.members["w:1"].max_inflight == wanted
         assert row.capacity_tokens == 32_000
-    of.members["w:1"].info = told(2, takes_rank=True, capacity=capacity)
+    of.members["w:1"].set_info(told(2, takes_rank=True, capacity=capacity))
     assert of.view().view(1).capacity_tokens == 16_000

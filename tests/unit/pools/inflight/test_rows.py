@@ -50,7 +50,7 @@ def test_a_copy_does_not_follow_the_table() -> None:
         assert table.add(f"w{at}:1", None) == at
     before = table.rows()
     table.set(3, inflight=2)
-    table.add_lease(3, queued_tokens=0, queued_s=0.0, context_tokens=0)
+    table.add_lease(3, number=1, queued_tokens=0, queued_s=0.0, context_tokens=0)
     table.set_s(3, queued_s=1.5)
     table.set_state(3, State.READY, suspect=True)
     table.set_models(3, frozenset({"m"}))
@@ -90,15 +90,17 @@ def test_what_follows_from_the_figures_is_in_line_with_them_after_any_change() -
     for row in rows:
         table.set(row, max_inflight=3, max_queued_tokens=500, capacity_tokens=1000 + row)
     changes: list[Callable[[int], object]] = [
-        lambda row: table.add_lease(row, queued_tokens=200, queued_s=0.5, context_tokens=70),
+        lambda row: table.add_lease(
+            row, number=1, queued_tokens=200, queued_s=0.5, context_tokens=70
+        ),
         lambda row: table.end_prefill(row, queued_tokens=200, queued_s=0.5),
         lambda row: table.get("inflight", row) and table.end_lease(row, context_tokens=70),
-        lambda row: table.set_worker_inflight(row, rng.randrange(5)),
+        lambda row: table.set_worker_inflight([row], rng.randrange(5)),
         lambda row: table.set_state(
             row, rng.choice([State.READY, *State]), suspect=rng.random() < 0.3
         ),
         lambda row: table.set_foreign(row, (rng.randrange(4), rng.random())),
-        lambda row: table.set_chosen(row, rng.randrange(9)),
+        lambda row: table.set(row, last_chosen=rng.randrange(9)),
         lambda row: table.set(row, capacity_tokens=rng.randrange(900, 1100)),
         lambda row: table.set(row, max_inflight=rng.randrange(1, 5)),
     ]
@@ -126,7 +128,7 @@ def test_what_others_are_taken_to_have_sent_counts_as_what_they_did() -> None:
     table = LoadTable()
     for at in range(3):
         table.add(f"w{at}:1", None)
-        table.add_lease(at, queued_tokens=1, queued_s=1.0, context_tokens=1)
+        table.add_lease(at, number=1, queued_tokens=1, queued_s=1.0, context_tokens=1)
     table.set_foreign(0, (4, 2.0))
     table.set_foreign(2, None)
     assert table.rows().batch.tolist() == [6, 2, 4]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slagate.pools.fleet.fleet import Fleet, prepare
-from slagate.pools.fleet.lease import Lease
+from slagate.pools.fleet.pool import Lease
 from slagate.pools.fleet.ranks import Work
 from slagate.pools.fleet.watch import _foreign
 from slagate.pools.fleet_file.load import FleetConfig
@@ -168,7 +168,7 @@ def test_decisions_see_what_the_other_processes_have_on_a_worker(several: Severa
     seen = rows_of_pool(fleets[0])["a1:1"]
     assert (seen.inflight, seen.queued_tokens, seen.queued_s) == (2, 3, 0.125)
     assert (seen.context_tokens, a.members["a1:1"].ranks.inflight) == (1040, 1)
-    assert a.members["a1:1"].everywhere == (2, 3)
+    assert a.members["a1:1"].ranks.everywhere == (2, 3)
 
 
 def test_each_rank_has_a_line(several: Several) -> None:
@@ -277,6 +277,6 @@ def test_alone_nothing_is_shared() -> None:
     of = fleet("agg")
     of.pools["agg"].lease(0, Work(1))
     member = of.pools["agg"].members["a1:1"]
-    assert (member.everywhere, member.stage) == ((1, 1), Stage.AGG)
-    assert not of.pools["agg"]._table.is_shared
+    assert (member.ranks.everywhere, member.stage) == ((1, 1), Stage.AGG)
+    assert not of.pools["agg"].table.is_shared
     assert member.models == {MODEL: model_info()}

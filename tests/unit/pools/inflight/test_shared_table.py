@@ -8,7 +8,7 @@ from msgspec.structs import astuple
 
 from slagate.pools.fleet.pool import PoolView
 from slagate.pools.grid.stage import Stage
-from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, Rows, State
+from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, SHUT, Rows, State
 from slagate.pools.inflight.shared_table import SharedTable
 from slagate.pools.inflight.table import LoadTable
 from slagate.pools.prefix.cached import nothing_cached
@@ -17,7 +17,7 @@ from support.builders import MODEL, ask, one_cell, profiled
 from support.gateway.shared import Opened
 from support.seeds import each_seed
 
-ESTIMATOR = profiled().frozen()
+ESTIMATOR = profiled().frozen
 N_ROWS = 6
 SUMMED = ("inflight", "worker_inflight", "queued_tokens", "context_tokens")
 LIMITS = ("max_inflight", "max_queued_tokens", "capacity_tokens")
@@ -59,14 +59,13 @@ def compare(rng: random.Random, opened: Opened) -> set[int]:
         does = rng.choice(["lease", "lease", "prefilled", "ended", "state", "foreign"])
         inflight = of.get("inflight", row)
         if does == "lease" and inflight < 3:
-            of.add_lease(row, queued_tokens=200, queued_s=0.125, context_tokens=1000)
-            of.set_worker_inflight(row, inflight + 1)
-            of.set_chosen(row, turn)
+            of.add_lease(row, number=turn, queued_tokens=200, queued_s=0.125, context_tokens=1000)
+            of.set_worker_inflight([row], inflight + 1)
         elif does == "prefilled" and of.get("queued_tokens", row):
             of.end_prefill(row, queued_tokens=200, queued_s=0.125)
         elif does == "ended" and inflight:
             of.end_lease(row, context_tokens=1000)
-            of.set_worker_inflight(row, inflight - 1)
+            of.set_worker_inflight([row], inflight - 1)
         elif does == "state":
             state = rng.choice([State.READY, State.READY, *State])
             suspect = rng.random() < 0.2
@@ -80,7 +79,7 @@ def compare(rng: random.Random, opened: Opened) -> set[int]:
             plain.set(row, **{name: sum(t.get(name, row) for t in tables) for name in SUMMED})
             plain.set(row, **{name: here.get(name, row) for name in LIMITS})
             plain.set_s(row, queued_s=sum(t.get_s("queued_s", row) for t in tables))
-            plain.set_chosen(row, max(t.get("last_chosen", row) for t in tables))
+            plain.set(row, last_chosen=max(t.get("last_chosen", row) for t in tables))
         found, wanted = here.rows(), plain.rows()
         assert found._ints.tolist() == wanted._ints.tolist()
         assert found._floats.tolist() == wanted._floats.tolist()
@@ -90,6 +89,5 @@ def compare(rng: random.Random, opened: Opened) -> set[int]:
             one, two = decided(stage, found), decided(stage, wanted)
             assert (one.row, one.starved, one.work) == (two.row, two.starved, two.work)
             assert one.candidates == two.candidates
-        alone = here._ints[:, :N_ROWS]
-        shut.update((found.shut & ~Rows((), found.counts, {}, alone, here._floats).shut).tolist())
+        shut.update((found.shut & ~here._ints[SHUT, :N_ROWS]).tolist())
     return shut - {0}

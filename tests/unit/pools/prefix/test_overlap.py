@@ -36,7 +36,7 @@ def pool(n: int = 2, *, clock: Clock | None = None, stage: Stage = Stage.PREFILL
     for number in range(n):
         made.join(f"w{number}:1")
     for member in made.members.values():
-        member.models = {MODEL: model_info()}
+        member.set_models({MODEL: model_info()})
         member.probe_ok()
     return made
 
@@ -58,7 +58,9 @@ def follow(of: Pool, row: int, n_tokens: int, *, tier: int = DEVICE, first: int 
 
 def cached(of: Pool, asked: Prompt | None) -> list[tuple[int, int]]:
     view = of.view(asked)
-    return list(zip(view.device_tokens.tolist(), view.host_tokens.tolist(), strict=True))
+    return list(
+        zip(view.cached.device_tokens.tolist(), view.cached.host_tokens.tolist(), strict=True)
+    )
 
 
 def test_events_count_full_blocks_and_never_the_last_token() -> None:
@@ -143,7 +145,7 @@ def test_a_restart_forgets_what_was_sent() -> None:
     of = pool()
     of.lease(0, Work(100, 0.1, 0), prompt(100))
     of.lease(1, Work(100, 0.1, 0), prompt(100))
-    of.members["w0:1"].info = oe.ServerInfo()
+    of.members["w0:1"].set_info(oe.ServerInfo())
     of.identified(of.members["w0:1"])
     assert cached(of, prompt(100)) == [(0, 0), (96, 0)]
 
@@ -152,7 +154,7 @@ def test_no_more_is_expected_of_a_worker_than_its_cache_holds() -> None:
     of = pool()
     member = of.members["w0:1"]
     capacity = oe.DeploymentCapacity(total_kv_blocks=6, kv_block_size=BLOCK)
-    member.info = oe.ServerInfo(capacity=capacity)
+    member.set_info(oe.ServerInfo(capacity=capacity))
     of.identified(member)
     for first in (0, 1000, 2000):
         of.lease(0, Work(100, 0.1, 0), prompt(100, first=first)).prefill_done()

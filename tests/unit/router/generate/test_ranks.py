@@ -29,7 +29,7 @@ def test_each_leg_asks_for_its_rank_by_the_key_of_its_stage() -> None:
         async with bench() as b:
             for member in b.app.fleet.members():
                 assert member.info is not None
-                member.info = of_two_ranks(member.info)
+                member.set_info(of_two_ranks(member.info))
             for _ in range(2):
                 await b.call()
             for stage, key in KEYS.items():

@@ -91,7 +91,7 @@ def test_a_configuration_comes_out_of_its_message_as_it_went_in(tmp_path: Path) 
     prepared = prepared_of(message)
     assert config_message(prepared, policy="prefix") == message
     assert prepared.config.pools["agg"].max_inflight == 3
-    assert prepared.estimators["agg"].frozen().source == f"profile {PROFILE} tp 1"
+    assert prepared.estimators["agg"].frozen.source == f"profile {PROFILE} tp 1"
     write_config(place_in(tmp_path), message)
     assert config_message(prepare(config_in_force(place_in(tmp_path))), policy="prefix") == message
     message.fleet = message.fleet.replace("w0:1", "w9:1")

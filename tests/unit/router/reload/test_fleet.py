@@ -9,9 +9,8 @@ import pytest
 
 from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.fleet import Fleet, prepare
-from slagate.pools.fleet.lease import Lease
 from slagate.pools.fleet.member import Member
-from slagate.pools.fleet.pool import Pool
+from slagate.pools.fleet.pool import Lease, Pool
 from slagate.pools.fleet.ranks import Limits, Work
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.stage import Stage
@@ -47,9 +46,9 @@ def make_ready(of: Fleet, *, n_ranks: int = 1) -> None:
                 info.capacity.kv_block_size = 32
                 info.parallelism.data_parallel_size = n_ranks
                 info.extra.update({"trtllm_supports_dp_rank_targeting": True})
-                member.info = info
+                member.set_info(info)
                 pool.identified(member)
-                member.models = {MODEL: model_info()}
+                member.set_models({MODEL: model_info()})
                 member.probe_ok()
 
 
@@ -66,7 +65,7 @@ def lease(pool: Pool, member: Member, *, at: int = 0) -> Lease:
 
 
 def cached(pool: Pool, member: Member) -> int:
-    return int(pool.view(PROMPT).cached_tokens[member.ranks.rows[0]])
+    return int(pool.view(PROMPT).cached.cached_tokens[member.ranks.rows[0]])
 
 
 def test_who_stays_is_the_same_object_with_all_that_is_known() -> None:
@@ -233,7 +232,8 @@ def test_rows_of_who_left_are_the_next_ones_without_anything_in_them(n_ranks: in
         assert (fresh.cached_tokens, fresh.last_chosen) == (0, 0)
     # Nor does what the old one is told late reach the new one.
     before = pool.view(PROMPT).view(new.ranks.rows[0])
-    old.info, old.models = oe.ServerInfo(instance_id="late"), {"other": model_info("other")}
+    old.set_info(oe.ServerInfo(instance_id="late"))
+    old.set_models({"other": model_info("other")})
     old.probe_ok()
     old.probe_failed("gone")
     pool.set_foreign(old, (9, 9))
@@ -248,11 +248,11 @@ def test_limits_cost_and_places_change_in_place_and_learn_nothing_anew() -> None
     of = running("agg", {"agg": workers("a1:1", "a2:1", profile=PROFILE, tp=1)})
     pool = of.pools["agg"]
     pool.estimator.observe_itl(1, 100, 0.5)
-    estimator, frozen = pool.estimator, pool.estimator.frozen()
+    estimator, frozen = pool.estimator, pool.estimator.frozen
     held = lease(pool, pool.members["a2:1"])
     changed = {"profile": PROFILE, "tp": 1, "max_inflight": 5, "max_queued_tokens": 700, "cost": 3}
     put(of, agg=workers("a1:1", **changed))
-    assert (pool.estimator, pool.estimator.frozen()) == (estimator, frozen)
+    assert (pool.estimator, pool.estimator.frozen) == (estimator, frozen)
     rows = pool.view().rows
     assert list(rows.ints("max_inflight")) == [5, 5], "who drains has them too, should it come back"
     assert list(rows.ints("max_queued_tokens")) == [700, 700]
@@ -271,7 +271,7 @@ def test_another_profile_begins_to_learn_anew(tp: int | None) -> None:
     prepared = prepare(config("agg", {"agg": workers("a1:1", **found)}))
     of.apply(prepared)
     assert pool.estimator is not estimator
-    assert pool.estimator.frozen() == prepared.estimators["agg"].frozen()
+    assert pool.estimator.frozen == prepared.estimators["agg"].frozen
     # What is queued was counted by the old one's seconds, and goes by them.
     held.release()
     assert pool.view().view(0).queued_s == 0.0
@@ -288,13 +288,13 @@ def test_windows_are_those_of_workers_that_are_there_now() -> None:
     of = Fleet(prepare(under_another_name("one", "a:1")))
     (member,) = of.members()
     for _ in range(9):
-        member.models = {MODEL: model_info(window=100)}
+        member.set_models({MODEL: model_info(window=100)})
     assert of.context_window(MODEL) == 100
-    n_changes = of.pools["one"].n_model_changes
+    n_changes = of.pools["one"].table.n_model_changes
     of.apply(prepare(under_another_name("two", "a:1")))
     (member,) = of.members()
-    while of.pools["two"].n_model_changes < n_changes:
-        member.models = {MODEL: model_info(window=50)}
+    while of.pools["two"].table.n_model_changes < n_changes:
+        member.set_models({MODEL: model_info(window=50)})
     assert of.context_window(MODEL) == 50
 
 

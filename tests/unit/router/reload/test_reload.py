@@ -345,7 +345,7 @@ def test_after_the_block_a_sighup_does_nothing() -> None:
 def test_a_bug_while_it_is_put_in_force_loses_nobody_who_waits_and_claims_nothing() -> None:
     of = Running(workers("w1:1", max_inflight=1))
     (member,) = of.fleet.members()
-    member.models = {MODEL: model_info()}
+    member.set_models({MODEL: model_info()})
     member.probe_ok()
     before = (of.reloader.version, of.receipts.config.version, of.dispatcher._config.version)
 

@@ -33,7 +33,7 @@ def version(name: str) -> gw.GatewayConfig:
 def make_ready(of: Fleet) -> None:
     for each in of.members():
         if each.state is State.JOINING:
-            each.models = {MODEL: model_info()}
+            each.set_models({MODEL: model_info()})
             each.probe_ok()
 
 
@@ -255,7 +255,7 @@ OTHER = "other"
 def two_models() -> Fleet:
     """One worker of each model; the one of `OTHER` has just been replaced by one that nobody knows yet."""
     of = fleet("agg")
-    of.pools["agg"].members["a2:1"].models = {OTHER: model_info(OTHER)}
+    of.pools["agg"].members["a2:1"].set_models({OTHER: model_info(OTHER)})
     of.models()
     of.apply(prepare(config("agg", {"agg": {"workers": ["a1:1", "a3:1"], "max_inflight": 1}})))
     return of
@@ -277,7 +277,7 @@ def test_who_waits_only_for_a_worker_that_joins_keeps_its_pool_from_nobody() -> 
                 await anyio.sleep(1)
                 assert requests.workers(2) == ["a1:1"]
             new = of.pools["agg"].members["a3:1"]
-            new.models = {OTHER: model_info(OTHER)}
+            new.set_models({OTHER: model_info(OTHER)})
             new.probe_ok()
             await anyio.sleep(1)
             assert requests.workers(0) == ["a3:1"]
@@ -291,9 +291,9 @@ def test_who_waits_for_a_worker_that_joins_and_for_a_full_one_keeps_its_place() 
     async def main() -> None:
         of = fleet("disagg")
         for member in of.members():
-            member.models = {name: model_info(name) for name in (MODEL, OTHER)}
+            member.set_models({name: model_info(name) for name in (MODEL, OTHER)})
         capacity = oe.DeploymentCapacity(total_kv_blocks=100, kv_block_size=32)
-        of.pools["decode"].members["d1:1"].info = oe.ServerInfo(capacity=capacity)
+        of.pools["decode"].members["d1:1"].set_info(oe.ServerInfo(capacity=capacity))
         of.apply(prepare(config("disagg", {"decode": {"workers": ["d1:1", "d3:1"]}})))
         first = ask(isl_tokens=2000)
         async with waiting(of, 1, asked=first) as requests, anyio.create_task_group() as tasks:
@@ -323,7 +323,7 @@ def test_a_model_that_nobody_knows_may_be_that_of_a_worker_that_joins() -> None:
             await requests.submit(1, asked=ask(model="tiny"))
             assert isinstance(requests.failed[1], UnknownModel)
             make_ready(of)
-            of.pools["agg"].members["new:1"].models = {"tiny": model_info("tiny")}
+            of.pools["agg"].members["new:1"].set_models({"tiny": model_info("tiny")})
             of.pools["agg"].members["new:1"].probe_ok()
             await requests.submit(2, asked=ask(model="tiny"))
             assert requests.workers(2) == ["new:1"]

@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from slagate.pools.fleet.fleet import Fleet, prepare
-from slagate.pools.fleet.lease import Lease
 from slagate.pools.fleet.member import Member
+from slagate.pools.fleet.pool import Lease
 from slagate.pools.fleet.ranks import Work
 from slagate.pools.fleet.watch import INTERVAL_S, JITTER_RATIO, watch_fleet
 from slagate.pools.fleet_file.load import FleetConfig
@@ -250,7 +250,7 @@ def test_who_comes_back_keeps_its_index_and_a_row_that_was_anothers_starts_empty
             row = member.ranks.rows[0]
 
             def cached() -> list[int]:
-                return [int(each) for each in pool.view(prompt).cached_tokens]
+                return [int(each) for each in pool.view(prompt).cached.cached_tokens]
 
             assert cached() == [2 * BLOCK_TOKENS] * 2
             held = pool.lease(row, WORK)

@@ -86,7 +86,7 @@ def test_health_03_a_model_whose_workers_are_gone_is_still_known() -> None:
     d = dispatcher()
     assign(d).release()
     for member in d.fleet.members():
-        member.models = {}
+        member.set_models({})
         put_in(member, State.NOT_READY)
     with pytest.raises(NoWorker):
         assign(d)
@@ -100,7 +100,7 @@ def test_an_unknown_model_is_told_what_is_served() -> None:
 def test_a_worker_that_is_ready_for_another_model_is_not_called_not_ready() -> None:
     d = dispatcher()
     p1, p2 = d.fleet.pools["prefill"].members.values()
-    p1.models = {"other": model_info("other")}
+    p1.set_models({"other": model_info("other")})
     put_in(p2, State.NOT_READY)
     told = "prefill: no worker of pool prefill can take it: does not serve the model, not_ready"
     with pytest.raises(NoWorker, match=f"^{told}$"):
@@ -199,7 +199,7 @@ def test_cfg_11_enable_priority_retry_alone_sends_a_failed_request_to_the_faster
         content["pools"] = {name: {"workers": [address]} for name, address in workers.items()}
         of = Fleet(prepare(parse_config(content, source="f", serving=True)))
         for member in of.members():
-            member.models = {MODEL: model_info()}
+            member.set_models({MODEL: model_info()})
             member.probe_ok()
         d = dispatcher(of)
         assignment = assign(d)
@@ -221,7 +221,7 @@ def spilling() -> Dispatcher:
     content["pools"] = {name: {"workers": [address]} for name, address in workers.items()}
     of = Fleet(prepare(parse_config(content, source="f", serving=True)))
     for member in of.members():
-        member.models = {MODEL: model_info()}
+        member.set_models({MODEL: model_info()})
         member.probe_ok()
     return dispatcher(of)
 

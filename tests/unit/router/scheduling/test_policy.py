@@ -104,8 +104,8 @@ def test_predictions_are_shown_only_where_the_pool_has_a_profile() -> None:
     pools = {"only": pool_view("only", [view(queued_s=1.0)], speed=profiled())}
     choice = choose_stage(Stage.AGG, ask(), one_cell(Stage.AGG, "only"), pools, rng=rng())
     candidate = choice.candidates[0]
-    assert candidate.predicted_ttft_s == 1.0 + profiled().frozen().prefill_s(100, 0)
-    itl_s = profiled().frozen().itl_s(1, 100)
+    assert candidate.predicted_ttft_s == 1.0 + profiled().frozen.prefill_s(100, 0)
+    itl_s = profiled().frozen.itl_s(1, 100)
     assert candidate.predicted_itl_s == pytest.approx(itl_s, rel=1e-12)
 
 
@@ -242,7 +242,7 @@ def test_what_is_on_the_host_costs_its_way_back() -> None:
     host = view("host:1", host_tokens=8192)
     choice = pick(Stage.PREFILL, host, view("cold:1"), device)
     assert [c.view.address for c in choice.candidates] == ["device:1", "host:1", "cold:1"]
-    frozen = profiled().frozen()
+    frozen = profiled().frozen
     assert choice.candidates[1].predicted_ttft_s == pytest.approx(
         frozen.ttft_s(frozen.work_s(9000 - 8192, 8192) + frozen.host_s(8192))
     )

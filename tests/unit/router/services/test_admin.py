@@ -73,7 +73,7 @@ def test_explain_takes_nothing_and_says_the_same_twice() -> None:
 def test_explain_names_the_budget_that_generate_would_give() -> None:
     of = fleet()
     for member in of.members():
-        member.models = {MODEL: oe.ModelInfo(max_context_length=1000)}
+        member.set_models({MODEL: oe.ModelInfo(max_context_length=1000)})
     assert explain(of, request(tokens=range(300))).max_tokens == 700
 
 

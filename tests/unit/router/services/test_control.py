@@ -53,7 +53,7 @@ def test_a_model_can_do_what_its_least_worker_can() -> None:
     of = fleet()
     windows = iter([9000, 4000, 8000, 7000])
     for member in of.members():
-        member.models = {MODEL: model_info()}
+        member.set_models({MODEL: model_info()})
         member.models[MODEL].max_context_length = next(windows)
     model = run(control(of).GetModelInfo, oe.GetModelInfoRequest(model=MODEL), Context())
     assert model.max_context_length == 4000
@@ -66,14 +66,14 @@ def test_a_model_can_do_what_its_least_worker_can() -> None:
 def test_a_fleet_whose_workers_are_all_replaced_says_what_the_old_ones_can_do() -> None:
     of = fleet("agg")
     for member in of.members():
-        member.models = {MODEL: model_info(window=4000)}
+        member.set_models({MODEL: model_info(window=4000)})
     held = of.pools["agg"].lease(0, Work())
     of.apply(prepare(config("agg", {"agg": {"workers": ["a8:1", "a9:1"]}})))
     asked = oe.GetModelInfoRequest(model=MODEL)
     assert run(control(of).GetModelInfo, asked, Context()).max_context_length == 4000
     assert run(control(of).Health, oe.HealthRequest(), Context()).state == oe.HEALTH_STATE_READY
     for member in of.members():
-        member.models = {MODEL: model_info(window=6000)}
+        member.set_models({MODEL: model_info(window=6000)})
         member.probe_ok()
     assert run(control(of).GetModelInfo, asked, Context()).max_context_length == 6000
     held.release()
@@ -144,7 +144,7 @@ def test_a_feature_is_offered_only_where_every_worker_of_the_model_has_it() -> N
             info.generation.supports_stop_in_output = flag
             info.generation.supports_cache_salt = flag
             info.generation.supports_prefix_cache_bypass = flag
-            member.models = {MODEL: info}
+            member.set_models({MODEL: info})
         answer: oe.ModelInfo = run(
             control(of).GetModelInfo, oe.GetModelInfoRequest(model=MODEL), Context()
         )
@@ -172,7 +172,7 @@ def test_logprobs_are_offered_as_far_as_every_worker_that_gives_them_goes() -> N
         info.generation.prompt_logprobs.CopyFrom(offer)
         # Decode sees no prompt, so what it says of prompts does not count.
         info.generation.prompt_logprobs.supported = member.stage is not Stage.DECODE
-        member.models = {MODEL: info}
+        member.set_models({MODEL: info})
     ask = oe.GetModelInfoRequest(model=MODEL)
     offered = run(control(of).GetModelInfo, ask, Context()).generation
     n_members = len(list(of.members()))
