@@ -29,9 +29,8 @@ from slagate.router.generate import generate
 from slagate.router.legs.attempts import Gateway
 from slagate.router.legs.handoff import Releaser
 from slagate.router.metrics import Metrics, RefusedConnection
-from slagate.router.multiprocess.child import ProcessSlot, parent_watched
+from slagate.router.multiprocess.child import ProcessService, ProcessSlot, parent_watched
 from slagate.router.multiprocess.peers import joined_peers
-from slagate.router.multiprocess.service import ProcessService
 from slagate.router.receipts.config import config_message
 from slagate.router.receipts.ring import ReceiptRing
 from slagate.router.reload.reload import Proposal, Reloader, Source, put_in_process, reloading

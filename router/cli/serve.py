@@ -24,7 +24,7 @@ from slagate.router.cli.fleet_options import Lenient, PoolsFile, PoolWorkers, ch
 from slagate.router.cli.tls import Insecure, TlsCert, TlsClientCa, TlsKey, dial_tls, listener_tls
 from slagate.router.multiprocess.child import config_in_force, own_place
 from slagate.router.multiprocess.parent import MAX_PROCESSES, serve_processes
-from slagate.router.reload.source import FleetSource
+from slagate.router.reload.reload import FleetSource
 from slagate.router.request.settings import Settings
 from slagate.workers.runtime.listen import ignore_hangups
 

@@ -20,9 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as ProgressBar
 
 from slagate.proto import openengine_pb2 as oe
+from slagate.router.children import ChildError, Cluster
 from slagate.router.demo.fleet import DemoFleet, kv_verify_failures, start_fleet
 from slagate.router.demo.report import DemoRow, build_report, example, table
-from slagate.router.loadgen.cluster import Cluster, ClusterError
 from slagate.router.loadgen.loadgen import LoadRequest, Progress, ServedRequest, mismatch, run_load
 from slagate.router.loadgen.trace import Arrival, arrivals, load_trace, prompt_tokens
 from slagate.router.output import INTERRUPTED
@@ -131,7 +131,7 @@ async def _in_cluster(
     async def whole() -> int:
         try:
             return await work(cluster)
-        except ClusterError as error:
+        except ChildError as error:
             console.print(str(error), style="red", soft_wrap=True)
             return 1
         finally:

@@ -15,7 +15,7 @@ from slagate.pools.grid.stage import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.loadgen.cluster import Cluster, ClusterError
+from slagate.router.children import ChildError, Cluster
 from slagate.workers.client.client import GrpcWorker, connect_worker, unary
 from slagate.workers.client.control import channel_to
 from slagate.workers.errors import WorkerError
@@ -59,7 +59,7 @@ async def start_fleet(
     """Start everything and wait until every worker takes work.
 
     `transport` is the workers' own option, `policy` the gateway's. Leaves the fleet file at `fleet_path`,
-    and beside it the key with which the workers sign handoffs for each other. Raises `ClusterError`.
+    and beside it the key with which the workers sign handoffs for each other. Raises `ChildError`.
     """
     packaged = resources.files("slagate.configs") / "grids" / "demo.json"
     fleet = json.loads(packaged.read_text())
@@ -108,13 +108,13 @@ async def start_fleet(
 async def kv_verify_failures(workers: tuple[str, ...]) -> int:
     """Blocks of pulled KV that were not what they should be, over all workers, as each one says now.
 
-    Raises `ClusterError` for a worker that does not answer or does not count them.
+    Raises `ChildError` for a worker that does not answer or does not count them.
     """
     total = 0
     for address in workers:
         load = await _ask(address, lambda worker: worker.load(oe.GetLoadRequest()))
         if VERIFY_FAILURES not in load.attributes.fields:
-            raise ClusterError(f"worker {address} reports no {VERIFY_FAILURES}")
+            raise ChildError(f"worker {address} reports no {VERIFY_FAILURES}")
         total += int(load.attributes.fields[VERIFY_FAILURES].number_value)
     return total
 
@@ -171,11 +171,11 @@ async def _every_worker_ready(admin: str) -> None:
 
 
 async def _ask(address: str, call: Callable[[GrpcWorker], Awaitable[_T]]) -> _T:
-    """What a worker answers. Raises `ClusterError` when it does not."""
+    """What a worker answers. Raises `ChildError` when it does not."""
     async with connect_worker(address) as worker:
         try:
             return await call(worker)
         except WorkerError as error:
             # Raised below: the worker's task group would wrap it.
             failure = error
-    raise ClusterError(f"worker {address}: {failure}")
+    raise ChildError(f"worker {address}: {failure}")

@@ -17,7 +17,7 @@ from slagate.pools.inflight.rows import State
 from slagate.pools.inflight.shared_counts import PoolCell, SharedCounts
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import abort
-from slagate.router.multiprocess.supervisor import Child, Supervisor
+from slagate.router.multiprocess.supervisor import GatewayChild, Supervisor
 from slagate.router.reload.reload import Reloader, Source
 from slagate.router.services.admin import ReloadService
 
@@ -84,7 +84,7 @@ class _Out:
 class _Follower:
     """Passes on what one process sends, and those in its place after it."""
 
-    def __init__(self, supervisor: Supervisor, out: _Out, child: Child) -> None:
+    def __init__(self, supervisor: Supervisor, out: _Out, child: GatewayChild) -> None:
         self.number = child.number
         self._supervisor = supervisor
         self._out = out
@@ -117,7 +117,9 @@ class _Follower:
         self._call.cancel()
 
 
-async def _kept(child: Child, request: gw.WatchReceiptsRequest) -> list[gw.WatchReceiptsResponse]:
+async def _kept(
+    child: GatewayChild, request: gw.WatchReceiptsRequest
+) -> list[gw.WatchReceiptsResponse]:
     asked = gw.WatchReceiptsRequest()
     if request.HasField("limit"):
         asked.limit = request.limit
@@ -239,17 +241,17 @@ class WholeGateway(ReloadService):
         # No generator: its tasks would outlive it where the caller leaves between two items.
         await watch_all(self._supervisor, request, context.write)
 
-    def _children(self) -> list[Child]:
+    def _children(self) -> list[GatewayChild]:
         return [child for _, child in sorted(self._supervisor.running.items())]
 
-    def _is_there(self, child: Child) -> bool:
+    def _is_there(self, child: GatewayChild) -> bool:
         return child.process.returncode is None
 
     async def _ask(self, method: str, request: Any, context: Any) -> Sequence[Any]:
         """What each process answers, in the order of their numbers; at least one does."""
         found: dict[int, Any] = {}
 
-        async def ask(child: Child) -> None:
+        async def ask(child: GatewayChild) -> None:
             try:
                 call = getattr(child.gateway, method)
                 found[child.number] = await call(request, timeout=ASK_LIMIT_S)

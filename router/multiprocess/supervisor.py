@@ -7,20 +7,18 @@ All of them have to start the first time, else the gateway does not. One that en
 for as long as the gateway runs, after 0.1 s, then twice that and so on, at most 10 s.
 """
 
-import json
 import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import anyio
 import grpc
 import grpc.aio
-from anyio.abc import Process
-from anyio.streams.buffered import BufferedByteReceiveStream
 from msgspec.structs import replace
 
 from slagate.pools.grid.errors import ConfigError, Problem
@@ -29,10 +27,10 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import process_pb2 as ps
 from slagate.proto import process_pb2_grpc as ps_grpc
+from slagate.proto.rpc.backoff import Backoff
+from slagate.router.children import ChildError, ChildProcess
 from slagate.router.multiprocess.child import ProcessSlot
 from slagate.router.multiprocess.peers import send_wake
-from slagate.router.process import SLAGATE
-from slagate.workers.runtime.listen import MAX_READY_LINE_BYTES
 from slagate.workers.server import SERVER_OPTIONS
 
 log = logging.getLogger(__name__)
@@ -53,10 +51,10 @@ UNKNOWN = 255
 """What asyncio says where a process was signalled that had just ended by itself."""
 
 
-class Child:
-    """A process that is ready, and who asks it."""
+class GatewayChild:
+    """A process of the gateway that is ready, and how the parent asks it."""
 
-    def __init__(self, place: ProcessSlot, process: Process) -> None:
+    def __init__(self, place: ProcessSlot, process: ChildProcess) -> None:
         self.number = place.number
         self.process = process
         target = f"unix:{place.path('admin')}"
@@ -68,14 +66,9 @@ class Child:
         self.in_threads: Any = ps_grpc.ProcessStub(self._for_threads)
 
     async def aclose(self) -> None:
-        """It has ended."""
+        """Close the channels: it has ended."""
         await self._channel.close()
         self._for_threads.close()
-
-    def kill(self) -> None:
-        """End it now; another one takes its place."""
-        with suppress(ProcessLookupError):
-            self.process.kill()
 
 
 class Supervisor:
@@ -91,7 +84,7 @@ class Supervisor:
         now_s: Callable[[], float],
     ) -> None:
         """`place` is that of number 0; `arguments` are those of `slagate` for each."""
-        self.running: dict[int, Child] = {}
+        self.running: dict[int, GatewayChild] = {}
         self.n_restarts = 0
         self.n_lost = 0  # requests that were running in processes when these ended
         self.stopping = anyio.Event()
@@ -100,7 +93,7 @@ class Supervisor:
         self._arguments = arguments
         self._stop_limit_s = stop_limit_s
         self._now_s = now_s
-        self._processes: dict[int, Process] = {}  # that have not ended
+        self._processes: dict[int, ChildProcess] = {}  # that have not ended
         self._statuses: dict[int, int] = {}  # of those that ended last
         # Nobody starts while another configuration is put in force: it would have the one before.
         self._one_at_a_time = anyio.Lock()
@@ -139,47 +132,47 @@ class Supervisor:
     def stop(self) -> None:
         """Have all of them drain and end, and start no other."""
         self.stopping.set()
-        for process in list(self._processes.values()):
-            with suppress(ProcessLookupError):
-                process.terminate()
+        self._signal_all(signal.SIGTERM)
 
     def kill(self) -> None:
         """End all of them now; `stop` came before."""
+        self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: signal.Signals) -> None:
         for process in list(self._processes.values()):
-            with suppress(ProcessLookupError):
-                process.kill()
+            process.send_signal(number)
 
     def hang_up(self) -> None:
         """Have all of them read their files of TLS again."""
         for child in self.running.values():
-            with suppress(ProcessLookupError):
-                child.process.send_signal(signal.SIGHUP)
+            child.process.send_signal(signal.SIGHUP)
 
     async def put_in_force(self, message: gw.GatewayConfig) -> None:
         """Put a configuration in force in all of them. Raises `ConfigError`: then it is in none."""
         async with self._one_at_a_time:
             problems: list[Problem] = []
 
-            async def prepare(child: Child) -> None:
+            async def prepare(child: GatewayChild) -> None:
                 try:
                     answer = await child.control.Prepare(message, timeout=PREPARE_LIMIT_S)
                     problem = answer.problem
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.UNAVAILABLE:
-                        child.kill()  # has ended, or as good as that: another one reads it
+                        # Has ended, or as good as that: another one reads it.
+                        child.process.send_signal(signal.SIGKILL)
                         return
                     problem = f"{error.code().name}: {error.details()}"
                 if problem:
                     problems.append(Problem("$", f"process {child.number}: {problem}"))
 
-            async def put(child: Child) -> None:
+            async def put(child: GatewayChild) -> None:
                 request = ps.PutInForceRequest(version=message.version)
                 try:
                     await child.control.PutInForce(request, timeout=PUT_LIMIT_S)
                 except grpc.aio.AioRpcError as error:
                     about = {"process_number": child.number, "code": error.code().name}
                     log.error("process.does_not_reload", extra=about)
-                    child.kill()
+                    child.process.send_signal(signal.SIGKILL)
 
             children = list(self.running.values())
             await _each(prepare, children)
@@ -191,32 +184,33 @@ class Supervisor:
 
     async def _start(self, place: ProcessSlot) -> None:
         """One more attempt: afterwards it runs, or has ended."""
-        process = await anyio.open_process(
-            [*SLAGATE, *self._arguments],
-            stderr=None,
-            env=os.environ | place.in_environment(),
+        process = await ChildProcess.start(
+            f"process {place.number}",
+            self._arguments,
+            stdin=subprocess.PIPE,
+            environment=os.environ | place.in_environment(),
         )
         self._processes[place.number] = process
-        ready: Mapping[str, object] | None = None
+        is_ready = False
         with anyio.move_on_after(START_LIMIT_S):
-            ready = await _ready_line(process)
-            if ready is None:
+            try:
+                await process.wait_ready(limit_s=START_LIMIT_S)
+                is_ready = True
+            except ChildError:
                 await process.wait()  # its status says why; a signal as it ends would lose it
-        if ready is None:
-            with suppress(ProcessLookupError):
-                process.kill()
+        if not is_ready:
+            process.send_signal(signal.SIGKILL)
             await self._ended(place, process)
             return
         if self.stopping.is_set():
             # It may have started when the others were told.
-            with suppress(ProcessLookupError):
-                process.terminate()
-        self.running[place.number] = Child(place, process)
+            process.send_signal(signal.SIGTERM)
+        self.running[place.number] = GatewayChild(place, process)
         about = {"process_number": place.number, "pid": process.pid}
         log.info("process.ready", extra=about)
 
     async def _keep(self, place: ProcessSlot) -> None:
-        pause_s = FIRST_PAUSE_S
+        pauses = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while True:
             child = self.running.get(place.number)
             if child is not None:
@@ -226,19 +220,18 @@ class Supervisor:
                 await child.aclose()
                 await self._ended(place, child.process)
                 if self._now_s() - since_s >= STEADY_S:
-                    pause_s = FIRST_PAUSE_S
+                    pauses.reset()
             if self.stopping.is_set():
                 return
             self.n_restarts += 1
-            with anyio.move_on_after(pause_s):
+            with anyio.move_on_after(pauses.next_s()):
                 await self.stopping.wait()
                 return
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
             async with self._one_at_a_time:
                 if not self.stopping.is_set():
                     await self._start(place)
 
-    async def _wait(self, process: Process) -> None:
+    async def _wait(self, process: ChildProcess) -> None:
         """Until it ends; not for ever once all are to stop."""
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
@@ -252,9 +245,9 @@ class Supervisor:
                 await process.wait()
                 tasks.cancel_scope.cancel()
         if process.returncode is None:
-            process.kill()
+            process.send_signal(signal.SIGKILL)
 
-    async def _ended(self, place: ProcessSlot, process: Process) -> None:
+    async def _ended(self, place: ProcessSlot, process: ChildProcess) -> None:
         """Tidy up behind one, so that nobody counts what it had, or waits for it."""
         status = await process.wait()
         await process.aclose()
@@ -280,22 +273,7 @@ def write_config(place: ProcessSlot, message: gw.GatewayConfig) -> None:
     beside.rename(place.config)
 
 
-async def _each(do: Callable[[Child], Any], children: Sequence[Child]) -> None:
+async def _each(do: Callable[[GatewayChild], Any], children: Sequence[GatewayChild]) -> None:
     async with anyio.create_task_group() as tasks:
         for child in children:
             tasks.start_soon(do, child)
-
-
-async def _ready_line(process: Process) -> Mapping[str, object] | None:
-    """What it says once it serves; None: it has ended."""
-    assert process.stdout is not None
-    stdout = BufferedByteReceiveStream(process.stdout)
-    try:
-        line = await stdout.receive_until(b"\n", MAX_READY_LINE_BYTES)
-    except (anyio.IncompleteRead, anyio.ClosedResourceError, anyio.DelimiterNotFound):
-        return None
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and found.get("event") == "ready" else None

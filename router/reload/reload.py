@@ -8,8 +8,11 @@ half of it.
 """
 
 import logging
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
+import os
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import anyio
@@ -17,7 +20,7 @@ import anyio.to_thread
 
 from slagate.pools.fleet.config_diff import changes
 from slagate.pools.fleet.fleet import Prepared, prepare
-from slagate.pools.fleet_file.load import FleetConfig
+from slagate.pools.fleet_file.load import FleetConfig, load_config
 from slagate.pools.grid.errors import ConfigError
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.metrics import Metrics
@@ -46,6 +49,46 @@ class Source(Protocol):
 
     def stamp(self) -> object:
         """Something that is different once a file was written; never raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSource:
+    """The files and options that `slagate serve` was given: a reload reads the files again."""
+
+    path: Path
+    lenient: bool
+    pools: Path | None
+    workers: Mapping[str, Sequence[str]]
+
+    def read(self) -> FleetConfig:
+        """The configuration as the files say it now. Raises `ConfigError`."""
+        return self._load(None)
+
+    def parse(self, text: str) -> FleetConfig:
+        """The configuration with another fleet file's text. Raises `ConfigError`."""
+        return self._load(text)
+
+    def stamp(self) -> object:
+        """Something that is different once a file was written; never raises."""
+        return [_stamp(path) for path in (self.path, self.pools) if path is not None]
+
+    def _load(self, text: str | None) -> FleetConfig:
+        return load_config(
+            self.path,
+            lenient=self.lenient,
+            pools=self.pools,
+            workers=self.workers,
+            serving=True,
+            text=text,
+        )
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class NothingBefore(Exception):

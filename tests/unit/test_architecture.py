@@ -128,10 +128,11 @@ ARROWS: dict[str, set[str]] = {
     "router/commands.py": {
         "router/cli", "router/cli/grid", "router/cli/tools", "router/cli/worker",
     },
+    "router/children.py": {"router", "workers/runtime"},
     "router/demo": {
         "configs", "workers/client", "workers/errors.py", "workers/runtime", "workers/sim",
-        "workers/sim/kv_cache", "pools/fleet_file", "pools/grid", "router/loadgen",
-        "router/output.py", "router/receipts", "router/request", "router/tables.py",
+        "workers/sim/kv_cache", "pools/fleet_file", "pools/grid", "router/children.py",
+        "router/loadgen", "router/output.py", "router/receipts", "router/request", "router/tables.py",
     },
     "router/front": {
         "proto/http2", "proto/rpc", "workers/runtime", "workers/tls", "workers/worker.py",
@@ -150,8 +151,7 @@ ARROWS: dict[str, set[str]] = {
         "router/scheduling",
     },
     "router/loadgen": {
-        "configs", "proto/rpc", "workers/errors.py", "workers/runtime", "router/process.py",
-        "router/request",
+        "configs", "proto/rpc", "workers/errors.py", "workers/runtime", "router/request",
     },
     "router/metrics.py": {
         "workers/tls", "pools/fleet", "pools/inflight", "pools/kv_events", "router/receipts",
@@ -160,10 +160,9 @@ ARROWS: dict[str, set[str]] = {
     "router/multiprocess": {
         "proto/rpc", "workers/runtime", "workers/server.py", "workers/tls", "pools/fleet",
         "pools/fleet_file", "pools/grid", "pools/inflight", "router/metrics.py",
-        "router/process.py", "router/receipts", "router/reload", "router/request",
+        "router/children.py", "router/receipts", "router/reload", "router/request",
         "router/scheduling", "router/services",
     },
-    "router/process.py": {"router"},
     "router/profiles": {
         "proto/rpc", "workers/errors.py", "workers/legs.py", "workers/runtime", "workers/worker.py",
     },

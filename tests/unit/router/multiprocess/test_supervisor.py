@@ -13,8 +13,12 @@ from slagate.proto import process_pb2 as ps
 from slagate.proto import process_pb2_grpc as ps_grpc
 from slagate.router.metrics import Metrics
 from slagate.router.multiprocess import peers as process_peers
-from slagate.router.multiprocess.child import ProcessSlot, config_in_force, own_place
-from slagate.router.multiprocess.service import ProcessService
+from slagate.router.multiprocess.child import (
+    ProcessService,
+    ProcessSlot,
+    config_in_force,
+    own_place,
+)
 from slagate.router.multiprocess.supervisor import Supervisor, write_config
 from slagate.router.receipts.config import UnusableReceipt, config_message, prepared_of
 from slagate.router.receipts.ring import ReceiptRing

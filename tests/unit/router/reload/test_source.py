@@ -1,7 +1,7 @@
 import os
 from pathlib import Path
 
-from slagate.router.reload.source import FleetSource
+from slagate.router.reload.reload import FleetSource
 
 
 def test_a_file_put_in_place_of_another_is_seen_though_size_and_time_are_the_same(
