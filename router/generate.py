@@ -11,7 +11,7 @@ handoff is freed by a task that outlives it. How a leg is called, tried elsewher
 import asyncio
 import logging
 
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto.rpc.status import OK, Status
 from slagate.router.legs.attempts import ActiveRequest, Gateway
 from slagate.router.legs.handoff import Handoff, PrefillSink, guard

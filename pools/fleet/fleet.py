@@ -9,8 +9,7 @@ from slagate.pools.fleet.pool import Pool, PoolView
 from slagate.pools.fleet.ranks import Limits
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.fleet_file.models import Objective
-from slagate.pools.grid.grid import StageGrid
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage, StageGrid
 from slagate.pools.inflight.rows import UNLIMITED, State
 from slagate.pools.inflight.table import LoadTable
 from slagate.pools.prefix.overlap import Prompt

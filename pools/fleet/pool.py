@@ -9,13 +9,13 @@ import msgspec
 from slagate.pools.estimator.estimator import Estimator, FrozenEstimator
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.ranks import Limits, Work
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.rows import Rows, RowView
 from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import LoadTable
 from slagate.pools.kv_events.follower import WorkerFollower
-from slagate.pools.prefix.cached import Cached, nothing_cached
 from slagate.pools.prefix.holder import Holder
+from slagate.pools.prefix.match import Cached, nothing_cached
 from slagate.pools.prefix.overlap import PoolCaches, Prompt
 from slagate.workers.runtime.clock import monotonic_s
 from slagate.workers.runtime.cooperative import CooperativeScheduler

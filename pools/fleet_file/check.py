@@ -1,6 +1,6 @@
-"""All checks of one fleet file, over what its other sources add to it."""
+"""All checks of one fleet file, with the pools that another file and the command line lay over it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,9 +11,7 @@ from slagate.pools.fleet_file.draft import ABSENT, ConfigReport, Path
 from slagate.pools.fleet_file.hints import hint, unknown_keys
 from slagate.pools.fleet_file.keys import STAGES, Form, form_of
 from slagate.pools.fleet_file.models import FILES, AggFile, PrefillFile
-from slagate.pools.fleet_file.overlay import from_file, from_options, lay_over
-from slagate.pools.fleet_file.profiles import read_profiles
-from slagate.pools.fleet_file.rules import HALF, check_rules, worker_faults
+from slagate.pools.fleet_file.rules import HALF, check_rules, read_profiles, worker_faults
 from slagate.pools.fleet_file.spelling import drop_second_spellings, respelled
 from slagate.pools.grid.json_text import ReadJson
 from slagate.workers.profiles.profile import TpProfile
@@ -91,7 +89,7 @@ def _merged(
         draft.warn(path, "is given more than once, the last one counts")
     if extras.pools_name is not None:
         _lay_pools(kept, extras.pools, extras.pools_name, draft, lenient=extras.lenient)
-    lay_over(kept, from_options(extras.workers), draft)
+    _lay_over(kept, _from_options(extras.workers), draft)
     for path in unknown_keys(kept, form):
         at: Any = kept
         for part in path[:-1]:
@@ -126,7 +124,55 @@ def _lay_pools(
     if "pools" not in pools.value:
         draft.refuse((name, "pools"), "is required", ABSENT)
     else:
-        lay_over(kept, from_file(deepcopy(pools.value), name), draft)
+        _lay_over(kept, _from_file(deepcopy(pools.value), name), draft)
+
+
+class _Overlay(NamedTuple):
+    """A value to put over that of a fleet file at `path`."""
+
+    path: Path
+    value: object
+    prefix: str  # the file or option that gives it
+    there: Path  # its path in that file
+
+
+def _from_file(content: Mapping[str, object], name: str) -> Iterable[_Overlay]:
+    """The pools section of `content`, which the file `name` holds; what is in no section stays out."""
+    prefix = f"{name}: "
+    pools = content.get("pools")
+    if not isinstance(pools, dict):
+        yield _Overlay(("pools",), pools, prefix, ("pools",))
+        return
+    for pool, spec in pools.items():
+        path: Path = ("pools", pool)
+        if not isinstance(spec, dict):
+            yield _Overlay(path, spec, prefix, path)
+            continue
+        yield _Overlay(path, {}, prefix, path)
+        for key, value in spec.items():
+            yield _Overlay((*path, key), value, prefix, (*path, key))
+
+
+def _from_options(workers: Mapping[str, Sequence[str]]) -> Iterable[_Overlay]:
+    """Addresses by pool, as `--pool` gives them."""
+    for pool, addresses in workers.items():
+        yield _Overlay(("pools", pool), {}, "--pool ", (pool,))
+        yield _Overlay(("pools", pool, "workers"), list(addresses), "--pool ", (pool,))
+
+
+def _lay_over(content: dict[str, Any], overlays: Iterable[_Overlay], draft: ConfigReport) -> None:
+    """Put each of `overlays` into `content`, whose objects must be copies."""
+    for overlay in overlays:
+        *parents, key = overlay.path
+        at: Any = content
+        for parent in parents:
+            at = at.setdefault(parent, {}) if isinstance(at, dict) else None
+        if not isinstance(at, dict):
+            continue  # what is there is no object, and will be refused
+        if overlay.value == {} and isinstance(at.get(key), dict):
+            continue
+        at[key] = overlay.value
+        draft.move(overlay.path, overlay.there, prefix=overlay.prefix)
 
 
 def _check_serving(draft: ConfigReport, form: Form) -> dict[str, TpProfile]:

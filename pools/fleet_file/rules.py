@@ -1,6 +1,7 @@
 """What the values of a fleet file must say about each other, checked wherever both are usable alone.
 
-`worker_faults` says why a gateway cannot serve with the pools of a file: each needs workers of its own.
+What only a gateway asks for is here too: `worker_faults` says why it cannot serve with the pools of a file,
+and `read_profiles` reads the timing profiles that they name.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from slagate.pools.fleet_file.models import ANY_CLASS
 from slagate.pools.fleet_file.values import is_number
 from slagate.pools.grid.axis import Axis, Number
 from slagate.pools.grid.json_text import named, short_path, shown
+from slagate.workers.profiles.profile import Profile, TpProfile, load_profile
 
 
 def check_rules(draft: ConfigReport, form: Form) -> None:
@@ -198,3 +200,29 @@ def worker_faults(
             first = first_place.setdefault(address.lower(), path)
             if first != path:
                 yield FleetFault(path, f"is at {short_path(first)} already", address)
+
+
+def read_profiles(
+    specs: Mapping[str, tuple[str, int | None]],
+) -> tuple[dict[str, TpProfile], list[FleetFault]]:
+    """The profiles that can be used, by pool, and what is wrong with the others.
+
+    `specs` has for each pool the name or path of its profile, and its tensor parallel size; None: that was
+    refused already. A fault is at `pools.NAME.profile` or `pools.NAME.tp`.
+    """
+    found: dict[str, TpProfile] = {}
+    faults: list[FleetFault] = []
+    files: dict[str, Profile] = {}
+    for name, (profile, tp) in specs.items():
+        key = "profile"
+        try:
+            if profile not in files:
+                files[profile] = load_profile(profile)
+            measured = files[profile]
+            if tp is not None:
+                key = "tp"
+                found[name] = measured.tp(tp)
+        except ValueError as error:  # a ProfileError, or a path that is none
+            got: object = profile if key == "profile" else tp
+            faults.append(FleetFault(("pools", name, key), str(error), got))
+    return found, faults

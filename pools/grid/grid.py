@@ -7,6 +7,7 @@ checks a grid: `fleet_file` does, once.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 import msgspec
@@ -21,6 +22,16 @@ INT32 = (-(2**31), 2**31 - 1)
 _KNOWN_FIELDS = frozenset(AXIS_FIELDS)
 
 _Range = tuple[int, int]
+
+
+class Stage(Enum):
+    """What a pool does with a request. The value is the label in metrics and the CLI."""
+
+    __hash__ = object.__hash__  # a member is one object; `Enum` hashes its name, in Python
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGG = "agg"
 
 
 class PriorityRule(NamedTuple):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from slagate.pools.fleet_file.models import Objective
-from slagate.pools.fleet_file.profiles import read_profiles
+from slagate.pools.fleet_file.rules import read_profiles
 from slagate.pools.fleet_file.values import Address, Array, Count, Limit, Maybe, Name, Number, Word
 from slagate.pools.grid.errors import ConfigError, Problem
 from slagate.pools.grid.json_text import ROOT, json_path, read_json, shown

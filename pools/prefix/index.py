@@ -20,10 +20,9 @@ from array import array
 from collections.abc import Mapping
 
 from slagate.pools.prefix.claims import DEVICE, HOST, BlockHolders, Hashes, unsigned
-from slagate.pools.prefix.holder import Holder
+from slagate.pools.prefix.holder import Claim, Holder, PendingBlocks
 from slagate.pools.prefix.lanes import HolderSlots
 from slagate.pools.prefix.match import Match
-from slagate.pools.prefix.pending import Claim, PendingBlocks
 from slagate.pools.prefix.trie import TOKEN_BYTES, Root, RunTrie, Tokens
 
 MAX_PENDING = 4096

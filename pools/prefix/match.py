@@ -1,9 +1,13 @@
-"""The answer to a query: how much of a prompt each holder has."""
+"""The answer to a query: how much of a prompt each holder has, and what each row of a pool has of it."""
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from slagate.pools.inflight.rows import Ints
 
 Bits = NDArray[np.signedinteger[Any]]
 
@@ -72,3 +76,39 @@ def holders_of(steps: Steps, most: int) -> list[tuple[int, int]] | None:
 def lanes_of(flags: NDArray[np.bool_]) -> int:
     """The mask of both lanes of each holder whose flag is set."""
     return int.from_bytes(np.packbits(np.repeat(flags, 2), bitorder="little").tobytes(), "little")
+
+
+class Cached(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Leading prompt tokens that each row of a pool has cached. Decisions share the arrays: read-only."""
+
+    cached_tokens: Ints  # i64[n_rows], on the device or the host
+    device_tokens: Ints  # i64[n_rows], the leading ones of these that are all on the device
+    depths: tuple[int, ...]  # the distinct values of `cached_tokens`, ascending
+    places: NDArray[np.signedinteger[Any]]  # i64[n_rows], where each row's value is in `depths`
+    has_host: bool
+
+    @property
+    def host_tokens(self) -> Ints:
+        """Tokens behind those of the device that are cached, but not all there, i64[n_rows]."""
+        return self.cached_tokens - self.device_tokens
+
+
+def cached_of(device_tokens: Ints, cached_tokens: Ints) -> Cached:
+    """From what is cached on the device, and anywhere, i64[n_rows] each; they become read-only."""
+    ordered = np.sort(cached_tokens)
+    # Rows share a few depths. `np.unique` takes twice as long.
+    is_first = np.ones(len(ordered), dtype=np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+    depths = ordered[is_first]
+    has_host = device_tokens is not cached_tokens and bool((device_tokens != cached_tokens).any())
+    places = depths.searchsorted(cached_tokens)
+    for array in (device_tokens, cached_tokens, places):
+        array.flags.writeable = False
+    return Cached(cached_tokens, device_tokens, tuple(depths.tolist()), places, has_host)
+
+
+@lru_cache(maxsize=64)
+def nothing_cached(n_rows: int) -> Cached:
+    """What rows have of a prompt that none has anything of."""
+    zeros = np.zeros(n_rows, np.int64)
+    return cached_of(zeros, zeros)

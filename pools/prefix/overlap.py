@@ -10,10 +10,18 @@ from typing import NamedTuple
 import numpy as np
 
 from slagate.pools.inflight.rows import Ints
-from slagate.pools.prefix.cached import Cached, cached_of, nothing_cached
 from slagate.pools.prefix.holder import Holder
 from slagate.pools.prefix.index import PrefixIndex
-from slagate.pools.prefix.match import Bits, Match, Steps, holders_of, lanes_of
+from slagate.pools.prefix.match import (
+    Bits,
+    Cached,
+    Match,
+    Steps,
+    cached_of,
+    holders_of,
+    lanes_of,
+    nothing_cached,
+)
 from slagate.pools.prefix.predictions import Predictions
 from slagate.pools.prefix.trie import TOKEN_BYTES, Root
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import anyio
 
 from slagate.pools.fleet_file.load import parse_config
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe

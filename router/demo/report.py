@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.table import Table
 
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.loadgen.loadgen import ServedRequest, percentiles_ms
 from slagate.router.loadgen.trace import SLA_CLASSES, Arrival

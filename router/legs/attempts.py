@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK, Metadata, Status
 from slagate.router.legs.handoff import Handoff, Releaser

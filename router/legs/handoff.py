@@ -8,7 +8,7 @@ import grpc
 from anyio.abc import TaskGroup
 
 from slagate.pools.fleet.member import Member
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Status
 from slagate.router.legs.leg import LegSink

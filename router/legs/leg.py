@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 import grpc
 from google.protobuf.message import DecodeError
 
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call
 from slagate.proto.rpc.status import Status

@@ -10,7 +10,7 @@ with it. `plain_tokens` counts the tokens in its bytes; what is anything else is
 import re
 from collections.abc import Callable
 
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, ResponseWriter
 from slagate.router.legs.backpressure import Backpressure

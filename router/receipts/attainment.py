@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.router.receipts.record import Record
 from slagate.router.request.errors import Outcome
 from slagate.router.scheduling.policy import Decision

@@ -12,8 +12,7 @@ from slagate.pools.estimator.estimator import Coefficients, FrozenEstimator
 from slagate.pools.fleet.fleet import Prepared, prepare
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.errors import ConfigError
-from slagate.pools.grid.grid import StageGrid
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage, StageGrid
 from slagate.proto import gateway_pb2 as gw
 
 

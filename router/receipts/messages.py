@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from msgspec.structs import asdict
 
 from slagate.pools.fleet.pool import PoolView
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.rows import UNLIMITED
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla

@@ -5,7 +5,7 @@ Prompt text and token ids never appear in it.
 
 import msgspec
 
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import Status
 from slagate.router.receipts.messages import (

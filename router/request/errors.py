@@ -9,7 +9,7 @@ from enum import Enum
 
 import grpc
 
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto.rpc.status import Status
 
 

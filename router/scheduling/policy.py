@@ -16,9 +16,8 @@ from slagate.pools.fleet.pool import PoolView
 from slagate.pools.fleet.ranks import Work
 from slagate.pools.fleet_file.models import ANY_CLASS
 from slagate.pools.grid.axis import AnyAxis
-from slagate.pools.grid.grid import Cell, StageGrid
+from slagate.pools.grid.grid import Cell, Stage, StageGrid
 from slagate.pools.grid.json_text import shown
-from slagate.pools.grid.stage import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.score import RoutingRequest, ScoredPool, ScoredRow, score_pool

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from slagate.pools.fleet.pool import PoolView
 from slagate.pools.fleet.ranks import Work
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.rows import (
     LEFT,
     QUEUE_FULL,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Set
 
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.rows import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.router.request.errors import GatewayError, Overloaded

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import grpc
 
 from slagate.pools.fleet.fleet import Fleet
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto import openengine_pb2_grpc as oe_grpc
 from slagate.proto.rpc.status import abort

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from slagate.pools.estimator.estimator import Estimator
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.rows import RowView, State
 from slagate.router.scheduling.policy import StageChoice, choose_stage
 from slagate.router.scheduling.score import ScoredRow, score_pool

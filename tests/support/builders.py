@@ -13,11 +13,10 @@ from slagate.pools.fleet.pool import Pool, PoolView
 from slagate.pools.fleet.ranks import Limits
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.axis import Axis
-from slagate.pools.grid.grid import StageGrid
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage, StageGrid
 from slagate.pools.inflight.rows import UNLIMITED, RowView, State
 from slagate.pools.inflight.table import LoadTable, rows_of
-from slagate.pools.prefix.cached import cached_of
+from slagate.pools.prefix.match import cached_of
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.request.errors import GatewayError

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from slagate.pools.fleet_file.load import UNREACHED, FleetConfig
-from slagate.pools.fleet_file.profiles import read_profiles
+from slagate.pools.fleet_file.rules import read_profiles
 from slagate.pools.grid.errors import ConfigError, Problem
 from slagate.pools.grid.json_text import json_path, shown
 from slagate.pools.grid_lint.lint import CODES

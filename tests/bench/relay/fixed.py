@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, closing
 import anyio
 import uvloop
 
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto.http2.interfaces import Http2Settings
 from slagate.proto.rpc.address import Address
 from slagate.proto.rpc.connection_pool import ConnectionPool, dial_unix

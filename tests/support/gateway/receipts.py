@@ -10,7 +10,7 @@ from slagate.pools.estimator.estimator import Coefficients
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.pool import PoolView
 from slagate.pools.fleet_file.load import parse_config
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.rows import RowView, State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK

@@ -14,7 +14,7 @@ import anyio
 import grpc
 
 from slagate.pools.fleet_file.load import parse_config
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import BufferedSink

@@ -8,8 +8,7 @@ import pytest
 from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.fleet import prepare
 from slagate.pools.fleet_file.load import load_config, parse_config
-from slagate.pools.fleet_file.profiles import read_profiles
-from slagate.pools.fleet_file.rules import FleetFault
+from slagate.pools.fleet_file.rules import FleetFault, read_profiles
 from slagate.pools.grid.errors import ConfigError
 from slagate.workers.profiles.profile import load_profile
 from support.fleet.files import disagg_file

@@ -15,7 +15,7 @@ from slagate.pools.fleet.pool import Lease
 from slagate.pools.fleet.ranks import Work
 from slagate.pools.fleet.watch import _foreign
 from slagate.pools.fleet_file.load import FleetConfig
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight import shared_counts
 from slagate.pools.inflight.rows import RowView, State
 from slagate.pools.inflight.shared_counts import (

@@ -7,11 +7,11 @@ from tempfile import mkdtemp
 from msgspec.structs import astuple
 
 from slagate.pools.fleet.pool import PoolView
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, SHUT, Rows, State
 from slagate.pools.inflight.shared_table import SharedTable
 from slagate.pools.inflight.table import LoadTable
-from slagate.pools.prefix.cached import nothing_cached
+from slagate.pools.prefix.match import nothing_cached
 from slagate.router.scheduling.policy import StageChoice, choose_stage
 from support.builders import MODEL, ask, one_cell, profiled
 from support.gateway.shared import Opened

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from rich.console import Console
 
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK, Status
 from slagate.router.demo.report import DemoRow, build_report, example, figures, pool_of, table

@@ -2,7 +2,7 @@ import anyio
 import grpc
 import pytest
 
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK, Status
 from slagate.router.legs.handoff import RELEASE_TIMEOUT_S, Handoff, PrefillSink, Releaser, guard

@@ -1,7 +1,7 @@
 import grpc
 import pytest
 
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import BufferedSink
 from slagate.proto.rpc.status import OK, Status

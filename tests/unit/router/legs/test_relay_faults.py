@@ -9,7 +9,7 @@ import anyio
 import grpc
 import pytest
 
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.http2.engine import RequestReceived
 from slagate.proto.http2.events import Events

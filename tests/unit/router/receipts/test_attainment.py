@@ -9,8 +9,7 @@ import grpc
 import pytest
 
 from slagate.pools.grid.axis import Axis
-from slagate.pools.grid.grid import StageGrid
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage, StageGrid
 from slagate.pools.inflight.rows import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK, Status

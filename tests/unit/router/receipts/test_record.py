@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slagate.pools.grid.grid import StageGrid
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage, StageGrid
 from slagate.pools.inflight.rows import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK, Status

@@ -4,7 +4,7 @@ import anyio
 from msgspec.structs import astuple
 
 from slagate.pools.fleet.pool import PoolView
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK
 from slagate.router.receipts.record import Record

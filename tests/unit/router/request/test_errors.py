@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Status
 from slagate.router.request import errors

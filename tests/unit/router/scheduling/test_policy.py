@@ -4,7 +4,7 @@ import pytest
 
 from slagate.pools.fleet.ranks import Work
 from slagate.pools.fleet_file.load import parse_config
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.rows import RowView, State
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher

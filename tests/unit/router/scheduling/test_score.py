@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slagate.pools.fleet.ranks import Work
-from slagate.pools.grid.stage import Stage
+from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.rows import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.router.scheduling.dispatcher import Dispatcher
