@@ -123,7 +123,7 @@ def _is_first_of_band(axis: Axis | UnevenAxis, value: Number) -> bool:
 def _late_start(view: LintedStage, axis: Axis | UnevenAxis) -> Finding:
     return warning(
         "G204",
-        view.places.end(axis.field, last=False),
+        view.places.axis_end(axis.field, last=False),
         f"the {word(axis.field)} axis begins at {number_text(axis.low)} tokens; shorter prompts count to"
         f" the band {band_words(axis, 0)}",
         "Begin at 0: it costs nothing, and shows where short prompts go.",
@@ -167,7 +167,7 @@ def traffic_findings(view: LintedStage, traffic: Sequence[int]) -> Iterator[Find
     if above >= MISSED_SHARE * total:
         yield warning(
             "G401",
-            view.places.end(axis.field, last=True),
+            view.places.axis_end(axis.field, last=True),
             f"{share(above, total)} of the trace are longer than {number_text(axis.high)} tokens and count"
             f" to the last {name} band; the longest has {number_text(max(traffic))}",
             "Extend the axis to the longest prompts: the last band was planned for shorter ones.",
@@ -176,7 +176,7 @@ def traffic_findings(view: LintedStage, traffic: Sequence[int]) -> Iterator[Find
     if below >= MISSED_SHARE * total:
         yield warning(
             "G402",
-            view.places.end(axis.field, last=False),
+            view.places.axis_end(axis.field, last=False),
             f"{share(below, total)} of the trace are shorter than {number_text(axis.low)} tokens and"
             f" count to the first {name} band; the shortest has {number_text(min(traffic))}",
             "Begin the axis at 0, or cut a band for the short prompts.",

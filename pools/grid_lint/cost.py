@@ -99,7 +99,7 @@ def _too_long(
         f"the {word(axis.field)} axis ends at {number_text(axis.high)} ms; {view.names[pool]}, the fastest,"
         f" takes {ms(time_ms)} for {tokens(size)} on an idle worker"
     )
-    return Occurrence(view.places.end(axis.field, last=True), tokens(size), message)
+    return Occurrence(view.places.axis_end(axis.field, last=True), tokens(size), message)
 
 
 def _misses(view: LintedStage) -> list[Finding]:

@@ -45,7 +45,7 @@ class JsonPaths:
         key = axis.edges if axis.edges in self._strategy else axis.resolution
         return self._path((self._keys.strategy, key))
 
-    def end(self, field: str, *, last: bool) -> str:
+    def axis_end(self, field: str, *, last: bool) -> str:
         """The first or the last edge of an axis."""
         axis: AxisKeys = self._axes[field]
         if axis.edges in self._strategy:

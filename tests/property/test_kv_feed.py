@@ -138,7 +138,7 @@ class History:
             self.poll(self.rng.choice([1, 2, 5, 100]))
 
     def poll(self, limit: int) -> None:
-        events = self.queue.take(limit)
+        events = self.queue.take_events(limit)
         # Single events and lists of lists are polls, too.
         shape = self.rng.randint(0, 2)
         if shape == 1:

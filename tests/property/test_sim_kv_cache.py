@@ -252,7 +252,7 @@ class World:
         assert cache.n_offloaded_blocks == self.n_moved
         full = {key for key in stored if len(key[1]) % model.block_tokens == 0}
         assert cache.resident() == {self.hash_of(key): stored[key] for key in full}
-        for event in self.queue.take():
+        for event in self.queue.take_events():
             assert event["event_id"] == self.next_event_id
             self.next_event_id += 1
             self.consumers[event["window_size"]].take(event["data"])

@@ -20,9 +20,9 @@ from slagate.workers.engine_args.model.merge import (
     merge,
 )
 from slagate.workers.engine_args.prune import prune
-from slagate.workers.engine_args.read import EXTRA, OVERRIDE, PEER, read_override, read_yaml
 from slagate.workers.engine_args.rules.case import EngineCase, IntendedUse, case_of
 from slagate.workers.engine_args.rules.table import findings_of, findings_of_pair
+from slagate.workers.engine_args.yaml_text import EXTRA, OVERRIDE, PEER, read_override, read_yaml
 from slagate.workers.findings import Finding, warning
 from slagate.workers.runtime.usage import UsageError
 

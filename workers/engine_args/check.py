@@ -10,9 +10,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from slagate.workers.engine_args.model.merge import in_brief
-from slagate.workers.engine_args.model.model import UNSET_IF_NONE, EngineModel
-from slagate.workers.engine_args.model.sections import INT32_MAX, POWER_OF_TWO
-from slagate.workers.engine_args.text import inline
+from slagate.workers.engine_args.model.model import (
+    INT32_MAX,
+    POWER_OF_TWO,
+    UNSET_IF_NONE,
+    EngineModel,
+)
+from slagate.workers.engine_args.yaml_text import inline
 from slagate.workers.findings import Finding, error, warning
 from slagate.workers.runtime.usage import nearest
 

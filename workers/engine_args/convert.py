@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from slagate.workers.engine_args.check import check_values
 from slagate.workers.engine_args.model.merge import in_brief
 from slagate.workers.engine_args.model.model import EngineModel
-from slagate.workers.engine_args.read import PEER
+from slagate.workers.engine_args.yaml_text import PEER
 from slagate.workers.runtime.usage import UsageError
 
 TRANSCEIVER = "cache_transceiver_config"

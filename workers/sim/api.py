@@ -22,6 +22,7 @@ from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.outputs import RequestOutput
 from slagate.workers.sim.request import (
     DEFAULT_REQUEST_PRIORITY,
+    ApiTraits,
     ConversationParams,
     DisaggregatedParams,
     DisaggregatedParams12,
@@ -35,7 +36,6 @@ from slagate.workers.sim.request import (
     SimLogitsProcessor,
 )
 from slagate.workers.sim.submit import Submission
-from slagate.workers.sim.versions import ApiTraits
 
 
 class Llm12(SimLLM):
@@ -228,7 +228,7 @@ class LlmMain(_Inspectable):
 
     def preprocess(self, inputs: Any) -> PreprocessedInputs:
         """A prompt as token ids, for `generate_async`. Raises as that does for a bad prompt."""
-        return PreprocessedInputs(self._desk.prompt_of(inputs).tokens)
+        return PreprocessedInputs(self._checker.prompt_of(inputs).tokens)
 
     def get_kv_cache_capacity(self) -> dict[str, Any]:
         """As in earlier versions, and whether there are KV cache events."""

@@ -9,11 +9,11 @@ from slagate.workers.sim.handoff import DisaggIds
 from slagate.workers.sim.kv_cache.cache import SimKvCache
 from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder
 from slagate.workers.sim.rank import SimRank
+from slagate.workers.sim.request import ApiTraits
 from slagate.workers.sim.sequence import EngineLimits
 from slagate.workers.sim.settings import SimSettings, attention_windows, host_blocks, primary_blocks
 from slagate.workers.sim.stats import StatsLimits, StatsQueue
 from slagate.workers.sim.timing import EngineTiming
-from slagate.workers.sim.versions import ApiTraits
 
 
 class EngineParts(NamedTuple):

@@ -16,7 +16,6 @@ from functools import partial
 
 from slagate.workers.kv_transfer.transport import KvTransferError, KvTransport
 from slagate.workers.sim.handoff import DisaggIds, ParkedSessions
-from slagate.workers.sim.logits import drawn
 from slagate.workers.sim.pulls import Pulls
 from slagate.workers.sim.rank import Iteration, RankGroup, SimRank
 from slagate.workers.sim.request import RequestError
@@ -97,7 +96,7 @@ class SimEngine:
 
     def submit(self, sequence: SimSequence) -> None:
         """Queue a sequence; it starts with the next iteration that has room."""
-        self._group.add(sequence)
+        self._group.enqueue(sequence)
         self._go_on()
 
     def abort(self, sequence: SimSequence) -> None:
@@ -221,7 +220,7 @@ class SimEngine:
         sequence.start_chain(prompt.states[n_full - 1] if n_full else prompt.seed, block_tokens)
         rank.schedule.start_decoding(sequence)
         state = prompt.states[-1]
-        token = drawn(sequence, state, self._limits.vocab_size)
+        token = sequence.draw(state, self._limits.vocab_size)
         if sequence.request_type == "context_only" and sequence.stop.check([token]) is None:
             self._hand_off(rank, sequence, token)
         else:
@@ -236,7 +235,7 @@ class SimEngine:
         sequence.kv_tokens += 1
         chain.append(sequence.generated[-1])
         state = chain.state
-        self._emit(sequence, drawn(sequence, state, self._limits.vocab_size), state)
+        self._emit(sequence, sequence.draw(state, self._limits.vocab_size), state)
 
     def _emit(self, sequence: SimSequence, token: int, state: bytes) -> None:
         """Deliver a token drawn from the context in `state`; end the sequence if it is the last one."""

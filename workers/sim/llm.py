@@ -14,14 +14,13 @@ from weakref import WeakValueDictionary
 
 from slagate.workers.sim.args import parse_args
 from slagate.workers.sim.build import build_engine
-from slagate.workers.sim.kv_cache.polls import PollResult
+from slagate.workers.sim.kv_cache.events import PollResult
 from slagate.workers.sim.outputs import RequestOutput
-from slagate.workers.sim.request import RequestError
+from slagate.workers.sim.request import ApiTraits, RequestError
 from slagate.workers.sim.settings import SimSettings
 from slagate.workers.sim.submit import RequestChecker, Submission
 from slagate.workers.sim.testing import SimTestControls
 from slagate.workers.sim.tokenizer import SimTokenizer, SimVocabulary
-from slagate.workers.sim.versions import ApiTraits
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ class SimLLM(SimTestControls):
         self._engine, self._ranks, self._stats, self._events = parts
         self._engine.on_fatal = self.inject_fatal
         self._block_tokens = args.kv_cache_config.tokens_per_block
-        self._desk = RequestChecker(
+        self._checker = RequestChecker(
             args,
             settings=sim,
             traits=self.traits,
@@ -141,10 +140,10 @@ class SimLLM(SimTestControls):
             raise RuntimeError("LLM is shutting down")
         if self._executor._fatal_error is not None:
             raise RuntimeError(f"executor died: {self._executor._fatal_error}")
-        sequences = self._desk.checked_request(self._last_id + 1, submission)
+        sequences = self._checker.checked_request(self._last_id + 1, submission)
         self._last_id += 1
         result = sequences[0].feed.result
-        problem = self._desk.enqueue_problem(sequences[0])
+        problem = self._checker.enqueue_problem(sequences[0])
         if problem is not None:
             result.fail(RequestError(problem))
             return result
@@ -198,13 +197,13 @@ class SimLLM(SimTestControls):
         """Iterations not read yet, as dicts; ends when none comes for `timeout` seconds."""
         # There is no stats queue before the first request, so nothing is waited for.
         timeout_s = (timeout or 0) if self._last_id > 1 else 0
-        return PollResult(self._stats.take, self._stats.arrivals, timeout_s=timeout_s)
+        return PollResult(self._stats.take_row, self._stats.arrivals, timeout_s=timeout_s)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
         """Iterations not read yet; what would have to be waited for does not come without a loop."""
         del timeout
         rows = []
-        while (row := self._stats.take()) is not None:
+        while (row := self._stats.take_row()) is not None:
             rows.append(row)
         return rows
 
@@ -220,8 +219,8 @@ class SimLLM(SimTestControls):
     def _next_events(self) -> Any | None:
         """What one step of polling gives: a list where executors hand events over in batches, or one."""
         if self.traits.nests_events:
-            return self._events.take(_BATCH_EVENTS) or None
-        return next(iter(self._events.take(1)), None)
+            return self._events.take_events(_BATCH_EVENTS) or None
+        return next(iter(self._events.take_events(1)), None)
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[Any]:
         """KV cache events not read yet, without waiting. Raises as `get_kv_cache_events_async`."""

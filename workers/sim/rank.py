@@ -29,7 +29,7 @@ class Queued(NamedTuple):
 NONE_QUEUED = Queued(0, 0, 0, 0)
 
 
-class WaitingLine:
+class WaitingQueue:
     """Sequences that wait for a rank, in order of arrival, counted as they come and go.
 
     An iteration asks for the counts each time, and looks at no more of the line than it must.
@@ -58,7 +58,7 @@ class WaitingLine:
             pull_tokens=pull_tokens,
         )
 
-    def add(self, sequence: SimSequence) -> None:
+    def append(self, sequence: SimSequence) -> None:
         """Put a sequence at the end."""
         self._line[sequence] = None
         self._count(sequence, 1)
@@ -215,7 +215,7 @@ class RankGroup:
 
     def __init__(self, ranks: Sequence[SimRank], limits: EngineLimits) -> None:
         self.ranks = ranks
-        self.waiting = WaitingLine()
+        self.waiting = WaitingQueue()
         self._buffer_tokens = limits.max_tokens_in_buffer
 
     @property
@@ -237,9 +237,9 @@ class RankGroup:
         for rank in self.ranks:
             rank.flush()
 
-    def add(self, sequence: SimSequence) -> None:
+    def enqueue(self, sequence: SimSequence) -> None:
         """Put a sequence at the end of the line."""
-        self.waiting.add(sequence)
+        self.waiting.append(sequence)
 
     def remove(self, sequence: SimSequence, *, keeps_blocks: bool) -> None:
         """Take a sequence out, wherever it is, and free what it holds unless it `keeps_blocks`."""

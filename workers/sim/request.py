@@ -196,3 +196,22 @@ class PreprocessedInputs:
     query_token_ids: list[int] | None = None
     multimodal_params: object | None = None
     encoder_input_token_ids: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ApiTraits:
+    """One version's types and shapes.
+
+    `nests_events`: a KV event poll yields lists of events, not events. `newest_events` adds keys to them.
+    `counts_kv_tokens`: iteration stats have the KV token counts that TensorRT-LLM got in its pull request
+    #13199. `overlong_error` is raised for a prompt above `max_num_tokens` without chunked prefill.
+    """
+
+    version: str
+    sampling_params: type[SamplingParams12]
+    disaggregated_params: type[DisaggregatedParams12]
+    scheduling_params: type[SchedulingParams12]
+    overlong_error: type[Exception]
+    nests_events: bool
+    newest_events: bool
+    counts_kv_tokens: bool

@@ -4,11 +4,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from slagate.workers.sim.kv_cache.blocks import TOKEN_BYTES, CachePrompt, TokenChain, token_bytes
+import numpy as np
+
+from slagate.workers.sim.kv_cache.blocks import (
+    TOKEN_BYTES,
+    CachePrompt,
+    TokenChain,
+    next_token,
+    token_bytes,
+)
 from slagate.workers.sim.kv_cache.cache import Allocation
 from slagate.workers.sim.outputs import OutputFeed
 from slagate.workers.sim.request import DisaggregatedParams12, SimLogitsProcessor
-from slagate.workers.sim.stop import StopRules
+from slagate.workers.sim.sampling import StopRules
+
+_OTHER_LOGIT = -10.0
+"""The logit of every token but the one that the context gives, which has 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,22 @@ class SimSequence:
         # The newest token is never in the cache.
         generated = token_bytes(self.generated[:-1])
         return CacheContent([*full, *self.chain.filled], self.prompt.packed + generated)
+
+    def draw(self, state: bytes, vocab_size: int) -> int:
+        """The token after the context in `state`. Raises what a logits processor raises.
+
+        Logits are made for processors only. The largest is that of the token which the context gives, so
+        a processor that changes nothing, or all of them alike, changes no answer.
+        """
+        token = next_token(state, vocab_size, self.branch)
+        if not self.processors:
+            return token
+        logits = np.full((1, 1, vocab_size), _OTHER_LOGIT, dtype=np.float32)
+        logits[0, 0, token] = 0.0
+        token_ids = [*self.feed.result.prompt_token_ids, *self.generated]
+        for processor in self.processors:
+            processor(self.request_id, logits, [token_ids], None, self.request_id)
+        return int(np.argmax(logits[0, 0]))
 
 
 class Chunk(NamedTuple):

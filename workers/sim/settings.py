@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from slagate.workers.kv_transfer.transport import KvTransport
 from slagate.workers.profiles.profile import TpProfile
 from slagate.workers.sim.args import KvCacheConfig, TorchLlmArgs
-from slagate.workers.sim.logprobs import LogprobForm
+from slagate.workers.sim.sampling import LogprobForm
 
 VOCAB_SIZE = 128_256
 """Default vocabulary: Llama 3's."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from slagate.workers.sim.kv_cache.polls import Arrivals
+from slagate.workers.sim.kv_cache.events import Arrivals
 from slagate.workers.sim.rank import NONE_QUEUED, Queued, RankStep, SimRank
 
 _EPOCH = datetime(1970, 1, 1)
@@ -179,6 +179,6 @@ class StatsQueue:
         self._records.append(record)
         self.arrivals.announce()
 
-    def take(self) -> dict[str, Any] | None:
+    def take_row(self) -> dict[str, Any] | None:
         """The oldest record as a dict, or None."""
         return stats_dict(self._records.popleft(), self._limits) if self._records else None

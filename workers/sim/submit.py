@@ -11,15 +11,18 @@ from typing import Any, NamedTuple
 
 from slagate.workers.sim.args import TorchLlmArgs
 from slagate.workers.sim.kv_cache.blocks import CachePrompt, block_states, seed_state, token_bytes
-from slagate.workers.sim.logits import processors_of
-from slagate.workers.sim.logprobs import LogprobMaker
 from slagate.workers.sim.outputs import RequestOutput, SimOutputForm
-from slagate.workers.sim.request import DisaggregatedParams12, PreprocessedInputs, SamplingParams12
+from slagate.workers.sim.request import (
+    ApiTraits,
+    DisaggregatedParams12,
+    PreprocessedInputs,
+    SamplingParams12,
+    SimLogitsProcessor,
+)
+from slagate.workers.sim.sampling import LogprobMaker, StopRules, StopWord
 from slagate.workers.sim.sequence import SimSequence
 from slagate.workers.sim.settings import SimSettings
-from slagate.workers.sim.stop import StopRules, StopWord
 from slagate.workers.sim.tokenizer import SimTokenizer
-from slagate.workers.sim.versions import ApiTraits
 
 _MEDIA = ("multi_modal_data", "multi_modal_embeddings")
 
@@ -154,7 +157,7 @@ class RequestChecker:
             params=params,
             rank_wanted=None if scheduling is None else scheduling.attention_dp_rank,
             rank_strict=scheduling is not None and scheduling.attention_dp_relax is False,
-            processors=processors_of(sampling),
+            processors=_processors(sampling),
         )
         others = [
             replace(first, feed=feed, branch=feed.index, first=first, generated=[])
@@ -285,6 +288,17 @@ def _check_type(name: str, value: object, wanted: type) -> None:
     # Another version's type is a subclass or a base of the right one.
     if type(value) is not wanted:
         raise TypeError(f"{name} must be {wanted.__name__}, not {type(value).__name__}")
+
+
+def _processors(sampling: SamplingParams12) -> tuple[SimLogitsProcessor, ...]:
+    given: Any = sampling.logits_processor
+    if given is None:
+        return ()
+    listed = given if isinstance(given, list) else [given]
+    for one in listed:
+        if not isinstance(one, SimLogitsProcessor):
+            raise TypeError(f"logits_processor must be LogitsProcessor, not {type(one).__name__}")
+    return tuple(listed)
 
 
 def _check_handoff(params: DisaggregatedParams12) -> None:

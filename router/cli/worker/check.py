@@ -23,9 +23,9 @@ from slagate.router.cli.command import (
 )
 from slagate.router.cli.worker import engine_args as options
 from slagate.workers.engine_args.build import EngineArgs, check_pair
-from slagate.workers.engine_args.read import PEER
 from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.engine_args.rules.table import CODES
+from slagate.workers.engine_args.yaml_text import PEER
 from slagate.workers.findings import Finding
 
 PAIR = "pair"

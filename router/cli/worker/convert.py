@@ -18,10 +18,9 @@ from slagate.workers.engine_args.build import assemble
 from slagate.workers.engine_args.convert import Conversion
 from slagate.workers.engine_args.convert import convert as converted
 from slagate.workers.engine_args.model.merge import Layer
-from slagate.workers.engine_args.model.sections import MAX_RANKS
-from slagate.workers.engine_args.read import PEER, read_yaml
+from slagate.workers.engine_args.model.model import MAX_RANKS
 from slagate.workers.engine_args.rules.case import IntendedUse
-from slagate.workers.engine_args.text import yaml_lines
+from slagate.workers.engine_args.yaml_text import PEER, read_yaml, yaml_lines
 
 CONVERTED_ROLES = ("agg", "prefill", "decode")
 

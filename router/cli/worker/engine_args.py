@@ -10,10 +10,9 @@ import typer
 from slagate.router.cli.command import errors, fail, wrong_use_told
 from slagate.workers.engine_args.build import EngineArgs, build_engine_args
 from slagate.workers.engine_args.model.merge import DEFAULT
-from slagate.workers.engine_args.model.sections import INT32_MAX, MAX_RANKS
-from slagate.workers.engine_args.read import EXTRA
+from slagate.workers.engine_args.model.model import INT32_MAX, MAX_RANKS
 from slagate.workers.engine_args.rules.case import IntendedUse
-from slagate.workers.engine_args.text import yaml_lines
+from slagate.workers.engine_args.yaml_text import EXTRA, yaml_lines
 from slagate.workers.findings import Finding
 from slagate.workers.serving.sim import TRANSPORTS
 from slagate.workers.trtllm.package import installed_version

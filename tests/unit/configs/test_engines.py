@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from slagate.workers.engine_args.build import EngineArgs, build_engine_args, check_pair
-from slagate.workers.engine_args.read import engine_configs
+from slagate.workers.engine_args.yaml_text import engine_configs
 from slagate.workers.sim.args import parse_args
 
 ROLES = ("agg", "prefill", "decode", "encode")

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from slagate.router.commands import cli
 from slagate.workers.engine_args.check import check_values
-from slagate.workers.engine_args.read import engine_configs
 from slagate.workers.engine_args.rules.table import CODES
+from slagate.workers.engine_args.yaml_text import engine_configs
 
 REPOSITORY = Path(__file__).parents[3]
 PAGE = (REPOSITORY / "docs" / "engines.md").read_text()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from slagate.workers.engine_args.model.sections import FIELDS_OF_TYPE
+from slagate.workers.engine_args.model.model import FIELDS_OF_TYPE
 from slagate.workers.engine_args.rules.case import EngineCase
 from slagate.workers.findings import Finding, error, warning
 

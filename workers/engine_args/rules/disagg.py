@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from slagate.workers.engine_args.model.sections import CacheTransceiverSection
+from slagate.workers.engine_args.model.model import CacheTransceiverSection
 from slagate.workers.engine_args.rules.case import EngineCase
 from slagate.workers.findings import Finding, error, warning
 from slagate.workers.kv_transfer.nixl.ucx import reaches_gpu

@@ -203,7 +203,7 @@ class SimKvCache:
             node = self._tree.get(state)
             if node is None:
                 first_new = min(first_new, i)
-                node = self._tree.add(
+                node = self._tree.insert(
                     state,
                     path[-1] if path else None,
                     seed=allocation.prompt.seed,

@@ -6,14 +6,14 @@ Between the two an event is a compact record; its dict, with one dict per token,
 takes it. The shape is that of TensorRT-LLM's `KVCacheEventSerializer`.
 """
 
+import asyncio
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from slagate.workers.sim.kv_cache.blocks import TOKEN_BYTES
-from slagate.workers.sim.kv_cache.polls import Arrivals
 
 # The retention priority that TensorRT-LLM gives a block when the request names none.
 DEFAULT_PRIORITY = 35
@@ -131,7 +131,7 @@ class KvEventQueue:
                 pass
         self.arrivals.announce()
 
-    def take(self, limit: int | None = None) -> list[dict[str, Any]]:
+    def take_events(self, limit: int | None = None) -> list[dict[str, Any]]:
         """The oldest `limit` events, or all, as dicts; they are gone then."""
         n = self._n_events if limit is None else min(limit, self._n_events)
         return [
@@ -268,3 +268,56 @@ def _as_dict(recorder: KvEventRecorder, event_id: int, record: _Record) -> dict[
         shown["layer_group_id"] = recorder.windows.index(record.window)
         shown["hash_algo"] = HASH_ALGO
     return shown
+
+
+class Arrivals:
+    """Those who wait for the next thing that a queue gets."""
+
+    def __init__(self) -> None:
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def announce(self) -> None:
+        """Something is there."""
+        for waiter in self._waiters:
+            _complete(waiter)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return at the next announcement, or after `timeout_s` seconds."""
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        timer = loop.call_later(timeout_s, _complete, waiter)
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiters.discard(waiter)
+
+
+class PollResult:
+    """Async iterator of what is there and what arrives; it ends when nothing does within the timeout."""
+
+    def __init__(
+        self, take: Callable[[], Any | None], arrivals: Arrivals, *, timeout_s: float
+    ) -> None:
+        """`take` gives the next item, or None; `arrivals` are those of what it takes from."""
+        self._take = take
+        self._arrivals = arrivals
+        self._timeout_s = timeout_s
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        item = self._take()
+        if item is None and self._timeout_s > 0:
+            await self._arrivals.wait(self._timeout_s)
+            item = self._take()
+        if item is None:
+            raise StopAsyncIteration
+        return item
+
+
+def _complete(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -64,7 +64,7 @@ class BlockTree:
         neighbours = parent.children[max(0, at - 1) : at + 1]
         return max([_n_common_tokens(wanted, tokens) for tokens in neighbours])
 
-    def add(
+    def insert(
         self, state: bytes, parent: BlockNode | None, *, seed: bytes, tokens: bytes
     ) -> BlockNode:
         """Store a block on the device, with one reference."""

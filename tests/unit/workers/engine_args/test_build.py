@@ -16,9 +16,8 @@ from slagate.workers.engine_args.build import EngineArgs, build_engine_args, che
 from slagate.workers.engine_args.check import check_values
 from slagate.workers.engine_args.model.merge import Layer, leaves, merge
 from slagate.workers.engine_args.model.model import EngineModel
-from slagate.workers.engine_args.read import parse_yaml
 from slagate.workers.engine_args.rules.case import IntendedUse
-from slagate.workers.engine_args.text import yaml_lines
+from slagate.workers.engine_args.yaml_text import parse_yaml, yaml_lines
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.sim.args import TorchLlmArgs
 

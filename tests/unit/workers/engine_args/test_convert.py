@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from slagate.router.commands import cli
 from slagate.workers.engine_args.convert import Conversion, convert
-from slagate.workers.engine_args.read import engine_configs, read_yaml
+from slagate.workers.engine_args.yaml_text import engine_configs, read_yaml
 from slagate.workers.runtime.usage import UsageError
 
 DECODERS = [name for name in engine_configs() if name.endswith("decode")]

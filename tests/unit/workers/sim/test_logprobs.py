@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from slagate.workers.sim.api import VERSIONS, sim_api
-from slagate.workers.sim.logprobs import Logprob, LogprobMaker
 from slagate.workers.sim.outputs import CompletionOutput
+from slagate.workers.sim.sampling import Logprob, LogprobMaker
 from support.engine.sim_llm import Pair, expected, llm, prompt_of
 from support.virtual_loop import run
 

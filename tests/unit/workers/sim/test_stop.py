@@ -6,7 +6,7 @@ import pytest
 
 from slagate.workers.sim.api import VERSIONS, sim_api
 from slagate.workers.sim.outputs import CompletionOutput
-from slagate.workers.sim.stop import Stop, StopRules, StopWord
+from slagate.workers.sim.sampling import Stop, StopRules, StopWord
 from slagate.workers.sim.tokenizer import SimTokenizer, SimVocabulary
 from support.engine.sim_llm import expected, llm, prompt_of
 from support.virtual_loop import run

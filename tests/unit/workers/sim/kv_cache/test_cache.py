@@ -60,7 +60,7 @@ def events_after(tokens: list[list[int]], **options: Any) -> list[dict[str, Any]
     for one in tokens:
         run(cache, one)
     recorder.flush()
-    return queue.take()
+    return queue.take_events()
 
 
 A = list(range(100, 117))

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from slagate.workers.sim.kv_cache.blocks import block_states, seed_state, token_bytes
-from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder
-from slagate.workers.sim.kv_cache.polls import PollResult
+from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder, PollResult
 from support.kv.consumer import KvConsumer
 from support.virtual_loop import run
 
@@ -32,7 +31,7 @@ def told(**changed: Any) -> tuple[KvEventRecorder, list[dict[str, Any]]]:
     recorder.removed(STATES[1])
     recorder.moved(STATES[0], 0, 1)
     recorder.flush()
-    return recorder, queue.take()
+    return recorder, queue.take_events()
 
 
 def block(recorder: KvEventRecorder, state: bytes, tokens: list[int]) -> dict[str, Any]:
@@ -110,11 +109,11 @@ def test_nothing_is_readable_before_the_flush() -> None:
     recorder = recorder_of(queue)
     recorder.created(1, 0)
     recorder.removed(STATES[0])
-    assert queue.take() == []
+    assert queue.take_events() == []
     recorder.flush()
     recorder.flush()
-    assert [event["data"]["type"] for event in queue.take()] == ["created", "removed"]
-    assert queue.take() == []
+    assert [event["data"]["type"] for event in queue.take_events()] == ["created", "removed"]
+    assert queue.take_events() == []
 
 
 def test_removals_are_not_merged_over_what_comes_between() -> None:
@@ -126,7 +125,7 @@ def test_removals_are_not_merged_over_what_comes_between() -> None:
     recorder.flush()
     recorder.removed(STATES[1])
     recorder.flush()
-    kinds = [event["data"]["type"] for event in queue.take()]
+    kinds = [event["data"]["type"] for event in queue.take_events()]
     assert kinds == ["removed", "stored", "removed", "removed"]
 
 
@@ -142,7 +141,7 @@ def test_the_oldest_are_dropped_and_the_ids_show_it() -> None:
             recorder.flush()
 
     def ids(n: int | None = None) -> list[tuple[int, int]]:
-        return [(event["attention_dp_rank"], event["event_id"]) for event in queue.take(n)]
+        return [(event["attention_dp_rank"], event["event_id"]) for event in queue.take_events(n)]
 
     iteration()
     assert ids(3) == [(0, 0), (0, 1), (1, 0)]
@@ -160,8 +159,8 @@ def test_a_batch_larger_than_the_buffer_keeps_its_end() -> None:
     for _ in range(10):
         recorder.created(1, 0)
     recorder.flush()
-    assert [event["event_id"] for event in queue.take(2)] == [7, 8]
-    assert [event["event_id"] for event in queue.take(2)] == [9]
+    assert [event["event_id"] for event in queue.take_events(2)] == [7, 8]
+    assert [event["event_id"] for event in queue.take_events(2)] == [9]
     assert queue.n_dropped == 7
 
 
@@ -170,7 +169,7 @@ def test_a_buffer_of_no_size_keeps_and_counts_nothing() -> None:
     recorder = recorder_of(queue)
     recorder.created(1, 0)
     recorder.flush()
-    assert (queue.take(), queue.n_dropped) == ([], 0)
+    assert (queue.take_events(), queue.n_dropped) == ([], 0)
 
 
 def test_every_window_tells_and_a_small_one_forgets_what_slid_out_of_it() -> None:
@@ -182,7 +181,7 @@ def test_every_window_tells_and_a_small_one_forgets_what_slid_out_of_it() -> Non
 
     def consume() -> list[tuple[int, str]]:
         recorder.flush()
-        events = queue.take()
+        events = queue.take_events()
         for event in events:
             consumers[event["window_size"]].take(event["data"])
         return [(event["window_size"], event["data"]["type"]) for event in events]
@@ -222,7 +221,7 @@ def test_a_reader_waits_for_the_flush_but_not_for_ever() -> None:
         recorder = recorder_of(queue)
 
         async def poll(timeout_s: float) -> list[Any]:
-            result = PollResult(lambda: queue.take() or None, queue.arrivals, timeout_s=timeout_s)
+            result = PollResult(lambda: queue.take_events() or None, queue.arrivals, timeout_s=timeout_s)
             return [item async for item in result]
 
         assert await poll(0.0) == []
