@@ -106,7 +106,7 @@ async def one_request(
 
 def check_line(engine: SimLLM) -> None:
     """What the line of those who wait says of them, against a look at each of them."""
-    line = engine._engine._group.waiting
+    line = engine._engine.group.waiting
     prefills = [one.n_prompt for one in line if one.request_type != "generation_only"]
     pulls = [one.n_prompt for one in line if one.request_type == "generation_only"]
     assert line.totals == (len(prefills), sum(prefills), len(pulls), sum(pulls))

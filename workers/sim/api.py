@@ -234,7 +234,7 @@ class LlmMain(_Inspectable):
         """As in earlier versions, and whether there are KV cache events."""
         return {
             **super().get_kv_cache_capacity(),
-            "kvEventsEnabled": self._events.max_events > 0,
+            "kvEventsEnabled": self._engine.events.max_events > 0,
         }
 
 

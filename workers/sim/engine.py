@@ -16,6 +16,7 @@ from functools import partial
 
 from slagate.workers.kv_transfer.transport import KvTransferError, KvTransport
 from slagate.workers.sim.handoff import DisaggIds, ParkedSessions
+from slagate.workers.sim.kv_cache.events import KvEventQueue
 from slagate.workers.sim.pulls import Pulls
 from slagate.workers.sim.rank import Iteration, RankGroup, SimRank
 from slagate.workers.sim.request import RequestError
@@ -29,10 +30,11 @@ CATCH_UP_S = 0.05
 
 
 class SimEngine:
-    """Runs sequences on its ranks; `transport` and `parked` are None where no handoff is possible.
+    """Runs sequences on its ranks; `parked` and `pulls` are None without a transport, so without handoffs.
 
-    A critical section is a whole method: nothing here awaits. An exception that leaves one is fatal, and
-    given to `on_fatal`, which is `fail_all` unless the owner has set another.
+    A critical section is a whole method: nothing here awaits. An exception that leaves a step is fatal, and
+    given to `on_fatal`, which is `fail_all` unless the owner has set another. `events` and `stats` are what
+    pollers read.
     """
 
     def __init__(
@@ -44,13 +46,17 @@ class SimEngine:
         transport: KvTransport | None,
         handoff_timeout_s: float,
         disagg_ids: DisaggIds,
+        events: KvEventQueue,
         stats: StatsQueue,
     ) -> None:
         self.ranks = ranks
+        self.group = RankGroup(ranks, limits)
+        self.events = events
+        self.stats = stats
         self.kv_transfer_failures = self.n_unsafe_aborts = 0
         self.on_fatal: Callable[[BaseException], None] = self.fail_all
         self.parked: ParkedSessions | None = None
-        self._pulls: Pulls | None = None
+        self.pulls: Pulls | None = None
         if transport is not None:
             self.parked = ParkedSessions(
                 transport,
@@ -59,7 +65,7 @@ class SimEngine:
                 timeout_s=handoff_timeout_s,
                 freed=self._go_on,
             )
-            self._pulls = Pulls(
+            self.pulls = Pulls(
                 transport,
                 timing=timing,
                 limits=limits,
@@ -68,35 +74,13 @@ class SimEngine:
             )
         self._limits = limits
         self._timing = timing
-        self._stats = stats
-        self._group = RankGroup(ranks, limits)
         self._iteration: Iteration | None = None
         self._wake: asyncio.Handle | None = None
         self._n_iterations = 0
 
-    @property
-    def n_running(self) -> int:
-        """Sequences admitted and not finished."""
-        return self._group.n_running
-
-    @property
-    def n_queued(self) -> int:
-        """Sequences waiting for admission."""
-        return len(self._group.waiting)
-
-    @property
-    def used_blocks(self) -> int:
-        """KV blocks that sequences and parked sessions refer to, on all ranks."""
-        return sum([rank.cache.used_blocks for rank in self.ranks])
-
-    @property
-    def kv_verify_failures(self) -> int:
-        """Transfers whose bytes arrived whole and were not of the prompt."""
-        return 0 if self._pulls is None else self._pulls.n_mismatches
-
     def submit(self, sequence: SimSequence) -> None:
         """Queue a sequence; it starts with the next iteration that has room."""
-        self._group.enqueue(sequence)
+        self.group.enqueue(sequence)
         self._go_on()
 
     def abort(self, sequence: SimSequence) -> None:
@@ -115,7 +99,7 @@ class SimEngine:
 
     def inject_request_error(self, request_id: int, text: str) -> bool:
         """Fail one request as an executor error of that request does; False when it does not run."""
-        found = [one for one in self._group.sequences() if one.request_id == request_id]
+        found = [one for one in self.group.sequences() if one.request_id == request_id]
         for sequence in found:
             self._end(sequence)
             sequence.feed.fail(RequestError(text))
@@ -123,22 +107,22 @@ class SimEngine:
 
     def fail_all(self, error: BaseException) -> None:
         """End every sequence with `error` and withdraw parked handoffs; nothing is left to run."""
-        for sequence in self._group.sequences():
+        for sequence in self.group.sequences():
             self._end(sequence)
             sequence.feed.fail(error)
         if self.parked is not None:
             self.parked.clear()
         self._cancel_wake()
-        self._group.flush()
+        self.group.flush()
 
     def _go_on(self) -> None:
         """Start an iteration soon if there is anything for it to do, else publish what has changed."""
         if self._wake is not None or self._iteration is not None:
             return
-        if self._group.is_ready():
+        if self.group.is_ready():
             self._wake = asyncio.get_running_loop().call_soon(self._guarded, self._begin)
         else:
-            self._group.flush()
+            self.group.flush()
 
     def _cancel_wake(self) -> None:
         if self._wake is not None:
@@ -161,13 +145,13 @@ class SimEngine:
     def _start_iteration(self, now_s: float) -> None:
         """Admit, plan one iteration and set the timer for its end; nothing to run = stay idle."""
         # A refused pull gives its room back at once, so each admission is decided after the last pull.
-        for sequence in self._group.admit():
+        for sequence in self.group.admit():
             self._start(sequence, now_s)
         steps = [rank.plan() for rank in self.ranks]
         # Requests refused at admission asked for a wake-up, which this iteration makes needless.
         self._cancel_wake()
         if not any(step.decoding or step.chunks for step in steps):
-            self._group.flush()
+            self.group.flush()
             return
         # Ranks meet at the end of each iteration: the slowest one sets the pace.
         ends_s = now_s + max([step.seconds(self._timing) for step in steps])
@@ -180,8 +164,8 @@ class SimEngine:
         assert allocation is not None
         sequence.feed.started(now_s, allocation)
         if sequence.is_pull:
-            assert self._pulls is not None
-            self._pulls.start(sequence, now_s)
+            assert self.pulls is not None
+            self.pulls.start(sequence, now_s)
 
     def _finish_iteration(self) -> None:
         iteration = self._iteration
@@ -199,14 +183,14 @@ class SimEngine:
         self._iteration = None
         self._n_iterations += 1
         for rank, step in zip(self.ranks, iteration.steps, strict=True):
-            self._stats.put(
+            self.stats.put(
                 iteration_record(
                     rank,
                     step,
                     number=self._n_iterations,
                     started_s=iteration.started_s,
                     ended_s=iteration.ends_s,
-                    queued=self._group.waiting.totals,
+                    queued=self.group.waiting.totals,
                 )
             )
         now_s = asyncio.get_running_loop().time()
@@ -282,9 +266,9 @@ class SimEngine:
     def _end(self, sequence: SimSequence, *, keeps_blocks: bool = False) -> None:
         """Take a sequence out and free what it holds; no timer of it is left behind."""
         sequence.done = True
-        self._group.remove(sequence, keeps_blocks=keeps_blocks)
-        if self._pulls is not None:
-            self._pulls.cancel(sequence)
+        self.group.remove(sequence, keeps_blocks=keeps_blocks)
+        if self.pulls is not None:
+            self.pulls.cancel(sequence)
         # Also reached from inside the iteration's own end, where its timer is spent already.
         if self._iteration is not None and not self._iteration.has_work():
             self._iteration.timer.cancel()

@@ -14,6 +14,7 @@ from slagate.workers.kv_transfer.transport import (
     KvTransport,
 )
 from slagate.workers.runtime.cooperative import SLICE_BYTES
+from slagate.workers.runtime.waiting import UntilEmpty
 from slagate.workers.sim.kv_cache.blocks import (
     STATE_BYTES,
     block_contents,
@@ -89,41 +90,6 @@ def _unpack(raw: bytes) -> OpaqueState:
         first_token=first_token,
         last_state=last_state,
         descriptor=rest[n_name:],
-    )
-
-
-def export_prompt(
-    sequence: SimSequence,
-    first_token: int,
-    *,
-    transport: KvTransport,
-    limits: EngineLimits,
-    disagg_request_id: int,
-    ctx_dp_rank: int | None,
-) -> DisaggregatedParams12:
-    """Offer a prefilled prompt's blocks as session `request_id`; returns the params decode needs.
-
-    Raises `KvTransferError` when the transport cannot take them.
-    """
-    assert sequence.params is not None, "only a disaggregated request is handed off"
-    session_id = sequence.request_id
-    blocks = block_contents(sequence.prompt.states, limits.kv_block_bytes)
-    opaque = OpaqueState(
-        transport=transport.name,
-        ctx_request_id=session_id,
-        prompt_tokens=sequence.n_prompt,
-        block_tokens=limits.block_tokens,
-        first_token=first_token,
-        last_state=sequence.prompt.states[-1],
-        descriptor=transport.export(session_id, blocks),
-    )
-    return changed_params(
-        sequence.params,
-        first_gen_tokens=[first_token],
-        ctx_request_id=session_id,
-        opaque_state=_pack(opaque),
-        disagg_request_id=disagg_request_id,
-        ctx_dp_rank=ctx_dp_rank,
     )
 
 
@@ -221,8 +187,7 @@ class ParkedSessions:
         self._freed = freed
         self._sessions: dict[int, _Session] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._empty = UntilEmpty(self._sessions)
         self.n_expired = 0
 
     def __len__(self) -> int:
@@ -241,21 +206,32 @@ class ParkedSessions:
         The session has the id of the request; `free` gives the blocks back, and is called once.
         Raises `KvTransferError`, holding nothing, when the transport cannot take the blocks.
         """
-        loop = asyncio.get_running_loop()
+        assert sequence.params is not None, "only a disaggregated request is handed off"
+        session_id, loop = sequence.request_id, asyncio.get_running_loop()
         # The oldest version has no such field.
         disagg_request_id = getattr(sequence.params, "disagg_request_id", None)
         if disagg_request_id is None:
             disagg_request_id = self._disagg_ids.next(loop.time())
-        params = export_prompt(
-            sequence,
-            first_token,
-            transport=self._transport,
-            limits=self._limits,
+        opaque = OpaqueState(
+            transport=self._transport.name,
+            ctx_request_id=session_id,
+            prompt_tokens=sequence.n_prompt,
+            block_tokens=self._limits.block_tokens,
+            first_token=first_token,
+            last_state=sequence.prompt.states[-1],
+            descriptor=self._transport.export(
+                session_id, block_contents(sequence.prompt.states, self._limits.kv_block_bytes)
+            ),
+        )
+        params = changed_params(
+            sequence.params,
+            first_gen_tokens=[first_token],
+            ctx_request_id=session_id,
+            opaque_state=_pack(opaque),
             disagg_request_id=disagg_request_id,
             ctx_dp_rank=ctx_dp_rank,
         )
-        self._sessions[sequence.request_id] = _Session(free, loop.time() + self._timeout_s)
-        self._empty.clear()
+        self._sessions[session_id] = _Session(free, loop.time() + self._timeout_s)
         self._arm(loop)
         return params
 

@@ -1,9 +1,9 @@
 """`SimLLM`: a double of `tensorrt_llm.LLM` that needs no GPU and gives checkable tokens.
 
-Same calls, result objects, errors and order of events as the PyTorch backend, for text models; times come
-from a measured profile. The token after a context is a function of that context (`kv_cache/blocks.py`), so
-sampling settings other than stopping do not change the output, and `min_tokens` lets a stop token pass
-instead of drawing another one. `api` has the versions of TensorRT-LLM that can be imitated.
+Calls, result objects, errors and order of events are those of the PyTorch backend, for text models. Times
+come from a measured profile. The token after a context is a function of that context
+(`kv_cache/blocks.py`), so sampling settings other than stopping do not change the output, and `min_tokens`
+lets a stop token pass instead of drawing another one. `api` has the versions of TensorRT-LLM.
 """
 
 import asyncio
@@ -19,17 +19,16 @@ from slagate.workers.sim.outputs import RequestOutput
 from slagate.workers.sim.request import ApiTraits, RequestError
 from slagate.workers.sim.settings import SimSettings
 from slagate.workers.sim.submit import RequestChecker, Submission
-from slagate.workers.sim.testing import SimTestControls
 from slagate.workers.sim.tokenizer import SimTokenizer, SimVocabulary
 
 log = logging.getLogger(__name__)
 
-# An executor hands KV cache events over in batches of this many at most, where it hands over batches.
+# An executor that hands KV cache events over in batches puts this many at most into one.
 _BATCH_EVENTS = 256
 
 
 class SimExecutor:
-    """`llm._executor`, as far as a worker looks."""
+    """`llm._executor`: the part of it that a worker uses."""
 
     def __init__(self) -> None:
         self._fatal_error: BaseException | None = None
@@ -52,12 +51,14 @@ class SimExecutor:
             result.abort()
 
 
-class SimLLM(SimTestControls):
+class SimLLM:
     """One simulated engine. Owns its KV cache, not the transport, which must serve this engine only.
 
-    The arguments are TensorRT-LLM's (`args`); `sim` has what a real engine has no argument for.
-    Raises `ValueError` naming a wrong argument, `RuntimeError` when there are not enough GPUs, and what
-    `sim.fail_init` says. A subclass gives the version's `generate_async` and `traits`.
+    The arguments are TensorRT-LLM's (`args`); `sim` has what a real engine has no argument for. A subclass
+    gives the version's `generate_async` and `traits`. The part below `shutdown` is beyond TensorRT-LLM's
+    surface: what tests and a worker may ask of the engine, or do to it.
+    Raises `ValueError` naming a wrong argument, `RuntimeError` when there are not enough GPUs, and
+    `sim.fail_init` if that is set.
     """
 
     traits: ClassVar[ApiTraits]
@@ -105,9 +106,9 @@ class SimLLM(SimTestControls):
             self.tokenizer = SimTokenizer(
                 SimVocabulary(vocab_size=sim.vocab_size, eos_token_id=sim.tokenizer_end_id)
             )
-        parts = build_engine(args, sim, traits=self.traits, max_seq_len=max_seq_len)
-        self._engine, self._ranks, self._stats, self._events = parts
+        self._engine = build_engine(args, sim, traits=self.traits, max_seq_len=max_seq_len)
         self._engine.on_fatal = self.inject_fatal
+        self._ranks = self._engine.ranks
         self._block_tokens = args.kv_cache_config.tokens_per_block
         self._checker = RequestChecker(
             args,
@@ -197,15 +198,13 @@ class SimLLM(SimTestControls):
         """Iterations not read yet, as dicts; ends when none comes for `timeout` seconds."""
         # There is no stats queue before the first request, so nothing is waited for.
         timeout_s = (timeout or 0) if self._last_id > 1 else 0
-        return PollResult(self._stats.take_row, self._stats.arrivals, timeout_s=timeout_s)
+        stats = self._engine.stats
+        return PollResult(stats.take_row, stats.arrivals, timeout_s=timeout_s)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """Iterations not read yet; what would have to be waited for does not come without a loop."""
+        """Iterations not read yet, without waiting: without a loop none comes meanwhile."""
         del timeout
-        rows = []
-        while (row := self._stats.take_row()) is not None:
-            rows.append(row)
-        return rows
+        return list(iter(self._engine.stats.take_row, None))
 
     def get_kv_cache_events_async(self, timeout: float | None = 2) -> PollResult:
         """KV cache events not read yet; ends when none comes for `timeout` seconds.
@@ -213,32 +212,90 @@ class SimLLM(SimTestControls):
         Raises `AssertionError` before the first request, as TensorRT-LLM does.
         """
         assert self._last_id > 1, "there are no KV cache events before the first request"
-        timeout_s = (timeout or 0) if self._events.max_events else 0
-        return PollResult(self._next_events, self._events.arrivals, timeout_s=timeout_s)
+        events = self._engine.events
+        timeout_s = (timeout or 0) if events.max_events else 0
+        return PollResult(self._next_events, events.arrivals, timeout_s=timeout_s)
 
     def _next_events(self) -> Any | None:
-        """What one step of polling gives: a list where executors hand events over in batches, or one."""
+        """What one step of polling gives: a list in versions that hand over batches, else one event."""
         if self.traits.nests_events:
-            return self._events.take_events(_BATCH_EVENTS) or None
-        return next(iter(self._events.take_events(1)), None)
+            return self._engine.events.take_events(_BATCH_EVENTS) or None
+        return next(iter(self._engine.events.take_events(1)), None)
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[Any]:
         """KV cache events not read yet, without waiting. Raises as `get_kv_cache_events_async`."""
         del timeout
         assert self._last_id > 1, "there are no KV cache events before the first request"
-        items = []
-        while (item := self._next_events()) is not None:
-            items.append(item)
-        return items
-
-    def inject_fatal(self, error: BaseException) -> None:
-        """Kill the engine as a fatal executor error does: every pending result raises `error`."""
-        if self._executor is not None:
-            self._executor._fatal_error = error
-        self._engine.fail_all(error)
+        return list(iter(self._next_events, None))
 
     def shutdown(self) -> None:
         """Stop; pending results raise `RuntimeError`. No-op the second time."""
         if self._executor is not None:
             self._executor = None
             self._engine.fail_all(RuntimeError("LLM was shut down"))
+
+    @property
+    def n_running(self) -> int:
+        """Sequences admitted and not finished."""
+        return self._engine.group.n_running
+
+    @property
+    def n_queued(self) -> int:
+        """Sequences waiting for admission."""
+        return len(self._engine.group.waiting)
+
+    @property
+    def n_parked(self) -> int:
+        """Prefilled sessions whose blocks wait for decode."""
+        return 0 if self._engine.parked is None else len(self._engine.parked)
+
+    @property
+    def n_expired(self) -> int:
+        """Parked sessions nobody came for in time."""
+        return 0 if self._engine.parked is None else self._engine.parked.n_expired
+
+    @property
+    def n_unsafe_aborts(self) -> int:
+        """Requests aborted while another worker could still write their blocks."""
+        return self._engine.n_unsafe_aborts
+
+    @property
+    def used_blocks(self) -> int:
+        """KV blocks that running requests and parked sessions refer to, on all ranks."""
+        return sum(rank.cache.used_blocks for rank in self._ranks)
+
+    @property
+    def kv_transfer_failures(self) -> int:
+        """Handoffs that failed, for whatever reason."""
+        return self._engine.kv_transfer_failures
+
+    @property
+    def kv_verify_failures(self) -> int:
+        """Failed handoffs whose bytes arrived whole and were not of the prompt."""
+        return 0 if self._engine.pulls is None else self._engine.pulls.n_mismatches
+
+    def resident(self) -> list[dict[int, int]]:
+        """For each rank, the engine hash of every full stored block and the cache level it is on.
+
+        Hashes are made for KV cache events, so the engine must have a buffer for those.
+        """
+        return [rank.cache.resident() for rank in self._ranks]
+
+    def release_session(self, ctx_request_id: int) -> bool:
+        """Drop a parked session and free its blocks; False when there is none of that id."""
+        return self._engine.parked is not None and self._engine.parked.release(ctx_request_id)
+
+    async def handoffs_collected(self) -> None:
+        """Wait until no session is parked any more."""
+        if self._engine.parked is not None:
+            await self._engine.parked.none_left()
+
+    def inject_request_error(self, request_id: int, text: str) -> bool:
+        """Fail one request as its executor does; False when it does not run."""
+        return self._engine.inject_request_error(request_id, text)
+
+    def inject_fatal(self, error: BaseException) -> None:
+        """Kill the engine as a fatal executor error does: every pending result raises `error`."""
+        if self._executor is not None:
+            self._executor._fatal_error = error
+        self._engine.fail_all(error)

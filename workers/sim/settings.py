@@ -80,6 +80,8 @@ def primary_blocks(profile: TpProfile, config: KvCacheConfig) -> int:
 
 def host_blocks(profile: TpProfile, config: KvCacheConfig) -> int:
     """KV blocks of one rank in host memory, at the true size of a token's KV cache."""
+    if not config.onboard_blocks:
+        return 0
     block_bytes = config.tokens_per_block * profile.kv_bytes_per_token
     return (config.host_cache_size or 0) // block_bytes
 

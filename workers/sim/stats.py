@@ -1,22 +1,22 @@
 """Iteration statistics of the simulated engine, in TensorRT-LLM's dict shape."""
 
 from collections import deque
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from slagate.workers.sim.kv_cache.events import Arrivals
 from slagate.workers.sim.rank import NONE_QUEUED, Queued, RankStep, SimRank
+from slagate.workers.sim.sequence import EngineLimits
 
 _EPOCH = datetime(1970, 1, 1)
 _TIMESTAMP = "%m-%d-%Y %H:%M:%S.%f"
 
 
 class IterationRecord(NamedTuple):
-    """One rank's part of an engine iteration; the cheap form, kept until somebody asks.
+    """One rank's part of an engine iteration: the cheap form, kept until somebody asks for the dict.
 
-    Its time, and who was new and active, are as of its start; everything else as of its end. What is
-    queued waits for no rank yet; it is in the record of rank 0 and zero in the others.
+    Its time, `n_new` and `n_active` are as of its start, everything else as of its end. Queued sequences
+    wait for no rank yet: they are in the record of rank 0, and none in the others.
     """
 
     started_s: float
@@ -25,32 +25,18 @@ class IterationRecord(NamedTuple):
     rank: int
     n_new: int
     n_active: int
-    n_queued: int
     n_completed: int
     n_context: int
     context_tokens: int
     context_kv_tokens: int
     n_generation: int
     generation_kv_tokens: int
-    queued_context_tokens: int
-    n_queued_generation: int
-    queued_generation_kv_tokens: int
+    queued: Queued
     used_blocks: int
     allocated_blocks: int
     new_blocks: int
     reused_blocks: int
     missed_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class StatsLimits:
-    """Limits of one rank, that every stats dict repeats; `newest` adds the keys of TensorRT-LLM 1.3."""
-
-    max_batch_size: int
-    max_num_tokens: int
-    total_blocks: int
-    block_tokens: int
-    newest: bool = True
 
 
 def iteration_record(
@@ -64,13 +50,10 @@ def iteration_record(
 ) -> IterationRecord:
     """The record of what a rank did in an iteration that has just ended.
 
-    What each count is of follows TensorRT-LLM's `PyExecutor`: prefill's KV tokens are those in front of the
-    chunk, decode's are prompt and output, the newest token included, and who completed did so since the
-    last record.
+    The counts are those of TensorRT-LLM's `PyExecutor`: prefill's KV tokens are in front of the chunk,
+    decode's are prompt and output with the newest token, and `n_completed` counts since the last record.
     """
     chunks, decoding, cache = step.chunks, step.decoding, rank.cache
-    if rank.index > 0:
-        queued = NONE_QUEUED
     return IterationRecord(
         started_s=started_s,
         iteration=number,
@@ -78,16 +61,13 @@ def iteration_record(
         rank=rank.index,
         n_new=step.n_new,
         n_active=step.n_active,
-        n_queued=queued.n_prefills + queued.n_pulls,
         n_completed=rank.take_completed(),
         n_context=len(chunks),
         context_tokens=sum([chunk.new_tokens for chunk in chunks]),
         context_kv_tokens=step.context_kv_tokens,
         n_generation=len(decoding),
         generation_kv_tokens=sum([one.n_prompt + len(one.generated) for one in decoding]),
-        queued_context_tokens=queued.prefill_tokens,
-        n_queued_generation=queued.n_pulls,
-        queued_generation_kv_tokens=queued.pull_tokens,
+        queued=NONE_QUEUED if rank.index > 0 else queued,
         used_blocks=cache.used_blocks,
         allocated_blocks=cache.n_allocated_blocks,
         new_blocks=cache.n_new_blocks,
@@ -96,50 +76,74 @@ def iteration_record(
     )
 
 
-def stats_dict(record: IterationRecord, limits: StatsLimits) -> dict[str, Any]:
-    """The dict `LLM.get_stats` gives for one iteration (keys of `executor::IterationStats`)."""
-    batching = _batching_stats(record)
-    stats = {
-        "timestamp": (_EPOCH + timedelta(seconds=record.started_s)).strftime(_TIMESTAMP),
-        "iter": record.iteration,
-        "iterLatencyMS": record.latency_s * 1000,
-        "newActiveRequestsQueueLatencyMS": 0.0,
-        "numNewActiveRequests": record.n_new,
-        "numActiveRequests": record.n_active,
-        "numQueuedRequests": record.n_queued,
-        "numCompletedRequests": record.n_completed,
-        "maxNumActiveRequests": limits.max_batch_size,
-        "maxBatchSizeStatic": limits.max_batch_size,
-        "maxBatchSizeRuntime": limits.max_batch_size,
-        "maxNumTokensStatic": limits.max_num_tokens,
-        "maxNumTokensRuntime": limits.max_num_tokens,
-        "gpuMemUsage": 0,
-        "cpuMemUsage": 0,
-        "pinnedMemUsage": 0,
-        "kvCacheStats": _kv_cache_stats(record, limits),
-        "crossKvCacheStats": None,
-        "staticBatchingStats": None,
-        "inflightBatchingStats": batching,
-    }
-    if limits.newest:
-        stats["attentionDpRank"] = record.rank
-        batching.update(_kv_token_stats(record))
-    return stats
+class StatsQueue:
+    """Records not read yet. The oldest are dropped beyond `max_records`; 0 is off, nothing is kept.
 
+    `total_blocks` are of one rank; `newest` adds the keys of TensorRT-LLM 1.3 to the dicts.
+    """
 
-def _kv_cache_stats(record: IterationRecord, limits: StatsLimits) -> dict[str, Any]:
-    looked_up = record.reused_blocks + record.missed_blocks
-    return {
-        "maxNumBlocks": limits.total_blocks,
-        "freeNumBlocks": limits.total_blocks - record.used_blocks,
-        "usedNumBlocks": record.used_blocks,
-        "tokensPerBlock": limits.block_tokens,
-        "allocTotalBlocks": record.allocated_blocks,
-        "allocNewBlocks": record.new_blocks,
-        "reusedBlocks": record.reused_blocks,
-        "missedBlocks": record.missed_blocks,
-        "cacheHitRate": record.reused_blocks / looked_up if looked_up else 0.0,
-    }
+    def __init__(
+        self, limits: EngineLimits, *, total_blocks: int, newest: bool, max_records: int
+    ) -> None:
+        self._limits = limits
+        self._total_blocks = total_blocks
+        self._newest = newest
+        self._max_records = max_records
+        self._records: deque[IterationRecord] = deque(maxlen=max_records)
+        self.arrivals = Arrivals()
+
+    def put(self, record: IterationRecord) -> None:
+        """Add one rank's part of an iteration."""
+        if self._max_records:
+            self._records.append(record)
+            self.arrivals.announce()
+
+    def take_row(self) -> dict[str, Any] | None:
+        """The oldest record as `LLM.get_stats` gives it (keys of `executor::IterationStats`), or None."""
+        if not self._records:
+            return None
+        record, limits = self._records.popleft(), self._limits
+        batching = _batching_stats(record)
+        row = {
+            "timestamp": (_EPOCH + timedelta(seconds=record.started_s)).strftime(_TIMESTAMP),
+            "iter": record.iteration,
+            "iterLatencyMS": record.latency_s * 1000,
+            "newActiveRequestsQueueLatencyMS": 0.0,
+            "numNewActiveRequests": record.n_new,
+            "numActiveRequests": record.n_active,
+            "numQueuedRequests": record.queued.n_prefills + record.queued.n_pulls,
+            "numCompletedRequests": record.n_completed,
+            "maxNumActiveRequests": limits.max_batch_size,
+            "maxBatchSizeStatic": limits.max_batch_size,
+            "maxBatchSizeRuntime": limits.max_batch_size,
+            "maxNumTokensStatic": limits.max_num_tokens,
+            "maxNumTokensRuntime": limits.max_num_tokens,
+            "gpuMemUsage": 0,
+            "cpuMemUsage": 0,
+            "pinnedMemUsage": 0,
+            "kvCacheStats": self._kv_cache_stats(record),
+            "crossKvCacheStats": None,
+            "staticBatchingStats": None,
+            "inflightBatchingStats": batching,
+        }
+        if self._newest:
+            row["attentionDpRank"] = record.rank
+            batching.update(_kv_token_stats(record))
+        return row
+
+    def _kv_cache_stats(self, record: IterationRecord) -> dict[str, Any]:
+        looked_up = record.reused_blocks + record.missed_blocks
+        return {
+            "maxNumBlocks": self._total_blocks,
+            "freeNumBlocks": self._total_blocks - record.used_blocks,
+            "usedNumBlocks": record.used_blocks,
+            "tokensPerBlock": self._limits.block_tokens,
+            "allocTotalBlocks": record.allocated_blocks,
+            "allocNewBlocks": record.new_blocks,
+            "reusedBlocks": record.reused_blocks,
+            "missedBlocks": record.missed_blocks,
+            "cacheHitRate": record.reused_blocks / looked_up if looked_up else 0.0,
+        }
 
 
 def _batching_stats(record: IterationRecord) -> dict[str, Any]:
@@ -158,27 +162,9 @@ def _kv_token_stats(record: IterationRecord) -> dict[str, Any]:
     return {
         "numCtxKvTokens": record.context_kv_tokens,
         "numGenKvTokens": record.generation_kv_tokens,
-        "numQueuedContextRequests": record.n_queued - record.n_queued_generation,
-        "numQueuedCtxTokens": record.queued_context_tokens,
-        "numQueuedGenRequests": record.n_queued_generation,
-        "numQueuedGenKvTokens": record.queued_generation_kv_tokens,
+        "numQueuedContextRequests": record.queued.n_prefills,
+        "numQueuedCtxTokens": record.queued.prefill_tokens,
+        "numQueuedGenRequests": record.queued.n_pulls,
+        "numQueuedGenKvTokens": record.queued.pull_tokens,
         "numPausedKvTokens": 0,
     }
-
-
-class StatsQueue:
-    """Records not read yet; the oldest are dropped beyond `max_records`."""
-
-    def __init__(self, limits: StatsLimits, *, max_records: int) -> None:
-        self._limits = limits
-        self._records: deque[IterationRecord] = deque(maxlen=max_records)
-        self.arrivals = Arrivals()
-
-    def put(self, record: IterationRecord) -> None:
-        """Add one rank's part of an iteration."""
-        self._records.append(record)
-        self.arrivals.announce()
-
-    def take_row(self) -> dict[str, Any] | None:
-        """The oldest record as a dict, or None."""
-        return stats_dict(self._records.popleft(), self._limits) if self._records else None

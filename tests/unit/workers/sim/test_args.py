@@ -217,4 +217,4 @@ def test_recorders_exist_only_with_an_event_buffer(monkeypatch: pytest.MonkeyPat
     engine = llm(kv_cache_config=cache, tensor_parallel_size=2, enable_attention_dp=True)
     assert made == [None, 0, 1]
     # One buffer takes the events of both.
-    assert engine._events.max_events == 16
+    assert engine._engine.events.max_events == 16

@@ -163,7 +163,7 @@ BIG = {"kv_block_bytes": 65_536}
 
 
 def check_of(engine: SimLLM) -> Slices:
-    pulls = engine._engine._pulls
+    pulls = engine._engine.pulls
     assert pulls is not None
     return pulls._slices
 

@@ -221,7 +221,9 @@ def test_a_reader_waits_for_the_flush_but_not_for_ever() -> None:
         recorder = recorder_of(queue)
 
         async def poll(timeout_s: float) -> list[Any]:
-            result = PollResult(lambda: queue.take_events() or None, queue.arrivals, timeout_s=timeout_s)
+            result = PollResult(
+                lambda: queue.take_events() or None, queue.arrivals, timeout_s=timeout_s
+            )
             return [item async for item in result]
 
         assert await poll(0.0) == []
