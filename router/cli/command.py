@@ -21,7 +21,6 @@ from slagate.proto.rpc.address import Address, parse_address
 from slagate.router.client.call import CallFailed
 from slagate.router.output import OutputFailed
 from slagate.router.request.settings import POLICIES
-from slagate.workers.profiles.errors import ProfileError
 from slagate.workers.runtime.logs import log_to_stderr
 from slagate.workers.runtime.usage import UsageError, nearest
 
@@ -42,7 +41,7 @@ def wrong_use_told() -> Iterator[None]:
     """What a user did wrong ends the command, within the block, in the words of the error."""
     try:
         yield
-    except (ConfigError, ProfileError, UsageError) as error:
+    except (ConfigError, UsageError) as error:
         fail(error)
 
 
@@ -101,7 +100,7 @@ def run_to_exit(
             raise cause from None
         if isinstance(cause, OSError) and cause.filename:
             fail(f"{cause.filename}: {cause.strerror}")
-        if isinstance(cause, ConfigError | ProfileError | UsageError | OSError):
+        if isinstance(cause, ConfigError | UsageError | OSError):
             fail(cause)
         raise
     raise typer.Exit(status)

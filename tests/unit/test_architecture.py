@@ -51,7 +51,7 @@ ARROWS: dict[str, set[str]] = {
     "workers/kv_transfer": {"workers/runtime"},
     "workers/kv_transfer/nixl": {"workers/kv_transfer"},
     "workers/logits": {"workers/errors.py", "workers/runtime"},
-    "workers/profiles": {"configs"},
+    "workers/profiles": {"configs", "workers/runtime"},
     "workers/runtime": {"proto/rpc"},
     "workers/server.py": {
         "proto/rpc", "workers/errors.py", "workers/runtime", "workers/tls", "workers/worker.py",
@@ -101,7 +101,7 @@ ARROWS: dict[str, set[str]] = {
         "router/grid_view", "router/loadgen", "router/request",
     },
     "router/cli": {
-        "proto/http2", "proto/rpc", "workers/errors.py", "workers/profiles", "workers/runtime",
+        "proto/http2", "proto/rpc", "workers/errors.py", "workers/runtime",
         "workers/tls", "pools/fleet_file", "pools/grid", "router/app.py", "router/client",
         "router/multiprocess", "router/output.py", "router/receipts", "router/reload",
         "router/request", "router/tables.py",

@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from slagate.workers.profiles.errors import ProfileError
 from slagate.workers.profiles.table import Floats, Ints, TimingTable
+from slagate.workers.runtime.usage import ProfileError
 
 HOST_LINK_BYTES_PER_S = 25e9
 """Between a GPU and its host: what a PCIe 4 x16 link gives in practice."""

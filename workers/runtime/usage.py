@@ -8,6 +8,10 @@ class UsageError(ValueError):
     """An option of a command is wrong, or does not fit what the command meets; the message says which."""
 
 
+class ProfileError(UsageError):
+    """A timing profile that cannot be used; the message names the file and the field."""
+
+
 def nearest(word: str, known: Iterable[str], *, least: float = 0.6) -> str | None:
     """The known word that is most like `word`; None where none is to the share `least`, 0 to 1.
 

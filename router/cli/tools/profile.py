@@ -39,10 +39,9 @@ from slagate.router.profiles.measure import (
     measure_prefill,
     measured_content,
 )
-from slagate.workers.profiles.errors import ProfileError
 from slagate.workers.profiles.profile import load_profile
 from slagate.workers.runtime.listen import unless_stopped
-from slagate.workers.runtime.usage import UsageError
+from slagate.workers.runtime.usage import ProfileError, UsageError
 from slagate.workers.tls.files import TlsFiles
 
 profile = typer.Typer(no_args_is_help=True, help="Timing profiles of models on GPUs.")

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slagate.workers.profiles.errors import ProfileError
 from slagate.workers.profiles.profile import TpProfile, available_profiles, load_profile
 from slagate.workers.profiles.table import MAX_KNOWN, MAX_WHOLE, TimingTable
+from slagate.workers.runtime.usage import ProfileError
 
 ALL = [
     pytest.param(load_profile(name).tp(size), id=f"{name}-tp{size}")
