@@ -46,7 +46,7 @@ async def generate(call: ClientCall, gateway: Gateway) -> None:
     deadline_s = record.started_s + limit_s
     timer = asyncio.get_running_loop().call_later(limit_s, _too_late, call.running, limit_s)
     try:
-        call.running.begin()
+        call.running.start()
         if call.refusal is not None:
             raise call.refusal
         if limit_s <= 0.0:
@@ -56,7 +56,7 @@ async def generate(call: ClientCall, gateway: Gateway) -> None:
     except GatewayError as error:
         outcome, status = error.outcome, error.status()
     except asyncio.CancelledError:
-        ended_by = call.running.caught()
+        ended_by = call.running.absorb()
         if ended_by is None:
             is_late = call.timeout_s is not None and gateway.now_s() >= deadline_s - _slack_s(
                 limit_s
@@ -68,12 +68,12 @@ async def generate(call: ClientCall, gateway: Gateway) -> None:
         log.exception("request.bug", extra={"request_id": record.request_id})
     finally:
         timer.cancel()
-        call.running.over()
+        call.running.finish()
         _finish(call, gateway, record, outcome, status)
 
 
 def _too_late(running: CancelHandle, limit_s: float) -> None:
-    running.end(DeadlineExceeded(f"the limit of {limit_s:.3f} s has passed"))
+    running.cancel(DeadlineExceeded(f"the limit of {limit_s:.3f} s has passed"))
 
 
 def _slack_s(limit_s: float) -> float:
@@ -195,7 +195,7 @@ def _finish(
         receipt = record.trailer(outcome, now_s, stamp)
         trailer = (RECEIPT_TRAILER, receipt.SerializeToString())
         status = status._replace(trailers=(*status.trailers, trailer))
-    call.out.end(status)
+    call.out.finish(status)
     gateway.metrics.measure(record, outcome)
     note(
         log,

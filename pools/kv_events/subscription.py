@@ -110,8 +110,8 @@ class EventStream:
             self._pause_or_resume()
             self._turns.add_step(self._step)
 
-    def end(self, status: Status, /) -> None:
-        """As `Sink.end`."""
+    def finish(self, status: Status, /) -> None:
+        """As `Sink.finish`."""
         self._status = status
         self._turns.add_step(self._step)
 

@@ -108,7 +108,7 @@ class ServerStreamCall:
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             self._deadline_s = loop.time() + timeout_s
-            self._timer = loop.call_later(timeout_s, self.end, _LATE)
+            self._timer = loop.call_later(timeout_s, self.end_call, _LATE)
         self._stream: Stream | None = None
         self._reader = MessageReader(MAX_MESSAGE_BYTES)
         self._trailers: Headers = ()
@@ -139,7 +139,7 @@ class ServerStreamCall:
 
     def cancel(self) -> None:
         """As `Call.cancel`."""
-        self.end(_CANCELLED)
+        self.end_call(_CANCELLED)
 
     def pause(self) -> None:
         """As `Call.pause`."""
@@ -162,11 +162,11 @@ class ServerStreamCall:
         except Exception:
             # One call's sink must not end the connection of them all.
             log.exception("channel.call")
-            self.end(_UNTAKEN)
+            self.end_call(_UNTAKEN)
         if self._is_paused or self.has_ended:
             return
         if self._status is not None:
-            self.end(self._status)
+            self.end_call(self._status)
         elif self._stream is not None:
             # Not before all was taken: who pauses and resumes at once would else get ever more to keep.
             self._stream.resume()
@@ -180,7 +180,7 @@ class ServerStreamCall:
         self._trailers = headers  # where there are no others
         refusal, encoding = answer_of(tuple(headers))
         if refusal is not None:
-            self.end(refusal)
+            self.end_call(refusal)
         elif encoding != IDENTITY:
             self._reader = MessageReader(MAX_MESSAGE_BYTES, encoding=encoding)
 
@@ -210,7 +210,7 @@ class ServerStreamCall:
         except Exception:
             # One call's sink must not end the connection of them all.
             log.exception("channel.call")
-            self.end(_UNTAKEN)
+            self.end_call(_UNTAKEN)
 
     def _take_each(self, messages: list[bytes]) -> None:
         for at, message in enumerate(messages):
@@ -261,10 +261,10 @@ class ServerStreamCall:
         if self._kept:
             self._status = status
         else:
-            self.end(status)
+            self.end_call(status)
 
-    def end(self, status: Status, /) -> None:
-        """As `PendingCall.end`. End it now, once. The worker is told where it may still be at work."""
+    def end_call(self, status: Status, /) -> None:
+        """As `PendingCall.end_call`. End it now, once. The worker is told where it may still be at work."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -276,7 +276,7 @@ class ServerStreamCall:
         self._request = b""
         self._on_end(self)
         try:
-            self._sink.end(status)
+            self._sink.finish(status)
         except Exception:
             # As for a message.
             log.exception("channel.end")

@@ -53,7 +53,7 @@ class PendingCall(Protocol):
     def start(self, connection: H2Connection, /) -> bool:
         """Open its stream there; false: the connection takes no more."""
 
-    def end(self, status: Status, /) -> None:
+    def end_call(self, status: Status, /) -> None:
         """Take the end of it: no connection can be had. Calls `ConnectionPool.drop` first, if at all."""
 
 
@@ -176,7 +176,7 @@ class ConnectionPool:
         status = Status(grpc.StatusCode.UNAVAILABLE, text)
         waiting, self._waiting = self._waiting, {}
         for call in waiting:
-            call.end(status)
+            call.end_call(status)
 
     # --- what the connections tell
 

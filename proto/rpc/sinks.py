@@ -15,7 +15,7 @@ class Sink(Protocol):
     def message(self, data: bytes, /) -> None:
         """Take one serialised response of the stream."""
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         """Take the end of the call; the last thing a sink is told."""
 
 
@@ -76,14 +76,14 @@ class BufferedSink:
         for data in messages:
             self.message(data)
 
-    def end(self, status: Status = OK, /) -> None:
+    def finish(self, status: Status = OK, /) -> None:
         """Mark the end; what is queued is still written first."""
         if self.status is None:
             self.status = status
             self._wake.set()
 
-    def left(self) -> tuple[int, ...]:
-        """As `ResponseWriter.left`."""
+    def unsent(self) -> tuple[int, ...]:
+        """As `ResponseWriter.unsent`."""
         return (self.n_bytes,)
 
     def discard(self) -> None:
@@ -117,7 +117,7 @@ class ResponseWriter(StreamSink, Protocol):
     def n_bytes(self) -> int:
         """What waits for the reader."""
 
-    def left(self) -> tuple[int, ...]:
+    def unsent(self) -> tuple[int, ...]:
         """How much its reader has still to take, by each count that falls when some of it is taken."""
 
     def discard(self) -> None:

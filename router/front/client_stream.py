@@ -222,7 +222,7 @@ class ClientStream:
         self._waiting.clear()
         self._waiting_bytes = 0
         self._on_room = None
-        self._running.end()
+        self._running.cancel()
 
     async def _serve(
         self, request: bytes, metadata: Metadata, refusal: GatewayError | None = None
@@ -241,7 +241,7 @@ class ClientStream:
             )
         except Exception:
             log.exception("front.bug")
-            self.end(INTERNAL)
+            self.finish(INTERNAL)
         finally:
             task = asyncio.current_task()
             assert task is not None
@@ -273,8 +273,8 @@ class ClientStream:
         """As `ResponseWriter.n_bytes`."""
         return self._waiting_bytes + self._stream.unsent_bytes
 
-    def left(self) -> tuple[int, int]:
-        """As `ResponseWriter.left`: of it, and what its connection must write before it can take more."""
+    def unsent(self) -> tuple[int, int]:
+        """As `ResponseWriter.unsent`: of it, and what its connection must write before it can take more."""
         return self.n_bytes, self._stream.ahead_bytes
 
     def message(self, data: bytes, /) -> None:
@@ -306,8 +306,8 @@ class ClientStream:
         self._on_room = tell
         self._stream.tell_writable()
 
-    def end(self, status: Status = OK, /) -> None:
-        """As `Sink.end`."""
+    def finish(self, status: Status = OK, /) -> None:
+        """As `Sink.finish`."""
         if self.status is None:
             self._finish(status)
 

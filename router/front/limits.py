@@ -74,7 +74,7 @@ MOST_S = 30.0
 class PendingResponse(Protocol):
     """What a client is to take."""
 
-    def left(self) -> tuple[int, ...]:
+    def unsent(self) -> tuple[int, ...]:
         """How much is untaken, by each count that falls when some of it is taken."""
 
     def give_up(self) -> None:
@@ -133,11 +133,11 @@ class SlowReaderTimeouts:
 
     def _has_time(self, item: PendingResponse, due_s: float, now_s: float) -> bool:
         if item not in self._slow:
-            self._slow[item] = (item.left(), due_s + MOST_S)
+            self._slow[item] = (item.unsent(), due_s + MOST_S)
         if due_s > now_s:
             return True
         before, last_s = self._slow[item]
-        left = item.left()
+        left = item.unsent()
         if now_s >= last_s or not was_taken(before, left):
             return False
         self._slow[item] = (left, last_s)

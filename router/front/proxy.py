@@ -61,7 +61,7 @@ class ProxiedCall:
         if refusal is None:
             desk.local.start(self)
         else:
-            self.end(refusal)
+            self.end_call(refusal)
 
     def start(self, connection: H2Connection, /) -> bool:
         """As `PendingCall.start`."""
@@ -79,8 +79,8 @@ class ProxiedCall:
             server.finish()
         return True
 
-    def end(self, status: Status, /) -> None:
-        """As `PendingCall.end`: the local server cannot be had, or is not to be asked."""
+    def end_call(self, status: Status, /) -> None:
+        """As `PendingCall.end_call`: the local server cannot be had, or is not to be asked."""
         fields = [(b":status", b"200"), (b"content-type", CONTENT_TYPE), *status_headers(status)]
         self._client.respond(fields, last=True)
         self.answered()
@@ -155,8 +155,8 @@ class ProxiedCall:
 
     # --- as `Answer`
 
-    def left(self) -> tuple[int, int]:
-        """As `Answer.left`."""
+    def unsent(self) -> tuple[int, int]:
+        """As `PendingResponse.unsent`."""
         return self._client.unsent_bytes, self._client.ahead_bytes
 
     def give_up(self) -> None:
@@ -228,4 +228,4 @@ class _Answer:
             self._client.end(status_headers(_LOST))
             self._forward.answered()
         else:
-            self._forward.end(_LOST)
+            self._forward.end_call(_LOST)

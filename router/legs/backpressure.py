@@ -51,7 +51,7 @@ class Backpressure:
         self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
 
     def _look(self) -> None:
-        left = self._client.left()
+        left = self._client.unsent()
         if self._left is None or was_taken(self._left, left):
             self._left = left
             self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)

@@ -80,8 +80,8 @@ class LegSink(ABC):
         for data in messages:
             self.message(data)
 
-    def end(self, status: Status, /) -> None:
-        """As `Sink.end`. After the terminal event a status changes nothing."""
+    def finish(self, status: Status, /) -> None:
+        """As `Sink.finish`. After the terminal event a status changes nothing."""
         if not self._terminal and self._failure is None:
             if status.code is grpc.StatusCode.OK:
                 self._fail(Status(UNAVAILABLE, "ended without a terminal event"))

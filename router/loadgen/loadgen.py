@@ -114,7 +114,7 @@ class StreamProbe:
         else:
             self._note(f"an event {event} that no client asked for")
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         """Take the end of the call."""
         self._status = status
         self._ended_s = self._now_s()

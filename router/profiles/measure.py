@@ -74,7 +74,7 @@ class TimedStream:
         elif event == "prefill_ready":
             self.session = response.prefill_ready.kv_session
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         """Take the end of the call."""
         if self.status.code is grpc.StatusCode.OK:
             self.status = status

@@ -22,13 +22,13 @@ class CancelHandle:
         self.ended_by: GatewayError | None = None  # None also where the client has left
         self.is_answered = False  # nobody needs it to end any more
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """The current task serves it. Raises `asyncio.CancelledError` where it was ended before."""
         self._task = asyncio.current_task()
         if self._has_ended:
             raise asyncio.CancelledError
 
-    def end(self, error: GatewayError | None = None) -> None:
+    def cancel(self, error: GatewayError | None = None) -> None:
         """Have it end, by `error`, or because nobody waits for it."""
         if not self._has_ended and not self.is_answered:
             self._has_ended = True
@@ -40,12 +40,12 @@ class CancelHandle:
         """The client has its whole answer: neither a deadline nor an abort changes anything any more."""
         self.is_answered = True
 
-    def over(self) -> None:
+    def finish(self) -> None:
         """The task is about to be done."""
         self.is_answered = True
         self._task = None
 
-    def caught(self) -> GatewayError | None:
+    def absorb(self) -> GatewayError | None:
         """What it was ended by, if anything; its task then goes on, as if it had not been cancelled."""
         if self.ended_by is not None and self._task is not None and hasattr(self._task, "uncancel"):
             self._task.uncancel()  # from Python 3.11 on
@@ -89,14 +89,14 @@ class RunningRequests:
         """End a peer's requests with this id by `error`; False: there is none."""
         several = self._running.get((peer, request_id), [])
         for one in several:
-            one.end(error)
+            one.cancel(error)
         return bool(several)
 
     def end_all(self, error: GatewayError) -> None:
         """End every request by `error`."""
         for several in self._running.values():
             for one in several:
-                one.end(error)
+                one.cancel(error)
 
     async def none_left(self) -> None:
         """Wait until nothing runs."""

@@ -59,7 +59,7 @@ class _Counter:
     def message(self, _data: bytes, /) -> None:
         self._n_messages += 1
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         assert status == OK, status
         self._on_end(self._n_messages)
 
@@ -88,7 +88,7 @@ async def call(kind: str, port: str, n_calls: int, n_open: int) -> None:
             while (data := await rpc.read()) is not grpc.aio.EOF:
                 sink.message(data)
             assert await rpc.code() is grpc.StatusCode.OK
-            sink.end(OK)
+            sink.finish(OK)
 
         def begin() -> None:
             nonlocal n_started

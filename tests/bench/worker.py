@@ -53,7 +53,7 @@ class _Sink:
     def message(self, data: bytes, /) -> None:
         self.n_messages += 1
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         self.ended.set()
 
 

@@ -51,7 +51,7 @@ class Subscriber:
             self.mirrors.setdefault(rank, RankMirror()).apply(response.batch)
         self._changed.set()
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         assert self.status is None, "a second end"
         self.status = status
         self._changed.set()

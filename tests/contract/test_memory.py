@@ -72,7 +72,7 @@ class _Leg:
         self.n_messages += 1
         self.last = data
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         assert not self._is_over, "a second end"
         self._is_over = True
         if self._timer is not None:

@@ -92,7 +92,7 @@ class Cached:
                 del self.blocks[one.value]
         self._changed.set()
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         pass
 
     def prompts(self) -> list[list[int]]:

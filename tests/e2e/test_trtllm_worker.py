@@ -230,7 +230,7 @@ def test_a_flood_of_events_is_counted_and_told_to_subscribers(agg: Process) -> N
                 ):
                     cleared.set()
 
-            def end(self, status: object, /) -> None:
+            def finish(self, status: object, /) -> None:
                 """The test has what it wanted."""
 
         wanted = oe.SubscribeKvEventsRequest(start_sequence_number=0)

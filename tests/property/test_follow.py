@@ -131,13 +131,13 @@ class Engine(FakeWorker):
 
     def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         if not self.is_reachable:
-            sink.end(Status(grpc.StatusCode.UNAVAILABLE, "unreachable"))
+            sink.finish(Status(grpc.StatusCode.UNAVAILABLE, "unreachable"))
             return EndedCall()
         line = Line(sink)
         try:
             line.call = self.feed.subscribe(request, metadata, line)
         except RequestRefused as refusal:
-            sink.end(refusal.status)
+            sink.finish(refusal.status)
             return EndedCall()
         self.calls_open.append(line)
         return line
@@ -190,15 +190,15 @@ class Line:
         if self._is_open and not self.is_dead:
             self._sink.message(data)
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         if self._is_open and not self.is_dead:
             self._is_open = False
-            self._sink.end(status)
+            self._sink.finish(status)
 
     def drop(self) -> None:
         """The connection is gone, and both ends learn of it."""
         self.is_dead = False
-        self.end(Status(grpc.StatusCode.UNAVAILABLE, "connection reset"))
+        self.finish(Status(grpc.StatusCode.UNAVAILABLE, "connection reset"))
         self.call.cancel()
 
     def cancel(self) -> None:

@@ -133,7 +133,7 @@ def test_an_outage_shows_in_the_cells_of_its_stage(
     planned = [Plan(at / 10, list(range(100 * at, 100 * at + 50)), 5, slo) for at in range(20)]
 
     def refuse(request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None) -> None:
-        sink.end(Status(grpc.StatusCode.UNAVAILABLE, "connection refused"))
+        sink.finish(Status(grpc.StatusCode.UNAVAILABLE, "connection refused"))
 
     async def main() -> None:
         async with running({"prefill": 2, "decode": 2}, seed=seed) as fleet:

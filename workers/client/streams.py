@@ -66,7 +66,7 @@ class StreamChannel:
         """End every call and every connection."""
         self._is_closed = True
         for call in list(self._calls):
-            call.end(_CLOSING)
+            call.end_call(_CLOSING)
         self.links.close(_CLOSING.message)
 
     def _begin(
@@ -75,7 +75,7 @@ class StreamChannel:
         try:
             headers = to_headers(metadata) if metadata else ()
         except ValueError as error:
-            sink.end(Status(grpc.StatusCode.INTERNAL, str(error)))
+            sink.finish(Status(grpc.StatusCode.INTERNAL, str(error)))
             return EndedCall()
         call = ServerStreamCall(
             self._headers[path],
@@ -88,7 +88,7 @@ class StreamChannel:
         )
         self._calls.add(call)
         if self._is_closed:
-            call.end(_CLOSING)
+            call.end_call(_CLOSING)
         else:
             self.links.start(call)
         return call

@@ -111,7 +111,7 @@ class Subscription:
             self._has_ended = True
             self._snapshot = None
             self._forget(self)
-            self._sink.end(status)
+            self._sink.finish(status)
 
     def end_stalled(self) -> None:
         """End it as one whose client has stopped reading; no message can tell it so."""

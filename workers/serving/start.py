@@ -92,7 +92,7 @@ class StartingWorker:
         try:
             return self._there().generate(request, metadata, sink, timeout_s=timeout_s)
         except RequestRefused as refused:
-            sink.end(refused.status)
+            sink.finish(refused.status)
             return EndedCall()
 
     def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
@@ -100,7 +100,7 @@ class StartingWorker:
         try:
             return self._there().kv_events(request, metadata, sink)
         except RequestRefused as refused:
-            sink.end(refused.status)
+            sink.finish(refused.status)
             return EndedCall()
 
     async def kv_event_sources(

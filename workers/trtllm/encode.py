@@ -77,12 +77,12 @@ class EncodeWorker:
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
     ) -> Call:
         """Refuses."""
-        sink.end(_not_served().status)
+        sink.finish(_not_served().status)
         return EndedCall()
 
     def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         """Refuses."""
-        sink.end(_not_served().status)
+        sink.finish(_not_served().status)
         return EndedCall()
 
     async def kv_event_sources(

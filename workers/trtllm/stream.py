@@ -112,7 +112,7 @@ class EngineStream:
         if self._timer is not None:
             self._timer.cancel()
         try:
-            self._sink.end(status)
+            self._sink.finish(status)
         except Exception:
             # One call's sink must not end the task group of them all.
             log.exception("leg.end")

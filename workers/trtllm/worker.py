@@ -244,7 +244,7 @@ class TrtllmWorker:
         try:
             return self._events.subscribe(request, metadata, sink)
         except RequestRefused as refused:
-            sink.end(refused.status)
+            sink.finish(refused.status)
             return EndedCall()
 
     async def kv_event_sources(

@@ -45,11 +45,11 @@ class FixedChoice:
 
     async def serve(self, call: ClientCall) -> None:
         """One request from its arrival to its end, or until its client leaves."""
-        call.running.begin()
+        call.running.start()
         try:
             await self._serve(call)
         finally:
-            call.running.over()
+            call.running.finish()
 
     async def _serve(self, call: ClientCall) -> None:
         try:
@@ -57,7 +57,7 @@ class FixedChoice:
                 raise call.refusal
             request = parse_request(call.data, max_bytes=self.settings.max_request_bytes)
         except GatewayError as error:
-            call.out.end(error.status())
+            call.out.finish(error.status())
             return
         # As long as the gateway's own.
         leg_id = f"0123456789abcdef-{next(self._numbers)}"
@@ -84,7 +84,7 @@ class FixedChoice:
         finally:
             leg.cancel()
         failure = splice.failure()
-        call.out.end(OK if failure is None else failure.status())
+        call.out.finish(OK if failure is None else failure.status())
 
 
 def _nothing() -> None:

@@ -11,15 +11,15 @@ from slagate.router.request.running import CancelHandle, RunningRequests
 def listed(live: RunningRequests, peer: str, request_id: str) -> Iterator[None]:
     """For the time of the block. Raises the error that it was ended by."""
     one = CancelHandle()
-    one.begin()
+    one.start()
     live.add(peer, request_id, one)
     try:
         yield
     except asyncio.CancelledError:
-        ended_by = one.caught()
+        ended_by = one.absorb()
         if ended_by is None:
             raise
         raise ended_by from None
     finally:
-        one.over()
+        one.finish()
         live.remove(peer, request_id, one)

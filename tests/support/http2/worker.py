@@ -96,7 +96,7 @@ class _Served:
             self._stream.respond(ANSWER)
         self._stream.send(prefix(data) + data)
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         trailers = status_headers(status)
         if self._has_answered:
             self._stream.end(trailers)

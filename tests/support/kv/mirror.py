@@ -141,7 +141,7 @@ class KvStream:
         self.batches.append(response.batch)
         self.mirror.rank(response.batch.data_parallel_rank).apply(response.batch)
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         assert self.status is None, "a second end"
         self.status = status
 

@@ -24,7 +24,7 @@ class BytesSink:
         if self._on_message is not None:
             self._on_message(data)
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         assert self.status is None, "a second end"
         self.status = status
         self._wake()

@@ -92,7 +92,7 @@ class Played:
 
     def _end(self, status: Status) -> None:
         self.has_ended = True
-        self._sink.end(status)
+        self._sink.finish(status)
 
     def cancel(self) -> None:
         if not self.has_ended:

@@ -41,7 +41,7 @@ class FarWorker:
 
         def start(far: Sink) -> Call | None:
             if fault is not None and fault.after == 0 and fault.status is not None:
-                far.end(fault.status)
+                far.finish(fault.status)
                 return None
             return self._worker.generate(request, metadata, far, timeout_s=timeout_s)
 
@@ -108,7 +108,7 @@ class _FarCall:
             self._later(self._finish, self._fault.status)
             self._later(self._cancel)
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         if self._fault is None or self._n_messages <= self._fault.after:
             self._later(self._finish, status)
 
@@ -119,7 +119,7 @@ class _FarCall:
     def _finish(self, status: Status) -> None:
         if not self._ended:
             self._ended = True
-            self._sink.end(status)
+            self._sink.finish(status)
 
     def cancel(self) -> None:
         if not self._ended:

@@ -28,7 +28,7 @@ class KeepingSink:
         if self._on_message is not None:
             self._on_message(self)
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         assert self.status is None, "a second end"
         self.status = status
         self.ended.set()

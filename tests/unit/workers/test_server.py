@@ -46,13 +46,13 @@ class Flood:
                 self._send()
             await anyio.lowlevel.checkpoint()
         if not self.is_cancelled:
-            self.sink.end(Status(grpc.StatusCode.OK))
+            self.sink.finish(Status(grpc.StatusCode.OK))
 
     def cancel(self) -> None:
         if not self.is_cancelled:
             self.is_cancelled = True
             self._open.set()
-            self.sink.end(Status(grpc.StatusCode.CANCELLED))
+            self.sink.finish(Status(grpc.StatusCode.CANCELLED))
 
     def pause(self) -> None:
         self.paused.set()

@@ -41,7 +41,7 @@ class Flood:
         if self._paused or self._cancelled:
             return
         if self.n_sent == N_MESSAGES:
-            self._sink.end(OK)
+            self._sink.finish(OK)
             return
         self._sink.message(self.n_sent.to_bytes(4, "big") + bytes(MESSAGE_BYTES - 4))
         self.n_sent += 1

@@ -20,7 +20,7 @@ def test_messages_come_in_order_and_before_the_end() -> None:
         sink = BufferedSink()
         for data in (b"a", b"", b"bc"):
             sink.message(data)
-        sink.end(GONE)
+        sink.finish(GONE)
         assert await drained(sink) == [b"a", b"", b"bc"]
         assert await sink.next() is None
         assert sink.status == GONE
@@ -42,7 +42,7 @@ def test_a_reader_that_waits_is_woken_by_a_message_and_by_the_end() -> None:
                 await anyio.wait_all_tasks_blocked()
                 sink.message(data)
             await anyio.wait_all_tasks_blocked()
-            sink.end()
+            sink.finish()
         assert got == [b"1", b"2"]
         assert sink.status == OK
 
@@ -66,8 +66,8 @@ def test_the_count_is_what_waits() -> None:
 def test_only_the_first_end_counts() -> None:
     async def main() -> None:
         sink = BufferedSink()
-        sink.end(GONE)
-        sink.end(OK)
+        sink.finish(GONE)
+        sink.finish(OK)
         assert sink.status == GONE
 
     run(main)
@@ -79,7 +79,7 @@ def test_what_is_discarded_is_never_read() -> None:
         sink.message(b"abc")
         sink.discard()
         assert sink.n_bytes == 0
-        sink.end(GONE)
+        sink.finish(GONE)
         assert await drained(sink) == []
 
     run(main)
@@ -90,7 +90,7 @@ def test_the_repr_says_the_state() -> None:
         sink = BufferedSink()
         sink.message(b"abc")
         assert repr(sink) == "BufferedSink(1 messages, 3 bytes, open)"
-        sink.end(GONE)
+        sink.finish(GONE)
         assert repr(sink) == "BufferedSink(1 messages, 3 bytes, UNAVAILABLE)"
 
     run(main)
@@ -104,7 +104,7 @@ def test_an_owner_is_told_of_each_message_although_nobody_reads() -> None:
             sink.message(data)
         assert seen == [3, 3, 5]
         await sink.next()
-        sink.end()
+        sink.finish()
         assert seen == [3, 3, 5]
 
     run(main)

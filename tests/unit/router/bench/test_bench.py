@@ -267,7 +267,7 @@ class Call:
             ):
                 answer.request_id = request.request_id
                 sink.message(answer.SerializeToString())
-        sink.end(status)
+        sink.finish(status)
 
     def cancel(self) -> None:
         self._gateway.n_running -= self._running

@@ -179,7 +179,7 @@ def test_an_answer_that_was_passed_on_is_given_up_as_any_other() -> None:
 def test_what_is_taken_in_time_is_never_asked_about() -> None:
     async def main() -> None:
         class Taken:
-            def left(self) -> tuple[int]:
+            def unsent(self) -> tuple[int]:
                 raise AssertionError
 
             def give_up(self) -> None:

@@ -81,7 +81,7 @@ def test_an_end_that_comes_as_the_wait_for_a_status_is_over_is_not_lost(ends: st
             # Behind the stall both are due, and run in one turn, in order.
             loop.call_at(began_s + TRAILER_LIMIT_S - 0.001, loop.stall, 0.01)
             if ends != "limit":
-                loop.call_at(began_s + TRAILER_LIMIT_S + 0.002, running.end, error)
+                loop.call_at(began_s + TRAILER_LIMIT_S + 0.002, running.cancel, error)
             limit_s = TRAILER_LIMIT_S + 0.002 if ends == "limit" else None
             task = loop.create_task(b.call(timeout_s=limit_s, answer=answer, running=running))
             (ended, _) = await asyncio.wait({task}, timeout=TRAILER_LIMIT_S + 0.5)

@@ -26,7 +26,7 @@ class Leg:
     def play(self, *steps: oe.GenerateResponse | Status, leg_id: str = "leg-1") -> "Leg":
         for step in steps:
             if isinstance(step, Status):
-                self.sink.end(step)
+                self.sink.finish(step)
             else:
                 response = oe.GenerateResponse(request_id=leg_id)
                 response.MergeFrom(step)

@@ -61,7 +61,7 @@ def playing(stage: Stage, *steps: oe.GenerateResponse | Status) -> LegSink:
 
 def play(sink: LegSink, step: oe.GenerateResponse | Status) -> None:
     if isinstance(step, Status):
-        sink.end(step)
+        sink.finish(step)
     else:
         response = oe.GenerateResponse(request_id="leg")
         response.MergeFrom(step)
@@ -147,7 +147,7 @@ def test_a_leg_is_complete_at_its_terminal_event_and_ended_with_the_call(
         play(sink, step)
         assert sink.is_complete
         assert sink.has_ended == isinstance(step, Status)
-        sink.end(GONE)
+        sink.finish(GONE)
         assert sink.has_ended
         assert (sink.failure() is None) == (last is None)
 

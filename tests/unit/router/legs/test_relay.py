@@ -48,7 +48,7 @@ class Leg:
     def play(self, *steps: oe.GenerateResponse | Status, leg_id: str = "leg-1") -> "Leg":
         for step in steps:
             if isinstance(step, Status):
-                self.splice.end(step)
+                self.splice.finish(step)
             else:
                 response = oe.GenerateResponse(request_id=leg_id)
                 response.MergeFrom(step)
@@ -56,7 +56,7 @@ class Leg:
         return self
 
     async def taken(self) -> list[oe.GenerateResponse]:
-        self.client.end()
+        self.client.finish()
         responses = []
         while (data := await self.client.next()) is not None:
             responses.append(oe.GenerateResponse.FromString(data))

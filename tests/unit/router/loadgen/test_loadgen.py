@@ -51,7 +51,7 @@ def serve(events: Events, *, now_s: Callable[[], float] = lambda: 0.0) -> Served
     probe = StreamProbe("r1", now_s=now_s, progress=Progress())
     for event in events:
         if isinstance(event, Status):
-            probe.end(event)
+            probe.finish(event)
         else:
             probe.message(event if isinstance(event, bytes) else event.SerializeToString())
     assert probe.ended.is_set()
@@ -187,7 +187,7 @@ class FakeTarget:
         def answer() -> None:
             for event in (token(5, request_id=request_id), finished(1, request_id=request_id)):
                 sink.message(event.SerializeToString())
-            sink.end(OK)
+            sink.finish(OK)
 
         asyncio.get_running_loop().call_later(self._answer_s, answer)
         return self

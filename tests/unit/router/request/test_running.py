@@ -123,7 +123,7 @@ def test_a_request_that_is_answered_is_not_ended_any_more() -> None:
     async def main() -> None:
         live = RunningRequests()
         one = CancelHandle()
-        one.begin()
+        one.start()
         live.add("p", "r", one)
         one.answered()
         assert live.abort("p", "r", ABORTED)
@@ -137,9 +137,9 @@ def test_a_request_that_is_answered_is_not_ended_any_more() -> None:
 def test_a_request_that_was_ended_before_it_began_is_cancelled_at_once() -> None:
     async def main() -> None:
         one = CancelHandle()
-        one.end()
+        one.cancel()
         with pytest.raises(asyncio.CancelledError):
-            one.begin()
+            one.start()
 
     run(main)
 

@@ -423,7 +423,7 @@ class Waiting:
     def start(self, connection: H2Connection, /) -> bool:
         raise AssertionError(connection)
 
-    def end(self, status: Status, /) -> None:
+    def end_call(self, status: Status, /) -> None:
         assert self.status is None
         self.status = status
 

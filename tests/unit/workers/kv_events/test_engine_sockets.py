@@ -48,7 +48,7 @@ class Held:
                 blocks.clear()
         self._changed.set()
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         pass
 
     async def until(self, is_so: Callable[["Held"], bool]) -> None:

@@ -35,7 +35,7 @@ class Sink:
         assert not self.ends
         self.n_messages += 1
 
-    def end(self, status: Status, /) -> None:
+    def finish(self, status: Status, /) -> None:
         self.ends.append(status)
 
 

@@ -186,8 +186,8 @@ class BrokenSink(KeepingSink):
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_sink_that_takes_nothing_ends_its_own_leg_only(*, ends: bool) -> None:
     class Sink(BrokenSink):
-        def end(self, status: Status, /) -> None:
-            super().end(status)
+        def finish(self, status: Status, /) -> None:
+            super().finish(status)
             if not ends:
                 raise RuntimeError("nor the end")
 
