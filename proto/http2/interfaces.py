@@ -39,10 +39,8 @@ class Http2Settings:
     connection_window_bytes: int = 16 << 20  # never what limits: it is opened again as bytes arrive
     max_streams: int = 1000  # open at once, of those that the peer opens
     max_header_bytes: int = 64 << 10  # of one header list; more of them end the connection
-    resets: tuple[int, int] = (
-        1000,
-        100,
-    )  # by the peer, of a server's streams: at once, and each second; more get ENHANCE_YOUR_CALM
+    # By the peer, of a server's streams: at once, and each second; more get ENHANCE_YOUR_CALM.
+    resets: tuple[int, int] = (1000, 100)
     chatter: tuple[int, int] = (200, 20)  # pings, settings and the like of the peer: as `resets`
     ping_after_s: float = 30.0  # of silence, while streams are open
     ping_limit_s: float = 10.0  # of silence behind a ping: the peer has vanished
