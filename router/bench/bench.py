@@ -16,15 +16,13 @@ from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.bench.load import Prompts, load_requests
 from slagate.router.bench.report import LevelFigures, Targets, problem
-from slagate.router.client.call import only_model
-from slagate.router.client.refusals import why_not
+from slagate.router.client import CLIENT_LISTENER, only_model, why_not
 from slagate.router.loadgen.loadgen import Progress, ServedRequest, run_callers
 from slagate.router.request.metadata import ITL, TTFT
 from slagate.workers.client.client import GrpcWorker, connect_worker, unary
 from slagate.workers.client.control import channel_to
 from slagate.workers.errors import WorkerError
 from slagate.workers.runtime.clock import monotonic_s
-from slagate.workers.runtime.waiting import run_in_daemon_thread
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ClientTls
 
@@ -105,7 +103,13 @@ async def run_bench(
         listener.phase(f"Waiting for {target}", None)
         try:
             measured.n_workers = await wait_healthy(
-                gateways[0], stub, limit_s=plan.wait_s, on_state=lambda why: listener.change(0, why)
+                gateways[0],
+                stub,
+                limit_s=plan.wait_s,
+                on_state=lambda why: listener.change(0, why),
+                explain=lambda error: why_not(
+                    error.status, error.address or admin or target, tls, CLIENT_LISTENER
+                ),
             )
             measured.model = plan.model or await only_model(gateways[0])
             sweep = Sweep(gateways, plan, measured, listener)
@@ -114,12 +118,7 @@ async def run_bench(
                 await sweep.level(concurrency)
         except NotReadyError as error:
             # Not past the connections, whose task groups would wrap it.
-            found = await run_in_daemon_thread(lambda: why_not(target, side))
-            return (
-                f"{target}: {str(error).partition(': ')[0]}: {found}"
-                if found
-                else f"{target}: {error}"
-            )
+            return f"{target}: {error}"
         except WorkerError as error:
             return f"{target}: {error}"
     return ""
@@ -131,10 +130,11 @@ async def wait_healthy(
     *,
     limit_s: float,
     on_state: Callable[[str], None],
+    explain: Callable[[WorkerError], str] = str,
 ) -> int | None:
     """Wait until the gateway says that it is ready and, with an `admin` stub, every worker; their number.
 
-    Raises `NotReadyError` after `limit_s`, with the last reason.
+    `explain` says why a call failed. Raises `NotReadyError` after `limit_s`, with the last reason.
     """
     why = "no answer yet"
     with anyio.move_on_after(limit_s):
@@ -151,7 +151,7 @@ async def wait_healthy(
                     n_ready = sum(pool.workers_ready for pool in listed.pools)
                     why = "" if n_ready == n_workers else f"{n_ready} of {n_workers} workers ready"
             except WorkerError as error:
-                why = str(error)
+                why = explain(error)
                 if error.status.code is grpc.StatusCode.UNIMPLEMENTED:
                     hint = "--target is the gateway's --listen, --admin its --admin"
                     raise NotReadyError(f"{why} {hint}") from None

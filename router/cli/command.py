@@ -18,7 +18,7 @@ from rich.console import Console
 from slagate.pools.grid.errors import ConfigError
 from slagate.proto.http2.goaway import all_closed
 from slagate.proto.rpc.address import Address, parse_address
-from slagate.router.client.call import CallFailed
+from slagate.router.client import CallFailed
 from slagate.router.output import OutputFailed
 from slagate.router.request.settings import POLICIES
 from slagate.workers.runtime.logs import log_to_stderr

@@ -14,7 +14,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.client import to_dict
 from slagate.router.cli.command import EXIT_FAILED, Admin, run_to_exit, wrong_use_told
 from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
-from slagate.router.client.call import admin_at
+from slagate.router.client import admin_at
 from slagate.router.receipts.config import RecordedConfig, UnusableReceipt, read_config
 from slagate.router.receipts.recompute import decide_again
 from slagate.workers.runtime.usage import UsageError

@@ -11,7 +11,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.client import to_dict
 from slagate.router.cli.command import EXIT_USAGE, Admin, fail, run_to_exit
 from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
-from slagate.router.client.call import admin_at
+from slagate.router.client import admin_at
 from slagate.workers.tls.files import TlsFiles
 
 TIMEOUT_S = 60.0

@@ -97,24 +97,24 @@ ARROWS: dict[str, set[str]] = {
         "router/reload", "router/request", "router/scheduling", "router/services",
     },
     "router/bench": {
-        "workers/client", "workers/errors.py", "workers/runtime", "workers/tls", "router/client",
+        "workers/client", "workers/errors.py", "workers/runtime", "workers/tls", "router/client.py",
         "router/grid_view", "router/loadgen", "router/request",
     },
     "router/cli": {
         "proto/http2", "proto/rpc", "workers/errors.py", "workers/runtime",
-        "workers/tls", "pools/fleet_file", "pools/grid", "router/app.py", "router/client",
+        "workers/tls", "pools/fleet_file", "pools/grid", "router/app.py", "router/client.py",
         "router/multiprocess", "router/output.py", "router/receipts", "router/reload",
         "router/request", "router/tables.py",
     },
     "router/cli/grid": {
         "workers/findings.py", "workers/profiles", "workers/runtime", "workers/tls",
         "pools/fleet_file", "pools/grid", "pools/grid_build", "pools/grid_lint", "router/cli",
-        "router/client", "router/grid_view", "router/loadgen", "router/receipts",
+        "router/client.py", "router/grid_view", "router/loadgen", "router/receipts",
         "router/tables.py",
     },
     "router/cli/tools": {
         "workers/profiles", "workers/runtime", "workers/tls", "pools/estimator", "router/bench",
-        "router/cli", "router/cli/worker", "router/client", "router/demo", "router/loadgen",
+        "router/cli", "router/cli/worker", "router/client.py", "router/demo", "router/loadgen",
         "router/output.py", "router/profiles", "router/request", "router/tables.py",
     },
     "router/cli/worker": {
@@ -122,7 +122,7 @@ ARROWS: dict[str, set[str]] = {
         "workers/engine_args/rules", "workers/findings.py", "workers/logits", "workers/runtime",
         "workers/serving", "workers/trtllm", "router/cli",
     },
-    "router/client": {
+    "router/client.py": {
         "proto/rpc", "workers/client", "workers/errors.py", "workers/runtime", "workers/tls",
     },
     "router/commands.py": {

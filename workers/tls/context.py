@@ -27,14 +27,9 @@ def client_context() -> ssl.SSLContext:
     return _hardened(context)
 
 
-def is_no_tls(error: ssl.SSLError) -> bool:
-    """Whether what came from the other end was no TLS."""
-    return getattr(error, "reason", "") in _NOT_TLS
-
-
 def explained(error: ssl.SSLError) -> str:
     """What went wrong with a handshake, for people."""
-    if is_no_tls(error):
+    if getattr(error, "reason", "") in _NOT_TLS:
         return "the other end does not speak TLS"
     return reason(error)
 

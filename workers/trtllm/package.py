@@ -25,7 +25,8 @@ _T = TypeVar("_T")
 
 HOW_TO_INSTALL = (
     "pip install 'slagate[trtllm]' --extra-index-url https://pypi.nvidia.com, on a machine with an NVIDIA "
-    "GPU, or start from NVIDIA's image nvcr.io/nvidia/tensorrt-llm/release; slagate worker sim needs neither"
+    "GPU, or start from NVIDIA's image nvcr.io/nvidia/tensorrt-llm/release; slagate worker sim "
+    "needs neither"
 )
 
 _NEEDED = {

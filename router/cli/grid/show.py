@@ -14,7 +14,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.command import errors, fail, run_to_exit, server
 from slagate.router.cli.fleet_options import Lenient, PoolsFile, PoolWorkers, read_fleet
 from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
-from slagate.router.client.call import admin_at
+from slagate.router.client import admin_at
 from slagate.router.grid_view.picture import missing_glyphs, write_picture
 from slagate.router.grid_view.terminal import print_stage
 from slagate.router.grid_view.view import StageGridView, Traffic, printable, spelled, stage_view

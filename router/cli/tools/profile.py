@@ -24,7 +24,7 @@ from slagate.router.cli.command import (
     wrong_use_told,
 )
 from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
-from slagate.router.client.call import engine_at
+from slagate.router.client import engine_at
 from slagate.router.output import INTERRUPTED
 from slagate.router.profiles.build import AiConfigurator, profile_content
 from slagate.router.profiles.measure import (
