@@ -155,14 +155,14 @@ def test_only_prompts_with_the_cached_tokens_of_their_row_count() -> None:
 
 def test_a_prompt_that_begins_as_an_earlier_one_is_followed_by_another() -> None:
     class Partly(Forgetful):
-        async def prefill(self, prompt: Sequence[int]) -> Timed:
+        async def prefill(self, prompt: Sequence[int]) -> TimedPrompt:
             self._n_asked += 1
-            return Timed(0.001 * len(prompt), self._n_asked % 3)
+            return TimedPrompt(0.001 * len(prompt), self._n_asked % 3)
 
     async def scenario() -> None:
         lines: list[str] = []
         plan = MeasurePlan((10, 20, 30), (0,), (), (), repeats=2)
-        limit = Capacity(1000, 1000)
+        limit = MeasurableRange(1000, 1000)
         rows = await measure_prefill(
             Partly(), plan, limit, rng=random.Random(1), on_row=lines.append
         )
