@@ -26,6 +26,7 @@ from slagate.router.multiprocess.child import config_in_force, own_place
 from slagate.router.multiprocess.parent import MAX_PROCESSES, serve_processes
 from slagate.router.reload.reload import FleetSource
 from slagate.router.request.settings import Settings
+from slagate.router.services.admin import Listeners
 from slagate.workers.runtime.listen import ignore_hangups
 
 
@@ -143,7 +144,7 @@ def serve(
                 n_processes=processes,
                 arguments=sys.argv[1:],
                 tls=tls,
-                **listeners,
+                listeners=Listeners(**listeners),
             )
         await gateway_app.serve(
             source,
@@ -153,7 +154,7 @@ def serve(
             place=place,
             tls=tls,
             worker_tls=worker_tls,
-            **listeners,
+            listeners=Listeners(**listeners),
         )
         return 0
 

@@ -7,15 +7,14 @@ the children listen on one port, and share what they have under way (`pools/infl
 import os
 import random
 import uuid
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import anyio
 import grpc.aio
 
-from slagate.pools.fleet.fleet import prepare
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.inflight.shared_counts import SharedCounts, create
 from slagate.proto import gateway_pb2_grpc as gw_grpc
@@ -25,12 +24,11 @@ from slagate.router.multiprocess.admin import WholeGateway
 from slagate.router.multiprocess.child import ProcessSlot
 from slagate.router.multiprocess.metrics import MergedMetrics, not_ready
 from slagate.router.multiprocess.supervisor import Supervisor, write_config
-from slagate.router.receipts.config import config_message
 from slagate.router.reload.reload import Proposal, Reloader, Source, reloading
 from slagate.router.request.settings import CUT_S, RECEIPTS_S, Settings
+from slagate.router.services.admin import Listeners, operators_listening
 from slagate.workers.runtime.clock import monotonic_s
-from slagate.workers.runtime.listen import bind, given_by, listen_on, ready_line, stopped
-from slagate.workers.runtime.probes import serve_probes
+from slagate.workers.runtime.listen import given_by, listen_on, stopped
 from slagate.workers.server import SERVER_OPTIONS
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ServerTls, following
@@ -47,9 +45,7 @@ async def serve_processes(
     settings: Settings,
     *,
     stamp: object,
-    listen: Address,
-    admin: Address,
-    http: Address,
+    listeners: Listeners,
     n_processes: int,
     arguments: Sequence[str],
     tls: TlsFiles | None,
@@ -59,35 +55,13 @@ async def serve_processes(
     As `app.serve`; `arguments` are those of `slagate` that each child is started with, `tls` is for
     operators. Raises `OSError` or `TlsError`.
     """
-    prepared = prepare(config)
-    in_force = Proposal(prepared, config_message(prepared, policy=settings.policy))
+    in_force = Proposal.of(config, policy=settings.policy)
     operators_tls = None if tls is None else ServerTls("operators", tls)
-    rng = random.Random(uuid.uuid4().int)
-    with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory(prefix="slagate-", dir=_memory()))
-        # Nobody else may listen there. Children share the port with each other and with a socket that only
-        # keeps it, so that it is theirs also while none of them runs.
-        with given_by("--listen"):
-            listen_on(listen, backlog=0).close()
-            kept = stack.enter_context(closing(listen_on(listen, shared=True, backlog=0)))
-        listen = listen._replace(port=kept.getsockname()[1])
-        place = ProcessSlot(
-            number=0,
-            n_processes=n_processes,
-            folder=folder,
-            instance_id=f"{rng.getrandbits(64):016x}",
-            port=listen.port,
-        )
-        create(place.counts, n_processes)
-        counts = SharedCounts(place.counts, None, n_processes=n_processes)
-        stack.callback(counts.close)
+    with _gateway_folder(listeners.listen, n_processes) as (place, counts):
         write_config(place, in_force.message)
+        stop_limit_s = settings.drain_s + CUT_S + RECEIPTS_S + STOP_SLACK_S
         supervisor = Supervisor(
-            place,
-            counts,
-            arguments=arguments,
-            stop_limit_s=settings.drain_s + CUT_S + RECEIPTS_S + STOP_SLACK_S,
-            now_s=monotonic_s,
+            place, counts, arguments=arguments, stop_limit_s=stop_limit_s, now_s=monotonic_s
         )
         metrics = Metrics()
 
@@ -102,47 +76,69 @@ async def serve_processes(
             supervisor, counts, reloader=reloader, source=source, now_s=monotonic_s
         )
         gw_grpc.add_GatewayServicer_to_server(service, operators)
-        credentials = None if operators_tls is None else operators_tls.grpc_credentials()
-        with given_by("--admin"):
-            admin = bind(operators, admin, credentials)
-        registry = MergedMetrics(supervisor, counts, Path(folder), own=metrics).registry()
-        with given_by("--http"):
-            http_port = stack.enter_context(
-                serve_probes(*http, registry=registry, not_ready=lambda: not_ready(supervisor))
-            )
-        http = http._replace(port=http_port)
-        await operators.start()
+        with operators_listening(
+            operators,
+            listeners.on_port(place.port),
+            operators_tls,
+            registry=MergedMetrics(supervisor, counts, Path(place.folder), own=metrics).registry(),
+            not_ready=lambda: not_ready(supervisor),
+        ) as bound:
+            await operators.start()
+            async with (
+                following(operators_tls) as reread,
+                reloading(
+                    reloader,
+                    source,
+                    watch=settings.watch_config,
+                    stamp=stamp,
+                    also=[reread, supervisor.hang_up],
+                ),
+            ):
+                status = await _run_until_stopped(supervisor, bound)
+            await operators.stop(RECEIPTS_S)
+    return status
 
-        def on_ready() -> None:
-            ready_line(
-                listen=str(listen),
-                admin=str(admin),
-                http=str(http),
-                pid=os.getpid(),
-                process_pids=supervisor.pids,
-            )
 
-        async with (
-            following(operators_tls) as reread,
-            stopped(again=supervisor.kill) as signals,
-            reloading(
-                reloader,
-                source,
-                watch=settings.watch_config,
-                stamp=stamp,
-                also=[reread, supervisor.hang_up],
-            ),
-            anyio.create_task_group() as tasks,
-        ):
+@contextmanager
+def _gateway_folder(
+    listen: Address, n_processes: int
+) -> Iterator[tuple[ProcessSlot, SharedCounts]]:
+    """The slot of process 0, and the counts, of a new gateway whose port nobody else has in the block."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="slagate-", dir=_memory()))
+        # Nobody else may listen there. Children share the port with each other and with a socket that only
+        # keeps it, so that it is theirs also while none of them runs.
+        with given_by("--listen"):
+            listen_on(listen, backlog=0).close()
+            kept = stack.enter_context(closing(listen_on(listen, shared=True, backlog=0)))
+        place = ProcessSlot(
+            number=0,
+            n_processes=n_processes,
+            folder=folder,
+            instance_id=f"{random.Random(uuid.uuid4().int).getrandbits(64):016x}",
+            port=kept.getsockname()[1],
+        )
+        create(place.counts, n_processes)
+        counts = SharedCounts(place.counts, None, n_processes=n_processes)
+        yield place, stack.enter_context(closing(counts))
 
-            async def stop_on_signal() -> None:
-                await signals.wait()
-                supervisor.stop()
 
-            tasks.start_soon(stop_on_signal)
-            status = await supervisor.run(on_ready)
-            tasks.cancel_scope.cancel()
-        await operators.stop(RECEIPTS_S)
+async def _run_until_stopped(supervisor: Supervisor, listeners: Listeners) -> int:
+    """Run the processes until a signal stops them; the exit status."""
+    async with (
+        stopped(again=supervisor.kill) as signals,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def stop_on_signal() -> None:
+            await signals.wait()
+            supervisor.stop()
+
+        tasks.start_soon(stop_on_signal)
+        status = await supervisor.run(
+            lambda: listeners.print_ready_line(process_pids=supervisor.pids)
+        )
+        tasks.cancel_scope.cancel()
     return status
 
 

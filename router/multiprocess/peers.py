@@ -166,8 +166,13 @@ class PeerProcesses(PeerGateways):
 
 
 @contextmanager
-def joined_peers(place: ProcessSlot, *, now_s: Callable[[], float]) -> Iterator[PeerProcesses]:
-    """This process is one of several, for the time of the block."""
+def joined_peers(
+    place: ProcessSlot | None, *, now_s: Callable[[], float]
+) -> Iterator[PeerGateways]:
+    """This process is one of several, for the time of the block; None: it is alone."""
+    if place is None:
+        yield PeerGateways()
+        return
     # Counters go to a file that the parent adds up, and that a successor goes on with.
     os.environ[METRICS_FOLDER] = place.folder
     values.ValueClass = values.MultiProcessValue(lambda: place.number)  # type: ignore[no-untyped-call]

@@ -117,6 +117,12 @@ class Proposal(NamedTuple):
     message: gw.GatewayConfig
     changes: tuple[str, ...] = ()  # to what was in force when it was made
 
+    @classmethod
+    def of(cls, config: FleetConfig, *, policy: str) -> "Proposal":
+        """For a configuration that was checked for serving."""
+        prepared = prepare(config)
+        return cls(prepared, config_message(prepared, policy=policy))
+
 
 def put_in_process(dispatcher: Dispatcher, receipts: ReceiptRing) -> Callable[[Proposal], None]:
     """The step that puts a proposal in force in one process."""
@@ -190,9 +196,7 @@ class Reloader:
 
     def propose(self, read: Callable[[], FleetConfig]) -> Proposal:
         """Check what `read` gives, and give it its version. Raises `ConfigError`."""
-        prepared = prepare(read())
-        message = config_message(prepared, policy=self._current.message.policy)
-        return self._compared(Proposal(prepared, message))
+        return self._compared(Proposal.of(read(), policy=self._current.message.policy))
 
     def put(self, found: Proposal, *, dry_run: bool = False) -> Reloaded:
         """Put a proposal in force, in one step, unless it is already."""

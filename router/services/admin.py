@@ -1,10 +1,14 @@
 """`slagate.v1.Gateway`: what operators ask, on a listener of its own."""
 
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
+import grpc.aio
+from prometheus_client import CollectorRegistry
 
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
@@ -15,6 +19,7 @@ from slagate.pools.inflight.rows import State
 from slagate.pools.kv_events.view import EventMode
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
+from slagate.proto.rpc.address import Address
 from slagate.proto.rpc.status import abort
 from slagate.router.receipts.messages import WIRE_STAGE, decision_steps
 from slagate.router.receipts.ring import ReceiptRing
@@ -27,6 +32,50 @@ from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.policy import Decision
 from slagate.router.scheduling.score import RoutingRequest
 from slagate.workers.runtime.cooperative import run_cooperatively
+from slagate.workers.runtime.listen import bind, given_by, ready_line
+from slagate.workers.runtime.probes import serve_probes
+from slagate.workers.tls.reloading import ServerTls
+
+
+class Listeners(NamedTuple):
+    """Where a gateway listens, by the options that say so."""
+
+    listen: Address  # for clients
+    admin: Address  # for operators
+    http: Address  # for probes
+
+    def on_port(self, port: int) -> "Listeners":
+        """The same with this port for clients."""
+        return self._replace(listen=self.listen._replace(port=port))
+
+    def print_ready_line(self, **fields: list[int]) -> None:
+        """Say that all of them are bound."""
+        addresses = {name: str(address) for name, address in self._asdict().items()}
+        ready_line(**addresses, pid=os.getpid(), **fields)
+
+
+@contextmanager
+def operators_listening(
+    server: grpc.aio.Server,
+    listeners: Listeners,
+    tls: ServerTls | None,
+    *,
+    registry: CollectorRegistry,
+    not_ready: Callable[[], str],
+) -> Iterator[Listeners]:
+    """Bind `server`, and serve probes, for the time of the block; with the real addresses of both.
+
+    Raises `OSError` for an address that cannot be bound.
+    """
+    credentials = None if tls is None else tls.grpc_credentials()
+    with given_by("--admin"):
+        admin = bind(server, listeners.admin, credentials)
+    with ExitStack() as stack:
+        with given_by("--http"):
+            probes = serve_probes(*listeners.http, registry=registry, not_ready=not_ready)
+            port = stack.enter_context(probes)
+        yield listeners._replace(admin=admin, http=listeners.http._replace(port=port))
+
 
 ROLLBACK_ALONE = (
     grpc.StatusCode.INVALID_ARGUMENT,

@@ -104,7 +104,7 @@ ARROWS: dict[str, set[str]] = {
         "proto/http2", "proto/rpc", "workers/errors.py", "workers/runtime",
         "workers/tls", "pools/fleet_file", "pools/grid", "router/app.py", "router/client.py",
         "router/multiprocess", "router/output.py", "router/receipts", "router/reload",
-        "router/request", "router/tables.py",
+        "router/request", "router/services", "router/tables.py",
     },
     "router/cli/grid": {
         "workers/findings.py", "workers/profiles", "workers/runtime", "workers/tls",
@@ -158,7 +158,7 @@ ARROWS: dict[str, set[str]] = {
         "router/request", "router/scheduling",
     },
     "router/multiprocess": {
-        "proto/rpc", "workers/runtime", "workers/server.py", "workers/tls", "pools/fleet",
+        "proto/rpc", "workers/runtime", "workers/server.py", "workers/tls",
         "pools/fleet_file", "pools/grid", "pools/inflight", "router/metrics.py",
         "router/children.py", "router/receipts", "router/reload", "router/request",
         "router/scheduling", "router/services",
@@ -183,9 +183,9 @@ ARROWS: dict[str, set[str]] = {
         "pools/prefix", "router/request",
     },
     "router/services": {
-        "proto/rpc", "workers/runtime", "workers/worker.py", "pools/fleet", "pools/grid",
-        "pools/inflight", "pools/kv_events", "router/receipts", "router/reload", "router/request",
-        "router/scheduling",
+        "proto/rpc", "workers/runtime", "workers/tls", "workers/worker.py", "pools/fleet",
+        "pools/grid", "pools/inflight", "pools/kv_events", "router/receipts", "router/reload",
+        "router/request", "router/scheduling",
     },
 }
 # fmt: on
