@@ -31,7 +31,7 @@ from slagate.router.reload.reload import Proposal, Reloader
 from slagate.router.request.errors import Aborted
 from slagate.router.request.running import RunningRequests
 from slagate.router.services.control import ABORTED
-from slagate.workers.runtime.listen import hung_up
+from slagate.workers.runtime.listen import on_sighup
 
 PLACE = "SLAGATE_PROCESS"
 """Of the environment: the place of a process, as JSON."""
@@ -98,7 +98,7 @@ async def parent_watched(
 
     loop.add_reader(sys.stdin.fileno(), ended)
     try:
-        async with hung_up(hangup):
+        async with on_sighup(hangup):
             yield
     finally:
         if has_ended:

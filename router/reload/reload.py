@@ -27,7 +27,7 @@ from slagate.router.metrics import Metrics
 from slagate.router.receipts.config import config_message
 from slagate.router.receipts.ring import ReceiptRing
 from slagate.router.scheduling.dispatcher import Dispatcher
-from slagate.workers.runtime.listen import hung_up
+from slagate.workers.runtime.listen import on_sighup
 from slagate.workers.runtime.waiting import FileWatch, run_in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ async def reloading(
             ask.send_nowait(None)
 
     with ask, asked:
-        async with anyio.create_task_group() as tasks, hung_up(hangup):
+        async with anyio.create_task_group() as tasks, on_sighup(hangup):
             tasks.start_soon(_on_hangup, reloader, source, asked)
             if watch:
                 tasks.start_soon(_on_change, reloader, source, stamp)

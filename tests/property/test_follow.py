@@ -151,7 +151,7 @@ class Engine(FakeWorker):
 
     def publish(self) -> None:
         before = [self.newest(rank) for rank in range(self.n_ranks)]
-        for _ in self.feed.take(self.queue.take_events(10_000)):
+        for _ in self.feed.publish_polled(self.queue.take_events(10_000)):
             pass
         for rank, cache in enumerate(self.caches):
             assert self.newest(rank) <= before[rank] + 1

@@ -159,7 +159,7 @@ class History:
                 self.truth[at] = resident[rank]
 
     def read(self, polled: object) -> None:
-        for _ in self.feed.take(polled):
+        for _ in self.feed.publish_polled(polled):
             pass
 
     def drain(self) -> None:
@@ -246,7 +246,7 @@ async def faithful(rng: random.Random) -> int:
         counters[name]
         for name in ("gaps", "decode_errors", "dropped_events", "orphan_blocks", "hidden_blocks")
     )
-    history.feed.close()
+    history.feed.end_streams()
     return history.n_compared
 
 

@@ -65,7 +65,7 @@ def test_slots_are_counted_as_by_hand(
             fits = len({*step[1]} - there) + 1 <= pool.n_free
             before = pool.memory.copy()
             try:
-                live.append((offers.add(blocks), step[1]))
+                live.append((offers.offer_blocks(blocks), step[1]))
             except KvTransferError:
                 assert not fits or content is alike_at_first
                 assert (pool.memory == before).all()
@@ -109,16 +109,16 @@ def test_a_read_torn_by_changes_gives_the_blocks_or_an_error(
     pool, here = SlotPool(N_SLOTS, BLOCK_BYTES), SlotPool(N_SLOTS, BLOCK_BYTES)
     offers = Offers(pool)
     blocks = np.stack([unlike(i) for i in first])
-    offer = offers.add(blocks)
+    offer = offers.offer_blocks(blocks)
     wanted = descriptor(pool, offer, blocks)
-    into = here.take(len(offer.slots))
+    into = here.take_slots(len(offer.slots))
     early = rng.permutation(len(into)) < cut
     here.memory[into[early]] = pool.memory[offer.slots[early]]
     live = [offer]
     for change in changes:
         if change:
             try:
-                live.append(offers.add(np.stack([unlike(i) for i in change])))
+                live.append(offers.offer_blocks(np.stack([unlike(i) for i in change])))
             except KvTransferError:
                 continue
         elif live:

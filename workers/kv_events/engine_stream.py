@@ -129,7 +129,7 @@ class KvStreamNormaliser:
         if place.is_gap:
             self.counts["gaps"] += 1
             self.counts["missed_batches"] += place.n_missed
-            self.losses[batch.rank].add(place.n_missed)
+            self.losses[batch.rank].count_gap(place.n_missed)
             yield rank.clear()
         if batch.events is None:
             self.counts["decode_errors"] += 1

@@ -93,7 +93,7 @@ class Subscription:
 
     def cancel(self) -> None:
         """As `Call.cancel`."""
-        self.end(Status(grpc.StatusCode.CANCELLED, "cancelled"))
+        self.end_stream(Status(grpc.StatusCode.CANCELLED, "cancelled"))
 
     def pause(self) -> None:
         """As `Call.pause`."""
@@ -105,7 +105,7 @@ class Subscription:
         self.paused_since_s = math.inf
         self._wake(self)
 
-    def end(self, status: Status) -> None:
+    def end_stream(self, status: Status) -> None:
         """End the sink unless it has ended."""
         if not self._has_ended:
             self._has_ended = True
@@ -116,9 +116,9 @@ class Subscription:
     def end_stalled(self) -> None:
         """End it as one whose client has stopped reading; no message can tell it so."""
         self.was_too_slow = True
-        self.end(_STALLED)
+        self.end_stream(_STALLED)
 
-    def published(self, rank: int, log: RankLog) -> None:
+    def rank_published(self, rank: int, log: RankLog) -> None:
         """There are new batches of a rank: time to go on, or to see that it fell behind."""
         number = self._cursors.get(rank)
         if number is None:
@@ -128,14 +128,14 @@ class Subscription:
             self._snapshot = None
         self._wake(self)
 
-    def step(self, logs: list[RankLog]) -> int:
+    def deliver_one(self, logs: list[RankLog]) -> int:
         """Deliver at most one message; its size in bytes, or 0 when there is nothing to do now."""
         if not self.is_open:
             return 0
         if any(number < logs[rank].oldest for rank, number in self._cursors.items()):
             self.was_too_slow = True
             self._sink.message(_TOO_SLOW)
-            self.end(OK)
+            self.end_stream(OK)
             return 0
         message = self._next(logs)
         if message is None:
@@ -209,7 +209,7 @@ class KvFeed:
         newest = [log.newest for log in self._logs]
         return f"KvFeed(newest {newest}, {len(self._subscriptions)} subscribers)"
 
-    def take(self, polled: object) -> Iterator[None]:
+    def publish_polled(self, polled: object) -> Iterator[None]:
         """Publish what one poll of the engine gave, whatever that is; never raises.
 
         Yields where the loop may have its turn; what is published by then is whole.
@@ -287,11 +287,11 @@ class KvFeed:
             **{f"newest_number_{rank}": log.newest for rank, log in enumerate(self._logs)},
         }
 
-    def close(self) -> None:
+    def end_streams(self) -> None:
         """End every stream; nobody can subscribe after that."""
         self._is_closed = True
         for subscription in list(self._subscriptions):
-            subscription.end(
+            subscription.end_stream(
                 Status(grpc.StatusCode.UNAVAILABLE, "kv events: the worker is shutting down")
             )
 
@@ -348,7 +348,7 @@ class KvFeed:
         if self._subscriptions:
             self._last_s[rank] = asyncio.get_running_loop().time()
         for subscription in self._subscriptions:
-            subscription.published(rank, self._logs[rank])
+            subscription.rank_published(rank, self._logs[rank])
 
     def _deliver(self) -> None:
         """One turn: a message for each in turn, until nobody has any left or the turn is full."""
@@ -357,7 +357,7 @@ class KvFeed:
             while self._queue and room > 0:
                 subscription = self._queue.popleft()
                 subscription.is_queued = False
-                n_bytes = subscription.step(self._logs)
+                n_bytes = subscription.deliver_one(self._logs)
                 if n_bytes:
                     room -= max(n_bytes, _MESSAGE_BYTES)
                     self._wake(subscription)

@@ -113,7 +113,7 @@ class KvEventNormaliser:
         if place.is_gap:
             self.counts["gaps"] += 1
             self.counts["missed_events"] += place.n_missed
-            self.losses[number].add(place.n_missed)
+            self.losses[number].count_gap(place.n_missed)
             yield rank.clear()
         yield from self._filtered(event, rank, number)
 

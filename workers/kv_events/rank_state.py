@@ -110,7 +110,7 @@ class Losses:
         self._n_logged_gaps = self._n_logged_missed = 0
         self._logged_at_s = -math.inf
 
-    def add(self, n_missed: int) -> None:
+    def count_gap(self, n_missed: int) -> None:
         """There was a gap of so many; 0 where the engine counts anew and nobody knows."""
         self._n_gaps += 1
         self._n_missed += n_missed

@@ -65,7 +65,7 @@ def _adapter_class(base: type) -> type:
                 with self._on_stream(stream_ptr):
                     _apply(self._processor, logits, token_ids)
             except Exception:  # noqa: BLE001 - logged there, now and then
-                _failures(self._name).add(monotonic_s())
+                _failures(self._name).count_failure(monotonic_s())
 
     return Adapter
 
@@ -93,7 +93,7 @@ class Failures:
         self._n_failures = self._n_logged = 0
         self._logged_at_s = -math.inf
 
-    def add(self, now_s: float) -> None:
+    def count_failure(self, now_s: float) -> None:
         """To be called where the exception is handled."""
         self._n_failures += 1
         if now_s < self._logged_at_s + LOG_EVERY_S:

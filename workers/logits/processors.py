@@ -134,7 +134,7 @@ class LogitsProcessors:
         return made
 
 
-def wanted_of(text: str) -> RequestedProcessor:
+def requested_of(text: str) -> RequestedProcessor:
     """A processor from `NAME` or `NAME={...}`, JSON. Raises `UsageError`."""
     name, has_params, params_text = text.partition("=")
     if not name:

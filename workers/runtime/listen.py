@@ -135,7 +135,7 @@ def ignore_hangups() -> None:
 
 
 @asynccontextmanager
-async def hung_up(act: Callable[[], None]) -> AsyncIterator[None]:
+async def on_sighup(act: Callable[[], None]) -> AsyncIterator[None]:
     """Within the block, `act` with each SIGHUP; behind it SIGHUP does nothing.
 
     Not by the loop's own handlers: it gives SIGHUP back to the default when it takes one away, and for that

@@ -15,7 +15,7 @@ from slagate.workers.kv_transfer.nixl.nixl import NixlTransport, self_check
 from slagate.workers.kv_transfer.shm import SharedMemoryTransport
 from slagate.workers.kv_transfer.transport import KvTransferError, KvTransport, KvUnavailable
 from slagate.workers.profiles.profile import load_profile
-from slagate.workers.runtime.listen import hung_up, stopped
+from slagate.workers.runtime.listen import on_sighup, stopped
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.server import serve_worker
 from slagate.workers.serving.serve import FLUSH_S, metrics_served, tell_ready, until_stopped
@@ -74,7 +74,7 @@ async def run_sim_worker(
         ) as worker,
         serve_worker(worker, listen, grace_s=FLUSH_S, tls=side) as address,
         following(side) as reread,
-        hung_up(reread),
+        on_sighup(reread),
         stopped() as signals,
     ):
         metrics.loaded(

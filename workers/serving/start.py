@@ -80,7 +80,7 @@ class StartingWorker:
         """From now on, be this worker."""
         self._worker = worker
 
-    def _there(self) -> Worker:
+    def _ready_worker(self) -> Worker:
         if self._worker is None:
             raise RequestRefused(grpc.StatusCode.UNAVAILABLE, self.why_not_ready)
         return self._worker
@@ -90,7 +90,7 @@ class StartingWorker:
     ) -> Call:
         """As `Worker.generate`."""
         try:
-            return self._there().generate(request, metadata, sink, timeout_s=timeout_s)
+            return self._ready_worker().generate(request, metadata, sink, timeout_s=timeout_s)
         except RequestRefused as refused:
             sink.finish(refused.status)
             return EndedCall()
@@ -98,7 +98,7 @@ class StartingWorker:
     def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         """As `Worker.kv_events`."""
         try:
-            return self._there().kv_events(request, metadata, sink)
+            return self._ready_worker().kv_events(request, metadata, sink)
         except RequestRefused as refused:
             sink.finish(refused.status)
             return EndedCall()
@@ -107,15 +107,15 @@ class StartingWorker:
         self, request: oe.GetKvEventSourcesRequest
     ) -> oe.GetKvEventSourcesResponse:
         """As `Worker.kv_event_sources`."""
-        return await self._there().kv_event_sources(request)
+        return await self._ready_worker().kv_event_sources(request)
 
     async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
         """As `Worker.abort`."""
-        return await self._there().abort(request)
+        return await self._ready_worker().abort(request)
 
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
         """As `Worker.load`."""
-        return await self._there().load(request)
+        return await self._ready_worker().load(request)
 
     async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
         """As `Worker.health`."""
@@ -130,11 +130,11 @@ class StartingWorker:
 
     async def server_info(self) -> oe.ServerInfo:
         """As `Worker.server_info`."""
-        return await self._there().server_info()
+        return await self._ready_worker().server_info()
 
     async def model_info(self, model: str) -> oe.ModelInfo:
         """As `Worker.model_info`."""
-        return await self._there().model_info(model)
+        return await self._ready_worker().model_info(model)
 
 
 class Started(NamedTuple):
@@ -152,20 +152,20 @@ class Phases:
         self._starting = starting
         self._every_s = every_s
         self._started_s = anyio.current_time()
-        self.begin(starting.phase)
+        self.begin_phase(starting.phase)
 
     @property
     def total_s(self) -> float:
         """Since the first phase began."""
         return anyio.current_time() - self._started_s
 
-    def begin(self, phase: str) -> None:
+    def begin_phase(self, phase: str) -> None:
         """The one before has ended."""
         self._starting.phase = phase
         self._phase_s = anyio.current_time()
-        self._tell("engine.phase")
+        self._log_phase("engine.phase")
 
-    async def through(self, work: Awaitable[_T], *, until: Sequence[anyio.Event]) -> _T | None:
+    async def run_unless(self, work: Awaitable[_T], *, until: Sequence[anyio.Event]) -> _T | None:
         """What `work` returns, or None once one of these events is set; log lines say how long it takes.
 
         A thread that it waits for goes on and ends with the process. Raises what it raises.
@@ -180,7 +180,7 @@ class Phases:
 
             for event in until:
                 tasks.start_soon(give_up, event)
-            tasks.start_soon(self._go_on)
+            tasks.start_soon(self._log_progress)
             try:
                 result = await work
             except Exception as raised:  # noqa: BLE001 - raised again, outside: a group would wrap it
@@ -190,12 +190,12 @@ class Phases:
             raise error
         return result
 
-    async def _go_on(self) -> None:
+    async def _log_progress(self) -> None:
         while True:
             await anyio.sleep(self._every_s)
-            self._tell("engine.starting")
+            self._log_phase("engine.starting")
 
-    def _tell(self, event: str) -> None:
+    def _log_phase(self, event: str) -> None:
         now_s = anyio.current_time()
         seconds = round(now_s - self._phase_s, 1)
         about = {"phase": self._starting.phase, "seconds": seconds}
@@ -211,7 +211,7 @@ async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phas
     package = await run_in_daemon_thread(load_package)
     if options.logits.is_used and package.LogitsProcessor is None:
         raise UsageError(f"--logits-processor: tensorrt_llm {package.version} has none")
-    phases.begin("engine")
+    phases.begin_phase("engine")
     llm = await run_in_daemon_thread(as_usage(lambda: package.LLM(**options.args.values)))
     try:
         identity = identity_of(llm, package, options, instance_id=instance_id)

@@ -8,7 +8,7 @@ from typing import NoReturn
 import anyio
 
 from slagate.proto.rpc.address import Address
-from slagate.workers.runtime.listen import hung_up, ready_line, stopped
+from slagate.workers.runtime.listen import on_sighup, ready_line, stopped
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.server import serve_worker
 from slagate.workers.serving.serve import FLUSH_S, metrics_served, tell_ready, until_stopped
@@ -64,7 +64,7 @@ async def run_trtllm_worker(
         async with (
             serve_worker(process.starting, listen, grace_s=FLUSH_S, tls=side) as address,
             following(side) as reread,
-            hung_up(reread),
+            on_sighup(reread),
             stopped() as signals,
         ):
             log.info("worker.listening", extra={"listen": str(address), "metrics": metrics_at})
@@ -105,7 +105,7 @@ class _WorkerLife:
         if self._options.role == "encode":
             return await self._encode(address, signals, phases=phases)
         try:
-            started = await phases.through(
+            started = await phases.run_unless(
                 start_engine(self._options, instance_id=self._instance_id, phases=phases),
                 until=[signals],
             )
@@ -150,9 +150,11 @@ class _WorkerLife:
                 is_watched=self._options.watch.interval_s > 0,
                 logits=self._options.logits,
             )
-            watch = EngineWatch(llm, times=self._options.watch, on_death=worker.end, leave=_leave)
+            watch = EngineWatch(
+                llm, times=self._options.watch, on_death=worker.declare_dead, leave=_leave
+            )
             tasks.start_soon(watch.run)
-            failure = await phases.through(
+            failure = await phases.run_unless(
                 self._warmed_up(worker, phases), until=[signals, worker.fatal]
             )
             if failure == "":
@@ -181,13 +183,13 @@ class _WorkerLife:
         return 0 if is_fine else 1
 
     async def _warmed_up(self, worker: TrtllmWorker, phases: Phases) -> str:
-        phases.begin("warm-up")
+        phases.begin_phase("warm-up")
         return await worker.warm_up(
-            self._options.warm_up_limit_s, on_canary=lambda: phases.begin("canary")
+            self._options.warm_up_limit_s, on_canary=lambda: phases.begin_phase("canary")
         )
 
     async def _encode(self, address: Address, signals: anyio.Event, *, phases: Phases) -> int:
-        encoder = await phases.through(start_encoder(self._options.args.values), until=[signals])
+        encoder = await phases.run_unless(start_encoder(self._options.args.values), until=[signals])
         if encoder is None:
             self.has_leftovers = True
             return 0

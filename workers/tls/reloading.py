@@ -31,7 +31,7 @@ POLL_S = 1.0
 HANDSHAKE_LIMIT_S = 10.0
 """For a client that connects."""
 
-REFUSALS_TOLD_S = 1.0
+REFUSAL_LOG_S = 1.0
 """Between two log lines on refused handshakes: anybody can cause any number of them."""
 
 
@@ -45,7 +45,7 @@ class TlsSide:
         self._unix_s = unix_s
         self._watch = FileWatch(files.stamp, in_use=files.stamp())
         self.current = self._read()
-        self._tell("tls.loaded")
+        self._log_current("tls.loaded")
 
     def _context(self) -> ssl.SSLContext:
         raise NotImplementedError
@@ -68,12 +68,12 @@ class TlsSide:
         except Exception:
             log.exception("tls.bug", extra={"side": self.side})
         else:
-            self._tell("tls.renewed")
+            self._log_current("tls.renewed")
 
     def _read(self) -> Pems:
         return read(self.files, self._context, now_s=self._unix_s())
 
-    def _tell(self, event: str) -> None:
+    def _log_current(self, event: str) -> None:
         about = {"side": self.side}
         if self.files.ca is not None:
             about["ca"] = str(self.files.ca)
@@ -92,7 +92,7 @@ class ServerTls(TlsSide):
         """As `Side`."""
         self.on_refused: Callable[[], None] = lambda: None
         self._n_refused = 0
-        self._told_at_s = 0.0
+        self._logged_at_s = 0.0
         super().__init__(side, files, unix_s=unix_s)
         self.context: ssl.SSLContext = Following(lambda: self.current.context)
         """For `loop.create_server`: each new connection gets the context that is current."""
@@ -115,18 +115,18 @@ class ServerTls(TlsSide):
             require_client_authentication=self.files.ca is not None,
         )
 
-    def refused(self, why: str) -> None:
+    def handshake_refused(self, why: str) -> None:
         """Tell of a handshake that failed."""
         self._n_refused += 1
         self.on_refused()
         now_s = self._unix_s()
-        if not 0 <= now_s - self._told_at_s < REFUSALS_TOLD_S:
-            self._told_at_s = now_s
+        if not 0 <= now_s - self._logged_at_s < REFUSAL_LOG_S:
+            self._logged_at_s = now_s
             about = {"side": self.side, "reason": why, "handshakes": self._n_refused}
             log.warning("tls.refused", extra=about)
 
     def _context(self) -> ssl.SSLContext:
-        return server_context(self.refused)
+        return server_context(self.handshake_refused)
 
 
 class ClientTls(TlsSide):

@@ -59,11 +59,11 @@ class EngineEvents:
         self._poller = Poller(
             "kv events",
             lambda: engine.llm.get_kv_cache_events_async(timeout=0),
-            self._feed.take,
+            self._feed.publish_polled,
             pace=EVENT_PACE,
             work=work_of,
             activity=activity,
-            on_read=observer.drained,
+            on_read=observer.events_polled,
         )
 
     def _follow(self, engine: Engine, normaliser: KvStreamNormaliser, observer: Observer) -> str:
@@ -81,7 +81,7 @@ class EngineEvents:
         if why_not := engine.ranks_elsewhere() or pyzmq_missing():
             return f"kv_cache_config.kv_events_config: {why_not}"
         self._stream = StreamSource(
-            settings, normaliser, take=self._feed.take, on_read=observer.drained
+            settings, normaliser, take=self._feed.publish_polled, on_read=observer.events_polled
         )
         return ""
 
@@ -93,11 +93,11 @@ class EngineEvents:
             elif not self._why_not:
                 await self._poller.run()
         finally:
-            self._feed.close()
+            self._feed.end_streams()
 
-    def close(self) -> None:
+    def end_streams(self) -> None:
         """End every stream and take no subscriber any more; the events go on being read."""
-        self._feed.close()
+        self._feed.end_streams()
 
     def subscribe(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         """As `KvFeed.subscribe`. Raises `Refused`, FAILED_PRECONDITION where there are no events."""

@@ -89,7 +89,7 @@ class Handoffs:
             del self._expires_s[first]
 
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """Between looks at the time limits of handoffs, where no statistics come."""
 
 
@@ -100,5 +100,5 @@ async def fetched(rows: NewestRows, handoffs: Handoffs) -> None:
     """
     rows.of_rank.clear()
     while handoffs.n_parked and not rows.say_idle():
-        with anyio.move_on_after(LOOK_S):
+        with anyio.move_on_after(POLL_S):
             await rows.changed()

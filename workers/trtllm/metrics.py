@@ -27,26 +27,26 @@ class Observer(Protocol):
     wants_perf_metrics: bool
     """Whether the engine is to measure each request, which costs it a little."""
 
-    def ended(self, outcome: Outcome, result: Any | None) -> None:
+    def leg_ended(self, outcome: Outcome, result: Any | None) -> None:
         """A leg is over, and the engine done with it; `result` is the engine's, None where it had none."""
 
-    def rows(self, rows: list[Any]) -> None:
+    def stats_polled(self, rows: list[Any]) -> None:
         """Iteration statistics have come, as the engine gives them."""
 
-    def drained(self, n_events: int) -> None:
+    def events_polled(self, n_events: int) -> None:
         """One poll of KV events brought so many."""
 
 
 class _Silent:
     wants_perf_metrics = False
 
-    def ended(self, outcome: Outcome, result: Any | None) -> None:
+    def leg_ended(self, outcome: Outcome, result: Any | None) -> None:
         """Nobody is told."""
 
-    def rows(self, rows: list[Any]) -> None:
+    def stats_polled(self, rows: list[Any]) -> None:
         """Nobody is told."""
 
-    def drained(self, n_events: int) -> None:
+    def events_polled(self, n_events: int) -> None:
         """Nobody is told."""
 
 
@@ -131,7 +131,7 @@ class WorkerMetrics:
         )
         self.registry.register(_EngineFamilies(owned=set(_names(self.registry.collect()))))
 
-    def ended(self, outcome: Outcome, result: Any | None) -> None:
+    def leg_ended(self, outcome: Outcome, result: Any | None) -> None:
         """As `Observer.ended`."""
         self._requests[outcome].inc()
         if result is None:
@@ -140,13 +140,13 @@ class WorkerMetrics:
             self._aborted.inc()
         self._contained(self._measure, result)
 
-    def rows(self, rows: list[Any]) -> None:
+    def stats_polled(self, rows: list[Any]) -> None:
         """As `Observer.rows`."""
         if self._collector is not None:
             for row in rows:
                 self._contained(self._collector.log_iteration_stats, row)
 
-    def drained(self, n_events: int) -> None:
+    def events_polled(self, n_events: int) -> None:
         """As `Observer.drained`."""
         self._drained.observe(n_events)
 

@@ -50,8 +50,10 @@ class OutputCursor:
         self._form = form
         self._n_tokens = 0
         self._n_text = 0
-        self._text_overlaps = [Overlap(stop.text) for stop in form.hidden_stops if stop.text]
-        self._token_overlaps = [Overlap(stop.tokens) for stop in form.hidden_stops if stop.tokens]
+        self._text_overlaps = [StopOverlap(stop.text) for stop in form.hidden_stops if stop.text]
+        self._token_overlaps = [
+            StopOverlap(stop.tokens) for stop in form.hidden_stops if stop.tokens
+        ]
         # (tokens, characters that these are sure to be), oldest first: how far the text goes without the
         # tokens held back. Only results tell, as tokens may decode to other text alone than in a row.
         self._lengths: deque[tuple[int, int]] = deque([(0, 0)])
@@ -93,12 +95,12 @@ class OutputCursor:
         return min(n_text - held, self._lengths[0][1])
 
 
-def _held(sequence: Sequence[Any], overlaps: Sequence["Overlap"]) -> int:
+def _held(sequence: Sequence[Any], overlaps: Sequence["StopOverlap"]) -> int:
     """Items at the end that are the beginning of a stop."""
     return max((overlap.follow(sequence) for overlap in overlaps), default=0)
 
 
-class Overlap:
+class StopOverlap:
     """How much of the end of a growing sequence is the beginning of `stop`, and not all of it.
 
     Each item costs the same, however long the stop is and whatever was there before it: the prefix function

@@ -197,7 +197,7 @@ class NewestRows:
         self._changed = anyio.Event()
         self.of_rank: dict[int, dict[str, Any]] = {}
 
-    def take(self, rows: list[Any]) -> None:
+    def take_rows(self, rows: list[Any]) -> None:
         """Keep the newest; whatever is no row, or is of nobody knows which rank, is passed over."""
         for row in rows:
             if isinstance(row, dict):

@@ -55,7 +55,7 @@ class InferenceProbe:
         if engine.n_ranks > 1 and engine.takes("scheduling_params"):
             ranks = list(range(engine.n_ranks))
         for rank in ranks:
-            failure = await self._tried(
+            failure = await self._attempt(
                 max(1, block_tokens // 2), max(1, block_tokens // 4), rank=rank, limit_s=limit_s
             )
             if failure:
@@ -64,12 +64,12 @@ class InferenceProbe:
 
     async def _go(self, running: "_Run") -> None:
         try:
-            running.failure = await self._tried(1, 1, rank=None, limit_s=TIMEOUT_S)
+            running.failure = await self._attempt(1, 1, rank=None, limit_s=TIMEOUT_S)
         finally:
             self._running = None
             running.done.set()
 
-    async def _tried(
+    async def _attempt(
         self, n_prompt: int, max_tokens: int, *, rank: int | None, limit_s: float
     ) -> str:
         self._activity.started()

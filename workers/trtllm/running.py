@@ -69,9 +69,9 @@ class EngineRequests:
             log.exception("engine.fatal")
             self._on_fatal(error)
         finally:
-            stream.kill(RuntimeError(SHUTTING_DOWN))
+            stream.fail_engine_gone(RuntimeError(SHUTTING_DOWN))
             self._activity.ended()
-            self._observer.ended(stream.outcome, stream.result)
+            self._observer.leg_ended(stream.outcome, stream.result)
             del self._live[request_id]
             if not self._live:
                 self._all_ended.set()
@@ -89,10 +89,10 @@ class EngineRequests:
         for stream in list(self._live.values()):
             stream.cancel()
 
-    def kill_all(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
         """End every stream with an error, at once, as no result will come any more."""
         for stream in list(self._live.values()):
-            stream.kill(error)
+            stream.fail_engine_gone(error)
 
     def abort(self, request_id: str) -> oe.AbortStatus.ValueType:
         """Cancel one, or release what it left parked. Raises `Refused` for an unknown id."""

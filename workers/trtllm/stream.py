@@ -83,7 +83,7 @@ class EngineStream:
         """As `Call.resume`."""
         self._gate.resume()
 
-    def kill(self, error: Exception) -> None:
+    def fail_engine_gone(self, error: Exception) -> None:
         """The engine is gone, or the worker: end with its error, and wait for no result."""
         code = oe.ERROR_CODE_INTERNAL if self._may_abort else oe.ERROR_CODE_KV_TRANSFER_FAILED
         # Another worker is not gone.

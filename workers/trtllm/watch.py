@@ -74,7 +74,7 @@ class EngineWatch:
                 await anyio.sleep(self._times.interval_s)
                 failure = await self._checked(check)
                 if failure is not None:
-                    self._found(failure)
+                    self._report_dead(failure)
 
     async def _checked(self, check: Callable[[], object]) -> Exception | None:
         try:
@@ -88,7 +88,7 @@ class EngineWatch:
             return error
         return None if is_well else RuntimeError("its health check failed")
 
-    def _found(self, error: Exception) -> None:
+    def _report_dead(self, error: Exception) -> None:
         if not self._is_dead:
             self._is_dead = True
             log.error("engine.dead", extra={"reason": str(error) or type(error).__name__})
@@ -111,7 +111,7 @@ class EngineWatch:
             error = getattr(getattr(self._llm, "_executor", None), "_fatal_error", None)
             if error is None:
                 continue
-            loop.call_soon_threadsafe(self._found, RuntimeError(f"fatal error: {error}"))
+            loop.call_soon_threadsafe(self._report_dead, RuntimeError(f"fatal error: {error}"))
             if not self._is_over.wait(self._times.stuck_s):
                 log.critical("engine.loop_stuck", extra={"reason": str(error)})
                 self._leave(1)

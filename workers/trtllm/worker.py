@@ -88,7 +88,7 @@ class TrtllmWorker:
             self._handoffs,
             tasks=tasks,
             request_error=api.RequestError,
-            on_fatal=self.end,
+            on_fatal=self.declare_dead,
             observer=observer,
         )
         self._probe = InferenceProbe(
@@ -141,7 +141,7 @@ class TrtllmWorker:
             stream.start(self._submit(leg, metadata), leg, timeout_s=timeout_s)
         except RequestRefused as refused:
             stream.finish(refused.status)
-            self._observer.ended(stream.outcome, None)
+            self._observer.leg_ended(stream.outcome, None)
             return stream
         self._running.start(leg.request_id, stream)
         return stream
@@ -186,19 +186,19 @@ class TrtllmWorker:
                 trace_headers=trace or None,
             )
         except EngineGoneError as gone:
-            self.end(gone)
+            self.declare_dead(gone)
             raise
 
     def _take_rows(self, rows: list[Any]) -> None:
-        self._rows.take(rows)
-        self._observer.rows(rows)
+        self._rows.take_rows(rows)
+        self._observer.stats_polled(rows)
 
-    def end(self, error: Exception) -> None:
+    def declare_dead(self, error: Exception) -> None:
         """The engine is gone: no stream gets another result, and none must wait for one."""
         if self.fatal.is_set():
             return
         self._problem = f"engine: {str(error) or type(error).__name__}"
-        self._running.kill_all(error)
+        self._running.fail_all(error)
         self.fatal.set()
 
     async def drain(self, limit_s: float) -> None:
@@ -208,11 +208,11 @@ class TrtllmWorker:
         have no end of their own. Control calls go on being answered, so parked handoffs can be freed.
         """
         self._problem = self._problem or SHUTTING_DOWN
-        self._events.close()
+        self._events.end_streams()
         with anyio.move_on_after(limit_s):
             await self._running.all_ended()
             await self._handoffs_fetched()
-        self._running.kill_all(RuntimeError(SHUTTING_DOWN))
+        self._running.fail_all(RuntimeError(SHUTTING_DOWN))
 
     async def _handoffs_fetched(self) -> None:
         # The simulated engine's; TensorRT-LLM does not say when its handoffs have been fetched.
@@ -309,12 +309,12 @@ class TrtllmWorker:
         return await health(
             self._identity,
             request,
-            fatal=self._problem or self._own_word(),
+            fatal=self._problem or self._engine_failure(),
             kv_problem="" if self._connector is None else self._connector.problem(),
             probe=self._probe if request.include_inference_probe else None,
         )
 
-    def _own_word(self) -> str:
+    def _engine_failure(self) -> str:
         return "" if self._is_watched or self._engine.alive else "the engine has ended"
 
     async def server_info(self) -> oe.ServerInfo:

@@ -26,7 +26,7 @@ from slagate.router.cli.worker.check import check
 from slagate.router.cli.worker.convert import convert
 from slagate.workers.engine_args.build import KV_EVENTS, EngineArgs
 from slagate.workers.engine_args.rules.case import IntendedUse
-from slagate.workers.logits.processors import LogitsProcessors, wanted_of
+from slagate.workers.logits.processors import LogitsProcessors, requested_of
 from slagate.workers.runtime.listen import ignore_hangups
 from slagate.workers.serving.sim import run_sim_worker
 from slagate.workers.serving.sim_worker import (
@@ -331,4 +331,4 @@ def _logits_processors(
 ) -> LogitsProcessors:
     """What these options say; a wrong one ends the command."""
     with wrong_use_told():
-        return LogitsProcessors([wanted_of(text) for text in every or ()], allowed or ())
+        return LogitsProcessors([requested_of(text) for text in every or ()], allowed or ())

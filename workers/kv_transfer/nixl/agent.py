@@ -31,15 +31,15 @@ log = logging.getLogger(__name__)
 
 # How long the thread rests between two looks. A pull on one host takes 0.5 ms, so looks start close
 # together and grow apart; a pull that was given up only has to be noticed some day.
-PULL_LOOK_MIN_S = 0.0001
-PULL_LOOK_MAX_S = 0.005
-OFFER_LOOK_S = 0.02
-UNAIDED_LOOK_S = 0.001
-ABANDONED_LOOK_S = 0.1
+PULL_POLL_MIN_S = 0.0001
+PULL_POLL_MAX_S = 0.005
+OFFER_POLL_S = 0.02
+UNAIDED_POLL_S = 0.001
+ABANDONED_POLL_S = 0.1
 
 # UCX aborts the process when it ends right after a failed transfer, unless it gets some time to tidy up.
-LEAVE_LOOKS = 10
-LEAVE_LOOK_S = 0.005
+N_LEAVE_POLLS = 10
+LEAVE_POLL_S = 0.005
 
 Settled = Callable[[Blocks | KvTransferError], None]
 
@@ -92,13 +92,13 @@ class Peers:
             raise KvPeerGone(f"{peer.name} has dropped the connection")
         return peer
 
-    def ended(self, peer: Peer) -> None:
+    def read_ended(self, peer: Peer) -> None:
         """Count one read less; a peer that is gone is forgotten with its last one."""
         peer.n_reads -= 1
         if peer.gone and not peer.n_reads:
             self._drop(peer)
 
-    def close(self) -> None:
+    def disconnect_all(self) -> None:
         """Disconnect from every one."""
         for peer in list(self._peers.values()):
             self._drop(peer)
@@ -231,7 +231,7 @@ class NixlAgent:
         except Exception:
             log.exception("kv_transfer.agent_failed %s", self.name)
         finally:
-            self._leave()
+            self._end_agent()
 
     def _open(self) -> None:
         self._agent, self._progresses = make_agent(self._nixl, self.name)
@@ -242,26 +242,26 @@ class NixlAgent:
         self._peers = Peers(self._nixl, self._agent, self.name)
 
     def _serve(self) -> None:
-        look_s = PULL_LOOK_MIN_S
+        look_s = PULL_POLL_MIN_S
         while not self._closing:
             try:
                 order = self._orders.get(timeout=self._rest_s(look_s))
             except Empty:
                 order = None
             if order is not None:
-                look_s = PULL_LOOK_MIN_S
+                look_s = PULL_POLL_MIN_S
                 self._start(order)
             if self._n_offers or not self._progresses:
                 self._collect_acks()
-            self._look()
-            look_s = min(look_s * 1.5, PULL_LOOK_MAX_S)
+            self._check_reads()
+            look_s = min(look_s * 1.5, PULL_POLL_MAX_S)
 
     def _rest_s(self, look_s: float) -> float | None:
         if any(not read.order.abandoned for read in self._reads):
             return look_s
         if self._n_offers:
-            return OFFER_LOOK_S if self._progresses else UNAIDED_LOOK_S
-        return ABANDONED_LOOK_S if self._reads else None
+            return OFFER_POLL_S if self._progresses else UNAIDED_POLL_S
+        return ABANDONED_POLL_S if self._reads else None
 
     def _start(self, order: ReadOrder) -> None:
         order.started = True
@@ -279,7 +279,7 @@ class NixlAgent:
         try:
             self._agent.transfer(read.transfer)
         except self._nixl.errors as error:
-            self._end(read, self._reason(error, read))
+            self._end_read(read, self._reason(error, read))
 
     def _transfer(self, order: ReadOrder, peer: Peer) -> Any:
         wanted = order.wanted
@@ -316,25 +316,25 @@ class NixlAgent:
                 if ack is not None:
                     self.acks.put(ack)
 
-    def _look(self) -> None:
+    def _check_reads(self) -> None:
         for read in list(self._reads):
             try:
                 state = self._agent.check_xfer_state(read.transfer)
             except self._nixl.errors as error:
-                self._end(read, self._reason(error, read))
+                self._end_read(read, self._reason(error, read))
                 continue
             if state == "DONE":
-                self._end(read, None)
+                self._end_read(read, None)
             elif state != "PROC":
-                self._end(read, KvTransferError(f"NIXL reports state {state}"))
+                self._end_read(read, KvTransferError(f"NIXL reports state {state}"))
 
-    def _end(self, read: _Read, failure: KvTransferError | None) -> None:
+    def _end_read(self, read: _Read, failure: KvTransferError | None) -> None:
         """Take a read off the books: NIXL has said that it will not write any more."""
         order, peer = read.order, read.peer
         self._reads.remove(read)
         self._release(read)
         peer.gone |= isinstance(failure, KvPeerGone)
-        self._peers.ended(peer)
+        self._peers.read_ended(peer)
         if failure is None and not order.abandoned:
             try:
                 blocks = self.pool.read(order.slots, order.wanted)
@@ -356,16 +356,16 @@ class NixlAgent:
         except self._nixl.errors as error:
             log.warning("kv_transfer.release_failed %s", error_text(error))
 
-    def _leave(self) -> None:
+    def _end_agent(self) -> None:
         """End the agent, then settle what is open: until then something may write to the pool."""
         self._closing = True
         for read in self._reads:
             self._release(read)
         if self._peers:
-            for _ in range(LEAVE_LOOKS):
+            for _ in range(N_LEAVE_POLLS):
                 self._collect_acks()
-                threading.Event().wait(LEAVE_LOOK_S)
-        self._peers.close()
+                threading.Event().wait(LEAVE_POLL_S)
+        self._peers.disconnect_all()
         try:
             self._agent.deregister_memory(self._region)
         except self._nixl.errors as error:

@@ -69,7 +69,7 @@ class Generation:
     def offer(self, session_id: int, blocks: Blocks) -> bytes:
         """Have blocks in the pool for a peer to read; the descriptor. Raises `KvTransferError`."""
         self._check_size(blocks.shape[1])
-        offer = self._offers.add(blocks)
+        offer = self._offers.offer_blocks(blocks)
         try:
             descriptor = NixlDescriptor(
                 session_id=session_id,
@@ -126,7 +126,7 @@ class Generation:
         """
         loop = asyncio.get_running_loop()
         limit_s = due_s - loop.time()
-        slots = self.pool.take(len(wanted.slots))
+        slots = self.pool.take_slots(len(wanted.slots))
 
         def settled(result: Blocks | KvTransferError) -> None:
             # A loop that is closed has nobody left who waits for blocks.
@@ -139,7 +139,7 @@ class Generation:
         self._pulls.add(pull)
         self.agent.read(order)
 
-    def close(self) -> None:
+    def end_all(self) -> None:
         """End every pull and offer; the agent must have been told already."""
         for pull in list(self._pulls):
             pull.timer.cancel()
@@ -156,7 +156,7 @@ class Generation:
         self._pulls.remove(pull)
         pull.timer.cancel()
         self.stuck = False
-        self.pool.give_back(pull.order.slots)
+        self.pool.free_slots(pull.order.slots)
         self._changed(self, result)
         pull.answer(result)
 
@@ -170,9 +170,9 @@ class Generation:
         self._changed(self, late)
         if not pull.order.started:
             loop = asyncio.get_running_loop()
-            pull.timer = loop.call_at(loop.time() + STUCK_AFTER_S, self._look_after, pull, late)
+            pull.timer = loop.call_at(loop.time() + STUCK_AFTER_S, self._check_started, pull, late)
 
-    def _look_after(self, pull: _NixlPull, late: KvTimeout) -> None:
+    def _check_started(self, pull: _NixlPull, late: KvTimeout) -> None:
         if not pull.order.started:
             self.stuck = True
             self._changed(self, late)

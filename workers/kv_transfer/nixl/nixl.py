@@ -35,7 +35,7 @@ MAX_RETIRED = 2
 N_REMEMBERED = 4096
 """Pulled sessions remembered, so that none is pulled twice before its owner has heard of the first time."""
 
-LOOK_S = 0.02
+RETRY_S = 0.02
 """How soon the first one is tried again when nobody says that there is room: a new agent does not."""
 
 
@@ -69,17 +69,17 @@ class PullQueue:
     def __contains__(self, tag: bytes) -> bool:
         return any(each.wanted.tag == tag for each in self._waiting)
 
-    def add(self, wanted: NixlDescriptor, done: Done, *, due_s: float) -> None:
+    def enqueue(self, wanted: NixlDescriptor, done: Done, *, due_s: float) -> None:
         """Begin a pull when it is its turn; maybe now."""
         self._waiting.append(_Waiting(wanted, done, due_s))
         self._serve()
 
-    def nudge(self) -> None:
+    def retry_soon(self) -> None:
         """Look in the next turn of the loop: there may be room."""
         if self._waiting:
             self._set_timer(asyncio.get_running_loop().call_soon(self._serve))
 
-    def close(self) -> None:
+    def fail_all(self) -> None:
         """End every pull."""
         self._set_timer(None)
         while self._waiting:
@@ -100,7 +100,7 @@ class PullQueue:
                 first.done(error)
         due_s = self._waiting[0].due_s if self._waiting else None
         self._set_timer(
-            None if due_s is None else loop.call_at(min(loop.time() + LOOK_S, due_s), self._serve)
+            None if due_s is None else loop.call_at(min(loop.time() + RETRY_S, due_s), self._serve)
         )
 
     def _set_timer(self, timer: asyncio.Handle | None) -> None:
@@ -176,7 +176,7 @@ class NixlTransport:
     @property
     def n_agents(self) -> int:
         """Agents in use: one, and those that were replaced and still have something to do."""
-        self._tend()
+        self._retire_and_promote()
         return len(self._generations())
 
     def export(self, session_id: int, blocks: Blocks) -> bytes:
@@ -201,38 +201,38 @@ class NixlTransport:
                 raise used_up(wanted.session_id)
             self._living().check_fits(wanted)
             due_s = asyncio.get_running_loop().time() + self._pull_limit_s
-            self._queue.add(wanted, done, due_s=due_s)
+            self._queue.enqueue(wanted, done, due_s=due_s)
         except KvTransferError as error:
             done(error)
 
     def acks(self) -> list[int]:
         """Sessions read since the last call, ascending."""
         sessions = sorted(i for each in self._generations() for i in each.acknowledged())
-        self._tend()
-        self._queue.nudge()
+        self._retire_and_promote()
+        self._queue.retry_soon()
         return sessions
 
     def release(self, session_id: int) -> None:
         """Withdraw an offer. A read that runs now gets its blocks, or fails its checks."""
         for each in self._generations():
             each.withdraw(session_id)
-        self._tend()
-        self._queue.nudge()
+        self._retire_and_promote()
+        self._queue.retry_soon()
 
     def close(self) -> None:
         """End the agents, waiting for each at most `CLOSE_LIMIT_S`; open pulls end with an error."""
         if not self._closed:
             self._closed = True
-            self._queue.close()
+            self._queue.fail_all()
             self._end_agents()
             for each in self._generations():
-                each.close()
+                each.end_all()
 
     def problem(self) -> str:
         """Why new exports or pulls cannot work at this moment, or ""."""
         if self._closed:
             return "transport is closed"
-        self._tend()
+        self._retire_and_promote()
         current = self._current
         if not current.agent.alive:
             return "the NIXL agent has ended"
@@ -268,7 +268,7 @@ class NixlTransport:
 
     def _living(self) -> Generation:
         """The generation to use. Raises `KvUnavailable` when its agent has ended."""
-        self._tend()
+        self._retire_and_promote()
         if not self._current.agent.alive:
             self._replace("it has ended")
             raise KvUnavailable("the NIXL agent has ended")
@@ -310,15 +310,15 @@ class NixlTransport:
                 self._replace("its thread does not answer")
             elif 2 * generation.n_quarantined > generation.pool.n_slots:
                 self._replace("most of its pool waits for peers that hang")
-        self._tend()
-        self._queue.nudge()
+        self._retire_and_promote()
+        self._queue.retry_soon()
 
     def _replace(self, why: str) -> None:
         if self._next is None and not self._closed and len(self._retired) < MAX_RETIRED:
             log.warning("kv_transfer.agent_replaced %s: %s", self._current.agent.name, why)
             self._next = self._start_generation()
 
-    def _tend(self) -> None:
+    def _retire_and_promote(self) -> None:
         """Put a new agent into use once it runs, and end former ones that have nothing left to do."""
         if self._next is not None and self._next.agent.ready.is_set():
             ready, self._next = self._next, None
@@ -329,7 +329,7 @@ class NixlTransport:
                 log.error("kv_transfer.agent_failed %s", ready.agent.failure)
         for each in [each for each in self._retired if not each.needed]:
             each.agent.close()
-            each.close()
+            each.end_all()
             self._retired.remove(each)
         # In place: `_end_all` has the same list, and joins every thread that may still be inside UCX.
         self._agents[:] = [agent for agent in self._agents if not agent.join(0.0)]
@@ -345,7 +345,7 @@ def self_check(transport: NixlTransport, *, loopback: bool, limit_s: float = 5.0
         block = pool.memory[:1, :TAG_BYTES].copy() + 85
         results: SimpleQueue[Blocks | KvTransferError] = SimpleQueue()
         wanted = unpack_descriptor(transport.export(0, block))
-        probe.read(ReadOrder(wanted, pool.take(2), results.put))
+        probe.read(ReadOrder(wanted, pool.take_slots(2), results.put))
         result = results.get(timeout=limit_s)
         if isinstance(result, KvTransferError):
             raise KvUnavailable(f"a NIXL transfer to itself failed: {result}")

@@ -61,7 +61,7 @@ class SlotPool:
         """Address of slot 0."""
         return int(self.memory.ctypes.data)
 
-    def take(self, n_slots: int) -> Slots:
+    def take_slots(self, n_slots: int) -> Slots:
         """The lowest free slots. Raises `KvTransferError` when there are not enough."""
         if n_slots > self.n_free:
             raise KvTransferError(
@@ -72,7 +72,7 @@ class SlotPool:
         self.n_free -= n_slots
         return slots
 
-    def give_back(self, slots: Slots) -> None:
+    def free_slots(self, slots: Slots) -> None:
         """Make slots free, unreadable for whoever still holds their tags."""
         assert not self._free[slots].any(), "a slot was given back twice"
         self.memory[slots, :TAG_BYTES] = 0
@@ -160,7 +160,7 @@ class Offers:
         self._slot_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
-    def add(self, blocks: Blocks) -> Offer:
+    def offer_blocks(self, blocks: Blocks) -> Offer:
         """Offer blocks u8[n > 0, bytes <= the pool's]; only those that are not there yet are copied.
 
         Raises `KvTransferError`, with nothing changed, when the pool has no room for these and a ticket.
@@ -178,7 +178,7 @@ class Offers:
             if first != i and np.array_equal(blocks[first], blocks[i]):
                 source[i] = first
         fresh = np.flatnonzero((found < 0) & (source == np.arange(len(blocks))))
-        ticket, own = np.split(self._pool.take(1 + len(fresh)), [1])
+        ticket, own = np.split(self._pool.take_slots(1 + len(fresh)), [1])
         found[fresh] = own
         slots = found[source].astype(np.uint32)
         np.add.at(self._n_users, slots, 1)
@@ -200,7 +200,7 @@ class Offers:
             # Another block that begins alike may have come later, and gone.
             if self._slot_of.get(key) == slot:
                 del self._slot_of[key]
-        self._pool.give_back(np.concatenate([ticket, unused]))
+        self._pool.free_slots(np.concatenate([ticket, unused]))
 
     def _write(self, slots: Slots, blocks: Blocks) -> None:
         numbers = np.arange(self._n_written + 1, self._n_written + 1 + len(slots), dtype="<u8")

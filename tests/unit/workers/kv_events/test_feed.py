@@ -46,7 +46,7 @@ class Feed(KvFeed):
         self.read([self.event(one, rank=rank) for one in data])
 
     def read(self, polled: object) -> None:
-        for _ in self.take(polled):
+        for _ in self.publish_polled(polled):
             pass
 
     def join(self, *ranks: int, start: int = 0, **more: Any) -> KvStream:
@@ -392,7 +392,7 @@ async def test_close_ends_all_and_takes_nobody_any_more() -> None:
     streams = [feed.join(), feed.join(snapshot=True)]
     streams[0].pause()
     feed.say(stored(1))
-    feed.close()
+    feed.end_streams()
     for stream in streams:
         assert stream.status is not None
         assert stream.status.code == grpc.StatusCode.UNAVAILABLE
@@ -547,7 +547,7 @@ async def test_between_the_steps_of_a_long_event_all_subscribers_have_the_same_w
     sizes = []
     chain = feed.event(stored(*[block(hash_, first=hash_) for hash_ in range(n_blocks)]))
     gone = feed.event(removed(*reversed(range(n_blocks))))
-    for _ in itertools.chain(feed.take(chain), feed.take(gone)):
+    for _ in itertools.chain(feed.publish_polled(chain), feed.publish_polled(gone)):
         joined.append(feed.join(snapshot=True))
         joined.append(feed.join(start=feed.newest() + 1))
         await settle(follower, *joined)

@@ -141,6 +141,6 @@ def test_failures_are_logged_once_in_a_while_with_their_number(
     failures = Failures("mine")
     with caplog.at_level(logging.ERROR):
         for now_s in (0.0, 1.0, LOG_EVERY_S - 1, LOG_EVERY_S + 1, LOG_EVERY_S + 2):
-            failures.add(now_s)
+            failures.count_failure(now_s)
     counts = [(r.__dict__["failures"], r.__dict__["failures_so_far"]) for r in caplog.records]
     assert counts == [(1, 1), (3, 4)]

@@ -14,7 +14,7 @@ from slagate.workers.logits.processors import (
     LogitsError,
     LogitsProcessors,
     RequestedProcessor,
-    wanted_of,
+    requested_of,
 )
 from slagate.workers.runtime.usage import UsageError
 
@@ -138,13 +138,13 @@ def test_wrong_options_are_found_at_the_start() -> None:
 def test_an_option_is_a_name_with_or_without_parameters(
     text: str, wanted: RequestedProcessor
 ) -> None:
-    assert wanted_of(text) == wanted
+    assert requested_of(text) == wanted
 
 
 @pytest.mark.parametrize("text", ["", "={}", "a=", "a={", "a=1", "a=[]"])
 def test_other_options_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--logits-processor"):
-        wanted_of(text)
+        requested_of(text)
 
 
 def test_the_examples_are_installed() -> None:

@@ -12,7 +12,7 @@ from slagate.proto.rpc.address import Address, parse_address
 from slagate.workers.runtime.listen import (
     bind,
     given_by,
-    hung_up,
+    on_sighup,
     ignore_hangups,
     listen_on,
     ready_line,
@@ -161,7 +161,7 @@ def test_a_hangup_is_acted_on_and_ignored_before_and_afterwards(*, use_uvloop: b
             n_told += 1
             told.set()
 
-        async with hung_up(tell):
+        async with on_sighup(tell):
             os.kill(os.getpid(), signal.SIGHUP)
             with anyio.fail_after(HANG_S):
                 await told.wait()
@@ -198,7 +198,7 @@ def test_a_hangup_never_ends_the_process_when_it_is_no_more_acted_on(
         return put(number, handler)
 
     async def main() -> None:
-        async with hung_up(lambda: None):
+        async with on_sighup(lambda: None):
             pass
 
     put = signal.signal

@@ -371,5 +371,5 @@ def test_refused_handshakes_are_counted_and_told_at_most_once_a_second(
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
-            tls.refused("because")
+            tls.handshake_refused("because")
     assert [vars(each)["handshakes"] for each in caplog.records] == [1, 4, 5]

@@ -26,12 +26,12 @@ def drained_after(rows_at: list[tuple[float, dict[str, int]]], *, n_ranks: int =
         params = DisaggregatedParams(ctx_request_id=7, opaque_state=b"s", first_gen_tokens=[1])
         handoffs.park(params, rank=None)
         rows = NewestRows(n_ranks)
-        rows.take([row(0, rank=rank) for rank in range(n_ranks)])  # of before: says nothing
+        rows.take_rows([row(0, rank=rank) for rank in range(n_ranks)])  # of before: says nothing
 
         async def tell() -> None:
             for at_s, one in rows_at:
                 await until(at_s)
-                rows.take([one])
+                rows.take_rows([one])
 
         async with anyio.create_task_group() as tasks:
             await until(1.0)

@@ -73,9 +73,9 @@ def test_close_ends_every_stream_at_once_and_events_go_on_being_read() -> None:
             await until(1.0)
             calls[1].pause()
             assert [sink.n_messages > 0 for sink in sinks] == [True, True]
-            events.close()
+            events.end_streams()
             assert [sink.ends for sink in sinks] == [[GONE], [GONE]]
-            events.close()
+            events.end_streams()
             with pytest.raises(RequestRefused) as refused:
                 events.subscribe(SNAPSHOT, (), Sink())
             assert refused.value.status == GONE

@@ -24,7 +24,7 @@ TOKENS = oe.LoadInfo(running_tokens=330, waiting_tokens=96)
 def load(*polled: Any, n_ranks: int = 1) -> tuple[oe.LoadInfo, list[oe.RankLoadInfo]]:
     async def main() -> NewestRows:
         rows = NewestRows(n_ranks)
-        rows.take(list(polled))
+        rows.take_rows(list(polled))
         return rows
 
     rows = run(main).of_rank

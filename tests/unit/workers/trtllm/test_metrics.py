@@ -49,10 +49,10 @@ def test_the_page_names_every_family_and_no_other(metrics: WorkerMetrics) -> Non
 
 
 def test_what_was_given_up_is_told_from_what_was_refused(metrics: WorkerMetrics) -> None:
-    metrics.ended("refused", None)
-    metrics.ended("cancelled", result(0, 0, 0))
-    metrics.ended("deadline", result(0, 0, 0))
-    metrics.ended("cancelled", None)
+    metrics.leg_ended("refused", None)
+    metrics.leg_ended("cancelled", result(0, 0, 0))
+    metrics.leg_ended("deadline", result(0, 0, 0))
+    metrics.leg_ended("cancelled", None)
     for outcome, n in (("ok", 0), ("refused", 1), ("cancelled", 2), ("deadline", 1)):
         assert value(metrics, "slagate_worker_requests_total", outcome=outcome) == n
     assert value(metrics, "trtllm_num_aborted_requests_total") == 2
@@ -62,14 +62,14 @@ def test_what_was_given_up_is_told_from_what_was_refused(metrics: WorkerMetrics)
 
 
 def test_a_transfer_has_a_time_a_size_and_a_speed(metrics: WorkerMetrics) -> None:
-    metrics.ended("ok", result(10.0, 10.5, 4_000_000_000))
-    metrics.ended("ok", result(0, 0, 0))  # of who fetched nothing
+    metrics.leg_ended("ok", result(10.0, 10.5, 4_000_000_000))
+    metrics.leg_ended("ok", result(0, 0, 0))  # of who fetched nothing
     assert value(metrics, "trtllm_kv_transfer_success_total") == 1
     assert value(metrics, "trtllm_kv_transfer_latency_seconds_sum") == 0.5
     assert value(metrics, "trtllm_kv_transfer_bytes_sum") == 4e9
     assert value(metrics, "trtllm_kv_transfer_speed_gb_s_sum") == 8
     # As fast as the engine's clock can tell: it has a time and a size, but no speed.
-    metrics.ended("ok", result(10.5, 10.5, 1000))
+    metrics.leg_ended("ok", result(10.5, 10.5, 1000))
     assert value(metrics, "trtllm_kv_transfer_success_total") == 2
     assert value(metrics, "trtllm_kv_transfer_latency_seconds_count") == 2
     assert value(metrics, "trtllm_kv_transfer_bytes_sum") == 4e9 + 1000
@@ -110,7 +110,7 @@ def test_an_engines_collector_is_fed_and_its_families_passed_on(
         return made[0]
 
     metrics.collect_from(collector)
-    metrics.ended("ok", result(0, 0, 0))
+    metrics.leg_ended("ok", result(0, 0, 0))
     assert made[0].labels == {"model_name": "m", "engine_type": "trtllm"}
     assert made[0].seen == [{"ttft": 0.5}]
     families[0].inc()
@@ -127,7 +127,7 @@ def test_a_collector_that_fails_costs_figures_only(
 ) -> None:
     metrics.collect_from(Collector)
     for _ in range(5):
-        metrics.rows([{}])
+        metrics.stats_polled([{}])
     # The first, the second and the fourth.
     assert [record.message for record in caplog.records] == ["metrics.failed"] * 3
 
@@ -136,5 +136,5 @@ def test_a_version_without_a_collector_has_the_workers_own(
     metrics: WorkerMetrics, families: list[Counter]
 ) -> None:
     metrics.collect_from(None)
-    metrics.rows([{}])
+    metrics.stats_polled([{}])
     assert metrics.registry.get_sample_value("trtllm_request_success_total") is None

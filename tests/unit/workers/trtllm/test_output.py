@@ -13,7 +13,7 @@ from slagate.workers.trtllm.output import (
     HiddenStop,
     OutputCursor,
     OutputForm,
-    Overlap,
+    StopOverlap,
     prompt_output,
     token_info,
 )
@@ -89,7 +89,7 @@ def test_only_what_may_become_a_stop_is_held_back() -> None:
 
 @given(st.text("ab", min_size=1, max_size=8), st.lists(st.text("ab", max_size=4), max_size=12))
 def test_an_overlap_is_the_longest_beginning_of_a_stop(stop: str, parts: list[str]) -> None:
-    overlap, text = Overlap(stop), ""
+    overlap, text = StopOverlap(stop), ""
     for part in parts:
         text += part
         lengths = [n for n in range(len(stop)) if text.endswith(stop[:n])]
@@ -115,7 +115,7 @@ class Counted(str):
 def test_what_a_stop_costs_does_not_grow_with_its_length(stop: str) -> None:
     """However alike the answer and the stop are: a few comparisons a character."""
     Counted.n_compared = 0
-    overlap = Overlap([Counted(one) for one in stop])
+    overlap = StopOverlap([Counted(one) for one in stop])
     text = ["a"] * 3000
     for n in range(1, len(text) + 1):
         overlap.follow(text[:n])

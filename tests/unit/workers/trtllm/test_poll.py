@@ -314,9 +314,11 @@ def test_whatever_was_read_is_passed_on_when_the_worker_is_cancelled(n_turns: in
 
 def test_rows_are_kept_by_rank_the_newest_wins() -> None:
     rows = NewestRows(2)
-    rows.take([{"attentionDpRank": 0, "iter": 1}, {"attentionDpRank": 1, "iter": 1}])
-    rows.take([{"attentionDpRank": 1, "iter": 2}, None, 7, {"attentionDpRank": 2}, {"iter": 9}])
+    rows.take_rows([{"attentionDpRank": 0, "iter": 1}, {"attentionDpRank": 1, "iter": 1}])
+    rows.take_rows(
+        [{"attentionDpRank": 1, "iter": 2}, None, 7, {"attentionDpRank": 2}, {"iter": 9}]
+    )
     assert {rank: row["iter"] for rank, row in rows.of_rank.items()} == {0: 1, 1: 2}
     unnamed = NewestRows(1)
-    unnamed.take([{"iter": 3}])
+    unnamed.take_rows([{"iter": 3}])
     assert unnamed.of_rank == {0: {"iter": 3}}

@@ -278,7 +278,7 @@ def test_a_thread_that_ended_is_replaced(
     def broken() -> None:
         raise AttributeError("not one of NIXL's errors")
 
-    monkeypatch.setattr(agent, "_look", broken)
+    monkeypatch.setattr(agent, "_check_reads", broken)
     result = fetch(decode, export(prefill, 7))
     assert result["error"] == "KvUnavailable"
     wait_for(decode, "state", lambda state: state["text"] == "the NIXL agent has ended")
@@ -295,7 +295,7 @@ def test_a_thread_that_is_stuck_in_a_call_is_replaced_and_its_pulls_end_in_time(
     decode = side("decode", pull_limit_s=0.3)
     (agent,) = vars(decode.transport)["_agents"]
     returns = threading.Event()
-    monkeypatch.setattr(agent, "_look", returns.wait)
+    monkeypatch.setattr(agent, "_check_reads", returns.wait)
     first, second = export(prefill, 7), export(prefill, 8)
     pulls = [decode.begin("pull", descriptor=each) for each in (first, second)]
     assert [decode.end(pull)["error"] for pull in pulls] == ["KvTimeout", "KvTimeout"]
@@ -318,7 +318,7 @@ def test_closing_ends_every_pull_once_and_leaves_no_timer(
     decode = side("decode", pull_limit_s=0.3)
     (agent,) = vars(decode.transport)["_agents"]
     returns = threading.Event()
-    monkeypatch.setattr(agent, "_look", returns.wait)
+    monkeypatch.setattr(agent, "_check_reads", returns.wait)
     first, second, third = (export(prefill, i) for i in (7, 8, 9))
     pulls = [decode.begin("pull", descriptor=each) for each in (first, second)]
     assert [decode.end(pull)["error"] for pull in pulls] == ["KvTimeout", "KvTimeout"]
@@ -342,8 +342,8 @@ def test_a_replaced_agent_is_joined_at_the_end_though_its_thread_still_leaves(
     agents = vars(transport)["_agents"]
     (agent,) = agents
     leaves = threading.Event()
-    leave = agent._leave
-    monkeypatch.setattr(agent, "_leave", lambda: (leaves.wait(), leave()))
+    leave = agent._end_agent
+    monkeypatch.setattr(agent, "_end_agent", lambda: (leaves.wait(), leave()))
     descriptor = export(prefill, 7)
     metadata = unpack_descriptor(bytes.fromhex(descriptor)).metadata
     assert (

@@ -88,7 +88,7 @@ def test_metadata_is_loaded_once(peers: Peers, agent: FakeAgent) -> None:
 
 def test_an_agent_does_not_load_its_own(peers: Peers, agent: FakeAgent) -> None:
     assert peers.find(wanted("me")).name == "me"
-    peers.close()
+    peers.disconnect_all()
     assert (agent.loaded, agent.removed) == ([], [])
 
 
@@ -98,11 +98,11 @@ def test_a_peer_that_is_gone_is_forgotten_with_its_last_read(
     peer = peers.find(wanted("a"))
     peer.n_reads = 2
     peer.gone = True
-    peers.ended(peer)
+    peers.read_ended(peer)
     with pytest.raises(KvPeerGone, match="a has dropped"):
         peers.find(wanted("a"))
     assert agent.removed == []
-    peers.ended(peer)
+    peers.read_ended(peer)
     assert agent.removed == ["a"]
     assert peers.find(wanted("a")) is not peer
 
@@ -155,5 +155,5 @@ def test_metadata_of_another_name_does_not_stay_and_does_not_disturb(
 
 def test_a_peer_that_nixl_does_not_let_go_is_no_error(peers: Peers, agent: FakeAgent) -> None:
     peers.find(wanted("stubborn"))
-    peers.close()
+    peers.disconnect_all()
     assert (agent.removed, len(peers)) == (["stubborn"], 0)

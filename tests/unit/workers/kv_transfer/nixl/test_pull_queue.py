@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slagate.workers.kv_transfer.nixl.descriptor import NixlDescriptor
-from slagate.workers.kv_transfer.nixl.nixl import LOOK_S, NixlTransport, PullQueue
+from slagate.workers.kv_transfer.nixl.nixl import RETRY_S, NixlTransport, PullQueue
 from slagate.workers.kv_transfer.transport import Blocks, Done, KvTimeout, KvTransferError
 from support.engine.sim_llm import n_timers, until
 from support.kv.processes import (
@@ -67,7 +67,7 @@ class Desk:
             self.then()
 
         due_s = asyncio.get_running_loop().time() + LIMIT_S
-        self.queue.add(wanted(session, n_slots), done, due_s=due_s)
+        self.queue.enqueue(wanted(session, n_slots), done, due_s=due_s)
 
     def ends(self) -> list[tuple[int, str]]:
         return [(session, what) for session, what, _ in self.log]
@@ -100,11 +100,11 @@ def test_who_came_first_is_first_though_another_one_would_fit() -> None:
             False,
         )
         desk.n_free += 1
-        desk.queue.nudge()
+        desk.queue.retry_soon()
         await desk.at(0.01)
         assert desk.ends() == [(1, "begun")]
         desk.n_free += 2
-        desk.queue.nudge()
+        desk.queue.retry_soon()
         await desk.at(0.015)
         assert desk.ends() == [(1, "begun"), (2, "begun"), (3, "begun")]
 
@@ -117,9 +117,9 @@ def test_room_that_nobody_tells_of_is_found() -> None:
     async def scenario() -> None:
         desk.ask(1, 1)
         desk.n_free = 1
-        await desk.at(1.5 * LOOK_S)
+        await desk.at(1.5 * RETRY_S)
         assert desk.ends() == [(1, "begun")]
-        assert desk.times_s() == pytest.approx([LOOK_S])
+        assert desk.times_s() == pytest.approx([RETRY_S])
 
     desk.play(scenario)
 
@@ -148,7 +148,7 @@ def test_one_that_can_never_begin_ends_and_the_next_one_is_asked() -> None:
         desk.ask(1, 1)
         desk.ask(2, 1)
         desk.broken = "no agent"
-        desk.queue.nudge()
+        desk.queue.retry_soon()
         await desk.at(0.01)
         assert desk.ends() == [(1, "no agent"), (2, "no agent")]
 
@@ -161,7 +161,7 @@ def test_closing_ends_all_and_leaves_no_timer() -> None:
     async def scenario() -> None:
         desk.ask(1, 1)
         desk.ask(2, 1)
-        desk.queue.close()
+        desk.queue.fail_all()
         assert desk.ends() == [(1, "transport is closed"), (2, "transport is closed")]
 
     desk.play(scenario)
@@ -180,7 +180,7 @@ def test_who_pulls_again_on_hearing_of_an_end_goes_to_the_back() -> None:
         desk.ask(1, 1)
         desk.ask(2, 1)
         desk.broken, desk.then = "no agent", again
-        desk.queue.nudge()
+        desk.queue.retry_soon()
         await desk.at(0.01)
         assert desk.ends() == [(1, "no agent"), (2, "begun"), (9, "begun")]
 
