@@ -1,4 +1,4 @@
-"""Errors of a worker call, and the two tables that translate them to and from the wire."""
+"""Errors of a worker call, and how they travel: as gRPC statuses and as `EngineError`s in a stream."""
 
 import re
 
@@ -21,13 +21,13 @@ STATUS_OF_ENGINE_ERROR: dict[int, grpc.StatusCode] = {
     oe.ERROR_CODE_CANCELLED: grpc.StatusCode.CANCELLED,
     oe.ERROR_CODE_INTERNAL: grpc.StatusCode.INTERNAL,
 }
-"""OpenEngine names no complete table; this is ours, and both sides of our wire use it."""
+"""OpenEngine defines only a part of this table; both ends of our wire use this one."""
 
 
 class WorkerError(Exception):
-    """A worker refused or failed a call; `status` is what it said (or what the transport made of it).
+    """A worker refused or failed a call: with `status`, from the worker or from the transport to it.
 
-    `address` is the worker's, empty where it was not called over the network.
+    `address` is the worker's, or empty where it was not called over the network.
     """
 
     def __init__(self, status: Status, *, address: str = "") -> None:
@@ -37,7 +37,7 @@ class WorkerError(Exception):
 
 
 class RequestRefused(WorkerError):
-    """This worker will not take the request: raised while validating, before acceptance."""
+    """A worker does not accept a request; raised while it is validated."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(Status(code, message))
@@ -50,8 +50,8 @@ def status_of_engine_error(error: oe.EngineError) -> Status:
 
 
 MAX_MESSAGE_BYTES = 600
-"""Of a status message, in UTF-8. It travels percent-encoded, three bytes for one, in headers that grpcio
-takes 8 KiB of, and a receipt of 4 KiB, in base64, may travel with it."""
+"""Of a status message, in UTF-8. It travels percent-encoded, up to three bytes for one, in headers of which
+grpcio takes 8 KiB, and a receipt of 4 KiB, in base64, may travel in the same headers."""
 
 _ADDRESS = re.compile(
     r"(?:ipv4:|ipv6:|unix:|dns:///?)\S+"  # gRPC peer and target names
@@ -70,22 +70,27 @@ _PYTHON = re.compile(
 
 
 def scrub(message: str) -> str:
-    """A worker's message without addresses, file paths and Python dumps, cut: fit for a client."""
+    """A worker's message as clients may see it: short, without addresses, file paths and Python dumps."""
     # Cut first: an engine's error may quote what a client sent, and these patterns look far ahead.
     message = _PYTHON.sub("(internal)", cut(message))
     return cut(_PATH.sub("(path)", _ADDRESS.sub("(address)", message)))
 
 
 def cut(message: str) -> str:
-    """The message as far as it fits a status."""
+    """The first `MAX_MESSAGE_BYTES` of a message."""
     return message.encode(errors="replace")[:MAX_MESSAGE_BYTES].decode(errors="ignore")
 
 
 def invalid(field: str, reason: str) -> RequestRefused:
-    """The request is wrong."""
+    """The refusal of a request that no worker could take: `field` is wrong."""
     return RequestRefused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {reason}")
 
 
 def unsupported(field: str, reason: str) -> RequestRefused:
-    """The request may be right, and is not for this worker."""
+    """The refusal of a request that asks in `field` for what this worker cannot do."""
     return RequestRefused(grpc.StatusCode.UNIMPLEMENTED, f"{field}: {reason}")
+
+
+def not_found(field: str, reason: str) -> RequestRefused:
+    """The refusal of a request whose `field` names what this worker does not have."""
+    return RequestRefused(grpc.StatusCode.NOT_FOUND, f"{field}: {reason}")

@@ -1,9 +1,9 @@
-"""The leg rules: what the gateway appends to a client's bytes for each call to a worker.
+"""What the gateway appends to the bytes of a client's request for each leg, its call to a worker.
 
 Concatenated protobuf messages merge: a scalar's last value wins, sub-messages and maps merge, repeated
 fields grow. So a leg is the client's own bytes plus a few fields, and a 32k-token prompt is never
-serialised again. The same property would let a client's own values survive, so `kv.session` and
-`extra.request_type` are refused at the door (`slagate.router.request.request`).
+serialised again. A client's own values would survive the merge in the same way, so `kv.session` and
+`extra.request_type` are refused when the request comes in (`slagate.router.request.request`).
 """
 
 from slagate.proto import openengine_pb2 as oe
@@ -12,24 +12,23 @@ REQUEST_TYPE = "request_type"
 CONTEXT_ONLY = "context_only"
 
 TARGET_RANK = "openengine-target-dp-rank"
-"""Metadata: the attention-DP rank of a request that has no handoff yet."""
+"""Metadata key: the attention-DP rank for a request that has no handoff yet."""
 
 DECODE_RANK = "x-slagate-dp-rank"
-"""Metadata, ours: the rank of a decode leg, where the key above must not be given."""
-
+"""Metadata key, slagate's own: the rank for a decode leg, with which OpenEngine's key must not come."""
 
 _PLAIN_ID_BYTES = 0x7F
-"""An id of at most so many bytes has its length in one byte."""
+"""The length of an id of at most so many bytes is one byte on the wire."""
 
 _HEADS = tuple(bytes((1 << 3 | 2, n_bytes)) for n_bytes in range(_PLAIN_ID_BYTES + 1))
-"""Tag (field 1, bytes) and length of an id: both messages have it in the same field."""
+"""Tag (field 1, bytes) and length of `request_id`, which has this number in requests and responses."""
 
 
 def prefill_leg(request: bytes, leg_id: str, *, min_tokens: int = 0) -> bytes:
-    """The context-only leg: one token of budget, ends in `prefill_ready`.
+    """The context-only leg, of one token, which ends in `prefill_ready`.
 
-    `min_tokens` is the client's. One of them falls to this leg, or an end-of-text as its one token would
-    end a request that was to go on (docs/decisions/0005-min-tokens-on-prefill.md).
+    `min_tokens` is the client's. One of them counts for this leg: else an end of text as its one token
+    would end a request that has to go on (docs/decisions/0005-min-tokens-on-prefill.md).
     """
     stopping = oe.StoppingOptions(max_tokens=1, min_tokens=min(min_tokens, 1))
     added = oe.GenerateRequest(request_id=leg_id, stopping=stopping)
@@ -57,12 +56,12 @@ def agg_leg(request: bytes, leg_id: str, *, max_tokens: int | None) -> bytes:
 
 
 def client_id_suffix(client_id: str) -> bytes:
-    """Bytes that give a relayed response the client's own id back: the last value wins."""
+    """What is appended to a relayed response, so that it has the client's own id: the last value wins."""
     return _id_field(client_id)
 
 
 def _id_field(text: str) -> bytes:
-    """A message with this id and nothing else, as protobuf has it."""
+    """A serialised message with this id and nothing else."""
     data = text.encode()
     if 0 < len(data) <= _PLAIN_ID_BYTES:
         return _HEADS[len(data)] + data

@@ -1,6 +1,7 @@
-"""What sampling and stopping options of a request may be, whichever engine gets it.
+"""The ranges of a request's sampling and stopping options, whichever engine gets it.
 
-The gateway and every worker ask here: an engine that does not check a value may die of it, for everybody.
+The gateway and every worker check them: an engine may die of a value that it does not check itself, with
+all its requests.
 """
 
 import math
@@ -12,11 +13,11 @@ from typing import NamedTuple
 from slagate.proto import openengine_pb2 as oe
 
 MAX_STOP_CONDITIONS = 64
-"""As on TensorRT-LLM's own OpenEngine server."""
+"""The limit of TensorRT-LLM's own OpenEngine server."""
 
 
 class SamplingFault(NamedTuple):
-    """A field that is wrong, and why."""
+    """A field whose value is wrong, and why it is."""
 
     field: str
     reason: str
@@ -44,12 +45,12 @@ _RULES: Mapping[str, _Rule] = MappingProxyType(
 
 
 def sampling_fault(sampling: oe.SamplingParams) -> SamplingFault | None:
-    """The first field that is set and out of its range; None when there is none."""
+    """The first field that is set to a value out of its range, if any."""
     for descriptor, value in sampling.ListFields():
         rule = _RULES.get(descriptor.name)
         if rule is None:
             continue
-        # Engines compute with 32 bits: 1e39 is infinity there, and 1e-50 is 0.
+        # Engines compute with floats of 32 bits: 1e39 is infinity there, and 1e-50 is 0.
         narrow = c_float(value).value
         for one in (_FINITE, rule):
             if not (one.holds(value) and one.holds(narrow)):
@@ -58,7 +59,7 @@ def sampling_fault(sampling: oe.SamplingParams) -> SamplingFault | None:
 
 
 def stopping_fault(stopping: oe.StoppingOptions) -> SamplingFault | None:
-    """More stop conditions than an engine takes; None where they are not."""
+    """The fault of stop conditions that are too many for an engine, if any."""
     if len(stopping.conditions) > MAX_STOP_CONDITIONS:
         return SamplingFault("stopping.conditions", f"more than {MAX_STOP_CONDITIONS} are given")
     return None

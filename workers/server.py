@@ -1,4 +1,4 @@
-"""`WorkerServer`: any `Worker` behind the OpenEngine services, over gRPC."""
+"""Serves any `Worker` as the OpenEngine services, over gRPC."""
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,7 +23,7 @@ from slagate.workers.worker import GENERATE, SUBSCRIBE_KV_EVENTS, Worker
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer that vanished without a word is noticed, and a client that asks as often is not sent away.
+    # A peer that vanished is noticed, and a client that pings as often is not disconnected for it.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
@@ -32,7 +32,7 @@ SERVER_OPTIONS = (
 )
 
 HIGH_WATER_BYTES = 64 << 10
-"""Where a reader is slow enough that its stream is paused rather than buffered."""
+"""A stream with so many bytes unread is paused until its reader has caught up."""
 
 _Response = TypeVar("_Response")
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
@@ -42,16 +42,17 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 async def serve_worker(
     worker: Worker, listen: Address, *, grace_s: float, tls: ServerTls | None = None
 ) -> AsyncIterator[Address]:
-    """Serve on `listen`, in plaintext without `tls`, and yield the real address.
+    """Serve on `listen`, in plaintext without `tls`, and yield the address that was bound.
 
-    At the end of the block no new call is taken, and running ones get `grace_s` to finish. Raises
+    At the end of the block no new call is accepted, and running ones get `grace_s` to finish. Raises
     `OSError` when the address cannot be bound.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     control = _Control(worker)
     streams = _Streams(worker)
-    # Instead of the generated handlers, whose SubscribeKvEvents would parse and serialise every message:
-    # the first generic handler that knows a method wins, and the last registered one before them all.
+    # These replace the generated SubscribeKvEvents, which would parse and serialise every message: the
+    # first generic handler that knows a method wins, and registered handlers, of which the last wins,
+    # before all.
     server.add_generic_rpc_handlers((streams,))
     oe_grpc.add_ControlServicer_to_server(control, server)
     for path, handler in streams.handlers.items():
@@ -68,7 +69,7 @@ async def serve_worker(
 
 
 class _Streams(grpc.GenericRpcHandler):
-    """Generate and SubscribeKvEvents on raw bytes: the worker parses, the server does not."""
+    """Generate and SubscribeKvEvents on raw bytes: the worker parses them, the server does not."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -96,7 +97,7 @@ class _Streams(grpc.GenericRpcHandler):
 
 
 async def _write(context: _Context, start: Callable[[Sink], Call]) -> None:
-    """Write one stream out, pausing it while its reader is slow."""
+    """Write the messages of one stream to its client, and pause the stream while the client is slow."""
     call: Call | None = None
 
     def pause_above(sink: BufferedSink) -> None:
@@ -105,7 +106,7 @@ async def _write(context: _Context, start: Callable[[Sink], Call]) -> None:
 
     sink = BufferedSink(pause_above)
     call = start(sink)
-    # What came before there was a call to pause.
+    # For what the worker sent before it returned the call.
     pause_above(sink)
     try:
         while (data := await sink.next()) is not None:
@@ -113,14 +114,14 @@ async def _write(context: _Context, start: Callable[[Sink], Call]) -> None:
             if sink.n_bytes <= HIGH_WATER_BYTES:
                 call.resume()
     except grpc.aio.InternalError:
-        # What a write ends with that waited for its reader when the call was given up.
+        # The call was cancelled while a write waited for its reader.
         return
     finally:
-        # Client cancel, deadline and disconnect else arrive here as a cancelled task.
+        # A cancel, a deadline and a disconnect of the client all cancel this task.
         call.cancel()
     assert sink.status is not None
     if sink.status.code is not grpc.StatusCode.OK:
-        # A call that its caller gave up meanwhile takes no status any more, and nobody waits for one.
+        # grpc.aio refuses a status for a call that was cancelled meanwhile; no client waits for one.
         with contextlib.suppress(grpc.aio.InternalError):
             await _abort(context, sink.status)
 
@@ -128,7 +129,7 @@ async def _write(context: _Context, start: Callable[[Sink], Call]) -> None:
 class _Control(oe_grpc.ControlServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.address: Address | None = None  # as served on
+        self.address: Address | None = None  # where it is served
 
     async def GetServerInfo(self, request: Any, context: Any) -> oe.ServerInfo:
         return await _answer(self._worker.server_info(), context)
@@ -147,7 +148,7 @@ class _Control(oe_grpc.ControlServicer):
 
     async def GetKvEventSources(self, request: Any, context: Any) -> oe.GetKvEventSourcesResponse:
         response = await _answer(self._worker.kv_event_sources(request), context)
-        # Behind a wildcard only the caller knows an address: grpc.aio does not tell where a call came in.
+        # With a wildcard only the caller knows the address: grpc.aio does not say where a call came in.
         if self.address is not None and not _is_wildcard(self.address.host):
             for source in response.sources:
                 source.endpoint_addr.host, source.endpoint_addr.port = self.address

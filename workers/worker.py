@@ -1,18 +1,17 @@
 """The `Worker` port: how anything in slagate talks to one TensorRT-LLM worker.
 
-Bytes in, callbacks out. `generate` takes the serialised `openengine.v1.GenerateRequest` and hands each
-serialised `GenerateResponse` to a sink, so that a relay never has to decode what it only passes on.
-Two implementations stand on it: `GrpcWorker` (the gateway's side of the wire) and `TrtllmWorker` (the
-engine's side); `WorkerServer` joins the two over gRPC.
+`generate` takes a serialised `openengine.v1.GenerateRequest` and hands each serialised `GenerateResponse`
+to a sink, so that a relay need not decode what it only passes on. `GrpcWorker` is the gateway's end of the
+wire, `TrtllmWorker` the engine's; `serve_worker` puts any worker behind gRPC.
 
-`kv_events` is the other stream, with serialised `SubscribeKvEventsResponse`s and the same contract, which
+`kv_events` is the other stream, of serialised `SubscribeKvEventsResponse`s. Both keep this contract, which
 `tests/contract/test_worker.py` checks:
 
     generate ──▶ message* ──▶ end          nothing after end; end exactly once, also after cancel
          refusal before acceptance ──▶ end(non-OK) with no message before it
          failure after acceptance ──▶ message(EngineError) ──▶ end(OK)
          pause() ──▶ no message until resume(); what was produced meanwhile is not lost
-         timeout_s is over ──▶ no further message, end(DEADLINE_EXCEEDED) unless it had ended; paused or not
+         timeout_s passes ──▶ no further message, end(DEADLINE_EXCEEDED) unless it had ended; paused or not
          cancel() ──▶ no further message, end(CANCELLED) unless it had ended; paused or not
 
 All callbacks run on the event loop's thread. `end` may be called before `generate` returns.
@@ -27,7 +26,7 @@ from slagate.proto.rpc.status import Metadata
 GENERATE = "/openengine.v1.Inference/Generate"
 SUBSCRIBE_KV_EVENTS = "/openengine.v1.Control/SubscribeKvEvents"
 SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
-"""Immutable release of the OpenEngine v0.1.0 schema: the only field that tells its copies apart."""
+"""The immutable release of the OpenEngine v0.1.0 schema; nothing else tells its copies apart."""
 
 
 class Worker(Protocol):
@@ -36,10 +35,10 @@ class Worker(Protocol):
     def generate(
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
     ) -> Call:
-        """Start one leg. `timeout_s` bounds the whole call; None means no limit."""
+        """Start one leg. `timeout_s` limits the whole call; None means no limit."""
 
     def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
-        """Subscribe to KV-cache events: a serialised `SubscribeKvEventsRequest`. Runs until cancelled.
+        """Subscribe to KV-cache events with a serialised `SubscribeKvEventsRequest`, until cancelled.
 
         The metadata key `x-slagate-instance-id` names the incarnation that a start number belongs to.
         """
@@ -47,19 +46,19 @@ class Worker(Protocol):
     async def kv_event_sources(
         self, request: oe.GetKvEventSourcesRequest
     ) -> oe.GetKvEventSourcesResponse:
-        """Where the events of each rank can be had; none where they are off. Raises `WorkerError`."""
+        """Where to subscribe to each rank's events; none where they are off. Raises `WorkerError`."""
 
     async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
         """Abort one request or free one parked handoff. Raises `WorkerError`."""
 
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
-        """A snapshot of the load. Raises `WorkerError`."""
+        """The load at this moment. Raises `WorkerError`."""
 
     async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
-        """State of the worker and its parts. Raises `WorkerError`."""
+        """The state of the worker and of its parts. Raises `WorkerError`."""
 
     async def server_info(self) -> oe.ServerInfo:
         """Role, topology, capacity, KV transfer. Raises `WorkerError`."""
 
     async def model_info(self, model: str) -> oe.ModelInfo:
-        """What one served model can do. Raises `WorkerError` (NOT_FOUND for an unknown model)."""
+        """What a served model can do. Raises `WorkerError`: NOT_FOUND for a model that is not served."""

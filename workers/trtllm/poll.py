@@ -1,7 +1,7 @@
-"""What a worker polls its engine for while it works: KV events and iteration statistics.
+"""Polls an engine for KV events and iteration statistics while it works.
 
-TensorRT-LLM has no call that waits for events, and none may be asked for them before its first result. An
-idle engine has nothing new to say, so polling rests with it and costs nothing.
+TensorRT-LLM has no call that waits for events, and may not be asked for them before its first result. An
+idle engine has nothing new to tell, so polling stops while it is idle.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -21,17 +22,21 @@ from slagate.workers.runtime.cooperative import finish_cooperatively
 log = logging.getLogger(__name__)
 
 ROW_WORK = TURN_WORK
-"""A row has a turn of its own. The poll of a busy engine does not end, its iterations being shorter than
-what the poll waits for one, and whoever asks for the load needs the newest row, not one of long ago."""
+"""Each row is passed on in a turn of its own. The poll of a busy engine does not end, as its iterations are
+shorter than the poll's wait for one, and an answer about the load needs the newest row."""
+
+STATS_TIMEOUT_S = 0.01
+"""How long one poll waits for a row."""
 
 LINGER_S = 1.0
-"""How long polling goes on behind the last request: an engine reports a moment after it has answered."""
+"""How long polling goes on after the last request: an engine reports a moment after it has answered."""
 
 ERROR_DELAY_S = 1.0
+"""From a poll that raised to the next one."""
 
 
 class Activity:
-    """Whether the engine works: when it started, and how long it has been idle."""
+    """Whether the engine works, and since when it is idle."""
 
     def __init__(self) -> None:
         self.has_answered = False
@@ -40,29 +45,29 @@ class Activity:
         self._changed = anyio.Event()
 
     def started(self) -> None:
-        """A request was submitted."""
+        """Count a request that was submitted."""
         self._n_live += 1
         self._wake()
 
     def answered(self) -> None:
-        """A result has come: from now on the engine may be polled."""
+        """Note that a result has come: the engine may be polled from now on."""
         if not self.has_answered:
             self.has_answered = True
             self._wake()
 
     def ended(self) -> None:
-        """A request is over."""
+        """Count a request that has ended."""
         self._n_live -= 1
         self._idle_since_s = asyncio.get_running_loop().time()
 
     async def rest(self, delay_s: float, *, may_stop: bool) -> None:
-        """Wait that long, and before the first result, or where `may_stop` and all is idle, longer."""
-        if not self._is_over(may_stop=may_stop):
+        """Wait `delay_s`, then until there was a result, and with `may_stop` until the engine works."""
+        if not self._rests(may_stop=may_stop):
             await anyio.sleep(delay_s)
-        while self._is_over(may_stop=may_stop):
+        while self._rests(may_stop=may_stop):
             await self._changed.wait()
 
-    def _is_over(self, *, may_stop: bool) -> bool:
+    def _rests(self, *, may_stop: bool) -> bool:
         return not self.has_answered or (may_stop and self._is_idle())
 
     def _is_idle(self) -> bool:
@@ -76,7 +81,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds between polls: `first` behind one that brought something, then growing to `most`."""
+    """Seconds between polls: `first_s` after one that brought something, then growing to `most_s`."""
 
     first_s: float
     factor: float
@@ -88,7 +93,7 @@ STATS_PACE = Pace(0.010, 2.0, 0.100)
 
 
 class Poller:
-    """Polls one source as long as the engine works. `n_errors` counts polls that raised."""
+    """Polls one source of an engine while it works. `n_errors` counts polls that raised."""
 
     def __init__(
         self,
@@ -101,11 +106,11 @@ class Poller:
         work: Callable[[Any], int] = lambda _: ROW_WORK,
         on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`poll` gives what one poll answers, an iterator or nested lists; `take` gets what was in it.
+        """`poll` answers with an iterator or nested lists of items, which are passed to `take` in order.
 
-        `work` says how much of `TURN_WORK` each of these takes. What is beyond that comes to `take` alone,
-        whose answer is gone through, a step in each turn of the loop. `on_read` is told how many items one
-        poll had, where it had any. None of them may raise.
+        `take` gets as many items at once as their `work` fits `TURN_WORK`, or one that does not; what it
+        returns is iterated over, one step in each turn of the loop. `on_read` gets the number of items of a
+        poll that had any. None of them may raise.
         """
         self._name = name
         self._poll = poll
@@ -117,7 +122,7 @@ class Poller:
         self.n_errors = 0
 
     async def run(self) -> None:
-        """Until cancelled; no error of the engine ends it."""
+        """Poll until cancelled; an error of the engine does not end it."""
         delay_s = self._pace.first_s
         may_stop = False
         await self._activity.rest(0, may_stop=True)
@@ -126,7 +131,7 @@ class Poller:
                 is_news = await self._once()
             except Exception:
                 self.n_errors += 1
-                # Once a fault, not once a poll.
+                # At the first, second, fourth ... error, not at each poll.
                 if self.n_errors & (self.n_errors - 1) == 0:
                     log.exception("poll.failed %s (%d times)", self._name, self.n_errors)
                 delay_s, may_stop = ERROR_DELAY_S, True
@@ -137,7 +142,7 @@ class Poller:
             await self._activity.rest(delay_s, may_stop=may_stop)
 
     async def _once(self) -> bool:
-        """Whether a poll brought something; all of it is passed on, in order, a turn's worth at a time."""
+        """Poll once, and pass on what it brought. Whether there was any."""
         polled = self._poll()
         if inspect.isawaitable(polled) and not hasattr(polled, "__aiter__"):
             polled = await polled
@@ -168,7 +173,7 @@ class Poller:
         return n_read > 0
 
     def _steps(self, part: list[Any]) -> Iterator[None]:
-        """Pass on a part, if there is one; yields after each turn's work."""
+        """Pass on items, if there are any; yields after each turn's work."""
         if part:
             yield from self._take(part) or (None,)
 
@@ -198,7 +203,7 @@ class NewestRows:
         self.of_rank: dict[int, dict[str, Any]] = {}
 
     def take_rows(self, rows: list[Any]) -> None:
-        """Keep the newest; whatever is no row, or is of nobody knows which rank, is passed over."""
+        """Keep the newest row of each rank; what is no row, or does not name its rank, is ignored."""
         for row in rows:
             if isinstance(row, dict):
                 rank = row.get("attentionDpRank")
@@ -209,12 +214,26 @@ class NewestRows:
         self._changed.set()
         self._changed = anyio.Event()
 
+    async def poll(
+        self, llm: Any, activity: Activity, on_rows: Callable[[list[Any]], None]
+    ) -> None:
+        """Keep the rows new until cancelled; returns at once for an engine without statistics."""
+        if not hasattr(llm, "get_stats_async"):
+            return
+
+        def take(rows: list[Any]) -> None:
+            self.take_rows(rows)
+            on_rows(rows)
+
+        poll = partial(llm.get_stats_async, timeout=STATS_TIMEOUT_S)
+        await Poller("stats", poll, take, pace=STATS_PACE, activity=activity).run()
+
     async def changed(self) -> None:
-        """Return when rows have come."""
+        """Return when new rows have come."""
         await self._changed.wait()
 
     def say_idle(self) -> bool:
-        """Whether every rank has a row, and none has a request, queued or active."""
+        """Whether every rank has a row, and no row has a queued or active request."""
         counts = [
             row.get(key, 0)
             for row in self.of_rank.values()

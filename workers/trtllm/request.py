@@ -10,8 +10,9 @@ import grpc
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Metadata
-from slagate.workers.errors import RequestRefused, invalid, unsupported
+from slagate.workers.errors import RequestRefused, invalid, not_found, unsupported
 from slagate.workers.legs import CONTEXT_ONLY, DECODE_RANK, REQUEST_TYPE, TARGET_RANK
+from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.logits.request import RequestLogits
 from slagate.workers.trtllm.engine import Engine
 from slagate.workers.trtllm.guided import guided_params
@@ -33,7 +34,7 @@ RESERVED_PREFIXES = ("openengine-", "x-slagate-")
 
 
 class EngineRequest(NamedTuple):
-    """One validated leg."""
+    """One validated leg, with the arguments of the engine's call."""
 
     request_id: str
     kind: str  # CONTEXT_ONLY, GENERATION_ONLY or LOCAL
@@ -53,71 +54,134 @@ ROLE_KINDS = {
 }
 
 
-def parse_leg(
-    request: oe.GenerateRequest,
-    metadata: Metadata,
-    *,
-    engine: Engine,
-    identity: WorkerIdentity,
-    handoffs: Handoffs,
-    logits: RequestLogits,
-) -> EngineRequest:
-    """Validate one leg and build the engine's arguments. Raises `Refused` naming the field."""
-    reserved = _reserved(metadata)
-    if "openengine-priority" in reserved:
-        raise unsupported("openengine-priority", "this worker does not support it")
-    if not request.request_id:
-        raise invalid("request_id", "must not be empty")
-    if not request.model:
-        raise invalid("model", "must not be empty")
-    if request.model != identity.model:
-        raise RequestRefused(
-            grpc.StatusCode.NOT_FOUND, f"model: {request.model!r} is not served here"
+class LegParser:
+    """Validates the legs of one worker and builds the engine's arguments. It has no state of its own."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        identity: WorkerIdentity,
+        handoffs: Handoffs,
+        processors: LogitsProcessors,
+    ) -> None:
+        """`processors` are the logits processors that requests have or may ask for."""
+        self._engine = engine
+        self._identity = identity
+        self._handoffs = handoffs
+        self._logits = RequestLogits(
+            processors,
+            base=getattr(engine.api, "LogitsProcessor", None),
+            end_id=identity.end_id,
+            vocab_size=identity.vocab_size,
         )
-    _check_unsupported(request, engine, identity)
-    kind = _kind(request)
-    if kind != ROLE_KINDS[identity.role]:
-        raise RequestRefused(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            f"role mismatch: this is a {identity.role_name} worker, the request is {kind}",
+
+    def parse_leg(self, request: oe.GenerateRequest, metadata: Metadata) -> EngineRequest:
+        """Raises `RequestRefused` naming the field."""
+        reserved = _reserved(metadata)
+        if "openengine-priority" in reserved:
+            raise unsupported("openengine-priority", "this worker does not support it")
+        self._check_supported(request)
+        kind, engine, identity = _kind(request), self._engine, self._identity
+        if kind != ROLE_KINDS[identity.role]:
+            raise RequestRefused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"role mismatch: this is a {identity.role_name} worker, the request is {kind}",
+            )
+        tokens = list(request.token_ids.ids)
+        self._check_prompt(tokens, kind)
+        stops = parse_stops(request, engine, vocab_size=identity.vocab_size)
+        form = output_form(request, engine, stops, kind=kind)
+        values = sampling_values(
+            request,
+            form,
+            stops,
+            end_id=None if identity.engine_knows_end else identity.end_id,
+            room=engine.window_tokens - len(tokens),
         )
-    tokens = list(request.token_ids.ids)
-    _check_prompt(tokens, engine, kind=kind, vocab_size=identity.vocab_size)
-    stops = parse_stops(request, engine, vocab_size=identity.vocab_size)
-    form = output_form(request, engine, stops, kind=kind)
-    values = sampling_values(
-        request,
-        form,
-        stops,
-        end_id=None if identity.engine_knows_end else identity.end_id,
-        room=engine.window_tokens - len(tokens),
-    )
-    guided = guided_params(request, engine)
-    if guided is not None:
-        values["guided_decoding"] = guided
-    values["logits_processor"] = logits.of(request, n_outputs=form.n_outputs)
-    disaggregated = None
-    if kind == GENERATION_ONLY:
-        disaggregated = engine.disaggregated(**handoffs.params(request.kv.session))
-    elif kind == CONTEXT_ONLY:
-        disaggregated = engine.disaggregated(
-            request_type=CONTEXT_ONLY, disagg_request_id=engine.handoff_id()
+        guided = guided_params(request, engine)
+        if guided is not None:
+            values["guided_decoding"] = guided
+        values["logits_processor"] = self._logits.of(request, n_outputs=form.n_outputs)
+        return EngineRequest(
+            request_id=request.request_id,
+            kind=kind,
+            tokens=tokens,
+            disaggregated=self._disaggregated(request, kind),
+            sampling=engine.sampling(**values),
+            form=form,
+            end_id=identity.end_id,
+            cache_salt=request.kv.cache_salt if request.kv.HasField("cache_salt") else None,
+            rank=self._rank(reserved, kind, n_outputs=form.n_outputs),
         )
-    return EngineRequest(
-        request_id=request.request_id,
-        kind=kind,
-        tokens=tokens,
-        sampling=engine.sampling(**values),
-        form=form,
-        end_id=identity.end_id,
-        disaggregated=disaggregated,
-        cache_salt=request.kv.cache_salt if request.kv.HasField("cache_salt") else None,
-        rank=_rank(reserved, engine, kind=kind, n_outputs=form.n_outputs),
-    )
+
+    def _check_supported(self, request: oe.GenerateRequest) -> None:
+        if not request.request_id:
+            raise invalid("request_id", "must not be empty")
+        if not request.model:
+            raise invalid("model", "must not be empty")
+        if request.model != self._identity.model:
+            raise not_found("model", f"{request.model!r} is not served here")
+        if request.WhichOneof("input") == "prompt":
+            raise invalid("prompt", "this worker takes token_ids only")
+        if request.media:
+            raise unsupported("media", "this worker serves text models")
+        if request.lora_name:
+            raise unsupported("lora_name", "this worker has no adapters")
+        if request.kv.bypass_prefix_cache:
+            raise unsupported("kv.bypass_prefix_cache", "is not supported")
+        why_not = self._engine.salts_off() if request.kv.HasField("cache_salt") else ""
+        if why_not:
+            version = self._identity.engine_version
+            raise unsupported("kv.cache_salt", f"{why_not} (engine version {version})")
+
+    def _check_prompt(self, tokens: list[int], kind: str) -> None:
+        if not tokens:
+            raise invalid("token_ids", "must not be empty")
+        check_vocabulary("token_ids", tokens, vocab_size=self._identity.vocab_size)
+        n_tokens, window = len(tokens), self._engine.window_tokens
+        if n_tokens >= window:
+            raise invalid(
+                "token_ids", f"{n_tokens} tokens do not fit the context window of {window}"
+            )
+        most = self._engine.max_transfer_tokens
+        if kind != LOCAL and most is not None and n_tokens > most:
+            # The engine would take it and never answer.
+            name = "cache_transceiver_config.max_tokens_in_buffer"
+            raise invalid("token_ids", f"{n_tokens} tokens are over {name} ({most})")
+
+    def _disaggregated(self, request: oe.GenerateRequest, kind: str) -> Any | None:
+        engine = self._engine
+        if kind == GENERATION_ONLY:
+            return engine.disaggregated(**self._handoffs.params(request.kv.session))
+        if kind == CONTEXT_ONLY:
+            handoff_id = engine.handoff_id()
+            return engine.disaggregated(request_type=CONTEXT_ONLY, disagg_request_id=handoff_id)
+        return None
+
+    def _rank(self, reserved: dict[str, str | bytes], kind: str, *, n_outputs: int) -> int | None:
+        key, other = TARGET_RANK, DECODE_RANK
+        if kind == GENERATION_ONLY:
+            key, other = other, key
+        if other in reserved:
+            raise invalid(other, f"does not go with a {kind} request")
+        if key not in reserved:
+            return None
+        text, engine = reserved[key], self._engine
+        # str.isdigit() takes other scripts' digits, and int() takes signs and underscores.
+        if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= 10):
+            raise invalid(key, "must be a decimal number")
+        rank = int(text)
+        if rank > UINT32_MAX or rank >= engine.n_ranks:
+            raise invalid(key, f"must be below {engine.n_ranks}, the ranks of this worker")
+        if engine.n_ranks > 1 and not engine.takes("scheduling_params"):
+            raise unsupported(key, "this engine takes no rank")
+        if engine.n_ranks > 1 and n_outputs > 1:
+            raise invalid(key, "does not go with sampling.num_sequences over 1")
+        return rank
 
 
 def _reserved(metadata: Metadata) -> dict[str, str | bytes]:
-    """The metadata of the protocol and of ours. Raises `Refused` for a key given twice."""
+    """The metadata of the protocol and of slagate. Raises `RequestRefused` for a key given twice."""
     found: dict[str, str | bytes] = {}
     for key, value in metadata:
         if key.startswith(RESERVED_PREFIXES):
@@ -125,64 +189,6 @@ def _reserved(metadata: Metadata) -> dict[str, str | bytes]:
                 raise invalid(key, "is given more than once")
             found[key] = value
     return found
-
-
-def _rank(
-    reserved: dict[str, str | bytes], engine: Engine, *, kind: str, n_outputs: int
-) -> int | None:
-    key, other = TARGET_RANK, DECODE_RANK
-    if kind == GENERATION_ONLY:
-        key, other = other, key
-    if other in reserved:
-        raise invalid(other, f"does not go with a {kind} request")
-    if key not in reserved:
-        return None
-    text = reserved[key]
-    # str.isdigit() takes other scripts' digits, and int() takes signs and underscores.
-    if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= 10):
-        raise invalid(key, "must be a decimal number")
-    rank = int(text)
-    if rank > UINT32_MAX or rank >= engine.n_ranks:
-        raise invalid(key, f"must be below {engine.n_ranks}, the ranks of this worker")
-    if engine.n_ranks > 1 and not engine.takes("scheduling_params"):
-        raise unsupported(key, "this engine takes no rank")
-    if engine.n_ranks > 1 and n_outputs > 1:
-        raise invalid(key, "does not go with sampling.num_sequences over 1")
-    return rank
-
-
-def _check_unsupported(
-    request: oe.GenerateRequest, engine: Engine, identity: WorkerIdentity
-) -> None:
-    if request.WhichOneof("input") == "prompt":
-        raise invalid("prompt", "this worker takes token_ids only")
-    if request.media:
-        raise unsupported("media", "this worker serves text models")
-    if request.lora_name:
-        raise unsupported("lora_name", "this worker has no adapters")
-    if request.kv.bypass_prefix_cache:
-        raise unsupported("kv.bypass_prefix_cache", "is not supported")
-    why_not = engine.salts_off() if request.kv.HasField("cache_salt") else ""
-    if why_not:
-        raise unsupported("kv.cache_salt", f"{why_not} (engine version {identity.engine_version})")
-
-
-def _check_prompt(tokens: list[int], engine: Engine, *, kind: str, vocab_size: int | None) -> None:
-    if not tokens:
-        raise invalid("token_ids", "must not be empty")
-    check_vocabulary("token_ids", tokens, vocab_size=vocab_size)
-    if len(tokens) >= engine.window_tokens:
-        raise invalid(
-            "token_ids",
-            f"{len(tokens)} tokens do not fit the context window of {engine.window_tokens}",
-        )
-    most = engine.max_transfer_tokens
-    if kind != LOCAL and most is not None and len(tokens) > most:
-        # The engine would take it and never answer.
-        raise invalid(
-            "token_ids",
-            f"{len(tokens)} tokens are over cache_transceiver_config.max_tokens_in_buffer ({most})",
-        )
 
 
 def _kind(request: oe.GenerateRequest) -> str:

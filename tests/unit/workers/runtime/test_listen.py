@@ -12,9 +12,9 @@ from slagate.proto.rpc.address import Address, parse_address
 from slagate.workers.runtime.listen import (
     bind,
     given_by,
-    on_sighup,
     ignore_hangups,
     listen_on,
+    on_sighup,
     ready_line,
     stopped,
     unless_stopped,

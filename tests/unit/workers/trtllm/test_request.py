@@ -11,12 +11,11 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Metadata
 from slagate.workers.errors import RequestRefused
 from slagate.workers.logits.processors import LogitsProcessors
-from slagate.workers.logits.request import RequestLogits
 from slagate.workers.sim import request as sim_request
 from slagate.workers.trtllm.engine import Engine
 from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.output import MAX_PROMPT_ENTRIES
-from slagate.workers.trtllm.request import EngineRequest, parse_leg
+from slagate.workers.trtllm.request import EngineRequest, LegParser
 from slagate.workers.trtllm.sampling import MAX_STOP_TEXT_BYTES
 from slagate.workers.trtllm.server_info import WorkerIdentity
 from support.builders import MODEL, request, session
@@ -43,7 +42,7 @@ def engine(generate_async: Any = None, **args: Any) -> Engine:
     return Engine(llm, sim_request)
 
 
-NO_PROCESSORS = RequestLogits(LogitsProcessors(), base=None, end_id=2, vocab_size=None)
+NO_PROCESSORS = LogitsProcessors()
 
 
 def parse(
@@ -56,14 +55,7 @@ def parse(
 ) -> EngineRequest:
     identity = WorkerIdentity(role, MODEL, "i1", "0", "NIXL", 1, end_id=2, vocab_size=vocab_size)
     handoffs = Handoffs(backend="NIXL", limit_s=60)
-    return parse_leg(
-        leg,
-        metadata,
-        engine=on or engine(),
-        identity=identity,
-        handoffs=handoffs,
-        logits=NO_PROCESSORS,
-    )
+    return LegParser(on or engine(), identity, handoffs, NO_PROCESSORS).parse_leg(leg, metadata)
 
 
 def refusal(leg: oe.GenerateRequest, **more: Any) -> tuple[grpc.StatusCode, str]:
@@ -261,9 +253,8 @@ def test_an_engine_that_knows_the_end_of_a_text_is_not_told(*, engine_knows: boo
         oe.ENGINE_ROLE_AGGREGATED, MODEL, "i1", "0", "", 1, end_id=2, engine_knows_end=engine_knows
     )
     handoffs = Handoffs(backend="", limit_s=60)
-    leg = parse_leg(
-        request(), (), engine=engine(), identity=identity, handoffs=handoffs, logits=NO_PROCESSORS
-    )
+    parser = LegParser(engine(), identity, handoffs, NO_PROCESSORS)
+    leg = parser.parse_leg(request(), ())
     assert leg.sampling.end_id == (None if engine_knows else 2)
     assert leg.end_id == 2
 
