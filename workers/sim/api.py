@@ -1,4 +1,4 @@
-"""The TensorRT-LLM versions that can be imitated, each as the names that a caller would import.
+"""The TensorRT-LLM versions that can be imitated, each with the names that a caller would import.
 
     version  like                   in comparison
     1.2      1.1 and 1.2            no priority, no `_check_health`, no `get_kv_cache_capacity`;
@@ -6,12 +6,15 @@
     1.3rc    early 1.3 candidates   flat KV events, ids of both phases in the disaggregated params
     main     1.3.0rc27 and later    conversations, `preprocess`, newest keys of events and stats
 
-Signatures really differ, so that a caller who passes what a version does not know fails as it would.
+Signatures really differ: an argument that a version does not have is a `TypeError`, as it is there.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
+
+from typing_extensions import override
 
 from slagate.workers.sim.encoder import (
     MultimodalEncoder12,
@@ -38,6 +41,57 @@ from slagate.workers.sim.request import (
 from slagate.workers.sim.submit import Submission
 
 
+def _generate_async(
+    self: SimLLM,
+    inputs: Any,
+    sampling_params: Any = None,
+    lora_request: object | None = None,
+    prompt_adapter_request: object | None = None,
+    streaming: bool = False,  # noqa: FBT001, FBT002
+    kv_cache_retention_config: object | None = None,
+    disaggregated_params: Any = None,
+    trace_headers: Mapping[str, str] | None = None,
+    _postproc_params: object | None = None,
+    scheduling_params: Any = None,
+    conversation_params: Any = None,
+    cache_salt: str | None = None,
+    priority: float = DEFAULT_REQUEST_PRIORITY,
+) -> RequestOutput:
+    """Submit a request. Raises as `SimLLM` says; its iterator raises `RequestError`."""
+    del prompt_adapter_request, kv_cache_retention_config, trace_headers, _postproc_params
+    if not isinstance(conversation_params, (ConversationParams, type(None))):
+        name = type(conversation_params).__name__
+        raise TypeError(f"conversation_params must be ConversationParams, not {name}")
+    return self._submit(
+        Submission(
+            inputs=inputs,
+            sampling_params=sampling_params,
+            lora_request=lora_request,
+            streaming=streaming,
+            disaggregated_params=disaggregated_params,
+            scheduling_params=scheduling_params,
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+    )
+
+
+def _without(*names: str) -> Callable[..., RequestOutput]:
+    """The newest `generate_async` without these arguments, for a version before they came."""
+    newest = inspect.signature(_generate_async)
+    signature = newest.replace(
+        parameters=[each for each in newest.parameters.values() if each.name not in names]
+    )
+
+    def generate_async(*args: Any, **kwargs: Any) -> RequestOutput:
+        return _generate_async(**signature.bind(*args, **kwargs).arguments)
+
+    generate_async.__doc__ = _generate_async.__doc__
+    # What a caller sees who asks which arguments there are.
+    generate_async.__signature__ = signature  # type: ignore[attr-defined]
+    return generate_async
+
+
 class Llm12(SimLLM):
     """`tensorrt_llm.LLM` of 1.2."""
 
@@ -51,74 +105,29 @@ class Llm12(SimLLM):
         newest_events=False,
         counts_kv_tokens=False,
     )
-
-    def generate_async(
-        self,
-        inputs: Any,
-        sampling_params: Any = None,
-        lora_request: object | None = None,
-        prompt_adapter_request: object | None = None,
-        streaming: bool = False,  # noqa: FBT001, FBT002
-        kv_cache_retention_config: object | None = None,
-        disaggregated_params: Any = None,
-        trace_headers: Mapping[str, str] | None = None,
-        _postproc_params: object | None = None,
-        scheduling_params: Any = None,
-        cache_salt: str | None = None,
-    ) -> RequestOutput:
-        """Submit a request. Raises as `SimLLM` says; its iterator raises `RequestError`."""
-        del prompt_adapter_request, kv_cache_retention_config, trace_headers, _postproc_params
-        return self._submit(
-            Submission(
-                inputs=inputs,
-                sampling_params=sampling_params,
-                lora_request=lora_request,
-                streaming=streaming,
-                disaggregated_params=disaggregated_params,
-                scheduling_params=scheduling_params,
-                cache_salt=cache_salt,
-            )
-        )
+    generate_async = _without("conversation_params", "priority")
 
 
-class Llm12WithoutTraceHeaders(SimLLM):
+class Llm12WithoutTraceHeaders(Llm12):
     """`tensorrt_llm.LLM` of 1.1 and early candidates of 1.2."""
 
-    traits = Llm12.traits
-
-    def generate_async(
-        self,
-        inputs: Any,
-        sampling_params: Any = None,
-        lora_request: object | None = None,
-        prompt_adapter_request: object | None = None,
-        streaming: bool = False,  # noqa: FBT001, FBT002
-        kv_cache_retention_config: object | None = None,
-        disaggregated_params: Any = None,
-        _postproc_params: object | None = None,
-        scheduling_params: Any = None,
-        cache_salt: str | None = None,
-    ) -> RequestOutput:
-        """Submit a request. Raises as `SimLLM` says; its iterator raises `RequestError`."""
-        del prompt_adapter_request, kv_cache_retention_config, _postproc_params
-        return self._submit(
-            Submission(
-                inputs=inputs,
-                sampling_params=sampling_params,
-                lora_request=lora_request,
-                streaming=streaming,
-                disaggregated_params=disaggregated_params,
-                scheduling_params=scheduling_params,
-                cache_salt=cache_salt,
-            )
-        )
+    generate_async = _without("trace_headers", "conversation_params", "priority")
 
 
-Version = Literal["1.2", "1.3rc", "main"]
+class Llm13(SimLLM):
+    """`tensorrt_llm.LLM` of early 1.3 candidates."""
 
-
-class _Inspectable(SimLLM):
-    """What came after 1.2 besides arguments."""
+    traits = ApiTraits(
+        version="1.3rc",
+        sampling_params=SamplingParams12,
+        disaggregated_params=DisaggregatedParams13,
+        scheduling_params=SchedulingParams12,
+        overlong_error=RequestError,
+        nests_events=False,
+        newest_events=False,
+        counts_kv_tokens=True,
+    )
+    generate_async = _without("conversation_params")
 
     def _check_health(self) -> bool:
         return self._executor is not None and self._executor.check_health()
@@ -133,52 +142,7 @@ class _Inspectable(SimLLM):
         }
 
 
-class Llm13(_Inspectable):
-    """`tensorrt_llm.LLM` of early 1.3 candidates."""
-
-    traits = ApiTraits(
-        version="1.3rc",
-        sampling_params=SamplingParams12,
-        disaggregated_params=DisaggregatedParams13,
-        scheduling_params=SchedulingParams12,
-        overlong_error=RequestError,
-        nests_events=False,
-        newest_events=False,
-        counts_kv_tokens=True,
-    )
-
-    def generate_async(
-        self,
-        inputs: Any,
-        sampling_params: Any = None,
-        lora_request: object | None = None,
-        prompt_adapter_request: object | None = None,
-        streaming: bool = False,  # noqa: FBT001, FBT002
-        kv_cache_retention_config: object | None = None,
-        disaggregated_params: Any = None,
-        trace_headers: Mapping[str, str] | None = None,
-        _postproc_params: object | None = None,
-        scheduling_params: Any = None,
-        cache_salt: str | None = None,
-        priority: float = DEFAULT_REQUEST_PRIORITY,
-    ) -> RequestOutput:
-        """Submit a request. Raises as `SimLLM` says; its iterator raises `RequestError`."""
-        del prompt_adapter_request, kv_cache_retention_config, trace_headers, _postproc_params
-        return self._submit(
-            Submission(
-                inputs=inputs,
-                sampling_params=sampling_params,
-                lora_request=lora_request,
-                streaming=streaming,
-                disaggregated_params=disaggregated_params,
-                scheduling_params=scheduling_params,
-                cache_salt=cache_salt,
-                priority=priority,
-            )
-        )
-
-
-class LlmMain(_Inspectable):
+class LlmMain(Llm13):
     """`tensorrt_llm.LLM` of the newest source."""
 
     traits = ApiTraits(
@@ -191,47 +155,14 @@ class LlmMain(_Inspectable):
         newest_events=True,
         counts_kv_tokens=True,
     )
-
-    def generate_async(
-        self,
-        inputs: Any,
-        sampling_params: Any = None,
-        lora_request: object | None = None,
-        prompt_adapter_request: object | None = None,
-        streaming: bool = False,  # noqa: FBT001, FBT002
-        kv_cache_retention_config: object | None = None,
-        disaggregated_params: Any = None,
-        trace_headers: Mapping[str, str] | None = None,
-        _postproc_params: object | None = None,
-        scheduling_params: Any = None,
-        conversation_params: Any = None,
-        cache_salt: str | None = None,
-        priority: float = DEFAULT_REQUEST_PRIORITY,
-    ) -> RequestOutput:
-        """Submit a request. Raises as `SimLLM` says; its iterator raises `RequestError`."""
-        del prompt_adapter_request, kv_cache_retention_config, trace_headers, _postproc_params
-        if not isinstance(conversation_params, (ConversationParams, type(None))):
-            name = type(conversation_params).__name__
-            raise TypeError(f"conversation_params must be ConversationParams, not {name}")
-        return self._submit(
-            Submission(
-                inputs=inputs,
-                sampling_params=sampling_params,
-                lora_request=lora_request,
-                streaming=streaming,
-                disaggregated_params=disaggregated_params,
-                scheduling_params=scheduling_params,
-                cache_salt=cache_salt,
-                priority=priority,
-            )
-        )
+    generate_async = _generate_async
 
     def preprocess(self, inputs: Any) -> PreprocessedInputs:
         """A prompt as token ids, for `generate_async`. Raises as that does for a bad prompt."""
         return PreprocessedInputs(self._checker.prompt_of(inputs).tokens)
 
+    @override
     def get_kv_cache_capacity(self) -> dict[str, Any]:
-        """As in earlier versions, and whether there are KV cache events."""
         return {
             **super().get_kv_cache_capacity(),
             "kvEventsEnabled": self._engine.events.max_events > 0,
@@ -240,12 +171,9 @@ class LlmMain(_Inspectable):
 
 @dataclass(slots=True)
 class SimApi:
-    """The importable names of one version; it lacks those that the version lacks.
+    """The importable names of one version. They can be set, as those of the package itself can."""
 
-    Names can be set, as those of the package that this stands in for can.
-    """
-
-    version: Version
+    version: str
     LLM: type[SimLLM]
     MultimodalEncoder: type[MultimodalEncoder12]
     SamplingParams: type[SamplingParams12]
@@ -257,53 +185,43 @@ class SimApi:
 
 @dataclass(slots=True)
 class SimApi13(SimApi):
-    """As `SimApi`, with what came with 1.3."""
+    """The importable names of the 1.3 candidates."""
 
     DEFAULT_REQUEST_PRIORITY: float = DEFAULT_REQUEST_PRIORITY
 
 
 @dataclass(slots=True)
 class SimApiMain(SimApi13):
-    """As `SimApi13`, with the newest names."""
+    """The importable names of the newest source."""
 
     ConversationParams: type[ConversationParams] = ConversationParams
     PreprocessedInputs: type[PreprocessedInputs] = PreprocessedInputs
 
 
+def _api(kind: type[SimApi], llm: type[SimLLM], encoder: type[MultimodalEncoder12]) -> SimApi:
+    return kind(
+        llm.traits.version,
+        LLM=llm,
+        MultimodalEncoder=encoder,
+        SamplingParams=llm.traits.sampling_params,
+        DisaggregatedParams=llm.traits.disaggregated_params,
+        SchedulingParams=llm.traits.scheduling_params,
+    )
+
+
 _APIS: dict[str, SimApi] = {
-    "1.2": SimApi(
-        "1.2",
-        LLM=Llm12,
-        MultimodalEncoder=MultimodalEncoder12,
-        SamplingParams=SamplingParams12,
-        DisaggregatedParams=DisaggregatedParams12,
-        SchedulingParams=SchedulingParams12,
-    ),
-    "1.3rc": SimApi13(
-        "1.3rc",
-        LLM=Llm13,
-        MultimodalEncoder=MultimodalEncoder13,
-        SamplingParams=SamplingParams12,
-        DisaggregatedParams=DisaggregatedParams13,
-        SchedulingParams=SchedulingParams12,
-    ),
-    "main": SimApiMain(
-        "main",
-        LLM=LlmMain,
-        MultimodalEncoder=MultimodalEncoderMain,
-        SamplingParams=SamplingParams,
-        DisaggregatedParams=DisaggregatedParams,
-        SchedulingParams=SchedulingParams,
-    ),
+    "1.2": _api(SimApi, Llm12, MultimodalEncoder12),
+    "1.3rc": _api(SimApi13, Llm13, MultimodalEncoder13),
+    "main": _api(SimApiMain, LlmMain, MultimodalEncoderMain),
 }
 
 VERSIONS = tuple(_APIS)
 
 
 def sim_api(version: str = "main", *, trace_headers: bool = True) -> SimApi:
-    """The names of one version; without `trace_headers` it is 1.2 of the time before there were any.
+    """The names of one version; without `trace_headers`, of 1.2 before it had that argument.
 
-    Raises `ValueError` for one that is not imitated.
+    Raises `ValueError` for a version that is not imitated.
     """
     if version not in _APIS:
         raise ValueError(f"version must be one of {', '.join(_APIS)}: {version}")
