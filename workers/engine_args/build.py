@@ -113,11 +113,7 @@ def assemble(
     merged = merge([Layer(DEFAULT, DEFAULTS), *layers])
     wanted = wanted or IntendedUse()
     before = {**merged.sections, **merged.sources}
-    findings = [
-        *_replaced_options(merged),
-        *_replaced_by_forced(merged),
-        *prune(merged, role, wanted.engine_version),
-    ]
+    findings = _replaced(merged) + prune(merged, role, wanted.engine_version)
     model, wrong = check_values(merged.values, allow_unknown=allow_unknown)
     findings += wrong
     case = None
@@ -156,29 +152,21 @@ def _given(cli: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _replaced_options(merged: Merged) -> list[Finding]:
-    return [
-        warning(
-            "E107",
-            replaced.key,
-            f"is {in_brief(replaced.old)} on the command line, and {in_brief(replaced.new)} "
-            f"by {replaced.new_source}, which counts",
-            "say it in one place; trtllm-serve takes the file's before June 2026, and the option's since",
-        )
-        for replaced in merged.replaced
-        if replaced.old_source == COMMAND_LINE and replaced.new_source != FORCED
-    ]
-
-
-def _replaced_by_forced(merged: Merged) -> list[Finding]:
-    return [
-        warning(
-            "E108",
-            replaced.key,
-            f"is {in_brief(replaced.old)} by {replaced.old_source}, and is always "
-            f"{in_brief(replaced.new)} here",
-            "take it out",
-        )
-        for replaced in merged.replaced
-        if replaced.new_source == FORCED and replaced.old_source != DEFAULT
-    ]
+def _replaced(merged: Merged) -> list[Finding]:
+    """Warnings of what an operator set and a later layer replaced: first options, then forced values."""
+    options, forced = [], []
+    for key, old, old_source, new, new_source in merged.replaced:
+        if new_source == FORCED and old_source != DEFAULT:
+            text = f"is {in_brief(old)} by {old_source}, and is always {in_brief(new)} here"
+            forced.append(warning("E108", key, text, "take it out"))
+        elif new_source != FORCED and old_source == COMMAND_LINE:
+            text = (
+                f"is {in_brief(old)} on the command line, and {in_brief(new)} by {new_source}, "
+                "which counts"
+            )
+            advice = (
+                "say it in one place; trtllm-serve takes the file's before June 2026, and the "
+                "option's since"
+            )
+            options.append(warning("E107", key, text, advice))
+    return options + forced

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from slagate.workers.engine_args.check import check_values
-from slagate.workers.engine_args.model.merge import in_brief
+from slagate.workers.engine_args.model.merge import in_brief, plain
 from slagate.workers.engine_args.model.model import EngineModel
 from slagate.workers.engine_args.yaml_text import PEER
 from slagate.workers.runtime.usage import UsageError
@@ -56,7 +56,7 @@ class Conversion:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         """Takes plain nested dicts, which stay as they are. Raises `UsageError` for invalid ones."""
-        self.values = _copy(values)
+        self.values = plain(values)
         self.changes: list[Change] = []
         self.doubts: list[str] = []
         """What no rule can see in the result, in words."""
@@ -85,7 +85,7 @@ class Conversion:
         if new is ABSENT:
             del into[last]
         else:
-            into[last] = _copy(new)
+            into[last] = plain(new)
         self.changes.append(Change(key, old, new, why))
 
 
@@ -216,9 +216,3 @@ def _resize(conversion: Conversion, tp: int) -> None:
         )
     if tp == 1 and old.enable_attention_dp:
         conversion.put("enable_attention_dp", ABSENT, "one rank has everything")
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
-    return list(value) if isinstance(value, list) else value

@@ -1,5 +1,6 @@
-"""Merged arguments without what must not reach the engine, each with a finding that names it."""
+"""Merged arguments without what must not reach the engine, with a finding for each value left out."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from slagate.workers.engine_args.model.merge import (
@@ -45,65 +46,52 @@ ENCODER_ARGUMENTS = (
 
 
 def prune(merged: Merged, role: str, version: tuple[int, int] | None) -> list[Finding]:
-    """Take out of `merged`, in place, what does not go to the engine; what was set is told.
+    """Take out of `merged`, in place, what must not reach the engine; a warning for each value set.
 
     `version` is TensorRT-LLM's, None where it is not known.
     """
-    findings = (
-        _for_autodeploy(merged, version) if merged.values.get("backend") == AUTODEPLOY else []
-    )
+    findings: list[Finding] = []
+    if merged.values.get("backend") == AUTODEPLOY:
+        findings += _for_autodeploy(merged, version)
     findings += _lift_build_config(merged)
-    return findings + _for_encoder(merged) if role == "encode" else findings
-
-
-def _for_encoder(merged: Merged) -> list[Finding]:
-    """What only engines with a KV cache take; a name that none of them has is left to the model."""
-    findings = []
-    for key in EngineModel.model_fields:
-        if key in ENCODER_ARGUMENTS or key not in merged.values:
-            continue
-        is_set = _is_set(merged, key)
-        value = _take(merged, key)
-        if is_set and value is not None:
-            findings.append(
-                warning(
-                    "E805",
-                    key,
-                    f"is {in_brief(value)}, and an encoder does not take it",
-                    f"it is left out; take it out: an encoder has {', '.join(ENCODER_ARGUMENTS)}",
-                )
-            )
+    if role == "encode":
+        # A name that no engine has is left to the model.
+        keys = [key for key in EngineModel.model_fields if key not in ENCODER_ARGUMENTS]
+        advice = f"it is left out; take it out: an encoder has {', '.join(ENCODER_ARGUMENTS)}"
+        findings += _left_out(merged, keys, "E805", "an encoder does not take it", advice)
     return findings
 
 
-def _for_autodeploy(merged: Merged, version: tuple[int, int] | None) -> list[Finding]:
+def _left_out(
+    merged: Merged, keys: Iterable[str], code: str, reason: str, advice: str
+) -> Iterator[Finding]:
+    """Take the keys out, with a warning for each that an operator set to a value."""
+    for key in keys:
+        is_set = _is_set(merged, key)
+        value = _take_out(merged, key)
+        if is_set and value is not None:
+            yield warning(code, key, f"is {in_brief(value)}, and {reason}", advice)
+
+
+def _for_autodeploy(merged: Merged, version: tuple[int, int] | None) -> Iterator[Finding]:
     if merged.sources.get(f"{CACHE}.{EVENTS}") == DEFAULT:
-        _take(merged, f"{CACHE}.{EVENTS}")  # ours, for the back-end that makes events
+        _take_out(merged, f"{CACHE}.{EVENTS}")  # ours, for the back-end that makes events
         merged.values[CACHE].pop(EVENTS)
-    findings = []
-    if version is not None and version < AUTODEPLOY_STATS_SINCE and _take(merged, STATS):
-        findings.append(
-            warning(
-                "E803",
-                STATS,
-                f"is true, and the back-end {AUTODEPLOY} does not take it before TensorRT-LLM 1.3: "
-                "this worker reports no load",
-                "it is left out; use a newer engine, or backend: pytorch",
-            )
+    if version is not None and version < AUTODEPLOY_STATS_SINCE and _take_out(merged, STATS):
+        yield warning(
+            "E803",
+            STATS,
+            f"is true, and the back-end {AUTODEPLOY} does not take it before TensorRT-LLM 1.3: "
+            "this worker reports no load",
+            "it is left out; use a newer engine, or backend: pytorch",
         )
-    for key in NOT_FOR_AUTODEPLOY:
-        is_set = _is_set(merged, key)
-        value = _take(merged, key)
-        if is_set and value is not None:
-            findings.append(
-                warning(
-                    "E803",
-                    key,
-                    f"is {in_brief(value)}, and the back-end {AUTODEPLOY} does not take it",
-                    "it is left out; take it out, or use backend: pytorch",
-                )
-            )
-    return findings
+    yield from _left_out(
+        merged,
+        NOT_FOR_AUTODEPLOY,
+        "E803",
+        f"the back-end {AUTODEPLOY} does not take it",
+        "it is left out; take it out, or use backend: pytorch",
+    )
 
 
 def _lift_build_config(merged: Merged) -> list[Finding]:
@@ -118,7 +106,7 @@ def _lift_build_config(merged: Merged) -> list[Finding]:
     sources = {
         leaf: source for leaf, source in merged.sources.items() if leaf.startswith(f"{BUILD}.")
     }
-    _take(merged, BUILD)
+    _take_out(merged, BUILD)
     findings = []
     for key, value in section.items():
         if key not in merged.values:
@@ -139,14 +127,10 @@ def _lift_build_config(merged: Merged) -> list[Finding]:
 
 def _is_set(merged: Merged, key: str) -> bool:
     """Whether an operator set the key, or one below it."""
-    return any(
-        source not in (DEFAULT, FORCED)
-        for leaf, source in merged.sources.items()
-        if leaf == key or leaf.startswith(f"{key}.")
-    )
+    return any(merged.sources[leaf] not in (DEFAULT, FORCED) for leaf in merged.leaves_of(key))
 
 
-def _take(merged: Merged, key: str) -> Any:
-    for leaf in [name for name in merged.sources if name == key or name.startswith(f"{key}.")]:
+def _take_out(merged: Merged, key: str) -> Any:
+    for leaf in merged.leaves_of(key):
         del merged.sources[leaf]
     return merged.values.pop(key, None)

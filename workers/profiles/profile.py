@@ -7,7 +7,7 @@ inside the table.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -91,25 +91,23 @@ class TpProfile:
         return self._decode.at(batch_size, context_tokens if context_tokens > 1 else 1.0)
 
     def prefill_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
-        """As `prefill_s`, for f64[n] each."""
+        """`prefill_s` of each of n pairs, all f64[n]."""
         if len(new_tokens) <= _FEW:
-            points = zip(new_tokens.tolist(), cached_tokens.tolist(), strict=True)
-            return np.array([self.prefill_s(new, cached) for new, cached in points], np.float64)
+            return _each(self.prefill_s, new_tokens, cached_tokens)
         seconds = self._prefill.many(np.maximum(new_tokens, 1.0), np.maximum(cached_tokens, 0.0))
         seconds *= new_tokens >= 1
         return seconds
 
     def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
-        """As `itl_s`, for f64[n] each."""
+        """`itl_s` of each of n pairs, all f64[n]."""
         if len(batch_size) <= _FEW:
-            points = zip(batch_size.tolist(), context_tokens.tolist(), strict=True)
-            return np.array([self.itl_s(batch, context) for batch, context in points], np.float64)
+            return _each(self.itl_s, batch_size, context_tokens)
         seconds = self._decode.many(np.maximum(batch_size, 1.0), np.maximum(context_tokens, 1.0))
         seconds *= batch_size >= 1
         return seconds
 
     def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
-        """As `itl_s`, for n whole batch sizes >= 1 and their contexts."""
+        """`itl_s` of each of n whole batch sizes >= 1, i64[n], and their contexts, f64[n]."""
         return self._decode.many_whole(batch_size, np.maximum(context_tokens, 1.0))
 
     def to_json(self) -> dict[str, object]:
@@ -122,6 +120,11 @@ class TpProfile:
             "prefill": [list(row) for row in self._prefill.rows],
             "decode": [list(row) for row in self._decode.rows],
         }
+
+
+def _each(seconds: Callable[[float, float], float], x: Floats, y: Floats) -> Floats:
+    points = zip(x.tolist(), y.tolist(), strict=True)
+    return np.array([seconds(a, b) for a, b in points], np.float64)
 
 
 @dataclass(frozen=True, slots=True)

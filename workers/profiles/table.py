@@ -59,22 +59,6 @@ class _Line:
 class TimingTable:
     """A ragged two-axis table of (x >= 1, y, milliseconds): lines along x, ordered by y."""
 
-    __slots__ = (
-        "_bands",
-        "_bands_many",
-        "_cells",
-        "_cells_many",
-        "_known",
-        "_lines",
-        "_log_xs",
-        "_log_xs_many",
-        "_log_y",
-        "_whole",
-        "_ys",
-        "_ys_many",
-        "rows",
-    )
-
     def __init__(self, rows: Sequence[tuple[int, int, float]], *, log_y: bool) -> None:
         self.rows = tuple(sorted(rows))
         by_y: dict[int, list[tuple[float, float]]] = {}

@@ -7,7 +7,7 @@ Driven by callbacks on the running loop and by nothing else: no task, no thread,
          |                    `-> done, blocks parked        (context_only)
          `-> pull ---> first token -> decode -> done         (generation_only)
 
-Who waits for which rank is kept by `rank`, who runs there and on which blocks by `schedule`.
+`rank` keeps who waits for which rank, who runs there and on which blocks.
 """
 
 import asyncio
@@ -202,7 +202,7 @@ class SimEngine:
         prompt, block_tokens = sequence.prompt, self._limits.block_tokens
         n_full = sequence.n_prompt // block_tokens
         sequence.start_chain(prompt.states[n_full - 1] if n_full else prompt.seed, block_tokens)
-        rank.schedule.start_decoding(sequence)
+        rank.start_decoding(sequence)
         state = prompt.states[-1]
         token = sequence.draw(state, self._limits.vocab_size)
         if sequence.request_type == "context_only" and sequence.stop.check([token]) is None:
@@ -215,7 +215,7 @@ class SimEngine:
         chain = sequence.chain
         assert chain is not None
         if sequence.kv_tokens % self._limits.block_tokens == 0:
-            rank.schedule.grow(sequence)
+            rank.grow(sequence)
         sequence.kv_tokens += 1
         chain.append(sequence.generated[-1])
         state = chain.state
@@ -242,7 +242,7 @@ class SimEngine:
                 sequence,
                 token,
                 ctx_dp_rank=rank.index if len(self.ranks) > 1 else None,
-                free=partial(rank.schedule.free, sequence),
+                free=partial(rank.free, sequence),
             )
         except KvTransferError as error:
             self._refuse(sequence, error)
@@ -254,7 +254,7 @@ class SimEngine:
     def _finish_pull(self, sequence: SimSequence, first_token: int) -> None:
         """The whole prompt is in the cache, and its first token comes from the prefill worker."""
         assert sequence.rank is not None
-        self.ranks[sequence.rank].schedule.start_decoding(sequence)
+        self.ranks[sequence.rank].start_decoding(sequence)
         self._emit(sequence, first_token, sequence.prompt.states[-1])
         self._go_on()
 

@@ -291,20 +291,6 @@ class _Closing(NamedTuple):
 class OutputFeed:
     """The engine's end of one sequence of a request: `push*` then `finish`, or `fail` at any time."""
 
-    __slots__ = (
-        "_closing",
-        "_cumulative",
-        "_form",
-        "_logprobs",
-        "_n_pushed",
-        "_n_ready",
-        "_perf",
-        "_tokens",
-        "index",
-        "output",
-        "result",
-    )
-
     def __init__(self, result: RequestOutput, index: int, form: SimOutputForm) -> None:
         self.result = result
         self.index = index

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from slagate.workers.sim.kv_cache.cache import SimKvCache
 from slagate.workers.sim.kv_cache.events import KvEventRecorder
-from slagate.workers.sim.schedule import SimSchedule
-from slagate.workers.sim.sequence import Chunk, EngineLimits, SimSequence
+from slagate.workers.sim.sequence import CacheContent, Chunk, EngineLimits, SimSequence
 from slagate.workers.sim.timing import EngineTiming, PrefillChunk
 
 
@@ -141,7 +140,15 @@ class Iteration(NamedTuple):
 
 
 class SimRank:
-    """Cache, schedule and event recorder of one rank; `recorder` None is a cache without events."""
+    """One rank: its cache, the sequences on it with their blocks, and its event recorder.
+
+        admit -> prefilling ----> decoding -> gone
+           `---> transferring ------^           (generation_only)
+
+    A sequence is in one group at a time, and in none once removed. No clock and no loop: the engine says
+    when, this says who. `decoding` is to be read only; it is in order of admission to decode. `recorder`
+    None is a cache without events.
+    """
 
     def __init__(
         self,
@@ -153,7 +160,9 @@ class SimRank:
     ) -> None:
         self.index = index
         self.cache = cache
-        self.schedule = SimSchedule(cache, limits)
+        self.decoding: dict[SimSequence, None] = {}
+        self._prefilling: dict[SimSequence, None] = {}
+        self._transferring: dict[SimSequence, None] = {}
         self._limits = limits
         self._recorder = recorder
         self._n_new = 0
@@ -161,39 +170,125 @@ class SimRank:
         self._onboarded_blocks = 0
 
     @property
+    def n_running(self) -> int:
+        """Sequences admitted and not finished."""
+        return len(self._prefilling) + len(self._transferring) + len(self.decoding)
+
+    @property
     def load(self) -> tuple[int, int]:
         """(running sequences, used blocks): less is a better place for the next one."""
-        return self.schedule.n_running, self.cache.used_blocks
+        return self.n_running, self.cache.used_blocks
+
+    def is_full(self) -> bool:
+        """Whether the batch has no place left."""
+        return self.n_running >= self._limits.max_batch_size
+
+    def is_ready(self) -> bool:
+        """Whether an iteration has something to do; a transfer alone gives it nothing."""
+        return bool(self._prefilling or self.decoding)
+
+    def sequences(self) -> list[SimSequence]:
+        """Everything that runs."""
+        return [*self._prefilling, *self._transferring, *self.decoding]
 
     def admit(self, sequence: SimSequence) -> bool:
-        """Let a sequence in; False when it must wait."""
-        if not self.schedule.admit(sequence):
+        """Let a sequence in, with blocks for all it may become; False when it must wait."""
+        if self.is_full():
             return False
-        assert sequence.allocation is not None
+        n_blocks = len(sequence.prompt.states)
+        # The newest token is never in the cache, hence - 1; rounded up to whole blocks.
+        n_tokens_at_end = sequence.n_prompt + sequence.max_tokens - 1
+        n_blocks_at_end = -(-n_tokens_at_end // self._limits.block_tokens)
+        allocation = self.cache.allocate(
+            sequence.prompt,
+            n_blocks=n_blocks,
+            reserve_blocks=n_blocks_at_end - n_blocks,
+            # The last prompt token is always computed: its logits are the first output.
+            reusable_tokens=0 if sequence.is_pull else sequence.n_prompt - 1,
+        )
+        if allocation is None:
+            return False
+        sequence.allocation = allocation
+        sequence.prefilled_tokens = allocation.reused_tokens
         sequence.rank = self.index
+        (self._transferring if sequence.is_pull else self._prefilling)[sequence] = None
         self._n_new += 1
-        self._onboarded_blocks += sequence.allocation.onboarded_blocks
+        self._onboarded_blocks += allocation.onboarded_blocks
         return True
 
     def plan(self) -> RankStep:
         """The next iteration of this rank, with what was admitted since the last plan."""
-        decoding = list(self.schedule.decoding)
+        decoding = list(self.decoding)
         # A decoding request takes one token of the budget each.
-        chunks = self.schedule.plan_chunks(self._limits.max_num_tokens - len(decoding))
+        chunks = self._plan_chunks(self._limits.max_num_tokens - len(decoding))
         step = RankStep(
             decoding,
             chunks,
             n_new=self._n_new,
-            n_active=self.schedule.n_running,
+            n_active=self.n_running,
             context_kv_tokens=sum([chunk.sequence.prefilled_tokens for chunk in chunks]),
             onboarded_tokens=self._onboarded_blocks * self._limits.block_tokens,
         )
         self._n_new = self._onboarded_blocks = 0
         return step
 
-    def completed(self) -> None:
-        """A sequence of this rank has ended, however."""
+    def _plan_chunks(self, budget_tokens: int) -> list[Chunk]:
+        """Prefill work of one iteration, in order of admission.
+
+        Without chunked prefill the first prompt that does not fit whole ends the plan: a later one must
+        not overtake it for ever.
+        """
+        chunks = []
+        for sequence in self._prefilling:
+            if budget_tokens <= 0:
+                break
+            n = sequence.n_prompt - sequence.prefilled_tokens
+            if n > budget_tokens:
+                if not self._limits.chunked_prefill:
+                    break
+                n = budget_tokens
+            chunks.append(Chunk(sequence, n))
+            budget_tokens -= n
+        return chunks
+
+    def start_decoding(self, sequence: SimSequence) -> None:
+        """The whole prompt is in the cache: make it reusable and let the sequence decode."""
+        del (self._transferring if sequence.is_pull else self._prefilling)[sequence]
+        self.decoding[sequence] = None
+        # TensorRT-LLM stores a prompt of L tokens as L - 1 reusable ones.
+        block_tokens = self._limits.block_tokens
+        n_full_tokens = (sequence.n_prompt - 1) // block_tokens * block_tokens
+        self._store(sequence, sequence.leading(n_full_tokens, block_tokens), ended=False)
+
+    def grow(self, sequence: SimSequence) -> None:
+        """Give a decoding sequence the next of the blocks reserved for it."""
+        assert sequence.allocation is not None
+        self.cache.grow(sequence.allocation)
+
+    def remove(self, sequence: SimSequence) -> None:
+        """Count a sequence of this rank as ended and take it out; it keeps its blocks until `free`."""
         self._n_completed += 1
+        for group in (self._prefilling, self._transferring, self.decoding):
+            group.pop(sequence, None)
+
+    def free(self, sequence: SimSequence) -> None:
+        """Give a removed sequence's blocks back; what it has computed stays reusable.
+
+        Once its prompt is complete that includes a last, partly filled block.
+        """
+        allocation = sequence.allocation
+        if allocation is None:
+            return
+        complete = sequence.chain is not None
+        if complete or not sequence.is_pull:
+            content = sequence.cached(self._limits.block_tokens)
+            self._store(sequence, content, ended=complete)
+        self.cache.release(allocation)
+        sequence.allocation = None
+
+    def _store(self, sequence: SimSequence, content: CacheContent, *, ended: bool) -> None:
+        assert sequence.allocation is not None
+        self.cache.store(sequence.allocation, content.states, content.packed, partial=ended)
 
     def take_completed(self) -> int:
         """How many sequences have ended since the last time."""
@@ -221,16 +316,16 @@ class RankGroup:
     @property
     def n_running(self) -> int:
         """Sequences admitted and not finished."""
-        return sum([rank.schedule.n_running for rank in self.ranks])
+        return sum([rank.n_running for rank in self.ranks])
 
     def sequences(self) -> list[SimSequence]:
         """Everything that waits or runs."""
-        running = [one for rank in self.ranks for one in rank.schedule.sequences()]
+        running = [one for rank in self.ranks for one in rank.sequences()]
         return [*self.waiting, *running]
 
     def is_ready(self) -> bool:
         """Whether an iteration may have something to do."""
-        return len(self.waiting) > 0 or any(rank.schedule.is_ready() for rank in self.ranks)
+        return len(self.waiting) > 0 or any(rank.is_ready() for rank in self.ranks)
 
     def flush(self) -> None:
         """Publish what the caches did."""
@@ -245,14 +340,13 @@ class RankGroup:
         """Take a sequence out, wherever it is, and free what it holds unless it `keeps_blocks`."""
         self.waiting.discard(sequence)
         rank = self.ranks[sequence.rank or 0]
-        rank.completed()
-        rank.schedule.remove(sequence)
+        rank.remove(sequence)
         if not keeps_blocks:
-            rank.schedule.free(sequence)
+            rank.free(sequence)
 
     def admit(self) -> Iterator[SimSequence]:
         """Let in what fits, one at a time: a place that the caller frees meanwhile is seen."""
-        closed = {rank.index for rank in self.ranks if rank.schedule.is_full()}
+        closed = {rank.index for rank in self.ranks if rank.is_full()}
         closed.update([rank.index for rank in self.ranks if not self.waiting.wants(rank.index)])
         if len(closed) == len(self.ranks):
             return

@@ -58,6 +58,10 @@ class Merged:
     sections: dict[str, str] = field(default_factory=dict)
     """Where each section was last written into."""
 
+    def leaves_of(self, key: str) -> list[str]:
+        """The dotted keys of values at `key` or below it."""
+        return [leaf for leaf in self.sources if leaf == key or leaf.startswith(f"{key}.")]
+
 
 def merge(layers: Iterable[Layer]) -> Merged:
     """Each layer over the ones before; a value replaced by another one is logged, a default at INFO."""
@@ -114,25 +118,22 @@ def _put(
         if key in into:
             _replace(merged, dotted, old, value, layer)
         # A copy, of dicts as plain ones: what is merged into it later must not reach the caller's.
-        into[key] = _plain(value)
+        into[key] = plain(value)
         for leaf, _ in leaves({key: into[key]}, prefix):
             merged.sources[leaf] = layer.source_of(leaf)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A copy in which every mapping is a dict, and every tuple a list."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
 def _replace(merged: Merged, dotted: str, old: Any, new: Any, layer: Layer) -> None:
-    old_sources = [
-        merged.sources.pop(leaf)
-        for leaf in list(merged.sources)
-        if leaf == dotted or leaf.startswith(f"{dotted}.")
-    ]
+    old_sources = [merged.sources.pop(leaf) for leaf in merged.leaves_of(dotted)]
     # Equal values in two places are no conflict; 1 and true, or 1 and 1.0, are not equal here.
     if in_full(old) != in_full(new):
         origin = ", ".join(dict.fromkeys(old_sources))

@@ -107,7 +107,7 @@ def test_those_in_front_who_want_a_full_rank_are_passed_and_keep_their_order() -
         await anext(running[0])
         line = [one.feed.result for one in engine._engine.group.waiting]
         assert line == [result for result, rank in zip(waiting, wanted, strict=True) if rank == 0]
-        there = [one.feed.result for one in engine._ranks[1].schedule.sequences()]
+        there = [one.feed.result for one in engine._ranks[1].sequences()]
         assert there == [result for result, rank in zip(waiting, wanted, strict=True) if rank == 1]
         for result in [*running, *waiting]:
             await result
