@@ -1,15 +1,17 @@
 """`slagate bench`: wait until a gateway is healthy, warm it up, measure it at each level of concurrency."""
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from time import process_time
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import grpc
+import rich.progress
+from rich.console import Console
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
@@ -65,17 +67,45 @@ class Measured:
     levels: list[LevelFigures] = field(default_factory=list)
 
 
-class Listener(Protocol):
-    """Who shows how far it is."""
+class ProgressLine:
+    """How far a run is: a line on stderr that changes, or one for each phase where that is no terminal."""
 
-    def phase(self, what: str, total: float | None) -> None:
-        """Another phase begins; `total` requests, or seconds, or nobody knows."""
+    def __init__(self, bar: rich.progress.Progress) -> None:
+        self._bar = bar
+        self._task: rich.progress.TaskID | None = None
 
-    def change(self, done: float, state: str) -> None:
-        """The phase goes on."""
+    def start_phase(self, what: str, total: float | None) -> None:
+        """Another phase begins, of `total` requests or seconds; None: it is not known how many."""
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(what, total=total, state="")
+        if not self._bar.console.is_terminal:
+            self.note(what)
+
+    def update(self, done: float, state: str) -> None:
+        """Show how much of the phase is done."""
+        assert self._task is not None
+        self._bar.update(self._task, completed=done, state=state)
 
     def note(self, text: str) -> None:
-        """Something worth a line."""
+        """Print a line that stays."""
+        self._bar.console.print(f"slagate: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def progress_line() -> Iterator[ProgressLine]:
+    """A line of progress, for the time of the block."""
+    columns = (
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.TextColumn("{task.fields[state]}"),
+        rich.progress.TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with rich.progress.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        yield ProgressLine(bar)
 
 
 async def run_bench(
@@ -83,7 +113,7 @@ async def run_bench(
     admin: str | None,
     plan: BenchPlan,
     measured: Measured,
-    listener: Listener,
+    progress: ProgressLine,
     *,
     tls: TlsFiles | None,
 ) -> str:
@@ -100,19 +130,19 @@ async def run_bench(
         stub: Any = None
         if admin is not None:
             stub = gw_grpc.GatewayStub(await stack.enter_async_context(channel_to(admin, side)))
-        listener.phase(f"Waiting for {target}", None)
+        progress.start_phase(f"Waiting for {target}", None)
         try:
             measured.n_workers = await wait_healthy(
                 gateways[0],
                 stub,
                 limit_s=plan.wait_s,
-                on_state=lambda why: listener.change(0, why),
+                on_state=lambda why: progress.update(0, why),
                 explain=lambda error: why_not(
                     error.status, error.address or admin or target, tls, CLIENT_LISTENER
                 ),
             )
             measured.model = plan.model or await only_model(gateways[0])
-            sweep = Sweep(gateways, plan, measured, listener)
+            sweep = Sweep(gateways, plan, measured, progress)
             await sweep.warm_up()
             for concurrency in plan.levels:
                 await sweep.level(concurrency)
@@ -178,7 +208,7 @@ class Sweep:
         gateways: Sequence[GrpcWorker],
         plan: BenchPlan,
         measured: Measured,
-        listener: Listener,
+        progress: ProgressLine,
         *,
         now_s: Callable[[], float] = monotonic_s,
         cpu_s: Callable[[], float] = process_time,
@@ -186,7 +216,7 @@ class Sweep:
         self._gateways = gateways
         self._plan = plan
         self._measured = measured
-        self._listener = listener
+        self._progress = progress
         self._now_s, self._cpu_s = now_s, cpu_s
         targets = ((TTFT, plan.targets.ttft_ms), (ITL, plan.targets.itl_ms))
         self._metadata = tuple((key, f"{ms:g}") for key, ms in targets if ms is not None)
@@ -201,7 +231,7 @@ class Sweep:
             return
         results: list[ServedRequest] = []
         at_once = min(n_requests, max(self._plan.levels))
-        self._listener.phase("Warming up", n_requests)
+        self._progress.start_phase("Warming up", n_requests)
         await self._send("warm-up", at_once, n_requests, None, results)
         if self._tell_failed("warm-up", results) == len(results):
             raise NotReadyError("no request of the warm-up was answered")
@@ -214,7 +244,7 @@ class Sweep:
             n_requests = plan.per_caller * concurrency
         results: list[ServedRequest] = []
         total = plan.seconds if n_requests is None else n_requests
-        self._listener.phase(f"{concurrency} at once", total)
+        self._progress.start_phase(f"{concurrency} at once", total)
         started_s, cpu_s = anyio.current_time(), self._cpu_s()
         finished = False
         try:
@@ -228,7 +258,7 @@ class Sweep:
                 self._measured.levels.append(level)
         self._tell_failed(f"{concurrency} at once", results)
         if busy > BUSY_RATIO:
-            self._listener.note(
+            self._progress.note(
                 f"{concurrency} at once: this process was busy {busy:.0%} of the time, so latencies "
                 "are partly its own"
             )
@@ -238,7 +268,7 @@ class Sweep:
         failed = [one for one in results if problem(one) is not None]
         if failed:
             reason = failed[0].status.message or failed[0].fault
-            self._listener.note(
+            self._progress.note(
                 f"{phase}: {len(failed)} of {len(results)} failed, the first with "
                 f"{problem(failed[0])}: {reason}"
             )
@@ -259,11 +289,11 @@ class Sweep:
         )
         started_s = anyio.current_time()
 
-        def show(progress: Progress) -> None:
+        def show(load: Progress) -> None:
             spent_s = anyio.current_time() - started_s
-            done = min(spent_s, seconds or 0.0) if n_requests is None else progress.n_done
-            rate = progress.n_tokens / spent_s if spent_s else 0.0
-            self._listener.change(done, f"{progress.n_failed} failed, {rate:,.0f} tokens/s")
+            done = min(spent_s, seconds or 0.0) if n_requests is None else load.n_done
+            rate = load.n_tokens / spent_s if spent_s else 0.0
+            self._progress.update(done, f"{load.n_failed} failed, {rate:,.0f} tokens/s")
 
         await run_callers(
             self._gateways,

@@ -1,12 +1,13 @@
-"""The client commands: `generate`, `explain`, `pools`."""
+"""The commands that ask a gateway: `generate`, `explain` and `pools`."""
 
 import json
 import sys
 import uuid
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import grpc
+import typer
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
@@ -15,11 +16,30 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import BufferedSink
 from slagate.proto.rpc.status import Status
 from slagate.router.cli.client_tables import print_decision, print_pools
+from slagate.router.cli.command import Admin, finite, run_to_exit, seconds, server, wrong_use_told
+from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
 from slagate.router.client import admin_at, engine_at, only_model, only_one_of
 from slagate.router.request.metadata import ITL, PRIORITY, RECEIPT, RECEIPT_TRAILER, TTFT
 from slagate.workers.errors import WorkerError
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.tls.files import TlsFiles
+
+Target = Annotated[str, server("The gateway to call (slagate serve --listen), or a worker.")]
+Tokens = Annotated[
+    str | None, typer.Option(metavar="1,2,3|@FILE", help="Prompt token ids, or a file of them.")
+]
+Isl = Annotated[
+    int | None,
+    typer.Option(min=1, max=10_000_000, help="Or: a made-up prompt of this many tokens."),
+]
+Model = Annotated[str | None, typer.Option(help="Model name; may be left out where one is served.")]
+MaxTokens = Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Output budget.")]
+TtftMs = Annotated[float | None, typer.Option(min=0, callback=finite, help="TTFT target, ms.")]
+ItlMs = Annotated[float | None, typer.Option(min=0, callback=finite, help="ITL target, ms.")]
+Priority = Annotated[
+    int | None, typer.Option(min=-(2**31), max=2**31 - 1, help="int32, higher is more important.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
 class RequestOptions(NamedTuple):
@@ -74,7 +94,75 @@ def read_prompt(tokens: str | None, isl: int | None) -> list[int]:
     return [int(word) for word in words]
 
 
-async def generate(
+def generate(
+    *,
+    target: Target,
+    tokens: Tokens = None,
+    isl: Isl = None,
+    model: Model = None,
+    max_tokens: MaxTokens = None,
+    ttft_ms: TtftMs = None,
+    itl_ms: ItlMs = None,
+    priority: Priority = None,
+    receipt: Annotated[
+        bool, typer.Option("--receipt", help="Print the receipt at the end.")
+    ] = False,
+    timeout: Annotated[float | None, seconds("Deadline, seconds.", least=0.001)] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsOwnCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    insecure: Insecure = False,
+) -> None:
+    """Send one request and print its token ids as they come, then the receipt as JSON."""
+    tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
+    with wrong_use_told():
+        prompt = read_prompt(tokens, isl)
+    options = RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
+    run_to_exit(lambda: _generate(target, options, tls=tls, receipt=receipt, timeout_s=timeout))
+
+
+def explain(
+    *,
+    target: Admin,
+    tokens: Tokens = None,
+    isl: Isl = None,
+    model: Model = None,
+    max_tokens: MaxTokens = None,
+    ttft_ms: TtftMs = None,
+    itl_ms: ItlMs = None,
+    priority: Priority = None,
+    as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsOwnCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    insecure: Insecure = False,
+) -> None:
+    """Show the decision for a request; nothing is sent to a worker."""
+    tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
+    with wrong_use_told():
+        prompt = read_prompt(tokens, isl)
+    options = RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
+    run_to_exit(lambda: _explain(target, options, tls=tls, as_json=as_json))
+
+
+def pools(
+    *,
+    target: Admin,
+    as_json: AsJson = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsOwnCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
+    insecure: Insecure = False,
+) -> None:
+    """Show the pools and workers of a running gateway."""
+    tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
+    run_to_exit(lambda: _pools(target, tls=tls, as_json=as_json))
+
+
+async def _generate(
     target: str,
     options: RequestOptions,
     *,
@@ -126,7 +214,7 @@ async def _print_tokens(sink: BufferedSink) -> Status:
     return sink.status
 
 
-async def explain(
+async def _explain(
     target: str, options: RequestOptions, *, tls: TlsFiles | None, as_json: bool
 ) -> int:
     """Print a decision; the exit status."""
@@ -146,7 +234,7 @@ async def _admin_model(stub: Any) -> str:
     return only_one_of(sorted({model for worker in workers for model in worker.models}))
 
 
-async def pools(target: str, *, tls: TlsFiles | None, as_json: bool) -> int:
+async def _pools(target: str, *, tls: TlsFiles | None, as_json: bool) -> int:
     """Print pools and workers; the exit status."""
     async with admin_at(target, tls) as gateway:
         pool_list = await gateway.ListPools(gw.ListPoolsRequest(), timeout=10)

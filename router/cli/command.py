@@ -69,7 +69,7 @@ def until_reader_leaves() -> Iterator[None]:
 
 def run_to_exit(
     main_coroutine: Callable[[], Coroutine[Any, Any, int]], *, starts_processes: bool = False
-) -> None:
+) -> NoReturn:
     """Run to the end on the fastest loop there is and leave with its status.
 
     Who `starts_processes` while gRPC is in use runs on asyncio's own loop: it does so by vfork, of which

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from prometheus_client import disable_created_metrics
@@ -28,96 +28,88 @@ from slagate.router.reload.reload import FleetSource
 from slagate.router.request.settings import Settings
 from slagate.router.services.admin import Listeners
 from slagate.workers.runtime.listen import ignore_hangups
+from slagate.workers.tls.files import TlsFiles
+
+Admin = Annotated[Address, host_port("For operators, over gRPC: explain, pools, receipts, reload.")]
+Http = Annotated[Address, host_port("For probes: /healthz, /readyz and /metrics over HTTP.")]
+MaxRequestBytes = Annotated[
+    int, typer.Option(min=1, max=MAX_MESSAGE_BYTES // 2, help="Limit of one request.")
+]
+DefaultTimeout = Annotated[float, seconds("Seconds for a request without a deadline.")]
+Drain = Annotated[float, seconds("Seconds for running requests after SIGTERM.")]
+MaxAttempts = Annotated[
+    int, typer.Option(min=1, help="Workers that one stage of a request may try.")
+]
+MaxWaiting = Annotated[
+    int,
+    typer.Option(min=0, help="Requests that may wait while all workers are at their limits."),
+]
+ClientReceipts = Annotated[
+    bool,
+    typer.Option(
+        "--receipts/--no-receipts", help="Whether clients may see pools and workers in receipts."
+    ),
+]
+Watch = Annotated[
+    bool, typer.Option("--watch", help="Reload when a file of the configuration changes.")
+]
+Processes = Annotated[
+    int, typer.Option(min=1, max=MAX_PROCESSES, help="Processes that share the clients' port.")
+]
+WorkerDrain = Annotated[float, seconds("Seconds for requests on workers that a reload removed.")]
+WorkerTlsCa = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="CAs (PEM) that workers' certificates are of.")
+]
+WorkerTlsCert = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Certificate (PEM) to show to workers.")
+]
+WorkerTlsName = Annotated[
+    str, typer.Option(help="Name in workers' certificates, if not their addresses' hosts.")
+]
+WorkerInsecure = Annotated[
+    bool, typer.Option("--worker-insecure", help="Plaintext to workers instead of TLS.")
+]
 
 
 def serve(
     *,
     config: Annotated[Path, typer.Option(help="Fleet file: pool grid and workers, JSON.")],
     listen: Annotated[Address, host_port("For clients: OpenEngine over gRPC.")],
-    admin: Annotated[
-        Address, host_port("For operators, over gRPC: explain, pools, receipts, reload.")
-    ],
-    http: Annotated[Address, host_port("For probes: /healthz, /readyz and /metrics over HTTP.")],
-    max_request_bytes: Annotated[
-        int, typer.Option(min=1, max=MAX_MESSAGE_BYTES // 2, help="Limit of one request.")
-    ] = Settings.max_request_bytes,
-    default_timeout: Annotated[
-        float, seconds("Seconds for a request without a deadline.")
-    ] = Settings.default_timeout_s,
-    drain: Annotated[
-        float, seconds("Seconds for running requests after SIGTERM.")
-    ] = Settings.drain_s,
-    max_attempts: Annotated[
-        int, typer.Option(min=1, help="Workers that one stage of a request may try.")
-    ] = Settings.max_attempts,
+    admin: Admin,
+    http: Http,
+    max_request_bytes: MaxRequestBytes = Settings.max_request_bytes,
+    default_timeout: DefaultTimeout = Settings.default_timeout_s,
+    drain: Drain = Settings.drain_s,
+    max_attempts: MaxAttempts = Settings.max_attempts,
     policy: Policy = Settings.policy,
-    max_waiting: Annotated[
-        int,
-        typer.Option(min=0, help="Requests that may wait while all workers are at their limits."),
-    ] = Settings.max_waiting,
-    client_receipts: Annotated[
-        bool,
-        typer.Option(
-            "--receipts/--no-receipts",
-            help="Whether clients may see pools and workers in receipts.",
-        ),
-    ] = Settings.client_receipts,
+    max_waiting: MaxWaiting = Settings.max_waiting,
+    client_receipts: ClientReceipts = Settings.client_receipts,
     lenient: Lenient = False,
     pools: PoolsFile = None,
     pool: PoolWorkers = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Reload when a file of the configuration changes.")
-    ] = Settings.watch_config,
-    processes: Annotated[
-        int,
-        typer.Option(min=1, max=MAX_PROCESSES, help="Processes that share the clients' port."),
-    ] = 1,
-    worker_drain: Annotated[
-        float, seconds("Seconds for requests on workers that a reload removed.")
-    ] = Settings.worker_drain_s,
+    watch: Watch = Settings.watch_config,
+    processes: Processes = 1,
+    worker_drain: WorkerDrain = Settings.worker_drain_s,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
     insecure: Insecure = False,
-    worker_tls_ca: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="CAs (PEM) that workers' certificates are of."),
-    ] = None,
-    worker_tls_cert: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Certificate (PEM) to show to workers.")
-    ] = None,
+    worker_tls_ca: WorkerTlsCa = None,
+    worker_tls_cert: WorkerTlsCert = None,
     worker_tls_key: TlsKey = None,
-    worker_tls_name: Annotated[
-        str, typer.Option(help="Name in workers' certificates, if not their addresses' hosts.")
-    ] = "",
-    worker_insecure: Annotated[
-        bool, typer.Option("--worker-insecure", help="Plaintext to workers instead of TLS.")
-    ] = False,
+    worker_tls_name: WorkerTlsName = "",
+    worker_insecure: WorkerInsecure = False,
     log_level: LogLevel = "info",
 ) -> None:
     """Run the gateway until SIGTERM."""
     ignore_hangups()  # until there is something that can reload
     check_policy(policy)
-    listeners = {"listen": listen, "admin": admin, "http": http}
-    check_apart(listeners)
+    listeners = Listeners(listen, admin, http)
+    check_apart(listeners._asdict())
     tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
-    worker_tls = dial_tls(
-        worker_tls_ca,
-        worker_tls_cert,
-        worker_tls_key,
-        worker_tls_name,
-        insecure=worker_insecure,
-        prefix="worker-",
-    )
+    of_workers = (worker_tls_ca, worker_tls_cert, worker_tls_key, worker_tls_name)
+    worker_tls = dial_tls(*of_workers, insecure=worker_insecure, prefix="worker-")
     source = FleetSource(config, lenient, pools, pool_workers(pool or ()))
-    stamp = source.stamp()
-    place = own_place()
-    if place is None:
-        fleet = checked(source.read)
-        start_log(log_level)
-    else:
-        fleet = config_in_force(place)
-        start_log(log_level, process_number=place.number)
     settings = Settings(
         max_request_bytes=max_request_bytes,
         default_timeout_s=default_timeout,
@@ -129,33 +121,44 @@ def serve(
         max_waiting=max_waiting,
         client_receipts=client_receipts,
     )
+    _run(
+        source, settings, processes, log_level, tls=tls, worker_tls=worker_tls, listeners=listeners
+    )
 
-    # A second series beside each counter and histogram, and nobody asks when they were created.
+
+def _run(
+    source: FleetSource,
+    settings: Settings,
+    n_processes: int,
+    log_level: str,
+    *,
+    tls: TlsFiles | None,
+    worker_tls: TlsFiles | None,
+    listeners: Listeners,
+) -> NoReturn:
+    """Serve as the parent of several processes, as one of them, or as the only one."""
+    stamp = source.stamp()
+    place = own_place()
+    if place is None:
+        fleet = checked(source.read)
+        start_log(log_level)
+    else:
+        fleet = config_in_force(place)
+        start_log(log_level, process_number=place.number)
+    # Else a second series beside each counter and histogram says when they were created.
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    is_parent = processes > 1 and place is None
+    is_parent = n_processes > 1 and place is None
 
     async def main_coroutine() -> int:
         if is_parent:
             return await serve_processes(
-                source,
-                fleet,
-                settings,
-                stamp=stamp,
-                n_processes=processes,
-                arguments=sys.argv[1:],
-                tls=tls,
-                listeners=Listeners(**listeners),
-            )
+                source, fleet, settings, stamp=stamp, n_processes=n_processes,
+                arguments=sys.argv[1:], tls=tls, listeners=listeners,
+            )  # fmt: skip
         await gateway_app.serve(
-            source,
-            fleet,
-            settings,
-            stamp=stamp,
-            place=place,
-            tls=tls,
-            worker_tls=worker_tls,
-            listeners=Listeners(**listeners),
-        )
+            source, fleet, settings, stamp=stamp, place=place,
+            tls=tls, worker_tls=worker_tls, listeners=listeners,
+        )  # fmt: skip
         return 0
 
     run_to_exit(main_coroutine, starts_processes=is_parent)

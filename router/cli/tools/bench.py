@@ -2,14 +2,13 @@
 
 import random
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
-from slagate.router.bench.bench import BenchPlan, Measured, run_bench
+from slagate.router.bench.bench import BenchPlan, Measured, progress_line, run_bench
 from slagate.router.bench.load import FixedPrompts, Prompts, TracePrompts
 from slagate.router.bench.picture import kind_of, write_pareto
-from slagate.router.bench.progress import shown
 from slagate.router.bench.report import (
     Figure,
     Targets,
@@ -45,70 +44,76 @@ PER_CALLER = 10
 MAX_CONCURRENCY = 4096
 
 
+Concurrency = Annotated[
+    str, typer.Option(metavar="N,N,...", help="Requests at once, of each level.")
+]
+Requests = Annotated[
+    int | None,
+    typer.Option(min=1, help=f"Of each level; default: {PER_CALLER} times its concurrency."),
+]
+Seconds = Annotated[
+    float | None, seconds_option("Or: how long each level begins requests.", least=0.1)
+]
+Isl = Annotated[int | None, typer.Option(min=1, help=f"Prompt tokens; default: {ISL_TOKENS}.")]
+Osl = Annotated[int | None, typer.Option(min=1, help=f"Output tokens; default: {OSL_TOKENS}.")]
+Trace = Annotated[
+    str | None,
+    typer.Option(metavar="sample|FILE", help="Or: prompts and lengths of a Mooncake trace."),
+]
+TtftMs = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1e9, callback=finite, help="TTFT target, sent and judged by."),
+]
+ItlMs = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1e9, callback=finite, help="ITL target, sent and judged by."),
+]
+Model = Annotated[str | None, typer.Option(help="Model name; may be left out where one is served.")]
+AdminToo = Annotated[
+    str | None, server("The gateway's admin listener: wait for every worker, throughput of each.")
+]
+Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of the fleet: throughput of each.")]
+Warmup = Annotated[
+    int | None,
+    typer.Option(min=0, help="Requests before; default: as many as the highest concurrency."),
+]
+Timeout = Annotated[float, seconds_option("Deadline of a request, seconds.", least=0.1)]
+Seed = Annotated[int | None, typer.Option(help="Of the prompts; default: another one each time.")]
+Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures here.")]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw the Pareto picture, .png or .svg.")
+]
+
+
+class Wanted(NamedTuple):
+    """What a run leaves behind besides the table, and how it is labelled."""
+
+    gpus: int | None  # of the fleet, where throughput is to be that of each
+    csv: Path | None
+    plot: Path | None
+    title: str | None  # of the picture; None: the model
+
+
 def bench(
     *,
     target: Annotated[str, server("The gateway to measure (slagate serve --listen).")],
-    concurrency: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Requests at once, of each level.")
-    ] = "1,2,4,8,16,32",
-    requests: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"Of each level; default: {PER_CALLER} times its concurrency."),
-    ] = None,
-    seconds: Annotated[
-        float | None,
-        seconds_option("Or: how long each level begins requests.", least=0.1),
-    ] = None,
-    isl: Annotated[
-        int | None, typer.Option(min=1, help=f"Prompt tokens; default: {ISL_TOKENS}.")
-    ] = None,
-    osl: Annotated[
-        int | None, typer.Option(min=1, help=f"Output tokens; default: {OSL_TOKENS}.")
-    ] = None,
-    trace: Annotated[
-        str | None,
-        typer.Option(metavar="sample|FILE", help="Or: prompts and lengths of a Mooncake trace."),
-    ] = None,
-    ttft_ms: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=1e9, callback=finite, help="TTFT target, sent and judged by."),
-    ] = None,
-    itl_ms: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=1e9, callback=finite, help="ITL target, sent and judged by."),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model name; may be left out where one is served.")
-    ] = None,
-    admin: Annotated[
-        str | None,
-        server("The gateway's admin listener: wait for every worker, throughput of each."),
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of the fleet: throughput of each.")
-    ] = None,
-    warmup: Annotated[
-        int | None,
-        typer.Option(min=0, help="Requests before; default: as many as the highest concurrency."),
-    ] = None,
-    wait: Annotated[
-        float,
-        seconds_option("Seconds to wait for health."),
-    ] = 60.0,
-    timeout: Annotated[
-        float,
-        seconds_option("Deadline of a request, seconds.", least=0.1),
-    ] = 300.0,
-    seed: Annotated[
-        int | None, typer.Option(help="Of the prompts; default: another one each time.")
-    ] = None,
-    csv: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="Write the figures here.")
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the Pareto picture, .png or .svg."),
-    ] = None,
+    concurrency: Concurrency = "1,2,4,8,16,32",
+    requests: Requests = None,
+    seconds: Seconds = None,
+    isl: Isl = None,
+    osl: Osl = None,
+    trace: Trace = None,
+    ttft_ms: TtftMs = None,
+    itl_ms: ItlMs = None,
+    model: Model = None,
+    admin: AdminToo = None,
+    gpus: Gpus = None,
+    warmup: Warmup = None,
+    wait: Annotated[float, seconds_option("Seconds to wait for health.")] = 60.0,
+    timeout: Timeout = 300.0,
+    seed: Seed = None,
+    csv: Csv = None,
+    plot: Plot = None,
     title: Annotated[str | None, typer.Option(help="Of the picture.")] = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsOwnCert = None,
@@ -122,13 +127,7 @@ def bench(
     _check_sizes(levels, requests, seconds)
     with wrong_use_told():
         prompts = _prompts(isl, osl, trace)
-        for option, path in (("--csv", csv), ("--plot", plot)):
-            if path is not None:
-                check_writable(option, path)
-                if path.is_file():
-                    path.unlink()  # what an earlier run left must not pass for this one's
-        if plot is not None:
-            kind_of(plot)
+        _check_files(csv, plot)
     plan = BenchPlan(
         levels=levels,
         prompts=prompts,
@@ -142,17 +141,19 @@ def bench(
         seed=random.SystemRandom().getrandbits(31) if seed is None else seed,
         model=model,
     )
-    measured = Measured()
+    wanted = Wanted(gpus, csv, plot, title)
+    run_to_exit(lambda: _measure(target, admin, plan, wanted, tls=tls))
 
-    async def main_coroutine() -> int:
-        status = await _measure(target, admin, plan, measured, tls=tls)
-        is_left = not measured.levels or _leave(
-            plan, measured, gpus=gpus, csv=csv, plot=plot, title=title
-        )
-        answered = any(problem(one) is None for level in measured.levels for one in level.served)
-        return status if (answered and is_left) or status else EXIT_FAILED
 
-    run_to_exit(main_coroutine)
+def _check_files(csv: Path | None, plot: Path | None) -> None:
+    """Raises `UsageError` where one cannot be written; removes what an earlier run left there."""
+    for option, path in (("--csv", csv), ("--plot", plot)):
+        if path is not None:
+            check_writable(option, path)
+            if path.is_file():
+                path.unlink()  # it must not pass for this run's
+    if plot is not None:
+        kind_of(plot)
 
 
 def _check_sizes(levels: tuple[int, ...], requests: int | None, seconds: float | None) -> None:
@@ -180,31 +181,28 @@ def _prompts(isl: int | None, osl: int | None, trace: str | None) -> Prompts:
 
 
 async def _measure(
-    target: str, admin: str | None, plan: BenchPlan, measured: Measured, *, tls: TlsFiles | None
+    target: str, admin: str | None, plan: BenchPlan, wanted: Wanted, *, tls: TlsFiles | None
 ) -> int:
-    """Fill `measured`; the exit status. SIGINT and SIGTERM end it early."""
-    with shown() as listener:
+    """Measure, and leave what there is; the exit status. SIGINT and SIGTERM end it early."""
+    measured = Measured()
+    with progress_line() as progress:
         why_not = await unless_stopped(
-            lambda: run_bench(target, admin, plan, measured, listener, tls=tls)
+            lambda: run_bench(target, admin, plan, measured, progress, tls=tls)
         )
         if why_not:
-            listener.note(why_not)
-    return INTERRUPTED if why_not is None else EXIT_FAILED if why_not else 0
+            progress.note(why_not)
+    is_left = not measured.levels or _leave(plan, measured, wanted)
+    if why_not is None:
+        return INTERRUPTED
+    answered = any(problem(one) is None for level in measured.levels for one in level.served)
+    return EXIT_FAILED if why_not or not (answered and is_left) else 0
 
 
-def _leave(
-    plan: BenchPlan,
-    measured: Measured,
-    *,
-    gpus: int | None,
-    csv: Path | None,
-    plot: Path | None,
-    title: str | None,
-) -> bool:
+def _leave(plan: BenchPlan, measured: Measured, wanted: Wanted) -> bool:
     """Print the table and write the files; False where one could not be written, which is told."""
     share = ThroughputUnit("fleet")
-    if gpus is not None:
-        share = ThroughputUnit("gpu", gpus)
+    if wanted.gpus is not None:
+        share = ThroughputUnit("gpu", wanted.gpus)
     elif measured.n_workers:
         share = ThroughputUnit("worker", measured.n_workers)
     rows = [figures(level, targets=plan.targets, share=share) for level in measured.levels]
@@ -213,18 +211,18 @@ def _leave(
         "prompts": str(plan.prompts),
         "seed": plan.seed,
     }
-    what = f"{measured.model}, {plan.prompts}"
-    print_table(stdout_console(), table(rows, what))
+    print_table(stdout_console(), table(rows, f"{measured.model}, {plan.prompts}"))
     is_left = True
     try:
-        if csv is not None:
-            csv.write_text(csv_text(rows, about), encoding="utf-8")
+        if wanted.csv is not None:
+            wanted.csv.write_text(csv_text(rows, about), encoding="utf-8")
     except OSError as error:
-        errors.print(f"slagate: --csv {csv}: cannot be written: {error.strerror}")
+        errors.print(f"slagate: --csv {wanted.csv}: cannot be written: {error.strerror}")
         is_left = False
     try:
-        if plot is not None:
-            write_pareto(rows, plot, title=title or measured.model, subtitle=_subtitle(plan, share))
+        if wanted.plot is not None:
+            title = wanted.title or measured.model
+            write_pareto(rows, wanted.plot, title=title, subtitle=_subtitle(plan, share))
     except UsageError as error:
         errors.print(f"slagate: {error}")
         is_left = False

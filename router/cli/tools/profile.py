@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -46,7 +46,24 @@ from slagate.workers.tls.files import TlsFiles
 
 profile = typer.Typer(no_args_is_help=True, help="Timing profiles of models on GPUs.")
 
+PROMPTS = "64,128,256,512,1024,2048,4096,8192,16384,32768"
+CACHED = "0,2048,8192"
+BATCHES = "1,2,4,8,16,32,64,128"
+CONTEXTS = "512,2048,8192,32768"
+
+
+def _numbers(about: str) -> Any:
+    return typer.Option(metavar="N,N,...", help=about)
+
+
 Out = Annotated[Path, typer.Option(help="The profile file.")]
+KvCapacity = Annotated[
+    int | None, typer.Option(min=1, help="KV cache in tokens; default: what the worker says.")
+]
+KvBytes = Annotated[
+    int | None,
+    typer.Option(min=1, help=f"KV cache of a token; default: {NOMINAL_KV_BYTES_PER_TOKEN}."),
+]
 
 
 @profile.command()
@@ -80,28 +97,15 @@ def measure(
     target: Annotated[str, server("An agg worker, or a prefill worker.")],
     out: Out,
     decode: Annotated[str | None, server("With a prefill worker: the decode worker.")] = None,
-    prompts: Annotated[str, typer.Option(metavar="N,N,...", help="Prompt sizes, tokens.")] = (
-        "64,128,256,512,1024,2048,4096,8192,16384,32768"
-    ),
-    cached: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Tokens in the cache before those of the prompt.")
-    ] = "0,2048,8192",
-    batches: Annotated[str, typer.Option(metavar="N,N,...", help="Batch sizes.")] = (
-        "1,2,4,8,16,32,64,128"
-    ),
-    contexts: Annotated[str, typer.Option(metavar="N,N,...", help="Contexts, tokens.")] = (
-        "512,2048,8192,32768"
-    ),
+    prompts: Annotated[str, _numbers("Prompt sizes, tokens.")] = PROMPTS,
+    cached: Annotated[str, _numbers("Tokens in the cache before those of the prompt.")] = CACHED,
+    batches: Annotated[str, _numbers("Batch sizes.")] = BATCHES,
+    contexts: Annotated[str, _numbers("Contexts, tokens.")] = CONTEXTS,
     repeats: Annotated[int, typer.Option(min=1, help="Of each row; the median counts.")] = 3,
     steps: Annotated[int, typer.Option(min=16, help="Output tokens of a decode row.")] = 64,
     system: Annotated[str, typer.Option(help="The GPU system, for the file.")] = "measured",
-    kv_capacity: Annotated[
-        int | None, typer.Option(min=1, help="KV cache in tokens; default: what the worker says.")
-    ] = None,
-    kv_bytes: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"KV cache of a token; default: {NOMINAL_KV_BYTES_PER_TOKEN}."),
-    ] = None,
+    kv_capacity: KvCapacity = None,
+    kv_bytes: KvBytes = None,
     timeout: Annotated[float, seconds("Seconds of one request.", least=1.0)] = 600.0,
     tls_ca: TlsCa = None,
     tls_cert: TlsOwnCert = None,
@@ -119,30 +123,22 @@ def measure(
         repeats=repeats,
         steps=steps,
     )
-
     if kv_bytes is None:
         kv_bytes = NOMINAL_KV_BYTES_PER_TOKEN
         errors.print(f"slagate: without --kv-bytes, {kv_bytes} bytes a token is a guess")
+    about = {"system": system, "kv_bytes_per_token": kv_bytes}
+    workers = _Workers(target, decode, tls, kv_capacity, timeout)
+    run_to_exit(lambda: _measure_into(out, workers, plan, about))
 
-    found = _Found()
 
-    async def main_coroutine() -> int:
-        check_writable("--out", out)
-        whole = await unless_stopped(
-            lambda: _measure(
-                target, decode, plan, found, tls=tls, kv_capacity=kv_capacity, timeout_s=timeout
-            )
-        )
-        if whole is None and not found.prefill:
-            return INTERRUPTED
-        content = measured_content(
-            found.prefill, found.decode, **found.about, system=system, kv_bytes_per_token=kv_bytes,
-            is_whole=bool(whole),
-        )  # fmt: skip
-        _write(out, content, is_whole=bool(whole))
-        return 0 if whole else INTERRUPTED
+class _Workers(NamedTuple):
+    """The workers to measure."""
 
-    run_to_exit(main_coroutine)
+    target: str
+    decode: str | None  # where `target` is a prefill worker
+    tls: TlsFiles | None
+    kv_capacity: int | None  # tokens; None: what the worker says
+    timeout_s: float  # of one request
 
 
 @dataclass
@@ -154,17 +150,24 @@ class _Found:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-async def _measure(
-    target: str,
-    decode: str | None,
-    plan: MeasurePlan,
-    found: _Found,
-    *,
-    tls: TlsFiles | None,
-    kv_capacity: int | None,
-    timeout_s: float,
-) -> bool:
+async def _measure_into(
+    out: Path, workers: _Workers, plan: MeasurePlan, about: dict[str, Any]
+) -> int:
+    """Measure and write the profile; the exit status. SIGINT and SIGTERM end it early."""
+    check_writable("--out", out)
+    found = _Found()
+    whole = bool(await unless_stopped(lambda: _measure(workers, plan, found)))
+    if whole or found.prefill:
+        content = measured_content(
+            found.prefill, found.decode, **found.about, **about, is_whole=whole
+        )
+        _write(out, content, is_whole=whole)
+    return 0 if whole else INTERRUPTED
+
+
+async def _measure(workers: _Workers, plan: MeasurePlan, found: _Found) -> bool:
     """Measure into `found`; True: all of it."""
+    target, decode, tls, kv_capacity, timeout_s = workers
 
     def on_row(line: str) -> None:
         errors.print(f"slagate: {line}")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from slagate.pools.fleet.config_diff import changes
 from slagate.pools.fleet.fleet import prepare
 from slagate.pools.fleet_file.load import load_config, parse_config
-from slagate.router.cli.grid.select import select_lines
+from slagate.router.cli.grid.commands import select_lines
 from slagate.router.commands import cli
 from slagate.router.receipts.config import config_message
 from slagate.router.request.settings import Settings

@@ -287,10 +287,10 @@ class Heard:
         self.notes: list[str] = []
         self.done: list[float] = []
 
-    def phase(self, what: str, total: float | None) -> None:
+    def start_phase(self, what: str, total: float | None) -> None:
         self.phases.append((what, total))
 
-    def change(self, done: float, state: str) -> None:
+    def update(self, done: float, state: str) -> None:
         self.done.append(done)
 
     def note(self, text: str) -> None:

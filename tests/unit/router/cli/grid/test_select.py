@@ -7,7 +7,7 @@ import pytest
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.fleet_file.models import Objective
 from slagate.pools.grid.grid import StageGrid
-from slagate.router.cli.grid.select import select_lines
+from slagate.router.cli.grid.commands import select_lines
 from support.fleet.files import agg_file, disagg_file
 
 
