@@ -1,12 +1,12 @@
 """From a decision to leases, in one synchronous step: load counts from the moment of the choice.
 
-A request that every worker of its pools could take, were it not at its limit, waits (`wait_queue`);
-whenever a worker can take more, `step` assigns as many as fit.
+A request waits (`wait_queue`) if every worker of its pools could take it, were it not at its limit. Whenever
+a worker can take more, `step` assigns as many requests as fit.
 """
 
 import logging
 import random
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Set
 from functools import partial
 
 from msgspec.structs import replace
@@ -57,35 +57,36 @@ class Dispatcher:
         self._peers = peers or PeerGateways()
         self._peers.on_change = self.step
         self._noted: set[str] = set()
-        self._lanes = WaitQueue(now_s=now_s, older=self._waited_for_elsewhere)
+        elsewhere = self._waited_for_elsewhere if self._peers.n_peers else None
+        self._queue = WaitQueue(now_s=now_s, elsewhere=elsewhere)
         fleet.on_join(self._joined)
 
     def _joined(self, pool: Pool, member: Member) -> None:
         member.on_change = partial(self._changed, pool.name)
 
     def _changed(self, pool: str) -> None:
-        if self._lanes.n_waiting:
+        """Something was given back in a pool."""
+        if self._queue.n_waiting:
             self.step(pool)
         if self._peers.n_peers:
             self._peers.wake()
 
     def _waited_for_elsewhere(self, since_s: float) -> Set[str]:
         """Pools that a request waits for in another gateway which came before `since_s`."""
-        if not self._peers.n_peers or not (keys := self._peers.waited_for(since_s)):
-            return frozenset()
+        keys = self._peers.waited_for(since_s)
         return {name for name, pool in self.fleet.pools.items() if pool.key in keys}
 
     def _show_waiting(self) -> None:
         """Tell the other gateways what waits here."""
         if self._peers.n_peers:
-            pools, oldest_s = self.fleet.pools, self._lanes.oldest_s()
+            pools, oldest_s = self.fleet.pools, self._queue.oldest_s()
             oldest_of = {pools[name].key: s for name, s in oldest_s.items() if name in pools}
-            self._peers.show_waiting(self._lanes.n_waiting, oldest_of)
+            self._peers.show_waiting(self._queue.n_waiting, oldest_of)
 
     @property
     def n_waiting(self) -> int:
         """Requests that wait for a worker below its limits."""
-        return self._lanes.n_waiting
+        return self._queue.n_waiting
 
     def explain(self, ask: RoutingRequest, prompt: Prompt | None = None) -> Decision:
         """The decision that would be taken now, with no chance used up. Raises as `submit` does."""
@@ -106,37 +107,39 @@ class Dispatcher:
         They are for all stages, or for some of a request that lost its workers there and has waited since
         `since_s`. Raises `UnknownModel` or `NoWorker`.
         """
-        ticket = PendingAssignment(
+        pending = PendingAssignment(
             ask,
             prompt,
             stages=stages,
             decision=self._choose(ask, prompt, stages, self._rng),
             since_s=self._now_s() if since_s is None else since_s,
-            leave=self._left,
+            leave=self._leave,
         )
-        if not (self._refused(ticket) or (self._lanes.is_free(ticket) and self._taken(ticket))):
-            self._wait(ticket)
+        self._settle(pending, self._queue.reserved_before(pending))
+        if pending.outcome is None:
+            self._wait(pending)
             if since_s is not None:
-                # It may be older than who keeps the place that it was refused.
+                # It may be older than the request for which a worker was reserved.
                 self.step()
-        return ticket
+        return pending
 
-    def _left(self, ticket: PendingAssignment) -> None:
-        self._lanes.remove(ticket)
+    def _leave(self, pending: PendingAssignment) -> None:
+        self._queue.remove(pending)
         # It may have been the one that did not fit.
         self.step()
 
     def put_in_force(self, prepared: Prepared, config: gw.GatewayConfig) -> None:
-        """Another configuration, for the fleet and for those who wait; receipts call it `config`."""
-        # Out of the lanes before anything changes: what changes has them looked at, by half of it.
-        waiting = self._lanes.clear()
+        """Another configuration, for the fleet and for requests that wait; receipts call it `config`."""
+        # Taken out before anything changes: each change steps the queue, by half of the configuration.
+        waiting = self._queue.clear()
         try:
             self.fleet.apply(prepared)
             self._config = config
         finally:
-            for ticket in waiting:
-                if not self._try(ticket, self._lanes.kept()):
-                    self._lanes.add(ticket)
+            for pending in waiting:
+                self._decide_again(pending, self._queue.reserved())
+                if pending.outcome is None:
+                    self._queue.append(pending)
             self._show_waiting()
 
     def step(self, pool: str | None = None) -> None:
@@ -144,29 +147,21 @@ class Dispatcher:
 
         With `pool` something has changed there only.
         """
-        self._lanes.step(self._try, pool)
+        for pending, reserved in self._queue.step(pool):
+            self._decide_again(pending, reserved)
         self._show_waiting()
 
-    def _try(self, ticket: PendingAssignment, taken: Collection[str]) -> bool:
+    def _decide_again(self, pending: PendingAssignment, reserved: Set[str]) -> None:
+        """Decide anew for a request that waits, and settle it if that can be."""
         try:
-            return self._choose_and_settle(ticket, taken)
+            pending.decision = self._choose(pending.ask, pending.prompt, pending.stages, self._rng)
+            self._settle(pending, reserved)
+        except GatewayError as error:
+            pending.settle(error)  # another configuration, that has no place for it
         except Exception:
             # Whoever gave something back is not to suffer for a bug with somebody else's request.
             log.exception("dispatch.bug")
-            ticket.settle(GatewayError("internal error of the gateway; see its log"))
-            return True
-
-    def _choose_and_settle(self, ticket: PendingAssignment, taken: Collection[str]) -> bool:
-        try:
-            ticket.decision = self._choose(ticket.ask, ticket.prompt, ticket.stages, self._rng)
-        except GatewayError as error:
-            ticket.settle(error)  # another configuration, that has no place for it
-            return True
-        if any(
-            choice.row is not None and choice.pool in taken for choice in ticket.decision.stages
-        ):
-            return False
-        return self._refused(ticket) or self._taken(ticket)
+            pending.settle(GatewayError("internal error of the gateway; see its log"))
 
     def _choose(
         self,
@@ -176,8 +171,9 @@ class Dispatcher:
         rng: random.Random,
     ) -> Decision:
         """A decision for some stages, None: for all there are. Raises `UnknownModel` or `NoWorker`."""
-        self._check_model(ask)
         fleet = self.fleet
+        if not fleet.serves(ask.model):
+            raise self._unserved(ask.model)
         if fleet.objectives:
             ask = replace(ask, sla=ask.sla.with_defaults(fleet.objectives))
             if ask.sla.is_unlisted:
@@ -188,74 +184,71 @@ class Dispatcher:
             if gone:
                 raise NoWorker(f"the configuration has no {gone} pools any more")
             grids = {stage: grids[stage] for stage in stages}
-        decision = choose(ask, grids, fleet.views(prompt), rng=rng)
-        for choice in decision.stages:
-            choice.config = self._config
-        return decision
+        return choose(ask, grids, fleet.views(prompt), rng=rng, config=self._config)
 
-    def _refused(self, ticket: PendingAssignment) -> bool:
-        """Refuse a ticket where a stage has nobody that it would be worth waiting for."""
-        for choice in ticket.decision.stages:
+    def _settle(self, pending: PendingAssignment, reserved: Set[str]) -> None:
+        """Take the leases of a request's decision, or refuse it, or do nothing: then it has to wait.
+
+        It is refused where a stage has nobody that would be worth waiting for. It waits where a stage has
+        nobody now, or somebody of a pool that is reserved for older requests.
+        """
+        choices = pending.decision.stages
+        has_to_wait = False
+        for choice in choices:
             if choice.row is None and not choice.reasons & LIMITS:
-                ticket.settle(NoWorker(_nobody(choice)))
-                return True
-        return False
-
-    def _taken(self, ticket: PendingAssignment) -> bool:
-        """Take the leases of a ticket's decision; False where a stage has nobody now."""
-        decision = ticket.decision
-        for choice in decision.stages:
-            if choice.row is None:
-                return False
+                pending.settle(NoWorker(_nobody(choice)))
+                return
+            has_to_wait |= choice.row is None or choice.pool in reserved
+        if has_to_wait:
+            return
         leases: dict[Stage, Lease] = {}
         try:
-            for choice in decision.stages:
-                leases[choice.stage] = self._lease(choice, ticket.prompt)
+            for choice in choices:
+                assert choice.row is not None
+                pool, scored = self.fleet.pools[choice.pool], choice.scored[-1]
+                if choice.pool != choice.pool_order[0]:
+                    _note_spill(pool, choice)
+                work, n_leases = scored.work(choice.row), scored.pool.n_leases
+                leases[choice.stage] = pool.lease(
+                    choice.row, work, pending.prompt, n_leases=n_leases
+                )
         except Exception:
             for lease in leases.values():
                 lease.release()
             raise
-        ticket.settle(Assignment(decision, leases))
-        return True
+        pending.settle(Assignment(pending.decision, leases))
 
-    def _wait(self, ticket: PendingAssignment) -> None:
-        n_waiting = self._lanes.n_waiting + self._peers.n_waiting
+    def _wait(self, pending: PendingAssignment) -> None:
+        n_waiting = self._queue.n_waiting + self._peers.n_waiting
         if n_waiting < self._max_waiting:
-            self._lanes.add(ticket)
+            self._queue.append(pending)
             self._show_waiting()
             return
         others = f"{n_waiting} requests wait already" if n_waiting else "none may wait"
-        why = f"{_why(ticket.decision)}, and {others}"
-        ticket.settle(Overloaded(why, retry_after_ms=self._lanes.hint_ms(ticket)))
+        why = f"{_why(pending.decision)}, and {others}"
+        pending.settle(Overloaded(why, retry_after_ms=self._queue.hint_ms(pending)))
 
-    def _lease(self, choice: StageChoice, prompt: Prompt | None) -> Lease:
-        assert choice.row is not None
-        pool = self.fleet.pools[choice.pool]
-        if choice.pool != choice.pool_order[0]:
-            pool.count_spill()
-            log.warning(
-                "request.spilled",
-                extra={"stage": choice.stage.value, "from": choice.pool_order[0], "to": pool.name},
-            )
-        n_leases = choice.scored[-1].pool.n_leases
-        return pool.lease(choice.row, choice.work, prompt, n_leases=n_leases)
-
-    def _check_model(self, ask: RoutingRequest) -> None:
-        if not self.fleet.serves(ask.model):
-            if not self.fleet.models():
-                raise NoWorker("no worker has been reached yet")
-            if any(member.state is State.JOINING for member in self.fleet.members()):
-                raise NoWorker(
-                    "no worker of the model has been reached yet, and not all were asked"
-                )
-            served = ", ".join(name[:100] for name in sorted(self.fleet.models())[:MODELS_TOLD])
-            raise UnknownModel(f"model: {ask.model[:100]!r} is not served here, but {served}")
+    def _unserved(self, model: str) -> GatewayError:
+        """Why no worker serves a model."""
+        if not self.fleet.models():
+            return NoWorker("no worker has been reached yet")
+        if any(member.state is State.JOINING for member in self.fleet.members()):
+            return NoWorker("no worker of the model has been reached yet, and not all were asked")
+        served = ", ".join(name[:100] for name in sorted(self.fleet.models())[:MODELS_TOLD])
+        return UnknownModel(f"model: {model[:100]!r} is not served here, but {served}")
 
     def _note_class(self, name: str) -> None:
         """Tell of a class that the configuration does not list, once."""
         if name not in self._noted and len(self._noted) < CLASSES_NOTED:
             self._noted.add(name)
             log.warning("request.unknown_class", extra={"class": name, "counts_as": ANY_CLASS})
+
+
+def _note_spill(pool: Pool, choice: StageChoice) -> None:
+    """Count and log a choice that went past the first pool of its order."""
+    pool.count_spill()
+    about = {"stage": choice.stage.value, "from": choice.pool_order[0], "to": pool.name}
+    log.warning("request.spilled", extra=about)
 
 
 def _nobody(choice: StageChoice) -> str:

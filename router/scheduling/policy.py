@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from slagate.pools.fleet.pool import PoolView
-from slagate.pools.fleet.ranks import Work
 from slagate.pools.fleet_file.models import ANY_CLASS
 from slagate.pools.grid.axis import AnyAxis
 from slagate.pools.grid.grid import Cell, Stage, StageGrid
@@ -36,8 +35,8 @@ class LatencyTarget(msgspec.Struct, frozen=True, gc=False):
     source: str  # who says so: request, objective (the default of its class), or grid (the middle)
 
 
-class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
-    """The choice for one stage. What is only shown is made when it is asked for."""
+class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True):
+    """The choice for one stage. What is only shown is made each time it is asked for."""
 
     stage: Stage
     ask: RoutingRequest  # a retry's has more workers excluded than the decision's
@@ -49,8 +48,7 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
     row: int | None  # of the winner, in the pool looked at last; None: nobody may take the request
     starved: bool  # the winner goes first because it had no request for long
     draw: float  # in [0, 1), the one chance that was taken: it told equals apart
-    config: gw.GatewayConfig = NO_CONFIG  # that it was made under
-    _winner: ScoredRow | None = None  # once it was asked for
+    config: gw.GatewayConfig  # that it was made under
 
     @property
     def config_version(self) -> str:
@@ -76,14 +74,7 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
     @property
     def winner(self) -> ScoredRow | None:
         """The row that was chosen; None: nobody may take the request."""
-        if self._winner is None and self.row is not None:
-            self._winner = self.scored[-1].winner(self.row)
-        return self._winner
-
-    @property
-    def work(self) -> Work:
-        """What the request puts on the winner."""
-        return Work() if self.row is None else self.scored[-1].work(self.row)
+        return None if self.row is None else self.scored[-1].winner(self.row)
 
     @property
     def n_candidates(self) -> int:
@@ -97,12 +88,13 @@ class StageChoice(msgspec.Struct, gc=False, eq=False, kw_only=True):
 
     def top(self, n: int | None) -> list[ScoredRow]:
         """The winner, then the others as they are preferred, at most `n`; None: all."""
-        found = [] if self.winner is None else [self.winner]
+        winner = self.winner
+        found = [] if winner is None else [winner]
         others = [
             other
             for each in self.scored
             for other in each.candidates(each.order()[: None if n is None else n + 1].tolist())
-            if self.winner is None or (other.pool, other.row) != (self.winner.pool, self.winner.row)
+            if winner is None or (other.pool, other.row) != (winner.pool, winner.row)
         ]
         if len(self.scored) > 1:
             others.sort(key=lambda c: (bool(c.excluded), c.view.suspect, c.score_s))
@@ -152,9 +144,13 @@ def choose(
     pools: Mapping[str, PoolView],
     *,
     rng: random.Random,
+    config: gw.GatewayConfig = NO_CONFIG,
 ) -> Decision:
-    """Choose a worker for each stage."""
-    choices = [choose_stage(stage, ask, grid, pools, rng=rng) for stage, grid in stages.items()]
+    """Choose a worker for each stage; `config` is what `stages` are of."""
+    choices = [
+        choose_stage(stage, ask, grid, pools, rng=rng, config=config)
+        for stage, grid in stages.items()
+    ]
     return Decision(ask, tuple(choices))
 
 
@@ -165,8 +161,9 @@ def choose_stage(
     pools: Mapping[str, PoolView],
     *,
     rng: random.Random,
+    config: gw.GatewayConfig = NO_CONFIG,
 ) -> StageChoice:
-    """Choose a worker for one stage."""
+    """Choose a worker for one stage; `config` is what `grid` is of."""
     sla, isl_tokens = ask.sla, ask.isl_tokens
     values = {
         "isl": isl_tokens,
@@ -196,6 +193,7 @@ def choose_stage(
         row=row,
         starved=starved,
         draw=draw,
+        config=config,
     )
 
 

@@ -36,7 +36,6 @@ from slagate.pools.inflight.rows import (
     Flags,
     Floats,
     Ints,
-    Rows,
     RowView,
     State,
 )
@@ -200,7 +199,11 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
             and counts.n_shut == 0
             and counts.least_capacity_tokens >= ask.isl_tokens
         )
-        if is_plain and (self.stage is not Stage.DECODE or not _any_kv_full(rows, ask)):
+        if is_plain and self.stage is Stage.DECODE:
+            # Whether some row's KV cache may have no room for a prompt to decode.
+            most_tokens = int(rows.ints("context_tokens").max(initial=0))
+            is_plain = most_tokens + ask.isl_tokens <= counts.least_capacity_tokens
+        if is_plain:
             if not counts.n_suspect:
                 return None
             open_: Ints = np.arange(len(rows))
@@ -261,12 +264,6 @@ def _work_s(ask: RoutingRequest, pool: PoolView) -> Floats:
     if cached.has_host:
         work_s += cached.host_tokens * estimator.host_s(1)
     return work_s
-
-
-def _any_kv_full(rows: Rows, ask: RoutingRequest) -> bool:
-    """Whether some row's KV cache may have no room for a prompt to decode."""
-    most = rows.ints("context_tokens").max(initial=0)
-    return bool(most + ask.isl_tokens > rows.counts.least_capacity_tokens)
 
 
 def _reasons(stage: Stage, ask: RoutingRequest, pool: PoolView) -> npt.NDArray[np.int8]:

@@ -1,14 +1,14 @@
-"""Requests that wait for workers below their limits: in lanes, each in order of arrival.
+"""Requests that wait for workers below their limits, in lines, each in order of arrival.
 
-A lane is of requests that wait for the same: model, stages, order of pools. Its first request stands for
-all of it. Between lanes age decides too: what an older request waits for no younger one of another lane
-takes. Who gets workers holds them in an `Assignment`.
+A line has requests that wait for the same: model, stages, order of pools. Its first request stands for all
+of it, and the pools that this one waits for are reserved: no younger request of another line gets a worker
+there. A request that was given workers holds them in an `Assignment`.
 """
 
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator, Set
 
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease
@@ -16,12 +16,17 @@ from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.rows import State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.router.request.errors import GatewayError, Overloaded
-from slagate.router.scheduling.policy import Decision, StageChoice
+from slagate.router.scheduling.policy import Decision
 from slagate.router.scheduling.score import LIMITS, RoutingRequest
+
+MAX_HINT_S = 30.0
+"""A client is never told to come back later than this."""
 
 
 class Assignment:
     """The workers a request holds: one lease a stage, all released by `release`."""
+
+    __slots__ = ("_leases", "decision")
 
     def __init__(self, decision: Decision, leases: dict[Stage, Lease]) -> None:
         self.decision = decision
@@ -42,27 +47,25 @@ class Assignment:
         return self._leases[stage]
 
     def adopt(self, other: "Assignment") -> None:
-        """Take over the other's workers for its stages; those held for them before are let go."""
+        """Take over the other's leases for its stages, and release those held for them before."""
         for choice in other.decision.stages:
             self._leases[choice.stage].release()
             self._leases[choice.stage] = other.lease(choice.stage)
             self.decision = self.decision.replace(choice)
 
     def release(self) -> None:
-        """Let every worker go. Idempotent."""
+        """Release every lease. Idempotent."""
         for lease in self._leases.values():
             lease.release()
 
 
-MAX_HINT_S = 30.0
-"""A client is never told to come back later than this."""
-
-
 class PendingAssignment:
-    """A request's place, for the time of a block: assigned, refused, or waiting.
+    """A request for workers, for the time of a block: assigned, refused, or waiting.
 
-    An assignment that the block failed with is given back, else it is whose the block is.
+    When the block fails, an assignment is released; else whoever entered the block owns it.
     """
+
+    __slots__ = ("_leave", "_waiter", "ask", "decision", "outcome", "prompt", "since_s", "stages")
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class PendingAssignment:
         since_s: float,
         leave: Callable[["PendingAssignment"], None],
     ) -> None:
-        """`leave` is called where it still waits at the end of the block."""
+        """`leave` is called when the request still waits at the end of the block."""
         self.ask = ask
         self.prompt = prompt
         self.stages = stages  # None: all that the configuration has
@@ -110,26 +113,29 @@ class PendingAssignment:
         return self.outcome
 
     @property
-    def lane(self) -> Hashable:
-        """What it waits for; who has failed it is part of that, as others may go there."""
+    def line(self) -> Hashable:
+        """What it waits for. Workers that failed it are part of that, as other requests may go there."""
         orders = ((choice.stage, choice.pool_order) for choice in self.decision.stages)
         return (self.ask.model, self.ask.excluded, *orders)
-
-    def held_up_by(self, taken: Collection[str]) -> list[StageChoice]:
-        """Stages that have nobody, or only somebody of a pool that an older request waits for."""
-        return [c for c in self.decision.stages if c.row is None or c.pool in taken]
 
 
 class _WaitLine:
     def __init__(self, key: Hashable) -> None:
         self.key = key
-        self.tickets: deque[PendingAssignment] = deque()
+        self.requests: deque[PendingAssignment] = deque()
         self.pools: set[str] = set()  # that its first request waits for
         self._only_joining = False
         self._interval_s: float | None = None  # between two assignments, lately
         self._last_s: float | None = None
 
-    def wait_for(self, choices: Collection[StageChoice]) -> None:
+    def wait_for(self, decision: Decision, reserved: Set[str] | None = None) -> None:
+        """Note what the first request waits for; `reserved` are pools of older ones, None: not known."""
+        # Stages that have nobody, or only somebody of a pool that an older request waits for.
+        choices = [
+            choice
+            for choice in decision.stages
+            if reserved is None or choice.row is None or choice.pool in reserved
+        ]
         self.pools = {pool for choice in choices for pool in choice.pool_order}
         self._only_joining = all(
             choice.row is None and choice.reasons & LIMITS == {State.JOINING.value}
@@ -137,18 +143,18 @@ class _WaitLine:
         )
 
     @property
-    def kept(self) -> set[str]:
-        """Pools that younger requests of other lanes leave to it."""
-        # It may not go everywhere there, so what it cannot take is nobody's loss. Nor is anything that
-        # others could take what it waits for where that is only to know a worker that has just joined.
-        if not self.tickets or self.tickets[0].ask.excluded or self._only_joining:
+    def reserved(self) -> set[str]:
+        """Pools that younger requests of other lines leave to it."""
+        # A request with excluded workers may not go everywhere in its pools, so what it cannot take is left
+        # to others. So are pools that it waits for only until a worker that has just joined is known.
+        if not self.requests or self.requests[0].ask.excluded or self._only_joining:
             return set()
         return self.pools
 
-    def served(self, now_s: float) -> None:
-        self.tickets.popleft()
-        if not self.tickets:
-            self._last_s = None  # what comes next is no sign of how fast things go
+    def pop_served(self, now_s: float) -> None:
+        self.requests.popleft()
+        if not self.requests:
+            self._last_s = None  # when the next one comes says nothing of how fast workers get free
             return
         if self._last_s is not None:
             interval_s = now_s - self._last_s
@@ -159,120 +165,121 @@ class _WaitLine:
     def hint_ms(self) -> int:
         if self._interval_s is None:
             return Overloaded.default_retry_ms
-        return int(1000 * min(max(self._interval_s * (len(self.tickets) + 1), 0.1), MAX_HINT_S))
+        return int(1000 * min(max(self._interval_s * (len(self.requests) + 1), 0.1), MAX_HINT_S))
 
 
 class WaitQueue:
-    """Who waits. `settle` is tried on a ticket: true when it was assigned or refused.
+    """The waiting requests of one gateway.
 
-    `older` has the pools that a request waits for in another process which came before a time.
+    `elsewhere` gives the pools that a request waits for in another gateway which came before a time; None:
+    there is no other gateway.
     """
 
     def __init__(
         self,
         *,
         now_s: Callable[[], float],
-        older: Callable[[float], Set[str]] = lambda _: frozenset(),
+        elsewhere: Callable[[float], Set[str]] | None = None,
     ) -> None:
         self._now_s = now_s
-        self._older = older
-        self._lanes: dict[Hashable, _WaitLine] = {}
-        self._stepping = False
+        self._elsewhere = elsewhere
+        self._lines: dict[Hashable, _WaitLine] = {}
+        self._is_stepping = False
         self.n_waiting = 0
 
-    def is_free(self, ticket: PendingAssignment) -> bool:
-        """Whether nobody who came before waits for what it would take."""
-        taken = self._older(ticket.since_s)
-        if not self.n_waiting and not taken:
-            return True
-        lane = self._lanes.get(ticket.lane)
-        taken = taken | self.kept()
-        in_line = lane is not None and bool(lane.tickets)
-        return not in_line and not any(choice.pool in taken for choice in ticket.decision.stages)
+    def reserved_before(self, new: PendingAssignment) -> Set[str]:
+        """Pools that a new request leaves to those that came before it."""
+        reserved = frozenset() if self._elsewhere is None else self._elsewhere(new.since_s)
+        if not self.n_waiting:
+            return reserved
+        line = self._lines.get(new.line)
+        if line is not None and line.requests:
+            return {choice.pool for choice in new.decision.stages}
+        return reserved | self.reserved()
 
-    def add(self, ticket: PendingAssignment) -> None:
-        """Let it wait, behind those of its lane."""
-        lane = self._lanes.setdefault(ticket.lane, _WaitLine(ticket.lane))
-        if not lane.tickets:
-            lane.wait_for(ticket.held_up_by(self.kept() | self._older(ticket.since_s)))
-        lane.tickets.append(ticket)
+    def reserved(self) -> set[str]:
+        """Pools that younger requests of other lines leave to those that wait."""
+        return set().union(*(line.reserved for line in self._waiting()))
+
+    def append(self, new: PendingAssignment) -> None:
+        """Have a request wait, behind those of its line."""
+        line = self._lines.setdefault(new.line, _WaitLine(new.line))
+        if not line.requests:
+            line.wait_for(new.decision, self._reserved_for(new, self.reserved()))
+        line.requests.append(new)
         self.n_waiting += 1
 
+    def remove(self, pending: PendingAssignment) -> None:
+        """A request stops waiting."""
+        line = next(line for line in self._waiting() if pending in line.requests)
+        line.requests.remove(pending)
+        self._removed(line, pending)
+
     def clear(self) -> list[PendingAssignment]:
-        """Let nobody wait any more; those who did, the oldest first."""
-        tickets = [ticket for lane in self._waiting() for ticket in lane.tickets]
-        self._lanes.clear()
+        """Take all requests out; the oldest is the first of the list."""
+        found = [pending for line in self._waiting() for pending in line.requests]
+        self._lines.clear()
         self.n_waiting = 0
-        return sorted(tickets, key=lambda ticket: ticket.since_s)
+        return sorted(found, key=lambda pending: pending.since_s)
 
-    def hint_ms(self, ticket: PendingAssignment) -> int:
-        """When one more like this would have its turn, as things go."""
-        lane = self._lanes.get(ticket.lane)
-        return Overloaded.default_retry_ms if lane is None else lane.hint_ms()
+    def hint_ms(self, pending: PendingAssignment) -> int:
+        """When one more request like this would have its turn, as things go."""
+        line = self._lines.get(pending.line)
+        return Overloaded.default_retry_ms if line is None else line.hint_ms()
 
-    def remove(self, ticket: PendingAssignment) -> None:
-        """It waits no more."""
-        lane = next(lane for lane in self._waiting() if ticket in lane.tickets)
-        lane.tickets.remove(ticket)
-        self._left(lane, ticket)
+    def step(self, pool: str | None) -> Iterator[tuple[PendingAssignment, Set[str]]]:
+        """The first request of each line, the oldest first, with the pools it must leave to older ones.
 
-    def step(
-        self, settle: Callable[[PendingAssignment, Collection[str]], bool], pool: str | None
-    ) -> None:
-        """Settle as many as can be, the oldest first; with `pool` only those who wait for that one."""
-        if self._stepping or not self.n_waiting:
+        The caller settles a request before it asks for the next one, or does not: then its line waits on.
+        With `pool` only those that wait for that one. Within a step another one has nothing to do.
+        """
+        if self._is_stepping or not self.n_waiting:
             return
-        self._stepping = True
+        self._is_stepping = True
         try:
-            taken: set[str] = set()
-            heads = [(lane.tickets[0].since_s, n, lane) for n, lane in enumerate(self._waiting())]
+            reserved: set[str] = set()
+            heads = [(line.requests[0].since_s, n, line) for n, line in enumerate(self._waiting())]
             heapq.heapify(heads)
             while heads:
-                _, n, lane = heapq.heappop(heads)
-                if (pool is None or pool in lane.pools) and self._serve(lane, settle, taken):
-                    if lane.tickets:
-                        heapq.heappush(heads, (lane.tickets[0].since_s, n, lane))
-                else:
-                    taken |= lane.kept
+                _, n, line = heapq.heappop(heads)
+                if pool is None or pool in line.pools:
+                    first = line.requests[0]
+                    of_older = self._reserved_for(first, reserved)
+                    yield first, of_older
+                    if first.outcome is not None:
+                        self._served(line, first)
+                        if line.requests:
+                            heapq.heappush(heads, (line.requests[0].since_s, n, line))
+                        continue
+                    line.wait_for(first.decision, of_older)
+                reserved |= line.reserved
         finally:
-            self._stepping = False
+            self._is_stepping = False
 
-    def _serve(
-        self,
-        lane: _WaitLine,
-        settle: Callable[[PendingAssignment, Collection[str]], bool],
-        taken: set[str],
-    ) -> bool:
-        ticket = lane.tickets[0]
-        taken = taken | self._older(ticket.since_s)
-        if not settle(ticket, taken):
-            lane.wait_for(ticket.held_up_by(taken))
-            return False
-        lane.served(self._now_s())
-        self._left(lane, ticket)
-        if lane.tickets:
+    def _served(self, line: _WaitLine, pending: PendingAssignment) -> None:
+        line.pop_served(self._now_s())
+        self._removed(line, pending)
+        if line.requests:
             # Not looked at yet; it waits for no less than the one before it did.
-            lane.wait_for(ticket.decision.stages)
-        return True
+            line.wait_for(pending.decision)
 
-    def _left(self, lane: _WaitLine, ticket: PendingAssignment) -> None:
+    def _removed(self, line: _WaitLine, pending: PendingAssignment) -> None:
         self.n_waiting -= 1
-        if not lane.tickets and ticket.ask.excluded:
-            # Each retry may have a lane of its own; the others are few, and remember how fast they go.
-            del self._lanes[lane.key]
+        if not line.requests and pending.ask.excluded:
+            # Each retry may have a line of its own; the others are few, and remember how fast they go.
+            del self._lines[line.key]
+
+    def _reserved_for(self, pending: PendingAssignment, here: set[str]) -> Set[str]:
+        return here if self._elsewhere is None else here | self._elsewhere(pending.since_s)
 
     def _waiting(self) -> Iterator[_WaitLine]:
-        return (lane for lane in self._lanes.values() if lane.tickets)
+        return (line for line in self._lines.values() if line.requests)
 
     def oldest_s(self) -> dict[str, float]:
         """Since when the oldest request waits for a pool that younger ones leave to it."""
         found: dict[str, float] = {}
-        for lane in self._waiting():
-            since_s = lane.tickets[0].since_s
-            for pool in lane.kept:
+        for line in self._waiting():
+            since_s = line.requests[0].since_s
+            for pool in line.reserved:
                 found[pool] = min(since_s, found.get(pool, since_s))
         return found
-
-    def kept(self) -> set[str]:
-        """Pools that younger requests of other lanes leave to those who wait."""
-        return set().union(*(lane.kept for lane in self._waiting()))

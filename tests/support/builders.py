@@ -10,7 +10,7 @@ from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool, PoolView
-from slagate.pools.fleet.ranks import Limits
+from slagate.pools.fleet.ranks import Limits, Work
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.axis import Axis
 from slagate.pools.grid.grid import Stage, StageGrid
@@ -22,6 +22,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router.request.errors import GatewayError
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
+from slagate.router.scheduling.policy import StageChoice
 from slagate.router.scheduling.score import RoutingRequest
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.workers.profiles.profile import load_profile
@@ -181,6 +182,12 @@ def pool(*addresses: str, stage: Stage = Stage.AGG, max_inflight: int | None = N
         each.set_models({MODEL: model_info()})
         each.probe_ok()
     return made
+
+
+def work_of(choice: StageChoice) -> Work:
+    """What the request puts on the row that was chosen."""
+    assert choice.row is not None
+    return choice.scored[-1].work(choice.row)
 
 
 def take_now(

@@ -61,17 +61,15 @@ class RandomFleet:
         record.request_id = f"r-{number}"
         pools = {name: self._pool(name, rng) for name in self._fleet.pools}
         ask = RoutingRequest(MODEL, rng.choice([200, 1000, 5000]), _sla(rng))
-        record.decision = choose(ask, self._fleet.grids, pools, rng=rng)
+        record.decision = choose(ask, self._fleet.grids, pools, rng=rng, config=self.config)
         for choice in record.decision.stages:
             while choice.winner is not None and rng.random() < 0.3:
                 record.attempt(choice.stage, OK)
                 ask = replace(ask, excluded=ask.excluded | {choice.winner.view.address})
                 pools = {name: self._pool(name, rng) for name in pools}
                 grid = self._fleet.grids[choice.stage]
-                choice = choose_stage(choice.stage, ask, grid, pools, rng=rng)
+                choice = choose_stage(choice.stage, ask, grid, pools, rng=rng, config=self.config)
                 record.decision = record.decision.replace(choice)
-        for choice in record.choices:
-            choice.config = self.config
         stamp = ReceiptNumber(number, 1.5, self.config.version)
         return run_at_once(record.full(Outcome.COMPLETED, 1.0, stamp))
 

@@ -65,9 +65,8 @@ def record(
         stage: replace(GRIDS[stage], pool_names=("down" if stage in down else "pool",))
         for stage in STAGES[mode]
     }
-    made.decision = choose(ask(isl_tokens=isl_tokens, sla=sla), stages, POOLS, rng=rng())
-    for choice in made.decision.stages:
-        choice.config = gw.GatewayConfig(version=version)
+    asked, config = ask(isl_tokens=isl_tokens, sla=sla), gw.GatewayConfig(version=version)
+    made.decision = choose(asked, stages, POOLS, rng=rng(), config=config)
     for at_s in tokens_at_s:
         made.tally.tokens(1, made.started_s + at_s)
     for stage, status in attempts:

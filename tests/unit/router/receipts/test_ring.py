@@ -10,7 +10,7 @@ from slagate.proto.rpc.status import OK
 from slagate.router.receipts.record import Record
 from slagate.router.receipts.ring import CHOICE_BYTES, RECEIPT_BYTES, ROW_BYTES, ReceiptRing
 from slagate.router.request.errors import Outcome
-from slagate.router.scheduling.policy import Decision, choose
+from slagate.router.scheduling.policy import NO_CONFIG, Decision, choose
 from slagate.workers.runtime.cooperative import run_at_once, run_cooperatively
 from support.builders import ask, one_cell, pool_view, profiled, rng, view
 from support.virtual_loop import run
@@ -29,10 +29,11 @@ def add(to: ReceiptRing, n: int = 1, decision: Decision | None = None) -> None:
         to.add(record, Outcome.COMPLETED, 2.0)
 
 
-def decision(n_rows: int = 1) -> Decision:
+def decision(n_rows: int = 1, *, config: gw.GatewayConfig = NO_CONFIG) -> Decision:
     views = [view(f"w{at}:1", device_tokens=1) for at in range(n_rows)]
     pools = {"only": pool_view("only", views, speed=profiled())}
-    return choose(ask(), {Stage.AGG: one_cell(Stage.AGG, "only")}, pools, rng=rng())
+    grids = {Stage.AGG: one_cell(Stage.AGG, "only")}
+    return choose(ask(), grids, pools, rng=rng(), config=config)
 
 
 async def numbers(
@@ -87,9 +88,7 @@ def test_every_choice_of_a_retry_is_counted() -> None:
 
 def test_a_receipt_is_stamped_with_number_time_and_version() -> None:
     of = ring()
-    decided = decision()
-    for choice in decided.stages:
-        choice.config = CONFIG
+    decided = decision(config=CONFIG)
     add(of, 2, decided)
 
     async def second() -> gw.Receipt:
@@ -195,13 +194,6 @@ def test_a_large_receipt_lets_others_run_while_it_is_put_together() -> None:
     run(main)
 
 
-def of_version(config: gw.GatewayConfig, n_rows: int = 1) -> Decision:
-    decided = decision(n_rows)
-    for choice in decided.stages:
-        choice.config = config
-    return decided
-
-
 def test_a_configuration_is_counted_once_for_each_version_in_a_row() -> None:
     """A large fleet file that changes again and again is kept as often as some receipt names it."""
     configs = [gw.GatewayConfig(version=f"v{n}", fleet=" " * 100_000) for n in range(6)]
@@ -216,14 +208,14 @@ def test_a_configuration_is_counted_once_for_each_version_in_a_row() -> None:
         of.put_in_force(config)
         add(of, 1)
         for _ in range(2):
-            add(of, 1, of_version(config))
+            add(of, 1, decision(config=config))
         n_bytes.append(of.n_bytes)
     each = RECEIPT_BYTES + 2 * one_bytes + config_bytes
     assert n_bytes[:2] == [RECEIPT_BYTES + each, RECEIPT_BYTES + 2 * each]
     assert n_bytes[2] <= 3 * (config_bytes + 2 * one_bytes)
     for config in configs[3:]:
         of.put_in_force(config)
-        add(of, 1, of_version(config))
+        add(of, 1, decision(config=config))
     assert of.n_bytes <= 3 * (config_bytes + 2 * one_bytes)
     # Of v2 one is left that it was not counted with.
     kept = [entry.stamp.config_version for entry in of._entries]

@@ -22,7 +22,7 @@ from slagate.router.scheduling.score import (
     QUEUE_AT_LIMIT,
     RoutingRequest,
 )
-from support.builders import ask, fleet, one_cell, pool_view, profiled, rng, take_now, view
+from support.builders import ask, fleet, one_cell, pool_view, profiled, rng, take_now, view, work_of
 from support.fleet.files import disagg_file
 
 STAGES = list(Stage)
@@ -93,9 +93,9 @@ def test_prefill_ignores_decode_load_and_decode_ignores_the_prefill_queue() -> N
 
 def test_what_a_request_puts_on_its_worker() -> None:
     seconds = 100 / 20_000
-    assert chosen(Stage.PREFILL, view()).work == Work(100, seconds, 0)
-    assert chosen(Stage.DECODE, view()).work == Work(0, 0.0, 100)
-    assert chosen(Stage.AGG, view()).work == Work(100, seconds, 100)
+    assert work_of(chosen(Stage.PREFILL, view())) == Work(100, seconds, 0)
+    assert work_of(chosen(Stage.DECODE, view())) == Work(0, 0.0, 100)
+    assert work_of(chosen(Stage.AGG, view())) == Work(100, seconds, 100)
 
 
 def test_predictions_are_shown_only_where_the_pool_has_a_profile() -> None:
@@ -246,7 +246,7 @@ def test_what_is_on_the_host_costs_its_way_back() -> None:
     assert choice.candidates[1].predicted_ttft_s == pytest.approx(
         frozen.ttft_s(frozen.work_s(9000 - 8192, 8192) + frozen.host_s(8192))
     )
-    assert pick(Stage.PREFILL, host).work.prefill_tokens == 9000 - 8192
+    assert work_of(pick(Stage.PREFILL, host)).prefill_tokens == 9000 - 8192
 
 
 def test_decode_ignores_what_is_cached() -> None:
