@@ -1,7 +1,7 @@
-"""What `LLM(**values)` is given: defaults, options, files and what the worker forces, merged and checked.
+"""Builds the arguments of an engine: defaults, options, files and forced values, merged and checked.
 
-Each layer replaces values of the ones before it, and every replacement is logged with both values and
-where they came from: an engine that runs with something else than its file says is hours of search.
+Each layer replaces values of the ones before it. Every replacement is logged, with both values and where
+they came from: an engine that does not run with what its file says costs hours of search.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,33 +36,33 @@ DEFAULTS: Mapping[str, Any] = {
     "kv_cache_config": {"event_buffer_max_size": KV_EVENTS},
     "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
 }
-"""What slagate says where nobody else does; the rest is TensorRT-LLM's own."""
+"""Defaults of slagate; all others are TensorRT-LLM's."""
 
 FORCED_VALUES: Mapping[str, Any] = {
-    # Processes that detokenise, which a gateway's requests do without.
+    # Processes that detokenise. The gateway's requests need none.
     "num_postprocess_workers": 0,
 }
-"""What a worker's engine has whatever anybody says."""
+"""Values that a worker's engine has, whatever its operator says."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineArgs:
-    """The merged arguments of one engine, and what is to be said of them."""
+    """The merged arguments of one engine, and the findings about them."""
 
     role: str
     values: dict[str, Any]
-    """Plain nested dicts: what `LLM(**values)` gets."""
+    """Plain nested dicts, for `LLM(**values)`."""
     sources: Mapping[str, str]
-    """Dotted key of each value to where it came from."""
+    """Where each value came from, by dotted key."""
     places: Mapping[str, str]
-    """The same, with sections, and with what was taken out."""
+    """The sources with those of sections, and of values that were taken out."""
     findings: Sequence[Finding]
     case: EngineCase | None
-    """What the rules looked at; None where values are wrong one by one."""
+    """The subject of the rules; None where single values are wrong."""
 
     @property
     def errors(self) -> list[Finding]:
-        """The findings with which an engine must not be started."""
+        """The findings that forbid to start the engine."""
         return [finding for finding in self.findings if finding.is_error]
 
     def refuse_errors(self) -> None:
@@ -85,10 +85,10 @@ def build_engine_args(
 ) -> EngineArgs:
     """Merge defaults < `cli` < `extra` (YAML) < `override` (JSON) < `forced`; dicts deep, lists replaced.
 
-    `cli` and `forced` are nested like the result; None in `cli` is an option that was not given. With
-    `wanted`, rules also look at what the engine is for. `extra_option` is what names `extra` on the
-    command line. Raises `UsageError` naming the option for what cannot be read; what can be read and is
-    wrong is a finding: see `EngineArgs.refuse_errors`.
+    `cli` and `forced` are nested like the result; None in `cli` is an option that was not given. `wanted`
+    tells the rules what the engine is for. `extra_option` is the option that named `extra`. Raises
+    `UsageError` naming the option for text that cannot be read; wrong values are findings: see
+    `EngineArgs.refuse_errors`.
     """
     layers = [Layer(COMMAND_LINE, _given(cli))]
     if extra is not None:
@@ -107,7 +107,7 @@ def assemble(
     allow_unknown: bool = False,
     wanted: IntendedUse | None = None,
 ) -> EngineArgs:
-    """`layers` over the defaults, merged and checked. Raises `UsageError` for a role there is not."""
+    """Merge `layers` over the defaults and check the result. Raises `UsageError` for an unknown role."""
     if role not in ROLES:
         raise UsageError(f"--role must be one of {', '.join(ROLES)} (got {role!r})")
     merged = merge([Layer(DEFAULT, DEFAULTS), *layers])
@@ -125,9 +125,9 @@ def assemble(
 
 
 def check_pair(one: EngineArgs, other: EngineArgs) -> list[Finding]:
-    """What the two roles of a pairing have against each other, besides what each has by itself.
+    """The findings about a prefill and a decode engine as a pair, besides those about each.
 
-    Empty where one of them has wrong values. Raises `UsageError` unless one is prefill and one decode.
+    None where one of them has wrong values. Raises `UsageError` unless one is prefill and one decode.
     """
     by_role = {one.role: one, other.role: other}
     if by_role.keys() != {"prefill", "decode"}:
@@ -141,7 +141,7 @@ def check_pair(one: EngineArgs, other: EngineArgs) -> list[Finding]:
 
 
 def _given(cli: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given; one that was not is None, at any depth."""
+    """The options without those that are None, at any depth: they were not given."""
     kept: dict[str, Any] = {}
     for key, value in cli.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Engine arguments against the model: unknown names, types, ranges and choices, as findings by key."""
+"""Checks engine arguments against the model: unknown names, types, ranges and choices."""
 
 import math
 import re
@@ -45,7 +45,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "pytorch_backend_config": "gone, and its keys are at the top level",
     }
 )
-"""Names of older engines, of other tools, and of keys one level too high, and what is meant."""
+"""Names from older engines and other tools, and keys one level too high, with what is meant."""
 
 _TYPES = {
     "int_type": "a whole number",
@@ -69,7 +69,7 @@ _READS_AS = {
     "float_type": re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)"),
     "bool_type": re.compile(r"(?i)true|false|yes|no|on|off"),
 }
-"""What text says once it is out of its quotes."""
+"""What a text must look like to be a value of the type without its quotes."""
 
 _BOUNDS = {
     "greater_than": _Bound("be above", "gt"),
@@ -92,9 +92,9 @@ class CheckedArgs(NamedTuple):
 
 
 def check_values(values: Mapping[str, Any], *, allow_unknown: bool) -> CheckedArgs:
-    """The model of merged arguments; unknown ones are left out of it, and errors unless allowed.
+    """The model of merged arguments, without the unknown ones, which are errors unless allowed.
 
-    That goes for names, for choices, and for what a section lacks that has an unknown name in it.
+    Names and choices may be unknown. A section with an unknown name may lack keys that are required.
     """
     findings: list[Finding] = []
     known = _without_unknown(EngineModel, values, "", findings, allow_unknown=allow_unknown)
@@ -114,7 +114,7 @@ def check_values(values: Mapping[str, Any], *, allow_unknown: bool) -> CheckedAr
 def _leave_out_newer(
     errors: Sequence[ErrorDetails], known: dict[str, Any], findings: list[Finding]
 ) -> bool:
-    """Take out of `known` what only a newer engine can judge, and say so; whether there was any."""
+    """Take out of `known` what only a newer engine can judge, with a warning; False if there is none."""
     unknown_in = {
         finding.place.rpartition(".")[0] for finding in findings if finding.code in ("E101", "E104")
     }
@@ -123,7 +123,7 @@ def _leave_out_newer(
         path = [str(part) for part in details["loc"]]
         is_choice = details["type"] == "literal_error"
         if details["type"] == "missing" and ".".join(path[:-1]) in unknown_in:
-            path.pop()  # what this kind of section needs is not known
+            path.pop()  # the keys that this kind of section needs are not known
         elif not is_choice:
             continue
         if not _take_out(known, path):
@@ -137,7 +137,7 @@ def _leave_out_newer(
 
 
 def _take_out(values: Any, path: Sequence[str]) -> bool:
-    """Whether there was something at the path, which is gone now."""
+    """Remove the value at the path; False when there is none."""
     if not path or not isinstance(values, dict) or path[0] not in values:
         return False
     if len(path) > 1:
@@ -160,7 +160,7 @@ def _without_unknown(
         field = model.model_fields.get(key)
         if field is None:
             put = warning if allow_unknown else error
-            # YAML has keys that are numbers, true or null.
+            # A key in YAML may be a number, true or null.
             advice = _advice(str(key), prefix, model) or _UNKNOWN[allow_unknown]
             findings.append(put("E101", dotted, "is no argument of TensorRT-LLM's", advice))
             continue
@@ -174,10 +174,10 @@ def _without_unknown(
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The model of a section, where a field may be one."""
+    """The section's model among the types that a field may have; None if it has none."""
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else [annotation]
     for option in options:
-        # On Python 3.10 `dict[str, int]` passes for a type.
+        # On Python 3.10 `dict[str, int]` is an instance of `type`.
         if get_origin(option) is not None:
             continue
         if isinstance(option, type) and issubclass(option, BaseModel):
@@ -230,7 +230,7 @@ def _type_advice(kind: str, key: str, got: Any) -> str:
         example = ", as in backend: DEFAULT" if key == "cache_transceiver_config" else ""
         return f"write its keys below it, one a line{example}"
     if isinstance(got, str):
-        # YAML 1.1, which PyYAML reads, has no number without a point in 1e-3.
+        # PyYAML reads YAML 1.1, in which 1e-3, without a point, is text.
         if re.fullmatch(r"[+-]?\d+[eE][+-]?\d{1,3}", got) and math.isfinite(float(got)):
             whole = kind == "int_type" and float(got).is_integer() and abs(float(got)) <= INT32_MAX
             return f"write it as {int(float(got)) if whole else inline(float(got))}"

@@ -1,9 +1,9 @@
-"""Engine arguments of one role made into those of another, or of another tensor-parallel size.
+"""Converts engine arguments of one role to another role, or to another tensor-parallel size.
 
-As Dynamo's profiler does it: decode becomes aggregated with block reuse on and no transceiver, prefill
-with block reuse off and overlap scheduling on. What the profiler leaves as it was, and then does not
-start or refuses prompts, is adapted: tokens a step, expert parallelism, slots of experts. The way back
-takes what the pairing decides from the other role.
+It follows Dynamo's profiler: decode becomes aggregated with block reuse on and no transceiver, prefill with
+block reuse off and overlap scheduling on. Arguments that the profiler leaves alone are adapted where the
+engine would not start or would refuse prompts: tokens a step, expert parallelism, slots of experts. The way
+back takes from the other role what the two must have alike.
 """
 
 import math
@@ -25,18 +25,18 @@ CHUNKED = "enable_chunked_prefill"
 WHERE_REUSE_IS_OFF = "set it back to false with Eagle, or where prompts hold images"
 
 MAX_STEP_TOKENS = 8192
-"""For an aggregated worker: TensorRT-LLM's own default; longer prompts go in pieces."""
+"""The most tokens a step of an aggregated worker: TensorRT-LLM's default. Longer prompts go in pieces."""
 
 
 class _Absent:
-    """No such key; unlike None, which is a value."""
+    """Stands for a key that is not there; None is a value."""
 
 
 ABSENT = _Absent()
 
 
 class Change(NamedTuple):
-    """A key that another role or size has otherwise, and why."""
+    """A key whose value the conversion changed, and why."""
 
     key: str
     old: Any
@@ -55,22 +55,22 @@ class Conversion:
     """Values in conversion, and the changes made to them, in order."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        """Takes plain nested dicts, which stay as they are. Raises `UsageError` for invalid ones."""
+        """`values` are nested dicts, which are copied."""
         self.values = plain(values)
         self.changes: list[Change] = []
         self.doubts: list[str] = []
-        """What no rule can see in the result, in words."""
+        """Doubts about the result that no rule can check, in words."""
 
     @property
     def model(self) -> EngineModel:
-        """The values as they stand. Raises `UsageError` naming the first wrong one."""
+        """The model of the current values. Raises `UsageError` naming a wrong one."""
         model, findings = check_values(self.values, allow_unknown=True)
         if model is None:
             raise UsageError(f"--extra-engine-args: {findings[-1]}")
         return model
 
     def put(self, key: str, new: Any, why: str) -> None:
-        """Set a dotted key, or take it out with `ABSENT`; no change where it is so already."""
+        """Set a dotted key, or remove it with `ABSENT`; notes no change where it is so already."""
         *sections, last = key.split(".")
         into = self.values
         for section in sections:
@@ -97,10 +97,10 @@ def convert(
     tp: int | None,
     peer: Mapping[str, Any] | None = None,
 ) -> Conversion:
-    """`values` of `role` for the role `to`, and, or, a tensor-parallel size.
+    """Convert `values` of `role` to the role `to`, to a tensor-parallel size, or to both.
 
-    `peer` are the arguments of the role that the result is to pair with. Raises `UsageError` for values
-    that are not valid, and for a way there is none: prefill and decode become each other by way of agg.
+    `peer` are the arguments of the role that the result is to pair with. Raises `UsageError` for invalid
+    values, and between prefill and decode, which become each other by way of agg only.
     """
     conversion = Conversion(values)
     if to is not None and to != role:
@@ -172,7 +172,7 @@ def _agg_to_prefill(conversion: Conversion, peer: Mapping[str, Any]) -> None:
 
 
 def _as_peer(conversion: Conversion, peer: Mapping[str, Any]) -> None:
-    """What both roles of a pairing must have alike."""
+    """Take from the other role what both roles of a pairing must have alike."""
     if not isinstance(peer.get(TRANSCEIVER), dict):
         raise UsageError(f"{PEER}: has no {TRANSCEIVER} to go by")
     conversion.put(

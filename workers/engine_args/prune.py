@@ -32,8 +32,7 @@ NOT_FOR_AUTODEPLOY = (
 """AutoDeploy shards by itself; it refuses these."""
 
 AUTODEPLOY_STATS_SINCE = (1, 3)
-"""Before, its arguments are not those of the PyTorch back-end, and unknown ones end the start."""
-
+"""Earlier versions have other arguments than the PyTorch back-end, and do not start with unknown ones."""
 
 ENCODER_ARGUMENTS = (
     "model",
@@ -42,7 +41,7 @@ ENCODER_ARGUMENTS = (
     "tensor_parallel_size",
     "model_kwargs",
 )
-"""Those of the engine's that an encoder takes, as Dynamo's worker has it."""
+"""The engine's arguments that an encoder takes, as in Dynamo's worker."""
 
 
 def prune(merged: Merged, role: str, version: tuple[int, int] | None) -> list[Finding]:
@@ -95,10 +94,10 @@ def _for_autodeploy(merged: Merged, version: tuple[int, int] | None) -> Iterator
 
 
 def _lift_build_config(merged: Merged) -> list[Finding]:
-    """Keys of `build_config` to the top level, where engines since 1.3.0rc21 have them.
+    """Move keys of `build_config` to the top level, where engines since 1.3.0rc21 have them.
 
-    What is at the top level already wins, as nothing that is written there may be undone by a section
-    that engines derive from defaults.
+    A key that is at the top level already wins: a section that engines derive from defaults must not undo
+    what is written there.
     """
     section = merged.values.get(BUILD)
     if not isinstance(section, dict):

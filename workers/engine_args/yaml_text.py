@@ -19,11 +19,11 @@ EXTRA = "--extra-engine-args"
 PEER = "--peer-engine-args"
 OVERRIDE = "--override-engine-args"
 MAX_BYTES = 1 << 18
-"""Of a file: a hundred times the largest that there is, and still read in seconds."""
+"""The most bytes of a file: a hundred times the largest known, and still read in seconds."""
 
 MAX_DEPTH = 50
 MAX_NODES = 100_000
-"""Values in one file, each counted as often as aliases repeat it: ten lines of them can mean billions."""
+"""The most values in a file, with repetitions by aliases: ten lines of those can make billions."""
 
 _SUFFIXES = (".yaml", ".yml")
 _TOO_MUCH = f"has more than {MAX_NODES:,} values, or is nested more than {MAX_DEPTH} deep"
@@ -49,7 +49,7 @@ def engine_configs() -> list[str]:
 
 
 def read_yaml(path: Path, option: str = EXTRA) -> ReadArgs:
-    """The mapping in a YAML file; what is no file and has no suffix is the name of a packaged one.
+    """The mapping in a YAML file. A path without suffix that is no file names a packaged configuration.
 
     Raises `UsageError` naming option, file and line.
     """
@@ -65,12 +65,12 @@ def read_yaml(path: Path, option: str = EXTRA) -> ReadArgs:
 def parse_yaml(text: str, place: str) -> ReadArgs:
     """The mapping in `text`; `place` begins its errors. Raises `UsageError`."""
     try:
-        # Not libyaml's, which is faster: it takes tabs, tags and byte order marks that this one refuses.
+        # libyaml's loader is faster, but takes tabs, tags and byte order marks that this one refuses.
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
-            return ReadArgs({}, {})  # nothing but comments: all as it is
-        walk = _Walk(place)
+            return ReadArgs({}, {})  # nothing but comments
+        walk = _KeyLines(place)
         walk.visit(node, "", depth=0)
         value = _constructed(loader, node)
     except yaml.MarkedYAMLError as error:
@@ -92,11 +92,11 @@ def parse_yaml(text: str, place: str) -> ReadArgs:
 
 
 def _constructed(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
-    """What a node means. Raises `ValueError` where a text is not what its tag says, as `!!bool maybe`."""
+    """The value of a node. Raises `ValueError` for text that its tag does not fit, as in `!!bool maybe`."""
     try:
         return loader.construct_document(node)
     except (LookupError, AttributeError, TypeError) as error:
-        # PyYAML takes it that a tag was found by the text.
+        # PyYAML assumes that it derived the tag from the text.
         raise ValueError("a value is not what its tag says") from error
 
 
@@ -123,16 +123,17 @@ def _source(path: Path, option: str) -> str:
         return packaged.read_text(encoding="utf-8")
     found = path.stat()
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-        raise UsageError(f"{option}: {path}: is no regular file")  # and may never end
-    with path.open("rb") as file:  # a folder has its own error
+        # A pipe or a device may never end.
+        raise UsageError(f"{option}: {path}: is no regular file")
+    with path.open("rb") as file:  # which raises for a folder
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise UsageError(f"{option}: {path}: has more than {MAX_BYTES:,} bytes")
     return content.decode()
 
 
-class _Walk:
-    """Notes the line of each key, and refuses what the loader takes in silence."""
+class _KeyLines:
+    """Notes the line of each key, and refuses what the loader would accept silently."""
 
     def __init__(self, place: str) -> None:
         self.lines: dict[str, int] = {}
@@ -142,7 +143,7 @@ class _Walk:
     def visit(self, node: yaml.Node, dotted: str, *, depth: int) -> None:
         self._n_nodes += 1
         if depth > MAX_DEPTH or self._n_nodes > MAX_NODES:
-            # Also how an alias within its own anchor shows.
+            # An alias inside its own anchor ends here too.
             raise UsageError(f"{self._place}: {_TOO_MUCH}")
         if isinstance(node, yaml.MappingNode):
             self._visit_mapping(node, dotted, depth)
@@ -205,7 +206,7 @@ def _lines(values: Mapping[str, Any], dotted: str, indent: str) -> Iterator[tupl
 
 
 def inline(value: Any) -> str:
-    """The value on one line, in a form that YAML 1.1 reads as what it is."""
+    """The value on one line, in a form that YAML 1.1 reads back as the same value."""
     try:
         return _dump(value)
     except yaml.YAMLError:
@@ -213,7 +214,7 @@ def inline(value: Any) -> str:
 
 
 class _OneLine(yaml.SafeDumper):
-    """Text of several lines is escaped: plain and single-quoted text would break the line."""
+    """A dumper that escapes text of several lines, so that every value stays on one line."""
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:

@@ -1,9 +1,8 @@
 """Timing profiles: measured prefill and inter-token seconds of a model on a GPU, as lookup tables.
 
-`table` says how they are read. The cached-tokens axis is linear: it holds 0, and what a cached
-token adds is one more key to read for each new token, so the cost is linear in it (`log(1 + x)` would
-book half of the first 2048 cached tokens' cost on the first 32). `covers_*` says whether a point lies
-inside the table.
+`table` says how they are read. The cached-tokens axis is linear: it begins at 0, and each cached token is
+one more key to read for each new token, so the cost is linear in it (`log(1 + x)` would put half of the
+cost of the first 2048 cached tokens on the first 32).
 """
 
 import json
@@ -20,13 +19,13 @@ from slagate.workers.profiles.table import Floats, Ints, TimingTable
 from slagate.workers.runtime.usage import ProfileError
 
 HOST_LINK_BYTES_PER_S = 25e9
-"""Between a GPU and its host: what a PCIe 4 x16 link gives in practice."""
+"""Bandwidth between a GPU and its host: that of a PCIe 4 x16 link in practice."""
 
 _FEW = 8
-"""Up to here a loop over plain floats is faster than numpy's fixed cost for each operation."""
+"""The most points for which a loop over plain floats is faster than numpy."""
 
 _FAR_TOKENS = 2.0**32
-"""Beyond any prompt, context and batch: token counts on the wire are 32 bits."""
+"""More than any prompt, context or batch has: token counts on the wire are 32 bits."""
 
 
 _Row = tuple[
@@ -45,7 +44,7 @@ class _TpFile(BaseModel):
 
 
 class _TpJson(_TpFile):
-    """What `TpProfile.to_json` writes: one size of a profile file, with what the file says of all."""
+    """The form of `TpProfile.to_json`: one size of a profile file, with what the file has for all."""
 
     model: str
     tensor_parallel_size: int = Field(ge=1)
@@ -111,7 +110,7 @@ class TpProfile:
         return self._decode.many_whole(batch_size, np.maximum(context_tokens, 1.0))
 
     def to_json(self) -> dict[str, object]:
-        """Everything that it predicts from, as JSON values; `tp_profile_from_json` reads it back."""
+        """The whole profile as JSON values, which `tp_profile_from_json` reads back."""
         return {
             "model": self.model,
             "tensor_parallel_size": self.tensor_parallel_size,
@@ -192,12 +191,12 @@ def load_profile(name_or_path: str | Path) -> Profile:
 
 
 def tp_profile_from_json(value: Mapping[str, object]) -> TpProfile:
-    """The profile that `TpProfile.to_json` gave; it predicts the same numbers to the last bit.
+    """The profile in what `TpProfile.to_json` gave; it predicts the same numbers to the last bit.
 
     Raises `ProfileError` naming each wrong field.
     """
     try:
-        # Through text: only there do strict models take JSON's lists for rows.
+        # Through text: strict models take lists for rows only from there.
         file = _TpJson.model_validate_json(json.dumps(value))
     except ValidationError as error:
         raise ProfileError(f"profile table: {_problems(error)}") from error

@@ -1,15 +1,15 @@
 """A table of seconds over two axes, read between its rows and beyond them.
 
-Axes and values are interpolated in log space, except a linear second axis (`log_y=False`). Beyond a table
-the last two rows of that axis set the slope, never a falling one; below the first value of a second axis in
-log space nothing changes any more.
+Axes and values are interpolated in log space, except a linear second axis (`log_y=False`). Beyond the table
+the last two rows of that axis set the slope, which never falls; below the first value of a second axis in
+log space the seconds stay those of that value.
 
     y slot      0          1 .. n-1          n             (lines y[0] .. y[n-1], at growing y)
     near        0          slot-1            n-1           the line that y is measured from
     far         1          slot              n-2           the line that sets the slope with it
     falling     no         yes               no            whether the line at greater y may be below
 
-Every rule is in the cells that `Table` is built of; `at` and `many` only evaluate them.
+Every rule is in the cells of a `TimingTable`; `at` and `many` only evaluate them.
 """
 
 import math
@@ -24,16 +24,16 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MAX_WHOLE = 1024
-"""Whole numbers on the first axis up to which `Table.many_whole` looks up what `many` computes."""
+"""Whole numbers on the first axis up to which `TimingTable.many_whole` looks up what `many` computes."""
 
 MAX_KNOWN = 1024
-"""Points whose seconds are kept. A request asks twice, when it is placed and when it is learnt from."""
+"""The most points whose seconds are kept: each request asks twice, for the choice and for learning."""
 
 
 class _Line:
     """Seconds along the first axis at one value of the second: `v[i] * exp(slope[i] * (x - x[i]))`.
 
-    Starting each segment from its own row makes the rows come back bit for bit.
+    Each segment starts from its own row, so a row's seconds are returned bit for bit.
     """
 
     __slots__ = ("_slopes", "_values_s", "log_xs")
@@ -50,7 +50,7 @@ class _Line:
         self._slopes = [outer[0], *inner, outer[1]]
 
     def segment(self, log_x: float) -> tuple[float, float, float]:
-        """Log x of its first row, seconds there, slope."""
+        """The segment at `log_x`: log x of its first row, seconds there, slope."""
         i = bisect_right(self.log_xs, log_x)
         row = i - 1 if i else 0
         return self.log_xs[row], self._values_s[row], self._slopes[i]
@@ -84,7 +84,7 @@ class TimingTable:
             sign = 1.0 if near < last else -1.0
             step = abs(ys[far] - ys[near]) or 1.0
             if log_y and slot == 0:
-                # With the slope of large batches a full one would soon be faster than a single request.
+                # With the slope of large batches a full batch would soon be faster than a single request.
                 step = math.inf
             self._bands.append((ys[near], step, sign, floor))
             near_line, far_line = self._lines[near], self._lines[far]
@@ -123,7 +123,7 @@ class TimingTable:
         return max(0.0, near_s + step * max(floor, sign * (far_s - near_s)))
 
     def many(self, x: Floats, y: Floats) -> Floats:
-        """As `at`, for f64[n] each; numpy's exp and log may differ from math's in the last bit."""
+        """`at` of each of n points, all f64[n]; numpy's exp and log may differ in the last bit."""
         log_x = np.log(x)
         if self._log_y:
             y = np.log(y)
@@ -153,10 +153,10 @@ class TimingTable:
         return near_s
 
     def many_whole(self, x: Ints, y: Floats) -> Floats:
-        """As `many`, for whole x, to about its last digits; the second axis must be in log space.
+        """`many` for whole x, i64[n], but for the last digits; the second axis must be in log space.
 
-        Between two lines the log of the seconds is linear in log y, so for each x there is one straight
-        line a slot of y, which is kept.
+        Between two lines the log of the seconds is linear in log y, so for each x one straight line a slot
+        of y is kept.
         """
         if len(x) and x[x.argmax()] > MAX_WHOLE:
             return self.many(x.astype(np.float64), y)

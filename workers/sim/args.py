@@ -1,7 +1,7 @@
 """Constructor arguments of the simulated engine: TensorRT-LLM's `TorchLlmArgs`, names and defaults.
 
-The fields that a worker sets or reads are here, whether or not they change what is simulated; any other
-keyword is refused, as TensorRT-LLM does. Nested configurations are strict, and may be given as a dict.
+Here are the fields that a worker sets or reads, whether or not they change what is simulated. Any other
+keyword is refused, as TensorRT-LLM refuses it. Nested configurations are strict, and may come as a dict.
 """
 
 from typing import Annotated, Any, Literal
@@ -39,7 +39,7 @@ class KvCacheConfig(_Strict):
 
 
 class CacheTransceiverConfig(_Strict):
-    """`cache_transceiver_config`: present, with a back-end, where handoffs are possible."""
+    """`cache_transceiver_config`: handoffs need one that names a back-end."""
 
     backend: Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"] | None = None
     transceiver_runtime: Literal["CPP", "PYTHON"] | None = None
@@ -90,7 +90,7 @@ def _or_default(default: int) -> BeforeValidator:
 
 
 class TorchLlmArgs(_Strict):
-    """`llm.args`."""
+    """`llm.args`: the arguments of the PyTorch back-end."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
@@ -176,7 +176,7 @@ class TorchLlmArgs(_Strict):
 
     @property
     def has_transceiver(self) -> bool:
-        """Whether disaggregated requests are possible."""
+        """Whether the engine takes disaggregated requests."""
         transceiver = self.cache_transceiver_config
         return transceiver is not None and transceiver.backend is not None
 

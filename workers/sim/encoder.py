@@ -18,7 +18,7 @@ _MAX_NUM_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class EncoderOutput:
-    """A finished result; the handles are in its params."""
+    """An encoder's finished result; the handles are in its params."""
 
     prompt: Any
     disaggregated_params: DisaggregatedParams12
@@ -35,7 +35,7 @@ class EncoderOutput:
 class MultimodalEncoder12:
     """`tensorrt_llm.MultimodalEncoder` of 1.2.
 
-    `gives_handles` False is an encoder whose results carry neither handles nor hashes, as happens with
+    With `gives_handles` False its results carry neither handles nor hashes, as a real encoder's do for
     requests that it could not place. Raises `ValueError` naming an unknown argument.
     """
 
@@ -92,7 +92,7 @@ class MultimodalEncoder12:
         return EncoderOutput(inputs.get("prompt"), params)
 
     def _handle(self, image: Any) -> dict[str, Any]:
-        """Looks like the descriptor of a tensor shared on this host; nothing is behind it."""
+        """A dict in the shape of a descriptor of a tensor shared on this host, with no tensor behind it."""
         self._n_handles += 1
         return {
             "method_key": 1,
@@ -118,6 +118,6 @@ def _content(image: Any) -> bytes:
 
 
 def _hash(image: Any) -> list[int]:
-    """Eight signed 32-bit numbers: 256 bits of the content's hash."""
+    """The 256-bit hash of the content as eight signed 32-bit numbers."""
     digest = blake2b(_content(image), digest_size=32).digest()
     return [int.from_bytes(digest[i : i + 4], "little", signed=True) for i in range(0, 32, 4)]

@@ -1,7 +1,7 @@
 """The simulated engine's loop: continuous batching with chunked prefill, tokens, handoff.
 
-Driven by callbacks on the running loop and by nothing else: no task, no thread, no clock but its
-`time()`, so it runs in real and in virtual time. Idle, it has no timer unless handoffs are parked.
+Callbacks on the running loop drive it, and nothing else: no task, no thread, no clock but the loop's
+`time()`, so it runs in real and in virtual time. An idle engine has no timer unless handoffs are parked.
 
     submit -> prefill -> first token -> decode -> done
          |                    `-> done, blocks parked        (context_only)
@@ -24,8 +24,8 @@ from slagate.workers.sim.sequence import EngineLimits, SimSequence
 from slagate.workers.sim.stats import StatsQueue, iteration_record
 from slagate.workers.sim.timing import EngineTiming
 
-# A loop that wakes late starts the next iteration where the last one should have ended, so that timer
-# resolution (uvloop: 1 ms) does not add up; one that was stuck for longer does not catch up in a burst.
+# After a loop that woke late the next iteration starts where the last one should have ended, so that timer
+# resolution (uvloop: 1 ms) does not add up. A loop stuck for longer does not catch up in a burst.
 CATCH_UP_S = 0.05
 
 
@@ -84,9 +84,9 @@ class SimEngine:
         self._go_on()
 
     def abort(self, sequence: SimSequence) -> None:
-        """End a sequence with finish_reason "cancelled" and free what it holds. No-op when done.
+        """End a sequence with finish_reason "cancelled" and free its blocks. No-op when done.
 
-        One that still waits for the blocks of another worker is counted in `n_unsafe_aborts` and never
+        A sequence that still waits for another worker's blocks is counted in `n_unsafe_aborts` and never
         gives its own back: in TensorRT-LLM the peer may write into them later.
         """
         if sequence.done:
@@ -106,7 +106,7 @@ class SimEngine:
         return bool(found)
 
     def fail_all(self, error: BaseException) -> None:
-        """End every sequence with `error` and withdraw parked handoffs; nothing is left to run."""
+        """End every sequence with `error` and withdraw parked handoffs."""
         for sequence in self.group.sequences():
             self._end(sequence)
             sequence.feed.fail(error)
@@ -116,7 +116,7 @@ class SimEngine:
         self.group.flush()
 
     def _go_on(self) -> None:
-        """Start an iteration soon if there is anything for it to do, else publish what has changed."""
+        """Schedule an iteration if it would have anything to do, else publish pending KV events."""
         if self._wake is not None or self._iteration is not None:
             return
         if self.group.is_ready():
@@ -134,7 +134,7 @@ class SimEngine:
         self._start_iteration(asyncio.get_running_loop().time())
 
     def _guarded(self, step: Callable[..., None], *args: object) -> None:
-        """Do a step. One that fails leaves no timer to go on with, so it must end the engine."""
+        """Do a step. A step that fails leaves no timer to go on with, so it must end the engine."""
         try:
             step(*args)
         except Exception as error:
@@ -143,7 +143,7 @@ class SimEngine:
             raise
 
     def _start_iteration(self, now_s: float) -> None:
-        """Admit, plan one iteration and set the timer for its end; nothing to run = stay idle."""
+        """Admit, plan one iteration and set the timer for its end; stay idle with nothing to run."""
         # A refused pull gives its room back at once, so each admission is decided after the last pull.
         for sequence in self.group.admit():
             self._start(sequence, now_s)
@@ -159,7 +159,7 @@ class SimEngine:
         self._iteration = Iteration(now_s, ends_s, steps, timer)
 
     def _start(self, sequence: SimSequence, now_s: float) -> None:
-        """A sequence has just been admitted."""
+        """Tell a sequence's result that it was admitted, and start its pull if it has one."""
         allocation = sequence.allocation
         assert allocation is not None
         sequence.feed.started(now_s, allocation)
@@ -198,7 +198,7 @@ class SimEngine:
         self._start_iteration(now_s if late else iteration.ends_s)
 
     def _finish_prefill(self, rank: SimRank, sequence: SimSequence) -> None:
-        """The whole prompt is in the cache: first token, and the handoff of a context_only request."""
+        """Deliver the first token of a prompt that is whole in the cache; hand a context_only one off."""
         prompt, block_tokens = sequence.prompt, self._limits.block_tokens
         n_full = sequence.n_prompt // block_tokens
         sequence.start_chain(prompt.states[n_full - 1] if n_full else prompt.seed, block_tokens)
@@ -211,7 +211,7 @@ class SimEngine:
             self._emit(sequence, token, state)
 
     def _decode(self, rank: SimRank, sequence: SimSequence) -> None:
-        """One decode step: the last token enters the cache, the next one comes out."""
+        """Put a sequence's last token into the cache and deliver the next one."""
         chain = sequence.chain
         assert chain is not None
         if sequence.kv_tokens % self._limits.block_tokens == 0:
@@ -252,7 +252,7 @@ class SimEngine:
         sequence.feed.finish("length", params=params)
 
     def _finish_pull(self, sequence: SimSequence, first_token: int) -> None:
-        """The whole prompt is in the cache, and its first token comes from the prefill worker."""
+        """Start decoding a pulled prompt; its first token comes from the prefill worker."""
         assert sequence.rank is not None
         self.ranks[sequence.rank].start_decoding(sequence)
         self._emit(sequence, first_token, sequence.prompt.states[-1])
@@ -264,7 +264,7 @@ class SimEngine:
         sequence.feed.fail(RequestError(f"KV transfer failed: {error}"))
 
     def _end(self, sequence: SimSequence, *, keeps_blocks: bool = False) -> None:
-        """Take a sequence out and free what it holds; no timer of it is left behind."""
+        """Take a sequence out and free its blocks unless it `keeps_blocks`; its timers end with it."""
         sequence.done = True
         self.group.remove(sequence, keeps_blocks=keeps_blocks)
         if self.pulls is not None:

@@ -1,4 +1,4 @@
-"""The handoff of the simulated engine: ids, opaque state, export and pull of blocks, parked sessions."""
+"""The handoff of the simulated engine: ids, opaque state, parked sessions, checks of what was pulled."""
 
 import asyncio
 import struct
@@ -35,9 +35,9 @@ class KvMismatchError(KvIntegrity):
 
 
 class DisaggIds:
-    """Globally unique request ids in [2^40, 2^63): 39 bits ms, 8 node, 6 process, 10 counter.
+    """Makes globally unique request ids in [2^40, 2^63): 39 bits ms, 8 node, 6 process, 10 counter.
 
-    Follows TensorRT-LLM's `get_global_disagg_request_id`. Raises `ValueError` on an id out of range.
+    They follow TensorRT-LLM's `get_global_disagg_request_id`. Raises `ValueError` on an id out of range.
     """
 
     def __init__(self, node_id: int, process_id: int = 0) -> None:
@@ -55,7 +55,7 @@ class DisaggIds:
 
 
 class OpaqueState(NamedTuple):
-    """What prefill tells decode: which blocks these are, and the descriptor to pull them with."""
+    """The handoff's content: which blocks these are, and the descriptor to pull them with."""
 
     transport: str
     ctx_request_id: int
@@ -96,9 +96,9 @@ def _unpack(raw: bytes) -> OpaqueState:
 def opaque_of(
     sequence: SimSequence, *, transport: KvTransport, limits: EngineLimits
 ) -> OpaqueState:
-    """What a generation_only sequence was handed, checked as far as possible without its blocks.
+    """The handoff of a generation_only sequence, checked as far as possible without its blocks.
 
-    Raises `KvBadDescriptor` before a pull could use the blocks up.
+    Raises `KvBadDescriptor`, before a pull could use the blocks up.
     """
     params = sequence.params
     assert params is not None
@@ -124,11 +124,11 @@ def opaque_of(
 def accept_blocks(
     sequence: SimSequence, blocks: Blocks, *, first_token: int, limits: EngineLimits
 ) -> Iterator[None]:
-    """Let a generation_only sequence go on from the blocks it pulled, and from nothing else.
+    """Check the blocks that a generation_only sequence pulled, and start its context from them.
 
-    Yields between slices of work, before the first one too when there are several. Raises
-    `KvMismatchError` when they are not of its prompt, `KvTransferError` when prefill and decode disagree
-    on their shape or on the first token.
+    Yields between slices of work, and before the first where there are several. Raises `KvMismatchError`
+    when the blocks are not of its prompt, `KvTransferError` when prefill and decode disagree on their shape
+    or on the first token.
     """
     states = sequence.prompt.states
     expected = (len(states), limits.kv_block_bytes)
@@ -146,7 +146,7 @@ def accept_blocks(
             f"{len(wrong)} of {len(blocks)} blocks do not hold this prompt, first block {wrong[0]}"
         )
     follows = next_token(state_of(blocks[-1]), limits.vocab_size) == first_token
-    # What processors made of the prompt's logits is not to be seen in its blocks.
+    # A token that logits processors changed does not follow from the prompt's blocks.
     if not follows and not sequence.processors:
         raise KvTransferError(f"first token {first_token} does not follow from the blocks")
     n_full = sequence.n_prompt // limits.block_tokens
@@ -164,10 +164,10 @@ class _Session:
 
 
 class ParkedSessions:
-    """Sessions by id; each ends once, by acknowledgement, release or expiry, and frees its blocks.
+    """Parked sessions by id; each ends once, acknowledged, released or expired, and frees its blocks.
 
     While any is parked, one timer asks the transport for acknowledgements every `ACK_POLL_S`; otherwise
-    no timer is pending. The clock of a session starts when it is parked, not when it was admitted.
+    no timer is pending. A session's time to expire runs from when it is parked, not from its admission.
     `freed` is called after blocks came back.
     """
 
@@ -201,10 +201,10 @@ class ParkedSessions:
         ctx_dp_rank: int | None,
         free: Callable[[], None],
     ) -> DisaggregatedParams12:
-        """Offer a prefilled sequence's blocks and hold them; returns the params that decode needs.
+        """Export a prefilled sequence's blocks and keep them; returns the params that decode needs.
 
         The session has the id of the request; `free` gives the blocks back, and is called once.
-        Raises `KvTransferError`, holding nothing, when the transport cannot take the blocks.
+        Raises `KvTransferError`, with nothing parked, when the transport cannot take the blocks.
         """
         assert sequence.params is not None, "only a disaggregated request is handed off"
         session_id, loop = sequence.request_id, asyncio.get_running_loop()
@@ -271,7 +271,7 @@ class ParkedSessions:
             self.release(session_id)
         now_s = loop.time()
         while self._sessions:
-            # All get the same time, so the one parked first expires first.
+            # All sessions have the same time, so the one parked first expires first.
             session_id, session = next(iter(self._sessions.items()))
             if session.expires_s > now_s:
                 break

@@ -1,7 +1,7 @@
 """Results of the simulated engine, in the shape of TensorRT-LLM's `RequestOutput`.
 
-The engine writes a request through one `OutputFeed` a sequence; the caller reads the `RequestOutput`, which
-has a `CompletionOutput` for each.
+The engine writes to one `OutputFeed` a sequence. The caller reads the `RequestOutput`, which has a
+`CompletionOutput` for each sequence.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _NEVER = timedelta(0)
 
 @dataclass(slots=True)
 class TimingMetrics:
-    """When things happened, as time since the loop's zero; zero: it did not happen."""
+    """When things happened, on the loop's clock; zero where it did not happen."""
 
     arrival_time: timedelta = _NEVER
     first_scheduled_time: timedelta = _NEVER
@@ -34,7 +34,7 @@ class TimingMetrics:
 
 @dataclass(slots=True)
 class KvCacheMetrics:
-    """Blocks the request took, and how many of its prompt's were found."""
+    """KV blocks that the request took, and how many of its prompt's blocks were found."""
 
     num_total_allocated_blocks: int = 0
     num_new_allocated_blocks: int = 0
@@ -44,7 +44,7 @@ class KvCacheMetrics:
 
 @dataclass(slots=True)
 class SpeculativeMetrics:
-    """All zero: nothing is drafted."""
+    """Figures of speculative decoding: all zero, as the simulated engine drafts nothing."""
 
     acceptance_rate: float = 0.0
     total_accepted_draft_tokens: int = 0
@@ -53,14 +53,14 @@ class SpeculativeMetrics:
 
 @dataclass(slots=True)
 class RequestPerfMetrics:
-    """What one sequence of a request took."""
+    """The performance figures of one sequence, in the shape of `request_perf_metrics`."""
 
     timing_metrics: TimingMetrics = field(default_factory=TimingMetrics)
     kv_cache_metrics: KvCacheMetrics = field(default_factory=KvCacheMetrics)
     speculative_decoding: SpeculativeMetrics = field(default_factory=SpeculativeMetrics)
 
     def mark_token(self, now_s: float) -> None:
-        """A token came out."""
+        """Note the time of a token."""
         timing = self.timing_metrics
         timing.last_token_time = timedelta(seconds=now_s)
         if timing.first_token_time == _NEVER:
@@ -108,22 +108,22 @@ class CompletionOutput:
 
     @property
     def token_ids_diff(self) -> list[int]:
-        """Tokens that are new since the previous yield."""
+        """Tokens since the previous yield."""
         return self.token_ids[self._n_seen :]
 
     @property
     def text_diff(self) -> str:
-        """Text that is new since the previous yield."""
+        """Text since the previous yield."""
         return self.text[self._n_text_seen :]
 
     def mark_seen(self) -> None:
-        """A yield: what is there now is not new any more."""
+        """Note a yield: what is there now is not new any more."""
         self._n_seen, self._n_text_seen = len(self.token_ids), len(self.text)
 
     def extend(
         self, tokens: list[int], logprobs: list[Any], *, tokenizer: SimTokenizer | None
     ) -> None:
-        """Append what is new; text only with a tokenizer."""
+        """Append tokens; their text only with a tokenizer."""
         self.token_ids += tokens
         self.logprobs += logprobs
         if tokenizer is not None:
@@ -138,16 +138,15 @@ class CompletionOutput:
 
     @property
     def logprobs_diff(self) -> list[Any]:
-        """Log probabilities that are new since the previous yield."""
+        """Log probabilities since the previous yield."""
         return self.logprobs[self._n_seen :]
 
 
 @dataclass(frozen=True, slots=True)
 class SimOutputForm:
-    """What a request's results contain and how often they come.
+    """What a request's results contain, and how often they come.
 
-    `stream_interval` is in tokens; `tokenizer` None means no text, `logprobs` None no log
-    probabilities.
+    `stream_interval` is in tokens. `tokenizer` None means no text, `logprobs` None no log probabilities.
     """
 
     streaming: bool = False
@@ -161,9 +160,9 @@ class SimOutputForm:
 class RequestOutput:
     """A request's result: an async iterator that yields this same object, changed in place.
 
-    What the engine brings becomes visible at the next yield only. Several tokens may arrive in one yield,
-    because of `stream_interval` or because the reader is slower than the engine. It ends when each of its
-    `feeds` has ended. One reader, on the loop it was made on.
+    Output becomes visible at the next yield only. One yield may bring several tokens, because of
+    `stream_interval` or because the reader is slower than the engine. The iterator ends when each of its
+    `feeds` has ended. It has one reader, on the loop it was made on.
     """
 
     def __init__(
@@ -247,11 +246,11 @@ class RequestOutput:
         return self.aresult().__await__()
 
     def on_abort(self, abort_request: Callable[[], None]) -> None:
-        """What `abort` calls; the engine's side of the request."""
+        """Set what `abort` calls: the engine's side of the request."""
         self._abort_request = abort_request
 
     def now_s(self) -> float:
-        """The time on the loop of this request."""
+        """The time on this request's loop, in seconds."""
         return self._loop.time()
 
     def fail(self, error: BaseException) -> None:
@@ -260,7 +259,7 @@ class RequestOutput:
         self.wake()
 
     def wake(self) -> None:
-        """Let the reader look again."""
+        """Wake the reader, if it waits."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -340,7 +339,10 @@ class OutputFeed:
         n_trim: int = 0,
         params: DisaggregatedParams12 | None = None,
     ) -> None:
-        """The last response. `n_trim` tokens at the end go; `params` None leaves the request's copy."""
+        """Make the next response the last, without `n_trim` tokens at the end.
+
+        `params` None leaves the request's own params in it.
+        """
         if self._closing is None:
             self._closing = _Closing(reason, stop_reason, n_trim, params)
             self.result.wake()
@@ -350,7 +352,7 @@ class OutputFeed:
         self.result.fail(error)
 
     def started(self, now_s: float, allocation: Allocation) -> None:
-        """The sequence was admitted at `now_s`, with these blocks."""
+        """Note that the sequence was admitted at `now_s`, with these blocks."""
         if self.index == 0:
             self.result.cached_tokens = allocation.reused_tokens
         if self._perf is not None:
@@ -363,7 +365,7 @@ class OutputFeed:
             )
 
     def transferred(self, started_s: float, ended_s: float, *, n_bytes: int) -> None:
-        """The prompt's KV cache came from another worker; the result counts all of it as cached."""
+        """Note that the prompt's KV cache came from another worker; all of it counts as cached."""
         self.result.cached_tokens = len(self.result.prompt_token_ids)
         if self._perf is not None:
             timing = self._perf.timing_metrics
@@ -372,7 +374,7 @@ class OutputFeed:
             timing.kv_cache_size = n_bytes
 
     def has_unseen(self) -> bool:
-        """Whether a streaming reader has something to look at."""
+        """Whether there is output that a streaming reader has not seen."""
         return self._n_ready > 0 or (
             self._closing is not None and self.output.finish_reason is None
         )

@@ -1,4 +1,4 @@
-"""KV cache on its way from other workers to this simulated engine."""
+"""Transfers of KV cache from other workers to this simulated engine."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,9 +24,9 @@ class _SimPull:
 class Pulls:
     """The transfers of generation_only sequences; each ends once, by `ready`, `refused` or `cancel`.
 
-    A sequence is `ready`, with its first token, when the bytes are there and right and the time that
-    they would need at their true size is over. Bytes are checked in slices, so that a long prompt stops
-    no stream of the same loop. How long to wait for bytes is the transport's affair.
+    `ready` is called with the first token once the bytes are there and right, and the time that they would
+    take at their true size is over. Bytes are checked in slices, so that a long prompt stops no stream of
+    the same loop. The transport decides how long to wait for bytes.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Pulls:
         self._pulls: dict[SimSequence, _SimPull] = {}
 
     def start(self, sequence: SimSequence, now_s: float) -> None:
-        """Fetch a sequence's blocks; it may be refused before this returns."""
+        """Fetch a sequence's blocks; `refused` may be called before this returns."""
         try:
             opaque = opaque_of(sequence, transport=self._transport, limits=self._limits)
         except KvTransferError as error:

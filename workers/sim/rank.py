@@ -1,7 +1,7 @@
-"""Attention-DP ranks of the simulated engine: what each of them has, and who goes to which.
+"""Attention-DP ranks of the simulated engine, and which sequence runs on which of them.
 
-With attention data parallelism every rank has a KV cache and a batch of its own, and all of them step
-together. An engine without it is one rank. Sequences that wait for a rank are in its `WaitingLine`.
+With attention data parallelism every rank has a KV cache and a batch of its own, and all ranks step
+together. An engine without it is one rank. Sequences that wait for a rank are in one `WaitingQueue`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from slagate.workers.sim.timing import EngineTiming, PrefillChunk
 
 
 class Queued(NamedTuple):
-    """Sequences that wait for a rank, and the tokens of their prompts: to compute, or to pull."""
+    """How many sequences wait for a rank, and the tokens of their prompts, to compute or to pull."""
 
     n_prefills: int
     prefill_tokens: int
@@ -29,13 +29,14 @@ NONE_QUEUED = Queued(0, 0, 0, 0)
 
 
 class WaitingQueue:
-    """Sequences that wait for a rank, in order of arrival, counted as they come and go.
+    """Sequences that wait for a rank, in order of arrival.
 
-    An iteration asks for the counts each time, and looks at no more of the line than it must.
+    They are counted as they come and go: every iteration asks for the counts, and visits no more of the
+    queue than it must.
     """
 
     def __init__(self) -> None:
-        # Ordered for cheap removal at the front, which a plain dict has not.
+        # Removal at the front is cheap here, and not in a plain dict.
         self._line: OrderedDict[SimSequence, None] = OrderedDict()
         self._n_bound: Counter[int | None] = Counter()
         self._n_pulls = self._n_tokens = self._pull_tokens = 0
@@ -48,7 +49,7 @@ class WaitingQueue:
 
     @property
     def totals(self) -> Queued:
-        """How much waits."""
+        """The counts of all that waits."""
         n_pulls, pull_tokens = self._n_pulls, self._pull_tokens
         return Queued(
             n_prefills=len(self._line) - n_pulls,
@@ -69,11 +70,11 @@ class WaitingQueue:
             self._count(sequence, -1)
 
     def wants(self, rank: int) -> bool:
-        """Whether any of them may go to this rank."""
+        """Whether any waiting sequence may go to this rank."""
         return self._n_bound[rank] + self._n_bound[None] > 0
 
     def walk(self) -> Iterator[SimSequence]:
-        """From the front, while the caller takes out what this gave last, and nothing else."""
+        """The queue from its front. Meanwhile the caller may remove the sequence given last, no other."""
         n_passed, n_part = 0, 8
         while part := list(islice(self._line, n_passed, n_passed + n_part)):
             for sequence in part:
@@ -91,9 +92,9 @@ class WaitingQueue:
 
 
 class RankStep(NamedTuple):
-    """What one rank does in one iteration, and as of its start: who is new, who is active.
+    """What one rank does in one iteration. `n_new` and `n_active` are as of its start.
 
-    `context_kv_tokens` are in the cache already of the prompts of which it computes a chunk.
+    `context_kv_tokens` are the tokens already in the cache of the prompts whose chunks it computes.
     """
 
     decoding: list[SimSequence]
@@ -104,7 +105,7 @@ class RankStep(NamedTuple):
     onboarded_tokens: int
 
     def seconds(self, timing: EngineTiming) -> float:
-        """How long it takes."""
+        """How long it takes, in seconds."""
         chunks = []
         for sequence, new_tokens in self.chunks:
             assert sequence.allocation is not None
@@ -188,7 +189,7 @@ class SimRank:
         return bool(self._prefilling or self.decoding)
 
     def sequences(self) -> list[SimSequence]:
-        """Everything that runs."""
+        """All sequences on this rank."""
         return [*self._prefilling, *self._transferring, *self.decoding]
 
     def admit(self, sequence: SimSequence) -> bool:
@@ -291,21 +292,21 @@ class SimRank:
         self.cache.store(sequence.allocation, content.states, content.packed, partial=ended)
 
     def take_completed(self) -> int:
-        """How many sequences have ended since the last time."""
+        """How many sequences have ended since the last call."""
         n_completed, self._n_completed = self._n_completed, 0
         return n_completed
 
     def flush(self) -> None:
-        """Publish what its cache did."""
+        """Publish the KV events of its cache."""
         if self._recorder is not None:
             self._recorder.flush()
 
 
 class RankGroup:
-    """All ranks of an engine, and the sequences that wait for one, in order of arrival.
+    """All ranks of an engine, and the sequences that wait for one.
 
-    No sequence is overtaken on a rank that it could go to: once one finds no room on a rank, those
-    behind it do not get there in the same round. `ranks` and `waiting` are to be read only.
+    No sequence is overtaken on a rank that it could go to: once one finds no room there, those behind it
+    do not get there in the same round. `ranks` and `waiting` are to be read only.
     """
 
     def __init__(self, ranks: Sequence[SimRank], limits: EngineLimits) -> None:
@@ -319,7 +320,7 @@ class RankGroup:
         return sum([rank.n_running for rank in self.ranks])
 
     def sequences(self) -> list[SimSequence]:
-        """Everything that waits or runs."""
+        """All sequences, waiting and running."""
         running = [one for rank in self.ranks for one in rank.sequences()]
         return [*self.waiting, *running]
 
@@ -328,16 +329,16 @@ class RankGroup:
         return len(self.waiting) > 0 or any(rank.is_ready() for rank in self.ranks)
 
     def flush(self) -> None:
-        """Publish what the caches did."""
+        """Publish the KV events of all caches."""
         for rank in self.ranks:
             rank.flush()
 
     def enqueue(self, sequence: SimSequence) -> None:
-        """Put a sequence at the end of the line."""
+        """Put a sequence at the end of the queue."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: SimSequence, *, keeps_blocks: bool) -> None:
-        """Take a sequence out, wherever it is, and free what it holds unless it `keeps_blocks`."""
+        """Take a sequence out, wherever it is, and free its blocks unless it `keeps_blocks`."""
         self.waiting.discard(sequence)
         rank = self.ranks[sequence.rank or 0]
         rank.remove(sequence)
@@ -345,7 +346,7 @@ class RankGroup:
             rank.free(sequence)
 
     def admit(self) -> Iterator[SimSequence]:
-        """Let in what fits, one at a time: a place that the caller frees meanwhile is seen."""
+        """Admit what fits, one at a time, so that room which the caller frees meanwhile counts."""
         closed = {rank.index for rank in self.ranks if rank.is_full()}
         closed.update([rank.index for rank in self.ranks if not self.waiting.wants(rank.index)])
         if len(closed) == len(self.ranks):
@@ -365,7 +366,7 @@ class RankGroup:
                     return
 
     def _must_wait(self, sequence: SimSequence) -> bool:
-        """Whether no room would help: a branch before its prompt is there, a pull beyond the buffer."""
+        """Whether no room would help: a branch whose prompt is not computed, a pull beyond the buffer."""
         if sequence.is_pull:
             # TensorRT-LLM never starts such a transfer and says nothing.
             return self._buffer_tokens is not None and sequence.n_prompt > self._buffer_tokens

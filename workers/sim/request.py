@@ -1,8 +1,8 @@
 """Requests to the simulated engine, in the shape of TensorRT-LLM's LLM API of three ages.
 
 Field names, defaults and errors follow `tensorrt_llm.SamplingParams`, `DisaggregatedParams` and
-`SchedulingParams`, so that code written for those runs here. A class named with a version is that
-version's; one without is the newest. Each age has all fields of the one before it.
+`SchedulingParams`, so that code written for those runs here. A class with a version in its name belongs to
+that version, one without to the newest. Each age has all fields of the one before it.
 """
 
 import os
@@ -94,7 +94,7 @@ class SamplingParams12:
         if self.best_of < self.n:
             raise ValueError(f"best_of ({self.best_of}) cannot be less than n ({self.n})")
         greedy = self.top_k in (None, 1) and self.top_p in (None, 0.0)
-        # TensorRT-LLM looks at this variable itself, at the same moment.
+        # TensorRT-LLM too reads this variable here.
         allowed = self.use_beam_search or os.environ.get("TLLM_ALLOW_N_GREEDY_DECODING")
         if self.best_of > 1 and greedy and not allowed:
             raise ValueError("greedy decoding needs best_of 1")
@@ -137,7 +137,7 @@ class DisaggregatedParams12:
 
 @dataclass(slots=True, kw_only=True)
 class DisaggregatedParams13(DisaggregatedParams12):
-    """As `DisaggregatedParams12`, with ids of both phases and where the context is."""
+    """The parameters of the 1.3 candidates: with ids of both phases, and where the context is."""
 
     first_gen_log_probs: list[Any] | None = None
     first_gen_logits: list[Any] | None = None
@@ -149,7 +149,7 @@ class DisaggregatedParams13(DisaggregatedParams12):
 
 @dataclass(slots=True, kw_only=True)
 class DisaggregatedParams(DisaggregatedParams13):
-    """As `DisaggregatedParams13`, with what the newest versions pass along."""
+    """The newest parameters, with usage, conversation and media that are passed along."""
 
     multimodal_item_runs: list[Any] | None = None
     ctx_usage: dict[str, Any] | None = None
@@ -176,7 +176,7 @@ class SchedulingParams12:
 
 @dataclass(slots=True, kw_only=True)
 class SchedulingParams(SchedulingParams12):
-    """As `SchedulingParams12`, with the newest affinity hint."""
+    """The newest parameters, with a hint at the subagent's rank."""
 
     subagent_affinity_id: str | None = None
 
@@ -190,7 +190,7 @@ class ConversationParams:
 
 @dataclass(slots=True)
 class PreprocessedInputs:
-    """A prompt whose processing is done."""
+    """A prompt as `LLM.preprocess` gives it."""
 
     prompt_token_ids: Any
     query_token_ids: list[int] | None = None
@@ -200,11 +200,11 @@ class PreprocessedInputs:
 
 @dataclass(frozen=True, slots=True)
 class ApiTraits:
-    """One version's types and shapes.
+    """The types and shapes of one version.
 
-    `nests_events`: a KV event poll yields lists of events, not events. `newest_events` adds keys to them.
-    `counts_kv_tokens`: iteration stats have the KV token counts that TensorRT-LLM got in its pull request
-    #13199. `overlong_error` is raised for a prompt above `max_num_tokens` without chunked prefill.
+    With `nests_events` a poll for KV events yields lists of events, not events. `newest_events` adds keys
+    to events, `counts_kv_tokens` to iteration stats those of TensorRT-LLM's pull request #13199.
+    `overlong_error` is raised for a prompt above `max_num_tokens` without chunked prefill.
     """
 
     version: str

@@ -1,4 +1,4 @@
-"""What the simulated engine has of sampling: log probabilities, and when a sequence ends by its content.
+"""Sampling in the simulated engine: log probabilities, and the conditions that end a sequence.
 
 Log probabilities are a function of the context, as the tokens are.
 """
@@ -11,7 +11,7 @@ from slagate.workers.sim.kv_cache.blocks import TokenChain
 
 LogprobForm = Literal["dict", "flat", "dict_without_chosen"]
 
-# Ranks of one position follow each other at this distance, so that a better rank always has more.
+# The distance between two ranks of one position, so that a better rank always has the higher number.
 _RANK_STEP = 0.75
 _WORST_CHOSEN_RANK = 3
 
@@ -26,7 +26,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class LogprobMaker:
-    """Makes what one request asked for: the `n_top` most likely tokens and the chosen one.
+    """Makes the log probabilities of the `n_top` most likely tokens and of the chosen one.
 
     dict                 {token id: Logprob}, the chosen token always among them
     flat                 the chosen token's number alone
@@ -64,7 +64,7 @@ class LogprobMaker:
 
 
 def chosen_logprob(token: int, state: bytes) -> float:
-    """What the chosen token's entry says, whatever the form."""
+    """The chosen token's log probability, which is the same in every form."""
     return _best(token, state) - _RANK_STEP * (_chosen_rank(token, state) - 1)
 
 
@@ -86,7 +86,7 @@ class Stop(NamedTuple):
 
 
 class StopWord(NamedTuple):
-    """Tokens that end a sequence, and what the answer names as the cause."""
+    """Tokens that end a sequence, and the cause that the answer names."""
 
     cause: int | str
     tokens: tuple[int, ...]
@@ -95,9 +95,8 @@ class StopWord(NamedTuple):
 class StopRules:
     """The stop conditions of one request.
 
-    End-of-text is looked at first and stays in the answer; a stop word is cut off unless `include_stop`.
-    `ignore_eos` switches stop words off too, and the first `min_tokens` tokens end nothing, as in
-    TensorRT-LLM.
+    End-of-text is checked first and stays in the answer; a stop word is cut off unless `include_stop`. As
+    in TensorRT-LLM `ignore_eos` switches stop words off too, and the first `min_tokens` tokens end nothing.
     """
 
     __slots__ = ("_end_id", "_include_stop", "_last_tokens", "_min_tokens", "_words")

@@ -24,7 +24,7 @@ _OTHER_LOGIT = -10.0
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What bounds an iteration of one rank, and the sizes all workers of one model must agree on.
+    """The bounds of one rank's iteration, and the sizes that all workers of a model must agree on.
 
     `max_tokens_in_buffer` bounds the prompt that a decode worker can receive; None is no bound.
     """
@@ -39,7 +39,7 @@ class EngineLimits:
 
 
 class CacheContent(NamedTuple):
-    """Tokens in the cache, packed, and the states of the full blocks they make."""
+    """Tokens in the cache, packed, and the states of the full blocks that they fill."""
 
     states: Sequence[bytes]
     packed: bytes
@@ -47,11 +47,11 @@ class CacheContent(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SimSequence:
-    """One output of a request as submitted (first part), and how far the engine is with it.
+    """One output of a request: first as it was submitted, then how far the engine is with it.
 
-    `branch` is its index among the parallel outputs of the request; `first` is the sequence of branch 0
-    for the others, which run on its rank and reuse its prompt. `rank_wanted` without `rank_strict` is a
-    preference. `kv_tokens` counts tokens in the cache: the newest generated one is not there yet.
+    `branch` is its index among the parallel outputs of the request. The others have the sequence of branch
+    0 in `first`, run on its rank and reuse its prompt. `rank_wanted` without `rank_strict` is a preference.
+    `kv_tokens` counts tokens in the cache, where the newest generated one is not yet.
     """
 
     feed: OutputFeed
@@ -77,7 +77,7 @@ class SimSequence:
 
     @property
     def request_id(self) -> int:
-        """The id of the request that this is an output of."""
+        """The id of its request."""
         return self.feed.result.request_id
 
     @property
@@ -86,7 +86,10 @@ class SimSequence:
         return self.request_type == "generation_only"
 
     def start_chain(self, parent: bytes, block_tokens: int) -> None:
-        """The whole prompt is in the cache; `parent` is the state of its last full block."""
+        """Begin the output's context, once the prompt is whole in the cache.
+
+        `parent` is the state of the prompt's last full block.
+        """
         whole = self.n_prompt - self.n_prompt % block_tokens
         tail = self.prompt.packed[whole * TOKEN_BYTES :]
         self.chain = TokenChain(parent, tail, block_tokens)
@@ -98,7 +101,7 @@ class SimSequence:
         return CacheContent(states, self.prompt.packed[: n_tokens * TOKEN_BYTES])
 
     def cached(self, block_tokens: int) -> CacheContent:
-        """Everything of it that is in the cache: while it prefills, what is computed so far."""
+        """Its tokens in the cache: while it prefills, those computed so far."""
         if self.chain is None:
             return self.leading(self.prefilled_tokens, block_tokens)
         full = self.prompt.states[: self.n_prompt // block_tokens]

@@ -1,4 +1,4 @@
-"""What the simulated engine needs that a real one has no argument for, and the sizes that follow."""
+"""Settings that only the simulated engine has, and the sizes of its KV cache that follow from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,32 +9,30 @@ from slagate.workers.sim.args import KvCacheConfig, TorchLlmArgs
 from slagate.workers.sim.sampling import LogprobForm
 
 VOCAB_SIZE = 128_256
-"""Default vocabulary: Llama 3's."""
+"""The default number of tokens in the vocabulary: Llama 3's."""
 
 END_ID = 128_001
 """The end-of-text token of that vocabulary."""
 
-# The share of free GPU memory that a profile's KV capacity was measured with: TensorRT-LLM's default.
+# The share of free GPU memory at which a profile's KV capacity was measured: TensorRT-LLM's default.
 _PROFILE_MEMORY_RATIO = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimSettings:
-    """The simulated machine and model, and how the engine misbehaves.
+    """The simulated machine and model, and the faults of the engine.
 
-    `transport` is used by one engine only, and only when `cache_transceiver_config` is given.
-    `instance_salt` makes the block hashes of this engine differ from those of others. `fail_init` is
-    raised by the constructor, which first takes `init_s` seconds by way of `pause`. `handoff_on_stop` lets
-    a context_only request whose first token ends it still give a handoff.
-    Raises `ValueError` naming the field.
+    `transport` serves one engine only, and only when `cache_transceiver_config` is given. `end_id` None is
+    `END_ID`, or the last token of a smaller vocabulary. `instance_salt` makes this engine's block hashes
+    differ from those of others. The constructor waits `init_s` seconds by `pause`, then raises `fail_init`
+    if that is set. With `handoff_on_stop` a context_only request whose first token ends it still gives a
+    handoff. Raises `ValueError` naming the field.
     """
 
     profile: TpProfile
     transport: KvTransport | None = None
     vocab_size: int = VOCAB_SIZE
-    end_id: int | None = (
-        None  # None: the tokenizer's is END_ID, or the last token of the vocabulary
-    )
+    end_id: int | None = None
     model_max_seq_len: int = 131_072
     kv_block_bytes: int = 4096
     time_scale: float = 1.0

@@ -1,8 +1,8 @@
-"""Submitting to the simulated engine: what a prompt may be, what is checked, and when errors are told.
+"""Checks of a request to the simulated engine: its prompt, its parameters, its size.
 
-TensorRT-LLM raises some errors out of `generate_async` and reports others, found later by its executor
-process, while the result is iterated; `checked_request` raises the first kind, `enqueue_problem`
-names the second.
+TensorRT-LLM raises some errors out of `generate_async`. Others its executor process finds later, and they
+come while the result is iterated. `checked_request` raises the first kind, `enqueue_problem` names the
+second.
 """
 
 import logging
@@ -53,7 +53,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class RequestChecker:
-    """What a request is checked against: the engine's arguments and the version's types."""
+    """Checks requests against the engine's arguments and the version's types."""
 
     args: TorchLlmArgs
     settings: SimSettings
@@ -63,7 +63,7 @@ class RequestChecker:
     capacity_tokens: int  # of one rank's KV cache
 
     def checked_request(self, request_id: int, call: Submission) -> list[SimSequence]:
-        """A request's sequences, one an output, `max_tokens` cut to the context window.
+        """A request's sequences, one an output, with `max_tokens` cut to the context window.
 
         Raises `TypeError` or `ValueError`, the version's error for a prompt that is too long, and
         `NotImplementedError` for what is not simulated.
@@ -123,7 +123,7 @@ class RequestChecker:
         return [first, *others]
 
     def prompt_of(self, inputs: Any, *, pulls: bool = False) -> PromptTokens:
-        """Reads a string, token ids (also as an int32 array), a dict of either, or preprocessed inputs.
+        """Reads text, token ids (also as an int32 array), a dict of either, or preprocessed inputs.
 
         `pulls` is true for a request whose prompt comes from another worker. Raises `TypeError`,
         `ValueError`, or `NotImplementedError` for media, which this engine does not have.
@@ -212,7 +212,7 @@ class RequestChecker:
         )
 
     def _maker(self, sampling: SamplingParams12, name: str) -> LogprobMaker | None:
-        """What makes the log probabilities that field `name` asks for."""
+        """The maker of the log probabilities that field `name` asks for; None where it asks for none."""
         n_top = getattr(sampling, name)
         if n_top is None:
             return None
@@ -238,7 +238,7 @@ class RequestChecker:
         )
 
     def enqueue_problem(self, sequence: SimSequence) -> str | None:
-        """Why the executor refuses a request, by its first sequence, or None."""
+        """Why the executor refuses a request, of which this is the first sequence; None if it does not."""
         config = self.args.kv_cache_config
         sampling = sequence.feed.result.sampling_params
         if sequence.request_type != "context_and_generation" and not self.args.has_transceiver:

@@ -11,8 +11,8 @@ from slagate.workers.profiles.profile import TpProfile
 class PrefillChunk(NamedTuple):
     """Prompt tokens of one request computed in one iteration.
 
-    In front of them come first `reused_tokens`, found in the KV cache when the request started, then
-    `earlier_tokens`, computed in iterations before this one.
+    The prompt begins with `reused_tokens`, found in the KV cache when the request started, then come
+    `earlier_tokens`, computed in earlier iterations.
     """
 
     new_tokens: int

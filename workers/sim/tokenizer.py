@@ -7,10 +7,10 @@ _TOKEN = re.compile(r"<(\d+)>")
 
 
 class SimVocabulary:
-    """What stands in for a Hugging Face tokenizer.
+    """A stand-in for a Hugging Face tokenizer.
 
-    Text that is not of the form "<17>" becomes one token a UTF-8 byte, so that any prompt can be encoded;
-    such text decodes to the numbers of its bytes.
+    Text that is not of the form "<17>" becomes one token a UTF-8 byte, so that any prompt can be encoded.
+    Such text decodes to the numbers of its bytes.
     """
 
     def __init__(self, *, vocab_size: int, eos_token_id: int) -> None:
@@ -21,7 +21,7 @@ class SimVocabulary:
         return self.vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: FBT001, FBT002
-        """Token ids; no token is added at the front or the end."""
+        """Token ids of a text; no token is added at the front or the end."""
         del add_special_tokens
         tokens: list[int] = []
         end = 0
@@ -32,7 +32,7 @@ class SimVocabulary:
         return tokens + list(text[end:].encode())
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:  # noqa: FBT001, FBT002
-        """The text; end-of-text is the one special token."""
+        """Text of token ids; end-of-text is the one special token."""
         return "".join(
             f"<{token}>"
             for token in token_ids
@@ -41,7 +41,7 @@ class SimVocabulary:
 
 
 class SimTokenizer:
-    """`llm.tokenizer`: TensorRT-LLM's wrapper, with the real one in `tokenizer`."""
+    """`llm.tokenizer`: a double of TensorRT-LLM's wrapper, with the wrapped one in `tokenizer`."""
 
     def __init__(self, tokenizer: SimVocabulary) -> None:
         self.tokenizer = tokenizer

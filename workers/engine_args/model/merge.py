@@ -1,7 +1,7 @@
 """Layers of engine arguments merged into plain nested dicts, with where each value came from.
 
-Only plain dicts are merged, and models are built from the result: TensorRT-LLM's own model of a section,
-merged as a value, takes the whole section's place, and with it every key that the override did not name.
+Only plain dicts are merged, and models are built from the result. A model of a section, merged as a value,
+would replace the whole section, and with it every key that the override does not name.
 """
 
 import json
@@ -19,7 +19,7 @@ FORCED = "forced"
 
 
 class Layer(NamedTuple):
-    """Some arguments, nested, and where they came from, as one says it to an operator."""
+    """Some arguments, nested, and where they came from, in words for an operator."""
 
     source: str
     values: Mapping[str, Any]
@@ -27,13 +27,13 @@ class Layer(NamedTuple):
     """Of a file: the line of each dotted key."""
 
     def source_of(self, dotted: str) -> str:
-        """Where a value came from: in a file also which line."""
+        """Where a value came from; for a file, with the line."""
         line = self.lines.get(dotted)
         return self.source if line is None else f"{self.source}:{line}"
 
 
 class Replaced(NamedTuple):
-    """A value that a later layer took the place of."""
+    """A value that a later layer replaced."""
 
     key: str
     old: Any
@@ -50,7 +50,7 @@ class Replaced(NamedTuple):
 
 @dataclass(slots=True)
 class Merged:
-    """The result: the values, a source for each leaf, and what was replaced on the way, in order."""
+    """Merged layers: the values, a source for each leaf, and the replacements, in order."""
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Merged:
 
 
 def merge(layers: Iterable[Layer]) -> Merged:
-    """Each layer over the ones before; a value replaced by another one is logged, a default at INFO."""
+    """Merge each layer over the ones before it and log replaced values: defaults at INFO, others higher."""
     merged = Merged()
     for layer in layers:
         _put(merged, merged.values, layer.values, layer, prefix="")
@@ -75,7 +75,7 @@ def merge(layers: Iterable[Layer]) -> Merged:
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of all that is not a dict with something in it."""
+    """Dotted key and value of everything but dicts that are not empty."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
@@ -91,13 +91,13 @@ def _sections(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 def in_full(value: Any) -> str:
-    """The value as JSON; what JSON, or UTF-8, has no form for as Python shows it."""
+    """The value as JSON; parts that JSON or UTF-8 has no form for as Python shows them."""
     text = json.dumps(value, default=repr, ensure_ascii=False)
     return text.encode(errors="backslashreplace").decode()
 
 
 def in_brief(value: Any) -> str:
-    """As `in_full`, cut to a length that fits into a line."""
+    """The value as JSON, cut to 80 characters."""
     text = in_full(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -117,7 +117,7 @@ def _put(
             continue
         if key in into:
             _replace(merged, dotted, old, value, layer)
-        # A copy, of dicts as plain ones: what is merged into it later must not reach the caller's.
+        # A copy: later merges into it must not reach the caller's values.
         into[key] = plain(value)
         for leaf, _ in leaves({key: into[key]}, prefix):
             merged.sources[leaf] = layer.source_of(leaf)

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 POWER_OF_TWO = "power_of_two"
-"""The kind of error of a number that is none."""
+"""The kind of the validation error of a number that is no power of two."""
 
 
 def _power_of_two(number: int) -> int:
@@ -25,9 +25,9 @@ def _power_of_two(number: int) -> int:
 
 INT32_MAX = (1 << 31) - 1
 MAX_RANKS = 4096
-"""More GPUs than one engine has ever spanned; a larger number is a slip."""
+"""More GPUs than one engine has ever spanned: a larger number is a mistake."""
 
-# The engine's C++ has 32 bits for counts, and 64 for bytes.
+# In the engine's C++ counts have 32 bits, sizes in bytes 64.
 Count = Annotated[int, Field(gt=0, le=INT32_MAX)]
 Whole = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bytes = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
@@ -38,7 +38,7 @@ Sizes = Annotated[list[Count], Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """Refuses unknown keys, text for numbers, and what is not finite."""
+    """The model of a section: refuses unknown keys, text for numbers, and numbers that are not finite."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=()
@@ -137,7 +137,7 @@ class CudaGraphSection(Section):
 
     @property
     def largest(self) -> int:
-        """The largest recorded batch; 128 where nothing says it."""
+        """The largest recorded batch; 128 by default."""
         return max(self.batch_sizes) if self.batch_sizes else self.max_batch_size or 128
 
 
@@ -148,7 +148,7 @@ class MoeSection(Section):
         "AUTO", "CUTLASS", "CUTEDSL", "WIDEEP", "TRTLLM", "DEEPGEMM", "VANILLA", "TRITON"
     ] = "AUTO"
     max_num_tokens: Count | None = None
-    load_balancer: Any = None  # a path, or the file's content
+    load_balancer: Any = None  # a path, or the content of the file
     disable_finalize_fusion: bool = False
     use_low_precision_moe_combine: bool = False
 
@@ -178,7 +178,7 @@ DecodingType = Literal[
 
 
 class SpeculativeSection(Section):
-    """`speculative_config`: tokens drafted ahead. Which fields a type has: `FIELDS_OF_TYPE`."""
+    """`speculative_config`: tokens drafted ahead. `FIELDS_OF_TYPE` says which fields a type has."""
 
     decoding_type: DecodingType
     max_draft_len: Whole | None = None
@@ -186,9 +186,8 @@ class SpeculativeSection(Section):
     speculative_model: str | None = None
     speculative_model_dir: str | None = None  # the older name of the same
     max_concurrency: Count | None = None
-    draft_len_schedule: Any = (
-        None  # batch size to draft length; YAML's keys are ints, JSON's are text
-    )
+    # Batch size to draft length; the keys are ints in YAML, text in JSON.
+    draft_len_schedule: Any = None
     load_format: str | None = None
     acceptance_window: Whole | None = None
     acceptance_length_threshold: Annotated[float, Field(ge=0)] | None = None
@@ -222,7 +221,7 @@ class SpeculativeSection(Section):
 
     @property
     def draft_tokens(self) -> int:
-        """Tokens that a request may have besides its own in one step."""
+        """Drafted tokens that one step may have for a request, besides the request's own."""
         if self.decoding_type == "MTP":
             return self.max_draft_len or self.num_nextn_predict_layers
         return self.max_total_draft_tokens or self.max_draft_len or 0
@@ -252,13 +251,13 @@ FIELDS_OF_TYPE: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
     }
 )
-"""What each type has besides the fields of all; a type that is not here has no others."""
+"""The fields of one type alone; a type that is not here has only the fields of all types."""
 
 
 UNSET_IF_NONE: Mapping[str, int] = MappingProxyType(
     {"max_batch_size": 2048, "max_num_tokens": 8192, "max_input_len": 1024, "max_beam_width": 1}
 )
-"""Arguments for which the engine reads an explicit null as "not given", and what it then takes."""
+"""Arguments for which the engine reads an explicit null as "not given", and their defaults."""
 
 # -1 is the engine's own "choose for me".
 _Moe = Annotated[int, Field(ge=-1, le=MAX_RANKS)]
@@ -269,7 +268,7 @@ def _in_any_case(value: object) -> object:
 
 
 class EngineModel(Section):
-    """All arguments at their defaults but for what was given."""
+    """All arguments of the engine, at their defaults where not given."""
 
     model: str | None = None
     tokenizer: Any = None
@@ -380,7 +379,7 @@ class EngineModel(Section):
 
     @property
     def parallelism(self) -> tuple[int, int, int, bool]:
-        """What decides which part of the KV cache a rank has."""
+        """The sizes and the mode that decide which part of the KV cache a rank has."""
         return (
             self.tensor_parallel_size,
             self.pipeline_parallel_size,
@@ -390,7 +389,7 @@ class EngineModel(Section):
 
     @property
     def step_tokens_of_a_request(self) -> int:
-        """Tokens that one decoding request takes of a step: its own and its drafts."""
+        """Tokens of a step for one decoding request: its own and its drafts."""
         return 1 + (self.speculative_config.draft_tokens if self.speculative_config else 0)
 
     def up_to_blocks(self, n_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Rules of the KV cache of one engine: events, reuse, memory, types, the model's too."""
+"""Rules of the KV cache of one engine: events, reuse, memory, and types, with the model's own."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from slagate.workers.runtime.usage import nearest
 
 CACHE = "kv_cache_config"
 QUANTISED = ("auto", "fp8", "nvfp4")
-"""What the engine acts on; it warns about another explicit type and goes on."""
+"""Types of the KV cache that the engine acts on; it warns about another one and ignores it."""
 
 COMPUTED_IN = ("auto", "bfloat16", "float16", "float32")
 STORED_IN = ("fp8", "nvfp4", "int8", "float8", "fp4", "int4", "mxfp4", "mxfp8")
@@ -19,7 +19,7 @@ KVBM = "kvbm"
 
 
 def prefix_routing(case: EngineCase) -> Iterator[Finding]:
-    """E601, E602, E603: events come of a buffer, of block reuse, and of the PyTorch back-end."""
+    """E601, E602, E603: events need a buffer, block reuse and the PyTorch back-end."""
     cache, backend = case.args.kv_cache_config, case.args.backend
     routes = case.wanted.prefix_routing
     if backend != "pytorch":
@@ -54,7 +54,7 @@ def prefix_routing(case: EngineCase) -> Iterator[Finding]:
 
 
 def cache_memory(case: EngineCase) -> Iterator[Finding]:
-    """E604, E605: memory that is left over for the rest, and types that count."""
+    """E604, E605: memory that is left for the rest, and types that the engine acts on."""
     cache = case.args.kv_cache_config
     if cache.free_gpu_memory_fraction > MAX_FRACTION:
         yield warning(
@@ -76,7 +76,7 @@ def cache_memory(case: EngineCase) -> Iterator[Finding]:
 
 
 def model_type(case: EngineCase) -> Iterator[Finding]:
-    """E609: `dtype` is what the model computes in; the type of the KV cache is one level down."""
+    """E609: `dtype` is the type that the model computes in; that of the KV cache is one level down."""
     dtype = case.args.dtype
     if dtype.lower().startswith(STORED_IN):
         of_cache = dtype if dtype in QUANTISED else "fp8"
@@ -118,7 +118,7 @@ def streaming_events(case: EngineCase) -> Iterator[Finding]:
 
 
 def tiers(case: EngineCase) -> Iterator[Finding]:
-    """E607, E608: caches besides that in GPU memory."""
+    """E607, E608: cache tiers besides GPU memory."""
     cache, connector = case.args.kv_cache_config, case.args.kv_connector_config
     if (
         connector is not None

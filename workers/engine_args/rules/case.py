@@ -1,4 +1,4 @@
-"""One engine as the rules see it: its arguments, its role, and what it is wanted for."""
+"""The subject of the rules: an engine's arguments, its role, and its intended use."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,20 +10,20 @@ from slagate.workers.engine_args.model.model import EngineModel
 
 @dataclass(frozen=True, slots=True)
 class IntendedUse:
-    """What is asked of the engine, and where it is to run, as far as it is known."""
+    """What the engine is for, and where it is to run, as far as that is known."""
 
     prefix_routing: bool = False
-    """Whether requests are to be sent to where their prefix is cached."""
+    """Whether requests are to be routed to where their prefix is cached."""
     longest_prompt_tokens: int | None = None
     kv_bytes_per_token: int | None = None
-    """Of one rank."""
+    """KV cache of one token on one rank."""
     engine_version: tuple[int, int] | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCase:
-    """Arguments that are valid one by one; `given` has the dotted keys that somebody set."""
+    """Arguments that are each valid alone; `given` has the dotted keys that were set."""
 
     role: str
     args: EngineModel
@@ -32,12 +32,12 @@ class EngineCase:
 
     @property
     def is_disaggregated(self) -> bool:
-        """Whether the KV cache of a request moves out of, or into, this engine."""
+        """Whether KV caches of requests leave or reach this engine."""
         return self.role in ("prefill", "decode")
 
     @property
     def longest_prompt_tokens(self) -> int | None:
-        """The longest prompt that may come; None where only the model knows."""
+        """The longest prompt that may come, in tokens; None where only the model knows."""
         if self.wanted.longest_prompt_tokens is not None:
             return self.wanted.longest_prompt_tokens
         bounds = [self.args.max_seq_len]
@@ -50,7 +50,7 @@ class EngineCase:
         return any(name == key or name.startswith(f"{key}.") for name in self.given)
 
     def environment(self, name: str) -> str:
-        """A variable as the engine will have it; empty where it is not set."""
+        """An environment variable as the engine will have it; empty where it is not set."""
         overrides = self.args.env_overrides or {}
         return overrides.get(name, self.wanted.environ.get(name, ""))
 

@@ -1,4 +1,4 @@
-"""Rules of speculative decoding, of experts, and of what a back-end does not take."""
+"""Rules of speculative decoding, and of experts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ _NOT_ON_PYTORCH = ("Medusa", "Lookahead")
 
 
 def speculation(case: EngineCase) -> Iterator[Finding]:
-    """E701 to E705: what each way of drafting needs."""
+    """E701 to E705: requirements of each way of drafting."""
     section = case.args.speculative_config
     if section is None:
         return
@@ -59,7 +59,7 @@ def speculation(case: EngineCase) -> Iterator[Finding]:
 
 
 def fields_of_kind(case: EngineCase) -> Iterator[Finding]:
-    """E706: the engine has a model for each kind, and refuses the fields of another."""
+    """E706: the engine has a model for each decoding type, and refuses fields of another."""
     section = case.args.speculative_config
     if section is None:
         return

@@ -11,16 +11,16 @@ SECTION = "cache_transceiver_config"
 BUFFER = f"{SECTION}.max_tokens_in_buffer"
 GIB = 1 << 30
 SEEN_BYTES_PER_TOKEN = (128 * 1024, 209_280_466_944 // 65_536)
-"""KV of one token on one rank: an 8B model with grouped attention at 16 bits; and what one published
-recipe (nemotron-3-super) asked for, 194.9 GiB for 65,536 tokens, which no GPU has."""
+"""KV cache of one token on one rank: of an 8B model with grouped attention at 16 bits, and of a published
+recipe (nemotron-3-super) that asked for 194.9 GiB for 65,536 tokens, which no GPU has."""
 
 SMALL_BUFFER_TOKENS = 1024
-"""Below this the engine's fallback, which copies in pieces, is what moves most prompts."""
+"""With a smaller buffer most prompts go by the engine's fallback, which copies in pieces."""
 
 SAY_LONGEST = "slagate worker check --longest-prompt"
 
 OVERLAP_ON_PREFILL_SINCE = (1, 3)
-"""Before, the engine refuses context-only requests unless overlap scheduling is off."""
+"""Earlier engines refuse context-only requests unless overlap scheduling is off."""
 
 
 def transceiver(case: EngineCase) -> Iterator[Finding]:
@@ -51,7 +51,7 @@ def transceiver(case: EngineCase) -> Iterator[Finding]:
 
 
 def transfer_buffer(case: EngineCase) -> Iterator[Finding]:
-    """E203, E204: a buffer that holds the longest prompt, and that somebody has chosen."""
+    """E203, E204: the buffer holds the longest prompt, and has a size that was chosen."""
     section = _used(case)
     if section is None:
         return
@@ -66,7 +66,7 @@ def transfer_buffer(case: EngineCase) -> Iterator[Finding]:
             + (f", here {case.args.up_to_blocks(longest)}" if certain and longest else ""),
         )
     elif longest is not None and buffer < longest:
-        # Of a context, some is the answer's: only who says how long prompts get can be held to it.
+        # A part of the context is the answer's: it is an error only where the longest prompt was stated.
         yield (error if certain else warning)(
             "E203",
             BUFFER,
@@ -76,7 +76,7 @@ def transfer_buffer(case: EngineCase) -> Iterator[Finding]:
             + ("" if certain else f", or, if prompts are shorter, say so: {SAY_LONGEST}"),
         )
     elif longest is None and buffer < max(SMALL_BUFFER_TOKENS, case.args.max_num_tokens):
-        # A larger one somebody may have sized by prompts; the model's context cannot be read here.
+        # A larger one may have been sized by prompts; the model's context cannot be read here.
         yield warning(
             "E203",
             BUFFER,
@@ -87,7 +87,7 @@ def transfer_buffer(case: EngineCase) -> Iterator[Finding]:
 
 
 def block_alignment(case: EngineCase) -> Iterator[Finding]:
-    """E205: limits in whole KV blocks, which split workers check at start."""
+    """E205: limits are whole KV blocks, which disaggregated workers check at start."""
     section = _used(case)
     if section is None:
         return
@@ -106,7 +106,7 @@ def block_alignment(case: EngineCase) -> Iterator[Finding]:
 
 
 def overlap_scheduler(case: EngineCase) -> Iterator[Finding]:
-    """E206, E207: off on prefill, for engines before 1.3; on elsewhere."""
+    """E206, E207: overlap scheduling is off on prefill, for engines before 1.3, and on elsewhere."""
     key = "disable_overlap_scheduler"
     disabled = case.args.disable_overlap_scheduler
     version = case.wanted.engine_version
@@ -135,7 +135,7 @@ def overlap_scheduler(case: EngineCase) -> Iterator[Finding]:
 
 
 def transport(case: EngineCase) -> Iterator[Finding]:
-    """E209, E210: environment variables that do not do what they seem to, or too much."""
+    """E209, E210: environment variables that have no effect, or too much of it."""
     section = _used(case)
     if section is None:
         return
@@ -157,7 +157,7 @@ def transport(case: EngineCase) -> Iterator[Finding]:
 
 
 def _used(case: EngineCase) -> CacheTransceiverSection | None:
-    """The section, where it has an effect."""
+    """The section where it has an effect, else None."""
     section = case.args.cache_transceiver_config
     usable = case.is_disaggregated and section is not None and section.backend is not None
     return section if usable else None

@@ -1,4 +1,4 @@
-"""Rules of a pairing: one prefill and one decode engine that hand KV caches over."""
+"""Rules of a pairing: a prefill engine that hands KV caches over to a decode engine."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ _NO_TALK = "which then do not understand each other"
 
 
 def kv_layout(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
-    """E301 to E303, E306: what one side sends must be what the other side reads."""
+    """E301 to E303, E306: both sides have the same layout of the KV cache."""
     one, other = prefill.args.kv_cache_config, decode.args.kv_cache_config
     for code, key, left, right in (
         ("E301", "dtype", prefill.args.dtype, decode.args.dtype),
@@ -55,7 +55,7 @@ def transports(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
 
 
 def prompts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
-    """E203: decode's buffer holds what prefill lets in, whatever decode's own context says."""
+    """E203: decode's buffer holds every prompt that prefill takes, whatever decode's own context is."""
     section = decode.args.cache_transceiver_config
     buffer = None if section is None else section.max_tokens_in_buffer
     longest = prefill.longest_prompt_tokens
@@ -74,7 +74,7 @@ def prompts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
 
 
 def buffers(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
-    """E304, E309: between unequal parallelism, buffers must be large, and equal."""
+    """E304, E309: between unequal parallelism buffers are large, and equal."""
     if prefill.args.parallelism == decode.args.parallelism:
         return
     sizes = [

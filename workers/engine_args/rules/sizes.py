@@ -74,7 +74,7 @@ def gpus(case: EngineCase) -> Iterator[Finding]:
 
 
 def step_tokens(case: EngineCase) -> Iterator[Finding]:
-    """E406, E407, E408: what a step may hold against what it has to."""
+    """E406, E407, E408: a step holds a full batch, and the longest prompt."""
     args = case.args
     per_request = args.step_tokens_of_a_request
     needed = args.max_batch_size * per_request
@@ -115,7 +115,7 @@ def step_tokens(case: EngineCase) -> Iterator[Finding]:
 
 
 def cuda_graphs(case: EngineCase) -> Iterator[Finding]:
-    """E501 to E504: the batches recorded, against the batches that there will be."""
+    """E501 to E504: the recorded batches are those that there will be."""
     graphs, batch = case.args.cuda_graph_config, case.args.max_batch_size
     if graphs is None:
         return

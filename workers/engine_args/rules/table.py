@@ -110,12 +110,12 @@ PAIR_RULES: tuple[Callable[[EngineCase, EngineCase], Iterator[Finding]], ...] = 
 
 
 def findings_of(case: EngineCase) -> list[Finding]:
-    """What the rules find in one engine; an encoder has no KV cache and no steps to go by."""
+    """The findings about one engine; none about an encoder, which has no KV cache and no steps."""
     if case.role == "encode":
         return []
     return [finding for rule in RULES for finding in rule(case)]
 
 
 def findings_of_pair(prefill: EngineCase, decode: EngineCase) -> list[Finding]:
-    """What the rules find in two that hand over, besides what each has by itself."""
+    """The findings about a pairing, besides those about each engine."""
     return [finding for rule in PAIR_RULES for finding in rule(prefill, decode)]

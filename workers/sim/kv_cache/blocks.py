@@ -1,4 +1,4 @@
-"""What a block of the simulated KV cache contains, and which token the model puts after it.
+"""The content of a block of the simulated KV cache, and the token that the model puts after it.
 
 A block's *state* is a 128-bit hash of every token up to its end, chained block by block:
 
@@ -68,8 +68,8 @@ def next_token(state: bytes, vocab_size: int, branch: int = 0) -> int:
 class TokenChain:
     """A growing context: the state of its last block, and the states of the blocks it has filled.
 
-    Starts after `parent`, the state of the full block in front of `tail` (packed tokens, fewer than a
-    block, maybe none).
+    It starts after `parent`, the state of the full block in front of `tail`: packed tokens, fewer than a
+    block, perhaps none.
     """
 
     __slots__ = ("_block_tokens", "_hasher", "_room", "filled", "state")
@@ -102,7 +102,7 @@ def continuation(
     cache_salt: str = "",
     branch: int = 0,
 ) -> list[int]:
-    """The `n_tokens` the model generates after a prompt: what any correct stream must equal.
+    """The `n_tokens` that the model generates after a prompt: every correct stream has these.
 
     `branch` is the index of the output among the parallel ones of a request.
     """
@@ -123,8 +123,8 @@ def continuation(
 class CachePrompt:
     """A prompt as the KV cache sees it.
 
-    `packed` is its tokens (`token_bytes`), `states` the state of each of its blocks, a partial last one
-    included, and `seed` the state in front of the first (`seed_state`, which `cache_salt` went into).
+    `packed` are its tokens (`token_bytes`), `states` the states of its blocks, a partial last one included.
+    `seed` is the state in front of the first block (`seed_state`, of which `cache_salt` is a part).
     """
 
     seed: bytes
@@ -170,6 +170,6 @@ def _inverses(block_bytes: int) -> npt.NDArray[np.uint64]:
 
 
 def verify(blocks: Blocks, states: Sequence[bytes]) -> list[int]:
-    """Indices of blocks that are not, byte for byte, the content of their state; empty = all are."""
+    """Indices of the blocks that are not, byte for byte, the content of their state."""
     wrong = (blocks != block_contents(states, blocks.shape[1])).any(axis=1)
     return [int(i) for i in np.flatnonzero(wrong)]

@@ -18,9 +18,9 @@ from slagate.workers.sim.kv_cache.tree import DEVICE, HOST, BlockNode, BlockTree
 class Allocation:
     """One sequence's blocks: those it refers to in the tree, its own, and those it may still take.
 
-    `reused_tokens` leading prompt tokens need no compute; of their `reused_blocks`, all but a last one
-    that was copied in part are shared, and `onboarded_blocks` came back from the host for it. It took
-    `allocated_blocks` of the pool at first, to fill or to copy into, of which `new_blocks` held nothing.
+    `reused_tokens` leading prompt tokens need no compute. Their `reused_blocks` are shared, but for a last
+    one that was copied in part; `onboarded_blocks` of them came back from the host. At first the sequence
+    took `allocated_blocks` of the pool, to fill or to copy into, of which `new_blocks` held nothing.
     """
 
     prompt: CachePrompt
@@ -44,16 +44,16 @@ class SimKvCache:
 
     Stored blocks form a tree by prefix. Three rules keep it whole:
 
-    * who refers to a block refers to its whole prefix, and lets go last block first. So in the order of
-      release, which is the order of eviction, every child on the device is in front of its parent;
-    * eviction moves a block to the host in that same order, so that there too children come first, and
-      a match brings it back root first: no block on the device has a parent on the host;
-    * a block that two sequences computed is stored once. The later one refers to it, to keep the
-      prefix of what it stores next, and keeps its own copy, as TensorRT-LLM does; but where nobody
-      else refers to the stored one, its own copy takes that place, so that storing never takes room.
+    * a sequence that refers to a block refers to its whole prefix, and releases its last block first. So in
+      the order of release, which is the order of eviction, every child on the device precedes its parent;
+    * eviction moves blocks to the host in that same order, so children come first there too, and a match
+      brings blocks back root first: no block on the device has a parent on the host;
+    * a block that two sequences computed is stored once. The later one refers to it, to keep the prefix of
+      what it stores next, and keeps its own copy, as TensorRT-LLM does. Where no other sequence refers to
+      the stored block, the later one's copy takes its place, so that storing never needs room.
 
-    Sequences reserve all they may grow to, so `grow` cannot fail. Without `reuse` nothing is stored and
-    nothing recorded.
+    A sequence reserves all that it may grow to, so `grow` cannot fail. Without `reuse` nothing is stored
+    and nothing recorded.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SimKvCache:
 
     @property
     def cached_blocks(self) -> int:
-        """Stored device blocks nobody refers to: reusable until evicted."""
+        """Stored device blocks that no sequence refers to: reusable until evicted."""
         return len(self._evictable)
 
     @property
@@ -122,12 +122,11 @@ class SimKvCache:
     def allocate(
         self, prompt: CachePrompt, *, n_blocks: int, reserve_blocks: int = 0, reusable_tokens: int
     ) -> Allocation | None:
-        """Take `n_blocks` blocks for a prompt, the leading ones from the cache, or None.
+        """Take `n_blocks` blocks for a prompt, the leading ones from the cache.
 
         `reserve_blocks` more are kept for `grow`. None when the pool cannot give both now. At most
-        `reusable_tokens` leading tokens are reused: the last one is computed in any case, as its logits
-        are the first output. After the last full match, the block that shares most tokens with what
-        follows is copied into a private one; it is neither shared nor referred to.
+        `reusable_tokens` leading tokens are reused. After the last full match, the block that shares most
+        tokens with the rest of the prompt is copied into a private one, which does not refer to it.
         """
         if not self._reuse:
             reusable_tokens = 0
@@ -136,7 +135,7 @@ class SimKvCache:
         n_private = n_blocks - len(path)
         if n_idle + n_private + reserve_blocks > self.available_blocks:
             return None
-        # Looked for before anything is evicted: the source itself may have to make room for its copy.
+        # The search precedes eviction: the source itself may have to make room for its copy.
         copied_tokens = self._copied_tokens(prompt, path, reusable_tokens)
         n_onboarded = sum([self._refer(node) for node in path])
         self._private_blocks += n_private
@@ -181,8 +180,8 @@ class SimKvCache:
     ) -> None:
         """Make the blocks of the leading tokens `packed` reusable; `states` are of the full ones.
 
-        What this allocation has stored before is left as it is. With `partial`, done at the end of a
-        sequence, the last and partly filled block is stored too, and nothing can follow.
+        Blocks that this allocation has stored before stay as they are. With `partial`, at the end of a
+        sequence, the last and partly filled block is stored too, and nothing can be stored after it.
         """
         if not self._reuse or allocation.closed:
             return
@@ -218,7 +217,7 @@ class SimKvCache:
                 allocation.private_blocks -= 1
                 self._private_blocks -= 1
             path.append(node)
-        # Below a new block everything is new, so one event tells it.
+        # Below a new block everything is new, so one event covers it.
         if first_new < n_blocks and self._recorder is not None:
             self._recorder.stored(
                 path[first_new - 1].state if first_new else None,
@@ -228,7 +227,7 @@ class SimKvCache:
             )
 
     def release(self, allocation: Allocation) -> None:
-        """Give everything back; stored blocks stay reusable. Again on the same allocation: no-op."""
+        """Give all blocks back; stored ones stay reusable. No-op the second time."""
         evictable = self._evictable
         for node in reversed(allocation.path):
             node.references -= 1
@@ -241,7 +240,7 @@ class SimKvCache:
         allocation.closed = True
 
     def resident(self) -> dict[int, int]:
-        """Engine hash -> tier (0 device, 1 host) of every full block stored: what events must tell."""
+        """Engine hash -> tier (0 device, 1 host) of every full block stored, as events announce it."""
         assert self._recorder is not None, "hashes are the recorder's"
         engine_hash = self._recorder.engine_hash
         return {engine_hash(node.state): node.level for node in self._tree.full_blocks()}
@@ -272,7 +271,7 @@ class SimKvCache:
         return True
 
     def _evict_overflow(self) -> int:
-        """Make room for what is filled already; how many blocks had to go."""
+        """Evict blocks until the filled ones fit the pool again; returns how many."""
         n_over = max(0, self._filled_blocks - self.total_blocks)
         for _ in range(n_over):
             node, _ = self._evictable.popitem(last=False)

@@ -1,9 +1,10 @@
 """KV cache events of the simulated engine, in the dict shape of TensorRT-LLM's polling API.
 
-    cache -> KvEventRecorder (one per rank) -- flush, once per iteration --> KvEventQueue -> take
+    cache -> KvEventRecorder (one per rank) -- flush, once per iteration --> KvEventQueue -> take_events
 
-Between the two an event is a compact record; its dict, with one dict per token, is made when somebody
-takes it. The shape is that of TensorRT-LLM's `KVCacheEventSerializer`.
+In the queue an event is a compact record. Its dict, with one dict per token, is made when it is taken, in
+the shape of TensorRT-LLM's `KVCacheEventSerializer`. `Arrivals` and `PollResult` are polling as such, which
+iteration statistics have too.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ class _Created(NamedTuple):
     primary_blocks: int
     host_blocks: int
 
-    def data(self, recorder: "KvEventRecorder") -> dict[str, Any]:
+    def fields(self, recorder: "KvEventRecorder") -> dict[str, Any]:
         del recorder
         return {
             "type": "created",
@@ -40,7 +41,7 @@ class _Stored(NamedTuple):
     packed: bytes
     cache_salt: str
 
-    def data(self, recorder: "KvEventRecorder") -> dict[str, Any]:
+    def fields(self, recorder: "KvEventRecorder") -> dict[str, Any]:
         size = recorder.block_tokens
         tokens = struct.unpack(f"<{len(self.packed) // TOKEN_BYTES}I", self.packed)
         blocks = []
@@ -66,7 +67,7 @@ class _Removed(NamedTuple):
     window: int
     states: Sequence[bytes]
 
-    def data(self, recorder: "KvEventRecorder") -> dict[str, Any]:
+    def fields(self, recorder: "KvEventRecorder") -> dict[str, Any]:
         hashes = [recorder.engine_hash(state) for state in self.states]
         return {"type": "removed", "block_hashes": hashes}
 
@@ -77,7 +78,7 @@ class _Moved(NamedTuple):
     old_level: int
     new_level: int
 
-    def data(self, recorder: "KvEventRecorder") -> dict[str, Any]:
+    def fields(self, recorder: "KvEventRecorder") -> dict[str, Any]:
         return {
             "type": "updated",
             "block_hash": recorder.engine_hash(self.state),
@@ -94,7 +95,7 @@ _Record = _Created | _Stored | _Removed | _Moved
 
 
 class _Batch(NamedTuple):
-    """What one rank did in one iteration; ids count from `first_id`."""
+    """The events of one rank in one iteration; their ids count from `first_id`."""
 
     recorder: "KvEventRecorder"
     first_id: int
@@ -102,9 +103,10 @@ class _Batch(NamedTuple):
 
 
 class KvEventQueue:
-    """Events of one engine that nobody has taken yet, all ranks; 0 = off, nothing is kept.
+    """Events of all ranks of an engine that were not taken yet.
 
-    Beyond `max_events` the oldest are dropped and counted, which shows as a gap in the ids of a rank.
+    Beyond `max_events` the oldest are dropped and counted, which shows as a gap in the ids of a rank. With
+    `max_events` 0 nothing is kept.
     """
 
     def __init__(self, max_events: int) -> None:
@@ -112,14 +114,14 @@ class KvEventQueue:
             raise ValueError(f"max_events must be >= 0, got {max_events}")
         self.max_events = max_events
         self.n_dropped = 0
-        # A batch rather than each event is an entry: a full queue is a burden to the garbage collector.
+        # An entry is a batch, not an event: the garbage collector has less to visit in a full queue.
         self._batches: deque[_Batch] = deque()
-        self._n_gone = 0  # of the first batch
+        self._n_gone = 0  # events taken of the first batch
         self._n_events = 0
         self.arrivals = Arrivals()
 
     def put(self, batch: _Batch) -> None:
-        """Add what one rank did in one iteration."""
+        """Add the events of one rank's iteration."""
         if not self.max_events:
             return
         self._batches.append(batch)
@@ -132,7 +134,7 @@ class KvEventQueue:
         self.arrivals.announce()
 
     def take_events(self, limit: int | None = None) -> list[dict[str, Any]]:
-        """The oldest `limit` events, or all, as dicts; they are gone then."""
+        """Remove the oldest `limit` events, or all, and return them as dicts."""
         n = self._n_events if limit is None else min(limit, self._n_events)
         return [
             _as_dict(batch.recorder, batch.first_id + i, batch.records[i])
@@ -141,7 +143,7 @@ class KvEventQueue:
         ]
 
     def _first(self, n_events: int) -> Iterator[tuple[_Batch, range]]:
-        """Remove that many events from the front; gives those of each batch."""
+        """Remove that many events from the front; yields each batch with the indices of its events."""
         self._n_events -= n_events
         while n_events:
             batch, start = self._batches[0], self._n_gone
@@ -155,11 +157,11 @@ class KvEventQueue:
 
 
 class KvEventRecorder:
-    """What one rank's cache does, in order, kept back until `flush`.
+    """Records the events of one rank's cache, in order, and keeps them until `flush`.
 
-    A model with sliding-window layers has several `windows`; the largest covers the whole context. All
-    of them announce the same blocks; a smaller one announces at once as removed those that lie before
-    it. `salt` makes the hashes of this engine differ from those of others, and `rank` None leaves
+    A model with sliding-window layers has several `windows`; the largest covers the whole context. Every
+    window announces the same blocks; a smaller one at once announces those in front of it as removed.
+    `salt` makes this engine's hashes differ from those of others, and `rank` None leaves
     `attention_dp_rank` out. `newest` adds the keys of TensorRT-LLM 1.3 and later.
     """
 
@@ -183,18 +185,18 @@ class KvEventRecorder:
         self._key = blake2b(salt, digest_size=32).digest()
         self._next_id = 0
         self._pending: list[_Record] = []
-        # Removals not closed yet, by window: more of them may join.
+        # Removed blocks by window, to which more may be added until their event is made.
         self._removed: dict[int, list[bytes]] = {window: [] for window in windows}
         # Blocks announced and not removed, by window smaller than the largest.
         largest = max(windows)
         self._sliding: dict[int, set[bytes]] = {w: set() for w in windows if w != largest}
 
     def engine_hash(self, state: bytes) -> int:
-        """The unsigned 64-bit name that this engine has for a block."""
+        """This engine's unsigned 64-bit hash of a block."""
         return int.from_bytes(blake2b(state, key=self._key, digest_size=8).digest(), "little")
 
     def created(self, primary_blocks: int, host_blocks: int) -> None:
-        """The pools exist, with this many blocks on the device and on the host."""
+        """Record that the pools exist, with this many blocks on the device and on the host."""
         for window in self.windows:
             self._add(_Created(window, primary_blocks, host_blocks))
 
@@ -206,7 +208,7 @@ class KvEventRecorder:
         packed: bytes,
         cache_salt: str = "",
     ) -> None:
-        """Blocks in these `states`, with `packed` tokens, can be reused on the device from now on.
+        """Record that blocks in these `states`, with `packed` tokens, are reusable on the device.
 
         `parent` is the state of the block in front of them, None at the root. Only the last block may
         be partly filled.
@@ -221,7 +223,7 @@ class KvEventRecorder:
                 live.update(states[n_out:])
 
     def removed(self, state: bytes) -> None:
-        """A block is in no tier any more."""
+        """Record that a block is in no tier any more."""
         for window, removed in self._removed.items():
             live = self._sliding.get(window)
             if live is None:
@@ -231,14 +233,14 @@ class KvEventRecorder:
                 removed.append(state)
 
     def moved(self, state: bytes, old_level: int, new_level: int) -> None:
-        """A block moved between the tiers: 0 is the device, 1 the host."""
+        """Record that a block moved between the tiers: 0 is the device, 1 the host."""
         for window in self.windows:
             live = self._sliding.get(window)
             if live is None or state in live:
                 self._add(_Moved(window, state, old_level, new_level))
 
     def flush(self) -> None:
-        """Give everything since the last time to the queue, with ids; the end of an iteration."""
+        """Put everything since the last call into the queue, with ids, at the end of an iteration."""
         for window in self.windows:
             self._close_removed(window)
         if self._pending:
@@ -259,7 +261,7 @@ class KvEventRecorder:
 def _as_dict(recorder: KvEventRecorder, event_id: int, record: _Record) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "event_id": event_id,
-        "data": record.data(recorder),
+        "data": record.fields(recorder),
         "window_size": record.window,
     }
     if recorder.rank is not None:
@@ -271,13 +273,13 @@ def _as_dict(recorder: KvEventRecorder, event_id: int, record: _Record) -> dict[
 
 
 class Arrivals:
-    """Those who wait for the next thing that a queue gets."""
+    """Lets pollers of a queue wait until something is added to it."""
 
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
 
     def announce(self) -> None:
-        """Something is there."""
+        """Wake all who wait."""
         for waiter in self._waiters:
             _complete(waiter)
 
@@ -295,12 +297,12 @@ class Arrivals:
 
 
 class PollResult:
-    """Async iterator of what is there and what arrives; it ends when nothing does within the timeout."""
+    """Async iterator over a queue; it ends when nothing arrives within the timeout."""
 
     def __init__(
         self, take: Callable[[], Any | None], arrivals: Arrivals, *, timeout_s: float
     ) -> None:
-        """`take` gives the next item, or None; `arrivals` are those of what it takes from."""
+        """`take` gives the next item of the queue, or None; `arrivals` are the queue's."""
         self._take = take
         self._arrivals = arrivals
         self._timeout_s = timeout_s

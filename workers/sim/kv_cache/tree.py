@@ -1,4 +1,4 @@
-"""Which blocks the simulated KV cache has stored: a tree by prefix, over both tiers."""
+"""The blocks that the simulated KV cache has stored: a tree by prefix, over both tiers."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
@@ -12,8 +12,8 @@ DEVICE, HOST = 0, 1
 class BlockNode:
     """A stored block with its packed tokens, or the root of one seed, which has none.
 
-    `children` are the packed tokens of the children on the device, sorted, so that those which share
-    most with any other tokens stand next to where these would go. `n_children` counts both tiers.
+    `children` are the packed tokens of the children on the device, sorted: those that share most with
+    other tokens are the neighbours of the place where these would be. `n_children` counts both tiers.
     """
 
     __slots__ = ("children", "level", "n_children", "parent", "references", "state", "tokens")
@@ -44,7 +44,7 @@ class BlockTree:
         return self._nodes.get(state)
 
     def match(self, states: Sequence[bytes], n_blocks: int) -> list[BlockNode]:
-        """The stored ones of the first `n_blocks` states, up to the first that is not."""
+        """The stored blocks of the first `n_blocks` states, up to the first that is not stored."""
         path = []
         get = self._nodes.get
         for state in islice(states, n_blocks):
@@ -55,7 +55,7 @@ class BlockTree:
         return path
 
     def n_shared_tokens(self, parent: BlockNode | None, seed: bytes, wanted: bytes) -> int:
-        """The most tokens of `wanted` that a device block after `parent`, None = root, begins with."""
+        """The most leading tokens of `wanted` that a device block below `parent` (None: the root) has."""
         if parent is None:
             parent = self._roots.get(seed)
         if parent is None or not parent.children:
@@ -83,7 +83,7 @@ class BlockTree:
         node.level = HOST
 
     def to_device(self, node: BlockNode) -> None:
-        """Move a block back whose prefix is on the device."""
+        """Move a block whose prefix is on the device back there."""
         assert node.parent is not None
         assert node.parent.level == DEVICE, "brought back before its parent"
         insort(node.parent.children, node.tokens)
@@ -98,7 +98,7 @@ class BlockTree:
         assert parent is not None
         parent.n_children -= 1
         if parent.parent is None and not parent.n_children:
-            # Every salt makes a root: they must not pile up.
+            # Every salt makes a root, and roots must not pile up.
             del self._roots[parent.state]
         del self._nodes[node.state]
 
