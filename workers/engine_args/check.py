@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType, UnionType
+from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -20,31 +20,29 @@ from slagate.workers.engine_args.yaml_text import inline
 from slagate.workers.findings import Finding, error, warning
 from slagate.workers.runtime.usage import nearest
 
-MOVED: Mapping[str, str] = MappingProxyType(
-    {
-        "tp_size": "tensor_parallel_size",
-        "tensor_parallel": "tensor_parallel_size",
-        "pp_size": "pipeline_parallel_size",
-        "ep_size": "moe_expert_parallel_size",
-        "expert_parallel_size": "moe_expert_parallel_size",
-        "attention_dp": "enable_attention_dp",
-        "enable_chunked_context": "enable_chunked_prefill",
-        "use_cuda_graph": "cuda_graph_config",
-        "cuda_graph_batch_sizes": "cuda_graph_config.batch_sizes",
-        "cuda_graph_max_batch_size": "cuda_graph_config.max_batch_size",
-        "cuda_graph_padding_enabled": "cuda_graph_config.enable_padding",
-        "kv_cache_dtype": "kv_cache_config.dtype",
-        "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
-        "tokens_per_block": "kv_cache_config.tokens_per_block",
-        "moe_backend": "moe_config.backend",
-        "moe_max_num_tokens": "moe_config.max_num_tokens",
-        "moe_load_balancer": "moe_config.load_balancer",
-        "enable_overlap_scheduler": "disable_overlap_scheduler",
-        "max_tokens_in_buffer": "cache_transceiver_config.max_tokens_in_buffer",
-        "eplb_config": "moe_config.load_balancer",
-        "pytorch_backend_config": "gone, and its keys are at the top level",
-    }
-)
+MOVED: Mapping[str, str] = {
+    "tp_size": "tensor_parallel_size",
+    "tensor_parallel": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "ep_size": "moe_expert_parallel_size",
+    "expert_parallel_size": "moe_expert_parallel_size",
+    "attention_dp": "enable_attention_dp",
+    "enable_chunked_context": "enable_chunked_prefill",
+    "use_cuda_graph": "cuda_graph_config",
+    "cuda_graph_batch_sizes": "cuda_graph_config.batch_sizes",
+    "cuda_graph_max_batch_size": "cuda_graph_config.max_batch_size",
+    "cuda_graph_padding_enabled": "cuda_graph_config.enable_padding",
+    "kv_cache_dtype": "kv_cache_config.dtype",
+    "free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",
+    "tokens_per_block": "kv_cache_config.tokens_per_block",
+    "moe_backend": "moe_config.backend",
+    "moe_max_num_tokens": "moe_config.max_num_tokens",
+    "moe_load_balancer": "moe_config.load_balancer",
+    "enable_overlap_scheduler": "disable_overlap_scheduler",
+    "max_tokens_in_buffer": "cache_transceiver_config.max_tokens_in_buffer",
+    "eplb_config": "moe_config.load_balancer",
+    "pytorch_backend_config": "gone, and its keys are at the top level",
+}
 """Names from older engines and other tools, and keys one level too high, with what is meant."""
 
 _TYPES = {

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from slagate.workers.kv_transfer.transport import KvTransferError, KvTransport
-from slagate.workers.sim.handoff import DisaggIds, ParkedSessions
+from slagate.workers.sim.handoff import DisaggIds, ParkedSessions, Pulls
 from slagate.workers.sim.kv_cache.events import KvEventQueue
-from slagate.workers.sim.pulls import Pulls
 from slagate.workers.sim.rank import Iteration, RankGroup, SimRank
 from slagate.workers.sim.request import RequestError
 from slagate.workers.sim.sequence import EngineLimits, SimSequence

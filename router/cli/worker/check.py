@@ -171,20 +171,10 @@ def _places(finding: Finding, *sides: EngineArgs) -> str:
 
 def _shown(found: RoleFinding) -> ShownFinding:
     of, (code, severity, key, message, advice), source = found
-    return ShownFinding(
-        f"{severity} {code}  {of}  {key}{f' ({source})' if source else ''}",
-        f"{key} {message}",
-        advice,
-        {
-            "of": of,
-            "code": code,
-            "severity": severity,
-            "key": key,
-            "text": message,
-            "advice": advice,
-            "source": source,
-        },
-    )
+    title = f"{severity} {code}  {of}  {key}{f' ({source})' if source else ''}"
+    fields = {"of": of, "code": code, "severity": severity, "key": key, "text": message}
+    fields |= {"advice": advice, "source": source}
+    return ShownFinding(title, f"{key} {message}", advice, fields)
 
 
 def _summary(found: Sequence[RoleFinding], n_ignored: int) -> str:

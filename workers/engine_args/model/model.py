@@ -6,8 +6,7 @@ A test compares the two.
 """
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Mapping, Set
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -227,36 +226,27 @@ class SpeculativeSection(Section):
         return self.max_total_draft_tokens or self.max_draft_len or 0
 
 
-_EAGLE = frozenset({"eagle3_one_model", "eagle3_layers_to_capture", "eagle3_model_arch"})
-FIELDS_OF_TYPE: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "Eagle": _EAGLE,
-        "Eagle3": _EAGLE,
-        "MTP": frozenset(
-            {
-                "num_nextn_predict_layers",
-                "use_relaxed_acceptance_for_thinking",
-                "relaxed_topk",
-                "relaxed_delta",
-            }
-        ),
-        "NGram": frozenset(
-            {"max_matching_ngram_size", "is_keep_all", "is_use_oldest", "is_public_pool"}
-        ),
-        "Lookahead": frozenset({"max_window_size", "max_ngram_size", "max_verification_set_size"}),
-        "Medusa": frozenset({"medusa_choices", "num_medusa_heads"}),
-        "User_Provided": frozenset({"drafter", "resource_manager"}),
-        "SaveState": frozenset(
-            {"output_directory", "write_interval", "file_prefix", "eagle3_layers_to_capture"}
-        ),
-    }
-)
+_EAGLE = {"eagle3_one_model", "eagle3_layers_to_capture", "eagle3_model_arch"}
+_RELAXED = {"use_relaxed_acceptance_for_thinking", "relaxed_topk", "relaxed_delta"}
+FIELDS_OF_TYPE: Mapping[str, Set[str]] = {
+    "Eagle": _EAGLE,
+    "Eagle3": _EAGLE,
+    "MTP": {"num_nextn_predict_layers"} | _RELAXED,
+    "NGram": {"max_matching_ngram_size", "is_keep_all", "is_use_oldest", "is_public_pool"},
+    "Lookahead": {"max_window_size", "max_ngram_size", "max_verification_set_size"},
+    "Medusa": {"medusa_choices", "num_medusa_heads"},
+    "User_Provided": {"drafter", "resource_manager"},
+    "SaveState": {"output_directory", "write_interval", "file_prefix", "eagle3_layers_to_capture"},
+}
 """The fields of one type alone; a type that is not here has only the fields of all types."""
 
 
-UNSET_IF_NONE: Mapping[str, int] = MappingProxyType(
-    {"max_batch_size": 2048, "max_num_tokens": 8192, "max_input_len": 1024, "max_beam_width": 1}
-)
+UNSET_IF_NONE: Mapping[str, int] = {
+    "max_batch_size": 2048,
+    "max_num_tokens": 8192,
+    "max_input_len": 1024,
+    "max_beam_width": 1,
+}
 """Arguments for which the engine reads an explicit null as "not given", and their defaults."""
 
 # -1 is the engine's own "choose for me".
