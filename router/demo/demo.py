@@ -31,8 +31,8 @@ from slagate.router.tables import print_table
 from slagate.workers.client.client import connect_worker
 from slagate.workers.runtime.listen import ready_line, unless_stopped
 from slagate.workers.runtime.usage import UsageError
+from slagate.workers.sim.args import VOCAB_SIZE
 from slagate.workers.sim.kv_cache.blocks import continuation
-from slagate.workers.sim.settings import VOCAB_SIZE
 
 SEED = 2025
 

@@ -8,7 +8,7 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.logits.processors import LogitsProcessors, RequestedProcessor
-from slagate.workers.sim.settings import END_ID
+from slagate.workers.sim.args import END_ID
 from support import virtual_loop
 from support.engine.workers import expected, request
 from support.worker.contract import DIRECT, Play, Setup, ask, hand_off, resume

@@ -15,8 +15,8 @@ from slagate.workers.client.client import connect_worker
 from slagate.workers.profiles.profile import load_profile
 from slagate.workers.server import serve_worker
 from slagate.workers.sim.api import sim_api
+from slagate.workers.sim.args import END_ID, VOCAB_SIZE, SimSettings
 from slagate.workers.sim.llm import SimLLM
-from slagate.workers.sim.settings import END_ID, VOCAB_SIZE, SimSettings
 from slagate.workers.trtllm.server_info import WorkerIdentity
 from slagate.workers.trtllm.worker import TrtllmWorker
 from slagate.workers.worker import Worker

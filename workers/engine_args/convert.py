@@ -28,11 +28,8 @@ MAX_STEP_TOKENS = 8192
 """The most tokens a step of an aggregated worker: TensorRT-LLM's default. Longer prompts go in pieces."""
 
 
-class _Absent:
-    """Stands for a key that is not there; None is a value."""
-
-
-ABSENT = _Absent()
+ABSENT: Any = object()
+"""Stands for a key that is not there; None is a value."""
 
 
 class Change(NamedTuple):
@@ -44,9 +41,9 @@ class Change(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        if isinstance(self.new, _Absent):
+        if self.new is ABSENT:
             return f"- {self.key}: {in_brief(self.old)}"
-        if isinstance(self.old, _Absent):
+        if self.old is ABSENT:
             return f"+ {self.key}: {in_brief(self.new)}"
         return f"~ {self.key}: {in_brief(self.old)} -> {in_brief(self.new)}"
 

@@ -16,8 +16,8 @@ from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.profiles.profile import TpProfile, load_profile
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.sim.api import SimApi, sim_api
+from slagate.workers.sim.args import END_ID, VOCAB_SIZE, SimSettings
 from slagate.workers.sim.llm import SimLLM
-from slagate.workers.sim.settings import END_ID, VOCAB_SIZE, SimSettings
 from slagate.workers.trtllm.metrics import SILENT, Observer
 from slagate.workers.trtllm.server_info import ROLES, WorkerIdentity
 from slagate.workers.trtllm.worker import TrtllmWorker

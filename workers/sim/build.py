@@ -3,7 +3,7 @@
 import math
 
 from slagate.workers.profiles.profile import TpProfile
-from slagate.workers.sim.args import KvCacheConfig, TorchLlmArgs
+from slagate.workers.sim.args import KvCacheConfig, SimSettings, TorchLlmArgs
 from slagate.workers.sim.engine import SimEngine
 from slagate.workers.sim.handoff import DisaggIds
 from slagate.workers.sim.kv_cache.cache import SimKvCache
@@ -11,9 +11,11 @@ from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder
 from slagate.workers.sim.rank import SimRank
 from slagate.workers.sim.request import ApiTraits
 from slagate.workers.sim.sequence import EngineLimits
-from slagate.workers.sim.settings import SimSettings, attention_windows, host_blocks, primary_blocks
 from slagate.workers.sim.stats import StatsQueue
 from slagate.workers.sim.timing import EngineTiming
+
+# The share of free GPU memory at which a profile's KV capacity was measured: TensorRT-LLM's default.
+_PROFILE_MEMORY_RATIO = 0.9
 
 
 def build_engine(
@@ -87,3 +89,29 @@ def _kv_cache(
         partial_reuse=config.enable_partial_reuse,
         recorder=recorder,
     )
+
+
+def primary_blocks(profile: TpProfile, config: KvCacheConfig) -> int:
+    """KV blocks of one rank on the GPU. Raises `ValueError` when not even one fits."""
+    ratio = config.free_gpu_memory_fraction / _PROFILE_MEMORY_RATIO
+    tokens = int(profile.kv_capacity_tokens * ratio)
+    if config.max_tokens is not None:
+        tokens = min(tokens, config.max_tokens)
+    blocks = tokens // config.tokens_per_block
+    if blocks < 1:
+        raise ValueError(f"kv_cache_config: {tokens} tokens are less than one block")
+    return blocks
+
+
+def host_blocks(profile: TpProfile, config: KvCacheConfig) -> int:
+    """KV blocks of one rank in host memory, at the true size of a token's KV cache."""
+    if not config.onboard_blocks:
+        return 0
+    block_bytes = config.tokens_per_block * profile.kv_bytes_per_token
+    return (config.host_cache_size or 0) // block_bytes
+
+
+def attention_windows(args: TorchLlmArgs, max_seq_len: int) -> tuple[int, ...]:
+    """The distinct attention windows in tokens, in the order of the layers."""
+    windows = args.kv_cache_config.max_attention_window or [max_seq_len]
+    return tuple(dict.fromkeys(min(window, max_seq_len) for window in windows))

@@ -1,7 +1,7 @@
 """The handoff between two simulated engines: ids, opaque state, parked sessions, pulls.
 
-    prefill: park -> acknowledged | released | expired     (`ParkedSessions`)
-    decode:  start -> bytes checked, time over -> ready    (`Pulls`)
+prefill: park -> acknowledged | released | expired     (`ParkedSessions`)
+decode:  start -> bytes checked, time over -> ready    (`Pulls`)
 """
 
 import asyncio

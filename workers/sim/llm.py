@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from slagate.workers.sim.args import parse_args
+from slagate.workers.sim.args import SimSettings, parse_args
 from slagate.workers.sim.build import build_engine
 from slagate.workers.sim.kv_cache.events import PollResult
 from slagate.workers.sim.outputs import RequestOutput
 from slagate.workers.sim.request import ApiTraits, RequestError
-from slagate.workers.sim.settings import SimSettings
 from slagate.workers.sim.submit import RequestChecker, Submission
 from slagate.workers.sim.tokenizer import SimTokenizer, SimVocabulary
 

@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from slagate.workers.sim.args import TorchLlmArgs
+from slagate.workers.sim.args import SimSettings, TorchLlmArgs
 from slagate.workers.sim.kv_cache.blocks import CachePrompt, block_states, seed_state, token_bytes
 from slagate.workers.sim.outputs import RequestOutput, SimOutputForm
 from slagate.workers.sim.request import (
@@ -21,7 +21,6 @@ from slagate.workers.sim.request import (
 )
 from slagate.workers.sim.sampling import LogprobMaker, StopRules, StopWord
 from slagate.workers.sim.sequence import SimSequence
-from slagate.workers.sim.settings import SimSettings
 from slagate.workers.sim.tokenizer import SimTokenizer
 
 log = logging.getLogger(__name__)

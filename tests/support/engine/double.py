@@ -21,9 +21,9 @@ import prometheus_client
 from slagate.workers.kv_transfer.shm import SharedMemoryTransport
 from slagate.workers.profiles.profile import load_profile
 from slagate.workers.sim.api import SimApi, sim_api
+from slagate.workers.sim.args import SimSettings
 from slagate.workers.sim.handoff import DisaggIds
 from slagate.workers.sim.outputs import RequestOutput
-from slagate.workers.sim.settings import SimSettings
 
 ENVIRONMENT = "SLAGATE_TEST_ENGINE"
 """JSON: `api`, `init` ("hang", "fail" or seconds), and fields of `SimSettings`."""

@@ -10,11 +10,11 @@ import pytest
 from slagate.workers.kv_transfer.shm import SharedMemoryTransport
 from slagate.workers.profiles.profile import load_profile
 from slagate.workers.sim.api import sim_api
+from slagate.workers.sim.args import SimSettings
 from slagate.workers.sim.kv_cache.blocks import continuation
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.outputs import RequestOutput
 from slagate.workers.sim.request import DisaggregatedParams, DisaggregatedParams12, RequestError
-from slagate.workers.sim.settings import SimSettings
 from support.virtual_loop import VirtualLoop
 
 MODEL = "m"

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from slagate.workers.sim.api import VERSIONS, sim_api
-from slagate.workers.sim.args import KvCacheConfig, parse_args
+from slagate.workers.sim.args import KvCacheConfig, SimSettings, parse_args
+from slagate.workers.sim.build import attention_windows, host_blocks, primary_blocks
 from slagate.workers.sim.kv_cache.events import KvEventRecorder
 from slagate.workers.sim.request import SamplingParams
-from slagate.workers.sim.settings import SimSettings, attention_windows, host_blocks, primary_blocks
 from support.engine.sim_llm import PROFILE, expected, llm, prompt_of
 from support.virtual_loop import run
 
