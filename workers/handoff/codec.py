@@ -80,7 +80,7 @@ def session_of_params(
 def params_of_session(session: oe.KvSessionRef) -> dict[str, Any]:
     """Keyword arguments of a generation-only `DisaggregatedParams`.
 
-    Raises `Refused` (INVALID_ARGUMENT) that names the field, for whatever cannot be a handoff.
+    Raises `RequestRefused` (INVALID_ARGUMENT) that names the field, for whatever cannot be a handoff.
     """
     check_size(session)
     fields = session.attributes_struct.fields
@@ -115,7 +115,7 @@ def params_of_session(session: oe.KvSessionRef) -> dict[str, Any]:
 
 
 def check_size(session: oe.KvSessionRef) -> None:
-    """Raises `Refused` (INVALID_ARGUMENT) for a session that is too large to be looked into."""
+    """Raises `RequestRefused` (INVALID_ARGUMENT) for a session that is too large to be looked into."""
     fields = session.attributes_struct.fields
     # Looking a missing key up in a message map adds it.
     state = fields["opaque_state"].string_value if "opaque_state" in fields else ""

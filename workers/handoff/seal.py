@@ -50,7 +50,7 @@ def seal(session: oe.KvSessionRef, key: bytes) -> None:
 
 
 def check_seal(session: oe.KvSessionRef, key: bytes) -> None:
-    """Raises `Refused` (INVALID_ARGUMENT) unless the session carries the MAC of what is in it."""
+    """Raises `RequestRefused` (INVALID_ARGUMENT) unless the session carries the MAC of what is in it."""
     check_size(session)
     given = session.attributes_struct.fields[ATTRIBUTE] if _has_mac(session) else None
     text = given.string_value if given is not None else ""

@@ -229,7 +229,7 @@ class KvFeed:
     def subscribe(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         """Start a stream of serialised `SubscribeKvEventsResponse`; its first message comes later.
 
-        Raises `Refused` before anything went to the sink: INVALID_ARGUMENT for what no worker could
+        Raises `RequestRefused` before anything went to the sink: INVALID_ARGUMENT for what no worker could
         serve, OUT_OF_RANGE for a start that this one does not have, RESOURCE_EXHAUSTED when there are
         `MAX_SUBSCRIBERS` a rank, UNAVAILABLE after `close`.
         """

@@ -42,7 +42,7 @@ class RequestLogits:
         self._on_stream = on_stream
 
     def of(self, request: oe.GenerateRequest, *, n_outputs: int) -> list[Any] | None:
-        """New processors, or None. Raises `Refused` naming the field."""
+        """New processors, or None. Raises `RequestRefused` naming the field."""
         asked = _asked(request)
         if asked and self._base is None:
             raise unsupported(FIELD, "this engine takes none")

@@ -1,9 +1,9 @@
-"""`Engine`: an `LLM` as installed, with what its version can do and which of its errors mean what.
+"""`Engine`: the installed `LLM`, what its version can do, and what its errors mean.
 
-TensorRT-LLM's signatures and parameter classes grow from one version to the next, so they are looked at
-once and only what is there is passed. The error policy at submit is TensorRT-LLM's own: `ValueError`,
-`NotImplementedError`, `RequestError`, and a `TypeError` of a call that fits the signature, are the
-request's; any other `RuntimeError` says that the engine is gone.
+TensorRT-LLM's signatures and parameter classes grow from one version to the next, so they are inspected
+once, and only arguments that exist are passed. Errors of a submission mean what they mean to TensorRT-LLM:
+`ValueError`, `NotImplementedError`, `RequestError`, and a `TypeError` of a call that fits the signature,
+are the request's; any other one says that the engine is dead.
 """
 
 import dataclasses
@@ -17,21 +17,20 @@ from typing import Any, Protocol
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import RequestRefused
+from slagate.workers.errors import RequestRefused, invalid
 from slagate.workers.trtllm.load import kv_cache
 
 log = logging.getLogger(__name__)
 
 HANDOFF_LIMIT_S = 60.0
-"""How long an engine keeps a handoff nobody collects, where its configuration names no other limit."""
-
+"""How long an engine keeps a handoff that is not fetched, where its configuration names no other limit."""
 
 _OF_TRANSFER = re.compile(r"\bkv (?:cache )?transfer|transceiver", re.IGNORECASE)
 _NEVER_FITS = re.compile(r"\b(?:never|not) fit\b|\bnot exceed\b|\bmax_seq_len\b", re.IGNORECASE)
 
 
 class EngineApi(Protocol):
-    """The names a worker needs from the engine's package: `tensorrt_llm`'s, or the double's."""
+    """What a worker needs from the engine's package, which is `tensorrt_llm` or its double."""
 
     SamplingParams: Any
     DisaggregatedParams: Any
@@ -40,7 +39,7 @@ class EngineApi(Protocol):
 
 
 class EngineGoneError(RequestRefused):
-    """The engine takes no requests any more; the worker ends."""
+    """The engine is dead, and with it the worker."""
 
 
 class Engine:
@@ -54,10 +53,10 @@ class Engine:
         new_handoff_id: Callable[[], int] | None = None,
         measures: bool = False,
     ) -> None:
-        """`llm` is untyped: tensorrt_llm ships no types, and is not installed everywhere.
+        """`llm` is untyped, as tensorrt_llm ships no types and is not installed everywhere.
 
-        `new_handoff_id` makes ids for handoffs, where the engine leaves that to its callers. `measures`
-        asks it for the figures of each request.
+        `new_handoff_id` makes ids for handoffs, for an engine that leaves that to its callers. With
+        `measures` the engine measures each request.
         """
         self.llm = llm
         self.api = api
@@ -73,13 +72,13 @@ class Engine:
         timeout_ms = setting(transceiver, "kv_transfer_timeout_ms")
         self.handoff_limit_s = HANDOFF_LIMIT_S if timeout_ms is None else timeout_ms / 1000
         self._learned_blocks: int | None = None
-        # The wrapper's own methods are fewer; None where the tokenizer was not initialised.
+        # Not the engine's wrapper, which has fewer methods. None where the tokenizer was not initialised.
         self.tokenizer: Any | None = getattr(llm.tokenizer, "tokenizer", None)
 
     def learn_blocks(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take the size of a rank's KV cache from its newest statistics, for an engine that has no call.
+        """Learn the size of a rank's KV cache from statistics, for an engine that cannot be asked for it.
 
-        Ranks are of one size; the smallest that was named counts.
+        All ranks have the same size; should they differ, the smallest counts.
         """
         caches = [kv_cache(row) for row in rows.values()]
         sizes = [cache.get("maxNumBlocks") for cache in caches if cache is not None]
@@ -94,7 +93,7 @@ class Engine:
 
     @cached_property
     def _capacity(self) -> Mapping[str, int] | None:
-        """As the engine was built; None where the version cannot say. It asks the engine's processes."""
+        """The KV cache as it was built; None where the version cannot say. Asks other processes."""
         capacity = getattr(self.llm, "get_kv_cache_capacity", None)
         return None if capacity is None else capacity()
 
@@ -115,23 +114,23 @@ class Engine:
 
     @property
     def probe_token(self) -> int:
-        """What a prompt of no meaning is made of: the token that texts begin with, where it is known."""
+        """A token for prompts without meaning: the one that texts begin with, where it is known."""
         token = getattr(self.tokenizer, "bos_token_id", None)
         return token if isinstance(token, int) else 1
 
     @property
     def alive(self) -> bool:
-        """What the engine says of itself; an old one cannot, and counts as alive while nothing fails."""
+        """Whether the engine says that it lives. An old version cannot say, and counts as alive."""
         check = getattr(self.llm, "_check_health", None)
         return check is None or bool(check())
 
     def stop_tokens(self, text: str) -> tuple[int, ...]:
-        """The tokens that the engine stops at for a stop string; only with a tokenizer."""
+        """The tokens that the engine stops at for a stop string; it must have a tokenizer."""
         assert self.tokenizer is not None
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def events_off(self) -> str:
-        """Why this engine has no KV events, naming the setting; "" where it has."""
+        """The setting for which this engine has no KV events; "" where it has them."""
         cache = self.llm.args.kv_cache_config
         if setting(cache, "enable_block_reuse") is False:
             return "kv_cache_config.enable_block_reuse is off"
@@ -144,23 +143,24 @@ class Engine:
 
     @property
     def event_stream(self) -> Any | None:
-        """`kv_events_config`, where this engine streams its events and so has none to poll."""
+        """`kv_events_config` of an engine that streams its events, and so has none to poll; else None."""
         config = setting(self.llm.args.kv_cache_config, "kv_events_config")
         return config if setting(config, "enable_kv_cache_events") else None
 
     def ranks_elsewhere(self) -> str:
-        """Why a socket of some rank cannot be reached from here; "" where all are on this machine."""
+        """Why the sockets of some ranks cannot be reached; "" where all ranks are on this machine."""
         n_here = setting(self.llm.args, "gpus_per_node")
         if isinstance(n_here, int) and self.n_ranks > n_here:
             return f"{self.n_ranks} ranks are on more than this machine ({n_here} GPUs a node)"
         return ""
 
     def salts_off(self) -> str:
-        """Why requests may not have a cache salt here; "" where they may.
+        """Why requests may not have a cache salt; "" where they may.
 
-        Versions since TensorRT-LLM's pull request #13051 say it in their events, and those since #15452, a
-        month later, can be told by their signature. Without it the blocks of one tenant would be published
-        as everybody's. Of the V2 cache manager nothing is known, so it counts as one that does not say it.
+        Events must name the salt, or the blocks of one tenant would be published as everybody's. They do
+        since TensorRT-LLM's pull request #13051; versions since #15452, a month later, are recognised by
+        their signature. Whether events of the V2 cache manager name it is not known, so they count as if
+        they did not.
         """
         if not self.takes("cache_salt"):
             return "this engine cannot keep prefixes apart"
@@ -174,42 +174,39 @@ class Engine:
         return "the KV events of this engine do not say it, so it is taken only where they are off"
 
     def sampling(self, **values: Any) -> Any:
-        """`SamplingParams`. Raises `Refused` (INVALID_ARGUMENT) with what the engine says is wrong."""
+        """`SamplingParams` of these values. Raises `RequestRefused` with what the engine says is wrong."""
         if self._measures:
             values["return_perf_metrics"] = True
         try:
             return self.api.SamplingParams(**values)
         except ValueError as error:
-            raise RequestRefused(grpc.StatusCode.INVALID_ARGUMENT, f"sampling: {error}") from error
+            raise invalid("sampling", str(error)) from error
 
     def disaggregated(self, **values: Any) -> Any:
-        """`DisaggregatedParams` of what this version's class has; the rest is dropped."""
+        """`DisaggregatedParams` of those values that this version's class has."""
         known = {name: value for name, value in values.items() if name in self._params_fields}
         return self.api.DisaggregatedParams(**known)
 
     def handoff_id(self) -> int | None:
-        """A new id for both legs of a handoff; None where the engine makes one, or its version has none."""
+        """A new id for both legs of a handoff; None where the engine makes it or has none."""
         return None if self._new_handoff_id is None else self._new_handoff_id()
 
     def submit(self, tokens: Sequence[int], **keywords: Any) -> Any:
         """`generate_async` without the keywords that are None or that this version does not have.
 
-        Raises `Refused` for this request, or `EngineGoneError`.
+        Raises `RequestRefused`, or `EngineGoneError`.
         """
         given = {k: v for k, v in keywords.items() if v is not None and self.takes(k)}
         try:
             return self.llm.generate_async(tokens, **given)
         except (ValueError, NotImplementedError, self.api.RequestError) as error:
-            raise RequestRefused(grpc.StatusCode.INVALID_ARGUMENT, f"engine: {error}") from error
+            raise invalid("engine", str(error)) from error
         except TypeError as error:
             if self._fits(tokens, given):
-                raise RequestRefused(
-                    grpc.StatusCode.INVALID_ARGUMENT, f"engine: {error}"
-                ) from error
+                raise invalid("engine", str(error)) from error
             log.exception("engine.signature")
-            raise RequestRefused(
-                grpc.StatusCode.INTERNAL, "engine: its call was not understood"
-            ) from error
+            reason = "engine: its call was not understood"
+            raise RequestRefused(grpc.StatusCode.INTERNAL, reason) from error
         except Exception as error:
             raise EngineGoneError(grpc.StatusCode.UNAVAILABLE, f"engine: {error}") from error
 
@@ -222,10 +219,10 @@ class Engine:
 
 
 def code_of_failure(error: Exception, *, in_transfer: bool) -> oe.ErrorCode.ValueType:
-    """What an error of one running request means; `in_transfer`: of a decode leg without a result.
+    """The code for the error of a running request; `in_transfer`: a decode leg without a result.
 
-    An engine gives all of them one type, so its words decide where they are known. Other words of a leg in
-    transfer are about that: there is little else that could fail.
+    All errors of an engine are of one type, so known words of its message decide. With other words, the
+    error of a leg in transfer counts as one of the transfer: there is little else that could fail.
     """
     text = str(error)
     if _OF_TRANSFER.search(text):
@@ -236,5 +233,5 @@ def code_of_failure(error: Exception, *, in_transfer: bool) -> oe.ErrorCode.Valu
 
 
 def setting(config: Any, name: str) -> Any:
-    """A field of a nested configuration, which may be an object, a dict of its YAML, or absent."""
+    """A field of a nested configuration, which may be an object, a dict read from YAML, or None."""
     return config.get(name) if isinstance(config, dict) else getattr(config, name, None)

@@ -1,4 +1,4 @@
-"""The KV events of one engine: polled while it works, or streamed by it, and fed to whoever subscribes."""
+"""The KV events of one engine: polled, or streamed by the engine, and fed to subscribers."""
 
 import logging
 from typing import Any
@@ -8,7 +8,7 @@ import grpc
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, Sink
 from slagate.proto.rpc.status import Metadata
-from slagate.workers.errors import RequestRefused
+from slagate.workers.errors import RequestRefused, invalid
 from slagate.workers.kv_events.engine_sockets import StreamSource, pyzmq_missing, stream_settings
 from slagate.workers.kv_events.engine_stream import KvStreamNormaliser
 from slagate.workers.kv_events.feed import KvFeed
@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 
 
 class EngineEvents:
-    """The feed and what it is fed from, or the reason why an engine has neither."""
+    """The feed of events and its source, or the reason why the engine has no events."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class EngineEvents:
         if streamed is not None and not self._why_not:
             self._why_not = self._follow(engine, streamed, observer)
             if self._why_not:
-                # Somebody asked for events, and nobody will get any.
+                # Whoever configured events is told that there are none.
                 log.warning("kv_events.off", extra={"reason": self._why_not})
         self._poller = Poller(
             "kv events",
@@ -67,7 +67,7 @@ class EngineEvents:
         )
 
     def _follow(self, engine: Engine, normaliser: KvStreamNormaliser, observer: Observer) -> str:
-        """Take the engine's own stream as the source; why not, or ""."""
+        """Use the engine's own stream as the source. Why that is impossible, or ""."""
         config: Any = engine.event_stream
         given = {
             name: setting(config, name) for name in ("endpoint", "replay_endpoint", "topic", "hwm")
@@ -86,7 +86,7 @@ class EngineEvents:
         return ""
 
     async def run(self) -> None:
-        """Poll or listen until cancelled; every stream ends with it."""
+        """Read events until cancelled; every stream ends then."""
         try:
             if self._stream is not None:
                 await self._stream.run()
@@ -96,23 +96,21 @@ class EngineEvents:
             self._feed.end_streams()
 
     def end_streams(self) -> None:
-        """End every stream and take no subscriber any more; the events go on being read."""
+        """End every stream and accept no subscriber any more; events are still read."""
         self._feed.end_streams()
 
     def subscribe(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
-        """As `KvFeed.subscribe`. Raises `Refused`, FAILED_PRECONDITION where there are no events."""
+        """`KvFeed.subscribe`. Raises `RequestRefused` as that does, and where the engine has no events."""
         if self._why_not:
             raise RequestRefused(grpc.StatusCode.FAILED_PRECONDITION, f"kv events: {self._why_not}")
         return self._feed.subscribe(request, metadata, sink)
 
     def sources(self, ranks: list[int]) -> list[oe.KvEventSource]:
-        """One a rank asked for, none where events are off. Raises `Refused` for a rank there is not."""
+        """A source for each of these ranks, or all; none if events are off. Raises `RequestRefused`."""
         for rank in ranks:
             if rank >= self._n_ranks:
-                raise RequestRefused(
-                    grpc.StatusCode.INVALID_ARGUMENT,
-                    f"data_parallel_ranks: {rank} is not one of 0..{self._n_ranks - 1}",
-                )
+                reason = f"{rank} is not one of 0..{self._n_ranks - 1}"
+                raise invalid("data_parallel_ranks", reason)
         if self._why_not:
             return []
         return [
@@ -127,7 +125,7 @@ class EngineEvents:
         ]
 
     def counters(self) -> dict[str, int]:
-        """What was lost on the way and where the streams stand, by name; none where there are no events."""
+        """Counts of events, of those that were lost, and of reads that failed, by name."""
         if self._why_not:
             return {}
         counts = {f"kv_event_{name}": count for name, count in self._feed.counters().items()}

@@ -1,17 +1,15 @@
-"""Guided decoding: a request's guide as the engine's parameters take it, where it has a back-end for it."""
+"""Guided decoding: the guide of a request as `GuidedDecodingParams`, for an engine with a back-end."""
 
 import json
 import re
 from typing import Any
 
-import grpc
-
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import RequestRefused, invalid, unsupported
+from slagate.workers.errors import invalid, unsupported
 from slagate.workers.trtllm.engine import Engine, setting
 
 MAX_GUIDE_BYTES = 256 << 10
-"""The back-end compiles it for everybody's next step."""
+"""While the back-end compiles a guide, the engine's next step waits, with all its requests."""
 
 _GUIDES = {
     "json_schema": oe.GUIDED_DECODING_MODE_JSON_SCHEMA,
@@ -23,11 +21,11 @@ _GUIDES = {
 }
 
 _NOT_OF = {"llguidance": {"structural_tag"}, "xgrammar": set[str]()}
-"""Guides that a back-end does not have. TensorRT-LLM has no choice; that is made a regular expression."""
+"""Guides that a back-end lacks. TensorRT-LLM has no choice guide: it is made a regular expression."""
 
 
 def guides_of(engine: Engine) -> dict[str, oe.GuidedDecodingMode.ValueType]:
-    """The guides that requests may have, none without a back-end."""
+    """The guides that requests may have; none for an engine without a back-end."""
     backend = setting(engine.llm.args, "guided_decoding_backend")
     if backend not in _NOT_OF or getattr(engine.api, "GuidedDecodingParams", None) is None:
         return {}
@@ -35,13 +33,13 @@ def guides_of(engine: Engine) -> dict[str, oe.GuidedDecodingMode.ValueType]:
 
 
 def capabilities(engine: Engine) -> oe.GuidedDecodingCapabilities:
-    """What `GetModelInfo` says of it."""
+    """What `GetModelInfo` says of guided decoding."""
     guides = guides_of(engine)
     return oe.GuidedDecodingCapabilities(supported=bool(guides), modes=list(guides.values()))
 
 
 def guided_params(request: oe.GenerateRequest, engine: Engine) -> Any | None:
-    """`GuidedDecodingParams` of a request, if it has a guide. Raises `Refused` naming the field."""
+    """`GuidedDecodingParams` of a request, if it has a guide. Raises `RequestRefused` naming the field."""
     if not request.HasField("guided"):
         return None
     guides, guided = guides_of(engine), request.guided
@@ -59,9 +57,7 @@ def guided_params(request: oe.GenerateRequest, engine: Engine) -> Any | None:
     try:
         return engine.api.GuidedDecodingParams(**_values(guide, guided))  # type: ignore[attr-defined]
     except ValueError as error:
-        raise RequestRefused(
-            grpc.StatusCode.INVALID_ARGUMENT, f"guided.{guide}: {error}"
-        ) from error
+        raise invalid(f"guided.{guide}", str(error)) from error
 
 
 def _values(guide: str, guided: oe.GuidedDecoding) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Sessions that a worker parks for others, those of others that it resumes, and when all were fetched.
+"""The sessions that a worker parks for decode workers, and the sessions of others that it resumes.
 
-A prefill worker ends only when others have fetched what it parked. A decode worker reads the prefill
-worker's GPU memory while it fetches, and TensorRT-LLM has no word for "fetched". Its iteration statistics
-count a request as active until then, as Dynamo's worker relies on too.
+A prefill worker may end only when its sessions have been fetched, as decode workers read them from its GPU
+memory. TensorRT-LLM does not report that, but its iteration statistics count a request as active until
+then; Dynamo's worker relies on that too.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from slagate.workers.trtllm.poll import NewestRows
 
 
 class Handoffs:
-    """What one worker handed out, by context request id, and how it can be had back.
+    """The sessions that one worker has parked, by context request id.
 
-    An engine tells nobody that a session was collected, so those of an engine that cannot say how many it
-    holds count as parked until they are released or its own time limit is over.
+    An engine does not report that a session was fetched. So a session counts as parked until it is released
+    or the engine's time limit has passed.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class Handoffs:
         key: bytes | None = None,
         release: Callable[[int], bool] | None = None,
     ) -> None:
-        """`release` frees a session in the engine; None where none can be. `key` seals the sessions.
+        """`release` frees a session in the engine; None where that is impossible. `key` seals sessions.
 
-        Raises `ValueError` for a key that is too short.
+        The engine keeps a session for `limit_s`. Raises `ValueError` for a key that is too short.
         """
         if key is not None:
             check_key(key)
@@ -46,19 +46,19 @@ class Handoffs:
 
     @property
     def can_release(self) -> bool:
-        """Whether a parked session can be freed."""
+        """Whether parked sessions can be freed."""
         return self._release is not None
 
     @property
     def n_parked(self) -> int:
-        """Sessions handed out that may still be held."""
+        """Sessions that the engine may still hold."""
         self._forget(until_s=asyncio.get_running_loop().time())
         return len(self._expires_s)
 
     def park(self, params: Any, *, rank: int | None) -> oe.KvSessionRef:
-        """The reference for the engine's `params`; `rank` is where the leg was sent to, if anywhere."""
+        """The reference to a session of the engine; `rank` is where the leg was sent, if anywhere."""
         now_s = asyncio.get_running_loop().time()
-        # Here too, or a worker that nobody asks for its load would never forget.
+        # Here too, or a worker that is not asked for its load would keep all of them.
         self._forget(until_s=now_s)
         self._expires_s[params.ctx_request_id] = now_s + self._limit_s
         session = session_of_params(params, transfer_backend=self._backend, rank=rank)
@@ -67,17 +67,17 @@ class Handoffs:
         return session
 
     def params(self, session: oe.KvSessionRef) -> dict[str, Any]:
-        """Arguments of a generation-only `DisaggregatedParams`. Raises `Refused` naming the field."""
+        """Arguments for a decode leg's `DisaggregatedParams`. Raises `RequestRefused` naming the field."""
         if self._key is not None:
             check_seal(session, self._key)
         return params_of_session(session)
 
     def release(self, session_id: int) -> bool:
-        """Free a parked session; False when there is none, or none can be freed."""
+        """Free a parked session. False when it is not parked, or cannot be freed."""
         if self._release is None:
             return False
         was_parked = self._release(session_id)
-        # Either way the engine does not hold it any more; where it cannot be asked, it may.
+        # Parked or not, the engine does not hold it any more.
         self._expires_s.pop(session_id, None)
         return was_parked
 
@@ -90,13 +90,13 @@ class Handoffs:
 
 
 POLL_S = 0.5
-"""Between looks at the time limits of handoffs, where no statistics come."""
+"""How often the time limits of handoffs are checked while no statistics come."""
 
 
 async def fetched(rows: NewestRows, handoffs: Handoffs) -> None:
-    """Return when the engine counts nothing any more, or every handoff is past its time limit.
+    """Return when new statistics have no request, or every handoff is past its time limit.
 
-    Only statistics that came since the call count; an engine that gives none leaves the limit.
+    Without statistics, only the limit counts.
     """
     rows.of_rank.clear()
     while handoffs.n_parked and not rows.say_idle():

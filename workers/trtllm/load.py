@@ -1,9 +1,9 @@
 """`LoadInfo` of a TensorRT-LLM worker, from the newest iteration statistics of each attention-DP rank.
 
-A row is as new as the rank's last iteration, so an idle engine's says what was. It counts as 0 for
-everything that only running requests have, and not at all for the blocks in use: its requests' are free
-by now, those of parked handoffs may not be. Keys that a version does not have stay absent: a client must
-be able to tell "cannot say" from 0.
+The row of a rank is as old as its last iteration, so the rows of an idle engine are out of date. They count
+as 0 for everything that only running requests have. Their blocks in use are left out: those of requests are
+free by now, those of parked handoffs may not be. Keys that a version does not have stay absent, so that a
+client can tell "not known" from 0.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 RUNNING_TOKENS = ("numCtxTokens", "numCtxKvTokens", "numGenKvTokens")
 WAITING_TOKENS = ("numQueuedCtxTokens", "numQueuedGenKvTokens", "numPausedKvTokens")
 RANKS_WITHOUT_STATS = "ranks_without_stats"
-"""Attribute: of so many ranks nothing is known, now or, where rows do not name their rank, ever."""
+"""Attribute: the number of ranks without a row. Where rows do not name their rank, there never is one."""
 
 MAX_EXACT = 2**53
 """Integers that a Struct's doubles hold exactly; larger ones travel as decimal strings."""
@@ -32,8 +32,8 @@ def load_info(
 ) -> oe.LoadInfo:
     """The load of the whole worker.
 
-    `n_live` counts requests it has accepted and not finished, those that wait in the engine included, as
-    TensorRT-LLM's own server does. `used_blocks` is what the engine holds now, where it can say.
+    `n_live` counts requests that were accepted and have not ended, also those that wait in the engine, as
+    TensorRT-LLM's own server does. `used_blocks` are those in use now, where the engine can say.
     """
     info = oe.LoadInfo(running_requests=n_live)
     batches = [_nested(row, "inflightBatchingStats") for row in rows.values()]
@@ -68,9 +68,9 @@ def rank_loads(
     blocks_per_rank: int | None,
     used_blocks: int | None = None,
 ) -> list[oe.RankLoadInfo]:
-    """One entry a rank; without a row it has only what the engine's configuration says.
+    """One entry for each rank; an entry without a row has only what the engine's configuration says.
 
-    `used_blocks` of the whole engine, as in `load_info`, are those of its only rank.
+    `used_blocks` are the whole engine's, as in `load_info`, so they are used where it has one rank.
     """
     loads = []
     for rank in range(n_ranks):
@@ -97,10 +97,10 @@ def rank_loads(
 
 
 def kv_cache(row: Row | None) -> Row | None:
-    """The figures of a row's KV cache, named as in `kvCacheStats`.
+    """The figures of a row's KV cache under the names of `kvCacheStats`; None where it has none.
 
-    Without those, what newer versions say of the blocks on the GPU by attention window: of the largest one,
-    as KV events are. None where nothing says it.
+    Newer versions have figures of the GPU's blocks by attention window instead. Those of the largest window
+    are used, which KV events are about, too.
     """
     cache = _nested(row, "kvCacheStats")
     if cache is not None:
@@ -115,7 +115,7 @@ def kv_cache(row: Row | None) -> Row | None:
 
 
 def attribute(count: int) -> int | str:
-    """A count as an attribute of a Struct."""
+    """A count as a value for a Struct: text where a double would not be exact."""
     return count if abs(count) <= MAX_EXACT else str(count)
 
 
@@ -137,13 +137,13 @@ def _count(row: Row | None, name: str) -> int | None:
 
 
 def _sum(rows: Any, name: str) -> int | None:
-    """Over the rows that have it; None where none has."""
+    """The sum over the rows that have the name; None where no row has it."""
     counts = [count for row in rows if (count := _count(row, name)) is not None]
     return sum(counts) if counts else None
 
 
 def _total(rows: list[Row | None], names: tuple[str, ...], *, idle: bool) -> int | None:
-    """The sum of all names over all rows; None where a name is in no row."""
+    """The sum of all names over all rows, or 0 if `idle`; None where some name is in no row."""
     sums = [_sum(rows, name) for name in names]
     known = [count for count in sums if count is not None]
     if not known or len(known) < len(sums):

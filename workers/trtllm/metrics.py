@@ -1,56 +1,42 @@
-"""A worker's metrics: what its engine did, and TensorRT-LLM's own collector, fed and passed on.
+"""A worker's metrics: its own, and those of TensorRT-LLM's collector.
 
-A worker tells an `Observer` of its engine's work as it happens; `WorkerMetrics` is one.
-
-Names are those of Dynamo's TensorRT-LLM worker where it has such a metric, so its dashboards go on working.
-What has no equal there is named `slagate_worker_*`.
+Where Dynamo's TensorRT-LLM worker has such a metric, it has the same name here, so that dashboards go on
+working. The others are named `slagate_worker_*`.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, get_args
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 Outcome = Literal["ok", "refused", "failed", "cancelled", "deadline"]
-"""How a leg ended: with its answer; before the engine had it; with an error; given up; out of time."""
+"""How a leg ended: answered; refused before the engine had it; failed; cancelled; out of time."""
 
-OUTCOMES: tuple[Outcome, ...] = ("ok", "refused", "failed", "cancelled", "deadline")
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
-class Observer(Protocol):
-    """Called on the event loop, and must not raise."""
+class Observer:
+    """Hears of the work of an engine, on the event loop, and must not raise. This one ignores it."""
 
-    wants_perf_metrics: bool
+    wants_perf_metrics: bool = False
     """Whether the engine is to measure each request, which costs it a little."""
 
     def leg_ended(self, outcome: Outcome, result: Any | None) -> None:
-        """A leg is over, and the engine done with it; `result` is the engine's, None where it had none."""
+        """The engine has finished with a leg; `result` is the engine's, None where it had none."""
 
     def stats_polled(self, rows: list[Any]) -> None:
-        """Iteration statistics have come, as the engine gives them."""
+        """Iteration statistics have come; the rows are as the engine gave them."""
 
     def events_polled(self, n_events: int) -> None:
-        """One poll of KV events brought so many."""
+        """One poll brought so many KV events."""
 
 
-class _Silent:
-    wants_perf_metrics = False
-
-    def leg_ended(self, outcome: Outcome, result: Any | None) -> None:
-        """Nobody is told."""
-
-    def stats_polled(self, rows: list[Any]) -> None:
-        """Nobody is told."""
-
-    def events_polled(self, n_events: int) -> None:
-        """Nobody is told."""
-
-
-SILENT: Observer = _Silent()
+SILENT = Observer()
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +49,13 @@ SPEED_BUCKETS_GB_S = (0.1, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 BATCH_BUCKETS = tuple(2**power for power in range(18))
 
 
-class WorkerMetrics:
-    """One worker's families, on a registry of their own. An `Observer`."""
+class WorkerMetrics(Observer):
+    """One worker's metric families, on a registry of their own."""
 
     wants_perf_metrics = True
 
     def __init__(self, *, model: str, role: str, engine: str) -> None:
-        """`role` as on the command line; `engine` is `trtllm` or `sim`."""
+        """`role` is the one on the command line; `engine` is `trtllm` or `sim`."""
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model, "disaggregation_mode": role, "engine_type": engine}
         self._engine_labels = {"model_name": model, "engine_type": engine}
@@ -115,13 +101,13 @@ class WorkerMetrics:
     def loaded(
         self, load_s: float, *, event_capacity: int, counters: Callable[[], Mapping[str, int]]
     ) -> None:
-        """The worker is ready after `load_s`; `counters` are those of its KV events, at any time."""
+        """The worker became ready after `load_s`; `counters` gives those of its KV events at any time."""
         self._load_s.labels(**self._labels).set(load_s)
         self._capacity.labels(**self._labels).set(event_capacity)
         self.registry.register(_EventGaps(counters, self._labels))
 
     def collect_from(self, collector_class: Any | None) -> None:
-        """Feed TensorRT-LLM's own collector, where the version has one, and pass on what it shows."""
+        """Feed TensorRT-LLM's own collector, where the version has one, and show its families."""
         if collector_class is None:
             log.info("metrics.no_engine_collector")
             return
@@ -131,8 +117,8 @@ class WorkerMetrics:
         )
         self.registry.register(_EngineFamilies(owned=set(_names(self.registry.collect()))))
 
+    @override
     def leg_ended(self, outcome: Outcome, result: Any | None) -> None:
-        """As `Observer.ended`."""
         self._requests[outcome].inc()
         if result is None:
             return
@@ -140,14 +126,14 @@ class WorkerMetrics:
             self._aborted.inc()
         self._contained(self._measure, result)
 
+    @override
     def stats_polled(self, rows: list[Any]) -> None:
-        """As `Observer.rows`."""
         if self._collector is not None:
             for row in rows:
                 self._contained(self._collector.log_iteration_stats, row)
 
+    @override
     def events_polled(self, n_events: int) -> None:
-        """As `Observer.drained`."""
         self._drained.observe(n_events)
 
     def _measure(self, result: Any) -> None:
@@ -159,7 +145,7 @@ class WorkerMetrics:
             if timing is None:
                 continue
             start, end = timing.kv_cache_transfer_start, timing.kv_cache_transfer_end
-            # Both are zero but for who fetched; they may be equal, as far as the engine's clock can tell.
+            # Both are zero where no KV cache was fetched. They may be equal, by the engine's clock.
             if start and end >= start:
                 seconds = (end - start).total_seconds()
                 self._transfers.inc()
@@ -169,7 +155,7 @@ class WorkerMetrics:
                     self._transfer_speed.observe(timing.kv_cache_size / seconds / 1e9)
 
     def _contained(self, tell: Callable[[Any], object], what: Any) -> None:
-        """A collector that fails costs figures, not requests; it is told of once a fault."""
+        """Call a collector. Its errors cost figures, not requests; the 1st, 2nd, 4th ... are logged."""
         try:
             tell(what)
         except Exception:
@@ -193,7 +179,7 @@ class WorkerMetrics:
 
 
 class _EventGaps(Collector):
-    """Reads the count where it is kept."""
+    """Reads the count of KV events that were lost from where it is kept."""
 
     def __init__(
         self, counters: Callable[[], Mapping[str, int]], labels: Mapping[str, str]
@@ -213,7 +199,7 @@ class _EventGaps(Collector):
 
 
 class _EngineFamilies(Collector):
-    """TensorRT-LLM's families, but for those that this worker counts itself."""
+    """TensorRT-LLM's families, without those that this worker has itself."""
 
     def __init__(self, owned: set[str]) -> None:
         self._owned = owned

@@ -1,8 +1,8 @@
 """One output of a request: the engine's cumulative tokens, text and log probabilities as deltas.
 
-What has been sent cannot be taken back, and the engine cuts an excluded stop off only once it is whole.
-So what could still become part of one is held back: at the level of tokens, which is where the engine
-matches, and of text.
+The engine removes a stop that the answer must not show, but only once the stop is whole, and what was sent
+cannot be taken back. So whatever could still become part of a stop is held back, both tokens, by which the
+engine matches, and text.
 """
 
 from collections import deque
@@ -13,22 +13,22 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.handoff.codec import logprob_of
 
 MAX_PROMPT_ENTRIES = 100_000
-"""Log probabilities of one prompt in one answer, which is made in one turn of the event loop: about a fifth
-of a second. TensorRT-LLM's own server takes ten times as many."""
+"""Log probabilities of a prompt in its answer, which takes one turn of the event loop: so many take about a
+fifth of a second. TensorRT-LLM's own server allows ten times as many."""
 
 UNFINISHED_CHARACTER = "\ufffd"
-"""What a detokenizer gives for the first bytes of a character whose last ones are still to come."""
+"""A detokenizer's output for a character of which some bytes are still to come."""
 
 
 class HiddenStop(NamedTuple):
-    """A stop string that the answer must not show, and the tokens the engine looks for."""
+    """A stop string that the answer must not show, and its tokens, by which the engine finds it."""
 
     text: str
     tokens: tuple[int, ...]
 
 
 class OutputForm(NamedTuple):
-    """What the answer to one request contains."""
+    """What the answer to a request contains."""
 
     n_outputs: int = 1
     top_n: int | None = None  # candidates a token; None: no log probabilities at all
@@ -38,7 +38,7 @@ class OutputForm(NamedTuple):
 
 
 class OutputCursor:
-    """What of one output has been sent.
+    """How much of one output has been sent.
 
     tokens   sent │ new, to be sent now │ held back: may become a stop
                   n_tokens              visible                      len(token_ids)
@@ -54,12 +54,12 @@ class OutputCursor:
         self._token_overlaps = [
             StopOverlap(stop.tokens) for stop in form.hidden_stops if stop.tokens
         ]
-        # (tokens, characters that these are sure to be), oldest first: how far the text goes without the
-        # tokens held back. Only results tell, as tokens may decode to other text alone than in a row.
+        # (tokens, characters that these surely decode to), oldest first: how far the text goes without the
+        # tokens held back. Only results tell, as tokens may decode to other text alone than together.
         self._lengths: deque[tuple[int, int]] = deque([(0, 0)])
 
     def delta(self, output: Any) -> oe.TokenOutput | None:
-        """What is new and will stay, or None; with the engine's last result, all there is."""
+        """What is new and will not be taken back, if any; with the engine's last result, all the rest."""
         tokens: Sequence[int] = output.token_ids
         text: str = output.text if self._form.has_text else ""
         n_tokens, n_text = len(tokens), len(text)
@@ -83,7 +83,7 @@ class OutputCursor:
         )
 
     def _visible_text(self, text: str, n_visible: int, n_tokens: int) -> int:
-        """Characters at the start of `text`, of `n_tokens`, that the engine will not take back."""
+        """How many first characters of `text`, which `n_tokens` made, the engine will not take back."""
         n_text = len(text.rstrip(UNFINISHED_CHARACTER))
         if not self._form.hidden_stops:
             return n_text
@@ -96,15 +96,15 @@ class OutputCursor:
 
 
 def _held(sequence: Sequence[Any], overlaps: Sequence["StopOverlap"]) -> int:
-    """Items at the end that are the beginning of a stop."""
+    """The number of items at the end that are the beginning of a stop."""
     return max((overlap.follow(sequence) for overlap in overlaps), default=0)
 
 
 class StopOverlap:
-    """How much of the end of a growing sequence is the beginning of `stop`, and not all of it.
+    """How many items at the end of a growing sequence are the beginning of `stop`, but not all of it.
 
-    Each item costs the same, however long the stop is and whatever was there before it: the prefix function
-    of Knuth, Morris and Pratt (SIAM J. Comput. 6, 1977), worked out as far as the sequence has got.
+    The prefix function of Knuth, Morris and Pratt (SIAM J. Comput. 6, 1977), computed as far as it is
+    needed. So the cost of an item does not depend on the length of the stop, nor on earlier items.
     """
 
     __slots__ = ("_borders", "_n_held", "_n_seen", "_stop")
@@ -113,11 +113,11 @@ class StopOverlap:
         self._stop = stop
         self._n_seen = 0
         self._n_held = 0
-        # Of the first n items of the stop: the longest end of theirs that is a beginning of the stop.
+        # At n: the length of the longest end of the stop's first n items that is a beginning of the stop.
         self._borders = [0, 0]
 
     def follow(self, sequence: Sequence[Any]) -> int:
-        """The overlap of the sequence, which is the one before and more items behind it.
+        """The overlap of the sequence, which is the one of the last call with more items at its end.
 
         >>> [Overlap("hello").follow(text) for text in ("say hel", "hello", "hellhe")]
         [3, 0, 2]
@@ -143,9 +143,9 @@ class StopOverlap:
 
 
 def token_info(token_id: int, entry: Any, top_n: int | None) -> oe.TokenInfo:
-    """A token with its log probability and candidates, as far as the engine's entry has them.
+    """A token with its log probability and `top_n` candidates, as far as the engine's entry has them.
 
-    The entry is {token id: Logprob} that may lack the token itself, a number, or None.
+    The entry is {token id: Logprob}, which may lack the token itself, or a number, or None.
     """
     info = oe.TokenInfo(token_id=token_id)
     if entry is None:
@@ -172,9 +172,9 @@ def _rank(value: Any) -> int | None:
 
 
 def prompt_output(tokens: Sequence[int], entries: Sequence[Any], top_n: int) -> oe.PromptOutput:
-    """The prompt with its log probabilities; the first token is drawn from nothing, and has none.
+    """The prompt with its log probabilities. The first token has none, as no token comes before it.
 
-    An engine gives one entry a token, or leaves the first one out.
+    An engine gives an entry for each token, or for each but the first.
     """
     n_missing = len(tokens) - len(entries)
     infos = [oe.TokenInfo(token_id=tokens[0])]
@@ -185,7 +185,7 @@ def prompt_output(tokens: Sequence[int], entries: Sequence[Any], top_n: int) -> 
 
 
 def n_prompt_entries(entries: Sequence[Any], top_n: int) -> int:
-    """Log probabilities in an engine's answer about a prompt that have to be looked at."""
+    """How many log probabilities of a prompt `prompt_output` would have to read."""
     if not top_n:
         return len(entries)
     return sum(len(entry) if isinstance(entry, dict) else 1 for entry in entries)

@@ -1,7 +1,7 @@
-"""The installed `tensorrt_llm`: the names a worker needs, found by looking, and its log level.
+"""The installed `tensorrt_llm`: the names a worker needs of it, and its log level.
 
-Nothing else of slagate needs the package, and this module imports without it: it is looked for when a
-worker starts, with what moved from one version to the next tried place after place.
+Nothing else in slagate needs the package, and this module can be imported without it: `load_package`
+imports it when a worker starts, and tries the places that a name had in different versions.
 """
 
 import importlib
@@ -51,7 +51,7 @@ _LOG_LEVELS = {"debug": "DEBUG", "info": "INFO", "warning": "WARNING", "error": 
 
 @dataclass(slots=True)
 class EnginePackage:
-    """What one version offers; None for what it lacks."""
+    """The names of one version; None for what it lacks."""
 
     version: str
     LLM: Any
@@ -67,7 +67,7 @@ class EnginePackage:
 
 
 def check_installed() -> None:
-    """Raises `UsageError` that says what to install. Imports nothing: that takes half a minute."""
+    """Raises a `UsageError` that says what to install. Does not import it, which takes half a minute."""
     if importlib.util.find_spec("tensorrt_llm") is None:
         raise UsageError(
             f"slagate worker trtllm needs tensorrt_llm, which is not installed: {HOW_TO_INSTALL}"
@@ -75,7 +75,7 @@ def check_installed() -> None:
 
 
 def installed_version() -> str | None:
-    """What the installed distribution says of itself; None where there is none. Imports nothing."""
+    """The version of the installed distribution, if there is one. Does not import it."""
     try:
         return importlib.metadata.version("tensorrt_llm")
     except importlib.metadata.PackageNotFoundError:
@@ -83,11 +83,11 @@ def installed_version() -> str | None:
 
 
 def load_package() -> EnginePackage:
-    """Import the package. Raises `UsageError` where that fails, or where it lacks a name that is needed."""
+    """Import the package. Raises `UsageError` where that fails, or where a needed name is missing."""
     check_installed()
     try:
         root = importlib.import_module("tensorrt_llm")
-    except (ImportError, OSError) as error:  # a library of CUDA's or MPI's that is not there
+    except (ImportError, OSError) as error:  # a missing library of CUDA or MPI
         raise UsageError(f"tensorrt_llm is installed, and cannot be imported: {error}") from error
     version = str(getattr(root, "__version__", "unknown"))
     names = {name: _first(name, places) for name, places in (_NEEDED | _OPTIONAL).items()}
@@ -100,7 +100,7 @@ def load_package() -> EnginePackage:
 
 
 def _first(name: str, places: tuple[str, ...]) -> Any | None:
-    """The name where it is first found."""
+    """What the name stands for in the first of these modules that has it."""
     for place in places:
         try:
             module = importlib.import_module(place)
@@ -112,18 +112,19 @@ def _first(name: str, places: tuple[str, ...]) -> Any | None:
 
 
 def set_engine_log_level(level: str, environ: MutableMapping[str, str]) -> None:
-    """Let the engine log from the worker's level on, unless the environment says its own.
+    """Give the engine the worker's log level, unless the environment sets one.
 
-    To be called before the package is imported, which reads it once.
+    Must be called before the package is imported, which reads the variable once.
     """
     environ.setdefault(LOG_LEVEL, _LOG_LEVELS.get(level.lower(), "INFO"))
 
 
 def handoff_ids(package: EnginePackage, instance_id: str) -> Callable[[], int] | None:
-    """Makes ids that both legs of a handoff share, which no other prefill worker makes at that time.
+    """A function that makes ids for handoffs, which should differ from those of other prefill workers.
 
-    None for a version that has no such ids. Up to 1.3.0rc21 the place in an id has 10 bits, since then
-    8 for a node and 6 for a process. A worker's place comes of its instance id.
+    None for a version that has no such ids. An id contains the place of its maker, which is taken from the
+    worker's instance id: up to 1.3.0rc21 of 10 bits, since then of 8 for a node and 6 for a process.
+    Workers whose places are equal may make equal ids.
     """
     make = package.get_global_disagg_request_id
     if make is None:
@@ -142,13 +143,13 @@ def handoff_ids(package: EnginePackage, instance_id: str) -> Callable[[], int] |
 
 
 def as_usage(construct: Callable[[], _T]) -> Callable[[], _T]:
-    """A `ValueError` of a constructor names an argument; any other error is of the machine."""
+    """`construct`, but a `ValueError`, by which engines refuse arguments, is raised as a `UsageError`."""
 
     def constructed() -> _T:
         try:
             return construct()
         except ValueError as error:
-            # Where in the engine is for whoever asks why.
+            # The log has where in the engine it was raised.
             log.exception("engine.refused")
             raise UsageError(f"engine arguments: {error}") from error
 
@@ -156,7 +157,7 @@ def as_usage(construct: Callable[[], _T]) -> Callable[[], _T]:
 
 
 async def shut_down(llm: Any, *, limit_s: float) -> bool:
-    """End an engine in `limit_s`; whether it did. What goes wrong is logged: the process ends anyway."""
+    """Shut an engine down. False if that takes over `limit_s`; errors are only logged."""
     try:
         with anyio.fail_after(limit_s):
             await run_in_daemon_thread(llm.shutdown)

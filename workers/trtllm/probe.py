@@ -1,4 +1,4 @@
-"""Requests of a worker's own: a little work before it is ready, and the probe of a health check."""
+"""Requests that a worker makes itself: the warm-up before it is ready, and the probe of health checks."""
 
 import logging
 from typing import Any
@@ -14,16 +14,16 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0
 SALT = "slagate-health-check"
-"""Keeps these prompts apart: TensorRT-LLM uses the same one for its idle attention-DP ranks."""
+"""The cache salt of these prompts, which TensorRT-LLM also uses for its idle attention-DP ranks."""
 
 FIRST = 1.0
-"""Priority: the answer is whether the engine works, not how long its queue is."""
+"""The priority of a probe, which passes the queue: it asks whether the engine works."""
 
 
 class InferenceProbe:
-    """One token, had for all who ask while it runs.
+    """Has the engine generate one token; callers that come while a probe runs share its result.
 
-    It runs in the worker's task group, so that a caller may give up without ending it for the others.
+    A probe runs in the worker's task group, so that a caller who is cancelled does not end it for others.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class InferenceProbe:
         self._running: _Run | None = None
 
     async def __call__(self) -> str:
-        """Why one token could not be had in `TIMEOUT_S`, or ""; shares the run that is on."""
+        """Why the engine did not generate a token within `TIMEOUT_S`, or ""."""
         if self._running is None:
             self._running = _Run()
             self._tasks.start_soon(self._go, self._running)
@@ -45,10 +45,10 @@ class InferenceProbe:
         return running.failure
 
     async def warm_up(self, limit_s: float) -> str:
-        """Half a block of prompt and a quarter of output on each rank; why not, or "".
+        """Generate a quarter of a block from half a block of prompt on each rank. Why that failed, or "".
 
-        An engine makes its last preparations at the first requests, which would be somebody's otherwise.
-        Less than a block is nothing that KV events tell of.
+        The engine makes its last preparations during its first requests, which must not be clients'. What
+        is shorter than a block does not appear in KV events.
         """
         block_tokens, engine = self._engine.block_tokens, self._engine
         ranks: list[int | None] = [None]
@@ -81,7 +81,7 @@ class InferenceProbe:
             log.error("probe.timeout", extra={"limit_s": limit_s})
             return f"no answer in {limit_s:g} s"
         except Exception as error:
-            # Whatever the engine raises is a finding: the requests it runs decide whether it is dead.
+            # Any error is an answer here; whether the engine is dead, its other requests decide.
             log.exception("probe.failed")
             return str(error) or type(error).__name__
         finally:
@@ -89,7 +89,7 @@ class InferenceProbe:
         return ""
 
     async def _generate(self, n_prompt: int, max_tokens: int, rank: int | None) -> None:
-        """A full local run, which needs no peer in any role. Raises where no token comes."""
+        """Run a request from prompt to output, which needs no other worker. Raises if no token comes."""
         engine = self._engine
         scheduling: Any = None
         if rank is not None:
@@ -116,7 +116,7 @@ class InferenceProbe:
         try:
             await result.aresult()
         except BaseException:
-            # Nobody waits for it any more: left alone, every probe of an engine that hangs would queue.
+            # Else the probes of an engine that hangs would queue up in it.
             result.abort()
             raise
         if not result.outputs[0].token_ids:

@@ -1,14 +1,13 @@
-"""The requests that one engine works on, each in a task of its own until the engine's last result."""
+"""The requests that an engine works on, each with a task until the engine's last result."""
 
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-import grpc
 from anyio.abc import TaskGroup
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import RequestRefused
+from slagate.workers.errors import not_found
 from slagate.workers.runtime.waiting import UntilEmpty
 from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.metrics import Observer
@@ -18,13 +17,13 @@ from slagate.workers.trtllm.stream import EngineStream
 log = logging.getLogger(__name__)
 
 REMEMBERED_IDS = 1024
-"""Finished request ids kept so that a late Abort is ALREADY_FINISHED rather than NOT_FOUND."""
+"""Finished request ids that are kept, so that a late Abort gets ALREADY_FINISHED, not NOT_FOUND."""
 
 SHUTTING_DOWN = "the worker is shutting down"
 
 
 class EngineRequests:
-    """By request id. The task group is the worker's."""
+    """The running requests of an engine by their ids, and the ids of the last finished ones."""
 
     def __init__(
         self,
@@ -36,14 +35,17 @@ class EngineRequests:
         on_fatal: Callable[[Exception], None],
         observer: Observer,
     ) -> None:
-        """A `request_error` is its request's; `on_fatal` gets any other that comes out of a result."""
+        """A `request_error` out of a result ends its request; `on_fatal` gets any other error.
+
+        `tasks` is the worker's task group.
+        """
         self._activity = activity
         self._handoffs = handoffs
         self._tasks = tasks
         self._request_error = request_error
         self._on_fatal = on_fatal
         self._observer = observer
-        self._live: dict[str, EngineStream] = {}
+        self._live: dict[str, EngineStream] = {}  # by request id
         self._finished: OrderedDict[str, int | None] = OrderedDict()  # id -> handoff it parked
         self._all_ended = UntilEmpty(self._live)
 
@@ -54,7 +56,7 @@ class EngineRequests:
         return request_id in self._live
 
     def start(self, request_id: str, stream: EngineStream) -> None:
-        """Take a stream that was started; its id must not be running."""
+        """Run a stream that was started; no request with its id may be running."""
         self._live[request_id] = stream
         self._activity.started()
         self._tasks.start_soon(self._run, request_id, stream)
@@ -65,7 +67,7 @@ class EngineRequests:
         except self._request_error as error:
             stream.fail(error)
         except Exception as error:
-            # Whatever is not the request's own error means that the engine is gone.
+            # An error that is not the request's own means that the engine is dead.
             log.exception("engine.fatal")
             self._on_fatal(error)
         finally:
@@ -81,28 +83,28 @@ class EngineRequests:
                 self._finished.popitem(last=False)
 
     async def all_ended(self) -> None:
-        """Return when nothing runs."""
+        """Return when no request runs."""
         await self._all_ended.wait()
 
     def cancel_all(self) -> None:
-        """Cancel every one; each ends with the engine's last result."""
+        """Cancel every request; each goes on until the engine's last result."""
         for stream in list(self._live.values()):
             stream.cancel()
 
     def fail_all(self, error: Exception) -> None:
-        """End every stream with an error, at once, as no result will come any more."""
+        """End every stream with an error at once, as no result will come any more."""
         for stream in list(self._live.values()):
             stream.fail_engine_gone(error)
 
     def abort(self, request_id: str) -> oe.AbortStatus.ValueType:
-        """Cancel one, or release what it left parked. Raises `Refused` for an unknown id."""
+        """Cancel a request, or release what it parked. Raises `RequestRefused` for an unknown id."""
         if request_id in self._live:
             self._live[request_id].cancel()
             return oe.ABORT_STATUS_ABORTED
         if request_id in self._finished:
-            # The answer may not have reached a caller that gave up meanwhile: its handoff goes too.
+            # A caller that gave up may not have got the answer, so the handoff in it is released.
             parked_id = self._finished[request_id]
             if parked_id is not None and self._handoffs.release(parked_id):
                 return oe.ABORT_STATUS_ABORTED
             return oe.ABORT_STATUS_ALREADY_FINISHED
-        raise RequestRefused(grpc.StatusCode.NOT_FOUND, f"request_id: no request {request_id!r}")
+        raise not_found("request_id", f"no request {request_id!r}")

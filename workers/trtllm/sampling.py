@@ -1,9 +1,9 @@
-"""Sampling, stopping and response options of a request, checked and as `SamplingParams` takes them.
+"""The sampling, stopping and response options of a request: checked, and as `SamplingParams` takes them.
 
-An engine may die of a value that it does not check, so whatever is out of range is refused here and the
-engine never sees it. Two things are cut instead: a token budget over the room that there is, and a minimum
-over the budget, as the answer ends there anyway. Defaults are those of TensorRT-LLM's own OpenEngine
-server, not `SamplingParams`'.
+An engine may die of a value that it does not check, so values out of range are refused here. Two are
+reduced instead: a token budget over the room in the context window, and a minimum over the budget, as the
+answer ends there anyway. Defaults are those of TensorRT-LLM's own OpenEngine server, not of
+`SamplingParams`.
 """
 
 from typing import Any, NamedTuple
@@ -15,20 +15,20 @@ from slagate.workers.trtllm.engine import Engine
 from slagate.workers.trtllm.output import MAX_PROMPT_ENTRIES, HiddenStop, OutputForm
 
 MAX_STOP_TEXT_BYTES = 1024
-"""Of one, in UTF-8: each is looked for in everything that is generated."""
+"""Of one stop text, in UTF-8: the engine searches for each of them in all that it generates."""
 
 MAX_TOP_N = 20
-"""Candidates a token: what public APIs allow, and a bound on what one token may cost on the wire."""
+"""Candidates for each token: as many as public APIs allow. They bound a token's size on the wire."""
 
 UINT32_MAX = 0xFFFFFFFF
 
 
 class Stops(NamedTuple):
-    """What ends an answer beside its budget and the end of text."""
+    """What ends an answer besides its budget and the end of text."""
 
     texts: tuple[str, ...]
     token_ids: tuple[int, ...]
-    hidden: tuple[HiddenStop, ...]  # those texts that the answer must not show
+    hidden: tuple[HiddenStop, ...]  # the texts that the answer must not show
 
 
 def _refuse(fault: SamplingFault | None) -> None:
@@ -37,17 +37,16 @@ def _refuse(fault: SamplingFault | None) -> None:
 
 
 def max_sequences(engine: Engine, *, hands_off: bool) -> int:
-    """Outputs that one request may have; a handoff is of one sequence."""
+    """The most outputs of one request; a handoff has only one sequence."""
     return 1 if hands_off else int(engine.llm.args.max_batch_size)
 
 
 def output_form(
     request: oe.GenerateRequest, engine: Engine, stops: Stops, *, kind: str
 ) -> OutputForm:
-    """What the answer is to contain. Raises `Refused` naming the field.
+    """What the answer has to contain. Raises `RequestRefused` naming the field.
 
-    Log probabilities of the prompt are limited to `MAX_PROMPT_ENTRIES`: its tokens times those asked for at
-    each, the token's own included.
+    The prompt may have `MAX_PROMPT_ENTRIES` log probabilities: of each token its own and its candidates'.
     """
     hands_off = kind != "context_and_generation"
     n_outputs = _n_outputs(request, max_sequences(engine, hands_off=hands_off), hands_off=hands_off)
@@ -57,7 +56,7 @@ def output_form(
     logprobs = _top_n(request, "output") if response.return_output_logprobs else None
     prompt_logprobs = _top_n(request, "prompt") if response.return_prompt_logprobs else None
     if kind == "generation_only":
-        # The prompt was another engine's, and its log probabilities came with that answer.
+        # The prefill worker's answer had the log probabilities of the prompt.
         prompt_logprobs = None
     if prompt_logprobs is not None:
         n_entries = len(request.token_ids.ids) * (prompt_logprobs + 1)
@@ -78,21 +77,20 @@ def output_form(
 def sampling_values(
     request: oe.GenerateRequest, form: OutputForm, stops: Stops, *, end_id: int | None, room: int
 ) -> dict[str, Any]:
-    """Arguments of `SamplingParams`; `room` is what the context window leaves in tokens.
+    """Arguments of `SamplingParams`. Raises `RequestRefused` naming the field.
 
-    Without `end_id` the engine ends a text where its tokenizer and its model say.
-
-    Raises `Refused` naming the field.
+    `room` is the number of tokens that the prompt leaves in the context window. Without `end_id` the engine
+    ends a text at the tokens that its tokenizer and its model name.
     """
     stopping, sampling = request.stopping, request.sampling
-    # A budget above the room is cut, as the engine itself would: the answer then ends by length.
+    # A budget above the room is reduced, as the engine does, too: the answer then ends by length.
     max_tokens = min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else room
     if max_tokens == 0:
         raise invalid("stopping.max_tokens", "must be at least 1")
     values: dict[str, Any] = {
         "end_id": end_id,
         "max_tokens": max_tokens,
-        # Also a bound: the engine's native code takes 32 bits with a sign.
+        # The budget is below 2**31, which the engine's native code needs of the minimum, too.
         "min_tokens": min(stopping.min_tokens, max_tokens)
         if stopping.HasField("min_tokens")
         else None,
@@ -103,7 +101,7 @@ def sampling_values(
         "detokenize": form.has_text,
         "n": form.n_outputs,
         "best_of": form.n_outputs,
-        # None asked of the engine may lose the chosen token's own, so one always is.
+        # With 0 an engine may leave out the chosen token's own, so it is asked for 1.
         "logprobs": None if form.top_n is None else max(1, form.top_n),
         "prompt_logprobs": None if form.prompt_top_n is None else max(1, form.prompt_top_n),
         **_checked_sampling(sampling),
@@ -114,7 +112,7 @@ def sampling_values(
 
 
 def _checked_sampling(sampling: oe.SamplingParams) -> dict[str, Any]:
-    """Knobs that are set, after a check, and the defaults of those that always are."""
+    """The sampling options that are set, checked, and defaults for those that the engine always gets."""
     _refuse(sampling_fault(sampling))
     values: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     for field in (
@@ -128,7 +126,7 @@ def _checked_sampling(sampling: oe.SamplingParams) -> dict[str, Any]:
 
 
 def check_vocabulary(field: str, ids: list[int], *, vocab_size: int | None) -> None:
-    """Refuse ids outside the vocabulary, where its size is known."""
+    """Raises `RequestRefused` for ids outside the vocabulary, where its size is known."""
     if vocab_size is not None and ids and max(ids) >= vocab_size:
         raise invalid(field, f"{max(ids)} is outside the vocabulary of {vocab_size}")
 
@@ -147,7 +145,7 @@ def _n_outputs(request: oe.GenerateRequest, most: int, *, hands_off: bool) -> in
 
 
 def _top_n(request: oe.GenerateRequest, which: str) -> int:
-    """Candidates asked for at each position of `which` ("prompt" or "output")."""
+    """The number of candidates for each token of `which`, "prompt" or "output"."""
     field = f"{which}_candidates"
     selection: oe.CandidateTokenSelection = getattr(request.response, field)
     if selection.WhichOneof("selection") not in (None, "top_n"):
@@ -169,9 +167,9 @@ def _wants_text(request: oe.GenerateRequest, engine: Engine) -> bool:
 
 
 def parse_stops(request: oe.GenerateRequest, engine: Engine, *, vocab_size: int | None) -> Stops:
-    """The stop conditions. Raises `Refused` naming the field.
+    """The stop conditions. Raises `RequestRefused` naming the field.
 
-    They may not be too many, too long or empty, nor of text where there is no tokenizer.
+    Refused are too many of them, a text that is empty or too long, and any text without a tokenizer.
     """
     field, stopping = "stopping.conditions", request.stopping
     _refuse(stopping_fault(stopping))

@@ -1,4 +1,4 @@
-"""What a TensorRT-LLM worker says of itself: server, model, health."""
+"""A TensorRT-LLM worker's answers to GetServerInfo, GetModelInfo and Health."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ ROLES = {
     "decode": oe.ENGINE_ROLE_DECODE,
     "agg": oe.ENGINE_ROLE_AGGREGATED,
 }
-"""By their names on the command line; OpenEngine has none for workers that only encode."""
+"""Roles by their names on the command line. OpenEngine has none for workers that only encode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class WorkerIdentity:
     transfer_backend: str  # "" without a KV transceiver
     tensor_parallel_size: int
     end_id: int
-    engine_knows_end: bool = False  # and is not told: a model may have more ends than one
-    vocab_size: int | None = None  # None: not known, and token ids are the engine's to check
+    engine_knows_end: bool = False  # then it is not told: a model may have several end tokens
+    vocab_size: int | None = None  # None: not known, so the engine checks token ids
 
     @property
     def role_name(self) -> str:
@@ -38,7 +38,7 @@ class WorkerIdentity:
 
 
 def server_info(engine: Engine, identity: WorkerIdentity, *, frees_handoffs: bool) -> oe.ServerInfo:
-    """`ServerInfo` with what the engine was configured to."""
+    """The answer to GetServerInfo, from the engine's configuration."""
     args = engine.llm.args
     info = oe.ServerInfo(
         engine_name="tensorrt_llm",
@@ -58,7 +58,7 @@ def server_info(engine: Engine, identity: WorkerIdentity, *, frees_handoffs: boo
             max_batched_tokens=args.max_num_tokens,
         ),
     )
-    # Older engines cannot say how many blocks they have; absent then, not zero.
+    # Older engines cannot say how many blocks they have; the field is absent then, not 0.
     if engine.blocks_per_rank is not None:
         info.capacity.total_kv_blocks = engine.blocks_per_rank * engine.n_ranks
     takes_rank = engine.n_ranks == 1 or engine.takes("scheduling_params")
@@ -80,7 +80,7 @@ def server_info(engine: Engine, identity: WorkerIdentity, *, frees_handoffs: boo
 
 
 def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:
-    """The one served model: only what this worker really does is claimed."""
+    """The answer to GetModelInfo, which claims only what this worker can really do."""
     hands_off = identity.role != oe.ENGINE_ROLE_AGGREGATED
     logprobs = oe.LogprobCapabilities(
         supported=True,
@@ -96,7 +96,7 @@ def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:
         supports_lora=False,
         supports_multimodal=False,
         generation=oe.GenerationCapabilities(
-            # A decode leg's prompt was another engine's.
+            # The prompt of a decode leg was processed by another engine.
             prompt_logprobs=oe.LogprobCapabilities(supported=False)
             if identity.role == oe.ENGINE_ROLE_DECODE
             else logprobs,
@@ -119,10 +119,10 @@ async def health(
     kv_problem: str,
     probe: Callable[[], Awaitable[str]] | None,
 ) -> oe.HealthResponse:
-    """The first part that is not READY decides the state; `probe` is run when it is given.
+    """The answer to Health: the state is that of the first part that is not READY.
 
-    `fatal` is what ended the engine, `kv_problem` why KV transfers cannot work, and `probe` answers why
-    one token could not be had; "" where all is well.
+    `fatal` is what the engine died of, `kv_problem` why KV transfers cannot work, and `probe`, if given, is
+    called for why the engine generates no token; "" where all is well.
     """
     checks = [oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY)]
     if fatal:

@@ -7,9 +7,10 @@ from typing import Any
 
 import anyio
 import grpc
+from typing_extensions import override
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto.rpc.sinks import PauseGate, Sink
+from slagate.proto.rpc.sinks import Call, PauseGate, Sink
 from slagate.proto.rpc.status import OK, Status
 from slagate.workers.errors import cut
 from slagate.workers.legs import CONTEXT_ONLY
@@ -34,8 +35,8 @@ _OUTCOME_OF_CODE: dict[grpc.StatusCode, Outcome] = {
 }
 
 
-class EngineStream:
-    """The `Call` of one leg; `pump` is its task.
+class EngineStream(Call):
+    """The call of one leg; `pump` is its task.
 
     Sent to the sink:  refused            end(non-OK)
                        accepted           [prompt] token* finished* end(OK), or
@@ -47,8 +48,8 @@ class EngineStream:
     def __init__(self, sink: Sink, handoffs: Handoffs) -> None:
         self._sink = sink
         self._handoffs = handoffs
-        self.parked_id: int | None = None  # the handoff that was answered with
-        self.outcome: Outcome = "ok"  # once it has ended
+        self.parked_id: int | None = None  # of the handoff in the answer
+        self.outcome: Outcome = "ok"  # valid once it has ended
         self._ended = False
         self._gate = PauseGate()
         self._scope = anyio.CancelScope()
@@ -60,33 +61,33 @@ class EngineStream:
         self._may_abort = True
 
     def start(self, result: Any, leg: EngineRequest, *, timeout_s: float | None) -> None:
-        """The engine has taken the leg; `result` is what it will fill."""
+        """Begin with the result of a leg that the engine has accepted, and will fill."""
         self.result = result
         self._leg = leg
         self._cursors = [OutputCursor(index, leg.form) for index in range(leg.form.n_outputs)]
-        # The KV transfer in front of a decode leg's first result cannot be interrupted.
+        # The KV transfer before a decode leg's first result cannot be interrupted.
         self._may_abort = leg.kind != GENERATION_ONLY
         if timeout_s is not None:
             expired = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline exceeded on the worker")
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._stop, expired)
 
+    @override
     def cancel(self) -> None:
-        """As `Call.cancel`. The engine's last result is still awaited."""
         self._stop(Status(grpc.StatusCode.CANCELLED, "cancelled"))
 
+    @override
     def pause(self) -> None:
-        """As `Call.pause`."""
         if not self._ended:
             self._gate.pause()
 
+    @override
     def resume(self) -> None:
-        """As `Call.resume`."""
         self._gate.resume()
 
     def fail_engine_gone(self, error: Exception) -> None:
-        """The engine is gone, or the worker: end with its error, and wait for no result."""
+        """End with this error and await no result: the engine or the worker is going away."""
         code = oe.ERROR_CODE_INTERNAL if self._may_abort else oe.ERROR_CODE_KV_TRANSFER_FAILED
-        # Another worker is not gone.
+        # Retryable, as another worker may be well.
         self._end_with(error, code, retryable=True)
         self._scope.cancel()
 
@@ -96,7 +97,7 @@ class EngineStream:
             self._abort_engine()
 
     def _abort_engine(self) -> None:
-        """Abort, at once or with the first result."""
+        """Abort the engine's request, now or at its first result."""
         self._abort_wanted = not self._may_abort
         if self._may_abort:
             self.result.abort()
@@ -114,11 +115,11 @@ class EngineStream:
         try:
             self._sink.finish(status)
         except Exception:
-            # One call's sink must not end the task group of them all.
+            # An error of one call's sink must not end the task group of all.
             log.exception("leg.end")
 
     async def pump(self, *, on_result: Callable[[], None] = lambda: None) -> None:
-        """Move the engine's output to the sink until the engine's last result; tells of each result."""
+        """Send the engine's output to the sink until its last result. `on_result` is called for each."""
         with self._scope:
             async for _ in self.result:
                 on_result()
@@ -129,7 +130,7 @@ class EngineStream:
                 if not self._ended:
                     self._emit_or_give_up()
                 elif self._leg.kind == CONTEXT_ONLY and _has_handoff(self._params()):
-                    # Parked in the step in which the leg was given up: nobody will ever ask for it.
+                    # Parked just when the leg was cancelled: nobody will ever fetch it.
                     self._handoffs.release(self._params().ctx_request_id)
             if self.parked_id is None and not all(cursor.finished for cursor in self._cursors):
                 self.fail(RuntimeError("the engine's answer has no end"))
@@ -142,7 +143,7 @@ class EngineStream:
         try:
             self._emit()
         except Exception as error:
-            # Ours, not the engine's: it ends this leg, where an engine's own error ends the worker.
+            # A bug of this code ends this leg only; an error of the engine would end the worker.
             log.exception("leg.emit")
             self.fail(error, code=oe.ERROR_CODE_INTERNAL)
             self._abort_engine()
@@ -182,22 +183,19 @@ class EngineStream:
             self._send(prompt=prompt_output(self._leg.tokens, entries, top_n))
 
     def fail(self, error: Exception, *, code: oe.ErrorCode.ValueType | None = None) -> None:
-        """The engine gave the request up: one terminal error event, then a clean end.
-
-        `code` is what the error means, where that is not for its text to say.
-        """
+        """End the leg with an error event. Without `code` the text of the error decides what it means."""
         if code is None:
             code = code_of_failure(error, in_transfer=not self._may_abort)
         self._end_with(error, code, retryable=code == oe.ERROR_CODE_KV_TRANSFER_FAILED)
 
     def _end_with(self, error: Exception, code: oe.ErrorCode.ValueType, *, retryable: bool) -> None:
-        """Whatever the error's text and the sink are like, this does not raise: others run beside it."""
+        """Send an error event and end. Does not raise, whatever the error's text and the sink are like."""
         if self._ended:
             return
         status = Status(grpc.StatusCode.INTERNAL, "the leg's error could not be sent")
         self.outcome = "failed"
         try:
-            # What is sent cannot be had from another worker without having it twice.
+            # After output, another worker would send the same output again.
             retryable = retryable and not self._has_sent
             message = cut(str(error) or type(error).__name__)
             failure = oe.EngineError(code=code, message=message, retryable=retryable)
@@ -225,5 +223,5 @@ class EngineStream:
 
 
 def _has_handoff(params: Any) -> bool:
-    # The params start as a copy of the request's, so their presence proves nothing.
+    # The params begin as a copy of the request's, so that they are there proves nothing.
     return params is not None and params.ctx_request_id is not None

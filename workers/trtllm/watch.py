@@ -1,9 +1,9 @@
-"""Whether an engine is still alive, by its own word: asked for, and read from a flag it sets.
+"""Watches whether an engine is still alive, by a call to it and by a flag that it sets.
 
-A dead engine answers nobody and closes nothing: its requests would wait for ever. TensorRT-LLM has two
-signs. `_check_health` looks at the processes behind the engine, and may hang as they do, so it is asked on
-a thread, with a limit. `_executor._fatal_error` is set by whoever meets the error; a thread reads it, as
-the event loop may itself be stuck in a call to the dead engine.
+The requests of a dead engine would wait for ever, as it neither answers nor closes anything. TensorRT-LLM
+has two signs of death. `_check_health` checks the processes behind the engine, and may hang as they do, so
+it is called on a thread, with a limit. `_executor._fatal_error` is set by the code that meets an error; a
+thread polls it, as the event loop may itself be stuck in a call to the dead engine.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchTimes:
-    """Seconds. An `interval_s` of 0 turns the watch off; a check that takes `check_limit_s` failed.
+    """The engine is asked every `interval_s` (0: never); an answer that takes `check_limit_s` is a failure.
 
-    The flag is read every `flag_s`; a loop that has not reacted `stuck_s` after it was set never will.
+    The flag is polled every `flag_s`. An event loop that does not react within `stuck_s` is stuck for ever.
     """
 
     interval_s: float = 2.0
@@ -35,7 +35,7 @@ class WatchTimes:
 
 
 class EngineWatch:
-    """Watches one `LLM`. `on_death` is called once, on the loop, with what was found."""
+    """Watches one `LLM`, and calls `on_death` once, on the event loop, with the reason."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class EngineWatch:
         on_death: Callable[[Exception], None],
         leave: Callable[[int], object],
     ) -> None:
-        """`leave` ends the process at once, from a thread."""
+        """`leave` ends the process at once; it is called from a thread."""
         self._llm = llm
         self._times = times
         self._on_death = on_death
@@ -55,18 +55,18 @@ class EngineWatch:
 
     @property
     def alive(self) -> bool:
-        """As far as was seen."""
+        """Whether no sign of death was found so far."""
         return not self._is_dead
 
     async def run(self) -> None:
-        """Until the engine is dead, or this is cancelled."""
+        """Watch until the engine is dead, or until cancelled."""
         check = getattr(self._llm, "_check_health", None)
         if self._times.interval_s <= 0:
             log.info("engine.watch_off")
             return
         with self._reading_flag():
             if check is None:
-                # Old versions: the flag, and requests that fail, are what there is.
+                # Old versions have only the flag, and requests that fail.
                 log.info("engine.no_health_check")
                 await anyio.sleep_forever()
                 return
@@ -83,7 +83,7 @@ class EngineWatch:
         except TimeoutError:
             return TimeoutError(f"no answer to a health check in {self._times.check_limit_s:g} s")
         except Exception as error:
-            # Whatever it raises: who cannot say that it is well is not.
+            # Any error of the check counts as a death.
             log.exception("engine.check_failed")
             return error
         return None if is_well else RuntimeError("its health check failed")
