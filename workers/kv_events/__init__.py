@@ -1,6 +1,6 @@
-"""An engine's KV events: checked and numbered on one side, served to subscribers on the other.
+"""An engine's KV events: read, checked and numbered, and served to subscribers.
 
 Owns each rank's numbered history and its published blocks. Imports `errors`, `runtime` and proto.
-Promises: what is published is never more than the engine has; a subscriber that is slow costs only its
-place; numbers belong to one incarnation of the worker.
+Promises: never more is published than the engine has; a slow subscriber loses only its own place; numbers
+belong to one incarnation of the worker.
 """

@@ -1,10 +1,10 @@
-"""Changes of what is cached, as read from an engine's KV events and as published."""
+"""Changes of an engine's KV cache, as read from its events and as published."""
 
 from typing import NamedTuple, TypeAlias
 
 
 class Block(NamedTuple):
-    """One full block: its tokens as `wire.token_field` encodes them, and what else entered its hash."""
+    """A full block: its tokens as `wire.token_field` encodes them, and the other inputs of its hash."""
 
     hash: int
     tokens: bytes
@@ -12,7 +12,7 @@ class Block(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A chain of blocks, each the child of the one before, is cached on a level (0 GPU, 1 host)."""
+    """A chain of blocks, each the child of the one before, is cached on a level: 0 is GPU, 1 is host."""
 
     rank: int
     parent: int | None
@@ -23,14 +23,14 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Blocks are gone from whatever level they were on."""
+    """Blocks are not cached any more, on whatever level they were."""
 
     rank: int
     hashes: tuple[int, ...]
 
 
 class Moved(NamedTuple):
-    """A block is on this level now, and on no other."""
+    """A block is cached on this level, and on no other."""
 
     rank: int
     hash: int

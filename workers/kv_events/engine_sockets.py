@@ -1,7 +1,8 @@
-"""The sockets that an engine streams its KV events on, followed: one a rank, and one for what was missed.
+"""Follows the sockets on which an engine streams its KV events, one for each rank.
 
-The engine binds, we connect; both are on one machine. What was published before the subscription was
-there, or while this process was too slow, is asked for again where the engine has a replay endpoint.
+The engine binds, this process connects, and both are on one machine. Batches that were published before the
+subscription, or while this process was too slow, are asked for again where the engine has a replay
+endpoint.
 """
 
 import importlib
@@ -18,9 +19,10 @@ from slagate.workers.runtime.cooperative import finish_cooperatively
 log = logging.getLogger(__name__)
 
 REPLAY_LIMIT_S = 5.0
-"""For one replay: 10,000 batches is what engines keep."""
+"""For one replay; engines keep 10,000 batches."""
 
 ERROR_DELAY_S = 1.0
+"""From an error of a socket to the next attempt."""
 
 MAX_MESSAGE_BYTES = 64 << 20
 """An engine caps a batch at 50,000 blocks; of 32 tokens, 5 bytes each, that is 8 MB."""
@@ -30,14 +32,14 @@ _LOCAL = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 class Endpoints(NamedTuple):
-    """Where to connect to for one rank; no `replay` where the engine has none."""
+    """Addresses of one rank; `replay` is None where the engine has no replay endpoint."""
 
     events: str
     replay: str | None
 
 
 class StreamSettings(NamedTuple):
-    """What `kv_cache_config.kv_events_config` says, with an entry a rank."""
+    """`kv_cache_config.kv_events_config`, with the endpoints of each rank."""
 
     endpoints: tuple[Endpoints, ...]
     topic: str
@@ -52,7 +54,7 @@ def stream_settings(
     hwm: object,
     n_ranks: int,
 ) -> StreamSettings:
-    """Raises `ValueError` naming the field that nothing can be connected to with."""
+    """Raises `ValueError` naming the field that cannot be used."""
     if not isinstance(topic, str):
         raise ValueError(f"topic {topic!r} is no text")
     if type(hwm) is not int or hwm < 0:
@@ -73,7 +75,7 @@ def stream_settings(
 
 
 def _address(name: str, endpoint: object, rank: int) -> str:
-    """Where the engine's endpoint of a rank is to be reached: the port, or the path, is the rank's own."""
+    """The address of a rank's endpoint: each rank has its own port or path."""
     if isinstance(endpoint, str) and endpoint.startswith("ipc://") and endpoint != "ipc://":
         return f"{endpoint}_dp{rank}" if rank else endpoint
     matched = _TCP.fullmatch(endpoint) if isinstance(endpoint, str) else None
@@ -86,7 +88,7 @@ def _address(name: str, endpoint: object, rank: int) -> str:
 
 
 def pyzmq_missing() -> str:
-    """Why there are no sockets of ZMQ; "" where there are."""
+    """Why ZMQ cannot be used; "" where it can."""
     try:
         importlib.import_module("zmq")
     except ImportError as error:
@@ -95,7 +97,7 @@ def pyzmq_missing() -> str:
 
 
 class StreamSource:
-    """Follows every rank's socket while it runs; `counters` tells what went wrong on the way."""
+    """Follows every rank's socket while it runs. `n_errors` counts errors of sockets."""
 
     def __init__(
         self,
@@ -105,9 +107,9 @@ class StreamSource:
         take: Callable[[list[Batch]], Iterable[None]],
         on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`take` gets batches, and is gone through, a step in each turn of the loop.
+        """`take` gets batches, and what it returns is iterated over, one step in each turn of the loop.
 
-        `normaliser` is asked which number a rank goes on with. `on_read` is told how many events came.
+        `normaliser` knows the next number of each rank. `on_read` gets the number of events in a batch.
         """
         self._settings = settings
         self._normaliser = normaliser
@@ -117,11 +119,11 @@ class StreamSource:
         self._n_malformed = self._n_replays = 0
 
     def counters(self) -> dict[str, int]:
-        """Messages that are none of the engine's, and replays asked for."""
+        """Counts of messages that are not the engine's, and of replays, by name."""
         return {"malformed_messages": self._n_malformed, "replays": self._n_replays}
 
     async def run(self) -> None:
-        """Until cancelled; no error of a socket ends it."""
+        """Follow until cancelled; an error of a socket does not end it."""
         asyncio_zmq = importlib.import_module("zmq.asyncio")
         context = asyncio_zmq.Context()
         try:
@@ -137,7 +139,7 @@ class StreamSource:
                 await self._listen(context, rank)
             except Exception:
                 self.n_errors += 1
-                # Once a fault, not once a try.
+                # At the first, second, fourth ... error, not at each attempt.
                 if self.n_errors & (self.n_errors - 1) == 0:
                     log.exception("kv_stream.failed", extra={"rank": rank, "times": self.n_errors})
                 await anyio.sleep(ERROR_DELAY_S)
@@ -160,12 +162,12 @@ class StreamSource:
             socket.close(linger=0)
 
     async def _replay(self, context: Any, rank: int, *, before: int) -> None:
-        """Pass on the batches that are missing, as far as the engine still has them."""
+        """Ask for missing batches, and pass on those that the engine still has."""
         address = self._settings.endpoints[rank].replay
         if address is None:
             return
         self._n_replays += 1
-        # A new one each time: nothing of the last replay can be in it.
+        # A new socket each time, so that nothing of an earlier replay is in it.
         socket = _socket(context, "DEALER")
         try:
             socket.connect(address)
@@ -176,7 +178,7 @@ class StreamSource:
                     _, *frames = await socket.recv_multipart()
                     batch = self._read(rank, frames)
                     if batch is not None and batch.number >= before:
-                        return  # what comes from here on comes live, or it is the end
+                        return  # the live socket has the rest, or it is the end of the replay
                     if batch is not None:
                         await self._pass_on(batch)
         finally:

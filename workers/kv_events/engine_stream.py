@@ -1,17 +1,17 @@
-"""KV events that an engine streams itself, from frames to checked changes.
+"""Turns the KV events that an engine streams itself, in frames of ZMQ, into checked changes.
 
 TensorRT-LLM's V2 cache manager can publish over ZMQ, in the framing of vLLM's publisher: a topic, the
 batch's number in 8 bytes, and msgpack, `[timestamp, events, rank]`. Its events are maps with a `type`,
-vLLM's are lists that begin with it; both are read. Blocks are told once they are full, of one group of
-layers, on the GPU. A number that is missing means that a batch was lost, and the rank starts over with
-`Cleared`, as it does for ids of events that are polled.
+vLLM's are lists that begin with it; both are read. An event is about full blocks of one group of layers on
+the GPU. A missing number means that a batch was lost, and the rank starts over with `Cleared`, as it does
+where ids of polled events are missing.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
+from typing_extensions import override
 
 from slagate.workers.kv_events.changes import Block, Change, Removed, Stored
 from slagate.workers.kv_events.fields import (
@@ -25,11 +25,11 @@ from slagate.workers.kv_events.fields import (
     text_of,
     unusable,
 )
-from slagate.workers.kv_events.rank_state import Losses, RankState
+from slagate.workers.kv_events.rank_state import Changes, Normaliser, RankState
 from slagate.workers.kv_events.wire import token_field
 
 END = (1 << 64) - 1
-"""The number that ends a replay: -1, in 8 bytes."""
+"""The number at the end of a replay: -1, in 8 bytes."""
 
 _FIELDS = {
     "BlockStored": (
@@ -46,14 +46,14 @@ _FIELDS = {
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }
-"""In the order of the lists; what comes behind is of no use here."""
+"""The fields of an event that is a list, in order; further ones are not used."""
 
 _GPU = ("GPU", None)
 _TURN_HASHES = TURN_WORK // HASH_WORK
 
 
 class Batch(NamedTuple):
-    """What came in one message of a rank's socket; `events` is None where they cannot be read."""
+    """A message of a rank's socket; `events` is None where they cannot be read."""
 
     rank: int
     number: int
@@ -61,14 +61,14 @@ class Batch(NamedTuple):
 
 
 def batch_of(rank: int, frames: list[bytes], *, topic: str) -> Batch | None:
-    """A message of a rank's socket as a batch; None for one that is not even numbered.
+    """Decode a message of a rank's socket; None for one without a number.
 
     Replays of older publishers leave the topic out, and the end of a replay has an empty one.
     """
     if len(frames) not in (2, 3) or len(frames[-2]) != 8:
         return None
     number = int.from_bytes(frames[-2], "big")
-    # A subscription is to everything that begins with the topic.
+    # A subscription also gets topics that only begin with this one.
     if len(frames) == 3 and topic and number != END and frames[0] != topic.encode():
         return None
     try:
@@ -81,56 +81,28 @@ def batch_of(rank: int, frames: list[bytes], *, topic: str) -> Batch | None:
     return Batch(rank, number, payload[1] if is_of_rank else None)
 
 
-_Changes: TypeAlias = Iterator[Change | None]
-"""None where a turn's work is done."""
-
-
-class KvStreamNormaliser:
-    """Turns batches into changes, as `KvEventNormaliser` does with what is polled; it never raises."""
+class KvStreamNormaliser(Normaliser):
+    """Reads lists of `Batch`."""
 
     def __init__(self, *, ranks: int, block_tokens: int) -> None:
-        self._ranks = [RankState(rank) for rank in range(ranks)]
-        self.losses = [Losses(rank, of="batches") for rank in range(ranks)]
-        self._block_tokens = block_tokens
-        self._turn_blocks = max(1, TURN_WORK // (BLOCK_WORK + block_tokens))
-        self.counts: Counter[str] = Counter(
-            gaps=0,
-            missed_batches=0,
-            old_batches=0,
-            decode_errors=0,
-            dropped_events=0,
-            filtered_layer_groups=0,
-            filtered_media=0,
+        counted = ("filtered_layer_groups", "filtered_media")
+        super().__init__(
+            ranks=ranks, block_tokens=block_tokens, numbered="batches", counted=counted
         )
 
     def next_number(self, rank: int) -> int:
-        """Of the batch that a rank goes on with."""
+        """The number of a rank's next batch."""
         return self._ranks[rank].numbering.next
 
-    def portions(self, batches: object) -> Iterator[list[Change]]:
-        """The changes in a list of `Batch`; what is more than a turn's work comes in several portions."""
-        assert isinstance(batches, list)
-        portion: list[Change] = []
-        for batch in batches:
-            for change in self._of_batch(batch):
-                if change is None:
-                    yield portion
-                    portion = []
-                else:
-                    portion.append(change)
-        yield portion
+    @override
+    def _items(self, told: object) -> list[Batch]:
+        assert isinstance(told, list)
+        return told
 
-    def _of_batch(self, batch: Batch) -> _Changes:
+    @override
+    def _changes_of(self, batch: Batch) -> Changes:
         rank = self._ranks[batch.rank]
-        place = rank.numbering.place(batch.number)
-        if place.is_old:
-            self.counts["old_batches"] += 1
-            return
-        if place.is_gap:
-            self.counts["gaps"] += 1
-            self.counts["missed_batches"] += place.n_missed
-            self.losses[batch.rank].count_gap(place.n_missed)
-            yield rank.clear()
+        yield from self._check_number(rank, batch.number)
         if batch.events is None:
             self.counts["decode_errors"] += 1
             yield from rank.lost()
@@ -152,9 +124,9 @@ class KvStreamNormaliser:
             return len(change.blocks) * (BLOCK_WORK + self._block_tokens)
         return HASH_WORK * len(change.hashes) if isinstance(change, Removed) else HASH_WORK
 
-    def _of_event(self, event: object, rank: RankState) -> _Changes:
+    def _of_event(self, event: object, rank: RankState) -> Changes:
         kind, fields = _named(event)
-        # Unset reads as group 0, and engines tell of one group only.
+        # A missing group is group 0. An engine publishes the events of one group only.
         if fields.get("group_idx") not in (None, 0):
             unusable("filtered_layer_groups")
         if fields.get("medium") not in _GPU:
@@ -165,7 +137,7 @@ class KvStreamNormaliser:
             try:
                 hashes = [hash_of(one) for one in list_of(fields.get("block_hashes"))]
             except UnusableError:
-                # Something is gone and nobody knows what.
+                # Some blocks are gone, and it is not known which.
                 yield from rank.lost()
                 raise
             for start in range(0, len(hashes), _TURN_HASHES):
@@ -175,8 +147,8 @@ class KvStreamNormaliser:
         else:
             yield rank.clear()
 
-    def _stored(self, fields: Mapping[str, Any], rank: RankState) -> _Changes:
-        """One chain, in pieces of a turn; a block that cannot be told ends it."""
+    def _stored(self, fields: Mapping[str, Any], rank: RankState) -> Changes:
+        """One chain, in pieces of a turn's work; a block that cannot be used ends it."""
         size = self._block_tokens
         hashes, tokens = list_of(fields.get("block_hashes")), list_of(fields.get("token_ids"))
         extras = fields.get("extra_keys")
@@ -186,7 +158,7 @@ class KvStreamNormaliser:
         if not is_whole or len(extras) != len(hashes):
             unusable("dropped_events")
         if fields.get("lora_id") is not None and not lora_name:
-            # Without the adapter's name its blocks would be the base model's.
+            # Without the adapter's name its blocks would pass for the base model's.
             unusable("dropped_events")
         parent = fields.get("parent_block_hash")
         parent = None if parent is None else hash_of(parent)
@@ -234,7 +206,7 @@ def _content(ids: list[Any]) -> bytes:
 
 
 def _extra_keys(values: object) -> tuple[str, ...]:
-    """What else entered a block's hash, which is the engine's to know: as it came, in JSON."""
+    """The other inputs of a block's hash, which only the engine understands: as they came, in JSON."""
     if values is None:
         return ()
     try:

@@ -1,50 +1,49 @@
-"""Subscriptions to a worker's KV events: snapshot or replay first, then live, each at its own pace.
+"""Subscriptions to a worker's KV events: a snapshot or a replay, then live events, each at its own pace.
 
-A subscriber has no buffer but a cursor into each rank's history, so one that pauses or is slow costs
-nothing but its place; when the history has moved past its cursor its stream ends with one retryable
-EngineError, and it starts over with a snapshot. One that takes nothing at all for `STALL_S` is ended.
-Numbers belong to one incarnation of the worker.
+A subscriber has no buffer, but a cursor into each rank's history, so a slow one costs nothing. When the
+history has moved past its cursor, its stream ends with a retryable EngineError, and it can start over with
+a snapshot. A stream that is paused for `STALL_S` is ended. Numbers belong to one incarnation of the worker.
 """
 
 import asyncio
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
+from typing_extensions import override
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, Sink
 from slagate.proto.rpc.status import OK, Metadata, Status
-from slagate.workers.errors import RequestRefused
+from slagate.workers.errors import RequestRefused, invalid
 from slagate.workers.kv_events.changes import Change
 from slagate.workers.kv_events.log import RankLog
 from slagate.workers.kv_events.normalise import KvEventNormaliser
-from slagate.workers.kv_events.rank_state import Losses
+from slagate.workers.kv_events.rank_state import Normaliser
 
 INSTANCE_KEY = "x-slagate-instance-id"
-"""Request metadata: the incarnation that a start number belongs to."""
+"""Metadata key: the incarnation of the worker that a start number belongs to."""
 
 HISTORY_BATCHES = 8192
 HISTORY_BYTES = 32 * 1024 * 1024
-"""Of one rank's history: a busy engine's last minute or so."""
+"""Limits of one rank's history, which has the last minute or so of a busy engine."""
 
 MAX_SUBSCRIBERS = 64
-"""For each rank: gateways follow ranks one by one. Each may hold a snapshot's worth of memory meanwhile."""
+"""For each rank, as gateways follow ranks one by one. Each may hold a snapshot in memory for a while."""
 
 HEARTBEAT_S = 5.0
-"""A rank with nothing to say for that long sends an empty batch."""
+"""A rank without news for so long publishes an empty batch."""
 
 STALL_S = 3 * HEARTBEAT_S
-"""A subscriber that takes nothing for that long gives up its place."""
+"""A stream that is paused for so long is ended."""
 
 _TURN_BYTES = 512 * 1024
 _MESSAGE_BYTES = 2048
-"""What one turn of the loop may deliver, and what any message counts for at least: handing one over takes
-about as long as copying that much."""
+"""Limit of what one turn of the loop delivers, and the least that a message counts for: handing over a
+message takes about as long as copying so many bytes."""
 
 _TOO_SLOW = oe.SubscribeKvEventsResponse(
     error=oe.EngineError(
@@ -54,14 +53,16 @@ _TOO_SLOW = oe.SubscribeKvEventsResponse(
     )
 ).SerializeToString()
 
+_SHUTTING_DOWN = Status(grpc.StatusCode.UNAVAILABLE, "kv events: the worker is shutting down")
+
 _STALLED = Status(
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     "kv events: nothing was read for too long; subscribe with a snapshot",
 )
 
 
-class Subscription:
-    """The `Call` of one subscriber."""
+class Subscription(Call):
+    """The call of one subscriber: its snapshot, then its place in the history of each rank."""
 
     def __init__(
         self,
@@ -72,36 +73,36 @@ class Subscription:
         snapshot: Iterator[bytes] | None,
         cursors: dict[int, int],
     ) -> None:
-        """`cursors` are the numbers of the live batches that come next, by rank.
+        """`cursors` has the number of the next live batch of each rank.
 
-        `wake` is called when there may be something to deliver, `forget` when it has ended.
+        `wake` is called when there may be something to deliver, `forget` when the stream has ended.
         """
         self._wake = wake
         self._forget = forget
         self._sink = sink
         self._snapshot = snapshot
-        self._cursors = cursors  # the rank served longest ago first
-        self.paused_since_s = math.inf  # infinite while it is not
+        self._cursors = cursors  # in order of when a rank was served last
+        self.paused_since_s = math.inf  # infinite while it is not paused
         self._has_ended = False
-        self.is_queued = False  # the feed's note
+        self.is_queued = False  # set by the feed
         self.was_too_slow = False
 
     @property
     def is_open(self) -> bool:
-        """Whether it may be given messages now."""
+        """Whether it takes messages now."""
         return self.paused_since_s == math.inf and not self._has_ended
 
+    @override
     def cancel(self) -> None:
-        """As `Call.cancel`."""
         self.end_stream(Status(grpc.StatusCode.CANCELLED, "cancelled"))
 
+    @override
     def pause(self) -> None:
-        """As `Call.pause`."""
         if self.paused_since_s == math.inf:
             self.paused_since_s = asyncio.get_running_loop().time()
 
+    @override
     def resume(self) -> None:
-        """As `Call.resume`."""
         self.paused_since_s = math.inf
         self._wake(self)
 
@@ -114,22 +115,22 @@ class Subscription:
             self._sink.finish(status)
 
     def end_stalled(self) -> None:
-        """End it as one whose client has stopped reading; no message can tell it so."""
+        """End a stream whose client has stopped reading, so that no message can reach it."""
         self.was_too_slow = True
         self.end_stream(_STALLED)
 
     def rank_published(self, rank: int, log: RankLog) -> None:
-        """There are new batches of a rank: time to go on, or to see that it fell behind."""
+        """Go on, as a rank has new batches, or notice that this subscriber fell behind."""
         number = self._cursors.get(rank)
         if number is None:
             return
         if number < log.oldest:
-            # The stream can only end now, and until it is resumed it must not hold a snapshot.
+            # The stream will end once it is resumed, and must not hold a snapshot until then.
             self._snapshot = None
         self._wake(self)
 
     def deliver_one(self, logs: list[RankLog]) -> int:
-        """Deliver at most one message; its size in bytes, or 0 when there is nothing to do now."""
+        """Deliver at most one message. Its size in bytes; 0 where there was none to deliver."""
         if not self.is_open:
             return 0
         if any(number < logs[rank].oldest for rank, number in self._cursors.items()):
@@ -157,18 +158,8 @@ class Subscription:
         return None
 
 
-class Normaliser(Protocol):
-    """Makes changes of what an engine says of all its ranks; never raises."""
-
-    counts: Counter[str]
-    losses: list[Losses]
-
-    def portions(self, polled: object) -> Iterator[list[Change]]:
-        """The changes in what came, in portions of a turn's work."""
-
-
 class KvFeed:
-    """The KV events of one engine, for any number of subscribers. All calls on the loop's thread."""
+    """The KV events of one engine for any number of subscribers; used on the event loop's thread."""
 
     def __init__(
         self,
@@ -181,7 +172,7 @@ class KvFeed:
         history_batches: int = HISTORY_BATCHES,
         history_bytes: int = HISTORY_BYTES,
     ) -> None:
-        """`unix_nanos` stamps batches; `normaliser` reads what the engine says, None what is polled."""
+        """`unix_nanos` is the clock of batches. `normaliser` reads the events, by default polled ones."""
         self._instance_id = instance_id
         self._unix_nanos = unix_nanos
         self._normaliser: Normaliser = normaliser or KvEventNormaliser(
@@ -196,23 +187,24 @@ class KvFeed:
             )
             for rank in range(ranks)
         ]
-        self._last_s = [0.0] * ranks  # of the newest batch, while somebody subscribes
+        self._last_s = [
+            0.0
+        ] * ranks  # when each rank published last; kept while there are subscribers
         self._subscriptions: dict[Subscription, None] = {}
-        self._queue: deque[Subscription] = deque()  # whom there may be something for
+        self._queue: deque[Subscription] = deque()  # there may be messages for these
         self._turn: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._n_slow_subscribers = 0
 
     def __repr__(self) -> str:
-        """State in one line, for people and for tests."""
         newest = [log.newest for log in self._logs]
         return f"KvFeed(newest {newest}, {len(self._subscriptions)} subscribers)"
 
     def publish_polled(self, polled: object) -> Iterator[None]:
-        """Publish what one poll of the engine gave, whatever that is; never raises.
+        """Publish what one poll of the engine gave. Does not raise, whatever that is.
 
-        Yields where the loop may have its turn; what is published by then is whole.
+        Yields after each turn's work, when what was read so far is published.
         """
         for portion in self._normaliser.portions(polled):
             changes: dict[int, list[Change]] = {}
@@ -223,26 +215,21 @@ class KvFeed:
                     self._published(rank)
             yield
         now_s = asyncio.get_running_loop().time()
-        for losses in self._normaliser.losses:
-            losses.report(now_s)
+        self._normaliser.report_losses(now_s)
 
     def subscribe(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         """Start a stream of serialised `SubscribeKvEventsResponse`; its first message comes later.
 
-        Raises `RequestRefused` before anything went to the sink: INVALID_ARGUMENT for what no worker could
-        serve, OUT_OF_RANGE for a start that this one does not have, RESOURCE_EXHAUSTED when there are
-        `MAX_SUBSCRIBERS` a rank, UNAVAILABLE after `close`.
+        Raises `RequestRefused`, with the sink untouched: INVALID_ARGUMENT for a request that no worker
+        could serve, OUT_OF_RANGE for a start that this one does not have, RESOURCE_EXHAUSTED when each rank
+        has `MAX_SUBSCRIBERS`, UNAVAILABLE after `end_streams`.
         """
         if self._is_closed:
-            raise RequestRefused(
-                grpc.StatusCode.UNAVAILABLE, "kv events: the worker is shutting down"
-            )
+            raise RequestRefused(grpc.StatusCode.UNAVAILABLE, _SHUTTING_DOWN.message)
         most = MAX_SUBSCRIBERS * len(self._logs)
         if len(self._subscriptions) >= most:
-            raise RequestRefused(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"kv events: {most} subscribers are there already",
-            )
+            reason = f"kv events: {most} subscribers are there already"
+            raise RequestRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
         wanted = _parse(request)
         self._check_instance(metadata, include_snapshot=wanted.include_snapshot)
         ranks = list(dict.fromkeys(wanted.data_parallel_ranks)) or list(range(len(self._logs)))
@@ -274,7 +261,7 @@ class KvFeed:
         return subscription
 
     def counters(self) -> dict[str, int]:
-        """What was lost on the way and where the stream stands, by name."""
+        """Counts of events, blocks and subscribers by name, and the newest number of each rank."""
         mirrors = [log.mirror for log in self._logs]
         return {
             **self._normaliser.counts,
@@ -288,15 +275,13 @@ class KvFeed:
         }
 
     def end_streams(self) -> None:
-        """End every stream; nobody can subscribe after that."""
+        """End every stream and accept no subscriber any more."""
         self._is_closed = True
         for subscription in list(self._subscriptions):
-            subscription.end_stream(
-                Status(grpc.StatusCode.UNAVAILABLE, "kv events: the worker is shutting down")
-            )
+            subscription.end_stream(_SHUTTING_DOWN)
 
     def _forget(self, subscription: Subscription) -> None:
-        """A stream has ended; without any there is no timer."""
+        """Remove a stream that has ended; without streams there is no timer."""
         del self._subscriptions[subscription]
         self._n_slow_subscribers += subscription.was_too_slow
         if not self._subscriptions and self._timer is not None:
@@ -304,7 +289,7 @@ class KvFeed:
             self._timer = None
 
     def _wake(self, subscription: Subscription) -> None:
-        """There may be something for it: it gets its turns, after those who wait already."""
+        """Queue a subscription that there may be messages for."""
         if subscription.is_open and not subscription.is_queued:
             subscription.is_queued = True
             self._queue.append(subscription)
@@ -314,15 +299,14 @@ class KvFeed:
     def _check(self, ranks: list[int], start: int, *, include_snapshot: bool) -> None:
         for rank in ranks:
             if rank >= len(self._logs):
-                raise _invalid(
-                    f"data_parallel_ranks: {rank} is not one of 0..{len(self._logs) - 1}"
-                )
+                reason = f"{rank} is not one of 0..{len(self._logs) - 1}"
+                raise invalid("data_parallel_ranks", reason)
         if include_snapshot:
             if start:
-                raise _invalid("start_sequence_number: cannot be given with include_snapshot")
+                raise invalid("start_sequence_number", "cannot be given with include_snapshot")
             return
         if start and len(ranks) > 1:
-            raise _invalid("start_sequence_number: each rank has its own, ask for one rank")
+            raise invalid("start_sequence_number", "each rank has its own, ask for one rank")
         for rank in ranks:
             log = self._logs[rank]
             if not log.oldest <= start <= log.newest + 1:
@@ -335,8 +319,8 @@ class KvFeed:
     def _check_instance(self, metadata: Metadata, *, include_snapshot: bool) -> None:
         named = [value for key, value in metadata if key == INSTANCE_KEY]
         if len(named) > 1:
-            raise _invalid(f"{INSTANCE_KEY}: is given more than once")
-        # A snapshot is what the refusal asks for, and owes nothing to an earlier incarnation.
+            raise invalid(INSTANCE_KEY, "is given more than once")
+        # The refusal asks for a snapshot, which does not depend on an earlier incarnation.
         if named and named[0] != self._instance_id and not include_snapshot:
             raise RequestRefused(
                 grpc.StatusCode.OUT_OF_RANGE,
@@ -344,14 +328,14 @@ class KvFeed:
             )
 
     def _published(self, rank: int) -> None:
-        """Tell all subscribers that a rank has new batches."""
+        """Wake the subscribers of a rank that has new batches."""
         if self._subscriptions:
             self._last_s[rank] = asyncio.get_running_loop().time()
         for subscription in self._subscriptions:
             subscription.rank_published(rank, self._logs[rank])
 
     def _deliver(self) -> None:
-        """One turn: a message for each in turn, until nobody has any left or the turn is full."""
+        """Deliver a message to each queued subscription in rotation, up to a turn's bytes."""
         room = _TURN_BYTES
         try:
             while self._queue and room > 0:
@@ -387,8 +371,4 @@ def _parse(request: bytes) -> oe.SubscribeKvEventsRequest:
     try:
         return oe.SubscribeKvEventsRequest.FromString(request)
     except DecodeError:
-        raise _invalid("request: is not a SubscribeKvEventsRequest") from None
-
-
-def _invalid(message: str) -> RequestRefused:
-    return RequestRefused(grpc.StatusCode.INVALID_ARGUMENT, message)
+        raise invalid("request", "is not a SubscribeKvEventsRequest") from None

@@ -1,4 +1,4 @@
-"""Reading the parts of a TensorRT-LLM KV event, none of which can be relied on to be what it should."""
+"""Readers of the parts of a TensorRT-LLM KV event. Each checks what it reads: versions differ."""
 
 import re
 from operator import itemgetter
@@ -7,15 +7,14 @@ from typing import Any, NoReturn, TypeGuard
 from slagate.workers.kv_events.wire import token_field
 
 MAX_TEXT_BYTES = 4096
-"""Of a cache salt, an adapter's name or a multimodal key: callers choose them, and each block repeats
-them."""
+"""Of a cache salt, adapter name or multimodal key: clients choose them, and each block repeats them."""
 
 MAX_KEYS_BYTES = 65_536
-"""Of all extra keys of one block, so that a block always fits a message."""
+"""Of all extra keys of a block, so that a block always fits a message."""
 
 TURN_WORK = 32_768
-"""What is passed on in one turn of the loop, in tokens of stored blocks, so that neither a full buffer nor
-a long prompt holds up other requests' tokens: a few milliseconds."""
+"""Work of one turn of the loop, in tokens of stored blocks: a few milliseconds, so that neither a full
+buffer of events nor a long prompt holds up the tokens of requests."""
 
 _EVENT_WORK = 32
 BLOCK_WORK = 32
@@ -30,7 +29,7 @@ _extra_id = itemgetter("token_extra_id")
 
 
 class UnusableError(Exception):
-    """An event, or a part of one, cannot be used; the argument is the counter to raise."""
+    """An event, or a part of it, cannot be used; the argument is the counter that it is counted by."""
 
 
 def unusable(counter: str = "decode_errors") -> NoReturn:
@@ -39,7 +38,7 @@ def unusable(counter: str = "decode_errors") -> NoReturn:
 
 
 def work_of(event: object) -> int:
-    """What it takes to read and publish an event, whatever it is, as a number of stored tokens."""
+    """The work of reading and publishing an event, whatever it is, in tokens of stored blocks."""
     data = event.get("data") if isinstance(event, dict) else None
     if not isinstance(data, dict):
         return _EVENT_WORK
@@ -53,14 +52,14 @@ def work_of(event: object) -> int:
 
 
 def list_of(value: object) -> list[Any]:
-    """A list. This and the other readers raise `UnusableError` for anything else."""
+    """The value, which must be a list. Like all readers here, it raises `UnusableError` for others."""
     if not isinstance(value, list):
         unusable()
     return value
 
 
 def hash_of(value: object) -> int:
-    """An engine's hash as an unsigned 64-bit number; some versions write it signed, or as text."""
+    """A hash as an unsigned 64-bit number; some versions write it signed, or as text."""
     if type(value) is str and _DECIMAL.fullmatch(value):
         value = int(value)
     if not _is_word(value):
@@ -69,12 +68,12 @@ def hash_of(value: object) -> int:
 
 
 def _is_word(value: object) -> TypeGuard[int]:
-    """Whether it is an integer, and no bool, of at most 64 bits, signed or unsigned."""
+    """Whether it is an integer, not a bool, of at most 64 bits, signed or unsigned."""
     return type(value) is int and -(1 << _WORD_BITS - 1) <= value < 1 << _WORD_BITS
 
 
 def text_of(value: object) -> str:
-    """A text that can go over the wire; none reads as the empty one."""
+    """A text that can go over the wire; None is the empty one."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -92,8 +91,8 @@ def _is_unicode(text: str) -> bool:
 def content_of(tokens: list[Any], mm_keys: object) -> tuple[bytes, tuple[str, ...]]:
     """The tokens of a full block as `token_field` encodes them, and its extra keys.
 
-    The V2 cache manager has the digest of a picture for the picture's first token: it is a key, and 0
-    stands for the token.
+    The V2 cache manager writes the digest of a picture in place of the picture's first token. The digest
+    becomes a key, and the token 0.
     """
     try:
         ids = list(map(_token_id, tokens))
@@ -115,7 +114,7 @@ def content_of(tokens: list[Any], mm_keys: object) -> tuple[bytes, tuple[str, ..
 
 
 def _take_digests(ids: list[Any]) -> list[str]:
-    """Replaces digests among token ids by 0; one key each, in one spelling."""
+    """Replace digests among token ids by 0. A key for each, spelled in lower case."""
     keys = []
     for at, one in enumerate(ids):
         if isinstance(one, str) and _DIGEST.fullmatch(one):
@@ -127,13 +126,12 @@ def _take_digests(ids: list[Any]) -> list[str]:
 
 
 def _extra_keys(tokens: list[dict[str, Any]]) -> list[str]:
-    """Virtual tokens (prompt tables) share token ids; only these tell them apart."""
+    """Keys for virtual tokens (prompt tables), which share token ids and differ only in their extra id."""
     try:
         if not any(map(_extra_id, tokens)):
             return []
     except KeyError:
-        # Some have none.
-        pass
+        pass  # some tokens have no extra id
     extras = [(token.get("token_extra_id"), at) for at, token in enumerate(tokens)]
     if not all(extra is None or _is_word(extra) for extra, _ in extras):
         unusable("dropped_events")
@@ -141,9 +139,9 @@ def _extra_keys(tokens: list[dict[str, Any]]) -> list[str]:
 
 
 def _mm_key(key: object) -> list[str]:
-    """`mm=<hash>@<offset>`: a 16- and a 64-digit spelling of one hash come out the same, all else as is.
+    """`mm=<hash>@<offset>`, and `mm_uuid=<uuid>@<offset>` where the engine has the caller's own name.
 
-    With `mm_uuid=<uuid>@<offset>` where the engine also says what its caller named the picture.
+    A hash of 16 hexadecimal digits is spelled with 64; any other text is kept as it is.
     """
     if not isinstance(key, dict) or not _is_word(key.get("start_offset")):
         unusable("dropped_events")

@@ -1,7 +1,7 @@
-"""One rank's KV events as they are published: numbered batches, the newest of them kept for replay.
+"""One rank's KV events as they are published: numbered batches, of which the newest are kept for replay.
 
-Batches are numbered from 0 without a hole, and are bytes that all subscribers share. A snapshot is numbered
-into the same sequence: its last batch has the newest number, and what is published next follows it.
+Batches are numbered from 0 without a gap; their bytes are shared by all subscribers. A snapshot has numbers
+of the same sequence: its last batch has the newest number, so that the next published batch follows it.
 """
 
 from bisect import bisect_right
@@ -21,7 +21,7 @@ from slagate.workers.kv_events.wire import (
 
 
 class RankLog:
-    """One rank: its mirror, and batches `oldest`..`newest` of its history (`newest` -1: none yet)."""
+    """One rank: its mirror, and batches `oldest` to `newest` of its history; `newest` is -1 at first."""
 
     def __init__(
         self, rank: int, *, block_tokens: int, history_batches: int, history_bytes: int
@@ -37,7 +37,7 @@ class RankLog:
         self.newest = -1
 
     def apply(self, changes: Iterable[Change], unix_nanos: int) -> bool:
-        """Publish what one poll brought for this rank; false when it was no news."""
+        """Publish changes of this rank. False where they changed nothing."""
         writer = EventWriter()
         for change in changes:
             if isinstance(change, Stored):
@@ -76,20 +76,20 @@ class RankLog:
             self.oldest += 1
 
     def batch(self, number: int) -> bytes:
-        """The message of a batch in `oldest`..`newest`."""
+        """The message of a batch from `oldest` to `newest`."""
         return self._batches[number]
 
     def snapshot(self, unix_nanos: int) -> Iterator[bytes]:
-        """Messages that bring a subscriber from anything to batch `newest`, the last one so numbered.
+        """Messages that bring a subscriber, whatever it has, to batch `newest`, which the last one is.
 
-        Where fewer batches than that were ever numbered, empty ones are published first. What is cached
-        is taken down now; a message is joined when the iterator comes to it.
+        Where fewer batches were published so far, empty ones are published first. The snapshot is of this
+        moment; a message is joined when the iterator reaches it.
         """
         events = list(self.mirror.visible.values())
         ends = list(accumulate(map(len, events), initial=0))
         cuts = [0]
         while len(cuts) == 1 or cuts[-1] < len(events):
-            # ends[i] bytes are in front of event i; any event is far smaller than a batch.
+            # ends[i] is the number of bytes before event i; an event is far smaller than a batch.
             cuts.append(bisect_right(ends, ends[cuts[-1]] + MAX_BATCH_BYTES) - 1)
         n_batches = len(cuts) - 1
         while self.newest < n_batches - 1:

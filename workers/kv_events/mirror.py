@@ -1,14 +1,14 @@
-"""The blocks of one rank that are published, as the bytes they go out with.
+"""The published blocks of one rank, as the bytes of their events.
 
-A block is published while it and all its ancestors are cached; that is also what every subscriber holds,
-whether it has followed all along or began with a snapshot.
+A block is published while it and all its ancestors are cached. Every subscriber has the same blocks,
+whether it has followed from the beginning or began with a snapshot.
 
-                    parent unknown ─▶ not taken
+                    parent unknown ─▶ ignored
     stored ─┬─▶ visible   it and all ancestors are cached             published
             └─▶ hidden    cached, an ancestor is gone                 not published until it is back
     removed ──▶ gone      remembered while a block below is hidden, so that it can come back
 
-Engines evict leaves first, so hidden and gone blocks are rare; but an engine that does not must not leave
+Engines evict leaves first, so hidden and gone blocks are rare. An engine that does not must not leave
 subscribers with children whose parent they do not have.
 """
 
@@ -16,7 +16,7 @@ from slagate.workers.kv_events.wire import CLEARED_EVENT, EventWriter, WireBlock
 
 
 class Mirror:
-    """The blocks of one rank. Its methods write what subscribers must be told to an `EventWriter`."""
+    """The blocks of one rank. Its methods write the events for subscribers to an `EventWriter`."""
 
     def __init__(self) -> None:
         self.visible: dict[int, bytes] = {}  # hash -> event; parents before children
@@ -33,7 +33,7 @@ class Mirror:
         return len(self._hidden)
 
     def store(self, block: WireBlock, writer: EventWriter) -> None:
-        """Take a block; again with the same content is no news, with other content it replaces."""
+        """Store a block. The same block again is no news; one with other content replaces it."""
         event = block.event()
         known = self._known(block.hash)
         if known is not None and known[:-1] == event[:-1]:
@@ -52,7 +52,7 @@ class Mirror:
         self._link(block.hash, block.parent)
 
     def remove(self, hash_: int, writer: EventWriter) -> None:
-        """A block is gone; what hangs below it is hidden. No-op for an unknown one."""
+        """Remove a block and hide those below it. An unknown one is only counted."""
         event = self.visible.pop(hash_, None)
         if event is not None:
             if hash_ in self._children:
@@ -68,7 +68,7 @@ class Mirror:
             self._unlink(hash_)
 
     def move(self, hash_: int, level: int, writer: EventWriter) -> None:
-        """A block is on another level; told so that it is never on none. No-op for an unknown one."""
+        """Move a block to another level, without a moment on none. No-op for an unknown one."""
         if hash_ in self.visible:
             event = self.visible[hash_]
             if level_of(event) != level:
@@ -79,7 +79,7 @@ class Mirror:
             self._hidden[hash_] = on_level(self._hidden[hash_], level)
 
     def clear(self, writer: EventWriter) -> None:
-        """Nothing is known to be cached any more."""
+        """Forget all blocks."""
         for blocks in (self.visible, self._hidden, self._gone, self._parents, self._children):
             blocks.clear()
         writer.event(CLEARED_EVENT)
@@ -88,7 +88,7 @@ class Mirror:
         return self.visible.get(hash_) or self._hidden.get(hash_) or self._gone.get(hash_)
 
     def _restore(self, hash_: int, event: bytes, writer: EventWriter) -> None:
-        """The same block again: maybe moved, maybe back, with all below that waits for it."""
+        """A known block was stored again: it has moved, or it is back, with the hidden ones below it."""
         if hash_ in self.visible:
             self.move(hash_, level_of(event), writer)
             return
@@ -105,7 +105,7 @@ class Mirror:
                     below += self._children_of(hash_)
 
     def _hide_below(self, hash_: int, writer: EventWriter) -> None:
-        """Unpublish all descendants, the last ones first. Nothing visible is below what is not."""
+        """Hide all descendants, the lowest first. No visible block is below one that is not."""
         found = [child for child in self._children_of(hash_) if child in self.visible]
         for known in found:
             found += [child for child in self._children_of(known) if child in self.visible]
@@ -114,7 +114,7 @@ class Mirror:
             writer.removed(known, level_of(event))
 
     def _forget(self, hash_: int, writer: EventWriter) -> None:
-        """Drop a block and all below it: what they hang from is not what it was."""
+        """Drop a block, whose content has changed, and all below it."""
         found = [hash_]
         for known in found:
             found += self._children_of(known)
@@ -144,7 +144,7 @@ class Mirror:
             siblings.add(hash_)
 
     def _unlink(self, hash_: int) -> None:
-        """Take a childless block out of the tree, and the gone ancestors nobody hangs from then."""
+        """Take a block without children out of the tree, and gone ancestors that have none then."""
         while True:
             parent = self._parents.pop(hash_)
             if parent is None:

@@ -1,22 +1,28 @@
-"""What is remembered between polls about one rank's KV events, and what is logged when some were lost.
+"""What readers of an engine's KV events share: the state of each rank, and how lost events are handled.
 
-That is a line per rank and minute at most. An overfull buffer loses events again and again, and each time
-the rank's published cache starts over empty: whoever runs the worker must hear of it, and of nothing else.
+A full buffer loses events again and again, and each time the rank's published cache starts over empty. The
+operator must hear of that, in at most one line of the log for each rank and minute.
 """
 
 import logging
 import math
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
 
-from slagate.workers.kv_events.changes import Cleared
-from slagate.workers.kv_events.fields import unusable
+from slagate.workers.kv_events.changes import Change, Cleared
+from slagate.workers.kv_events.fields import BLOCK_WORK, TURN_WORK, UnusableError, unusable
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY_S = 60.0
 
 MAX_OLD = 64
-"""In a row that may be old news; one more, and the engine counts anew or a number before was wrong."""
+"""So many numbers in a row may be old; with one more, the engine has started to count anew."""
 
 
 class SequenceCheck(NamedTuple):
-    """Where a number stands: in its place, old, or behind a gap of so many, where that is known."""
+    """Whether a number is old, or comes after a gap: of `n_missed`, 0 where that is not known."""
 
     is_old: bool = False
     is_gap: bool = False
@@ -24,7 +30,7 @@ class SequenceCheck(NamedTuple):
 
 
 class SequenceNumbers:
-    """Numbers from 0, each one more than the last, of which some may be lost."""
+    """Checks numbers that go up from 0 one by one, of which some may be lost."""
 
     __slots__ = ("_n_old", "next")
 
@@ -33,7 +39,7 @@ class SequenceNumbers:
         self._n_old = 0  # in a row
 
     def place(self, number: int) -> SequenceCheck:
-        """Take a number; an old one changes nothing."""
+        """Check the next number and take note of it, unless it is old."""
         if number < self.next and self._n_old < MAX_OLD:
             self._n_old += 1
             return SequenceCheck(is_old=True)
@@ -44,12 +50,13 @@ class SequenceNumbers:
 
 
 class RankState:
-    """One rank: its numbers, which of its windows and layers count, its partial blocks."""
+    """One rank: its numbers, the window and layers that count, its partial blocks, its losses."""
 
     __slots__ = (
         "_algorithm",
         "group",
         "is_empty",
+        "losses",
         "number",
         "numbering",
         "partial",
@@ -57,31 +64,32 @@ class RankState:
         "window_is_named",
     )
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, losses: "Losses") -> None:
         self.number = number
+        self.losses = losses
         self.numbering = SequenceNumbers()
         self.window = 0
         self.window_is_named = False
-        self.group: int | None = None  # of the layers with that window; None where nothing says it
-        self.is_empty = True  # nothing was announced since the last clearing
+        self.group: int | None = None  # of layers with that window; None where no event names one
+        self.is_empty = True  # no block was announced since the last clearing
         self.partial: dict[int, None] = {}  # in order of arrival
-        self._algorithm = ""  # that makes the hashes; "" where nothing says it
+        self._algorithm = ""  # of the hashes; "" where no event names it
 
     def clear(self) -> Cleared:
-        """Nothing is known of it any more."""
+        """Forget what is cached."""
         self.is_empty = True
         self.partial.clear()
         return Cleared(self.number)
 
     def lost(self) -> list[Cleared]:
-        """What follows from a change that nobody can tell: anything that was announced may be gone."""
+        """The change for an event that cannot be read: any block that was announced may be gone."""
         return [] if self.is_empty else [self.clear()]
 
     def of_group(self, event: dict[str, Any]) -> list[Cleared]:
-        """Clears where hashes have another meaning from this event on.
+        """Check the layers and the hash algorithm of an event; `Cleared` where hashes change their meaning.
 
-        Raises `UnusableError` for an event of other layers with the same window, of which the first ones
-        count: all of them announce the same blocks, and what is gone there need not be gone here.
+        Several groups of layers with one window announce the same blocks, and may drop them at different
+        times, so only the group of the first event counts. Raises `UnusableError` for the others.
         """
         group, algorithm = event.get("layer_group_id"), event.get("hash_algo")
         if type(group) is int:
@@ -95,15 +103,10 @@ class RankState:
         return self.lost() if known else []
 
 
-log = logging.getLogger(__name__)
-
-LOG_EVERY_S = 60.0
-
-
 class Losses:
-    """One rank's gaps in the engine's numbers, and how many were lost `of` what has numbers."""
+    """Counts and logs the gaps in one rank's numbers, which are those `of` events or batches."""
 
-    def __init__(self, rank: int, *, of: str = "events") -> None:
+    def __init__(self, rank: int, *, of: str) -> None:
         self._rank = rank
         self._of = of
         self._n_gaps = self._n_missed = 0
@@ -111,12 +114,12 @@ class Losses:
         self._logged_at_s = -math.inf
 
     def count_gap(self, n_missed: int) -> None:
-        """There was a gap of so many; 0 where the engine counts anew and nobody knows."""
+        """Count a gap of `n_missed`; 0 where the engine counts anew, and the number is not known."""
         self._n_gaps += 1
         self._n_missed += n_missed
 
     def report(self, now_s: float) -> None:
-        """Log what was not logged yet, unless the last line is too new."""
+        """Log what was not logged yet, unless the last line is newer than `LOG_EVERY_S`."""
         if self._n_gaps > self._n_logged_gaps and now_s >= self._logged_at_s + LOG_EVERY_S:
             log.warning(
                 "kv_events.lost",
@@ -130,3 +133,63 @@ class Losses:
             )
             self._n_logged_gaps, self._n_logged_missed = self._n_gaps, self._n_missed
             self._logged_at_s = now_s
+
+
+Changes: TypeAlias = Iterator[Change | None]
+"""None where a turn's work is done."""
+
+
+class Normaliser:
+    """Turns what an engine tells into checked changes of its ranks. It never raises, whatever it is given.
+
+    `counts` has what was lost or left out.
+    """
+
+    def __init__(
+        self, *, ranks: int, block_tokens: int, numbered: str, counted: Iterable[str]
+    ) -> None:
+        """`numbered` is what the engine numbers, "events" or "batches"."""
+        self._numbered = numbered
+        self._ranks = [RankState(rank, Losses(rank, of=numbered)) for rank in range(ranks)]
+        self._block_tokens = block_tokens
+        self._turn_blocks = max(1, TURN_WORK // (BLOCK_WORK + block_tokens))
+        names = ("gaps", f"missed_{numbered}", f"old_{numbered}", "decode_errors", "dropped_events")
+        self.counts: Counter[str] = Counter(dict.fromkeys((*names, *counted), 0))
+
+    def portions(self, told: object) -> Iterator[list[Change]]:
+        """The changes, in portions of a turn's work, some of which may be empty."""
+        portion: list[Change] = []
+        for item in self._items(told):
+            try:
+                for change in self._changes_of(item):
+                    if change is None:
+                        yield portion
+                        portion = []
+                    else:
+                        portion.append(change)
+            except UnusableError as error:
+                self.counts[str(error)] += 1
+        yield portion
+
+    def report_losses(self, now_s: float) -> None:
+        """Log the losses of each rank that were not logged yet."""
+        for rank in self._ranks:
+            rank.losses.report(now_s)
+
+    def _items(self, told: object) -> Iterable[Any]:
+        raise NotImplementedError
+
+    def _changes_of(self, item: Any) -> Changes:
+        """The changes in an item. Raises `UnusableError` for one that is left out."""
+        raise NotImplementedError
+
+    def _check_number(self, rank: RankState, number: int) -> Iterator[Cleared]:
+        """Clears the rank where numbers are missing. Raises `UnusableError` for an old one."""
+        place = rank.numbering.place(number)
+        if place.is_old:
+            unusable(f"old_{self._numbered}")
+        if place.is_gap:
+            self.counts["gaps"] += 1
+            self.counts[f"missed_{self._numbered}"] += place.n_missed
+            rank.losses.count_gap(place.n_missed)
+            yield rank.clear()

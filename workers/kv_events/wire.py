@@ -1,9 +1,9 @@
-"""Bytes of KV event messages, composed from parts that are encoded once.
+"""The bytes of KV event messages, joined from parts that are encoded once.
 
-A snapshot and the live stream carry the same blocks, each as a `KvEvent` of its own or as part of a chain
-in one `BlockStored`. In protobuf the parts of a message may be joined in any order, a repeated field may
-come in several pieces, and an embedded message is its bytes behind their length: so a block's fields are
-encoded when it is stored, and everything later is a join.
+A snapshot and the live stream have the same blocks, each as a `KvEvent` of its own or as part of a chain in
+one `BlockStored`. In protobuf the fields of a message may come in any order, a repeated field in several
+pieces, and an embedded message is its length and its bytes. So a block's fields are encoded when it is
+stored, and joined later.
 
     KvEventBatch.events:  tag length KvEvent          `event`, what a writer and a mirror hold
     KvEvent:              tag length BlockStored
@@ -23,7 +23,7 @@ MEDIUM_OF_LEVEL = (oe.STORAGE_MEDIUM_GPU, oe.STORAGE_MEDIUM_CPU_PINNED)
 """TensorRT-LLM's cache levels: primary, secondary."""
 
 MAX_BATCH_BYTES = 512 * 1024
-"""Of one batch's events: well under the 1 MiB that peers may take at most."""
+"""Of the events of one batch: well under 1 MiB, the least that peers accept."""
 
 _MAX_CHAIN_BYTES = 128 * 1024
 _MAX_REMOVED = 4096
@@ -87,18 +87,18 @@ def response(payload: bytes, *, number: int, unix_nanos: int, rank: int) -> byte
 
 @lru_cache(maxsize=1024)
 def tail(block_tokens: int, lora_name: str, level: int) -> bytes:
-    """The fields that all blocks of a chain share."""
+    """The encoded fields that all blocks of a chain share."""
     shared = oe.BlockStored(block_size=block_tokens, lora_name=lora_name)
     return shared.SerializeToString() + _MEDIUM[level]
 
 
 def token_field(ids: Iterable[int]) -> bytes:
-    """A block's tokens as part of a `BlockStored`. Raises `ValueError` for a number beyond uint32."""
+    """A block's tokens as a part of `BlockStored`. Raises `ValueError` for a number beyond uint32."""
     return oe.BlockStored(token_ids=ids).SerializeToString()
 
 
 class WireBlock(NamedTuple):
-    """One block's encoded fields."""
+    """The encoded fields of a block."""
 
     hash: int
     parent: int | None
@@ -114,7 +114,7 @@ class WireBlock(NamedTuple):
 def wire_block(
     hash_: int, parent: int | None, tokens: bytes, *, keys: Iterable[str], shared: bytes
 ) -> WireBlock:
-    """Encode a full block: its `token_field`, extra keys, and its `tail`."""
+    """Encode a full block from its `token_field`, its extra keys, and its `tail`."""
     core = _HASHES + _hash_field(hash_) + tokens
     values = tuple(keys)
     extra = (
@@ -160,7 +160,7 @@ class EventWriter:
         self._gone_level = 0
 
     def stored(self, block: WireBlock) -> None:
-        """A block is cached; after its parent, it goes on with that one's chain."""
+        """Add a block that is cached; directly after its parent it extends the parent's chain."""
         if self._gone:
             self._close()
         chain = self._chain
@@ -175,30 +175,30 @@ class EventWriter:
         self._n_chain_bytes += len(block.core) + len(block.keys)
 
     def removed(self, hash_: int, level: int) -> None:
-        """A block is gone from a level."""
+        """Add the removal of a block from a level."""
         if self._chain or level != self._gone_level or len(self._gone) >= _MAX_REMOVED:
             self._close()
         self._gone_level = level
         self._gone.append(hash_)
 
     def event(self, event: bytes) -> None:
-        """An event that is encoded already."""
+        """Add an event that is encoded already."""
         self._close()
         self._push(event)
 
     def payloads(self) -> list[bytes]:
-        """Everything collected, at most `MAX_BATCH_BYTES` each."""
+        """All events, in payloads of at most `MAX_BATCH_BYTES`."""
         self._close()
         self._end_payload()
         return self._payloads
 
     def _close(self) -> None:
-        """End the chain or the list of removals that is open."""
+        """Finish the event of the chain, or of the removals, that is being collected."""
         if self._chain:
             chain, self._chain, self._n_chain_bytes = self._chain, [], 0
             parts = [_parent(chain[0].parent), *(block.core for block in chain)]
             if any(block.keys for block in chain):
-                # The i-th tuple belongs to the i-th block, so none may be left out.
+                # The i-th tuple belongs to the i-th block, so none may be missing.
                 parts += [block.keys or _NO_KEYS for block in chain]
             parts.append(chain[0].tail)
             self._push(_event(_STORED, b"".join(parts)))
