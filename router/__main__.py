@@ -1,4 +1,4 @@
-"""Entry point of the `slagate` command: what has to be so before anything else is imported."""
+"""Entry point of the `slagate` command: what must be set before anything else is imported."""
 
 import os
 import sys
@@ -10,20 +10,20 @@ def main() -> None:
         try:
             os.fstat(fd)
         except OSError:
-            # Closed by whoever started us: the next file opened would take its number, and its output.
+            # Our parent closed it: the next file opened would take this number, and get its output.
             os.open(os.devnull, os.O_RDWR)
-    # gRPC reads it once, when it is imported. Its lines are not JSON, name no listener, and come as fast as
-    # anybody connects who is refused; what they say of a refusal, the one refused is told.
+    # gRPC reads this once, when it is imported. Its lines are not JSON, do not name the listener, and come
+    # as often as anybody connects and is refused; that client is told the reason anyway.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         status = _run()
-    except KeyboardInterrupt:  # while modules are imported; later it is typer's
-        status = 130  # `INTERRUPTED`, which may not have been imported yet
+    except KeyboardInterrupt:  # while modules are imported; later typer catches it
+        status = 130  # `INTERRUPTED` of router/output.py, which may not be imported yet
     raise SystemExit(status)
 
 
 def _run() -> object:
-    """Run the command; its exit status."""
+    """Run the command, and return its exit status."""
     from slagate.router.commands import cli
     from slagate.router.output import OutputFailed, guard_stdout
 

@@ -1,4 +1,4 @@
-"""The `slagate` command: which commands there are. Each is imported when it is asked for."""
+"""The `slagate` command and its table of commands, each of which is imported when it is called."""
 
 import gc
 import platform
@@ -24,23 +24,23 @@ COMMANDS = {
     "profile": "slagate.router.cli.tools.profile",
     "worker": "slagate.router.cli.worker.run",
 }
-"""In which module a command is, under its own name; in the order of `slagate --help`."""
+"""The module of each command, where it has its own name; in the order of `slagate --help`."""
 
 
 class _Commands(TyperGroup):
-    """Imports and builds a command when it is asked for.
+    """A group that imports and builds a command when it is called.
 
-    A process runs one of them; importing what only the others need took a fifth of a worker's start.
+    Importing what only other commands need took a fifth of a worker's start.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """All there are."""
+        """The names of all commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command, or None."""
+        """The command of this name, or None."""
         if cmd_name not in self.commands:
-            # For a name that there is not, typer looks through all of them for one that is like it.
+            # For an unknown name typer looks for similar ones among all commands.
             self.commands.update(_built([cmd_name] if cmd_name in COMMANDS else COMMANDS))
         return self.commands.get(cmd_name)
 
@@ -72,7 +72,7 @@ def _without_command(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show it and exit."),
     ] = False,
 ) -> None:
-    """Without one of its own, typer builds no group."""
+    """Take the options of `slagate` itself. Without a callback typer builds no group."""
 
 
 def _built(names: Iterable[str]) -> dict[str, Any]:
@@ -89,14 +89,14 @@ def _built(names: Iterable[str]) -> dict[str, Any]:
 
 
 def _say_in_full(commands: dict[str, Any]) -> None:
-    """The list of commands has the first sentence of each; by default it is cut in the middle."""
+    """Have lists of commands show the first sentence of each, which typer would cut in the middle."""
     for command in commands.values():
         command.short_help = (command.help or "").partition("\n\n")[0]
         _say_in_full(getattr(command, "commands", {}))
 
 
 def _imported(name: str) -> Any:
-    # What an import makes stays: to look for garbage in it took a tenth of a start.
+    # Objects made by imports stay alive: looking for garbage among them took a tenth of a start.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""How commands end: what cannot be written to stdout is told apart from every other error."""
+"""Stdout of the commands: a write to it that fails is an error of its own, `OutputFailed`."""
 
 import codecs
 import errno
@@ -12,7 +12,7 @@ INTERRUPTED = 130
 
 
 class OutputFailed(Exception):
-    """stdout takes no more. `reader_left`: whoever read the pipe has enough, which is no error."""
+    """Writing to stdout failed. `reader_left`: the reader of a pipe has closed it, which is no mistake."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"cannot write to stdout: {error.strerror}")
@@ -20,7 +20,7 @@ class OutputFailed(Exception):
 
 
 class _Stdout(io.FileIO):
-    """The descriptor. After a write that failed it drops what comes: there is a last flush at exit."""
+    """The file descriptor. After a write that failed it drops all output, that of the flush at exit too."""
 
     has_failed = False
 
@@ -42,7 +42,7 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
 def guard_stdout() -> None:
     """From now on a write to stdout fails with `OutputFailed` only, and for no character.
 
-    One that its encoding has not is written as in JSON, so that what is JSON stays so.
+    A character that the encoding lacks is written as a JSON escape, so that JSON stays JSON.
     """
     codecs.register_error("slagate.escaped", _escaped)
     plain = sys.stdout

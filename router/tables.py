@@ -1,4 +1,4 @@
-"""Tables for people: what does not fit the terminal goes into further tables, and nothing is cut."""
+"""Tables for people: columns that do not fit the terminal go into further tables, and nothing is cut."""
 
 import os
 import sys
@@ -10,16 +10,16 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 
 PIPED_COLUMNS = 200
-"""Where no terminal says how wide it is: enough for every figure of the tables."""
+"""Width where stdout is no terminal: enough for every figure of the tables."""
 
 BORDER = 3
-"""Columns of a terminal that a column of a table takes besides its text."""
+"""Terminal columns that a table's column takes besides its text."""
 
 
 def stdout_console(*, piped: int = PIPED_COLUMNS, width: int | None = None) -> Console:
-    """The console of stdout at a width, else that of the terminal, or `piped` columns where there is none.
+    """The console of stdout, `width` columns wide; None: as wide as the terminal, `piped` without one.
 
-    Text is printed as it is: to rich, which has a markup, "[fd00::1]" is a tag.
+    Rich's markup is off, as "[fd00::1]" is a tag in it.
     """
     is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(
@@ -28,7 +28,7 @@ def stdout_console(*, piped: int = PIPED_COLUMNS, width: int | None = None) -> C
 
 
 class _Size(NamedTuple):
-    """Columns of the terminal that a table's column takes: with its lines broken, and without."""
+    """Terminal columns of a table's column: at least, with its lines broken at blanks, and at most."""
 
     least: int
     most: int
@@ -69,7 +69,7 @@ def _size(console: Console, column: Column) -> _Size:
 
 
 def blocks(widths: Sequence[int], room: int) -> Iterator[range]:
-    """Columns in order, as many in each block as there is room for, but at least one."""
+    """Columns in order, cut into blocks: as many in each as there is room for, but at least one."""
     start, used = 0, 0
     for at, width in enumerate(widths):
         if at > start and used + width > room:
@@ -80,7 +80,7 @@ def blocks(widths: Sequence[int], room: int) -> Iterator[range]:
 
 
 def _widths(sizes: Sequence[_Size], room: int) -> list[int]:
-    """Of the columns of a part: no word is parted, unless one column is too wide by itself."""
+    """The widths of a part's columns: no word is broken, unless one column is too wide by itself."""
     widths = [size.least for size in sizes]
     spare = room - sum(width + BORDER for width in widths)
     if spare < 0:

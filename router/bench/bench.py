@@ -29,21 +29,21 @@ from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ClientTls
 
 CONNECTIONS = 8
-"""To the gateway, as several clients would have: its processes share connections, not requests."""
+"""Connections to the gateway: its processes share out connections, not requests."""
 
 POLL_S = 0.5
 
 BUSY_RATIO = 0.8
-"""Of one core: a load client that is busier measures itself."""
+"""Share of one core from which on a load client measures itself, too."""
 
 
 class NotReadyError(Exception):
-    """Nothing could be measured; the text says why."""
+    """The gateway cannot be measured; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What to measure."""
+    """A run of `slagate bench`: its levels, and what each asks."""
 
     levels: Sequence[int]  # callers at once
     prompts: Prompts
@@ -60,7 +60,7 @@ class BenchPlan:
 
 @dataclass(slots=True)
 class Measured:
-    """What there is so far, also after an interruption."""
+    """The results so far; they are kept after an interruption."""
 
     model: str = ""
     n_workers: int | None = None
@@ -117,9 +117,10 @@ async def run_bench(
     *,
     tls: TlsFiles | None,
 ) -> str:
-    """Measure into `measured`, so that whoever cancels this has what there is; why not, else "".
+    """Measure into `measured`; returns why it could not, or "".
 
-    Raises `UsageError` where the gateway serves several models and none is named.
+    Whoever cancels this has the results so far. Raises `UsageError` where the gateway serves several
+    models and none is named.
     """
     side = None if tls is None else ClientTls("command", tls)
     async with AsyncExitStack() as stack:
@@ -145,9 +146,9 @@ async def run_bench(
             sweep = Sweep(gateways, plan, measured, progress)
             await sweep.warm_up()
             for concurrency in plan.levels:
-                await sweep.level(concurrency)
+                await sweep.measure_level(concurrency)
         except NotReadyError as error:
-            # Not past the connections, whose task groups would wrap it.
+            # Caught here, as the task groups of the connections would wrap it.
             return f"{target}: {error}"
         except WorkerError as error:
             return f"{target}: {error}"
@@ -188,7 +189,7 @@ async def wait_healthy(
             if not why:
                 return n_workers
             on_state(why)
-            # Polled: what another process is about to do sets no event here.
+            # Polled: the state of another process sets no event here.
             await anyio.sleep(POLL_S)
     raise NotReadyError(f"is not ready after {limit_s:g} s: {why}")
 
@@ -201,7 +202,7 @@ def _unhealthy(health: oe.HealthResponse) -> str:
 
 
 class Sweep:
-    """The levels of one run, one after the other, over the same connections."""
+    """Measures the levels of one run, one after the other, over the same connections."""
 
     def __init__(
         self,
@@ -222,7 +223,7 @@ class Sweep:
         self._metadata = tuple((key, f"{ms:g}") for key, ms in targets if ms is not None)
 
     async def warm_up(self) -> None:
-        """Requests that do not count: connections, caches, and what engines compile at first use.
+        """Send requests that do not count: for connections, caches, and what engines compile at first use.
 
         Raises `NotReadyError` when none of them is answered.
         """
@@ -236,8 +237,8 @@ class Sweep:
         if self._tell_failed("warm-up", results) == len(results):
             raise NotReadyError("no request of the warm-up was answered")
 
-    async def level(self, concurrency: int) -> None:
-        """Measure one level; what was measured is kept also when this is cancelled."""
+    async def measure_level(self, concurrency: int) -> None:
+        """Measure one level; its results so far are kept when this is cancelled."""
         plan = self._plan
         n_requests = plan.n_requests
         if n_requests is None and plan.seconds is None:
@@ -264,7 +265,7 @@ class Sweep:
             )
 
     def _tell_failed(self, phase: str, results: Sequence[ServedRequest]) -> int:
-        """Say how many failed, and the first one's reason; their number."""
+        """Note how many failed, with the first one's reason; returns their number."""
         failed = [one for one in results if problem(one) is not None]
         if failed:
             reason = failed[0].status.message or failed[0].fault

@@ -1,4 +1,4 @@
-"""The Pareto picture of `slagate bench`: what users see against what the hardware gives, and TTFT."""
+"""The Pareto picture of `slagate bench`: tokens/s per user against tokens/s of the hardware; and TTFT."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ class Point(NamedTuple):
 
 
 def points(rows: Sequence[Mapping[str, Figure]]) -> list[Point]:
-    """Of the rows that have both figures."""
+    """The points of the rows that have both figures."""
     found = []
     for row in rows:
         user, share, met = (
@@ -136,11 +136,11 @@ def _draw_pareto(axes: Any, rows: Sequence[Mapping[str, Figure]]) -> None:
 
 
 def _label_all(axes: Any, shown: Sequence[Point]) -> None:
-    """Each point's label at the first of four places beside it where nothing else is."""
+    """Label each point, at the first of four places beside it where nothing else is."""
     from matplotlib.transforms import Bbox
 
     spots = axes.transData.transform([(p.user, p.share) for p in shown])
-    taken = [Bbox.from_extents(x - 8, y - 8, x + 8, y + 8) for x, y in spots]
+    occupied = [Bbox.from_extents(x - 8, y - 8, x + 8, y + 8) for x, y in spots]
     for point in shown:
         text = f"{point.concurrency}"
         if point.sla_met is not None:
@@ -149,12 +149,12 @@ def _label_all(axes: Any, shown: Sequence[Point]) -> None:
             text, (point.user, point.share), (0, 0), textcoords="offset points", fontsize=9, zorder=4,
             bbox={"facecolor": "white", "alpha": 0.7, "pad": 0.6, "linewidth": 0},
         )  # fmt: skip
-        # The first place last: it is taken where none is free.
+        # The first place once more at the end: the label stays there where none is free.
         for ha, dx, dy in (*_PLACES, _PLACES[0]):
             label.set(ha=ha, position=(dx, dy))
-            if not label.get_window_extent().count_overlaps(taken):
+            if not label.get_window_extent().count_overlaps(occupied):
                 break
-        taken.append(label.get_window_extent())
+        occupied.append(label.get_window_extent())
 
 
 def _draw_ttft(axes: Any, rows: Sequence[Mapping[str, Figure]]) -> None:

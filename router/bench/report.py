@@ -1,4 +1,4 @@
-"""What `slagate bench` leaves behind: the figures of each level of concurrency, as a table and as CSV."""
+"""The results of `slagate bench`: figures of each level of concurrency, as a table and as CSV."""
 
 import csv
 import io
@@ -14,20 +14,20 @@ from slagate.router.loadgen.loadgen import ServedRequest, percentiles_ms
 
 QUANTILES = (50, 90, 99)
 BROKEN = "BROKEN_STREAM"
-"""Beside the names of gRPC's statuses: an answer that ended with OK and broke the contract."""
+"""An answer that ended with OK and broke the contract; all other errors have names of gRPC statuses."""
 
 Figure = str | int | float | None
 
 
 class Targets(NamedTuple):
-    """What each request asks for, and is judged by; None: not at all."""
+    """The targets that each request asks for, and is judged by; None: no such target."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
 
 
 class ThroughputUnit(NamedTuple):
-    """What throughput is divided by: so many GPUs or workers, or one fleet."""
+    """The divisor of throughput: so many GPUs or workers, or one fleet."""
 
     unit: str  # gpu, worker or fleet
     n: int = 1
@@ -65,9 +65,9 @@ def problem(served: ServedRequest) -> str | None:
 
 
 def figures(level: LevelFigures, *, targets: Targets, share: ThroughputUnit) -> dict[str, Figure]:
-    """A row of the CSV file, its columns in order; None where there is nothing to say.
+    """A row of the CSV file, its columns in order; None: no value.
 
-    Latency and tokens are those of answered requests; `sla_met` is a share of all.
+    Latency and tokens are those of answered requests; `sla_met` is the share of all requests.
     """
     answered = [one for one in level.served if problem(one) is None]
     n_tokens = sum(len(one.tokens) for one in answered)
@@ -87,7 +87,7 @@ def figures(level: LevelFigures, *, targets: Targets, share: ThroughputUnit) -> 
         "requests_per_s": _ratio(len(answered), level.seconds),
         "output_tokens": n_tokens,
         "output_tokens_per_s": _ratio(n_tokens, level.seconds),
-        # How fast the median reader sees tokens come.
+        # Tokens per second of a stream with the median ITL.
         "tokens_per_s_per_user": _ratio(1000, itl_ms["p50"]),
         "tokens_per_s_per_share": _ratio(n_tokens, level.seconds * share.n),
         "share": share.unit,
@@ -124,7 +124,7 @@ def csv_text(rows: Sequence[Mapping[str, Figure]], about: Mapping[str, Figure]) 
 
 
 def table(rows: Sequence[Mapping[str, Figure]], title: str) -> Table:
-    """For people. Latencies are p50, p90 and p99."""
+    """A table for people. Latencies are p50, p90 and p99."""
     shown = Table(title=title, title_justify="left", pad_edge=False, collapse_padding=True)
     unit = {"gpu": "GPU", "worker": "worker", "fleet": "fleet"}[str(rows[0]["share"])]
     columns = ["at once", "req/s", "tokens/s", "/user", f"/{unit}"]

@@ -80,12 +80,7 @@ def _file(option: str, path: Path | None) -> PemFile | None:
 
 
 def _files(
-    files: TlsFiles,
-    needed: PemFile | None,
-    what: str,
-    ways: tuple[str, str],
-    *,
-    insecure: bool,
+    files: TlsFiles, needed: PemFile | None, what: str, ways: tuple[str, str], *, insecure: bool
 ) -> TlsFiles | None:
     given = files.cert or files.key or files.ca
     if insecure:

@@ -1,7 +1,7 @@
 """`slagate demo`: a fleet of simulated workers and a gateway on this machine, under a real trace.
 
-Every process is its own, every call goes over gRPC, every handoff over NIXL, or over shared memory where
-there is no NIXL or the user says so. Each stream is compared with what the model would have said
+All are processes of their own. Every call goes over gRPC, every handoff over NIXL, or over shared memory
+where there is no NIXL or the user says so. Each stream is compared with the answer of the simulated model
 (`continuation` in `workers/sim/kv_cache/blocks.py`).
 """
 
@@ -37,11 +37,11 @@ from slagate.workers.sim.kv_cache.blocks import continuation
 SEED = 2025
 
 COMPRESSION = 12.0
-"""Twenty minutes of the trace in about 100 s. Eight processes may share as little as two cores; at the
-resulting 650 tokens/s they keep up, so that what is measured is the simulated GPUs."""
+"""Twenty minutes of the trace in about 100 s. The processes may share as little as two cores; at the
+resulting 650 tokens/s they keep up, so that the simulated GPUs are measured and not this machine."""
 
 CHANNELS = 4
-"""Connections to the gateway, as several clients would have."""
+"""Connections to the gateway: as many as several clients would have."""
 
 REQUEST_LIMIT_S = 120.0
 
@@ -56,13 +56,13 @@ async def run_demo(
 ) -> int:
     """Run the demo, write the report to `out`, and return the exit status.
 
-    `requests` None replays the whole sample; `transport` is auto, nixl or shm, `policy` one of
-    `settings.POLICIES`. 0 means that every request was answered, with the right tokens and a receipt, and
-    every handoff was intact. SIGINT and SIGTERM end the demo and every process that it started. Raises
-    `UsageError` for more requests than there are, `OSError` when `out` cannot be written.
+    `requests` is how many of the sample are replayed (None: all), `transport` auto, nixl or shm, `policy`
+    one of `settings.POLICIES`. The status is 0 if every request was answered with the right tokens and a
+    receipt, and every handoff was intact. SIGINT and SIGTERM end the demo and every process that it
+    started. Raises `UsageError` for more requests than there are, `OSError` when `out` cannot be written.
     """
     replay = _plan(requests)
-    _make_room(out)
+    _remove_old_report(out)
     status = await _in_cluster(
         out, console, lambda cluster: _run(cluster, replay, out, console, transport, policy)
     )
@@ -77,8 +77,8 @@ async def serve_demo(
 ) -> int:
     """Run the demo's fleet, beside `out`, until SIGINT or SIGTERM, and replay nothing; the exit status.
 
-    A ready line on stdout has the gateway's addresses, the console commands to try. 1 when a process of it
-    ends by itself.
+    A ready line on stdout has the gateway's addresses; the console gets commands to try. The status is 1
+    when a process of the fleet ends by itself.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
 
@@ -94,7 +94,7 @@ async def serve_demo(
 
 
 def _what_to_try(fleet: DemoFleet) -> Iterator[str]:
-    """Every address there is, in commands to copy."""
+    """Commands to copy, with every address of the fleet."""
     insecure = "--insecure --target"
     yield f"slagate generate {insecure} {fleet.gateway} --isl 1000 --max-tokens 8 --receipt"
     yield f"slagate bench {insecure} {fleet.gateway} --admin {fleet.admin} --concurrency 1,4"
@@ -114,18 +114,18 @@ def _plan(requests: int | None) -> list[Arrival]:
     return list(islice(arrivals(trace, compression=COMPRESSION, rng=random.Random(SEED)), wanted))
 
 
-def _make_room(out: Path) -> None:
+def _remove_old_report(out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(out) and not stat.S_ISREG(out.lstat().st_mode):
         raise UsageError(f"--out {out}: is there, and is not a regular file")
-    # What an earlier run left must not pass for the report of this one.
+    # It must not pass for the report of this run.
     out.unlink(missing_ok=True)
 
 
 async def _in_cluster(
     out: Path, console: Console, work: Callable[[Cluster], Awaitable[int]]
 ) -> int | None:
-    """What `work` returns, or None after SIGINT or SIGTERM; every process that it started has ended."""
+    """The result of `work`, or None after SIGINT or SIGTERM; all processes of it have ended."""
     cluster = Cluster(out.parent / "demo-logs")
 
     async def whole() -> int:
@@ -222,7 +222,7 @@ def _requests(fleet: DemoFleet, replay: Sequence[Arrival]) -> Iterator[LoadReque
             request_id=request_id,
             model=fleet.model,
             token_ids=oe.TokenIds(ids=prompt_tokens(arrival.trace, VOCAB_SIZE).tolist()),
-            # The trace says how long an answer was; the end of text may not cut it short.
+            # So that the answer is as long as in the trace.
             stopping=oe.StoppingOptions(max_tokens=arrival.trace.osl_tokens, ignore_eos=True),
         )
         metadata = (

@@ -1,4 +1,4 @@
-"""The demo's processes: eight simulated workers in four pools, and a gateway that knows them."""
+"""The demo's processes: eight simulated workers in four pools, and their gateway."""
 
 import json
 import os
@@ -21,10 +21,10 @@ from slagate.workers.client.control import channel_to
 from slagate.workers.errors import WorkerError
 
 WORKERS_PER_POOL = {"prefill-tp1": 3, "prefill-tp2": 2, "decode-tp1": 2, "decode-tp2": 1}
-"""For the pools of `configs/grids/demo.json`, which is the fleet file less the addresses."""
+"""Workers of each pool in `configs/grids/demo.json`, which is the fleet file without their addresses."""
 
 PLAINTEXT = ("--insecure", "--worker-insecure")
-"""All of it stays on this machine."""
+"""Without TLS, as all traffic stays on this machine."""
 
 READY_LIMIT_S = 60.0
 POLL_S = 0.1
@@ -106,7 +106,7 @@ async def start_fleet(
 
 
 async def kv_verify_failures(workers: tuple[str, ...]) -> int:
-    """Blocks of pulled KV that were not what they should be, over all workers, as each one says now.
+    """KV blocks that were fetched and had wrong content, over all workers, by their own counts.
 
     Raises `ChildError` for a worker that does not answer or does not count them.
     """
@@ -125,7 +125,7 @@ async def _start_workers(
     specs: Mapping[str, Mapping[str, object]],
     common: Sequence[str],
 ) -> tuple[dict[str, list[str]], set[str]]:
-    # All are started before the first is waited for: they spend their start on imports.
+    # All are started before the first is waited for, so that their imports run side by side.
     children = [
         (
             pool.name,
@@ -152,7 +152,7 @@ async def _start_workers(
 
 
 def _write_key(path: Path) -> None:
-    """A fresh secret that only this user can read."""
+    """Write a new secret that only this user can read."""
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "w") as file:
@@ -166,16 +166,16 @@ async def _every_worker_ready(admin: str) -> None:
             listed: gw.ListPoolsResponse = await unary(stub.ListPools, gw.ListPoolsRequest())
             if all(pool.workers_ready == pool.workers for pool in listed.pools):
                 return
-            # Polled: what another process is about to do sets no event here.
+            # Polled: the state of another process sets no event here.
             await anyio.sleep(POLL_S)
 
 
 async def _ask(address: str, call: Callable[[GrpcWorker], Awaitable[_T]]) -> _T:
-    """What a worker answers. Raises `ChildError` when it does not."""
+    """A worker's answer. Raises `ChildError` where there is none."""
     async with connect_worker(address) as worker:
         try:
             return await call(worker)
         except WorkerError as error:
-            # Raised below: the worker's task group would wrap it.
+            # Raised below: the task group of the worker's client would wrap it.
             failure = error
     raise ChildError(f"worker {address}: {failure}")

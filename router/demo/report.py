@@ -1,4 +1,4 @@
-"""What a demo run leaves behind: figures for each pool and class, as a document and as tables."""
+"""The report of a demo run: figures of each pool and class, as JSON and as tables."""
 
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -17,7 +17,7 @@ MAX_ERRORS = 5
 
 
 class DemoRow(NamedTuple):
-    """One request of the run: what was asked, what came, and how that differs from the reference."""
+    """One request of the run, its answer, and how that differs from the reference (empty: it does not)."""
 
     arrival: Arrival
     served: ServedRequest
@@ -25,7 +25,7 @@ class DemoRow(NamedTuple):
 
 
 def pool_of(receipt: gw.Receipt | None, stage: Stage) -> str:
-    """The pool that served a stage, or was to; empty when the receipt does not say."""
+    """The pool that served a stage, or was chosen for it; empty when the receipt does not say."""
     if receipt is None:
         return ""
     wire = WIRE_STAGE[stage]
@@ -53,17 +53,17 @@ def figures(rows: Sequence[DemoRow]) -> dict[str, object]:
         "requests": len(rows),
         "ttft_ms": percentiles_ms(row.served.ttft_s for row in rows),
         "itl_ms": percentiles_ms(row.served.itl_s for row in rows),
-        "ttft_met": _share(ttft_met),
-        "itl_met": _share(itl_met),
+        "ttft_met": _ratio(ttft_met),
+        "itl_met": _ratio(itl_met),
     }
 
 
-def _share(met: Sequence[bool]) -> float | None:
+def _ratio(met: Sequence[bool]) -> float | None:
     return round(sum(met) / len(met), 4) if met else None
 
 
 def build_report(rows: Sequence[DemoRow], pools: Sequence[tuple[Stage, str]]) -> dict[str, object]:
-    """The part of `build/demo.json` that the requests decide."""
+    """The part of `build/demo.json` that comes from the requests."""
     problems = [
         f"{row.served.status.code.name}: {row.served.status.message}"
         if row.served.failed
@@ -80,7 +80,7 @@ def build_report(rows: Sequence[DemoRow], pools: Sequence[tuple[Stage, str]]) ->
         "token_mismatches": sum(bool(row.mismatch) for row in rows),
         "receipts_missing": len(rows) - len(receipts),
         "output_tokens": sum(len(row.served.tokens) for row in rows),
-        # Two runs of one seed must give the same tokens, whatever carried the KV cache.
+        # Two runs of one seed give the same tokens, whichever transport the KV cache used.
         "tokens_sha256": _digest(rows),
         "pools": {
             name: {"stage": stage.value}
@@ -95,16 +95,16 @@ def build_report(rows: Sequence[DemoRow], pools: Sequence[tuple[Stage, str]]) ->
         "ttft_ms": percentiles_ms(row.served.ttft_s for row in rows),
         "prefix": _prefix(receipts)
         | {"prompt_tokens": sum(row.arrival.trace.isl_tokens for row in rows)},
-        # How late the client itself sent: what it adds to no figure above.
+        # How late the client sent; the figures above do not have it in them.
         "send_late_ms": percentiles_ms(row.served.late_s for row in rows),
         "errors": list(dict.fromkeys(problems))[:MAX_ERRORS],
     }
 
 
 def _prefix(receipts: Sequence[gw.Receipt]) -> dict[str, int]:
-    """Prompt tokens that were predicted to be cached where they were sent, beside the engines' word.
+    """Prompt tokens that were predicted to be cached, and those that the engines said were.
 
-    The error is summed over the requests, so that too much here does not make up for too little there.
+    The error is summed over requests without its sign, so that errors do not cancel out.
     """
     pairs = [
         (receipt.actual.predicted_cached_tokens, receipt.actual.cached_tokens)
@@ -119,7 +119,7 @@ def _prefix(receipts: Sequence[gw.Receipt]) -> dict[str, int]:
 
 
 def _digest(rows: Sequence[DemoRow]) -> str:
-    """Over every request's tokens as little-endian uint32, in order of sending, each after their count."""
+    """SHA-256 of all tokens as little-endian u32, those of a request after their number."""
     digest = sha256()
     for row in rows:
         tokens = row.served.tokens
@@ -129,13 +129,13 @@ def _digest(rows: Sequence[DemoRow]) -> str:
 
 
 def example(rows: Sequence[DemoRow]) -> DemoRow | None:
-    """A request to explain: the first with a tight TTFT target whose receipt has words, else any with."""
+    """The request to explain: of those whose receipt has words, the first with the tightest TTFT target."""
     told = [row for row in rows if row.served.receipt and row.served.receipt.decision.text]
     return min(told, key=lambda row: row.arrival.sla.ttft_ms, default=None)
 
 
 def table(title: str, groups: object) -> Table:
-    """`pools` or `classes` of the report."""
+    """A table of `pools` or `classes` of the report."""
     assert isinstance(groups, dict)
     columns: dict[str, Callable[[dict[str, dict[str, object]]], str]] = {
         "requests": lambda group: str(group["requests"]),

@@ -1,13 +1,13 @@
-"""A load client, open loop (each request at its time, whatever became of the ones before it) or closed.
+"""A load client: open loop (each request at its time, whatever became of those before it) or closed loop.
 
-Speaks OpenEngine like any client, over the `Worker` port. Times are the client's own, on the event
-loop's clock: what a user of the gateway sees, its queues and relays included.
+It speaks OpenEngine like any client, over the `Worker` port. Times are the client's own, so they have the
+gateway's queues and relays in them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import anyio
 import grpc
@@ -16,20 +16,11 @@ from google.protobuf.message import DecodeError
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto.rpc.sinks import Call, Sink
-from slagate.proto.rpc.status import OK, Metadata, Status
+from slagate.proto.rpc.status import OK, Status
 from slagate.router.request.metadata import RECEIPT_TRAILER
 from slagate.workers.errors import status_of_engine_error
 from slagate.workers.runtime.clock import monotonic_s
-
-
-class LoadTarget(Protocol):
-    """What load is sent to: the `Worker` port, less its control calls."""
-
-    def generate(
-        self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
-    ) -> Call:
-        """As `Worker.generate`."""
+from slagate.workers.worker import Worker
 
 
 class LoadRequest(NamedTuple):
@@ -43,10 +34,12 @@ class LoadRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """What one request got."""
+    """One request with its answer, and how long that took."""
 
     request_id: str
-    late_s: float  # sent this much after its time: above a few ms, the client was the bottleneck
+    late_s: (
+        float  # it was sent so much after its time: above a few ms, the client was the bottleneck
+    )
     ttft_s: float | None  # None: no token came
     itl_s: float | None  # mean; None: fewer than two tokens
     tokens: tuple[int, ...]
@@ -72,7 +65,7 @@ class Progress:
 
 
 class StreamProbe:
-    """The sink of one request: notes what came and when, and checks the order of events."""
+    """The sink of one request: keeps its tokens and their times, and checks the order of events."""
 
     def __init__(self, request_id: str, *, now_s: Callable[[], float], progress: Progress) -> None:
         self.ended = anyio.Event()
@@ -95,24 +88,24 @@ class StreamProbe:
         try:
             response = oe.GenerateResponse.FromString(data)
         except DecodeError:
-            self._note("a response that cannot be read")
+            self._note_fault("a response that cannot be read")
             return
         event = response.WhichOneof("event")
         if response.request_id != self._request_id:
-            self._note(f"a response for request {response.request_id!r}")
+            self._note_fault(f"a response for request {response.request_id!r}")
         if self._terminal:
-            self._note(f"{event} after {self._terminal}")
+            self._note_fault(f"{event} after {self._terminal}")
         elif event == "token":
-            self._take([token.token_id for token in response.token.tokens], now_s)
+            self._add_tokens([token.token_id for token in response.token.tokens], now_s)
         elif event == "finished":
             self._terminal = event
             if response.usage.completion_tokens != len(self._tokens):
-                self._note(f"usage of {response.usage.completion_tokens} completion tokens")
+                self._note_fault(f"usage of {response.usage.completion_tokens} completion tokens")
         elif event == "error":
             self._terminal = event
             self._engine_error = response.error
         else:
-            self._note(f"an event {event} that no client asked for")
+            self._note_fault(f"an event {event} that no client asked for")
 
     def finish(self, status: Status, /) -> None:
         """Take the end of the call."""
@@ -126,7 +119,7 @@ class StreamProbe:
         if status.code is grpc.StatusCode.OK and self._engine_error is not None:
             status = status_of_engine_error(self._engine_error)._replace(trailers=status.trailers)
         if status.code is grpc.StatusCode.OK and not self._terminal:
-            self._note("no finished event")
+            self._note_fault("no finished event")
         n_tokens = len(self._tokens)
         first_s = self._first_s
         return ServedRequest(
@@ -145,7 +138,7 @@ class StreamProbe:
             e2e_s=self._ended_s - self._sent_s,
         )
 
-    def _take(self, tokens: list[int], now_s: float) -> None:
+    def _add_tokens(self, tokens: list[int], now_s: float) -> None:
         if not tokens:
             return
         self._last_s = now_s
@@ -154,8 +147,8 @@ class StreamProbe:
         self._tokens += tokens
         self._progress.n_tokens += len(tokens)
 
-    def _note(self, fault: str) -> None:
-        # The first one: those after it are usually its consequences.
+    def _note_fault(self, fault: str) -> None:
+        # The first one counts: those after it are usually its consequences.
         self._fault = self._fault or fault
 
 
@@ -172,7 +165,7 @@ def _receipt(status: Status) -> gw.Receipt | None:
 def mismatch(served: ServedRequest, expected: Sequence[int]) -> str:
     """How a stream differs from the reference continuation, in words; empty when it does not.
 
-    A failed request owes no more tokens, but those that it got must be the right ones.
+    The tokens of a failed request must be the right ones as far as they go.
     """
     if served.fault:
         return served.fault
@@ -196,10 +189,8 @@ class _Sender:
         self._on_change = on_change
         self._now_s = now_s
 
-    async def send(
-        self, target: LoadTarget, request: LoadRequest, *, late_s: float
-    ) -> ServedRequest:
-        """What became of one request, once it has ended."""
+    async def send(self, target: Worker, request: LoadRequest, *, late_s: float) -> ServedRequest:
+        """Send one request; its result, once it has ended."""
         progress = self._progress
         probe = StreamProbe(request.request_id, now_s=self._now_s, progress=progress)
         call = target.generate(request.data, request.metadata, probe, timeout_s=self._timeout_s)
@@ -217,7 +208,7 @@ class _Sender:
 
 
 async def run_load(
-    targets: Sequence[LoadTarget],
+    targets: Sequence[Worker],
     requests: Iterable[LoadRequest],
     *,
     timeout_s: float,
@@ -226,15 +217,14 @@ async def run_load(
 ) -> list[ServedRequest]:
     """Send every request at its time, spread over `targets`, and wait for all; in order of sending.
 
-    `requests` is consumed one ahead of its time, so that prompts need not all be in memory.
-    `timeout_s` is each request's deadline. `on_change` hears of every request that starts or ends.
-    `now_s` is the clock that latencies are measured with.
+    `requests` is read one ahead of its time, so that prompts need not all be in memory. `timeout_s` is each
+    request's deadline. `on_change` is called when a request starts or ends. `now_s` measures latencies.
     """
     results: dict[int, ServedRequest] = {}
     sender = _Sender(timeout_s=timeout_s, on_change=on_change, now_s=now_s)
     started_s = anyio.current_time()
 
-    async def serve(number: int, target: LoadTarget, request: LoadRequest) -> None:
+    async def serve(number: int, target: Worker, request: LoadRequest) -> None:
         late_s = anyio.current_time() - started_s - request.at_s
         results[number] = await sender.send(target, request, late_s=late_s)
 
@@ -246,7 +236,7 @@ async def run_load(
 
 
 async def run_callers(
-    targets: Sequence[LoadTarget],
+    targets: Sequence[Worker],
     requests: Iterator[LoadRequest],
     *,
     concurrency: int,
@@ -258,14 +248,14 @@ async def run_callers(
 ) -> None:
     """Closed loop: each of `concurrency` callers sends its next request when its last one has ended.
 
-    Ends when there are no `requests` left, or none is begun after `seconds`, and all have ended; their
-    own times (`at_s`) do not count. `results` gets each as it ends, so that whoever cancels this has
-    what was measured until then. The rest is as in `run_load`.
+    It ends when there are no more `requests`, or `seconds` are over, and all that were sent have ended.
+    Their own times (`at_s`) do not count. `results` gets each as it ends, so that a caller who cancels
+    this has what was measured until then. The rest is as in `run_load`.
     """
     sender = _Sender(timeout_s=timeout_s, on_change=on_change, now_s=now_s)
     started_s = anyio.current_time()
 
-    async def caller(target: LoadTarget) -> None:
+    async def caller(target: Worker) -> None:
         while seconds is None or anyio.current_time() - started_s < seconds:
             request = next(requests, None)
             if request is None:

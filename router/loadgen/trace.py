@@ -1,8 +1,8 @@
-"""A request trace as requests: who asks what, when, and with which targets.
+"""A request trace as requests: prompts, times and targets.
 
 Arrivals are open loop: they follow the trace whatever the fleet does, so a turn of a conversation may
-arrive before the one ahead of it has been answered. A closed loop would send less when the fleet is
-slow, and hide just what is to be seen.
+arrive before the answer to the turn ahead of it. A closed loop would send less when the fleet is slow,
+and so hide that.
 """
 
 import json
@@ -160,11 +160,11 @@ def arrivals(
     each, in random order, so that each class gets a third of them.
     """
     classes: dict[int, SlaClass] = {}
-    left: list[SlaClass] = []
+    remaining: list[SlaClass] = []
     for request in trace:
         if request.conversation not in classes:
-            if not left:
-                left = rng.sample(SLA_CLASSES, len(SLA_CLASSES))
-            classes[request.conversation] = left.pop()
+            if not remaining:
+                remaining = rng.sample(SLA_CLASSES, len(SLA_CLASSES))
+            classes[request.conversation] = remaining.pop()
         arrival_s = (request.timestamp_ms - trace[0].timestamp_ms) / 1000 / compression
         yield Arrival(arrival_s, request, classes[request.conversation])

@@ -1,7 +1,7 @@
-"""A timing profile from AIConfigurator's database of TensorRT-LLM kernels, measured on the GPU itself.
+"""Builds a timing profile from AIConfigurator's database of TensorRT-LLM kernels, timed on the GPU.
 
-AIConfigurator is an optional extra and is imported only when a profile is built. What is asked of it is
-its public API: `cli_estimate` in the static modes, and `estimate_kv_cache`.
+AIConfigurator is an optional extra and is imported only when a profile is built. Its public API is used:
+`cli_estimate` in the static modes, and `estimate_kv_cache`.
 """
 
 import logging
@@ -11,16 +11,17 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from slagate.workers.runtime.usage import UsageError
 
 EXTRA = "aiconfigurator"
 
-# Between rows a profile is a power law, so sizes double. In the packaged profiles a row that is taken from
-# its two neighbours is off by up to 14 % along new tokens and batches and 10 % along contexts, but by 3 %
-# along cached tokens, which are linear: those quadruple. Prompts of less than 64 tokens cost little less:
-# 128 cost at most 16 % more. 256 is the largest batch that engines are planned with.
+# A profile interpolates as a power law between rows, so sizes double. In the packaged profiles a row that
+# is interpolated from its two neighbours is off by up to 14 % along new tokens and batches and 10 % along
+# contexts, but by 3 % along cached tokens, which are linear: those quadruple. Prompts of less than 64
+# tokens cost little less: 128 cost at most 16 % more. 256 is the largest batch that engines are planned
+# with.
 NEW_TOKENS = tuple(2**n for n in range(6, 18))
 CACHED_TOKENS = (0, 2048, 8192, 32768)
 BATCHES = tuple(2**n for n in range(9))
@@ -30,10 +31,10 @@ MAX_PROMPT_TOKENS = 131_072
 """The longest context that the models of the packaged profiles take."""
 
 MAX_BATCH_TOKENS = 2**22
-"""Of all contexts of a batch. The largest workers have room for more, which is extrapolated."""
+"""The most tokens of all contexts of a batch; beyond it, times are extrapolated."""
 
 KV_MEMORY_RATIO = 0.9
-"""Of the memory that is free once the model is loaded: TensorRT-LLM's default."""
+"""The KV cache's share of the memory that is free once the model is loaded: TensorRT-LLM's default."""
 
 _MAX_NUM_TOKENS = 8192
 _MAX_BATCH_SIZE = 256
@@ -46,36 +47,15 @@ class KvCache(NamedTuple):
     gpu_bytes_per_token: int
 
 
-class TimingSource(Protocol):
-    """What knows how long a model takes on a system, and how much KV cache it has there."""
-
-    @property
-    def engine(self) -> str:
-        """The engine whose times these are, with its version."""
-
-    @property
-    def source(self) -> str:
-        """Where the numbers come from."""
-
-    def prefill_ms(self, tp: int, new_tokens: int, cached_tokens: int) -> float:
-        """Of one prompt on an idle worker."""
-
-    def itl_ms(self, tp: int, batch_size: int, context_tokens: int) -> float:
-        """Of one step of a batch."""
-
-    def kv_cache(self, tp: int) -> KvCache:
-        """Of one worker."""
-
-
 def profile_content(
     model: str,
     system: str,
     tp_sizes: Sequence[int],
-    timings: TimingSource,
+    timings: "AiConfigurator",
     *,
     on_size: Callable[[int], None],
 ) -> dict[str, object]:
-    """The content of a profile file; `on_size` hears of every size before it is begun.
+    """The content of a profile file; `on_size` is called with each size before its rows are asked for.
 
     Raises `UsageError` naming the row where the source has no number.
     """
@@ -89,16 +69,12 @@ def profile_content(
             if new + cached <= MAX_PROMPT_TOKENS
         ]
         decode = [
-            [
-                batch,
-                context,
-                _checked(timings.itl_ms(tp, batch, context), 5, tp, (batch, context)),
-            ]
+            [batch, context, _checked(timings.itl_ms(tp, batch, context), 5, tp, (batch, context))]
             for context, batch in product(CONTEXTS, BATCHES)
             if batch * context <= MAX_BATCH_TOKENS
         ]
         kv_cache = timings.kv_cache(tp)
-        # The smallest size has no KV head on two GPUs, if any has not.
+        # With more GPUs than KV heads some heads are on two of them: least of all at the smallest size.
         kv_bytes = kv_bytes or kv_cache.gpu_bytes_per_token * tp
         sizes[str(tp)] = {
             "kv_capacity_tokens": kv_cache.capacity_tokens,
@@ -119,14 +95,14 @@ def profile_content(
 
 
 def _checked(ms: float, digits: int, tp: int, row: tuple[int, int]) -> float:
-    # A missing number must not become a pool that takes no time.
+    # A missing number would make a pool that seems to take no time.
     if not 0.0 < ms < math.inf:
         raise UsageError(f"no time for tp {tp} at {row[0]} x {row[1]} tokens (got {ms})")
     return round(ms, digits)
 
 
 class AiConfigurator:
-    """AIConfigurator's numbers for one model on one system. Raises `UsageError`, also when it is not there.
+    """AIConfigurator's numbers for one model on one system. Raises `UsageError`, also without it.
 
     `engine_version` is TensorRT-LLM's; None: the newest that the database has for this system.
     """
@@ -142,7 +118,7 @@ class AiConfigurator:
                 f"profile build needs AIConfigurator ({error}): pip install 'slagate[{EXTRA}]',"
                 " which needs Python 3.11 to 3.13"
             ) from error
-        # It says on every row what it was asked for.
+        # AIConfigurator logs each request for a number.
         logging.getLogger("aiconfigurator").setLevel(logging.ERROR)
         logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
         self._estimate: Callable[..., Any] = api.cli_estimate
@@ -159,30 +135,30 @@ class AiConfigurator:
 
     @property
     def engine(self) -> str:
-        """As `TimingSource.engine`."""
+        """The engine whose times these are, with its version."""
         return f"tensorrt-llm {self._version}"
 
     @property
     def source(self) -> str:
-        """As `TimingSource.source`."""
+        """Where the numbers come from."""
         modes = "silicon database, static context and generation modes"
         return f"AIConfigurator {version('aiconfigurator')}, {modes}"
 
     def prefill_ms(self, tp: int, new_tokens: int, cached_tokens: int) -> float:
-        """As `TimingSource.prefill_ms`."""
+        """Milliseconds of one prompt on an idle worker."""
         asked = {"isl": new_tokens + cached_tokens, "prefix": cached_tokens, "osl": 1}
         with _foreign_errors(f"prefill of {new_tokens} tokens with tp {tp}"):
             return float(self._static("static_ctx", tp, batch_size=1, **asked).ttft)
 
     def itl_ms(self, tp: int, batch_size: int, context_tokens: int) -> float:
-        """As `TimingSource.itl_ms`."""
-        # Of the two tokens of an answer the first comes of the prompt, the second of one step.
+        """Milliseconds of one step of a batch."""
+        # The first of an answer's two tokens comes from the prompt, the second from one step.
         asked = {"isl": context_tokens, "osl": 2, "stride": 1}
         with _foreign_errors(f"batch {batch_size} of {context_tokens} tokens with tp {tp}"):
             return float(self._static("static_gen", tp, batch_size=batch_size, **asked).tpot)
 
     def kv_cache(self, tp: int) -> KvCache:
-        """As `TimingSource.kv_cache`."""
+        """The KV cache of one worker."""
         with _foreign_errors(f"KV cache with tp {tp}"):
             found = self._estimate_kv(
                 self._model,
@@ -213,7 +189,7 @@ class AiConfigurator:
         )
 
     def _experts(self, tp: int) -> dict[str, int]:
-        """Each expert is on one GPU."""
+        """How the experts of a mixture-of-experts model are spread: each is on one GPU."""
         return {"moe_tp_size": 1, "moe_ep_size": tp} if self._is_moe else {}
 
 
@@ -222,5 +198,5 @@ def _foreign_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # It raises whatever comes up, assertions included; all of it says that it has no such number.
+        # AIConfigurator raises many types, assertions included; each means that it has no such number.
         raise UsageError(f"AIConfigurator has no {what}: {error}") from error

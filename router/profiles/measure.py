@@ -1,20 +1,20 @@
-"""Measures a live worker: times of prompts and of decoding batches over OpenEngine, as a profile's rows.
+"""Measures a live worker over OpenEngine: seconds of prompts and of steps of batches, as rows of a profile.
 
     prefill row    a prompt of fresh tokens with one token of output, on a worker that is otherwise idle;
                    for cached tokens, behind a prefix that was sent before
     decode row     a batch whose prompts are in the KV cache; the steps in which all of it decodes
 
-Each is repeated and the median taken. Times are the client's own: they have the way to the worker in them,
-as those of the gateway do. A `Bench` is what is measured: one worker, or a prefill and a decode worker.
+Each is repeated and the median taken. Times are the client's own: the way to the worker is in them, as in
+those that a gateway sees. `Bench` is what is measured: one worker, or a prefill and a decode worker.
 """
 
 import math
 import random
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import anyio
 import grpc
@@ -29,13 +29,10 @@ from slagate.workers.worker import Worker
 
 
 class TimedPrompt(NamedTuple):
-    """One prompt: seconds until its first token or its handoff, and what the worker had cached of it.
+    """One prompt as measured."""
 
-    `cached_tokens` is 0 where the worker does not say.
-    """
-
-    seconds: float
-    cached_tokens: int
+    seconds: float  # until its first token or its handoff
+    cached_tokens: int  # that the worker says it had; 0 where it does not say
 
 
 class TokenArrival(NamedTuple):
@@ -81,89 +78,83 @@ class TimedStream:
         self.ended.set()
 
 
-class Bench(Protocol):
-    """A worker, or a pair of them, that prompts can be timed on."""
-
-    async def prefill(self, prompt: Sequence[int]) -> TimedPrompt:
-        """Process one prompt. Raises `UsageError` when the worker refuses it."""
-
-    async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[TimedStream]:
-        """Have all prompts answered together, in `n_tokens` each. Raises `UsageError`."""
-
-
-class AggBench:
-    """One aggregated worker: prompts are put into its cache first, then asked again all at once."""
+class Bench:
+    """An aggregated worker or, with `decode`, a prefill worker and its decode worker, to be timed."""
 
     def __init__(
         self,
         worker: Worker,
         model: str,
         *,
+        decode: Worker | None = None,
         timeout_s: float,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
-        self._worker, self._model = worker, model
+        self._worker, self._decode, self._model = worker, decode, model
         self._timeout_s, self._now_s = timeout_s, now_s
 
     async def prefill(self, prompt: Sequence[int]) -> TimedPrompt:
-        """As `Bench.prefill`."""
+        """Process one prompt. Raises `UsageError` when the worker refuses it."""
         sent_s = self._now_s()
-        return _timed(await self._ask(_request(self._model, prompt, 1)), sent_s)
-
-    async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[TimedStream]:
-        """As `Bench.decode`."""
-        for prompt in prompts:
-            await self.prefill(prompt)
-        return await _together(
-            [(self._ask, _request(self._model, prompt, n_tokens)) for prompt in prompts]
-        )
-
-    async def _ask(self, request: bytes) -> TimedStream:
-        return await _ask(self._worker, request, self._timeout_s, self._now_s)
-
-
-class PairBench:
-    """A prefill worker and a decode worker: handoffs are made first, then collected all at once."""
-
-    def __init__(
-        self,
-        prefill: Worker,
-        decode: Worker,
-        model: str,
-        *,
-        timeout_s: float,
-        now_s: Callable[[], float] = monotonic_s,
-    ) -> None:
-        self._prefill, self._decode, self._model = prefill, decode, model
-        self._timeout_s, self._now_s = timeout_s, now_s
-
-    async def prefill(self, prompt: Sequence[int]) -> TimedPrompt:
-        """As `Bench.prefill`."""
-        sent_s = self._now_s()
-        stream = await self._first(_request(self._model, prompt, 1))
-        await self._prefill.abort(oe.AbortRequest(kv_session=stream.session))
+        request = _request(self._model, prompt, 1)
+        if self._decode is None:
+            return _timed(await self._ask(self._worker, request), sent_s)
+        stream = await self._hand_over(request)
+        await self._worker.abort(oe.AbortRequest(kv_session=stream.session))
         return _timed(stream, sent_s)
 
     async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[TimedStream]:
-        """As `Bench.decode`."""
-        legs = []
+        """Have all prompts answered at once, in `n_tokens` each. Raises `UsageError`.
+
+        They are prefilled before that, one by one: into the cache of the aggregated worker, which is asked
+        for them again, or into handoffs for the decode worker.
+        """
+        asked = []
         for prompt in prompts:
             request = _request(self._model, prompt, n_tokens)
-            session = (await self._first(request)).session
-            assert session is not None
-            leg = decode_leg(request, uuid.uuid4().hex, session=session, max_tokens=None)
-            legs.append((self._second, leg))
-        return await _together(legs)
+            if self._decode is None:
+                await self.prefill(prompt)
+            else:
+                session = (await self._hand_over(request)).session
+                assert session is not None
+                request = decode_leg(request, uuid.uuid4().hex, session=session, max_tokens=None)
+            asked.append(request)
+        return await self._ask_together(self._decode or self._worker, asked)
 
-    async def _first(self, request: bytes) -> TimedStream:
-        leg = prefill_leg(request, uuid.uuid4().hex)
-        stream = await _ask(self._prefill, leg, self._timeout_s, self._now_s)
+    async def _hand_over(self, request: bytes) -> TimedStream:
+        stream = await self._ask(self._worker, prefill_leg(request, uuid.uuid4().hex))
         if stream.session is None:
             raise UsageError("the prefill worker gave no handoff for a prompt")
         return stream
 
-    async def _second(self, leg: bytes) -> TimedStream:
-        return await _ask(self._decode, leg, self._timeout_s, self._now_s)
+    async def _ask_together(self, worker: Worker, requests: Sequence[bytes]) -> list[TimedStream]:
+        streams: dict[int, TimedStream] = {}
+        refusals: list[UsageError] = []
+
+        async def ask(at: int) -> None:
+            try:
+                streams[at] = await self._ask(worker, requests[at])
+            except UsageError as error:
+                refusals.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            for at in range(len(requests)):
+                tasks.start_soon(ask, at)
+        if refusals:
+            raise refusals[0]
+        return [streams[at] for at in range(len(requests))]
+
+    async def _ask(self, worker: Worker, request: bytes) -> TimedStream:
+        stream = TimedStream(self._now_s)
+        call = worker.generate(request, (), stream, timeout_s=self._timeout_s)
+        try:
+            await stream.ended.wait()
+        finally:
+            call.cancel()
+        if stream.status.code is not grpc.StatusCode.OK:
+            code, message = stream.status.code.name, stream.status.message
+            raise UsageError(f"the worker answered {code}: {message}")
+        return stream
 
 
 def _request(model: str, prompt: Sequence[int], max_tokens: int) -> bytes:
@@ -175,42 +166,6 @@ def _request(model: str, prompt: Sequence[int], max_tokens: int) -> bytes:
     ).SerializeToString()
 
 
-async def _ask(
-    worker: Worker, request: bytes, timeout_s: float, now_s: Callable[[], float]
-) -> TimedStream:
-    stream = TimedStream(now_s)
-    call = worker.generate(request, (), stream, timeout_s=timeout_s)
-    try:
-        await stream.ended.wait()
-    finally:
-        call.cancel()
-    if stream.status.code is not grpc.StatusCode.OK:
-        code, message = stream.status.code.name, stream.status.message
-        raise UsageError(f"the worker answered {code}: {message}")
-    return stream
-
-
-async def _together(
-    asked: Sequence[tuple[Callable[[bytes], Awaitable[TimedStream]], bytes]],
-) -> list[TimedStream]:
-    streams: dict[int, TimedStream] = {}
-    refusals: list[UsageError] = []
-
-    async def one(at: int) -> None:
-        ask, request = asked[at]
-        try:
-            streams[at] = await ask(request)
-        except UsageError as error:
-            refusals.append(error)
-
-    async with anyio.create_task_group() as tasks:
-        for at in range(len(asked)):
-            tasks.start_soon(one, at)
-    if refusals:
-        raise refusals[0]
-    return [streams[at] for at in range(len(asked))]
-
-
 def _timed(stream: TimedStream, sent_s: float) -> TimedPrompt:
     if stream.first_s is None:
         raise UsageError("the worker ended a prompt without an answer")
@@ -219,10 +174,10 @@ def _timed(stream: TimedStream, sent_s: float) -> TimedPrompt:
 
 
 MIN_STEPS = 8
-"""Steps of a whole batch below which its times say too little."""
+"""The fewest steps of a whole batch whose mean is taken."""
 
 MOST_TRIES = 5
-"""With other prompts where more than asked for was cached: a random one may begin as an earlier one did."""
+"""Prompts tried for one time: a random one may begin as an earlier one did, and more of it be cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,14 +193,14 @@ class MeasurePlan:
 
 
 class MeasurableRange(NamedTuple):
-    """What bounds the rows: the longest context, and the KV cache of a rank."""
+    """The limits of the rows: the longest context, and the KV cache of a rank."""
 
     context_tokens: int
     kv_tokens: int
 
 
 class PrefillRow(NamedTuple):
-    """As a profile has it."""
+    """A row of `prefill` in a profile."""
 
     new_tokens: int
     cached_tokens: int
@@ -253,7 +208,7 @@ class PrefillRow(NamedTuple):
 
 
 class DecodeRow(NamedTuple):
-    """As a profile has it."""
+    """A row of `decode` in a profile."""
 
     batch_size: int
     context_tokens: int
@@ -261,7 +216,7 @@ class DecodeRow(NamedTuple):
 
 
 def capacity(server: oe.ServerInfo, model: oe.ModelInfo, kv_tokens: int | None) -> MeasurableRange:
-    """What the worker says of itself; `kv_tokens`, where given, in place of the KV cache that it says.
+    """The limits that a worker tells; `kv_tokens`, if given, takes the place of the KV cache that it tells.
 
     Raises `UsageError` where neither is known.
     """
@@ -282,9 +237,10 @@ async def measure_prefill(
     on_row: Callable[[str], None],
     into: list[PrefillRow] | None = None,
 ) -> list[PrefillRow]:
-    """The prefill rows that fit into the worker's limits; what is left out is said to `on_row`.
+    """The prefill rows that fit into the worker's limits.
 
-    They come into `into` one by one, for who does not wait for the last.
+    `on_row` is called with a line for each row, also for one that is left out. Rows are appended to `into`
+    one by one, so that a caller who cancels this has those before.
     """
     rows = [] if into is None else into
     for cached in plan.cached_tokens:
@@ -341,7 +297,7 @@ async def measure_decode(
             found = []
             try:
                 for _ in range(plan.repeats):
-                    # In the middle of the output the context is the one that the row says.
+                    # So that in the middle of the output the context is that of the row.
                     n_prompt = max(1, context - plan.steps // 2)
                     prompts = [fresh(n_prompt, rng) for _ in range(batch)]
                     step_s = itl_s(await bench.decode(prompts, plan.steps))
@@ -359,7 +315,7 @@ async def measure_decode(
 
 
 def itl_s(streams: Sequence[TimedStream]) -> float | None:
-    """Mean seconds of a step while all of these streams were decoding; None: for too few steps."""
+    """Mean seconds of a step while all of these streams were decoding; None: fewer than `MIN_STEPS`."""
     start_s = max(stream.ticks[0].at_s for stream in streams)
     end_s = min(stream.ticks[-1].at_s for stream in streams)
     means = []
@@ -392,7 +348,7 @@ def measured_content(
 ) -> dict[str, object]:
     """The content of a profile file with these rows.
 
-    Raises `UsageError` when there are none of a kind, and `is_whole` says that no more will come.
+    Raises `UsageError` for a row that took no time and, where `is_whole`, for a kind without rows.
     """
     for kind, rows in (("prefill", prefill), ("decode", decode)):
         if not rows and is_whole:

@@ -151,7 +151,8 @@ ARROWS: dict[str, set[str]] = {
         "router/scheduling",
     },
     "router/loadgen": {
-        "configs", "proto/rpc", "workers/errors.py", "workers/runtime", "router/request",
+        "configs", "proto/rpc", "workers/errors.py", "workers/runtime", "workers/worker.py",
+        "router/request",
     },
     "router/metrics.py": {
         "workers/tls", "pools/fleet", "pools/inflight", "pools/kv_events", "router/receipts",

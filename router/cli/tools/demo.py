@@ -22,8 +22,7 @@ def demo(
     transport: Transport = "auto",
     policy: Policy = Settings.policy,
     serve: Annotated[
-        bool,
-        typer.Option("--serve", help="Replay nothing; serve clients of yours until SIGTERM."),
+        bool, typer.Option("--serve", help="Replay nothing; serve clients of yours until SIGTERM.")
     ] = False,
 ) -> None:
     """Replay a real trace through a gateway and eight simulated workers on this machine."""

@@ -28,11 +28,9 @@ from slagate.router.client import engine_at
 from slagate.router.output import INTERRUPTED
 from slagate.router.profiles.build import AiConfigurator, profile_content
 from slagate.router.profiles.measure import (
-    AggBench,
     Bench,
     DecodeRow,
     MeasurePlan,
-    PairBench,
     PrefillRow,
     capacity,
     measure_decode,
@@ -82,11 +80,7 @@ def build(
     with wrong_use_told():
         timings = AiConfigurator(model, system, engine_version)
         content = profile_content(
-            model,
-            system,
-            sizes,
-            timings,
-            on_size=lambda size: errors.print(f"slagate: tp {size}"),
+            model, system, sizes, timings, on_size=lambda size: errors.print(f"slagate: tp {size}")
         )
     _write(out, content)
 
@@ -143,7 +137,7 @@ class _Workers(NamedTuple):
 
 @dataclass
 class _Found:
-    """What was measured so far, and what the workers say of themselves, as `measured_content` has it."""
+    """What was measured so far, and what the workers say of themselves as `measured_content` names it."""
 
     prefill: list[PrefillRow] = field(default_factory=list)
     decode: list[DecodeRow] = field(default_factory=list)
@@ -166,7 +160,7 @@ async def _measure_into(
 
 
 async def _measure(workers: _Workers, plan: MeasurePlan, found: _Found) -> bool:
-    """Measure into `found`; True: all of it."""
+    """Measure into `found`; True once all of it is there."""
     target, decode, tls, kv_capacity, timeout_s = workers
 
     def on_row(line: str) -> None:
@@ -189,11 +183,7 @@ async def _measure(workers: _Workers, plan: MeasurePlan, found: _Found) -> bool:
             "tp": info.parallelism.tensor_parallel_size or 1,
             "kv_capacity_tokens": limit.kv_tokens,
         }
-        bench: Bench
-        if decode is None:
-            bench = AggBench(worker, model, timeout_s=timeout_s)
-        else:
-            bench = PairBench(worker, second, model, timeout_s=timeout_s)
+        bench = Bench(worker, model, decode=None if decode is None else second, timeout_s=timeout_s)
         await measure_prefill(bench, plan, limit, rng=rng, on_row=on_row, into=found.prefill)
         max_batch = decoder.capacity.max_running_requests or max(plan.batches)
         await measure_decode(
@@ -211,7 +201,7 @@ def _check_roles(server: oe.ServerInfo, decoder: oe.ServerInfo, decode: str | No
 
 
 def _write(out: Path, content: dict[str, object], *, is_whole: bool = True) -> None:
-    """Write a profile; what is not whole, and cannot be used, goes beside it, so that it is not lost."""
+    """Write a profile. One that is not whole and cannot be used goes into `.partial` beside it."""
     text = json.dumps(content, separators=(",", ":")) + "\n"
     try:
         with TemporaryDirectory() as folder:

@@ -23,14 +23,10 @@ TP = typer.Option(
 MAX_BATCH_SIZE = typer.Option(min=1, max=1_000_000, help="Requests a step may run.")
 MAX_SEQ_LEN = typer.Option(min=2, max=INT32_MAX, help="Context window, tokens.")
 ATTENTION_DP = typer.Option(
-    "--attention-dp",
-    "--enable-attention-dp",
-    help="One KV cache per rank; as many ranks as --tp.",
+    "--attention-dp", "--enable-attention-dp", help="One KV cache per rank; as many ranks as --tp."
 )
 KV_EVENTS = typer.Option(
-    min=0,
-    max=100_000_000,
-    help="KV events the engine keeps until they are read; 0: it makes none.",
+    min=0, max=100_000_000, help="KV events the engine keeps until they are read; 0: it makes none."
 )
 STREAM_INTERVAL = typer.Option(
     min=1, max=INT32_MAX, help="Tokens between two responses of a stream."
@@ -55,8 +51,7 @@ GpusPerNode = Annotated[int | None, _count("GPUs of a node; default: those visib
 KvBlockSize = Annotated[int | None, _count("Tokens of a KV block.")]
 MaxNumTokens = Annotated[int | None, _count("Tokens a step may run.")]
 FreeGpuMemoryFraction = Annotated[
-    float | None,
-    typer.Option(min=0.0, max=1.0, help="Share of free GPU memory for the KV cache."),
+    float | None, typer.Option(min=0.0, max=1.0, help="Share of free GPU memory for the KV cache.")
 ]
 GuidedDecodingBackend = Annotated[str | None, typer.Option(help="xgrammar or llguidance.")]
 ExtraEngineArgs = Annotated[
@@ -172,7 +167,7 @@ Transport = Annotated[
     str,
     typer.Option(
         help="How the KV cache moves between workers: nixl, shm (shared memory), or auto: nixl where it "
-        "works, else shm.",
+        "works, else shm."
     ),
 ]
 

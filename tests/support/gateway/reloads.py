@@ -18,13 +18,13 @@ from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.loadgen.loadgen import (
     LoadRequest,
-    LoadTarget,
     Progress,
     ServedRequest,
     mismatch,
     run_load,
 )
 from slagate.workers.client.client import connect_worker
+from slagate.workers.worker import Worker
 from support.engine.tokens import expected, prompt
 from support.gateway.processes import MODEL, Cluster
 from support.limits import HANG_S
@@ -168,7 +168,7 @@ async def reload_between_requests(
 
 
 @asynccontextmanager
-async def _connected(fleet: Cluster) -> AsyncIterator[tuple[Sequence[LoadTarget], Any]]:
+async def _connected(fleet: Cluster) -> AsyncIterator[tuple[Sequence[Worker], Any]]:
     """Some connections of clients, and the gateway's own service."""
     async with AsyncExitStack() as stack:
         targets = [

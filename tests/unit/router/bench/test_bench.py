@@ -331,7 +331,7 @@ def swept(gateway: Gateway, of: BenchPlan, heard: Heard, *, busy: float = 0.0) -
         levels = sweep(gateway, of, heard, measured, busy)
         await levels.warm_up()
         for concurrency in of.levels:
-            await levels.level(concurrency)
+            await levels.measure_level(concurrency)
 
     run(main)
     return measured
@@ -366,7 +366,7 @@ def test_an_interrupted_level_keeps_what_had_ended() -> None:
 
     async def main() -> None:
         with anyio.move_on_after(2.5):
-            await sweep(gateway, plan(n_requests=50), Heard(), measured).level(3)
+            await sweep(gateway, plan(n_requests=50), Heard(), measured).measure_level(3)
 
     run(main)
     (only,) = measured.levels
@@ -380,7 +380,7 @@ def test_a_level_with_nothing_to_show_is_left_out() -> None:
 
     async def main() -> None:
         with anyio.move_on_after(0.5):
-            await sweep(Gateway(), plan(), Heard(), measured).level(1)
+            await sweep(Gateway(), plan(), Heard(), measured).measure_level(1)
 
     run(main)
     assert measured.levels == []

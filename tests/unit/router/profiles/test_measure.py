@@ -11,12 +11,10 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.profiles.measure import (
-    AggBench,
     Bench,
     DecodeRow,
     MeasurableRange,
     MeasurePlan,
-    PairBench,
     PrefillRow,
     TimedPrompt,
     TimedStream,
@@ -75,7 +73,7 @@ def test_an_agg_worker_gives_back_the_profile_it_runs_on() -> None:
     async def scenario() -> None:
         now_s = asyncio.get_running_loop().time
         async with sim("agg", served=False) as worker:
-            await check(AggBench(worker, MODEL, timeout_s=60, now_s=now_s), worker)
+            await check(Bench(worker, MODEL, timeout_s=60, now_s=now_s), worker)
 
     in_virtual_time(scenario)
 
@@ -84,7 +82,7 @@ def test_a_prefill_and_a_decode_worker_give_it_back_too() -> None:
     async def scenario() -> None:
         now_s = asyncio.get_running_loop().time
         async with sim("prefill", served=False) as first, sim("decode", served=False) as second:
-            await check(PairBench(first, second, MODEL, timeout_s=60, now_s=now_s), second)
+            await check(Bench(first, MODEL, decode=second, timeout_s=60, now_s=now_s), second)
 
     in_virtual_time(scenario)
 
@@ -92,7 +90,7 @@ def test_a_prefill_and_a_decode_worker_give_it_back_too() -> None:
 def test_a_prefill_row_leaves_no_handoff_behind() -> None:
     async def scenario() -> None:
         async with engine_worker("prefill") as first, sim("decode", served=False) as second:
-            bench = PairBench(first.worker, second, MODEL, timeout_s=60)
+            bench = Bench(first.worker, MODEL, decode=second, timeout_s=60)
             await bench.prefill(list(range(100, 200)))
             assert first.llm.n_parked == 0
 
@@ -106,7 +104,7 @@ def test_rows_that_do_not_fit_are_left_out_and_said() -> None:
         plan = MeasurePlan((64, 100_000), (0,), (1, 4, 8), (512,), repeats=1, steps=16)
         async with sim("agg", served=False, kv_blocks=64) as worker:
             now_s = asyncio.get_running_loop().time
-            bench = AggBench(worker, MODEL, timeout_s=60, now_s=now_s)
+            bench = Bench(worker, MODEL, timeout_s=60, now_s=now_s)
             limit = capacity(await worker.server_info(), await worker.model_info(MODEL), None)
             prefill = await measure_prefill(bench, plan, limit, rng=rng, on_row=lines.append)
             decode = await measure_decode(
@@ -215,7 +213,7 @@ def test_a_worker_that_refuses_a_prompt_ends_the_measurement_with_its_words() ->
     async def scenario() -> None:
         async with sim("prefill", served=False) as worker:
             with pytest.raises(UsageError, match=r"FAILED_PRECONDITION.*prefill worker"):
-                await AggBench(worker, MODEL, timeout_s=60).prefill([1, 2, 3])
+                await Bench(worker, MODEL, timeout_s=60).prefill([1, 2, 3])
 
     in_virtual_time(scenario)
 
@@ -249,7 +247,7 @@ def test_a_row_that_the_worker_refuses_costs_no_other() -> None:
 def test_a_refusal_in_a_batch_is_told_as_one() -> None:
     async def scenario() -> None:
         async with sim("prefill", served=False) as first, sim("agg", served=False) as second:
-            bench = PairBench(first, second, MODEL, timeout_s=60)
+            bench = Bench(first, MODEL, decode=second, timeout_s=60)
             with pytest.raises(UsageError, match="the worker answered"):
                 await bench.decode([[1, 2, 3], [4, 5, 6]], 8)
 
