@@ -186,7 +186,7 @@ async def serve(
         await signals.wait()
         app.is_draining = True
         await _drain(front, app.gateway, settings.drain_s)
-        app.gateway.receipts.close()
+        app.gateway.receipts.end_watches()
         await operators.stop(RECEIPTS_S)
 
 

@@ -190,7 +190,7 @@ def _finish(
 ) -> None:
     """Everything a request leaves behind. Never waits."""
     now_s = gateway.now_s()
-    stamp = gateway.receipts.add(record, outcome, now_s)
+    stamp = gateway.receipts.add_receipt(record, outcome, now_s)
     if record.sla.receipt:
         receipt = record.trailer(outcome, now_s, stamp)
         trailer = (RECEIPT_TRAILER, receipt.SerializeToString())

@@ -7,11 +7,13 @@ from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from functools import partial
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
@@ -27,14 +29,13 @@ class ConnectionEnd(Enum):
     """How a connection ended. The value is the label."""
 
     CLIENT = "client"  # closed by the client, or lost on the way
-    BROKEN = (
-        "broken"  # for what its client did, or did not do: `client.broken` in the log says what
-    )
+    # For what its client did, or did not do: `client.broken` in the log says what.
+    BROKEN = "broken"
     DRAINED = "drained"  # the gateway shuts down
 
 
 class RefusedConnection(Enum):
-    """Why one was not even taken. The value is the label."""
+    """Why a connection was not even taken. The value is the label."""
 
     LIMIT = "limit"  # there were `max_connections` already
     DRAINING = "draining"
@@ -42,49 +43,47 @@ class RefusedConnection(Enum):
 
 
 class ConnectionCounts:
-    """Of one listener for clients."""
+    """Connections of one listener for clients."""
 
     def __init__(self, registry: CollectorRegistry, gauges: CollectorRegistry) -> None:
         """`gauges` gets the gauge once more."""
+        counter = partial(Counter, registry=registry)
         self._n_open = 0
-        now = Gauge(
+        n_open = Gauge(
             "slagate_client_connections", "Connections of clients that are open", registry=registry
         )
         # Not written with each change: a process that is started again would go on from there.
-        now.set_function(lambda: self._n_open)
-        gauges.register(now)
-        self._accepted = Counter(
+        n_open.set_function(lambda: self._n_open)
+        gauges.register(n_open)
+        self._accepted = counter(
             "slagate_client_connections_accepted",
             "Connections of clients that were taken, with TLS behind the handshake",
-            registry=registry,
         )
-        ended = Counter(
+        ended = counter(
             "slagate_client_connections_ended",
             "Connections of clients that were taken and are over, by how they ended",
             ["reason"],
-            registry=registry,
         )
-        refused = Counter(
+        refused = counter(
             "slagate_client_connections_refused",
             "Connections of clients that were not taken, by why",
             ["reason"],
-            registry=registry,
         )
         self._ended = {each: ended.labels(reason=each.value) for each in ConnectionEnd}
         self._refused = {each: refused.labels(reason=each.value) for each in RefusedConnection}
 
     def accepted(self) -> None:
-        """One more is open."""
+        """Count a connection that was opened."""
         self._n_open += 1
         self._accepted.inc()
 
     def ended(self, how: ConnectionEnd) -> None:
-        """One that was open is not any more."""
+        """Count a connection that was open and has ended."""
         self._n_open -= 1
         self._ended[how].inc()
 
     def refused(self, why: RefusedConnection) -> None:
-        """One was not taken."""
+        """Count a connection that was not taken."""
         self._refused[why].inc()
 
 
@@ -92,21 +91,23 @@ TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 
 ITL_BUCKETS_S = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)
 
 
+_LABEL = {True: "true", False: "false"}
+
 _FamilyT = TypeVar("_FamilyT", Counter, Histogram)
 
 
 class _Histogram(Histogram):
-    """Finds the bucket by bisection; the library's own looks at one after the other."""
+    """Finds the bucket by bisection; the library's own compares with one after the other."""
 
+    @override
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        """As `Histogram.observe`, but for examples: nobody gives any."""
-        assert exemplar is None
+        assert exemplar is None, "nobody gives any"
         self._sum.inc(amount)
         self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
 
 
 class _Children(dict[tuple[str, ...], _FamilyT]):
-    """What a family has for each tuple of label values, made when it is first asked for."""
+    """A family's child for each tuple of label values, made when it is first asked for."""
 
     def __init__(self, family: _FamilyT) -> None:
         super().__init__()
@@ -122,79 +123,64 @@ class Metrics:
     """One gateway's metrics, on a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         self.gauges = CollectorRegistry()  # of these, what each of several processes has for itself
-        self.connections = ConnectionCounts(self.registry, self.gauges)
-        self.requests = Counter(
-            "slagate_requests", "Requests by how they ended", ["outcome"], registry=self.registry
+        self.connections = ConnectionCounts(registry, self.gauges)
+        counter, histogram = (
+            partial(Counter, registry=registry),
+            partial(_Histogram, registry=registry),
         )
-        self.ttft = _Histogram(
+        self.requests = counter("slagate_requests", "Requests by how they ended", ["outcome"])
+        self._of_outcome = {each: self.requests.labels(outcome=each.value) for each in Outcome}
+        ttft = histogram(
             "slagate_ttft_seconds",
             "From the arrival of a request to its first token, by the pool that prefilled it",
             ["pool"],
             buckets=TTFT_BUCKETS_S,
-            registry=self.registry,
         )
-        self.itl = _Histogram(
+        itl = histogram(
             "slagate_itl_seconds",
             "Mean time between a request's tokens, by the pool that decoded it",
             ["pool"],
             buckets=ITL_BUCKETS_S,
-            registry=self.registry,
         )
-        self.targets = Counter(
+        targets = counter(
             "slagate_targets",
             "Requests with a latency target, by whether it was met",
             ["target", "pool", "met"],
-            registry=self.registry,
         )
-        self.tokens = Counter(
-            "slagate_output_tokens", "Tokens sent to clients", registry=self.registry
+        self._ttft, self._itl, self._targets = _Children(ttft), _Children(itl), _Children(targets)
+        self.tokens = counter("slagate_output_tokens", "Tokens sent to clients")
+        self.retries = counter(
+            "slagate_retries", "Legs that were tried again on another worker", ["stage", "code"]
         )
-        self.retries = Counter(
-            "slagate_retries",
-            "Legs that were tried again on another worker",
-            ["stage", "code"],
-            registry=self.registry,
-        )
-        self.handoffs_released = Counter(
+        self.handoffs_released = counter(
             "slagate_handoffs_released",
             "Handoffs that no decode worker collected, by what became of them",
             ["result"],
-            registry=self.registry,
         )
-        self.waits = _Histogram(
+        self.waits = histogram(
             "slagate_wait_seconds",
             "Time that requests waited for a worker below its limit, those that did not wait included",
             buckets=TTFT_BUCKETS_S,
-            registry=self.registry,
         )
-        self.reloads = Counter(
+        reloads = counter(
             "slagate_reloads",
             "Configurations that were to be put in force, by what became of them",
             ["result"],
-            registry=self.registry,
         )
-        self.drains_cut = Counter(
-            "slagate_drains_cut",
-            "Workers that drained for too long and had their requests ended",
-            registry=self.registry,
+        self.reloads = {each: reloads.labels(result=each) for each in ("applied", "refused")}
+        self.drains_cut = counter(
+            "slagate_drains_cut", "Workers that drained for too long and had their requests ended"
         )
         self.certificates = Gauge(
             "slagate_tls_certificate_expiry_seconds",
             "Unix time from which the certificate in use is refused: of the listeners (clients), or as "
             "workers see it",
             ["side"],
-            registry=self.registry,
+            registry=registry,
         )
         self.gauges.register(self.certificates)
-        for result in ("applied", "refused"):
-            self.reloads.labels(result=result)
-        self._of_outcome = {
-            outcome: self.requests.labels(outcome=outcome.value) for outcome in Outcome
-        }
-        self._ttft_of, self._itl_of = _Children(self.ttft), _Children(self.itl)
-        self._targets_of = _Children(self.targets)
 
     def measure(self, record: Record, outcome: Outcome) -> None:
         """Count one request that has ended."""
@@ -205,18 +191,16 @@ class Metrics:
         self.waits.observe(record.waited_s)
         prefill_pool, decode_pool = record.decision.stages[0].pool, record.decision.stages[-1].pool
         if (ttft_s := record.ttft_s) is not None:
-            self._ttft_of[prefill_pool,].observe(ttft_s)
-            self._judge("ttft", prefill_pool, met=record.ttft_met())
+            self._ttft[prefill_pool,].observe(ttft_s)
+            if (is_met := record.ttft_met()) is not None:
+                self._targets["ttft", prefill_pool, _LABEL[is_met]].inc()
         if (itl_s := record.itl_s) is not None:
-            self._itl_of[decode_pool,].observe(itl_s)
-            self._judge("itl", decode_pool, met=record.itl_met())
-
-    def _judge(self, target: str, pool: str, *, met: bool | None) -> None:
-        if met is not None:
-            self._targets_of[target, pool, "true" if met else "false"].inc()
+            self._itl[decode_pool,].observe(itl_s)
+            if (is_met := record.itl_met()) is not None:
+                self._targets["itl", decode_pool, _LABEL[is_met]].inc()
 
     def watch(self, dispatcher: Dispatcher) -> None:
-        """Add the gauges that read the fleet, and who waits for it, at scrape time."""
+        """Add the gauges that read the fleet, and how many requests wait for it, at scrape time."""
         collector = _FleetCollector(dispatcher)
         self.registry.register(collector)
         self.gauges.register(collector)
@@ -294,7 +278,7 @@ _OF_EVENTS: tuple[tuple[str, str, Callable[[EventView], float]], ...] = (
 
 
 class _FleetCollector(Collector):
-    """Reads the owner when scraped: a second copy of the state would only be another thing to be wrong."""
+    """Reads the fleet when it is scraped: a second copy of the figures could be wrong."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher

@@ -185,9 +185,9 @@ class Pool:
         member = self._leaving[address] = self.members.pop(address)
         member.drain(self._now_s())
 
-    def close(self) -> None:
+    def give_up(self) -> None:
         """It is empty, and the configuration has it no more."""
-        self.table.close()
+        self.table.give_up_pool()
 
     def _left(self, member: Member) -> None:
         del self._leaving[member.address]

@@ -53,7 +53,7 @@ class SharedTable(LoadTable):
         self._oldest_s = 0.0
         self.totals = {total: shared.get(self._pool_slot, total) for total in self.totals}
 
-    def close(self) -> None:
+    def give_up_pool(self) -> None:
         """Give up what is held for the pool itself, which is gone; its rows were given up before."""
         self._shared.give_up(self._pool_slot)
         self._pool_slot = NOBODY

@@ -80,7 +80,7 @@ class LoadTable:
     def __len__(self) -> int:
         return len(self.names)
 
-    def close(self) -> None:
+    def give_up_pool(self) -> None:
         """Give up what is held for the pool itself, which is gone; its rows were given up before."""
 
     def count(self, total: PoolCell) -> None:

@@ -39,7 +39,7 @@ async def watch_all(supervisor: Supervisor, request: gw.WatchReceiptsRequest, wr
     try:
         # Before the kept ones are asked for, so that none falls between the two.
         for follower in followers:
-            await follower.begin()
+            await follower.wait_subscribed()
         kept: list[tuple[int, gw.WatchReceiptsResponse]] = []
         for child in children:
             kept += [(child.number, each) for each in await _kept(child, request)]
@@ -91,7 +91,7 @@ class _Follower:
         self._child = child
         self._call = child.gateway.WatchReceipts(gw.WatchReceiptsRequest(follow=True, limit=0))
 
-    async def begin(self) -> None:
+    async def wait_subscribed(self) -> None:
         """Wait until the process has it."""
         head = await _read(self._call)
         if head is not None:

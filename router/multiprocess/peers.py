@@ -141,7 +141,7 @@ class PeerProcesses(PeerGateways):
         self._counts.set(self._slot, GatewayCell.RECEIPTS, place)
         return (place - 1) * self._counts.n_processes + self._number + 1
 
-    def close(self) -> None:
+    def stop_beat(self) -> None:
         """Nothing waits here any more."""
         if self._beat is not None:
             self._beat.cancel()
@@ -202,7 +202,7 @@ def joined_peers(
             yield peers
         finally:
             loop.remove_reader(wakes)
-            peers.close()
+            peers.stop_beat()
 
 
 def send_wake(sender: socket.socket, path: Path) -> None:

@@ -47,13 +47,8 @@ class Attainment:
     """
 
     def __init__(self, version: str) -> None:
-        self._version = version
-        self._cells: dict[CellKey, list[int]] = {}  # each the fields of a `CellTraffic`
-
-    @property
-    def version(self) -> str:
-        """The configuration that the counts are of."""
-        return self._version
+        self.version = version  # of the configuration that the counts are of
+        self._cells = _Cells()
 
     @property
     def cells(self) -> Mapping[CellKey, CellTraffic]:
@@ -62,8 +57,8 @@ class Attainment:
 
     def restart(self, version: str) -> None:
         """Begin at zero under another configuration: its cells are others, whatever their numbers."""
-        self._version = version
-        self._cells = {}
+        self.version = version
+        self._cells = _Cells()
 
     def count(self, record: Record, outcome: Outcome) -> None:
         """Count a request that has ended, as far as it was decided under our version."""
@@ -83,9 +78,12 @@ class Attainment:
                     itl_met = False
         for choice in decision.stages:
             stage = choice.stage
-            if choice.config_version == self._version:
-                is_judged, is_met = _verdict(stage, ttft_met=ttft_met, itl_met=itl_met)
-                counts = self._counts(stage, choice.cell.index)
+            if choice.config.version == self.version:
+                of_ttft = ttft_met if stage is not Stage.DECODE else None
+                of_itl = itl_met if stage is not Stage.PREFILL else None
+                is_judged = of_ttft is not None or of_itl is not None
+                is_met = is_judged and of_ttft is not False and of_itl is not False
+                counts = self._cells[stage, choice.cell.index]
                 counts[0] += 1
                 counts[1] += is_met and stage is not failed_in
                 counts[2] += is_judged
@@ -93,21 +91,13 @@ class Attainment:
             if stage is ended_in:
                 return
 
-    def _counts(self, stage: Stage, cell: tuple[int, ...]) -> list[int]:
-        counts = self._cells.get((stage, cell))
-        if counts is None:
-            counts = self._cells[stage, cell] = [0, 0, 0, 0]
+
+class _Cells(dict[CellKey, list[int]]):
+    """The fields of a `CellTraffic` for each cell, zeros for a new one."""
+
+    def __missing__(self, key: CellKey) -> list[int]:
+        counts = self[key] = [0, 0, 0, 0]
         return counts
-
-
-def _verdict(stage: Stage, *, ttft_met: bool | None, itl_met: bool | None) -> tuple[bool, bool]:
-    """Whether a stage is judged, and whether it met all that it is judged by."""
-    if stage is Stage.PREFILL:
-        return ttft_met is not None, ttft_met is True
-    if stage is Stage.DECODE:
-        return itl_met is not None, itl_met is True
-    is_judged = ttft_met is not None or itl_met is not None
-    return is_judged, is_judged and ttft_met is not False and itl_met is not False
 
 
 def _ended_in(record: Record, decision: Decision) -> Stage:

@@ -130,7 +130,7 @@ def _choice_message(choice: StageChoice, shown: Iterable[ScoredRow]) -> gw.Stage
         draw=choice.draw,
         starved=choice.starved,
         excluded_workers=sorted(choice.ask.excluded),
-        config_version=choice.config_version,
+        config_version=choice.config.version,
     )
 
 

@@ -9,7 +9,7 @@ Entries live long, and are no work for the garbage collector: all they are made 
 """
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import anyio
 import msgspec
@@ -18,6 +18,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.router.receipts.attainment import Attainment
 from slagate.router.receipts.record import ReceiptNumber, Record
 from slagate.router.request.errors import Outcome
+from slagate.router.scheduling.policy import StageChoice
 from slagate.workers.runtime.cooperative import Steps
 
 MAX_RECEIPTS = 2048
@@ -40,7 +41,7 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def configs(self) -> list[gw.GatewayConfig]:
         """What its choices were made under."""
-        return _configs(self.record)
+        return _configs(self.record.choices)
 
     def receipt(self) -> Steps[gw.Receipt]:
         """The full receipt."""
@@ -87,30 +88,32 @@ class ReceiptRing:
         self.config = config
         self.attainment.restart(config.version)
 
-    def add(self, record: Record, outcome: Outcome, now_s: float) -> ReceiptNumber:
+    def add_receipt(self, record: Record, outcome: Outcome, now_s: float) -> ReceiptNumber:
         """Keep what a request leaves behind; it must not change any more."""
         decided = record.decision
-        version = self.config.version if decided is None else decided.stages[-1].config_version
+        version = (self.config if decided is None else decided.stages[-1].config).version
         stamp = ReceiptNumber(self._number(self._next_number), self._unix_s(), version)
         self.attainment.count(record, outcome)
-        n_bytes = _n_bytes(record)
+        choices = record.choices
+        n_rows = sum(len(scored.score_s) for choice in choices for scored in choice.scored)
+        n_bytes = RECEIPT_BYTES + CHOICE_BYTES * len(choices) + ROW_BYTES * n_rows
         if version != self._last_version and decided is not None:
             # Receipts of one version share its configuration; as good as each version has one that pays.
             self._last_version = version
-            n_bytes += sum(config.ByteSize() for config in _configs(record))
+            n_bytes += sum(config.ByteSize() for config in _configs(choices))
         self._next_number += 1
         self._entries.append(EndedRequest(record, outcome, now_s, stamp, n_bytes))
         self.n_bytes += n_bytes
         while len(self._entries) > self._max_receipts or self.n_bytes > self._max_bytes:
             self.n_bytes -= self._entries.popleft().n_bytes
         if self._news is not None:
-            self._tell()
+            self._wake_watchers()
         return stamp
 
-    def close(self) -> None:
+    def end_watches(self) -> None:
         """Let whoever follows end, once they have read what is there."""
         self._closed = True
-        self._tell()
+        self._wake_watchers()
 
     async def watch(
         self, *, limit: int | None = None, follow: bool = False
@@ -135,20 +138,11 @@ class ReceiptRing:
                 self._news = anyio.Event()
             await self._news.wait()
 
-    def _tell(self) -> None:
+    def _wake_watchers(self) -> None:
         if self._news is not None:
             self._news.set()
             self._news = None
 
 
-def _configs(record: Record) -> list[gw.GatewayConfig]:
-    return list({each.config_version: each.config for each in record.choices}.values())
-
-
-def _n_bytes(record: Record) -> int:
-    n_bytes = RECEIPT_BYTES
-    for choice in record.choices:
-        n_bytes += CHOICE_BYTES
-        for scored in choice.scored:
-            n_bytes += ROW_BYTES * len(scored.score_s)
-    return n_bytes
+def _configs(choices: Iterable[StageChoice]) -> list[gw.GatewayConfig]:
+    return list({each.config.version: each.config for each in choices}.values())

@@ -214,7 +214,7 @@ class Reloader:
         self._current = found
         self._before = [*self._before, old][-MAX_HISTORY:]
         self.since_s = self._now_s()
-        self._metrics.reloads.labels(result="applied").inc()
+        self._metrics.reloads["applied"].inc()
         about = {"version": result.version, "previous_version": result.previous_version}
         log.info("config.reloaded", extra=about | {"changes": list(result.changes)})
         return result
@@ -228,7 +228,7 @@ class Reloader:
         return found._replace(changes=tuple(changes(self._current.prepared, found.prepared)))
 
     def _refused(self, error: ConfigError) -> None:
-        self._metrics.reloads.labels(result="refused").inc()
+        self._metrics.reloads["refused"].inc()
         about = {"source": error.source, "problems": [str(each) for each in error.problems]}
         log.error("config.refused", extra=about)
 

@@ -1,7 +1,7 @@
 """From a decision to leases, in one synchronous step: load counts from the moment of the choice.
 
-A request waits (`wait_queue`) if every worker of its pools could take it, were it not at its limit.
-Whenever a worker can take more, `step` assigns as many requests as fit.
+A request waits (`wait_queue`) if workers of its pools could take it and all are at their limits. Whenever a
+worker can take more, `step` assigns as many requests as fit.
 """
 
 import logging

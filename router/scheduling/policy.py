@@ -51,11 +51,6 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
     config: gw.GatewayConfig  # that it was made under
 
     @property
-    def config_version(self) -> str:
-        """Of the configuration that it was made under."""
-        return self.config.version
-
-    @property
     def base_pool(self) -> str:
         """Where the grid alone would send it."""
         return self.grid.pool_names[self.cell.base_pool]

@@ -91,7 +91,7 @@ async def gateway(
         for number in range(n_processes):
             peers = peers_of(opened(number), wake=wake, now_s=anyio.current_time)
             looks.append(lambda peers=peers: peers.on_change())  # type: ignore[misc]
-            stack.callback(peers.close)
+            stack.callback(peers.stop_beat)
             app = await stack.enter_async_context(
                 build(
                     parse_config(file, source="simulation", serving=True),

@@ -26,7 +26,7 @@ def add(to: ReceiptRing, n: int = 1, decision: Decision | None = None) -> None:
     for _ in range(n):
         record = Record(0.0)
         record.decision = decision
-        to.add(record, Outcome.COMPLETED, 2.0)
+        to.add_receipt(record, Outcome.COMPLETED, 2.0)
 
 
 def decision(n_rows: int = 1, *, config: gw.GatewayConfig = NO_CONFIG) -> Decision:
@@ -82,7 +82,7 @@ def test_every_choice_of_a_retry_is_counted() -> None:
     record.attempt(Stage.AGG, OK)  # of one choice
     record.decision = record.decision.replace(decision().stages[0])
     of = ring()
-    of.add(record, Outcome.COMPLETED, 2.0)
+    of.add_receipt(record, Outcome.COMPLETED, 2.0)
     assert of.n_bytes == RECEIPT_BYTES + 2 * (CHOICE_BYTES + ROW_BYTES)
 
 
@@ -124,7 +124,7 @@ def test_who_follows_gets_what_comes_until_the_ring_is_closed() -> None:
             add(of, 2)
             await anyio.sleep(1)
             add(of, 1)
-            of.close()
+            of.end_watches()
         assert sorted(got) == sorted(2 * [(1, 0), (2, 0), (3, 0), (4, 0)])
         assert await numbers(of, follow=True) == [(1, 0), (2, 0), (3, 0), (4, 0)]
 
@@ -150,7 +150,7 @@ def test_a_slow_reader_is_told_how_many_it_missed_and_holds_nothing_up() -> None
             add(of, 10)
             go_on.set()
             await anyio.sleep(1)
-            of.close()
+            of.end_watches()
         assert got == [(1, 0), (8, 6), (9, 0), (10, 0), (11, 0)]
 
     run(main)
@@ -182,7 +182,7 @@ def test_a_large_receipt_lets_others_run_while_it_is_put_together() -> None:
                 await anyio.lowlevel.checkpoint()
 
         of = ring()
-        of.add(record, Outcome.COMPLETED, 1.0)
+        of.add_receipt(record, Outcome.COMPLETED, 1.0)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(other)
             async for entry, _ in of.watch():

@@ -57,7 +57,7 @@ class Requests:
             self.failed[number] = error
 
     def versions(self, number: int) -> set[str]:
-        return {choice.config_version for choice in self.held[number].decision.stages}
+        return {choice.config.version for choice in self.held[number].decision.stages}
 
     def workers(self, number: int) -> list[str]:
         return [member.address for member in self.held[number].members]

@@ -207,7 +207,7 @@ def test_watch_receipts_begins_with_the_configuration() -> None:
     ring = ReceiptRing(CONFIG, unix_s=lambda: 1.5, max_receipts=3)
     asked = service(Dispatcher(fleet(), rng=rng()), ring)
     for _ in range(5):
-        ring.add(Record(0.0), Outcome.INVALID, 1.0)
+        ring.add_receipt(Record(0.0), Outcome.INVALID, 1.0)
 
     async def watch(**request: Any) -> list[gw.WatchReceiptsResponse]:
         wanted = gw.WatchReceiptsRequest(**request)
@@ -220,7 +220,7 @@ def test_watch_receipts_begins_with_the_configuration() -> None:
     assert others[0].receipt.actual.outcome == "invalid"
     assert [each.receipt.number for each in run(watch, limit=1)] == [0, 5]
     assert len(run(watch, limit=0)) == 1
-    ring.close()
+    ring.end_watches()
     assert len(run(watch, follow=True)) == 4
 
 
@@ -230,13 +230,13 @@ def test_watch_receipts_says_how_many_a_slow_reader_missed() -> None:
 
     async def main() -> list[tuple[int, int]]:
         got = []
-        ring.add(Record(0.0), Outcome.INVALID, 1.0)
+        ring.add_receipt(Record(0.0), Outcome.INVALID, 1.0)
         async for each in asked.WatchReceipts(gw.WatchReceiptsRequest(follow=True), Context()):
             got.append((each.receipt.number, each.missed))
             if each.receipt.number == 1:
                 for _ in range(6):
-                    ring.add(Record(0.0), Outcome.INVALID, 1.0)
-                ring.close()
+                    ring.add_receipt(Record(0.0), Outcome.INVALID, 1.0)
+                ring.end_watches()
         return got
 
     assert run(main) == [(0, 0), (1, 0), (6, 4), (7, 0)]
