@@ -1,7 +1,7 @@
-"""One of the processes of a gateway: its place among them, and its part in what they share.
+"""One process of a gateway of several: its place among them, and what it answers its parent and the others.
 
-The parent starts it with the options of `slagate serve` and its place in the environment; it says on its
-standard output where it listens, and ends when its standard input does, as then the parent has ended.
+The parent starts it with the options of `slagate serve`, and with its place in the environment. It prints
+its ready line, and ends when its standard input ends, as then the parent has ended.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from slagate.router.services.control import ABORTED
 from slagate.workers.runtime.listen import on_sighup
 
 PLACE = "SLAGATE_PROCESS"
-"""Of the environment: the place of a process, as JSON."""
+"""The environment variable that has the place of a process, as JSON."""
 
 METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class ProcessSlot(msgspec.Struct, frozen=True):
-    """Which of the processes of which gateway."""
+    """The place of one process among those of its gateway."""
 
     number: int
     n_processes: int
@@ -49,17 +49,17 @@ class ProcessSlot(msgspec.Struct, frozen=True):
     port: int  # of the clients' listener
 
     def path(self, name: str, *, number: int | None = None) -> Path:
-        """Something of a process in the gateway's folder, by default of this one."""
+        """A file or socket of one process in the gateway's folder, by default of this one."""
         return Path(self.folder) / f"{self.number if number is None else number}.{name}"
 
     @property
     def counts(self) -> Path:
-        """What all of them have under way."""
+        """The file of `SharedCounts`."""
         return Path(self.folder) / "counts"
 
     @property
     def config(self) -> Path:
-        """The configuration in force, a `GatewayConfig`."""
+        """The file with the configuration in force, a `GatewayConfig`."""
         return Path(self.folder) / "config"
 
     def in_environment(self) -> dict[str, str]:
@@ -74,7 +74,7 @@ def own_place() -> ProcessSlot | None:
 
 
 def config_in_force(place: ProcessSlot) -> FleetConfig:
-    """What the parent says is in force. Raises `OSError` or `UnusableReceipt`."""
+    """The configuration that the parent has put in force. Raises `OSError` or `UnusableReceipt`."""
     return prepared_of(gw.GatewayConfig.FromString(place.config.read_bytes())).config
 
 
@@ -84,7 +84,7 @@ async def parent_watched(
 ) -> AsyncIterator[None]:
     """Within the block, set `stop` when the parent ends, and call `hangup` when it passes a SIGHUP on.
 
-    Behind it, remove what a parent left that has ended.
+    After the block, remove the gateway's folder if the parent has ended: it could not do so itself.
     """
     loop = asyncio.get_running_loop()
     has_ended = False
@@ -108,7 +108,7 @@ async def parent_watched(
 
 
 class ProcessService(ps_grpc.ProcessServicer):
-    """What the parent and the other processes ask."""
+    """Answers the parent and the other processes."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class ProcessService(ps_grpc.ProcessServicer):
         self._prepared: Proposal | None = None
 
     async def Prepare(self, request: Any, context: Any) -> ps.PrepareResponse:
-        """Read another configuration."""
+        """Check another configuration, and keep it for `PutInForce`."""
         try:
             self._prepared = await run_sync(self._read, request)
         except (ConfigError, UnusableReceipt) as error:
@@ -137,7 +137,7 @@ class ProcessService(ps_grpc.ProcessServicer):
         return self._reloader.propose(lambda: config)
 
     async def PutInForce(self, request: Any, context: Any) -> ps.PutInForceResponse:
-        """Put in force what was read last."""
+        """Put in force what `Prepare` checked last."""
         found = self._prepared
         if found is None or found.message.version != request.version:
             reason = f"version: {request.version[:80]!r} was not prepared"
@@ -147,7 +147,7 @@ class ProcessService(ps_grpc.ProcessServicer):
         return ps.PutInForceResponse()
 
     async def Look(self, request: Any, context: Any) -> ps.LookResponse:
-        """Readiness and gauges."""
+        """Whether the process is ready, and its gauges."""
         found = ps.LookResponse(not_ready=self._not_ready())
         if request.metrics:
             # Thousands of series take milliseconds that the loop does not have.
@@ -155,6 +155,6 @@ class ProcessService(ps_grpc.ProcessServicer):
         return found
 
     async def Abort(self, request: Any, context: Any) -> ps.AbortInProcessResponse:
-        """End requests of a client."""
+        """End a client's requests with this id."""
         found = self._live.abort(request.peer, request.request_id, Aborted(ABORTED))
         return ps.AbortInProcessResponse(found=found)

@@ -1,8 +1,8 @@
 """The metrics and the readiness of a gateway of several processes, for a scrape.
 
-Counters and histograms are summed from the files that the processes keep them in, which outlive a crash.
-Gauges come from those that run: what each has a part of is summed, of what each sees for itself the worst
-is taken. A process that does not answer in time is left out.
+Counters and histograms are summed from the files in which the processes keep them, which outlive a crash.
+Gauges come from the processes that run: what each has a part of is summed, of what each sees for itself the
+worst is taken. A process that does not answer in time is left out.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import grpc
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from slagate.pools.inflight.shared_counts import GATEWAY, GatewayCell, PoolCell, SharedCounts
 from slagate.proto import process_pb2 as ps
@@ -43,14 +43,14 @@ _LEAST = frozenset(
     }
 )
 _OF_THE_FIRST = frozenset({"slagate_pool_workers"})
-"""Numbers that belong together, and are the same in all but for a moment."""
+"""Gauges that belong together, and are the same in all processes but for a moment."""
 
 _OF_THE_PARENT = frozenset({"slagate_reloads"})
-"""What happens in each process when it happens once."""
+"""Counters of what happens once and is counted in each process as well."""
 
 
 class MergedMetrics(Collector):
-    """Collects what all processes have."""
+    """Collects the metrics of all processes, for a registry that does not describe them beforehand."""
 
     def __init__(
         self, supervisor: Supervisor, counts: SharedCounts, folder: Path, *, own: Metrics
@@ -60,21 +60,11 @@ class MergedMetrics(Collector):
         self._folder = folder
         self._own = own
 
-    def registry(self) -> CollectorRegistry:
-        """A registry of its own."""
-        made = CollectorRegistry(auto_describe=False)
-        made.register(self)
-        return made
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: to register it is no scrape."""
-        return []
-
+    @override
     def collect(self) -> Iterator[Metric]:
-        """Every family once."""
         files = MultiProcessCollector(None, path=str(self._folder))  # type: ignore[no-untyped-call]
         for family in files.collect():  # type: ignore[no-untyped-call]
-            # A gauge there would be what some process had once.
+            # A gauge in a file may be that of a process which has ended.
             if family.type != "gauge" and family.name not in _OF_THE_PARENT:
                 yield family
         for family in self._own.registry.collect():
@@ -102,7 +92,7 @@ class MergedMetrics(Collector):
         )
 
     def _running(self) -> Metric:
-        """How evenly the kernel spreads connections shows in these."""
+        """The gauge that shows how evenly the kernel spreads connections."""
         made = GaugeMetricFamily(
             "slagate_process_running_requests", "Requests that a process serves", labels=["process"]
         )
@@ -111,7 +101,7 @@ class MergedMetrics(Collector):
         return made
 
     def _spills(self, family: Metric) -> Metric:
-        """With those of processes that do not run."""
+        """The counter with what processes counted that have ended."""
         made = CounterMetricFamily(family.name, family.documentation, labels=["stage", "pool"])
         for labels in {tuple(sorted(sample.labels.items())) for sample in family.samples}:
             of = dict(labels)
@@ -121,7 +111,7 @@ class MergedMetrics(Collector):
 
 
 def merged(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
-    """The gauges of several processes as those of one."""
+    """Gauges of several processes as those of one."""
     found: dict[str, Metric] = {}
     values: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for families in processes:
@@ -149,14 +139,14 @@ def merged(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
 
 
 def looks(supervisor: Supervisor, request: ps.LookRequest) -> list[ps.LookResponse]:
-    """What the processes that run say. For any thread but that of the event loop."""
+    """Answers of the processes that run. To be called on any thread but that of the event loop."""
     asked = []
     for _, child in sorted(supervisor.running.items()):
-        with suppress(ValueError):  # has just ended, and its channel is closed
+        with suppress(ValueError):  # it has just ended, and its channel is closed
             asked.append(child.in_threads.Look.future(request, timeout=LOOK_LIMIT_S))
     found = []
     for call in asked:
-        # Has just ended, or hangs; or its channel was closed meanwhile.
+        # It has just ended, or hangs; or its channel was closed meanwhile.
         with suppress(grpc.RpcError, grpc.FutureCancelledError):
             found.append(call.result())
     return found

@@ -1,7 +1,7 @@
-"""`slagate serve --processes N`: the parent of N gateways that are one to clients and operators.
+"""`slagate serve --processes N`: the parent of N processes that are one gateway to clients and operators.
 
 The parent has the admin and the HTTP listener, the configuration and its history. It carries no request:
-the children listen on one port, and share what they have under way (`pools/inflight/shared_counts.py`).
+the children listen on one port, and share what they have in flight (`pools/inflight/shared_counts.py`).
 """
 
 import os
@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 import anyio
 import grpc.aio
+from prometheus_client import CollectorRegistry
 
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.inflight.shared_counts import SharedCounts, create
@@ -36,7 +37,7 @@ from slagate.workers.tls.reloading import ServerTls, following
 MAX_PROCESSES = 64
 
 STOP_SLACK_S = 5.0
-"""For a process to end, beyond what its drain may take."""
+"""How much longer than its drain a process may take to end."""
 
 
 async def serve_processes(
@@ -52,8 +53,8 @@ async def serve_processes(
 ) -> int:
     """Run a gateway of several processes until SIGTERM or SIGINT; the exit status.
 
-    As `app.serve`; `arguments` are those of `slagate` that each child is started with, `tls` is for
-    operators. Raises `OSError` or `TlsError`.
+    Parameters are those of `app.serve`, but `tls` is for operators only. Each child is started with
+    `arguments`. Raises `OSError` or `TlsError`.
     """
     in_force = Proposal.of(config, policy=settings.policy)
     operators_tls = None if tls is None else ServerTls("operators", tls)
@@ -76,11 +77,13 @@ async def serve_processes(
             supervisor, counts, reloader=reloader, source=source, now_s=monotonic_s
         )
         gw_grpc.add_GatewayServicer_to_server(service, operators)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(MergedMetrics(supervisor, counts, Path(place.folder), own=metrics))
         with operators_listening(
             operators,
             listeners.on_port(place.port),
             operators_tls,
-            registry=MergedMetrics(supervisor, counts, Path(place.folder), own=metrics).registry(),
+            registry=registry,
             not_ready=lambda: not_ready(supervisor),
         ) as bound:
             await operators.start()
@@ -91,7 +94,7 @@ async def serve_processes(
                     source,
                     watch=settings.watch_config,
                     stamp=stamp,
-                    also=[reread, supervisor.hang_up],
+                    also=[reread, supervisor.reread_tls],
                 ),
             ):
                 status = await _run_until_stopped(supervisor, bound)
@@ -106,8 +109,8 @@ def _gateway_folder(
     """The slot of process 0, and the counts, of a new gateway whose port nobody else has in the block."""
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="slagate-", dir=_memory()))
-        # Nobody else may listen there. Children share the port with each other and with a socket that only
-        # keeps it, so that it is theirs also while none of them runs.
+        # Nobody else may listen there. The children share the port with each other and with a socket that
+        # only keeps it, so that it is theirs also while none of them runs.
         with given_by("--listen"):
             listen_on(listen, backlog=0).close()
             kept = stack.enter_context(closing(listen_on(listen, shared=True, backlog=0)))
@@ -143,5 +146,5 @@ async def _run_until_stopped(supervisor: Supervisor, listeners: Listeners) -> in
 
 
 def _memory() -> str | None:
-    """Where files are memory, and writing to one never waits for a disk; None: no such place is known."""
+    """A folder whose files are in memory, so that no write waits for a disk; None: none is known."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else None

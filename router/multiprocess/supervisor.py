@@ -1,10 +1,10 @@
 """The processes of a gateway, started by their parent, and started again when they end.
 
-start ──▶ (ready line on its stdout) ──▶ runs ──▶ ends: its row is cleared, the others look again, and after
-                └─ ends, or is late          └──▶ a pause another one has its place
+start ──▶ (ready line on its stdout) ──▶ runs ──▶ ends: its counts are cleared, the others are woken, and
+                └─ ends, or is late               another one is started in its place, after a pause
 
-All of them have to start the first time, else the gateway does not. One that ends later is started again
-for as long as the gateway runs, after 0.1 s, then twice that and so on, at most 10 s.
+All of them have to start the first time, else the gateway does not. A process that ends later is started
+again for as long as the gateway runs, after 0.1 s, then 0.2 s and so on, at most 10 s.
 """
 
 import logging
@@ -38,17 +38,17 @@ log = logging.getLogger(__name__)
 START_LIMIT_S = 60.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
 STEADY_S = 30.0
-"""One that ran for so long has not ended for something that was wrong from the start."""
+"""A process that ran for so long did not end for a fault of its start: the pauses begin anew."""
 
 PREPARE_LIMIT_S = 60.0
 PUT_LIMIT_S = 5.0
-"""For a step that waits for nothing; a process that has not taken it by then is ended."""
+"""The step waits for nothing, so a process that has not taken it by then is killed."""
 
 FAILED = 1
-"""Exit status where a process did not end as it should."""
+"""The exit status if a process did not end as it should."""
 
 UNKNOWN = 255
-"""What asyncio says where a process was signalled that had just ended by itself."""
+"""asyncio's exit status of a process that was signalled when it had just ended by itself."""
 
 
 class GatewayChild:
@@ -61,12 +61,12 @@ class GatewayChild:
         self._channel = grpc.aio.insecure_channel(target, options=SERVER_OPTIONS)
         self.gateway: Any = gw_grpc.GatewayStub(self._channel)
         self.control: Any = ps_grpc.ProcessStub(self._channel)
-        # Scrapes come on threads of their own.
+        # Scrapes come on threads of their own, where no grpc.aio can be used.
         self._for_threads = grpc.insecure_channel(target, options=SERVER_OPTIONS)
         self.in_threads: Any = ps_grpc.ProcessStub(self._for_threads)
 
     async def aclose(self) -> None:
-        """Close the channels: it has ended."""
+        """Close the channels of a process that has ended."""
         await self._channel.close()
         self._for_threads.close()
 
@@ -83,7 +83,7 @@ class Supervisor:
         stop_limit_s: float,
         now_s: Callable[[], float],
     ) -> None:
-        """`place` is that of number 0; `arguments` are those of `slagate` for each."""
+        """`place` is that of process 0; each process is started with `arguments`."""
         self.running: dict[int, GatewayChild] = {}
         self.n_restarts = 0
         self.n_lost = 0  # requests that were running in processes when these ended
@@ -95,11 +95,11 @@ class Supervisor:
         self._now_s = now_s
         self._processes: dict[int, ChildProcess] = {}  # that have not ended
         self._statuses: dict[int, int] = {}  # of those that ended last
-        # Nobody starts while another configuration is put in force: it would have the one before.
+        # No process starts while another configuration is put in force: it would read the one before.
         self._one_at_a_time = anyio.Lock()
 
     async def run(self, on_ready: Callable[[], None]) -> int:
-        """Run them until `stop`; the exit status, that of a process that could not be started included."""
+        """Run the processes until `stop`; the exit status, also if a process could not be started."""
         try:
             async with self._one_at_a_time, anyio.create_task_group() as starts:
                 for place in self._places:
@@ -114,7 +114,7 @@ class Supervisor:
                     if place.number in self.running:
                         tasks.start_soon(self._keep, place)
             if failed:
-                # By a signal, or well but without a word: neither is a status of its own to pass on.
+                # One ended by a signal, or well but without a ready line, has no status to pass on.
                 found = (self._statuses.get(number, FAILED) for number in failed)
                 return max(next((status for status in found if status != UNKNOWN), FAILED), FAILED)
             return FAILED if any(self._statuses.values()) else 0
@@ -126,29 +126,29 @@ class Supervisor:
 
     @property
     def pids(self) -> list[int]:
-        """Of those that run, by number."""
+        """Process ids of those that run, by number."""
         return [child.process.pid for _, child in sorted(self.running.items())]
 
     def stop(self) -> None:
-        """Have all of them drain and end, and start no other."""
+        """Have all processes drain and end, and start no other."""
         self.stopping.set()
         self._signal_all(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End all of them now; `stop` came before."""
+        """End all processes now; `stop` came before."""
         self._signal_all(signal.SIGKILL)
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in list(self._processes.values()):
             process.send_signal(number)
 
-    def hang_up(self) -> None:
-        """Have all of them read their files of TLS again."""
+    def reread_tls(self) -> None:
+        """Have all processes read their TLS files again."""
         for child in self.running.values():
             child.process.send_signal(signal.SIGHUP)
 
     async def put_in_force(self, message: gw.GatewayConfig) -> None:
-        """Put a configuration in force in all of them. Raises `ConfigError`: then it is in none."""
+        """Put a configuration in force in all processes. Raises `ConfigError`: then it is in none."""
         async with self._one_at_a_time:
             problems: list[Problem] = []
 
@@ -158,7 +158,7 @@ class Supervisor:
                     problem = answer.problem
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.UNAVAILABLE:
-                        # Has ended, or as good as that: another one reads it.
+                        # It has ended, or is about to; the next one in its place reads the file.
                         child.process.send_signal(signal.SIGKILL)
                         return
                     problem = f"{error.code().name}: {error.details()}"
@@ -178,12 +178,12 @@ class Supervisor:
             await _each(prepare, children)
             if problems:
                 raise ConfigError("config", problems)
-            # From here on it is in force: who starts reads it.
+            # From here on it is in force: a process that starts reads it.
             write_config(self._places[0], message)
             await _each(put, children)
 
     async def _start(self, place: ProcessSlot) -> None:
-        """One more attempt: afterwards it runs, or has ended."""
+        """Start a process; afterwards it is ready, or has ended."""
         process = await ChildProcess.start(
             f"process {place.number}",
             self._arguments,
@@ -197,19 +197,20 @@ class Supervisor:
                 await process.wait_ready(limit_s=START_LIMIT_S)
                 is_ready = True
             except ChildError:
-                await process.wait()  # its status says why; a signal as it ends would lose it
+                await process.wait()  # not killed: its own status says why
         if not is_ready:
             process.send_signal(signal.SIGKILL)
             await self._ended(place, process)
             return
         if self.stopping.is_set():
-            # It may have started when the others were told.
+            # It was not there yet when the others were told.
             process.send_signal(signal.SIGTERM)
         self.running[place.number] = GatewayChild(place, process)
         about = {"process_number": place.number, "pid": process.pid}
         log.info("process.ready", extra=about)
 
     async def _keep(self, place: ProcessSlot) -> None:
+        """Start a process again each time it ends."""
         pauses = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while True:
             child = self.running.get(place.number)
@@ -232,7 +233,7 @@ class Supervisor:
                     await self._start(place)
 
     async def _wait(self, process: ChildProcess) -> None:
-        """Until it ends; not for ever once all are to stop."""
+        """Wait until a process ends; kill it if it takes too long once all are to stop."""
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
 
@@ -248,7 +249,7 @@ class Supervisor:
             process.send_signal(signal.SIGKILL)
 
     async def _ended(self, place: ProcessSlot, process: ChildProcess) -> None:
-        """Tidy up behind one, so that nobody counts what it had, or waits for it."""
+        """Clear what a process that ends had in flight, so that nobody counts it or waits for it."""
         status = await process.wait()
         await process.aclose()
         del self._processes[place.number]
@@ -267,7 +268,7 @@ class Supervisor:
 
 
 def write_config(place: ProcessSlot, message: gw.GatewayConfig) -> None:
-    """Say what is in force, to those who start from now on."""
+    """Write the configuration in force, for processes that start from now on."""
     beside = place.config.with_suffix(".new")
     beside.write_bytes(message.SerializeToString())
     beside.rename(place.config)

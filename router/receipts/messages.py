@@ -18,6 +18,7 @@ WIRE_STAGE = {
     Stage.DECODE: gw.STAGE_DECODE,
     Stage.AGG: gw.STAGE_AGG,
 }
+STAGE_OF_WIRE = {wire: stage for stage, wire in WIRE_STAGE.items()}
 
 CANDIDATES_A_STEP = 32
 """After so many the event loop gets its turn: a pool of a thousand workers is ten milliseconds of work."""

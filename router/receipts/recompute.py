@@ -23,7 +23,7 @@ from slagate.pools.inflight.table import rows_of
 from slagate.pools.prefix.match import cached_of
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.receipts.config import RecordedConfig, UnusableReceipt
-from slagate.router.receipts.messages import WIRE_STAGE, choice_steps
+from slagate.router.receipts.messages import STAGE_OF_WIRE, choice_steps
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import choose_stage
 from slagate.router.scheduling.score import RoutingRequest
@@ -32,7 +32,6 @@ from slagate.workers.runtime.cooperative import run_at_once
 TOLERANCE = 1e-9
 """Of seconds, relative: other processors and libraries may round exponentials otherwise in the last bit."""
 
-_STAGES = {wire: stage for stage, wire in WIRE_STAGE.items()}
 _TOKENS = (
     "queued_tokens",
     "context_tokens",
@@ -85,7 +84,7 @@ def _rules(place: str, version: str, configs: Mapping[str, RecordedConfig]) -> R
 
 def _check_stages(receipt: gw.Receipt, configs: Mapping[str, RecordedConfig]) -> None:
     """One choice for each stage of the fleet, in order, or none where none was ever made."""
-    found = [_STAGES.get(choice.stage) for choice in receipt.decision.stages]
+    found = [STAGE_OF_WIRE.get(choice.stage) for choice in receipt.decision.stages]
     if not found and not receipt.replaced and not receipt.attempts:
         return
     rules = _rules("receipt", receipt.config_version, configs)
@@ -118,7 +117,7 @@ class _Recorded(random.Random):
 def _decide_again(
     place: str, recorded: gw.StageChoice, decision: gw.Decision, rules: RecordedConfig
 ) -> Mismatch | None:
-    stage = _STAGES.get(recorded.stage)
+    stage = STAGE_OF_WIRE.get(recorded.stage)
     if stage is None or stage not in rules.grids:
         raise UnusableReceipt(f"{place}.stage: the fleet file has no such stage")
     if not 0 <= recorded.draw < 1:

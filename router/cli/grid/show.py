@@ -19,7 +19,7 @@ from slagate.router.grid_view.picture import missing_glyphs, write_picture
 from slagate.router.grid_view.terminal import print_stage
 from slagate.router.grid_view.view import StageGridView, Traffic, printable, spelled, stage_view
 from slagate.router.receipts.attainment import CellTraffic
-from slagate.router.receipts.messages import WIRE_STAGE
+from slagate.router.receipts.messages import STAGE_OF_WIRE
 from slagate.router.tables import stdout_console
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.tls.files import TlsFiles
@@ -29,8 +29,6 @@ PIPED_COLUMNS = 120
 
 TIMEOUT_S = 10.0
 """For an answer that the gateway has at hand: one that takes longer is not there."""
-
-_STAGE_NAMES = {wire: stage.value for stage, wire in WIRE_STAGE.items()}
 
 
 class ShowOptions(NamedTuple):
@@ -120,7 +118,7 @@ def with_cells(config: FleetConfig | None, cells: gw.ListCellsResponse, target: 
 def cell_traffic(cells: gw.ListCellsResponse) -> Traffic:
     """The counts of a gateway's cells."""
     return {
-        (_STAGE_NAMES[each.stage], tuple(each.cell)): CellTraffic(
+        (STAGE_OF_WIRE[each.stage].value, tuple(each.cell)): CellTraffic(
             each.requests, each.met, each.judged, each.failed
         )
         for each in cells.cells
