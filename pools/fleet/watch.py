@@ -25,6 +25,7 @@ from slagate.pools.inflight.rows import State
 from slagate.pools.kv_events.follower import WorkerFollower
 from slagate.pools.kv_events.view import EventView
 from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.backoff import Backoff
 from slagate.workers.errors import WorkerError, scrub
 from slagate.workers.runtime.clock import unix_s
 from slagate.workers.runtime.cooperative import CooperativeScheduler
@@ -118,15 +119,17 @@ async def _look_for_ever(
     rng: random.Random,
 ) -> None:
     n_unanswered, interval_s = 0, INTERVAL_S
+    backoff = Backoff(BACKOFF_RATIO * INTERVAL_S, MAX_INTERVAL_S, ratio=BACKOFF_RATIO)
     while True:
         if await _look(pool, member, worker, shared.now_s):
             n_unanswered, interval_s = 0, INTERVAL_S
+            backoff.reset()
         else:
             # What it said a look ago is no longer news.
             pool.set_foreign(member, None)
             n_unanswered += 1
             if n_unanswered >= PATIENT_LOOKS:
-                interval_s = min(interval_s * BACKOFF_RATIO, MAX_INTERVAL_S)
+                interval_s = backoff.next_s()
         if follower is not None and member.info is not None:
             if member.health.state is State.REFUSED:
                 follower.misfit()

@@ -22,6 +22,7 @@ from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.pools.prefix.holder import Holder
 from slagate.pools.prefix.index import PrefixIndex
 from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.backoff import Backoff
 from slagate.proto.rpc.status import Metadata
 from slagate.workers.kv_events.feed import INSTANCE_KEY
 from slagate.workers.runtime.cooperative import CooperativeScheduler
@@ -83,7 +84,7 @@ class RankFollower:
         self._was_live = False
         self._keep_until_s = 0.0
         self._resync_from_s = 0.0
-        self._n_failures = 0
+        self._backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
 
     async def run(self) -> None:
         """Subscribe again and again. Every way around this loop waits."""
@@ -92,7 +93,7 @@ class RankFollower:
             began_s = now_s()
             end = await self._follow(began_s)
             if now_s() - began_s >= STABLE_S:
-                self._n_failures = 0
+                self._backoff.reset()
             if not self._has_left:
                 delay_s = self._delay_s(end)
                 self._settle(end, again_s=now_s() + delay_s)
@@ -175,8 +176,7 @@ class RankFollower:
     def _delay_s(self, end: StreamOutcome) -> float:
         if end.kind is StreamEndKind.NONE:
             return self._jittered(PROBE_S)
-        self._n_failures += 1
-        return self._jittered(min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (self._n_failures - 1)))
+        return self._jittered(self._backoff.next_s())
 
     def _jittered(self, delay_s: float) -> float:
         return delay_s * self._rng.uniform(0.75, 1.25)

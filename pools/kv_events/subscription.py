@@ -18,6 +18,7 @@ from slagate.proto.rpc.sinks import Call
 from slagate.proto.rpc.status import Metadata, Status
 from slagate.workers.errors import scrub, status_of_engine_error
 from slagate.workers.kv_events.feed import HEARTBEAT_S
+from slagate.workers.kv_events.rank_state import SequenceNumbers
 from slagate.workers.runtime.cooperative import CooperativeScheduler
 from slagate.workers.worker import Worker
 
@@ -25,9 +26,6 @@ log = logging.getLogger(__name__)
 
 SILENCE_S = 3 * HEARTBEAT_S
 """A stream that has nothing to say for that long, not even that, is dead."""
-
-MAX_OLD = 64
-"""Batches in a row that may be old news; one more, and the worker counts anew."""
 
 TURN_WORK = 5_000
 """Of one turn, in units of about 20 ns: a tenth of a millisecond, and a slice of a long event more."""
@@ -93,7 +91,8 @@ class EventStream:
         self._status: Status | None = None
         self._end: StreamOutcome | None = None
         self._ended = anyio.Event()
-        self._n_old = 0  # in a row
+        next_number = state.next_number
+        self._numbers = None if next_number is None else SequenceNumbers(next_number)
         self._now_s = asyncio.get_running_loop().time
         self._began_s = self._heard_s = self._now_s()  # the latter: something was applied
         self.n_applied = 0
@@ -207,22 +206,19 @@ class EventStream:
 
     def _is_next(self, number: int) -> bool:
         """Whether this batch is to be applied; ends the stream where batches are missing."""
-        expected = self._state.next_number
-        if expected is None:
+        if self._numbers is None:
+            self._numbers = SequenceNumbers(number)
             # Nothing tells a snapshot but that it begins with a clearing.
             self._state.is_partial = number > 0
-            return True
-        if number == expected:
-            self._n_old = 0
-            return True
-        if number < expected and self._n_old < MAX_OLD:
-            self._n_old += 1
-            return False
-        self._events.n_gaps += 1
-        # A worker that skips right after it was told where to go on cannot go on there.
-        kind = StreamEndKind.LOST if self.n_applied and number > expected else StreamEndKind.STALE
-        self._finish(kind, f"gap: batch {number} instead of {expected}")
-        return False
+        expected = self._numbers.next
+        check = self._numbers.check(number)
+        if check.is_gap:
+            self._events.n_gaps += 1
+            # A worker that skips right after it was told where to go on cannot go on there.
+            is_lost = self.n_applied and check.n_missed
+            kind = StreamEndKind.LOST if is_lost else StreamEndKind.STALE
+            self._finish(kind, f"gap: batch {number} instead of {expected}")
+        return not check.is_old and not check.is_gap
 
     def _drained(self) -> None:
         """Nothing waits: it is up to date, or at its end."""

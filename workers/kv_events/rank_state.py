@@ -18,28 +18,28 @@ log = logging.getLogger(__name__)
 LOG_EVERY_S = 60.0
 
 MAX_OLD = 64
-"""So many numbers in a row may be old; with one more, the engine has started to count anew."""
+"""Old numbers in a row that are let pass; one more, and the sender counts anew, or a number was wrong."""
 
 
 class SequenceCheck(NamedTuple):
-    """Whether a number is old, or comes after a gap: of `n_missed`, 0 where that is not known."""
+    """How a number follows the one before: in order, old, or behind a gap."""
 
     is_old: bool = False
     is_gap: bool = False
-    n_missed: int = 0
+    n_missed: int = 0  # numbers in the gap; 0 where the sender counts anew
 
 
 class SequenceNumbers:
-    """Checks numbers that go up from 0 one by one, of which some may be lost."""
+    """Checks numbers that are each one more than the last, of which some may be lost or come again."""
 
     __slots__ = ("_n_old", "next")
 
-    def __init__(self) -> None:
-        self.next = 0
+    def __init__(self, first: int = 0) -> None:
+        self.next = first
         self._n_old = 0  # in a row
 
-    def place(self, number: int) -> SequenceCheck:
-        """Check the next number and take note of it, unless it is old."""
+    def check(self, number: int) -> SequenceCheck:
+        """Check one number, and go on behind it; an old one changes nothing."""
         if number < self.next and self._n_old < MAX_OLD:
             self._n_old += 1
             return SequenceCheck(is_old=True)
@@ -185,7 +185,7 @@ class Normaliser:
 
     def _check_number(self, rank: RankState, number: int) -> Iterator[Cleared]:
         """Clears the rank where numbers are missing. Raises `UnusableError` for an old one."""
-        place = rank.numbering.place(number)
+        place = rank.numbering.check(number)
         if place.is_old:
             unusable(f"old_{self._numbered}")
         if place.is_gap:

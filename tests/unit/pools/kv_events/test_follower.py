@@ -7,11 +7,12 @@ import grpc
 import pytest
 
 from slagate.pools.kv_events.rank_follower import KEEP_S, MAX_DELAY_S, PROBE_S
-from slagate.pools.kv_events.subscription import MAX_OLD, SILENCE_S
+from slagate.pools.kv_events.subscription import SILENCE_S
 from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, Sink
 from slagate.proto.rpc.status import OK, Metadata, Status
+from slagate.workers.kv_events.rank_state import MAX_OLD
 from support.kv.followed import (
     CLEARED,
     EPOCH_S,
