@@ -241,14 +241,14 @@ class Estimator:
         # A queue is a guess (how much of it was done, who else sends), a prompt is known.
         weight = own_s / work_s if work_s > 0 else 1.0
         if self._prefill.observe(work_s, seconds, weight=weight):
-            self._freeze()
+            self._freeze_again()
 
     def observe_itl(self, batch_size: float, context_tokens: float, seconds: float) -> None:
         """A decode step at this batch size and mean context took `seconds`."""
         if self._itl.observe(self._speed.itl_s(batch_size, context_tokens), seconds):
-            self._freeze()
+            self._freeze_again()
 
-    def _freeze(self) -> None:
+    def _freeze_again(self) -> None:
         learnt = Coefficients(self._prefill.scale, self._prefill.offset_s, self._itl.scale)
         before = self.frozen
         if learnt != before.coefficients:

@@ -72,14 +72,13 @@ class Fit:
         self._min_observed, self._max_offset_s = min_observed, max_offset_s
         self._now_scale, self._now_offset_s = 1.0, 0.0
         self._usual = 1.0  # of |log(seconds / predicted)|; the first may be far from the profile
-        self._a = self._b = self._c = self._d = self._e = (
-            0.0  # sums of the weight times ww, w, 1, wy, y
-        )
+        # Sums of the weight times ww, w, 1, wy, y.
+        self._a = self._b = self._c = self._d = self._e = 0.0
 
     def observe(self, work_s: float, seconds: float, *, weight: float = 1.0) -> bool:
-        """Learn that `work_s` took `seconds`; whether it could: not from what is no time.
+        """Learn that `work_s` took `seconds`, which is not possible from what is no time.
 
-        `weight` in [0, 1] is how far `work_s` can be trusted.
+        `weight` in [0, 1] is how far `work_s` can be trusted. True when `scale` and `offset_s` were set.
         """
         if not (0.0 <= work_s <= MAX_S and 0.0 <= seconds <= MAX_S):
             return False
@@ -97,8 +96,9 @@ class Fit:
         usual = self._usual * (USUAL_STEP if abs(away) > self._usual else 1 / USUAL_STEP)
         self._usual = min(MAX_USUAL, max(MIN_USUAL, usual))
         self._solve(work_s, counted_s, weight / (counted_s * predicted_s))
-        if self.n_observed >= self._min_observed:
-            self.scale, self.offset_s = self._now_scale, self._now_offset_s
+        if self.n_observed < self._min_observed:
+            return False
+        self.scale, self.offset_s = self._now_scale, self._now_offset_s
         return True
 
     def _solve(self, work_s: float, seconds: float, weight: float) -> None:

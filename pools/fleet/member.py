@@ -105,6 +105,7 @@ class Member:
         self.on_left: list[Callable[[], None]] = []  # called once when it has left
         self.draining_since_s: float | None = None
         self.has_left = False
+        self.is_up = False  # it can do what was leased on it: it is healthy, and not cut
         self._is_cut = False
         self._n_held = 0  # handoffs parked there, and aborts under way
         self.load: oe.LoadInfo | None = None
@@ -145,11 +146,6 @@ class Member:
     def is_draining(self) -> bool:
         """Whether it is no longer in the configuration."""
         return self.draining_since_s is not None
-
-    @property
-    def is_up(self) -> bool:
-        """Whether it can do what was leased on it: it is healthy, and draining has not run out of time."""
-        return self.health.state is State.READY and not self._is_cut
 
     @property
     def max_inflight(self) -> int:
@@ -193,6 +189,7 @@ class Member:
         self._show_state()
 
     def _show_state(self) -> None:
+        self.is_up = self.health.state is State.READY and not self._is_cut
         self.ranks.set_state(self.state, suspect=self.health.is_suspect)
 
     def drain(self, now_s: float) -> None:
@@ -218,6 +215,7 @@ class Member:
         """End the legs that still run there: it has drained for long enough. True the first time."""
         assert self.is_draining, self
         was_cut, self._is_cut = self._is_cut, True
+        self._show_state()
         if not was_cut:
             log.warning("member.cut", extra={"worker": self.address, "pool": self.pool})
             for leg in list(self.legs):

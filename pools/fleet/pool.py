@@ -8,9 +8,9 @@ import msgspec
 
 from slagate.pools.estimator.estimator import Estimator, FrozenEstimator
 from slagate.pools.fleet.member import Member
-from slagate.pools.fleet.ranks import Limits, Work
+from slagate.pools.fleet.ranks import Limits
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import Rows, RowView
+from slagate.pools.inflight.rows import Rows, RowView, Work
 from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import LoadTable
 from slagate.pools.kv_events.follower import WorkerFollower
@@ -61,8 +61,9 @@ class Lease:
     def prefill_done(self) -> None:
         """The prompt is processed: the worker's queue is shorter, the request goes on. Idempotent."""
         if self._prefill_open:
-            self._end_prefill()
+            self._prefill_open = False
             member = self.member
+            member.ranks.table.end_prefill(self.row, self.work)
             # A prompt that was all cached leaves no event to wait for.
             member.n_served += self.work.prefill_tokens >= max(1, member.capacity.block_tokens)
             self.settle(processed=True)
@@ -73,21 +74,15 @@ class Lease:
         """Give everything back. Idempotent."""
         if not self._open:
             return
-        self._open = False
-        was_prefilling = self._prefill_open
+        was_prefilling, self._prefill_open, self._open = self._prefill_open, False, False
+        ranks = self.member.ranks
         if was_prefilling:
-            self._end_prefill()
-        self.member.ranks.gave_back(self.row, self.work)
+            ranks.table.end_prefill(self.row, self.work)
+        ranks.gave_back(self.row, self.work)
         # The counts are right from here on, whatever the callbacks do.
         if was_prefilling:
             self.settle(processed=False)
         self.member.gave_back()
-
-    def _end_prefill(self) -> None:
-        self._prefill_open = False
-        self.member.ranks.table.end_prefill(
-            self.row, queued_tokens=self.work.prefill_tokens, queued_s=self.work.work_s
-        )
 
 
 class Pool:

@@ -2,16 +2,8 @@
 
 from typing import NamedTuple
 
-from slagate.pools.inflight.rows import UNLIMITED, State
+from slagate.pools.inflight.rows import UNLIMITED, State, Work
 from slagate.pools.inflight.table import LoadTable
-
-
-class Work(NamedTuple):
-    """What one lease puts on a rank of a worker."""
-
-    prefill_tokens: int = 0  # prompt tokens to prefill, until `Lease.prefill_done`
-    work_s: float = 0.0  # the same as seconds of work, see `FrozenEstimator.work_s`
-    context_tokens: int = 0  # tokens whose KV the request reads at each decode step
 
 
 class Limits(NamedTuple):
@@ -107,20 +99,13 @@ class Ranks:
     def took(self, row: int, work: Work, *, number: int) -> None:
         """Count a lease that was taken on a row, the pool's lease of that number."""
         self.inflight += 1
-        tokens, work_s, context_tokens = work
-        self.table.add_lease(
-            row,
-            number=number,
-            queued_tokens=tokens,
-            queued_s=work_s,
-            context_tokens=context_tokens,
-        )
+        self.table.add_lease(row, work, number=number)
         self.table.set_worker_inflight(self.rows, self.inflight)
 
     def gave_back(self, row: int, work: Work) -> None:
         """Count a lease that has ended."""
         self.inflight -= 1
-        self.table.end_lease(row, context_tokens=work.context_tokens)
+        self.table.end_lease(row, work)
         self.table.set_worker_inflight(self.rows, self.inflight)
 
 

@@ -6,6 +6,7 @@ all the rest of it; a snapshot is two copies of small arrays.
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,6 +39,14 @@ class State(Enum):
 
 STATES = tuple(State)
 READY, LEFT = STATES.index(State.READY), STATES.index(State.LEFT)
+
+
+class Work(NamedTuple):
+    """What one lease puts on a row."""
+
+    prefill_tokens: int = 0  # prompt tokens to prefill, until `Lease.prefill_done`
+    work_s: float = 0.0  # the same as seconds of work, see `FrozenEstimator.work_s`
+    context_tokens: int = 0  # tokens whose KV the request reads at each decode step
 
 
 class RowView(msgspec.Struct, frozen=True, gc=False):

@@ -20,6 +20,7 @@ from slagate.pools.inflight.rows import (
     WORKER_INFLIGHT,
     Ints,
     Rows,
+    Work,
 )
 from slagate.pools.inflight.shared_counts import (
     N_COUNTS,
@@ -108,31 +109,23 @@ class SharedTable(LoadTable):
         super().set_s(row, **seconds)
         self._show_queued_s(row)
 
-    def add_lease(
-        self, row: int, *, number: int, queued_tokens: int, queued_s: float, context_tokens: int
-    ) -> None:
-        """Add a lease, and the load that it brings to a row."""
-        super().add_lease(
-            row,
-            number=number,
-            queued_tokens=queued_tokens,
-            queued_s=queued_s,
-            context_tokens=context_tokens,
-        )
+    def add_lease(self, row: int, work: Work, *, number: int) -> None:
+        """Add a lease, the pool's lease of that number, to a row."""
+        super().add_lease(row, work, number=number)
         self._shared.set(self._pool_slot, PoolCell.REQUESTS, self.totals[PoolCell.REQUESTS])
         self._show_chosen(row)
         self._show(row, INFLIGHT, QUEUED_TOKENS, CONTEXT_TOKENS)
         self._show_queued_s(row)
 
-    def end_prefill(self, row: int, *, queued_tokens: int, queued_s: float) -> None:
-        """What a lease had queued on a row is not queued there any more."""
-        super().end_prefill(row, queued_tokens=queued_tokens, queued_s=queued_s)
+    def end_prefill(self, row: int, work: Work) -> None:
+        """Take a lease's prompt out of the queue of a row: it is processed, or given up."""
+        super().end_prefill(row, work)
         self._show(row, QUEUED_TOKENS)
         self._show_queued_s(row)
 
-    def end_lease(self, row: int, *, context_tokens: int) -> None:
-        """One lease less on a row."""
-        super().end_lease(row, context_tokens=context_tokens)
+    def end_lease(self, row: int, work: Work) -> None:
+        """Take a lease off a row; its prefill has ended before."""
+        super().end_lease(row, work)
         self._show(row, INFLIGHT, CONTEXT_TOKENS)
 
     def set_worker_inflight(self, rows: list[int], n_leases: int) -> None:

@@ -42,6 +42,7 @@ from slagate.pools.inflight.rows import (
     Rows,
     RowView,
     State,
+    Work,
 )
 from slagate.pools.inflight.shared_counts import PoolCell
 
@@ -165,39 +166,37 @@ class LoadTable:
         self._float[FOREIGN_S][row] = seconds
         self._derive(row)
 
-    def add_lease(
-        self, row: int, *, number: int, queued_tokens: int, queued_s: float, context_tokens: int
-    ) -> None:
-        """Add a lease, the pool's lease of that number, and the load that it brings to a row."""
+    def add_lease(self, row: int, work: Work, *, number: int) -> None:
+        """Add a lease, the pool's lease of that number, to a row."""
         ints, floats = self._int, self._float
         self.totals[PoolCell.REQUESTS] += 1
         ints[LAST_CHOSEN][row] = number
         inflight = ints[INFLIGHT][row] = ints[INFLIGHT][row] + 1
-        ints[CONTEXT_TOKENS][row] += context_tokens
-        queued = ints[QUEUED_TOKENS][row] = ints[QUEUED_TOKENS][row] + queued_tokens
-        floats[QUEUED_S][row] += queued_s
+        ints[CONTEXT_TOKENS][row] += work.context_tokens
+        queued = ints[QUEUED_TOKENS][row] = ints[QUEUED_TOKENS][row] + work.prefill_tokens
+        floats[QUEUED_S][row] += work.work_s
         floats[LOAD_S][row] = floats[QUEUED_S][row] + floats[FOREIGN_S][row]
         ints[WIDTH][row] = inflight + 1
         ints[BATCH][row] = min(inflight + 1 + ints[FOREIGN_REQUESTS][row], UNLIMITED)
         if queued >= ints[MAX_QUEUED_TOKENS][row]:
             self._show_shut(row)
 
-    def end_prefill(self, row: int, *, queued_tokens: int, queued_s: float) -> None:
-        """What a lease had queued on a row is not queued there any more."""
+    def end_prefill(self, row: int, work: Work) -> None:
+        """Take a lease's prompt out of the queue of a row: it is processed, or given up."""
         queued = self._int[QUEUED_TOKENS]
-        left_tokens = queued[row] = queued[row] - queued_tokens
+        left_tokens = queued[row] = queued[row] - work.prefill_tokens
         seconds = self._float[QUEUED_S]
         # Floats do not add up to zero again by themselves.
-        left_s = seconds[row] = max(0.0, seconds[row] - queued_s) if left_tokens else 0.0
+        left_s = seconds[row] = max(0.0, seconds[row] - work.work_s) if left_tokens else 0.0
         self._float[LOAD_S][row] = left_s + self._float[FOREIGN_S][row]
         if self._int[SHUT][row]:
             self._show_shut(row)
 
-    def end_lease(self, row: int, *, context_tokens: int) -> None:
-        """One lease less on a row."""
+    def end_lease(self, row: int, work: Work) -> None:
+        """Take a lease off a row; its prefill has ended before."""
         ints = self._int
         inflight = ints[INFLIGHT][row] = ints[INFLIGHT][row] - 1
-        ints[CONTEXT_TOKENS][row] -= context_tokens
+        ints[CONTEXT_TOKENS][row] -= work.context_tokens
         ints[WIDTH][row] = inflight + 1
         ints[BATCH][row] = min(inflight + 1 + ints[FOREIGN_REQUESTS][row], UNLIMITED)
 

@@ -104,7 +104,7 @@ class PoolCaches:
     def __init__(self, *, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
         self._caches: dict[int, _Cache] = {}
-        self._block_tokens: dict[int, int] = {}  # of rows that were set
+        self._cache_of: dict[int, _Cache] = {}  # by row, of rows that were set
         self._holders: dict[int, Holder] = {}
         self._n_set = 0
 
@@ -119,7 +119,7 @@ class PoolCaches:
             # What its worker says of itself may be another incarnation's by now.
             self._holders.pop(row, None)
         else:
-            self._block_tokens[row] = block_tokens
+            self._cache_of[row] = self._cache(block_tokens)
             self._holders[row] = holder
 
     def set_worker(self, row: int, *, block_tokens: int, capacity_blocks: int | None) -> None:
@@ -130,14 +130,13 @@ class PoolCaches:
         for cache in self._caches.values():
             cache.predictions.forget(row)
             cache.predictions.limit(row, None)
-        self._block_tokens[row] = block_tokens or DEFAULT_BLOCK_TOKENS
-        cache = self._cache(self._block_tokens[row])
+        cache = self._cache_of[row] = self._cache(block_tokens or DEFAULT_BLOCK_TOKENS)
         cache.predictions.limit(row, capacity_blocks or DEFAULT_CAPACITY_BLOCKS)
 
     def leave(self, row: int) -> None:
         """The row's worker has left, and the row may be another's next."""
         self.set_holder(row, None, block_tokens=0)
-        self._block_tokens.pop(row, None)
+        self._cache_of.pop(row, None)
         for cache in self._caches.values():
             cache.predictions.forget(row)
             cache.predictions.limit(row, None)
@@ -163,7 +162,7 @@ class PoolCaches:
 
     def expect(self, row: int, prompt: Prompt) -> Callable[..., None]:
         """A prompt was sent to a row, and will be cached there; to be told whether it was `processed`."""
-        cache = self._cache(self._block_tokens.get(row, DEFAULT_BLOCK_TOKENS))
+        cache = self._cache_of.get(row) or self._cache(DEFAULT_BLOCK_TOKENS)
         claim = cache.predictions.claim(
             row, prompt.tokens, prompt.root, expires_s=self._now_s() + PREFILL_LIMIT_S
         )
@@ -232,6 +231,6 @@ class PoolCaches:
             cache.by_steps.clear()
             cache.bits = np.full(n_rows, -1, dtype=np.int32)
             for row, holder in self._holders.items():
-                if self._block_tokens[row] == cache.block_tokens:
+                if self._cache_of[row] is cache:
                     cache.bits[row] = holder.bit
         return cache.bits

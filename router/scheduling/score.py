@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 from slagate.pools.fleet.pool import PoolView
-from slagate.pools.fleet.ranks import Work
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.rows import (
     LEFT,
@@ -38,6 +37,7 @@ from slagate.pools.inflight.rows import (
     Ints,
     RowView,
     State,
+    Work,
 )
 from slagate.router.request.sla import Sla
 
@@ -157,8 +157,10 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     def waiting_s(self, row: int) -> float:
         """Seconds of work in front of the prompt's own: the row's queue, and what the host has of it."""
         pool = self.pool
-        host_tokens = pool.cached.host_tokens.item(row) if pool.cached.has_host else 0
-        return pool.rows.load_s.item(row) + pool.estimator.host_s(host_tokens)
+        waiting_s: float = pool.rows.load_s.item(row)
+        if pool.cached.has_host:
+            waiting_s += pool.estimator.host_s(pool.cached.host_tokens.item(row))
+        return waiting_s
 
     def decoding(self, row: int) -> tuple[int, float]:
         """The batch that the request is part of on a row, and the mean context there."""

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from prometheus_client import Histogram
 from prometheus_client.core import Metric
 
-from slagate.pools.fleet.ranks import Work
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.rows import Work
 from slagate.pools.kv_events.view import EventView
 from slagate.router.metrics import TTFT_BUCKETS_S, Metrics
 from slagate.router.receipts.record import Record

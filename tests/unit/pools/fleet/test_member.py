@@ -6,9 +6,8 @@ import pytest
 from slagate.pools.fleet.health import FAILURES_TO_LEAVE
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease, Pool
-from slagate.pools.fleet.ranks import Work
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import UNLIMITED, State
+from slagate.pools.inflight.rows import UNLIMITED, State, Work
 from slagate.pools.inflight.table import LoadTable
 from slagate.proto import openengine_pb2 as oe
 from support.builders import member, pool

@@ -7,10 +7,9 @@ import anyio
 import grpc
 import pytest
 
-from slagate.pools.fleet.ranks import Work
 from slagate.pools.fleet.watch import JITTER_RATIO, LOOK_LIMIT_S
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import State
+from slagate.pools.inflight.rows import State, Work
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Status

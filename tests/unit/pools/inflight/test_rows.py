@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from msgspec.structs import astuple
 
-from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, UNLIMITED, RowView, State
+from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, UNLIMITED, RowView, State, Work
 from slagate.pools.inflight.table import LoadTable, rows_of
 from support.builders import view
 
@@ -50,7 +50,7 @@ def test_a_copy_does_not_follow_the_table() -> None:
         assert table.add(f"w{at}:1", None) == at
     before = table.rows()
     table.set(3, inflight=2)
-    table.add_lease(3, number=1, queued_tokens=0, queued_s=0.0, context_tokens=0)
+    table.add_lease(3, Work(0, 0.0, 0), number=1)
     table.set_s(3, queued_s=1.5)
     table.set_state(3, State.READY, suspect=True)
     table.set_models(3, frozenset({"m"}))
@@ -90,11 +90,9 @@ def test_what_follows_from_the_figures_is_in_line_with_them_after_any_change() -
     for row in rows:
         table.set(row, max_inflight=3, max_queued_tokens=500, capacity_tokens=1000 + row)
     changes: list[Callable[[int], object]] = [
-        lambda row: table.add_lease(
-            row, number=1, queued_tokens=200, queued_s=0.5, context_tokens=70
-        ),
-        lambda row: table.end_prefill(row, queued_tokens=200, queued_s=0.5),
-        lambda row: table.get("inflight", row) and table.end_lease(row, context_tokens=70),
+        lambda row: table.add_lease(row, Work(200, 0.5, 70), number=1),
+        lambda row: table.end_prefill(row, Work(200, 0.5)),
+        lambda row: table.get("inflight", row) and table.end_lease(row, Work(context_tokens=70)),
         lambda row: table.set_worker_inflight([row], rng.randrange(5)),
         lambda row: table.set_state(
             row, rng.choice([State.READY, *State]), suspect=rng.random() < 0.3
@@ -128,7 +126,7 @@ def test_what_others_are_taken_to_have_sent_counts_as_what_they_did() -> None:
     table = LoadTable()
     for at in range(3):
         table.add(f"w{at}:1", None)
-        table.add_lease(at, number=1, queued_tokens=1, queued_s=1.0, context_tokens=1)
+        table.add_lease(at, Work(1, 1.0, 1), number=1)
     table.set_foreign(0, (4, 2.0))
     table.set_foreign(2, None)
     assert table.rows().batch.tolist() == [6, 2, 4]

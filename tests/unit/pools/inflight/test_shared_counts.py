@@ -12,12 +12,11 @@ import pytest
 
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.pool import Lease
-from slagate.pools.fleet.ranks import Work
 from slagate.pools.fleet.watch import _foreign
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight import shared_counts
-from slagate.pools.inflight.rows import RowView, State
+from slagate.pools.inflight.rows import RowView, State, Work
 from slagate.pools.inflight.shared_counts import (
     N_SLOTS,
     NOBODY,

@@ -8,7 +8,7 @@ from msgspec.structs import astuple
 
 from slagate.pools.fleet.pool import PoolView
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, SHUT, Rows, State
+from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, SHUT, Rows, State, Work
 from slagate.pools.inflight.shared_table import SharedTable
 from slagate.pools.inflight.table import LoadTable
 from slagate.pools.prefix.match import nothing_cached
@@ -59,12 +59,12 @@ def compare(rng: random.Random, opened: Opened) -> set[int]:
         does = rng.choice(["lease", "lease", "prefilled", "ended", "state", "foreign"])
         inflight = of.get("inflight", row)
         if does == "lease" and inflight < 3:
-            of.add_lease(row, number=turn, queued_tokens=200, queued_s=0.125, context_tokens=1000)
+            of.add_lease(row, Work(200, 0.125, 1000), number=turn)
             of.set_worker_inflight([row], inflight + 1)
         elif does == "prefilled" and of.get("queued_tokens", row):
-            of.end_prefill(row, queued_tokens=200, queued_s=0.125)
+            of.end_prefill(row, Work(200, 0.125))
         elif does == "ended" and inflight:
-            of.end_lease(row, context_tokens=1000)
+            of.end_lease(row, Work(context_tokens=1000))
             of.set_worker_inflight([row], inflight - 1)
         elif does == "state":
             state = rng.choice([State.READY, State.READY, *State])

@@ -6,8 +6,8 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from slagate.pools.fleet.ranks import Work
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.rows import Work
 from slagate.pools.prefix.overlap import Prompt
 from slagate.router.scheduling.policy import choose
 from support.builders import MODEL, ask, fleet, rng

@@ -5,9 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from slagate.pools.fleet.ranks import Work
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import State
+from slagate.pools.inflight.rows import State, Work
 from slagate.pools.prefix.overlap import Prompt
 from slagate.router.scheduling.dispatcher import Dispatcher
 from slagate.router.scheduling.policy import choose_stage
