@@ -228,17 +228,17 @@ _OF_WORKER: tuple[tuple[str, str, Callable[[Member], float]], ...] = (
     (
         "prefix_predicted_tokens",
         "Prompt tokens of processed requests that were predicted to be cached there",
-        lambda m: m.truth.predicted_tokens,
+        lambda m: m.prefix_error.predicted_tokens,
     ),
     (
         "prefix_cached_tokens",
         "Prompt tokens of the same requests that the engine says were cached",
-        lambda m: m.truth.engine_cached_tokens,
+        lambda m: m.prefix_error.engine_cached_tokens,
     ),
     (
         "prefix_error_tokens",
         "Differences between the two, summed over the requests",
-        lambda m: m.truth.abs_error_tokens,
+        lambda m: m.prefix_error.abs_error_tokens,
     ),
 )
 

@@ -71,7 +71,7 @@ class Fleet:
         before = self.pools
         for pool in self._leaving:
             if pool.is_empty:
-                pool.give_up()
+                pool.table.free_pool()
         self._leaving = [pool for pool in self._leaving if not pool.is_empty]
         self.warnings = config.warnings
         self.objectives = config.objectives

@@ -59,7 +59,7 @@ class PrefixPredictionError:
         self.engine_cached_tokens = 0
         self.abs_error_tokens = 0  # summed over the requests, so that errors do not cancel out
 
-    def add(self, predicted_tokens: int, cached_tokens: int) -> None:
+    def add_prompt(self, predicted_tokens: int, cached_tokens: int) -> None:
         """Count one prompt."""
         self.n_requests += 1
         self.predicted_tokens += predicted_tokens
@@ -107,13 +107,13 @@ class Member:
         self.has_left = False
         self.is_up = False  # it can do what was leased on it: it is healthy, and not cut
         self._is_cut = False
-        self._n_held = 0  # handoffs parked there, and aborts under way
+        self._n_retained = 0  # handoffs parked there, and aborts under way
         self.load: oe.LoadInfo | None = None
         self.load_at_s = 0.0
         self.n_served = 0  # prompts it has processed that must have left KV events
-        self.truth = PrefixPredictionError()
+        self.prefix_error = PrefixPredictionError()
         self.events: EventView | None = None  # None: not watched
-        self.info: oe.ServerInfo | None = None  # who it says it is
+        self.server_info: oe.ServerInfo | None = None  # who it says it is
         self.capacity = WorkerCapacity()
         self.models: dict[str, oe.ModelInfo] = {}  # what it serves, by name
         self.ranks = Ranks(address, table)
@@ -163,9 +163,9 @@ class Member:
         self.ranks.set_models(frozenset(models))
         self.on_change()
 
-    def set_info(self, info: oe.ServerInfo) -> None:
+    def set_server_info(self, info: oe.ServerInfo) -> None:
         """Set who it says it is; its ranks and limits follow from that."""
-        self.info = info
+        self.server_info = info
         self.capacity = capacity_of(info, decodes=self.stage is Stage.DECODE)
         self._set_up()
 
@@ -222,24 +222,24 @@ class Member:
                 leg.cut_off(TOO_LONG)
         return not was_cut
 
-    def hold(self) -> None:
+    def retain(self) -> None:
         """Keep it from leaving: a handoff is parked there, or an abort is under way."""
-        self._n_held += 1
+        self._n_retained += 1
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """End one `hold`."""
-        self._n_held -= 1
+        self._n_retained -= 1
         if self.draining_since_s is not None:
             self._leave_if_done()
 
-    def gave_back(self) -> None:
+    def lease_ended(self) -> None:
         """A lease on it has ended."""
         self.on_change()
         if self.draining_since_s is not None:
             self._leave_if_done()
 
     def _leave_if_done(self) -> None:
-        if not self.has_left and not self.ranks.inflight and not self._n_held:
+        if not self.has_left and not self.ranks.inflight and not self._n_retained:
             self.has_left = True
             for left in self.on_left:
                 left()
@@ -247,19 +247,19 @@ class Member:
     def probe_ok(self) -> bool:
         """Count a good probe. True when the state changed."""
         was_ready = self.health.state is State.READY
-        return self._learnt(was_ready=was_ready, changed=self.health.ok())
+        return self._health_changed(was_ready=was_ready, changed=self.health.ok())
 
     def probe_failed(self, reason: str) -> bool:
         """Count a bad or missing probe. True when the state changed."""
         was_ready = self.health.state is State.READY
-        return self._learnt(was_ready=was_ready, changed=self.health.failed(reason))
+        return self._health_changed(was_ready=was_ready, changed=self.health.failed(reason))
 
     def refuse(self, reason: str) -> bool:
         """Take it out: it is not what the configuration says it is. True when the state changed."""
         was_ready = self.health.state is State.READY
-        return self._learnt(was_ready=was_ready, changed=self.health.refuse(reason))
+        return self._health_changed(was_ready=was_ready, changed=self.health.refuse(reason))
 
-    def _learnt(self, *, was_ready: bool, changed: bool) -> bool:
+    def _health_changed(self, *, was_ready: bool, changed: bool) -> bool:
         self._show_state()
         if changed:
             state, reason = self.health.state, self.health.reason

@@ -53,10 +53,10 @@ class Lease:
         self.rank = rank
         self.work = work
         # Called once with whether the prompt was `processed`.
-        self.settle: Callable[..., None] = lambda **_: None
+        self.on_prefill_end: Callable[..., None] = lambda **_: None
         self._prefill_open = True
         self._open = True
-        member.ranks.took(row, work, number=number)
+        member.ranks.add_lease(row, work, number=number)
 
     def prefill_done(self) -> None:
         """The prompt is processed: the worker's queue is shorter, the request goes on. Idempotent."""
@@ -66,7 +66,7 @@ class Lease:
             member.ranks.table.end_prefill(self.row, self.work)
             # A prompt that was all cached leaves no event to wait for.
             member.n_served += self.work.prefill_tokens >= max(1, member.capacity.block_tokens)
-            self.settle(processed=True)
+            self.on_prefill_end(processed=True)
             if member.limits.max_queued_tokens is not None:
                 member.on_change()
 
@@ -78,11 +78,11 @@ class Lease:
         ranks = self.member.ranks
         if was_prefilling:
             ranks.table.end_prefill(self.row, self.work)
-        ranks.gave_back(self.row, self.work)
+        ranks.end_lease(self.row, self.work)
         # The counts are right from here on, whatever the callbacks do.
         if was_prefilling:
-            self.settle(processed=False)
-        self.member.gave_back()
+            self.on_prefill_end(processed=False)
+        self.member.lease_ended()
 
 
 class Pool:
@@ -180,16 +180,12 @@ class Pool:
         member = self._leaving[address] = self.members.pop(address)
         member.drain(self._now_s())
 
-    def give_up(self) -> None:
-        """It is empty, and the configuration has it no more."""
-        self.table.give_up_pool()
-
     def _left(self, member: Member) -> None:
         del self._leaving[member.address]
         if self.overlaps is not None:
             for row in member.ranks.rows:
-                self.overlaps.leave(row)
-        member.ranks.give_up()
+                self.overlaps.forget_row(row)
+        member.ranks.free_rows()
 
     def view(self, prompt: Prompt | None = None) -> PoolView:
         """The pool as it stands now, for a prompt; None: nothing of it is cached anywhere."""
@@ -205,7 +201,7 @@ class Pool:
         return PoolView(self.name, self.estimator.frozen, rows, cached, newest)
 
     def follower(
-        self, member: Member, worker: Worker, *, turns: CooperativeScheduler, rng: random.Random
+        self, member: Member, worker: Worker, *, scheduler: CooperativeScheduler, rng: random.Random
     ) -> WorkerFollower | None:
         """Make what follows the KV events of a member's worker; None: nobody needs them here."""
         overlaps = self.overlaps
@@ -225,15 +221,15 @@ class Pool:
             index_of=overlaps.index_of,
             on_holder=on_holder,
             n_served=lambda: member.n_served,
-            turns=turns,
+            scheduler=scheduler,
             rng=rng,
         )
 
     def identified(self, member: Member) -> None:
         """Forget what was sent to a member: its worker is another incarnation, with an empty cache."""
-        if self.overlaps is None or member.info is None or member.has_left:
+        if self.overlaps is None or member.server_info is None or member.has_left:
             return
-        n_blocks = member.info.capacity.total_kv_blocks // member.ranks.n_used
+        n_blocks = member.server_info.capacity.total_kv_blocks // member.ranks.n_used
         for row in member.ranks.rows:
             self.overlaps.set_worker(
                 row, block_tokens=member.capacity.block_tokens, capacity_blocks=n_blocks or None
@@ -269,5 +265,5 @@ class Pool:
         lease = Lease(member, row, work, number=self._newest_lease, rank=rank)
         # Where the worker chooses between its ranks, the next prompt may meet another cache.
         if self.overlaps is not None and prompt is not None and member.has_row_for_each_rank:
-            lease.settle = self.overlaps.expect(row, prompt)
+            lease.on_prefill_end = self.overlaps.expect(row, prompt)
         return lease

@@ -19,7 +19,7 @@ class Ranks:
     def __init__(self, address: str, table: LoadTable) -> None:
         self._address = address
         self.table = table
-        self.rows = [table.add(address, None)]
+        self.rows = [table.add_row(address, None)]
         self.n_used = 1
         self.inflight = 0  # leases, over all of them
 
@@ -52,7 +52,7 @@ class Ranks:
         `capacity_tokens` is the size of one rank's KV cache.
         """
         while len(self.rows) < n_ranks:
-            self.rows.append(self.table.add(self._address, len(self.rows)))
+            self.rows.append(self.table.add_row(self._address, len(self.rows)))
         self.table.rename(self.rows[0], 0 if n_ranks > 1 else None)
         self.n_used = n_ranks
         for row in self.rows:
@@ -65,10 +65,10 @@ class Ranks:
         self.set_models(models)
         self.table.set_worker_inflight(self.rows, self.inflight)
 
-    def give_up(self) -> None:
+    def free_rows(self) -> None:
         """Free the rows: the worker has left, and nothing is leased on it."""
         for row in self.rows:
-            self.table.give_up(row)
+            self.table.free_row(row)
         self.rows = []
         self.n_used = 0
 
@@ -96,13 +96,13 @@ class Ranks:
                 share = (load[0] + len(rows) - 1 - at) // len(rows), load[1] / len(rows)
             self.table.set_foreign(row, share)
 
-    def took(self, row: int, work: Work, *, number: int) -> None:
+    def add_lease(self, row: int, work: Work, *, number: int) -> None:
         """Count a lease that was taken on a row, the pool's lease of that number."""
         self.inflight += 1
         self.table.add_lease(row, work, number=number)
         self.table.set_worker_inflight(self.rows, self.inflight)
 
-    def gave_back(self, row: int, work: Work) -> None:
+    def end_lease(self, row: int, work: Work) -> None:
         """Count a lease that has ended."""
         self.inflight -= 1
         self.table.end_lease(row, work)

@@ -38,13 +38,13 @@ INTERVAL_S = 1.0
 
 JITTER_RATIO = 0.2
 
-PATIENT_LOOKS = 5
+PATIENT_PROBES = 5
 """Without an answer, in a row, before looks become rarer: more than it takes to leave."""
 
 BACKOFF_RATIO = 1.5
 MAX_INTERVAL_S = 10.0
 
-LOOK_LIMIT_S = 2.0
+PROBE_LIMIT_S = 2.0
 """Workers answer these from memory; one that takes longer hangs."""
 
 Connect = Callable[[str], AbstractAsyncContextManager[Worker]]
@@ -89,7 +89,7 @@ class _WatchContext(NamedTuple):
     """What the watch loops of one fleet have in common."""
 
     connect: Connect
-    turns: CooperativeScheduler
+    scheduler: CooperativeScheduler
     now_s: Callable[[], float]
     drain_s: float
     on_cut: Callable[[], None]
@@ -102,15 +102,15 @@ async def _watch(pool: Pool, member: Member, shared: _WatchContext, rng: random.
     member.on_left.append(left.set)
     async with shared.connect(member.address) as worker, anyio.create_task_group() as tasks:
         member.worker = worker
-        follower = pool.follower(member, worker, turns=shared.turns, rng=rng)
+        follower = pool.follower(member, worker, scheduler=shared.scheduler, rng=rng)
         if follower is not None:
             tasks.start_soon(follower.run)
-        tasks.start_soon(_look_for_ever, pool, member, worker, follower, shared, rng)
+        tasks.start_soon(_probe_forever, pool, member, worker, follower, shared, rng)
         await left.wait()
         tasks.cancel_scope.cancel()
 
 
-async def _look_for_ever(
+async def _probe_forever(
     pool: Pool,
     member: Member,
     worker: Worker,
@@ -121,30 +121,30 @@ async def _look_for_ever(
     n_unanswered, interval_s = 0, INTERVAL_S
     backoff = Backoff(BACKOFF_RATIO * INTERVAL_S, MAX_INTERVAL_S, ratio=BACKOFF_RATIO)
     while True:
-        if await _look(pool, member, worker, shared.now_s):
+        if await _probe(pool, member, worker, shared.now_s):
             n_unanswered, interval_s = 0, INTERVAL_S
             backoff.reset()
         else:
             # What it said a look ago is no longer news.
             pool.set_foreign(member, None)
             n_unanswered += 1
-            if n_unanswered >= PATIENT_LOOKS:
+            if n_unanswered >= PATIENT_PROBES:
                 interval_s = backoff.next_s()
-        if follower is not None and member.info is not None:
+        if follower is not None and member.server_info is not None:
             if member.health.state is State.REFUSED:
                 follower.misfit()
             else:
-                follower.identified(member.info)
+                follower.identified(member.server_info)
         pool.tidy()
         if member.has_drained_for(shared.drain_s, shared.now_s()) and member.cut():
             shared.on_cut()
         await anyio.sleep(interval_s * (1 + JITTER_RATIO * rng.uniform(-1, 1)))
 
 
-async def _look(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], float]) -> bool:
+async def _probe(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], float]) -> bool:
     """One look at the worker, and what it says of its health. False where it gave no answer."""
     try:
-        with anyio.fail_after(LOOK_LIMIT_S):
+        with anyio.fail_after(PROBE_LIMIT_S):
             health = await worker.health(oe.HealthRequest())
             await _load(pool, member, worker, now_s)
             if misfit := await _identify(pool, member, worker):
@@ -153,7 +153,7 @@ async def _look(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], 
     except WorkerError as error:
         member.probe_failed(f"{error.status.code.name}: {scrub(error.status.message)}")
     except TimeoutError:
-        member.probe_failed(f"does not answer within {LOOK_LIMIT_S} s")
+        member.probe_failed(f"does not answer within {PROBE_LIMIT_S} s")
     except Exception as error:
         # Whatever one worker answers, the others and the gateway go on.
         log.exception("member.look", extra={"worker": member.address})
@@ -201,17 +201,17 @@ async def _identify(pool: Pool, member: Member, worker: Worker) -> str:
     A restarted process has another instance id. Load reports carry it too, so a worker that gives them
     is asked for the whole answer only when it has changed.
     """
-    known = member.info
+    known = member.server_info
     is_known = known is not None and known.instance_id != "" and bool(member.models)
     if known and is_known and _reported_instance(member) == known.instance_id:
         return _misfit(member, known)
     info = await worker.server_info()
     if misfit := _misfit(member, info):
-        member.set_info(info)
+        member.set_server_info(info)
         return misfit
     # One that did not fit before, and says no instance id, had no models.
     is_another = known is None or known.instance_id != info.instance_id or not member.models
-    member.set_info(info)
+    member.set_server_info(info)
     if is_another:
         # Until it says what it serves now, it gets nothing.
         member.set_models({})

@@ -64,7 +64,7 @@ def _no_target(
                 why += ", which is an edge and counts to the looser band"
             yield warning(
                 "G201",
-                view.places.bands(axis.field),
+                view.paths.bands(axis.field),
                 f"a request that names no {name} target counts as {number_text(axis.midpoint)} ms ({why})"
                 f" and gets {view.names[mine]}, the slowest pool of its row, in"
                 f" {view.cell_words(line[at])}:"
@@ -123,7 +123,7 @@ def _is_first_of_band(axis: Axis | UnevenAxis, value: Number) -> bool:
 def _late_start(view: LintedStage, axis: Axis | UnevenAxis) -> Finding:
     return warning(
         "G204",
-        view.places.axis_end(axis.field, last=False),
+        view.paths.axis_end(axis.field, last=False),
         f"the {word(axis.field)} axis begins at {number_text(axis.low)} tokens; shorter prompts count to"
         f" the band {band_words(axis, 0)}",
         "Begin at 0: it costs nothing, and shows where short prompts go.",
@@ -137,7 +137,7 @@ def _narrow(
     if narrow:
         yield warning(
             code,
-            view.places.bands(axis.field),
+            view.paths.bands(axis.field),
             f"{len(narrow)} of {axis.resolution} {word(axis.field)} bands are narrower than {unit}, the"
             f" first {band_words(axis, narrow[0])}: {so}",
             "Use fewer bands, or a wider range.",
@@ -167,7 +167,7 @@ def traffic_findings(view: LintedStage, traffic: Sequence[int]) -> Iterator[Find
     if above >= MISSED_SHARE * total:
         yield warning(
             "G401",
-            view.places.axis_end(axis.field, last=True),
+            view.paths.axis_end(axis.field, last=True),
             f"{share(above, total)} of the trace are longer than {number_text(axis.high)} tokens and count"
             f" to the last {name} band; the longest has {number_text(max(traffic))}",
             "Extend the axis to the longest prompts: the last band was planned for shorter ones.",
@@ -176,7 +176,7 @@ def traffic_findings(view: LintedStage, traffic: Sequence[int]) -> Iterator[Find
     if below >= MISSED_SHARE * total:
         yield warning(
             "G402",
-            view.places.axis_end(axis.field, last=False),
+            view.paths.axis_end(axis.field, last=False),
             f"{share(below, total)} of the trace are shorter than {number_text(axis.low)} tokens and"
             f" count to the first {name} band; the shortest has {number_text(min(traffic))}",
             "Begin the axis at 0, or cut a band for the short prompts.",
@@ -188,7 +188,7 @@ def traffic_findings(view: LintedStage, traffic: Sequence[int]) -> Iterator[Find
         more = ", ..." if len(empty) > _LISTED else ""
         yield warning(
             "G403",
-            view.places.bands(axis.field),
+            view.paths.bands(axis.field),
             f"{len(empty)} of {axis.resolution} {name} bands get none of the {total:,} requests of"
             f" the trace: {listed}{more}",
             "Place the bands where the prompts are, or check that the trace is of this fleet.",

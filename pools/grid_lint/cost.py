@@ -17,8 +17,8 @@ from slagate.pools.grid_lint.view import (
     band_words,
     brackets,
     is_above,
-    looked_at,
     ms,
+    sampled_sizes,
     tokens,
     word,
 )
@@ -88,7 +88,7 @@ def _never_met(
         f"no request of the {word(axis.field)} band {band_words(axis, at)} is ever met; {view.names[pool]},"
         f" the fastest, takes {ms(time_ms)} for {tokens(size)} on an idle worker"
     )
-    return Occurrence(view.places.bands(axis.field), f"{band_words(axis, at)}", message)
+    return Occurrence(view.paths.bands(axis.field), f"{band_words(axis, at)}", message)
 
 
 def _too_long(
@@ -99,7 +99,7 @@ def _too_long(
         f"the {word(axis.field)} axis ends at {number_text(axis.high)} ms; {view.names[pool]}, the fastest,"
         f" takes {ms(time_ms)} for {tokens(size)} on an idle worker"
     )
-    return Occurrence(view.places.axis_end(axis.field, last=True), tokens(size), message)
+    return Occurrence(view.paths.axis_end(axis.field, last=True), tokens(size), message)
 
 
 def _misses(view: LintedStage) -> list[Finding]:
@@ -129,7 +129,7 @@ def _rivals(view: LintedStage, sizes: Band, own: int) -> Iterator[_Rival]:
         other: tuple(_pairs(view, own, other, size) for size in view.longest(sizes))
         for other in others
     }
-    for size in looked_at(sizes):
+    for size in sampled_sizes(sizes):
         for other in others:
             times = _pairs(view, own, other, size)
             if any(theirs.less(mine) for mine, theirs in times):
@@ -171,7 +171,7 @@ def _missed_at(view: LintedStage, index: Index, rival: _Rival, at: int) -> Occur
         f" {ms(own_times.idle)} {word(field)} for {tokens(rival.size)}; {view.names[rival.pool]} meets"
         f" targets from {ms(max(low_ms, other_times.idle))}"
     )
-    return Occurrence(view.places.cell(index), brackets(index), message)
+    return Occurrence(view.paths.cell(index), brackets(index), message)
 
 
 def _expensive(view: LintedStage) -> list[Finding]:
@@ -207,4 +207,4 @@ def _cheaper(view: LintedStage, index: Index, pool: int) -> Occurrence:
         f" worker; {view.names[pool]} at {number_text(view.gpus[pool])} takes {takes} for {tokens(size)},"
         " even when busy"
     )
-    return Occurrence(view.places.cell(index), brackets(index), message)
+    return Occurrence(view.paths.cell(index), brackets(index), message)

@@ -18,14 +18,14 @@ def overrides(view: LintedStage) -> Iterator[Finding]:
             sent = f"{0 if grid.negative_is_none else INT32[0]:,} to {INT32[1]:,}"
             yield warning(
                 "G502",
-                view.places.rule(at),
+                view.paths.rule(at),
                 f"{_range(rule)} has no whole number from {sent}, and priorities are such",
                 "Correct the range, or take the override out.",
             )
         elif not left:
             yield warning(
                 "G501",
-                view.places.rule(at),
+                view.paths.rule(at),
                 f"{_range(rule)} is covered by the overrides before it, and the first match counts",
                 "Move it before them, or take it out.",
             )
@@ -77,7 +77,7 @@ def _demoted(view: LintedStage, at: int, rule: PriorityRule, index: Index) -> Oc
         f" a priority get the faster {view.names[own]}:"
         f" {view.why_slower(rule.pool, own, view.sizes(index).high)}"
     )
-    return Occurrence(view.places.rule(at), brackets(index), message)
+    return Occurrence(view.paths.rule(at), brackets(index), message)
 
 
 def _equals(view: LintedStage) -> Iterator[Finding]:
@@ -97,7 +97,7 @@ def _equals(view: LintedStage) -> Iterator[Finding]:
         if apart:
             yield warning(
                 "G504",
-                view.places.priorities(),
+                view.paths.priorities(),
                 f"pools {_listed(view, sorted(apart))} have the same priority, {level}; a retry goes to"
                 " strictly faster pools only, so none of them takes what another could not",
                 "Give them different priorities, or list the other one as spill in the cells.",
@@ -150,7 +150,7 @@ def _contradicted(view: LintedStage, a: int, b: int, size: float) -> Occurrence:
         f" {view.grid.priorities[b]} of {view.names[b]}, but is slower at every size:"
         f" {view.why_slower(a, b, size)}; a retry would go to it from there"
     )
-    return Occurrence(view.places.priorities(), f"{view.names[a]} before {view.names[b]}", message)
+    return Occurrence(view.paths.priorities(), f"{view.names[a]} before {view.names[b]}", message)
 
 
 def _range(rule: PriorityRule) -> str:

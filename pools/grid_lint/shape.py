@@ -38,7 +38,7 @@ def _tighter(view: LintedStage, tight: Index, loose: Index, fields: tuple[str, .
         f"{view.cell_words(tight)} goes to {view.names[a]}, which is slower than {view.names[b]} of the"
         f" looser {brackets(loose)}: {view.why_slower(a, b, size, fields)}"
     )
-    return Occurrence(view.places.cell(tight), brackets(tight), message)
+    return Occurrence(view.paths.cell(tight), brackets(tight), message)
 
 
 def _longer_is_slower(view: LintedStage) -> list[Finding]:
@@ -64,7 +64,7 @@ def _longer(view: LintedStage, short: Index, long: Index) -> Occurrence:
         f" shorter {brackets(short)} with the same target:"
         f" {view.why_slower(a, b, view.sizes(long).high)}"
     )
-    return Occurrence(view.places.cell(long), brackets(long), message)
+    return Occurrence(view.paths.cell(long), brackets(long), message)
 
 
 def _reach(view: LintedStage) -> Iterator[Finding]:
@@ -72,7 +72,7 @@ def _reach(view: LintedStage) -> Iterator[Finding]:
     listed = {pool for pools in view.starts for pool in pools}
     reached = view.grid.reached()
     for pool, name in enumerate(view.names):
-        where = view.places.pool(pool)
+        where = view.paths.pool(pool)
         if pool in first:
             continue
         if pool in listed:
@@ -108,7 +108,7 @@ def _sameness(view: LintedStage) -> Iterator[Finding]:
         name = view.names[next(iter(firsts))]
         yield warning(
             "G108",
-            view.places.cell(()),
+            view.paths.cell(()),
             f"all {len(view.cells)} cells go to {name}, so neither size nor target matters",
             "Spread the cells over the pools, or make the grid a single cell.",
         )
@@ -118,7 +118,7 @@ def _sameness(view: LintedStage) -> Iterator[Finding]:
         n_bands = axis.resolution
         lines = [[view.cells[index] for index in line] for line in view.lines(axis_at)]
         slices = list(zip(*lines, strict=True))
-        name, where = word(axis.field), view.places.bands(axis.field)
+        name, where = word(axis.field), view.paths.bands(axis.field)
         if n_bands > 1 and len(set(slices)) == 1:
             yield warning(
                 "G106",
@@ -181,4 +181,4 @@ def _spilled(view: LintedStage, index: Index, before: int, after: int) -> Occurr
         f"{view.cell_words(index)} spills from {view.names[own]} to the slower {view.names[before]} before"
         f" the faster {view.names[after]}: {view.why_slower(before, own, view.sizes(index).high)}"
     )
-    return Occurrence(view.places.cell(index), brackets(index), message)
+    return Occurrence(view.paths.cell(index), brackets(index), message)

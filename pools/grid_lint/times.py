@@ -111,14 +111,14 @@ class PoolCurves:
         """What its workers take for a prompt or context of this size."""
         key = size_tokens, field
         if key not in self._times:
-            self._times[key] = self._looked_up(size_tokens, field)
+            self._times[key] = self._computed(size_tokens, field)
         return self._times[key]
 
     def turns(self, field: str) -> tuple[float, ...]:
         """The sizes between which what busy workers take is at its most at one of them."""
         return self._curves[field][-1].knots
 
-    def _looked_up(self, size_tokens: float, field: str) -> Times:
+    def _computed(self, size_tokens: float, field: str) -> Times:
         if field == "ttft_ms":
             idle_s = self._profile.prefill_s(size_tokens, 0)
         else:

@@ -73,7 +73,7 @@ TYPICAL_TOKENS = 2048
 
 _FAR_TOKENS = 2.0**32
 
-_LOOKED_AT = 5
+_N_SAMPLES = 5
 """Sizes of a band, its ends included."""
 
 Index = tuple[int, ...]
@@ -100,7 +100,7 @@ class LintedStage:
     ) -> None:
         self.stage = stage
         self.grid = grid = config.stages[stage]
-        self.places = JsonPaths(config, stage)
+        self.paths = JsonPaths(config, stage)
         self.names = grid.pool_names
         self.n_pools = len(self.names)
         self.profiles = tuple(profiles.get(name) for name in self.names)
@@ -176,7 +176,7 @@ class LintedStage:
         return all(
             (times := self.times_ms(pool, size, field)) is not None and times.busy <= limit_ms
             for field, limit_ms in limits_ms.items()
-            for size in (*looked_at(self.sizes(index)), *self._turns(pool, field, index))
+            for size in (*sampled_sizes(self.sizes(index)), *self._turns(pool, field, index))
         )
 
     def _turns(self, pool: int, field: str, index: Index) -> Iterator[float]:
@@ -240,7 +240,7 @@ class LintedStage:
         """
         for field in self.fields:
             mine = self.times_ms(pool, self.sizes(index).high, field)
-            for size in (*looked_at(self.sizes(than)), *self._turns(pool, field, than)):
+            for size in (*sampled_sizes(self.sizes(than)), *self._turns(pool, field, than)):
                 other = self.times_ms(pool, size, field)
                 if mine is not None and other is not None and not other.at_most(mine):
                     return False
@@ -277,10 +277,10 @@ class LintedStage:
         return f"cell {brackets(index)} ({', '.join(parts)})"
 
 
-def looked_at(sizes: Band) -> tuple[float, ...]:
+def sampled_sizes(sizes: Band) -> tuple[float, ...]:
     """Some sizes of a band, the longest first."""
     low, high = sizes
-    n_steps = _LOOKED_AT - 1 if high > low else 1
+    n_steps = _N_SAMPLES - 1 if high > low else 1
     return tuple(int(low + (high - low) * step / n_steps) for step in range(n_steps, -1, -1))
 
 

@@ -84,7 +84,7 @@ INT_FIELDS = _COUNTS + tuple(
     if field.type is int and field.name not in ("device_tokens", "host_tokens", *_COUNTS)
 )
 FLOAT_FIELDS = tuple(field.name for field in msgspec.structs.fields(RowView) if field.type is float)
-PLACE = {name: at for names in (INT_FIELDS, FLOAT_FIELDS) for at, name in enumerate(names)}
+FIGURE_INDEX = {name: at for names in (INT_FIELDS, FLOAT_FIELDS) for at, name in enumerate(names)}
 (
     INFLIGHT,  # the first `N_COUNTS` in the order of `RankCell`
     WORKER_INFLIGHT,
@@ -98,22 +98,24 @@ PLACE = {name: at for names in (INT_FIELDS, FLOAT_FIELDS) for at, name in enumer
 ) = range(len(INT_FIELDS))
 QUEUED_S, FOREIGN_S = range(len(FLOAT_FIELDS))
 # Not shown to anybody. Those behind `UNTOLD` follow from the others, see `Table._derive`.
-STATE, SUSPECT, UNTOLD, SHUT, BATCH, WIDTH = range(len(INT_FIELDS), len(INT_FIELDS) + 6)
+STATE, SUSPECT, FOREIGN_UNKNOWN, UNAVAILABLE, BATCH, WIDTH = range(
+    len(INT_FIELDS), len(INT_FIELDS) + 6
+)
 N_INTS = len(INT_FIELDS) + 6
 LOAD_S = len(FLOAT_FIELDS)
 N_FLOATS = len(FLOAT_FIELDS) + 1
 
 DOWN, QUEUE_FULL = 1, 2
-"""Bits of `Rows.shut`: not ready or at its limit of requests; at its limit of queued prompt tokens."""
+"""Bits of `Rows.unavailable`: not ready or at its limit of requests; at its limit of queued tokens."""
 
 
 class Counts(msgspec.Struct, frozen=True, gc=False, eq=False):
     """What is known of all rows of a table together."""
 
-    n_shut: int  # rows with a bit of `Rows.shut`
+    n_unavailable: int  # rows with a bit of `Rows.unavailable`
     n_suspect: int
     n_left: int
-    n_untold: int  # of which nobody can tell what others sent there
+    n_foreign_unknown: int  # of which nobody can tell what others sent there
     least_capacity_tokens: int
 
 
@@ -135,12 +137,12 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def ints(self, name: str) -> Ints:
         """The figures of all rows; `name` is a field of `RowView`."""
-        figures: Ints = self._ints[PLACE[name]]
+        figures: Ints = self._ints[FIGURE_INDEX[name]]
         return figures
 
     def floats(self, name: str) -> Floats:
         """As `ints`, for the fields that are seconds."""
-        figures: Floats = self._floats[PLACE[name]]
+        figures: Floats = self._floats[FIGURE_INDEX[name]]
         return figures
 
     @property
@@ -156,10 +158,10 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
         return suspects
 
     @property
-    def shut(self) -> Ints:
+    def unavailable(self) -> Ints:
         """Whether a row may take nothing now, whatever is asked: `DOWN` and `QUEUE_FULL`."""
-        shut: Ints = self._ints[SHUT]
-        return shut
+        unavailable: Ints = self._ints[UNAVAILABLE]
+        return unavailable
 
     def mean_tokens(self, more_tokens: int) -> Floats:
         """Mean context of our requests at each row, with one of `more_tokens` more."""

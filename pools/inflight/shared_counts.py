@@ -126,7 +126,7 @@ class SharedCounts:
         """Nothing is claimed or given up any more. The memory goes when nobody looks at it."""
         self._file.close()
 
-    def claim(self, name: str) -> int:
+    def claim_slot(self, name: str) -> int:
         """The slot of that name, from now on held by this process.
 
         What the process left there when it ended, and did not give up, is there again. When all are taken
@@ -146,7 +146,7 @@ class SharedCounts:
             self._held[self.number, slot] = 1
         return slot
 
-    def give_up(self, slot: int) -> None:
+    def release_slot(self, slot: int) -> None:
         """This process has nothing there any more; the last one frees the slot."""
         assert self.number is not None, "the parent has no row"
         if slot == NOBODY:
@@ -178,12 +178,12 @@ class SharedCounts:
         """One figure of this process."""
         return self._ints[slot * N_CELLS + cell]
 
-    def places(self, slots: Ints) -> Ints:
+    def lines_of_others(self, slots: Ints) -> Ints:
         """Where the other processes have their lines of these slots; for `others`."""
         firsts = np.array(self._others, dtype=np.int64) * N_SLOTS
         return firsts[:, None] + slots
 
-    def others(self, places: Ints) -> OtherProcesses:
+    def sum_of_others(self, places: Ints) -> OtherProcesses:
         """What the other processes have on the slots of ranks."""
         found = self._lines.take(places, axis=0)
         queued_s = found.view(np.float64)[:, :, RankCell.QUEUED_S]

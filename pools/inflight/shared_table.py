@@ -15,7 +15,7 @@ from slagate.pools.inflight.rows import (
     QUEUE_FULL,
     QUEUED_S,
     QUEUED_TOKENS,
-    SHUT,
+    UNAVAILABLE,
     WIDTH,
     WORKER_INFLIGHT,
     Ints,
@@ -49,18 +49,18 @@ class SharedTable(LoadTable):
         self._name = name
         self._shared = shared
         self._slots: list[int] = []  # of its rows
-        self._places: Ints | None = None  # of the same in the other processes
-        self._pool_slot = shared.claim(f"pool {name}")
+        self._lines_of_others: Ints | None = None  # of the same in the other processes
+        self._pool_slot = shared.claim_slot(f"pool {name}")
         self._oldest_s = 0.0
         self.totals = {total: shared.get(self._pool_slot, total) for total in self.totals}
 
-    def give_up_pool(self) -> None:
-        """Give up what is held for the pool itself, which is gone; its rows were given up before."""
-        self._shared.give_up(self._pool_slot)
+    def free_pool(self) -> None:
+        """Free the slot of the pool itself, which is gone; its rows were freed before."""
+        self._shared.release_slot(self._pool_slot)
         self._pool_slot = NOBODY
 
     @property
-    def is_closed(self) -> bool:
+    def is_freed(self) -> bool:
         """Whether its pool is gone."""
         return self._pool_slot == NOBODY
 
@@ -80,23 +80,23 @@ class SharedTable(LoadTable):
         """The same of each other process, with its number."""
         return self._shared.each_other_s(self._pool_slot, PoolCell.OLDEST_S)
 
-    def add(self, address: str, rank: int | None) -> int:
+    def add_row(self, address: str, rank: int | None) -> int:
         """A row with all figures 0 but for the turn of its last lease; its number."""
-        row = super().add(address, rank)
+        row = super().add_row(address, rank)
         if row == len(self._slots):
             self._slots.append(NOBODY)
-        self._places = None
+        self._lines_of_others = None
         # The first row of a worker is for rank 0, or for whichever the worker takes.
-        slot = self._slots[row] = self._shared.claim(f"{self._name} {address} {rank or 0}")
+        slot = self._slots[row] = self._shared.claim_slot(f"{self._name} {address} {rank or 0}")
         self._int[LAST_CHOSEN][row] = self._shared.get(slot, RankCell.LAST_CHOSEN)
         return row
 
-    def give_up(self, row: int) -> None:
+    def free_row(self, row: int) -> None:
         """Its worker has left."""
-        super().give_up(row)
-        self._shared.give_up(self._slots[row])
+        super().free_row(row)
+        self._shared.release_slot(self._slots[row])
         self._slots[row] = NOBODY
-        self._places = None
+        self._lines_of_others = None
 
     def set(self, row: int, **figures: int) -> None:
         """Set figures of a row."""
@@ -156,9 +156,11 @@ class SharedTable(LoadTable):
         return max(super().newest_lease(), int(self._others().last_chosen.max(initial=0)))
 
     def _others(self) -> OtherProcesses:
-        if self._places is None:
-            self._places = self._shared.places(np.array(self._slots, dtype=np.int64))
-        return self._shared.others(self._places)
+        if self._lines_of_others is None:
+            self._lines_of_others = self._shared.lines_of_others(
+                np.array(self._slots, dtype=np.int64)
+            )
+        return self._shared.sum_of_others(self._lines_of_others)
 
     def rows(self) -> Rows:
         """All rows as they stand, with the leases of all processes."""
@@ -169,12 +171,12 @@ class SharedTable(LoadTable):
         np.maximum(rows.last_chosen, others.last_chosen, out=rows.last_chosen)
         floats[QUEUED_S] += others.queued_s
         np.add(floats[QUEUED_S], floats[FOREIGN_S], out=rows.load_s)
-        # More leases open no row, so that those which this process alone has shut are right already.
+        # More leases make no row available again, so what this process alone has found is right already.
         at_limit = ints[WORKER_INFLIGHT : QUEUED_TOKENS + 1] >= ints[_LIMITS]
         if at_limit.any():
-            ints[SHUT] |= at_limit[0] * DOWN | at_limit[1] * QUEUE_FULL
+            ints[UNAVAILABLE] |= at_limit[0] * DOWN | at_limit[1] * QUEUE_FULL
             # All else that is counted is known of the workers, not what any process has there.
-            n_shut = int(np.count_nonzero(ints[SHUT]))
-            counts = msgspec.structs.replace(rows.counts, n_shut=n_shut)
+            n_unavailable = int(np.count_nonzero(ints[UNAVAILABLE]))
+            counts = msgspec.structs.replace(rows.counts, n_unavailable=n_unavailable)
             rows = msgspec.structs.replace(rows, counts=counts)
         return rows

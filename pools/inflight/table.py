@@ -10,9 +10,11 @@ from slagate.pools.inflight.rows import (
     CAPACITY_TOKENS,
     CONTEXT_TOKENS,
     DOWN,
+    FIGURE_INDEX,
     FLOAT_FIELDS,
     FOREIGN_REQUESTS,
     FOREIGN_S,
+    FOREIGN_UNKNOWN,
     INFLIGHT,
     INT_FIELDS,
     LAST_CHOSEN,
@@ -22,17 +24,15 @@ from slagate.pools.inflight.rows import (
     MAX_QUEUED_TOKENS,
     N_FLOATS,
     N_INTS,
-    PLACE,
     QUEUE_FULL,
     QUEUED_S,
     QUEUED_TOKENS,
     READY,
-    SHUT,
     STATE,
     STATES,
     SUSPECT,
+    UNAVAILABLE,
     UNLIMITED,
-    UNTOLD,
     WIDTH,
     WORKER_INFLIGHT,
     Counts,
@@ -81,14 +81,14 @@ class LoadTable:
     def __len__(self) -> int:
         return len(self.names)
 
-    def give_up_pool(self) -> None:
-        """Give up what is held for the pool itself, which is gone; its rows were given up before."""
+    def free_pool(self) -> None:
+        """Free what is allocated for the pool itself, which is gone; its rows were freed before."""
 
     def count(self, total: PoolCell) -> None:
         """Count one more, in `totals`."""
         self.totals[total] += 1
 
-    def add(self, address: str, rank: int | None) -> int:
+    def add_row(self, address: str, rank: int | None) -> int:
         """A row with all figures 0; its number."""
         row = self._free.pop() if self._free else self._appended()
         self._ints[:, row] = 0
@@ -97,7 +97,7 @@ class LoadTable:
         self._derive(row)
         return row
 
-    def give_up(self, row: int) -> None:
+    def free_row(self, row: int) -> None:
         """Its worker has left."""
         self._set_name(row, "", None)
         self.set_models(row, frozenset())
@@ -119,7 +119,7 @@ class LoadTable:
 
     def is_up(self, row: int) -> bool:
         """Whether the row's worker is ready, and below its limit of requests."""
-        return not self._int[SHUT][row] & DOWN
+        return not self._int[UNAVAILABLE][row] & DOWN
 
     def rename(self, row: int, rank: int | None) -> None:
         """Another rank for a row: what it is turns out once the worker is reached."""
@@ -140,27 +140,27 @@ class LoadTable:
 
     def get(self, name: str, row: int) -> int:
         """One figure of a row."""
-        return self._int[PLACE[name]][row]
+        return self._int[FIGURE_INDEX[name]][row]
 
     def set(self, row: int, **figures: int) -> None:
         """Set figures of a row."""
         for name, value in figures.items():
-            self._int[PLACE[name]][row] = value
+            self._int[FIGURE_INDEX[name]][row] = value
         self._derive(row)
 
     def get_s(self, name: str, row: int) -> float:
         """One figure of a row that is seconds."""
-        return self._float[PLACE[name]][row]
+        return self._float[FIGURE_INDEX[name]][row]
 
     def set_s(self, row: int, **seconds: float) -> None:
         """Set figures of a row that are seconds."""
         for name, value in seconds.items():
-            self._float[PLACE[name]][row] = value
+            self._float[FIGURE_INDEX[name]][row] = value
         self._derive(row)
 
     def set_foreign(self, row: int, load: tuple[int, float] | None) -> None:
         """Requests and predicted seconds on a row that others sent; None: nobody can tell now."""
-        self._int[UNTOLD][row] = load is None
+        self._int[FOREIGN_UNKNOWN][row] = load is None
         requests, seconds = (0, 0.0) if load is None else load
         self._int[FOREIGN_REQUESTS][row] = requests
         self._float[FOREIGN_S][row] = seconds
@@ -179,7 +179,7 @@ class LoadTable:
         ints[WIDTH][row] = inflight + 1
         ints[BATCH][row] = min(inflight + 1 + ints[FOREIGN_REQUESTS][row], UNLIMITED)
         if queued >= ints[MAX_QUEUED_TOKENS][row]:
-            self._show_shut(row)
+            self._derive_unavailable(row)
 
     def end_prefill(self, row: int, work: Work) -> None:
         """Take a lease's prompt out of the queue of a row: it is processed, or given up."""
@@ -189,8 +189,8 @@ class LoadTable:
         # Floats do not add up to zero again by themselves.
         left_s = seconds[row] = max(0.0, seconds[row] - work.work_s) if left_tokens else 0.0
         self._float[LOAD_S][row] = left_s + self._float[FOREIGN_S][row]
-        if self._int[SHUT][row]:
-            self._show_shut(row)
+        if self._int[UNAVAILABLE][row]:
+            self._derive_unavailable(row)
 
     def end_lease(self, row: int, work: Work) -> None:
         """Take a lease off a row; its prefill has ended before."""
@@ -205,8 +205,8 @@ class LoadTable:
         ints = self._int
         for row in rows:
             ints[WORKER_INFLIGHT][row] = n_leases
-            if n_leases >= ints[MAX_INFLIGHT][row] or ints[SHUT][row]:
-                self._show_shut(row)
+            if n_leases >= ints[MAX_INFLIGHT][row] or ints[UNAVAILABLE][row]:
+                self._derive_unavailable(row)
 
     def _derive(self, row: int) -> None:
         """Bring all that follows from a row's figures in line with them; they may be any."""
@@ -215,27 +215,27 @@ class LoadTable:
         width = ints[WIDTH][row] = ints[INFLIGHT][row] + 1
         # What others sent is theirs to say, and a receipt to decide again from may be made up.
         ints[BATCH][row] = min(width + ints[FOREIGN_REQUESTS][row], UNLIMITED)
-        self._show_shut(row)
+        self._derive_unavailable(row)
         self._counts = None
 
-    def _show_shut(self, row: int) -> None:
+    def _derive_unavailable(self, row: int) -> None:
         ints = self._int
         is_down = ints[WORKER_INFLIGHT][row] >= ints[MAX_INFLIGHT][row] or ints[STATE][row] != READY
-        shut = DOWN if is_down else 0
+        bits = DOWN if is_down else 0
         if ints[QUEUED_TOKENS][row] >= ints[MAX_QUEUED_TOKENS][row]:
-            shut |= QUEUE_FULL
-        if ints[SHUT][row] != shut:
-            ints[SHUT][row] = shut
+            bits |= QUEUE_FULL
+        if ints[UNAVAILABLE][row] != bits:
+            ints[UNAVAILABLE][row] = bits
             self._counts = None
 
     def _counted(self) -> Counts:
         n = len(self.names)
         ints = self._ints[:, :n]
         return Counts(
-            int(np.count_nonzero(ints[SHUT])),
+            int(np.count_nonzero(ints[UNAVAILABLE])),
             int(np.count_nonzero(ints[SUSPECT])),
             int(np.count_nonzero(ints[STATE] == LEFT)),
-            int(np.count_nonzero(ints[UNTOLD])),
+            int(np.count_nonzero(ints[FOREIGN_UNKNOWN])),
             int(ints[CAPACITY_TOKENS].min()) if n else UNLIMITED,
         )
 
@@ -255,12 +255,12 @@ class LoadTable:
             self._counts = self._counted()
         if self._models is None:
             self._models = _flags(self._row_models)
-        if 0 < self._counts.n_untold < n:
-            untold = ints[UNTOLD] != 0
+        if 0 < self._counts.n_foreign_unknown < n:
+            unknown = ints[FOREIGN_UNKNOWN] != 0
             # An old report that says "idle" would draw everything to a worker nobody hears of.
             for figures in (ints[FOREIGN_REQUESTS], floats[FOREIGN_S]):
                 if figures.any():
-                    figures[untold] = figures[~untold].mean()
+                    figures[unknown] = figures[~unknown].mean()
             np.add(floats[QUEUED_S], floats[FOREIGN_S], out=floats[LOAD_S])
             np.add(ints[WIDTH], ints[FOREIGN_REQUESTS], out=ints[BATCH])
         return Rows(
@@ -279,7 +279,7 @@ def rows_of(views: Iterable[RowView]) -> Rows:
     """The inverse of `Rows.view`, for decisions that are made again from what was written down."""
     table = LoadTable()
     for view in views:
-        row = table.add(view.address, view.rank)
+        row = table.add_row(view.address, view.rank)
         table.set(row, **{name: getattr(view, name) for name in INT_FIELDS})
         table.set_s(row, **{name: getattr(view, name) for name in FLOAT_FIELDS})
         table.set_state(row, view.state, suspect=view.suspect)

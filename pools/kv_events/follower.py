@@ -34,7 +34,7 @@ class WorkerFollower:
         index_of: Callable[[int], PrefixIndex],
         on_holder: Callable[[int, Holder | None], None],
         n_served: Callable[[], int],
-        turns: CooperativeScheduler,
+        scheduler: CooperativeScheduler,
         rng: random.Random,
     ) -> None:
         """`index_of` gives the index for a block size in tokens; `turns` are those of the whole gateway.
@@ -47,7 +47,7 @@ class WorkerFollower:
         self._index_of = index_of
         self._on_holder = on_holder
         self._n_served = n_served
-        self._turns = turns
+        self._scheduler = scheduler
         self._rng = rng
         self._who: Incarnation | None = None
         self._ranks: list[RankFollower] = []
@@ -55,7 +55,7 @@ class WorkerFollower:
         self._served: deque[tuple[float, int]] = deque()  # since the last event
         self._n_events = 0
         self._has_warned = False
-        events.begin()
+        events.start_incarnation()
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
@@ -72,9 +72,11 @@ class WorkerFollower:
             self._forget()
             self._who = who
             if who.block_tokens:
-                self._events.begin(n_ranks=who.n_ranks)
+                self._events.start_incarnation(n_ranks=who.n_ranks)
             else:
-                self._events.begin(why_none="does not say how many tokens a KV block has")
+                self._events.start_incarnation(
+                    why_none="does not say how many tokens a KV block has"
+                )
             self._changed.set()
         self._watch_silence()
 
@@ -83,7 +85,7 @@ class WorkerFollower:
         if self._who is not None:
             self._forget()
             self._who = None
-            self._events.begin(why_none="is not the worker that was configured")
+            self._events.start_incarnation(why_none="is not the worker that was configured")
             self._changed.set()
 
     async def run(self) -> None:
@@ -109,7 +111,7 @@ class WorkerFollower:
             events=self._events,
             index=self._index_of(who.block_tokens),
             on_holder=self._on_holder,
-            turns=self._turns,
+            scheduler=self._scheduler,
             rng=self._rng,
         )
 

@@ -66,7 +66,7 @@ class RankFollower:
         events: EventView,
         index: PrefixIndex,
         on_holder: Callable[[int, Holder | None], None],
-        turns: CooperativeScheduler,
+        scheduler: CooperativeScheduler,
         rng: random.Random,
     ) -> None:
         self._rank = rank
@@ -76,7 +76,7 @@ class RankFollower:
         self._state = events.ranks[rank]
         self._index = index
         self._on_holder = on_holder
-        self._turns = turns
+        self._scheduler = scheduler
         self._rng = rng
         self._writer: BlockWriter | None = None
         self._stream: EventStream | None = None
@@ -104,7 +104,7 @@ class RankFollower:
         self._has_left = True
         if self._stream is not None:
             self._stream.stop()
-        self._let_go()
+        self._release()
 
     async def _follow(self, began_s: float) -> StreamOutcome:
         """One subscription, from its request to its end."""
@@ -123,7 +123,7 @@ class RankFollower:
             self._events,
             state=self._state,
             writer=self._open_writer,
-            turns=self._turns,
+            scheduler=self._scheduler,
             max_waiting_bytes=max(_MIN_RANK_BYTES, WAITING_BYTES // self._who.n_ranks),
             resync_from_s=self._resync_from_s,
         )
@@ -144,8 +144,8 @@ class RankFollower:
     def _settle(self, end: StreamOutcome, *, again_s: float) -> None:
         """Decide what is kept of what the stream brought until the next one."""
         if end.kind is StreamEndKind.NONE:
-            self._let_go()
-            self._events.set(self._state, EventMode.NONE, end.reason)
+            self._release()
+            self._events.set_mode(self._state, EventMode.NONE, end.reason)
             return
         # Without its id nobody can tell a worker that has restarted from one that was cut off.
         if (
@@ -155,7 +155,7 @@ class RankFollower:
         ):
             self._drop()
         mode = EventMode.RESYNC if self._was_live else EventMode.STARTING
-        self._events.set(self._state, mode, end.reason)
+        self._events.set_mode(self._state, mode, end.reason)
 
     def _drop(self) -> None:
         if self._state.next_number is not None:
@@ -163,14 +163,14 @@ class RankFollower:
         self._state.next_number = None
         if self._state.holder is not None:
             self._index.cleared(self._state.holder)
-            self._turns.add_step(self._index.sweep)
+            self._scheduler.add_step(self._index.sweep)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._state.next_number = None
         if self._state.holder is not None:
             self._on_holder(self._rank, None)
             self._index.leave(self._state.holder)
-            self._turns.add_step(self._index.sweep)
+            self._scheduler.add_step(self._index.sweep)
         self._state.holder = self._writer = None
 
     def _delay_s(self, end: StreamOutcome) -> float:

@@ -68,7 +68,7 @@ class EventStream:
         *,
         state: RankEvents,
         writer: Callable[[], BlockWriter],
-        turns: CooperativeScheduler,
+        scheduler: CooperativeScheduler,
         max_waiting_bytes: int,
         resync_from_s: float,
     ) -> None:
@@ -81,7 +81,7 @@ class EventStream:
         self._events = events
         self._state = state
         self._writer = writer
-        self._turns = turns
+        self._scheduler = scheduler
         self._max_bytes = max_waiting_bytes
         self._resync_from_s = resync_from_s
         self._waiting: deque[bytes] = deque()
@@ -107,12 +107,12 @@ class EventStream:
             self._waiting.append(data)
             self._state.n_waiting_bytes += len(data)
             self._pause_or_resume()
-            self._turns.add_step(self._step)
+            self._scheduler.add_step(self._step)
 
     def finish(self, status: Status, /) -> None:
         """As `Sink.finish`."""
         self._status = status
-        self._turns.add_step(self._step)
+        self._scheduler.add_step(self._step)
 
     async def follow(self, worker: Worker, request: bytes, metadata: Metadata) -> StreamOutcome:
         """Subscribe, and apply until the end. Leaves no call behind, however it is left."""
@@ -226,7 +226,7 @@ class EventStream:
             self._failed(self._status)
         elif self.n_applied and self._state.mode is not EventMode.LIVE:
             self._state.rebuild_s = self._now_s() - self._began_s
-            self._events.set(self._state, EventMode.LIVE, "")
+            self._events.set_mode(self._state, EventMode.LIVE, "")
 
     def _failed(self, status: Status) -> None:
         kind = StreamEndKind.LOST

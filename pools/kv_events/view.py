@@ -116,12 +116,12 @@ class EventView:
         """Blocks whose parents are not known, over all ranks."""
         return sum(rank.holder.n_pending for rank in self.ranks.values() if rank.holder)
 
-    def set(self, rank: RankEvents, mode: EventMode, reason: str) -> None:
+    def set_mode(self, rank: RankEvents, mode: EventMode, reason: str) -> None:
         """How a rank stands now."""
         rank.mode, rank.reason = mode, reason
         self._log()
 
-    def begin(self, *, n_ranks: int = 0, why_none: str = "") -> None:
+    def start_incarnation(self, *, n_ranks: int = 0, why_none: str = "") -> None:
         """Another incarnation of the worker, with ranks to follow or a reason why there are none.
 
         With neither, it is not known yet.

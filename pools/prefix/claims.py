@@ -1,7 +1,7 @@
-"""The changes that events make: which holder claims which blocks of the trie.
+"""Applies KV events to the prefix index: which holder has which blocks of the trie.
 
-A claim is looked up by its hash and kept in a holding (both in `holder`), and shown to the run, where
-queries read it. Evictions and decode steps have ways of their own: they are most of all events.
+A claim is found by its hash and kept in a held run (see `holder`), and shown to the run of the trie, where
+queries read it. Evictions and decode steps have fast paths: they are most of all events.
 """
 
 from array import array
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slagate.pools.prefix.holder import FOLD, ORDER, SHARD_SHIFT, HeldRun, Holder, fold
-from slagate.pools.prefix.lanes import reach, show
+from slagate.pools.prefix.holder_slots import held_part, show_part
 from slagate.pools.prefix.trie import Root, Run, RunTrie, Segment, Tokens
 
 DEVICE, HOST = 0, 1
@@ -24,46 +24,51 @@ _U64 = (1 << 64) - 1
 
 
 class TriePosition(NamedTuple):
-    """Before a block of a run, or behind its last."""
+    """The place in front of block `at` of a run, or behind its last block."""
 
     run: Run
     at: int
 
 
 class BlockHolders:
-    """The claims of all holders. `tidy` must follow a step: until then nothing is given up."""
+    """The claims of all holders. Each step must end with `free_emptied`: nothing is freed before."""
 
     def __init__(self, trie: RunTrie) -> None:
         self.n_blocks = 0  # held, of all holders together
         self._trie = trie
-        self._thinner: list[tuple[Holder, HeldRun]] = []  # which may have to be given up
+        self._emptied: list[tuple[Holder, HeldRun]] = []  # that may have to be freed
 
-    def place(
+    def find_position(
         self, holder: Holder, tier: int, parent: int | None, root: Root
     ) -> TriePosition | None:
-        """Where a child of `parent` goes; None when the holder does not have that."""
+        """Find where a child of `parent` goes; None when the holder does not have that block."""
         if parent is None:
             return TriePosition(self._trie.root(root), 0)
         for one in (tier, 1 - tier):
             number, at = holder.find(one, parent)
             if number >= 0:
-                return TriePosition(holder.holding(number).run, at + 1)
+                return TriePosition(holder.held_run(number).run, at + 1)
         return None
 
-    def hold(
-        self, holder: Holder, place: TriePosition, tier: int, hashes: "array[int]", content: bytes
+    def add_blocks(
+        self,
+        holder: Holder,
+        position: TriePosition,
+        tier: int,
+        hashes: "array[int]",
+        content: bytes,
     ) -> None:
-        """Claim full blocks, one after the other from a place on."""
-        segments = self._trie.grow(place.run, place.at, content)
+        """Claim a chain of full blocks from a position on."""
+        segments = self._trie.grow(position.run, position.at, content)
         numbers = [holder.number(run) for run, _, _ in segments]
-        if not self._hold_news(holder, tier, hashes, segments, numbers):
+        if not self._add_new_blocks(holder, tier, hashes, segments, numbers):
             done = 0
             for (_, at, n_blocks), number in zip(segments, numbers, strict=True):
                 for offset, hash_ in enumerate(hashes[done : done + n_blocks]):
                     self._claim(holder, number, at + offset, tier, hash_)
                 done += n_blocks
 
-    def _hold_news(
+    def _add_new_blocks(
         self,
         holder: Holder,
         tier: int,
@@ -71,10 +76,13 @@ class BlockHolders:
         segments: Sequence[Segment],
         numbers: Sequence[int],
     ) -> bool:
-        """Claim what is behind the last block of each holding, by new hashes. False: nothing is done."""
-        holdings = [holder.holding(number) for number in numbers]
-        for (_, at, _), holding in zip(segments, holdings, strict=True):
-            if holding.past or len(holding.hashes) != 8 * at:
+        """Claim blocks behind the last one of each held run, all by new hashes.
+
+        False: some are not such, and nothing is done.
+        """
+        held_runs = [holder.held_run(number) for number in numbers]
+        for (_, at, _), held in zip(segments, held_runs, strict=True):
+            if held.past or len(held.hashes) != 8 * at:
                 return False
         spans = [
             (number, segment.n_blocks) for number, segment in zip(numbers, segments, strict=True)
@@ -82,18 +90,18 @@ class BlockHolders:
         if not holder.enter_all(tier, fold(hashes), spans):
             return False
         packed, done = hashes.tobytes(), 0
-        for (run, _, n_blocks), holding in zip(segments, holdings, strict=True):
-            before = reach(holding)
-            holding.extend(packed[done : done + 8 * n_blocks], tier)
-            show(holder.bit, run, before, reach(holding))
+        for (run, _, n_blocks), held in zip(segments, held_runs, strict=True):
+            before = held_part(held)
+            held.extend(packed[done : done + 8 * n_blocks], tier)
+            show_part(holder.bit, run, before, held_part(held))
             done += 8 * n_blocks
         self._count(holder, len(hashes))
         return True
 
-    def go_on(self, holder: Holder, hash_: int, parent: int, block: Tokens) -> bool:
-        """A decode step: claim the block behind the last of a plain holding, on the device.
+    def append_block(self, holder: Holder, hash_: int, parent: int, block: Tokens) -> bool:
+        """Claim the block behind the last one of a held run, on the device: a decode step.
 
-        False for anything else, with nothing done.
+        False: the held run has holes, blocks on the host or of several claims; nothing is done.
         """
         shards = holder.maps[DEVICE]
         key = parent & FOLD
@@ -102,51 +110,51 @@ class BlockHolders:
         claims = shards[key >> SHARD_SHIFT]
         if number is None or key in claims or hash_ >> 64 or parent >> 64 or holder.odd[DEVICE]:
             return False
-        holding = holder.table[number]
+        held = holder.table[number]
         if (
-            holding is None
-            or holding.past
-            or holding.colder
-            or holding.multi
-            or not holding.hashes.endswith(parent.to_bytes(8, ORDER))
-            or not self._trie.append(holding.run, holding.lead, block)
+            held is None
+            or held.past
+            or held.colder
+            or held.multi
+            or not held.hashes.endswith(parent.to_bytes(8, ORDER))
+            or not self._trie.append(held.run, held.lead, block)
         ):
             return False
-        holding.hashes += hash_.to_bytes(8, ORDER)
-        holding.lead += 1
-        holding.run.move(holder.lanes, holding.lead - 1, holding.lead)
+        held.hashes += hash_.to_bytes(8, ORDER)
+        held.lead += 1
+        held.run.move(holder.lanes, held.lead - 1, held.lead)
         claims[key] = number
         self._count(holder, 1)
         return True
 
     def evict_last(self, holder: Holder, hash_: int) -> bool:
-        """Remove the last block of a plain holding. False for anything else, with nothing done."""
+        """Remove the last block of a held run. False: as `append_block`, or it is not the last."""
         key = hash_ & FOLD
         claims = holder.maps[DEVICE][key >> SHARD_SHIFT]
         number = claims.get(key)
         if number is None or hash_ >> 64 or holder.odd[DEVICE]:
             return False
-        holding = holder.table[number]
+        held = holder.table[number]
         if (
-            holding is None
-            or holding.past
-            or holding.colder
-            or holding.multi
-            or not holding.hashes.endswith(hash_.to_bytes(8, ORDER))
+            held is None
+            or held.past
+            or held.colder
+            or held.multi
+            or not held.hashes.endswith(hash_.to_bytes(8, ORDER))
         ):
             return False
         del claims[key]
-        del holding.hashes[-8:]
-        holding.lead -= 1
-        holding.run.move(holder.lanes, holding.lead + 1, holding.lead)
+        del held.hashes[-8:]
+        held.lead -= 1
+        held.run.move(holder.lanes, held.lead + 1, held.lead)
         self._count(holder, -1)
-        if not holding.lead:
-            holder.free(holding)
-        self._trie.trim(holding.run)
+        if not held.lead:
+            holder.free(held)
+        self._trie.trim(held.run)
         return True
 
     def evict(self, holder: Holder, hashes: "array[int]") -> Sequence[int]:
-        """Remove what is the end of a plain holding, the last block first. The others are returned."""
+        """Remove blocks that are the end of a held run, the last one first; the others are returned."""
         if holder.odd[DEVICE]:
             return hashes
         shards, table, folded = holder.maps[DEVICE], holder.table, fold(hashes)
@@ -154,20 +162,20 @@ class BlockHolders:
         done = 0
         while done < len(hashes):
             number = shards[folded[done] >> SHARD_SHIFT].get(folded[done])
-            holding = None if number is None else table[number]
-            n_gone = 0 if holding is None else holding.n_evicted(hashes, done)
-            if holding is None or not n_gone:
+            held = None if number is None else table[number]
+            n_gone = 0 if held is None else held.n_evicted(hashes, done)
+            if held is None or not n_gone:
                 others.append(hashes[done])
                 done += 1
                 continue
             for key in folded[done : done + n_gone]:
                 del shards[key >> SHARD_SHIFT][key]
             done += n_gone
-            holding.run.move(holder.lanes, holding.lead, holding.lead - n_gone)
-            holding.lead -= n_gone
-            del holding.hashes[8 * holding.lead :]
+            held.run.move(holder.lanes, held.lead, held.lead - n_gone)
+            held.lead -= n_gone
+            del held.hashes[8 * held.lead :]
             self._count(holder, -n_gone)
-            self._thinner.append((holder, holding))
+            self._emptied.append((holder, held))
         return others
 
     def release(self, holder: Holder, tier: int, hash_: int) -> None:
@@ -175,35 +183,35 @@ class BlockHolders:
         number, at = holder.find(tier, hash_)
         if number < 0:
             return
-        holding = holder.holding(number)
-        before = reach(holding)
-        if holding.drop(at, (tier, hash_)):
+        held = holder.held_run(number)
+        before = held_part(held)
+        if held.drop_claim(at, (tier, hash_)):
             self._count(holder, -1)
-            self._thinner.append((holder, holding))
-        show(holder.bit, holding.run, before, reach(holding))
+            self._emptied.append((holder, held))
+        show_part(holder.bit, held.run, before, held_part(held))
         holder.forget(tier, hash_)
 
-    def tidy(self) -> None:
-        """Give up what has been emptied."""
-        while self._thinner:
-            holder, holding = self._thinner.pop()
-            if not holding.hashes:
-                holder.free(holding)
-            self._trie.trim(holding.run)
+    def free_emptied(self) -> None:
+        """Free held runs that have no blocks left, and what no holder has of the trie any more."""
+        while self._emptied:
+            holder, held = self._emptied.pop()
+            if not held.hashes:
+                holder.free(held)
+            self._trie.trim(held.run)
 
     def _claim(self, holder: Holder, number: int, at: int, tier: int, hash_: int) -> None:
-        holding = holder.holding(number)
+        held = holder.held_run(number)
         known = holder.find(tier, hash_)
         if known == (number, at):
             return
         if known[0] >= 0:
             self.release(holder, tier, hash_)
-        before = reach(holding)
-        if holding.add(at, (tier, hash_)):
+        before = held_part(held)
+        if held.add_claim(at, (tier, hash_)):
             self._count(holder, 1)
-            if before.past and not holding.past:
-                self._thinner.append((holder, holding))  # its hole kept the run from being trimmed
-        show(holder.bit, holding.run, before, reach(holding))
+            if before.past and not held.past:
+                self._emptied.append((holder, held))  # its hole kept the run from being trimmed
+        show_part(holder.bit, held.run, before, held_part(held))
         holder.enter(tier, hash_, number)
 
     def _count(self, holder: Holder, n_blocks: int) -> None:

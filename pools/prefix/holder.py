@@ -1,14 +1,15 @@
 """One worker's attention-DP rank in the prefix index: its claims, found by the engine's block hashes.
 
-    maps[tier]: hash, folded to 60 bits ─▶ number ─▶ table: Holding ─▶ run, and the hashes by block number
+    maps[tier]: hash, folded to 60 bits ─▶ number ─▶ table: HeldRun ─▶ run, and the hashes by block number
 
 Many blocks share one number object, so a claim costs a dict slot, the folded hash (two digits of a Python
-int, where 64 bits take three) and 8 bytes in the holding. Ints only: the collector never walks such a dict.
-A map is several dicts, by the hash's top bits: one large dict grows in one long pause.
+int, where 64 bits take three) and 8 bytes in the held run. The dicts have only ints, so the garbage
+collector never walks them. A map is several dicts, by the hash's top bits: one large dict would grow in one
+long pause.
 
-A `Holding` is a holder's part of one run: which of its blocks, by what engine hashes, in which tiers. An
-engine's event names a block by a hash that means something to that engine only. Each (tier, hash) a holder
-was told of is a claim on one block; a block is held until its last claim goes.
+A `HeldRun` is a holder's part of one run: which of its blocks, by what engine hashes, in which tiers. An
+engine's event names a block by a hash that means something to that engine only. Each `BlockRef` that an
+event stores is a claim on one block; a block is held until its last claim goes.
 
     block     0    1    2    3    4
     hashes   h0   h1    -   h3   h4     lead 2, past 0b11000 (a hole at 2), colder 0b10000: h4 is not on the
@@ -27,26 +28,26 @@ import numpy as np
 from slagate.pools.prefix.trie import Run
 
 ORDER = sys.byteorder
-"""Of the bytes of hashes in memory."""
+"""The order of the bytes of hashes in memory."""
 
-Claim = tuple[int, int]
-"""Tier and engine hash: what a holder is told to have."""
+BlockRef = tuple[int, int]
+"""Tier and engine hash, by which events name a block."""
 
-_ONE_EACH: dict[int, list[Claim]] = {}
+_ONE_EACH: dict[int, list[BlockRef]] = {}
 
 
 class HeldRun(msgspec.Struct, gc=False, eq=False):
     """A holder's part of one run.
 
-    Hashes are 8 bytes each, in the machine's order: bytes are no work for the garbage collector. Nor is a
-    holding itself (`gc=False`), and no cycle goes through one: a run knows nothing of holdings.
+    Hashes are 8 bytes each, in the machine's order. The garbage collector tracks neither them nor the held
+    run itself (`gc=False`); no cycle goes through one, as runs do not refer to held runs.
     """
 
     run: Run
-    # By block number, up to the last held; anything in a hole.
+    # By block number, up to the last block held; in a hole the bytes have no meaning.
     hashes: bytearray = msgspec.field(default_factory=bytearray)
-    # Block -> its claims, where there are several; one dict for all without.
-    multi: dict[int, list[Claim]] = msgspec.field(default_factory=lambda: _ONE_EACH)
+    # Block -> its claims, where it has several. Held runs without such blocks share one dict.
+    multi: dict[int, list[BlockRef]] = msgspec.field(default_factory=lambda: _ONE_EACH)
     lead: int = 0  # leading blocks held
     past: int = 0  # bitmap of the blocks held beyond a hole
     colder: int = 0  # bitmap of the blocks held, but not on the device
@@ -67,7 +68,7 @@ class HeldRun(msgspec.Struct, gc=False, eq=False):
         return at < self.lead or bool(self.past >> at & 1)
 
     def find(self, tier: int, hash_: int) -> int:
-        """The block a claim of this holding is on; -1: it is not of this holding."""
+        """The block that a claim is on; -1: it is on none of this run."""
         wanted = hash_.to_bytes(8, ORDER)
         last = len(self.hashes) // 8 - 1
         # Decoding goes on from the last block, and engines evict leaves first.
@@ -85,9 +86,9 @@ class HeldRun(msgspec.Struct, gc=False, eq=False):
         return -1
 
     def n_evicted(self, hashes: "array[int]", start: int) -> int:
-        """How many of some hashes, from a place on, are the last blocks here, the last one first.
+        """How many of `hashes` from `start` on are the last blocks here, the last one first.
 
-        Only of a holding that is nothing but leading blocks on the device, with one claim each.
+        0 unless all blocks here are leading ones on the device with one claim each.
         """
         wanted = hashes[start : start + len(self.hashes) // 8]
         if self.past or self.colder or self.multi or not wanted:
@@ -100,22 +101,22 @@ class HeldRun(msgspec.Struct, gc=False, eq=False):
             at for at, pair in enumerate(zip(last, wanted, strict=True)) if pair[0] != pair[1]
         )
 
-    def claims(self, at: int) -> list[Claim]:
+    def claims(self, at: int) -> list[BlockRef]:
         """All claims on a held block."""
         return self.multi.get(at) or [
             (self._tier(at), int.from_bytes(self.hashes[8 * at : 8 * at + 8], ORDER))
         ]
 
     def extend(self, hashes: bytes, tier: int) -> None:
-        """Blocks more behind the last one, of a holding without holes."""
+        """Add blocks behind the last one. There must be no hole."""
         n_blocks = len(hashes) // 8
         if tier:
             self.colder |= (1 << n_blocks) - 1 << self.lead
         self.hashes += hashes
         self.lead += n_blocks
 
-    def add(self, at: int, claim: Claim) -> bool:
-        """A claim more on a block. True when the block was not held."""
+    def add_claim(self, at: int, claim: BlockRef) -> bool:
+        """Add a claim on a block. True when the block was not held."""
         tier, hash_ = claim
         bit = 1 << at
         if self.holds(at):
@@ -135,8 +136,8 @@ class HeldRun(msgspec.Struct, gc=False, eq=False):
             self.past = reached >> n_more << self.lead
         return True
 
-    def drop(self, at: int, claim: Claim) -> bool:
-        """A claim less on a block. True when the block is not held any more."""
+    def drop_claim(self, at: int, claim: BlockRef) -> bool:
+        """Drop a claim on a block. True when the block is not held any more."""
         bit = 1 << at
         claims = [one for one in self.multi.pop(at, ()) if one != claim] if self.multi else []
         if claims:
@@ -156,7 +157,7 @@ class HeldRun(msgspec.Struct, gc=False, eq=False):
         del self.hashes[8 * max(self.lead, self.past.bit_length()) :]
         return True
 
-    def _set_claims(self, at: int, claims: list[Claim]) -> None:
+    def _set_claims(self, at: int, claims: list[BlockRef]) -> None:
         if self.multi is _ONE_EACH:
             self.multi = {}
         self.multi[at] = claims
@@ -167,28 +168,28 @@ class HeldRun(msgspec.Struct, gc=False, eq=False):
 
 
 class PendingBlock(NamedTuple):
-    """A block that waits; `number` grows with the time of arrival."""
+    """A block whose parent is not known yet."""
 
-    number: int
-    parent: int
+    number: int  # grows with the time of arrival
+    parent: int  # its hash
     content: bytes
 
 
 class PendingBlocks:
-    """At most `limit` blocks, by claim, and by the parent's hash."""
+    """The blocks of one holder whose parents are not known yet: at most `limit`, the oldest go first."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        # In the order of arrival; a plain dict looks for its first key past all that were removed.
-        self.blocks: OrderedDict[Claim, PendingBlock] = OrderedDict()
-        self._children: dict[int, dict[Claim, None]] = {}
+        # In the order of arrival; a plain dict would search for its first key past all removed ones.
+        self.blocks: OrderedDict[BlockRef, PendingBlock] = OrderedDict()
+        self._children: dict[int, dict[BlockRef, None]] = {}
         self._next_number = 0
 
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def put(self, claim: Claim, parent: int, content: bytes) -> bool:
-        """Let a block wait; the newest word on a claim counts. False when the oldest had to go."""
+    def put(self, claim: BlockRef, parent: int, content: bytes) -> bool:
+        """Add a block, in place of another by the same claim. False when the oldest had to go."""
         self.cancel(claim)
         self.blocks[claim] = PendingBlock(self._next_number, parent, content)
         self._next_number += 1
@@ -198,8 +199,8 @@ class PendingBlocks:
         self.cancel(next(iter(self.blocks)))
         return False
 
-    def cancel(self, claim: Claim) -> None:
-        """Wait for a block no more. No-op for one that does not wait."""
+    def cancel(self, claim: BlockRef) -> None:
+        """Drop a block. No-op for one that is not there."""
         block = self.blocks.pop(claim, None)
         if block is not None:
             siblings = self._children[block.parent]
@@ -207,14 +208,14 @@ class PendingBlocks:
             if not siblings:
                 del self._children[block.parent]
 
-    def below(self, parent: int) -> list[tuple[int, Claim]]:
+    def children_of(self, parent: int) -> list[tuple[int, BlockRef]]:
         """Arrival number and claim of the blocks that wait for a parent."""
         return [(self.blocks[claim].number, claim) for claim in self._children.get(parent, ())]
 
 
 FOLD = (1 << 60) - 1
 SHARD_SHIFT = 56
-"""What is left of a folded hash says which dict of a map it is in."""
+"""A folded hash shifted by this is the number of its dict in a map."""
 
 _N_SHARDS = 16
 
@@ -226,6 +227,7 @@ class Holder:
 
     __slots__ = (
         "_free",
+        "_max_pending",
         "bit",
         "by_run",
         "has_gap",
@@ -239,50 +241,50 @@ class Holder:
     )
 
     def __init__(self, bit: int, max_pending: int) -> None:
-        self.n_dropped = (
-            0  # blocks that were not taken: the index is full, or too many were pending
-        )
-        self.start(bit, PendingBlocks(max_pending))
+        # Blocks that were not taken, as the index was full or too many were pending.
+        self.n_dropped = 0
+        self._max_pending = max_pending
+        self.start_empty(bit)
 
-    def start(self, bit: int, pending: PendingBlocks) -> None:
-        """Begin with nothing."""
+    def start_empty(self, bit: int) -> None:
+        """Begin with nothing, at first and after a clearing."""
         self.bit = bit  # -1 after it left
         self.lanes = 0b11 << 2 * bit if bit >= 0 else 0  # any tier, device
         self.n_blocks = 0
-        self.has_gap = False  # blocks were not taken: it holds more than is known here
+        self.has_gap = False  # it holds more than is known here, as blocks were not taken
         self.maps: tuple[Shards, Shards] = (_shards(), _shards())
         # Claims whose folded hash another claim has taken: whole hash -> number.
         self.odd: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self.table: list[HeldRun | None] = []
         self.by_run: dict[Run, int] = {}
-        self.pending = pending
+        self.pending = PendingBlocks(self._max_pending)
         self._free: list[int] = []
 
     @property
     def n_pending(self) -> int:
-        """Blocks whose parent is not known (yet)."""
+        """Blocks whose parents are not known yet."""
         return len(self.pending)
 
     def find(self, tier: int, hash_: int) -> tuple[int, int]:
-        """Number of the holding and block that a claim is on; (-1, -1): there is no such claim."""
+        """Number of the held run and block that a claim is on; (-1, -1): there is no such claim."""
         number = self.odd[tier].get(hash_) if self.odd[tier] else None
         if number is None:
             key = hash_ & FOLD
             number = self.maps[tier][key >> SHARD_SHIFT].get(key)
             if number is None:
                 return -1, -1
-        holding = self.table[number]
-        at = -1 if holding is None else holding.find(tier, hash_)
+        held = self.table[number]
+        at = -1 if held is None else held.find(tier, hash_)
         return (number, at) if at >= 0 else (-1, -1)
 
-    def holding(self, number: int) -> HeldRun:
-        """The holding of a number that is in use."""
-        holding = self.table[number]
-        assert holding is not None
-        return holding
+    def held_run(self, number: int) -> HeldRun:
+        """The held run of a number that is in use."""
+        held = self.table[number]
+        assert held is not None
+        return held
 
     def number(self, run: Run) -> int:
-        """The number of its holding of a run; an empty one is made."""
+        """The number of its part of a run; an empty one is made where it has none."""
         number = self.by_run.get(run)
         if number is None:
             if self._free:
@@ -295,7 +297,7 @@ class Holder:
         return number
 
     def enter(self, tier: int, hash_: int, number: int) -> None:
-        """Note where a claim that is not there yet is found."""
+        """Note that a new claim is in the held run of this number."""
         key = hash_ & FOLD
         shard = self.maps[tier][key >> SHARD_SHIFT]
         if key in shard:
@@ -304,7 +306,7 @@ class Holder:
             shard[key] = number
 
     def enter_all(self, tier: int, keys: Sequence[int], spans: Iterable[tuple[int, int]]) -> bool:
-        """Note where claims are found, by folded hash: so many each in the holdings of these numbers.
+        """Note new claims by folded hash; `spans` are numbers of held runs, and how many are in each.
 
         False when one of them is there already, or twice here; then none is noted.
         """
@@ -329,11 +331,11 @@ class Holder:
             key = hash_ & FOLD
             del self.maps[tier][key >> SHARD_SHIFT][key]
 
-    def free(self, holding: HeldRun) -> None:
-        """Give up a holding that is empty. No-op for one that was given up."""
-        number = self.by_run.get(holding.run)
-        if number is not None and self.table[number] is holding:
-            del self.by_run[holding.run]
+    def free(self, held: HeldRun) -> None:
+        """Free an empty held run. No-op for one that was freed."""
+        number = self.by_run.get(held.run)
+        if number is not None and self.table[number] is held:
+            del self.by_run[held.run]
             self.table[number] = None
             self._free.append(number)
 

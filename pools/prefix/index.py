@@ -6,12 +6,12 @@
 
 Rules:
 * Overlap is the leading consecutive full blocks that are held, in any tier or all on the device.
-* The newest word on a (tier, hash) wins; what is unknown is removed without an error.
-* A block counts once its parent is known. Until then it waits; when too many wait, or more is stored than
-  `max_pairs`, the holder `has_gap`: it has more than is known here, never less.
-* An event is one step: all its blocks are placed, then what waited for them, in the order of arrival.
+* The newest event about a (tier, hash) wins; removing what is unknown is no error.
+* A block counts once its parent is known. Until then it is pending; when too many are, or more is stored
+  than `max_pairs`, the holder `has_gap`: it has more than is known here, never less.
+* An event is one step: all its blocks are added, then those that were pending for them, oldest first.
 
-Everything belongs to one thread, that of the event loop: no method waits, so each is one step to all tasks.
+All of it is for one thread, that of the event loop: no method waits, so each is one step to all tasks.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from array import array
 from collections.abc import Mapping
 
 from slagate.pools.prefix.claims import DEVICE, HOST, BlockHolders, Hashes, unsigned
-from slagate.pools.prefix.holder import Claim, Holder, PendingBlocks
-from slagate.pools.prefix.lanes import HolderSlots
+from slagate.pools.prefix.holder import BlockRef, Holder
+from slagate.pools.prefix.holder_slots import HolderSlots
 from slagate.pools.prefix.match import Match
 from slagate.pools.prefix.trie import TOKEN_BYTES, Root, RunTrie, Tokens
 
@@ -33,8 +33,8 @@ _BASE = Root()
 class PrefixIndex:
     """All holders of blocks of one size. `stored` is O(blocks), `match` O(runs and their distinct leads).
 
-    Before one is let go it is emptied: all holders leave and are swept, as `rank_follower` does. What is
-    left then stays in memory, as no collector would find it (`Run`).
+    Before an index is dropped all holders must leave and be swept, as `rank_follower` does: the garbage
+    collector does not find blocks that are left (see `Run`).
 
     Raises `ValueError` for a block or a run of less than one.
     """
@@ -53,15 +53,15 @@ class PrefixIndex:
         self.block_tokens = block_tokens
         self.max_pairs = max_pairs
         self._trie = RunTrie(block_tokens, max_hops=max_hops, max_run_blocks=max_run_blocks)
-        self._lanes = HolderSlots(self._trie)
+        self._slots = HolderSlots(self._trie)
         self._block_bytes = self._trie.block_bytes
         self._max_pending = max_pending
         self._claims = BlockHolders(self._trie)
 
     @property
     def n_pairs(self) -> int:
-        """(holder, block) pairs, those of the dead included until they are swept."""
-        return self._claims.n_blocks + self._lanes.n_dead_blocks
+        """(holder, block) pairs, with those of retired holders until they are swept."""
+        return self._claims.n_blocks + self._slots.n_retired_blocks
 
     @property
     def n_runs(self) -> int:
@@ -70,7 +70,7 @@ class PrefixIndex:
 
     @property
     def n_distinct_blocks(self) -> int:
-        """Blocks whose tokens are kept: those that are held, and what is above them."""
+        """Blocks whose tokens are kept: those that are held, and those above them."""
         return self._trie.n_blocks
 
     @property
@@ -80,30 +80,30 @@ class PrefixIndex:
 
     @property
     def n_bytes_estimate(self) -> int:
-        """Memory, roughly: tokens of distinct blocks, claims, runs."""
+        """Bytes of memory, roughly: tokens of distinct blocks, claims, runs."""
         trie = self._trie
         return trie.n_blocks * self._block_bytes + 90 * self.n_pairs + 1000 * trie.n_runs
 
     @property
     def n_changes(self) -> int:
-        """Times that a holder's bit has become another one."""
-        return self._lanes.n_changes
+        """Times that the bit of a holder changed."""
+        return self._slots.n_changes
 
     def join(self) -> Holder:
-        """A holder of nothing."""
-        return Holder(self._lanes.take(), self._max_pending)
+        """Add a holder, of no blocks."""
+        return Holder(self._slots.allocate(), self._max_pending)
 
     def leave(self, holder: Holder) -> None:
-        """Forget a holder, in O(1); memory comes back by `sweep`. Idempotent."""
-        self._bury(holder)
-        holder.start(-1, PendingBlocks(self._max_pending))
+        """Remove a holder, in O(1); `sweep` frees its memory. Idempotent."""
+        self._retire(holder)
+        holder.start_empty(-1)
 
     def cleared(self, holder: Holder) -> None:
-        """A holder has nothing now, in O(1). Raises `ValueError` for a holder that left."""
+        """Remove all blocks of a holder, in O(1). Raises `ValueError` for a holder that left."""
         if holder.bit < 0:
             raise ValueError("holder: it has left")
-        self._bury(holder)
-        holder.start(self._lanes.take(), PendingBlocks(self._max_pending))
+        self._retire(holder)
+        holder.start_empty(self._slots.allocate())
 
     def stored(
         self,
@@ -116,11 +116,12 @@ class PrefixIndex:
         tier: int = DEVICE,
         keys: Mapping[int, bytes] | None = None,
     ) -> None:
-        """A chain of blocks is held: its tokens (uint32, little-endian), and what the first hangs from.
+        """Add a chain of blocks to a holder, by their tokens (uint32, little-endian).
 
-        `parent` None: it is the first block of prompts, below `root`. `keys` are further inputs of a
-        block's identity, by block number in this chain. Raises `ValueError` for tokens that are not those
-        of so many blocks, a hash beyond 64 bits, a negative block number in keys, or a holder that left.
+        `parent` is the hash of the block before them; None: they are the first of prompts, below `root`.
+        `keys` are further inputs of a block's identity, by block number in this chain. Raises `ValueError`
+        where the tokens are not those of so many blocks, for a hash beyond 64 bits, a negative block number
+        in keys, and a holder that left.
         """
         claims = self._claims
         if (
@@ -131,16 +132,11 @@ class PrefixIndex:
             and not holder.pending.blocks
             and type(hashes[0]) is int
             and len(tokens) == self._block_bytes
-            and claims.n_blocks + self._lanes.n_dead_blocks < self.max_pairs
-            and claims.go_on(holder, hashes[0], parent, tokens)
+            and claims.n_blocks + self._slots.n_retired_blocks < self.max_pairs
+            and claims.append_block(holder, hashes[0], parent, tokens)
         ):
             return
-        content = bytes(tokens)
-        if len(content) != len(hashes) * self._block_bytes:
-            raise ValueError(
-                f"tokens: {len(content)} bytes, but {len(hashes)} hashes"
-                f" of {self.block_tokens} tokens need {len(hashes) * self._block_bytes}"
-            )
+        content = self._content(tokens, len(hashes))
         if holder.bit < 0:
             raise ValueError("holder: it has left")
         if keys:
@@ -151,25 +147,25 @@ class PrefixIndex:
         if parent is not None:
             (parent,) = unsigned([parent])
         if self.n_pairs + len(names) > self.max_pairs:
-            # Taken no more; but what these hashes were before, they are not any more.
+            # There is no room for them, but these hashes no longer name what they named before.
             self.removed(holder, names, tier=tier)
             self._drop(holder, len(names))
             return
-        woken: list[tuple[int, Claim]] = []
-        place = self._claims.place(holder, tier, parent, root)
-        if place is not None:
-            self._claims.hold(holder, place, tier, names, content)
+        woken: list[tuple[int, BlockRef]] = []
+        position = self._claims.find_position(holder, tier, parent, root)
+        if position is not None:
+            self._claims.add_blocks(holder, position, tier, names, content)
             for name in names if len(holder.pending) else ():
                 holder.pending.cancel((tier, name))
-                woken += holder.pending.below(name)
+                woken += holder.pending.children_of(name)
         elif parent is not None:
             woken = self._wait(holder, parent, tier, names, content)
         if woken:
             self._wake(holder, woken)
-        self._claims.tidy()
+        self._claims.free_emptied()
 
     def removed(self, holder: Holder, hashes: Hashes, *, tier: int | None = None) -> None:
-        """Blocks are not held any more, in one tier or (None) in all; what is unknown is passed over.
+        """Remove blocks from a holder, in one tier or (None) in all; unknown hashes are ignored.
 
         Raises `ValueError` for a hash beyond 64 bits.
         """
@@ -187,7 +183,7 @@ class PrefixIndex:
                     holder.pending.cancel((one, name))
             for name in self._claims.evict(holder, names) if one == DEVICE else names:
                 self._claims.release(holder, one, name)
-        self._claims.tidy()
+        self._claims.free_emptied()
 
     def match(
         self, tokens: Tokens, root: Root = _BASE, *, keys: Mapping[int, bytes] | None = None
@@ -196,16 +192,25 @@ class PrefixIndex:
         content = tokens if type(tokens) is bytes else bytes(tokens)
         if keys:
             content = substituted(content, keys, self._block_bytes)
-        lanes = self._lanes
-        return self._trie.match(content, root, lanes=lanes.live, n_holders=lanes.n_bits)
+        slots = self._slots
+        return self._trie.match(content, root, lanes=slots.live, n_holders=slots.n_bits)
 
     def sweep(self, n_blocks: int = 1000) -> bool:
-        """Give up about so many blocks of the dead. False when nothing is left to do."""
-        return self._lanes.sweep(n_blocks)
+        """Free about so many blocks of holders that left or were cleared. False when none are left."""
+        return self._slots.sweep(n_blocks)
 
-    def _bury(self, holder: Holder) -> None:
+    def _content(self, tokens: Tokens, n_blocks: int) -> bytes:
+        content = bytes(tokens)
+        if len(content) != n_blocks * self._block_bytes:
+            raise ValueError(
+                f"tokens: {len(content)} bytes, but {n_blocks} hashes"
+                f" of {self.block_tokens} tokens need {n_blocks * self._block_bytes}"
+            )
+        return content
+
+    def _retire(self, holder: Holder) -> None:
         self._claims.n_blocks -= holder.n_blocks
-        self._lanes.bury(holder)
+        self._slots.retire(holder)
 
     def _drop(self, holder: Holder, n_blocks: int) -> None:
         holder.n_dropped += n_blocks
@@ -213,23 +218,25 @@ class PrefixIndex:
 
     def _wait(
         self, holder: Holder, parent: int, tier: int, names: "array[int]", content: bytes
-    ) -> list[tuple[int, Claim]]:
-        """Let blocks wait; those that hang from something known after all are returned."""
+    ) -> list[tuple[int, BlockRef]]:
+        """Put blocks among the pending ones; those whose parents are known after all are returned."""
         pending = holder.pending
         for name in names:
-            # It is another block now, wherever that will be.
+            # The hash names another block now, wherever that will be.
             self._claims.release(holder, tier, name)
         for at, (name, above) in enumerate(zip(names, [parent, *names], strict=False)):
             start = at * self._block_bytes
             if not pending.put((tier, name), above, content[start : start + self._block_bytes]):
                 self._drop(holder, 1)
         known = [
-            name for name in names if self._claims.place(holder, tier, name, _BASE) is not None
+            name
+            for name in names
+            if self._claims.find_position(holder, tier, name, _BASE) is not None
         ]
-        return [one for name in known for one in pending.below(name)]
+        return [one for name in known for one in pending.children_of(name)]
 
-    def _wake(self, holder: Holder, woken: list[tuple[int, Claim]]) -> None:
-        """Place blocks that waited, the oldest first, and what waits for them."""
+    def _wake(self, holder: Holder, woken: list[tuple[int, BlockRef]]) -> None:
+        """Add pending blocks whose parents are known now, the oldest first, and then their children."""
         heapq.heapify(woken)
         while woken:
             number, claim = heapq.heappop(woken)
@@ -237,20 +244,20 @@ class PrefixIndex:
             if block is None or block.number != number:
                 continue
             tier, name = claim
-            place = self._claims.place(holder, tier, block.parent, _BASE)
-            if place is None:
+            position = self._claims.find_position(holder, tier, block.parent, _BASE)
+            if position is None:
                 continue
             holder.pending.cancel(claim)
             if self.n_pairs >= self.max_pairs:
                 self._drop(holder, 1)
                 continue
-            self._claims.hold(holder, place, tier, array("Q", [name]), block.content)
-            for below in holder.pending.below(name):
+            self._claims.add_blocks(holder, position, tier, array("Q", [name]), block.content)
+            for below in holder.pending.children_of(name):
                 heapq.heappush(woken, below)
 
 
 def substituted(content: bytes, keys: Mapping[int, bytes], block_bytes: int) -> bytes:
-    """Full blocks with those that have a key replaced; numbers beyond the last full block are passed over.
+    """Full blocks, of which those with a key are replaced; numbers beyond the last one are ignored.
 
     Placeholder tokens of two pictures are the same; the pictures are not. A block whose engine hash has
     more inputs than tokens is replaced by a digest of its tokens and that key, with the top bit of each

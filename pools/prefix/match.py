@@ -10,57 +10,56 @@ from numpy.typing import NDArray
 from slagate.pools.inflight.rows import Ints
 
 Bits = NDArray[np.signedinteger[Any]]
+"""Holder bits by row, int[n_rows]; -1 where a row has no holder."""
 
 Steps = tuple[tuple[int, int], ...]
+"""Numbers of leading blocks, each with the mask of the lanes that hold exactly so many."""
 
 _MANY_STEPS = 16
 
 
 class Match(NamedTuple):
-    """How deep each holder has a query. Holder `b` has lane `2b` for any tier, `2b + 1` for the device.
-
-    A step is a number of leading blocks, and the mask of the lanes that hold just these.
-    """
+    """How deep each holder has a query. Holder `b` has lane `2b` for any tier, `2b + 1` for the device."""
 
     n_blocks: int  # full blocks of the query
     steps: Steps = ()
-    n_holders: int = 0  # bits are below this
-    capped: bool = False  # the hop cap was reached: an under-count
+    n_holders: int = 0  # all bits are below this
+    capped: bool = False  # the hop cap was reached, so that depths may be too low
 
     def depths(self, bits: Bits) -> NDArray[np.int32]:
-        """Leading blocks that are held in any tier, for each holder's bit; -1 for no holder gives 0."""
+        """Leading blocks that are held in any tier, i32[n_bits]; 0 where a bit is -1."""
         depths: NDArray[np.int32] = self.both_depths(bits)[0]
         return depths
 
     def both_depths(self, bits: Bits) -> NDArray[np.int32]:
-        """The same, and how many of these lead on the device, i32[2, n_bits]."""
+        """Leading blocks that are held in any tier, and those all on the device, i32[2, n_bits]."""
         if not self.steps:
             return np.zeros((2, len(bits)), np.int32)
         steps = self.steps
         if len(steps) > _MANY_STEPS:
-            # As well as a sum of masks by depth, it is one of masks by power of two: these are few.
+            # The sum of masks by depth is also one of masks by power of two, which are fewer.
             planes = [0] * max(depth for depth, _ in steps).bit_length()
             for depth, mask in steps:
                 for power in range(depth.bit_length()):
                     if depth >> power & 1:
                         planes[power] |= mask
             steps = tuple((1 << power, plane) for power, plane in enumerate(planes))
-        # With a pair of lanes more, for those that have no bit.
+        # There is one more pair of lanes, for rows that have no bit.
         n_bytes = 2 * self.n_holders // 8 + 1
         packed = b"".join([mask.to_bytes(n_bytes, "little") for _, mask in steps])
         held = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
-        # Floats multiply faster than integers, and hold numbers up to 2**24 exactly.
-        by_step = np.array([depth for depth, _ in steps], np.float32)
-        by_lane = by_step.dot(held.reshape(len(steps), -1))
-        by_bit = by_lane.astype(np.int32).reshape(-1, 2)
+        # Floats multiply faster than integers, and represent integers up to 2**24 exactly.
+        by_step = np.array([depth for depth, _ in steps], np.float32)  # f32[n_steps]
+        by_lane = by_step.dot(held.reshape(len(steps), -1))  # f32[8 * n_bytes]
+        by_bit = by_lane.astype(np.int32).reshape(-1, 2)  # i32[4 * n_bytes, 2]
         depths: NDArray[np.int32] = by_bit.take(np.minimum(bits, self.n_holders), axis=0).T
         return depths
 
 
 def holders_of(steps: Steps, most: int) -> list[tuple[int, int]] | None:
-    """Holders with their depths, from steps in which both lanes of each agree; None: more than `most`.
+    """Holders with their depths; None: more than `most`. O(holders that are returned).
 
-    O(holders that are returned).
+    In each step both lanes of a holder must agree.
     """
     found: list[tuple[int, int]] = []
     for depth, mask in steps:

@@ -1,14 +1,14 @@
-"""Token prefixes in a trie of runs, and how deep each lane holds a query.
+"""A trie of token prefixes, and how deep each lane holds a query.
 
-    root ─▶ run  b0 b1 b2 b3 b4        a run: consecutive blocks' tokens, uint32 little-endian
-                       └─▶ run  b3'    a child hangs at any block offset of its parent
+    root ─▶ run  b0 b1 b2 b3 b4        a run: tokens of consecutive blocks, uint32 little-endian
+                       └─▶ run  b3'    a child branches off at any block of its parent
 
 A run is never split nor moved, so (run, block number) is a stable address. What follows a block is unique:
-the run's own next block and the children at that offset all differ. A lane is a bit of a mask: one place
-where blocks are held. A run has, for each number of leading blocks (`lead`), the mask of lanes that hold
-just so many of it; what a lane holds past a hole is not counted by a query and not known here.
+the run's own next block and the children at that block all differ. A lane is a bit of a mask, for a holder
+and tier. A run has, for each number of leading blocks (`lead`), the mask of the lanes that hold exactly so
+many of it; blocks that a lane holds past a hole do not count in a query, and the run does not know them.
 
-Nothing is hashed but for bucket choice: a match is a comparison of tokens, so it cannot be forged.
+Hashes only choose buckets: a match is a comparison of tokens, so it cannot be forged.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,14 @@ from slagate.pools.prefix.match import Match
 
 TOKEN_BYTES = 4
 
-_SHARDS = 256  # of the children at one offset: a dict of a million grows in one long pause
+_SHARDS = 256
+"""Dicts of the children at one block: a dict of a million would grow in one long pause."""
 
 Tokens = bytes | bytearray | memoryview
 
 
 class Root(msgspec.Struct, frozen=True, gc=False):
-    """What separates prompts of equal tokens."""
+    """What makes prompts of equal tokens different."""
 
     lora_name: str = ""
     cache_salt: str = ""
@@ -36,23 +37,23 @@ _NO_KIDS: "dict[int, dict[bytes, Run]]" = {}
 
 
 class Run(msgspec.Struct, gc=False, eq=False):
-    """Consecutive blocks; see the module. Changed by `RunTrie` only, `n_past` by who holds past a hole.
+    """Consecutive blocks (see the module). Changed by `RunTrie`, and `n_past` by `show_part`.
 
-    There may be a million, so they are no work for the garbage collector (`gc=False`). A parent and its
-    child refer to each other: that cycle is cut when the child is dropped, and by nothing else.
+    There may be a million, so the garbage collector does not track them (`gc=False`). A parent and its
+    child refer to each other: only dropping the child cuts that cycle.
     """
 
     tokens: bytearray
     parent: "Run | None"  # None for a root, and once dropped
     at: int  # block number in the parent before which it branches off
     groups: dict[int, int] = msgspec.field(default_factory=dict)  # lead > 0 -> lanes
-    # Offset and shard -> first block -> child; one dict for all without.
+    # Block number and shard -> first block -> child. Runs without children share one dict.
     kids: "dict[int, dict[bytes, Run]]" = msgspec.field(default_factory=lambda: _NO_KIDS)
-    kid_top: int = 0  # the last offset with children
-    n_past: int = 0  # holders of blocks past a hole: these keep the tail too
+    kid_top: int = 0  # the last block number with children
+    n_past: int = 0  # holders that have blocks past a hole, so that the tail must be kept
 
     def move(self, lanes: int, old: int, new: int) -> None:
-        """Lanes that all held `old` leading blocks now hold `new`."""
+        """Note that lanes which all held `old` leading blocks now hold `new`."""
         groups = self.groups
         if old:
             left = groups[old] & ~lanes
@@ -77,7 +78,7 @@ class Segment(NamedTuple):
 
 
 class RunTrie:
-    """All runs below all roots. Those that are left when it is let go stay in memory, see `Run`."""
+    """All runs below all roots. Runs that are left when the trie is dropped stay in memory, see `Run`."""
 
     def __init__(self, block_tokens: int, *, max_hops: int, max_run_blocks: int) -> None:
         self.block_bytes = block_tokens * TOKEN_BYTES
@@ -88,7 +89,7 @@ class RunTrie:
         self._roots: dict[Root, _RootRun] = {}
 
     def root(self, root: Root) -> Run:
-        """The run of no blocks that first blocks hang from."""
+        """The run without blocks whose children are the first blocks of prompts."""
         run = self._roots.get(root)
         if run is None:
             run = self._roots[root] = _RootRun(bytearray(), None, 0, root=root)
@@ -97,10 +98,10 @@ class RunTrie:
     def grow(
         self, run: Run, at: int, content: bytes, *, max_segments: int | None = None
     ) -> list[Segment]:
-        """The address of the full blocks that follow block `at - 1` of a run: a segment for each run.
+        """The addresses of full blocks that follow block `at - 1` of a run: a segment for each run.
 
-        What is missing is added; with a limit, what lies beyond so many segments is left out. The caller
-        says at once who holds them (`Run.move`), or has them trimmed.
+        Missing blocks are added; with a limit, those beyond so many segments are left out. The caller must
+        then say who holds them (`Run.move`), or trim them.
         """
         block_bytes = self.block_bytes
         segments: list[Segment] = []
@@ -118,7 +119,7 @@ class RunTrie:
                     position += n_blocks * block_bytes
                     if position == end or len(segments) == max_segments:
                         break
-            # Whatever is next in the run, if anything, is another block.
+            # The next block of the run, if there is one, is another block.
             first = content[position : position + block_bytes]
             child = self._child(run, at, first)
             if child is not None:
@@ -144,7 +145,7 @@ class RunTrie:
         return segments
 
     def append(self, run: Run, at: int, block: Tokens) -> bool:
-        """Make sure that one block follows block `at - 1` in the run itself. False when it does not."""
+        """Add a block behind block `at - 1` of the run itself. False when it cannot follow there."""
         start = at * self.block_bytes
         tokens = run.tokens
         if start < len(tokens):
@@ -158,7 +159,7 @@ class RunTrie:
         return True
 
     def match(self, content: bytes, root: Root, *, lanes: int, n_holders: int) -> Match:
-        """How deep each of the lanes holds a prefix. The time is that of the hops and the comparison."""
+        """How deep each of the lanes holds a prefix. O(hops and tokens compared)."""
         block_bytes = self.block_bytes
         n_blocks = len(content) // block_bytes
         run: Run | None = self._roots.get(root)
@@ -198,7 +199,7 @@ class RunTrie:
         return Match(n_blocks, tuple(steps), n_holders)
 
     def trim(self, run: Run) -> None:
-        """Drop the tail that nobody holds and no child needs; the whole run, then, and up from there."""
+        """Drop the tail that no lane holds and no child needs; an empty run too, and up from there."""
         while not run.n_past:
             keep = max(run.groups) if run.groups else 0
             if run.kid_top > keep:
@@ -219,7 +220,7 @@ class RunTrie:
             run = parent
 
     def runs(self) -> Iterator[Run]:
-        """All runs but the roots, in no order. For tests of what is left: slow."""
+        """All runs but the roots, in no order. Slow, for tests of what is left."""
         found: list[Run] = list(self._roots.values())
         for run in found:
             found += [child for shard in run.kids.values() for child in shard.values()]
@@ -227,7 +228,7 @@ class RunTrie:
 
     @property
     def n_roots(self) -> int:
-        """Roots that something hangs from."""
+        """Roots with runs below them."""
         return len(self._roots)
 
     def _child(self, run: Run, at: int, first: bytes) -> Run | None:
@@ -260,10 +261,10 @@ class RunTrie:
         block_bytes = self.block_bytes
         tokens, start = run.tokens, at * block_bytes
         low, high = 0, min(len(tokens) - start, len(content) - position) // block_bytes
-        # Let go by its last reference: a slice of it may still be open here.
+        # Not used in a `with`: a slice of it may still be open at the end of this function.
         view = memoryview(tokens)
         starts_with = content.startswith
-        # Most ways part at the end of what one of the two has, where others have parted, or just
+        # Most prefixes differ first where one of the two ends, where other children branch off, or just
         # before the end.
         if high <= 0 or starts_with(view[start : start + high * block_bytes], position):
             return max(0, high)

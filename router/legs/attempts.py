@@ -90,7 +90,9 @@ class ActiveRequest:
         choice = record.decision.stage(stage)
         scored, row = choice.scored[-1], choice.row
         assert row is not None
-        lease.member.truth.add(scored.pool.cached.cached_tokens.item(row), cached_tokens)
+        lease.member.prefix_error.add_prompt(
+            scored.pool.cached.cached_tokens.item(row), cached_tokens
+        )
         done_s = self.gateway.now_s() if stage is Stage.PREFILL else record.tally.first_token_s
         estimator = self._estimator(choice)
         if done_s is None or estimator is None:

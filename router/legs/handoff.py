@@ -102,7 +102,9 @@ def _unusable(session: oe.KvSessionRef, decode: Member) -> str:
         return "it has neither an endpoint nor transfer state"
     if session.ByteSize() > 2 * MAX_OPAQUE_STATE_BYTES:
         return f"it has {session.ByteSize()} bytes"
-    backend = decode.info.kv_connector.transfer_backend if decode.info is not None else ""
+    backend = (
+        decode.server_info.kv_connector.transfer_backend if decode.server_info is not None else ""
+    )
     if backend and session.transfer_backend and backend != session.transfer_backend:
         return f"it is for {session.transfer_backend}, the decode worker uses {backend}"
     return ""
@@ -117,14 +119,14 @@ class Handoff:
         self._releaser = releaser
         self._open = True
         releaser.n_open += 1
-        holder.hold()
+        holder.retain()
 
     def used(self) -> None:
         """A decode worker has pulled it. Idempotent."""
         if self._open:
             self._open = False
             self._releaser.n_open -= 1
-            self._holder.let_go()
+            self._holder.release()
 
     def release(self) -> None:
         """No decode worker will: free it on its holder, in the background. Idempotent."""
@@ -151,7 +153,7 @@ class Releaser:
         Cancelling its stream is enough while it runs. This frees the handoff of one that had finished
         with its answer still under way.
         """
-        worker.hold()
+        worker.retain()
         self._tasks.start_soon(self._abort, oe.AbortRequest(request_id=leg_id), worker)
 
     async def _release(self, session: oe.KvSessionRef, holder: Member) -> None:
@@ -178,5 +180,5 @@ class Releaser:
             log.exception("handoff.abort", extra={"worker": member.address})
             return "failed"
         finally:
-            member.let_go()
+            member.release()
         return "released"

@@ -54,7 +54,7 @@ class PeerProcesses(PeerGateways):
         self._wake = wake
         self._now_s = now_s
         self._admin_path = admin_path
-        self._slot = counts.claim(GATEWAY)
+        self._slot = counts.claim_slot(GATEWAY)
         self._n_receipts_before = counts.get(self._slot, GatewayCell.RECEIPTS)
         self._tables: dict[str, SharedTable] = {}
         self._n_waiting = 0
@@ -62,7 +62,7 @@ class PeerProcesses(PeerGateways):
 
     @override
     def load_table(self, pool: str) -> LoadTable:
-        self._tables = {name: each for name, each in self._tables.items() if not each.is_closed}
+        self._tables = {name: each for name, each in self._tables.items() if not each.is_freed}
         made = self._tables[pool] = SharedTable(pool, self._counts)
         return made
 

@@ -198,7 +198,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         is_plain = (
             serving is None
             and not ask.excluded
-            and counts.n_shut == 0
+            and counts.n_unavailable == 0
             and counts.least_capacity_tokens >= ask.isl_tokens
         )
         if is_plain and self.stage is Stage.DECODE:
@@ -278,7 +278,7 @@ def _reasons(stage: Stage, ask: RoutingRequest, pool: PoolView) -> npt.NDArray[n
         full = (needed > rows.ints("capacity_tokens")) & (rows.ints("inflight") > 0)
         reasons[full] = _CODES[KV_AT_LIMIT]
     else:
-        queue_full = rows.shut & QUEUE_FULL != 0
+        queue_full = rows.unavailable & QUEUE_FULL != 0
         reasons[queue_full] = _CODES[QUEUE_AT_LIMIT]
     reasons[rows.ints("worker_inflight") >= rows.ints("max_inflight")] = _CODES[AT_LIMIT]
     # Whatever it waited for, it would never fit.

@@ -248,10 +248,12 @@ def _worker_status(member: Member, now_s: float) -> gw.WorkerStatus:
         inflight=member.ranks.inflight,
         queued_tokens=member.ranks.queued_tokens,
     )
-    if member.info is not None:
-        status.instance_id = member.info.instance_id
-        status.engine = f"{member.info.engine_name} {member.info.engine_version}".strip()
-        status.kv_transfer_backend = member.info.kv_connector.transfer_backend
+    if member.server_info is not None:
+        status.instance_id = member.server_info.instance_id
+        status.engine = (
+            f"{member.server_info.engine_name} {member.server_info.engine_version}".strip()
+        )
+        status.kv_transfer_backend = member.server_info.kv_connector.transfer_backend
     if member.load is not None:
         status.load.CopyFrom(member.load)
         status.load_age_ms = (now_s - member.load_at_s) * 1000
@@ -261,7 +263,7 @@ def _worker_status(member: Member, now_s: float) -> gw.WorkerStatus:
         if events.mode not in (EventMode.OFF, EventMode.NONE):
             status.event_lag_ms = events.lag_s * 1000
             status.index_blocks = events.n_blocks
-    truth = member.truth
+    truth = member.prefix_error
     if truth.n_requests:
         status.prefix.CopyFrom(
             gw.PrefixTruth(

@@ -241,7 +241,7 @@ async def _following(
                 index_of=overlaps.index_of,
                 on_holder=lambda rank, holder: None,  # decisions are by prompts of before
                 n_served=lambda: 0,
-                turns=turns,
+                scheduler=turns,
                 rng=random.Random(number),
             )
             follower.identified(

@@ -29,7 +29,7 @@ class World:
         self.rng = rng
         self.now_s = 0.0
         self.max_claims = rng.choice((3, 1000))
-        self.predictions = Predictions(1, max_claims=self.max_claims)
+        self.predictions = Predictions(1, max_predictions=self.max_claims)
         self.claims: dict[Prediction, Naive] = {}  # the oldest first
         self.ended: list[Prediction] = []
         self.limits: dict[int, int] = {}
@@ -47,7 +47,7 @@ class World:
         if roll < 0.5:
             row, root = rng.randrange(N_ROWS), rng.choice(ROOTS)
             tokens, expires_s = self.tokens(), self.expiry_s()
-            claim = predictions.claim(row, tokens, root, expires_s=expires_s)
+            claim = predictions.predict(row, tokens, root, expires_s=expires_s)
             self.claims[claim] = Naive(row, root, blocks_of(tokens), expires_s)
             while len(self.claims) > self.max_claims:
                 self.drop(next(iter(self.claims)))
@@ -60,16 +60,16 @@ class World:
                 self.claims[claim] = self.claims[claim]._replace(expires_s=expires_s)
         elif roll < 0.8 and self.claims:
             claim = rng.choice([*self.claims, *self.ended])
-            predictions.end(claim)
+            predictions.end_prediction(claim)
             self.drop(claim)
         elif roll < 0.83:
             row = rng.randrange(N_ROWS)
-            predictions.forget(row)
+            predictions.forget_row(row)
             for claim in [claim for claim, naive in self.claims.items() if naive.row == row]:
                 self.drop(claim)
         elif roll < 0.88:
             row, most = rng.randrange(N_ROWS), rng.choice((None, 0, 4, 9))
-            predictions.limit(row, most)
+            predictions.limit_row(row, most)
             self.limits.pop(row, None)
             if most is not None:
                 self.limits[row] = most
@@ -131,7 +131,7 @@ def test_agrees_with_a_list_of_claims_and_leaks_nothing() -> None:
             world.step()
             world.check()
         for claim in [*world.claims, *world.ended]:
-            world.predictions.end(claim)
+            world.predictions.end_prediction(claim)
         assert len(world.predictions) == world.predictions.n_runs == 0
         assert world.predictions.n_bytes_estimate == 0
 
@@ -144,7 +144,7 @@ def test_however_long_the_prompts_are_claims_keep_to_their_memory() -> None:
     predictions = Predictions(32, max_bytes=max_bytes)
     prompts = [struct.pack("<I", at) * 32 * n_blocks for at in range(200)]
     for at, prompt in enumerate(prompts):
-        predictions.claim(at % 2, prompt, Root(), expires_s=9.0)
+        predictions.predict(at % 2, prompt, Root(), expires_s=9.0)
         assert predictions.n_bytes_estimate <= max_bytes
     found = [
         predictions.match(prompt, Root(), now_s=0.0).depths(np.arange(2)).max()
@@ -154,7 +154,7 @@ def test_however_long_the_prompts_are_claims_keep_to_their_memory() -> None:
     assert found == [0] * (200 - n_kept) + [n_blocks] * n_kept
     assert n_kept * len(prompts[0]) > 0.8 * max_bytes
     # One that is more than all of it is not kept, and does no harm.
-    predictions.claim(0, bytes(max_bytes), Root(), expires_s=9.0)
+    predictions.predict(0, bytes(max_bytes), Root(), expires_s=9.0)
     assert len(predictions) == predictions.n_bytes_estimate == 0
 
 
@@ -164,8 +164,8 @@ def test_a_comb_of_prompts_costs_a_claim_no_more_than_the_cap() -> None:
     n_blocks = 700
     ids = [struct.pack("<I", at) for at in range(n_blocks)]
     for at in range(1, n_blocks):
-        predictions.claim(0, b"".join([*ids[:at], b"\xff\xff\xff\xff"]), Root(), expires_s=9.0)
-    claim = predictions.claim(1, b"".join(ids), Root(), expires_s=9.0)
+        predictions.predict(0, b"".join([*ids[:at], b"\xff\xff\xff\xff"]), Root(), expires_s=9.0)
+    claim = predictions.predict(1, b"".join(ids), Root(), expires_s=9.0)
     match = predictions.match(b"".join(ids), Root(), now_s=0.0)
     assert match.depths(np.arange(2)).tolist() == [claim.n_blocks] * 2
     assert claim.n_blocks == 512

@@ -44,7 +44,7 @@ def sharing(n: int, *, seed: int = 0, n_tokens: int = 4) -> list[Plan]:
 def limit(member: Member, max_inflight: int | None) -> None:
     """Give a worker another limit; the rows follow when it says who it is."""
     member.set_limits(Limits(max_inflight))
-    member.set_info(member.info)
+    member.set_server_info(member.server_info)
 
 
 def split(seen: list[Seen]) -> Counter[str]:
@@ -138,7 +138,7 @@ def test_predicted_tokens_are_what_the_engines_report_and_more_than_load_alone_g
     seen, fleet = virtual_loop.run(main, "prefix")
     predicted, found, error = cached(seen)
     assert error <= 0.05 * found, (predicted, found, error)
-    truths = [member.truth for member in fleet.app.fleet.members()]
+    truths = [member.prefix_error for member in fleet.app.fleet.members()]
     assert sum(truth.abs_error_tokens for truth in truths) == error
     assert sum(truth.engine_cached_tokens for truth in truths) == found
     for pool in fleet.app.fleet.pools.values():

@@ -215,7 +215,7 @@ def test_ops_02_a_prefill_worker_stays_until_a_slow_decode_worker_has_its_handof
             async def drain() -> None:
                 await anyio.sleep(0.5)
                 far["_latency_s"] = near_s  # of calls to come
-                (holder,) = (m for m in fleet.app.fleet.members() if m._n_held)
+                (holder,) = (m for m in fleet.app.fleet.members() if m._n_retained)
                 member, left_s = drained(fleet, holder.address)
                 assert (member.stage, member.ranks.inflight) == (Stage.PREFILL, 0)
                 await anyio.sleep(2)

@@ -57,7 +57,7 @@ def member(
     limits = Limits(max_inflight=max_inflight)
     made = Member(address, pool=pool, stage=stage, table=LoadTable(), limits=limits)
     made.set_models({name: model_info(name) for name in models})
-    made.set_info(oe.ServerInfo(kv_connector=oe.KvConnectorInfo(transfer_backend=backend)))
+    made.set_server_info(oe.ServerInfo(kv_connector=oe.KvConnectorInfo(transfer_backend=backend)))
     if ready:
         made.probe_ok()
     return made

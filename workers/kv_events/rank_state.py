@@ -185,11 +185,11 @@ class Normaliser:
 
     def _check_number(self, rank: RankState, number: int) -> Iterator[Cleared]:
         """Clears the rank where numbers are missing. Raises `UnusableError` for an old one."""
-        place = rank.numbering.check(number)
-        if place.is_old:
+        check = rank.numbering.check(number)
+        if check.is_old:
             unusable(f"old_{self._numbered}")
-        if place.is_gap:
+        if check.is_gap:
             self.counts["gaps"] += 1
-            self.counts[f"missed_{self._numbered}"] += place.n_missed
-            rank.losses.count_gap(place.n_missed)
+            self.counts[f"missed_{self._numbered}"] += check.n_missed
+            rank.losses.count_gap(check.n_missed)
             yield rank.clear()

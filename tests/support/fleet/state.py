@@ -40,6 +40,6 @@ def _member(member: Member) -> dict[str, Any]:
         "limits": member.limits,
         "rows": list(member.ranks.rows),
         "models": dict(member.models),
-        "drains": (member.draining_since_s, member.has_left, member._is_cut, member._n_held),
+        "drains": (member.draining_since_s, member.has_left, member._is_cut, member._n_retained),
         "legs": set(member.legs),
     }

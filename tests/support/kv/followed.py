@@ -122,7 +122,7 @@ class Followed:
             index_of=self._index_of,
             on_holder=lambda rank, holder: self.holders.append((rank, holder)),
             n_served=lambda: self.n_served,
-            turns=self.turns,
+            scheduler=self.turns,
             rng=rng(),
         )
 

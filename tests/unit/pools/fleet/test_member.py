@@ -222,9 +222,9 @@ def test_each_rank_that_can_be_asked_for_is_a_row_and_its_lease_asks_for_it() ->
     of = pool("w:1", "x:1", stage=Stage.PREFILL)
     member, _ = of.members.values()
     assert ranks(of) == [("w:1", None, True), ("x:1", None, True)]
-    member.set_info(told(2, takes_rank=False))
+    member.set_server_info(told(2, takes_rank=False))
     assert ranks(of) == [("w:1", None, True), ("x:1", None, True)]
-    member.set_info(told(2, takes_rank=True))
+    member.set_server_info(told(2, takes_rank=True))
     assert ranks(of) == [("w:1", 0, True), ("x:1", None, True), ("w:1", 1, True)]
     lease = of.lease(2, Work(5, 0.1, 0))
     assert (lease.member, lease.rank) == (member, 1)
@@ -232,7 +232,7 @@ def test_each_rank_that_can_be_asked_for_is_a_row_and_its_lease_asks_for_it() ->
     assert (first.inflight, second.inflight) == (0, 1)
     assert first.worker_inflight == second.worker_inflight == member.ranks.inflight == 1
     # Back with fewer ranks: what is leased on the one that is gone is still given back.
-    member.set_info(told(1, takes_rank=True))
+    member.set_server_info(told(1, takes_rank=True))
     assert ranks(of) == [("w:1", None, True), ("x:1", None, True), ("w:1", 1, False)]
     lease.release()
     assert (member.ranks.inflight, member.ranks.queued_tokens) == (0, 0)
@@ -250,9 +250,9 @@ def test_limits_are_those_of_the_file_then_what_the_engine_runs_at_once() -> Non
         (Stage.PREFILL, 7, 7),
     ):
         of = pool("w:1", stage=stage, max_inflight=configured)
-        of.members["w:1"].set_info(told(1, takes_rank=True, capacity=capacity))
+        of.members["w:1"].set_server_info(told(1, takes_rank=True, capacity=capacity))
         row = of.view().view(0)
         assert row.max_inflight == of.members["w:1"].max_inflight == wanted
         assert row.capacity_tokens == 32_000
-    of.members["w:1"].set_info(told(2, takes_rank=True, capacity=capacity))
+    of.members["w:1"].set_server_info(told(2, takes_rank=True, capacity=capacity))
     assert of.view().view(1).capacity_tokens == 16_000

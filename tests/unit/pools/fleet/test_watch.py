@@ -7,7 +7,7 @@ import anyio
 import grpc
 import pytest
 
-from slagate.pools.fleet.watch import JITTER_RATIO, LOOK_LIMIT_S
+from slagate.pools.fleet.watch import JITTER_RATIO, PROBE_LIMIT_S
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.rows import State, Work
 from slagate.pools.prefix.overlap import Prompt
@@ -31,7 +31,7 @@ def test_a_healthy_fleet_is_ready_after_one_look() -> None:
             assert of.unready_stages() == []
             assert of.models() == {MODEL}
             assert first(of).load is not None
-            assert first(of).info is not None
+            assert first(of).server_info is not None
 
     run(main)
 
@@ -102,7 +102,7 @@ def test_health_05_a_look_without_an_answer_counts_however_it_ends() -> None:
         worker = Timed(hangs=True)
         async with watched({"p1:1": worker}):
             await anyio.sleep(100)
-            waits_s = [gap_s - LOOK_LIMIT_S for gap_s in worker.gaps_s()]
+            waits_s = [gap_s - PROBE_LIMIT_S for gap_s in worker.gaps_s()]
             assert_about(waits_s[:12], BACKED_OFF_S)
 
     run(main)

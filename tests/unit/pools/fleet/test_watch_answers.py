@@ -4,7 +4,7 @@ import anyio
 import grpc
 import pytest
 
-from slagate.pools.fleet.watch import LOOK_LIMIT_S
+from slagate.pools.fleet.watch import PROBE_LIMIT_S
 from slagate.pools.inflight.rows import State
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Status
@@ -97,9 +97,9 @@ def test_a_look_is_bounded_whatever_hangs(method: str) -> None:
         worker = Hung()
         worker.hung = method
         async with watched({"p1:1": worker}) as of:
-            await anyio.sleep(LOOK_LIMIT_S)
+            await anyio.sleep(PROBE_LIMIT_S)
             assert first(of).state is State.CONNECTING
-            assert first(of).reason == f"does not answer within {LOOK_LIMIT_S} s"
+            assert first(of).reason == f"does not answer within {PROBE_LIMIT_S} s"
             worker.hung = ""
             await anyio.sleep(LOOK_S)
             assert first(of).state is State.READY
@@ -112,7 +112,7 @@ def test_a_worker_that_hangs_is_out_after_three_looks() -> None:
         worker = Hung()
         async with watched({"p1:1": worker}) as of:
             worker.hung = "health"
-            await anyio.sleep(3 * (LOOK_S + LOOK_LIMIT_S))
+            await anyio.sleep(3 * (LOOK_S + PROBE_LIMIT_S))
             assert first(of).state is State.NOT_READY
 
     run(main)
@@ -147,7 +147,7 @@ def test_who_it_is_is_asked_once_while_its_load_reports_name_the_same_instance()
             worker.info = restarted
             await anyio.sleep(LOOK_S)
             assert (worker.n_server_infos, worker.n_model_infos) == (2, 2)
-            assert first(of).info == restarted
+            assert first(of).server_info == restarted
 
     run(main)
 

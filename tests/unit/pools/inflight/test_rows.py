@@ -47,14 +47,14 @@ def test_rows_and_views_are_each_others_inverse() -> None:
 def test_a_copy_does_not_follow_the_table() -> None:
     table = LoadTable()
     for at in range(9):
-        assert table.add(f"w{at}:1", None) == at
+        assert table.add_row(f"w{at}:1", None) == at
     before = table.rows()
     table.set(3, inflight=2)
     table.add_lease(3, Work(0, 0.0, 0), number=1)
     table.set_s(3, queued_s=1.5)
     table.set_state(3, State.READY, suspect=True)
     table.set_models(3, frozenset({"m"}))
-    table.add("new:1", 0)
+    table.add_row("new:1", 0)
     table.rename(0, 7)
     blank = before.view(3)
     assert (blank.inflight, blank.queued_s, blank.suspect, len(before)) == (0, 0.0, False, 9)
@@ -69,7 +69,7 @@ def test_a_copy_does_not_follow_the_table() -> None:
 def test_who_does_not_tell_has_the_mean_of_those_who_do() -> None:
     table = LoadTable()
     for at in range(4):
-        table.add(f"w{at}:1", None)
+        table.add_row(f"w{at}:1", None)
     table.set_foreign(0, (4, 2.0))
     table.set_foreign(1, (8, 4.0))
     table.set_foreign(2, None)
@@ -86,7 +86,7 @@ def test_what_follows_from_the_figures_is_in_line_with_them_after_any_change() -
     seed = random.randrange(10**6)
     rng = random.Random(seed)
     table = LoadTable()
-    rows = [table.add(f"w{at}:1", None) for at in range(6)]
+    rows = [table.add_row(f"w{at}:1", None) for at in range(6)]
     for row in rows:
         table.set(row, max_inflight=3, max_queued_tokens=500, capacity_tokens=1000 + row)
     changes: list[Callable[[int], object]] = [
@@ -114,7 +114,7 @@ def test_what_follows_from_the_figures_is_in_line_with_them_after_any_change() -
         for row, each in enumerate(views):
             is_down = each.state is not State.READY or each.worker_inflight >= each.max_inflight
             is_full = each.queued_tokens >= each.max_queued_tokens
-            assert found.shut[row] == DOWN * is_down + QUEUE_FULL * is_full, seed
+            assert found.unavailable[row] == DOWN * is_down + QUEUE_FULL * is_full, seed
             assert found.load_s[row] == each.queued_s + each.foreign_s, seed
             assert found.batch[row] == each.inflight + each.foreign_requests + 1, seed
             mean = (each.context_tokens + 9) / (each.inflight + 1)
@@ -125,7 +125,7 @@ def test_what_follows_from_the_figures_is_in_line_with_them_after_any_change() -
 def test_what_others_are_taken_to_have_sent_counts_as_what_they_did() -> None:
     table = LoadTable()
     for at in range(3):
-        table.add(f"w{at}:1", None)
+        table.add_row(f"w{at}:1", None)
         table.add_lease(at, Work(1, 1.0, 1), number=1)
     table.set_foreign(0, (4, 2.0))
     table.set_foreign(2, None)

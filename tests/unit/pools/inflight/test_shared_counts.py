@@ -62,7 +62,7 @@ def test_the_file_has_a_line_of_one_cache_line_for_each_process_and_slot(tmp_pat
     size = (tmp_path / "counts").stat().st_size
     assert size == -(-(64 + N_SLOTS * (16 + 3 * (1 + 64))) // 4096) * 4096
     counts = SharedCounts(tmp_path / "counts", 2, n_processes=3)
-    slot = counts.claim("one")
+    slot = counts.claim_slot("one")
     for cell in range(8):
         counts.set(slot, cell, 10 + cell)
     data = (tmp_path / "counts").read_bytes()
@@ -77,8 +77,13 @@ def test_the_file_has_a_line_of_one_cache_line_for_each_process_and_slot(tmp_pat
 def test_a_name_has_the_same_slot_in_every_process(several: Several) -> None:
     opened = several(3)
     a, b, parent = opened(0), opened(1), opened(None)
-    first = a.claim("x")
-    assert [b.claim("y"), b.claim("x"), a.claim("y"), a.claim("x")] == [1, first, 1, first]
+    first = a.claim_slot("x")
+    assert [b.claim_slot("y"), b.claim_slot("x"), a.claim_slot("y"), a.claim_slot("x")] == [
+        1,
+        first,
+        1,
+        first,
+    ]
     a.set(first, PoolCell.REQUESTS, 3)
     b.set(first, PoolCell.REQUESTS, 4)
     a.set_s(first, PoolCell.OLDEST_S, 0.5)
@@ -94,15 +99,15 @@ def test_a_name_has_the_same_slot_in_every_process(several: Several) -> None:
 def test_a_slot_is_somebody_elses_once_the_last_process_gave_it_up(several: Several) -> None:
     opened = several(2)
     a, b = opened(0), opened(1)
-    slot = a.claim("old")
-    assert b.claim("old") == slot
+    slot = a.claim_slot("old")
+    assert b.claim_slot("old") == slot
     a.set(slot, RankCell.LAST_CHOSEN, 5)
     b.set(slot, RankCell.LAST_CHOSEN, 6)
-    a.give_up(slot)
+    a.release_slot(slot)
     assert a.each_other(slot, RankCell.LAST_CHOSEN) == [(1, 6)]
-    assert a.claim("new") != slot
-    b.give_up(slot)
-    assert b.claim("newer") == slot
+    assert a.claim_slot("new") != slot
+    b.release_slot(slot)
+    assert b.claim_slot("newer") == slot
     assert [a.get(slot, RankCell.LAST_CHOSEN), b.get(slot, RankCell.LAST_CHOSEN)] == [0, 0]
 
 
@@ -113,11 +118,16 @@ def test_what_a_dead_process_held_is_taken_when_nothing_else_is_left(
     monkeypatch.setattr(shared_counts, "NOBODY", 3)
     opened = several(2)
     a, b = opened(0), opened(1)
-    assert [a.claim("a"), a.claim("b"), b.claim("c"), b.claim("d")] == [0, 1, 2, 3]
+    assert [a.claim_slot("a"), a.claim_slot("b"), b.claim_slot("c"), b.claim_slot("d")] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert [record.message for record in caplog.records] == ["counts.full"]
     a.set(1, RankCell.LAST_CHOSEN, 5)
     a.clear(0)
-    assert [b.claim("d"), b.claim("e"), b.claim("f")] == [0, 1, 3]
+    assert [b.claim_slot("d"), b.claim_slot("e"), b.claim_slot("f")] == [0, 1, 3]
     assert b.each_other(1, RankCell.LAST_CHOSEN) == [(0, 0)]
 
 
@@ -126,8 +136,8 @@ def test_who_found_no_slot_writes_nowhere_and_adds_nothing(several: Several) -> 
     a, b = opened(0), opened(1)
     a.set(NOBODY, RankCell.INFLIGHT, 9)
     a.set_s(NOBODY, RankCell.QUEUED_S, 9.0)
-    a.give_up(NOBODY)
-    others = b.others(b.places(np.array([NOBODY])))
+    a.release_slot(NOBODY)
+    others = b.sum_of_others(b.lines_of_others(np.array([NOBODY])))
     assert (others.counts[RankCell.INFLIGHT, 0], others.queued_s[0]) == (0, 0.0)
 
 
@@ -136,8 +146,8 @@ def test_a_crash_takes_along_what_was_in_flight_and_nothing_that_was_counted(
 ) -> None:
     opened = several(2)
     a, b, parent = opened(0), opened(1), opened(None)
-    worker, gateway = a.claim("w"), a.claim("gateway")
-    b.claim("w")
+    worker, gateway = a.claim_slot("w"), a.claim_slot("gateway")
+    b.claim_slot("w")
     for of in (a, b):
         for cell in range(8):
             of.set(worker, cell, 7)
@@ -147,8 +157,8 @@ def test_a_crash_takes_along_what_was_in_flight_and_nothing_that_was_counted(
     assert [a.get(worker, cell) for cell in range(8)] == [0, 0, 0, 0, 0, 7, 7, 7]
     assert [b.get(worker, cell) for cell in range(8)] == [7] * 8
     after = opened(0)
-    assert after.get(after.claim("gateway"), GatewayCell.RUNNING) == 0
-    assert after.get(after.claim("gateway"), GatewayCell.RECEIPTS) == 11
+    assert after.get(after.claim_slot("gateway"), GatewayCell.RUNNING) == 0
+    assert after.get(after.claim_slot("gateway"), GatewayCell.RECEIPTS) == 11
 
 
 def test_decisions_see_what_the_other_processes_have_on_a_worker(several: Several) -> None:
@@ -174,7 +184,7 @@ def test_each_rank_has_a_line(several: Several) -> None:
     opened = several(2)
     a, b = (SharedTable("agg p", opened(number)) for number in range(2))
     for of in (a, b):
-        assert [of.add("w:1", None), of.add("w:1", 1), of.add("v:1", None)] == [0, 1, 2]
+        assert [of.add_row("w:1", None), of.add_row("w:1", 1), of.add_row("v:1", None)] == [0, 1, 2]
     a.set(1, inflight=2, worker_inflight=2)
     a.set(0, worker_inflight=2)
     rows = b.rows()

@@ -8,7 +8,7 @@ from msgspec.structs import astuple
 
 from slagate.pools.fleet.pool import PoolView
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, SHUT, Rows, State, Work
+from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, UNAVAILABLE, Rows, State, Work
 from slagate.pools.inflight.shared_table import SharedTable
 from slagate.pools.inflight.table import LoadTable
 from slagate.pools.prefix.match import nothing_cached
@@ -50,7 +50,7 @@ def compare(rng: random.Random, opened: Opened) -> set[int]:
     for row in range(N_ROWS):
         limits = {"max_inflight": 4, "max_queued_tokens": 700, "capacity_tokens": 9000 + row}
         for of in (*tables, plain):
-            of.add(f"w{row}:1", None)
+            of.add_row(f"w{row}:1", None)
             of.set_models(row, frozenset({MODEL} if row else {"other"}))
         for table in tables:
             table.set(row, **limits)
@@ -90,5 +90,5 @@ def compare(rng: random.Random, opened: Opened) -> set[int]:
             assert (one.row, one.starved) == (two.row, two.starved)
             assert one.row is None or work_of(one) == work_of(two)
             assert one.candidates == two.candidates
-        shut.update((found.shut & ~here._ints[SHUT, :N_ROWS]).tolist())
+        shut.update((found.unavailable & ~here._ints[UNAVAILABLE, :N_ROWS]).tolist())
     return shut - {0}

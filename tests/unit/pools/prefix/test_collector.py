@@ -90,14 +90,14 @@ def test_predictions_that_have_ended_leave_nothing_in_memory() -> None:
 
     def claim_and_end() -> None:
         claims = [
-            predictions.claim(row, trunk + tokens, Root(), expires_s=1.0)
+            predictions.predict(row, trunk + tokens, Root(), expires_s=1.0)
             for row in range(2)
             for trunk, *branches in prompts()
             for tokens in branches
         ]
         random.Random(1).shuffle(claims)
         for claim in claims:
-            predictions.end(claim)
+            predictions.end_prediction(claim)
         predictions.expire(2.0)
 
     check_nothing_stays(claim_and_end)
@@ -109,7 +109,7 @@ def test_predictions_add_next_to_nothing_for_the_collector_to_walk() -> None:
     before = tracked()
     for trunk, *branches in prompts():
         for tokens in branches:
-            predictions.claim(0, trunk + tokens, Root(), expires_s=1.0)
+            predictions.predict(0, trunk + tokens, Root(), expires_s=1.0)
     added = tracked() - before
     assert len(predictions) == N_PROMPTS * (N_BRANCHES - 1)
     assert added.total() <= N_RUNS // 5, added

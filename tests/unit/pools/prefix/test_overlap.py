@@ -145,7 +145,7 @@ def test_a_restart_forgets_what_was_sent() -> None:
     of = pool()
     of.lease(0, Work(100, 0.1, 0), prompt(100))
     of.lease(1, Work(100, 0.1, 0), prompt(100))
-    of.members["w0:1"].set_info(oe.ServerInfo())
+    of.members["w0:1"].set_server_info(oe.ServerInfo())
     of.identified(of.members["w0:1"])
     assert cached(of, prompt(100)) == [(0, 0), (96, 0)]
 
@@ -154,7 +154,7 @@ def test_no_more_is_expected_of_a_worker_than_its_cache_holds() -> None:
     of = pool()
     member = of.members["w0:1"]
     capacity = oe.DeploymentCapacity(total_kv_blocks=6, kv_block_size=BLOCK)
-    member.set_info(oe.ServerInfo(capacity=capacity))
+    member.set_server_info(oe.ServerInfo(capacity=capacity))
     of.identified(member)
     for first in (0, 1000, 2000):
         of.lease(0, Work(100, 0.1, 0), prompt(100, first=first)).prefill_done()

@@ -28,8 +28,8 @@ def test_each_leg_asks_for_its_rank_by_the_key_of_its_stage() -> None:
     async def main() -> None:
         async with bench() as b:
             for member in b.app.fleet.members():
-                assert member.info is not None
-                member.set_info(of_two_ranks(member.info))
+                assert member.server_info is not None
+                member.set_server_info(of_two_ranks(member.server_info))
             for _ in range(2):
                 await b.call()
             for stage, key in KEYS.items():
@@ -48,7 +48,7 @@ def test_a_worker_that_stops_stating_its_block_size_costs_nothing_but_its_events
     async def main() -> None:
         async with bench() as b:
             (member,) = b.app.fleet.pools["prefill"].members.values()
-            assert member.info is not None
+            assert member.server_info is not None
             pool = b.app.fleet.pools["prefill"]
             assert pool.overlaps is not None
             index = pool.overlaps.index_of(32)

@@ -25,7 +25,7 @@ ASK = [("slagate-receipt", "1")]
 def limit(member: Member, max_inflight: int) -> None:
     """Give a worker another limit, as when it comes back with one."""
     member.set_limits(Limits(max_inflight=max_inflight))
-    member.set_info(member.info)
+    member.set_server_info(member.server_info)
 
 
 def test_a_refusal_for_want_of_a_worker_shows_what_was_decided() -> None:

@@ -100,7 +100,7 @@ def whole(folder: Path, children: Children) -> Iterator[WholeGateway]:
     opened = Opened(folder, 2)
     for number in range(2):
         counts = opened(number)
-        slot = counts.claim("pool agg p")
+        slot = counts.claim_slot("pool agg p")
         for at, cell in enumerate((PoolCell.REQUESTS, PoolCell.RETRIES, PoolCell.SPILLS)):
             counts.set(slot, cell, 10 * number + at + 1)
     prepared = prepare(config("agg"))

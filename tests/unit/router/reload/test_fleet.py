@@ -41,12 +41,12 @@ def make_ready(of: Fleet, *, n_ranks: int = 1) -> None:
     """Every worker has said who it is, and passed a probe."""
     for pool in of.pools.values():
         for member in pool.members.values():
-            if member.info is None:
+            if member.server_info is None:
                 info = oe.ServerInfo(instance_id=member.address)
                 info.capacity.kv_block_size = 32
                 info.parallelism.data_parallel_size = n_ranks
                 info.extra.update({"trtllm_supports_dp_rank_targeting": True})
-                member.set_info(info)
+                member.set_server_info(info)
                 pool.identified(member)
                 member.set_models({MODEL: model_info()})
                 member.probe_ok()
@@ -108,10 +108,10 @@ def test_who_goes_takes_nothing_new_and_leaves_with_its_last_lease() -> None:
 def test_who_is_idle_leaves_at_once_and_who_has_kv_parked_there_does_not() -> None:
     of = running("disagg")
     idle, parked = of.pools["prefill"].members.values()
-    parked.hold()
+    parked.retain()
     put(of, "disagg", prefill=workers("p9:1"))
     assert (idle.state, parked.state) == (State.LEFT, State.DRAINING)
-    parked.let_go()
+    parked.release()
     assert parked.state is State.LEFT
 
 
@@ -232,7 +232,7 @@ def test_rows_of_who_left_are_the_next_ones_without_anything_in_them(n_ranks: in
         assert (fresh.cached_tokens, fresh.last_chosen) == (0, 0)
     # Nor does what the old one is told late reach the new one.
     before = pool.view(PROMPT).view(new.ranks.rows[0])
-    old.set_info(oe.ServerInfo(instance_id="late"))
+    old.set_server_info(oe.ServerInfo(instance_id="late"))
     old.set_models({"other": model_info("other")})
     old.probe_ok()
     old.probe_failed("gone")
@@ -420,7 +420,7 @@ def test_workers_that_drain_and_are_down_stand_for_nobody() -> None:
 
 def test_a_table_gives_rows_that_were_given_up_to_the_next_the_last_first() -> None:
     table = LoadTable()
-    rows = [table.add(f"w{n}:1", None) for n in range(3)]
+    rows = [table.add_row(f"w{n}:1", None) for n in range(3)]
     for row in rows:
         table.set_models(row, frozenset({"m"}))
         table.set_state(row, State.READY, suspect=False)
@@ -428,8 +428,8 @@ def test_a_table_gives_rows_that_were_given_up_to_the_next_the_last_first() -> N
     table.set(1, inflight=3, last_chosen=9)
     table.set_s(1, queued_s=1.5)
     before = table.rows()
-    table.give_up(0)
-    table.give_up(1)
+    table.free_row(0)
+    table.free_row(1)
     assert before.view(1).address == "w1:1"
     gone = table.rows()
     assert (len(gone), gone.names[1]) == (3, ("", None))
@@ -438,13 +438,13 @@ def test_a_table_gives_rows_that_were_given_up_to_the_next_the_last_first() -> N
     assert serving is not None
     assert list(serving) == [False, False, True]
     # What was said of those that left is not taken for those of whom nobody can tell.
-    table.add("told:1", None)
+    table.add_row("told:1", None)
     table.set_foreign(1, (8, 1.0))
     table.set_foreign(2, None)
     assert table.rows().view(2).foreign_requests == 8
-    table.give_up(1)
+    table.free_row(1)
     table.set_s(1, queued_s=1.5)
-    assert [table.add(f"n{n}:1", n) for n in range(3)] == [1, 0, 3]
+    assert [table.add_row(f"n{n}:1", n) for n in range(3)] == [1, 0, 3]
     fresh = table.rows().view(1)
     assert (fresh.address, fresh.rank, fresh.state) == ("n0:1", 0, State.JOINING)
     assert (fresh.inflight, fresh.last_chosen, fresh.models) == (0, 0, frozenset())

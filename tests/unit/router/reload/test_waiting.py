@@ -293,7 +293,7 @@ def test_who_waits_for_a_worker_that_joins_and_for_a_full_one_keeps_its_place() 
         for member in of.members():
             member.set_models({name: model_info(name) for name in (MODEL, OTHER)})
         capacity = oe.DeploymentCapacity(total_kv_blocks=100, kv_block_size=32)
-        of.pools["decode"].members["d1:1"].set_info(oe.ServerInfo(capacity=capacity))
+        of.pools["decode"].members["d1:1"].set_server_info(oe.ServerInfo(capacity=capacity))
         of.apply(prepare(config("disagg", {"decode": {"workers": ["d1:1", "d3:1"]}})))
         first = ask(isl_tokens=2000)
         async with waiting(of, 1, asked=first) as requests, anyio.create_task_group() as tasks:

@@ -240,8 +240,8 @@ def test_score_06_the_queue_limit_counts_where_the_prefix_is_too() -> None:
         pool = of.pools["prefill"]
         view = pool.view()
         one, two = pool.members.values()
-        one.ranks.took(one.ranks.rows[0], Work(25_000, 0.5), number=1)
-        two.ranks.took(two.ranks.rows[0], Work(1_000, 1.0), number=2)
+        one.ranks.add_lease(one.ranks.rows[0], Work(25_000, 0.5), number=1)
+        two.ranks.add_lease(two.ranks.rows[0], Work(1_000, 1.0), number=2)
         view, depths = pool.view(), np.array([8191, 0])
         choice = choose_stage(
             Stage.PREFILL,
@@ -280,7 +280,7 @@ def test_a_newcomer_of_another_lane_does_not_pass_one_who_waits_for_more() -> No
     async def test(w: Waiting, tasks: anyio.abc.TaskGroup) -> None:
         (decode,) = w.dispatcher.fleet.pools["d-bulk"].members.values()
         capacity = oe.DeploymentCapacity(total_kv_blocks=100, kv_block_size=32)
-        decode.set_info(oe.ServerInfo(capacity=capacity))
+        decode.set_server_info(oe.ServerInfo(capacity=capacity))
         sizes = [(FAST, 2000), (BULK, 3000), (FAST, 150), (FAST, 150)]
         for number, (sla, isl_tokens) in enumerate(sizes):
             tasks.start_soon(lambda n=number, s=sla, i=isl_tokens: w.submit(n, sla=s, isl_tokens=i))
@@ -335,7 +335,7 @@ def test_a_request_that_is_older_than_who_keeps_the_place_takes_it() -> None:
     async def test(w: Waiting, tasks: anyio.abc.TaskGroup) -> None:
         (decode,) = w.dispatcher.fleet.pools["d-bulk"].members.values()
         capacity = oe.DeploymentCapacity(total_kv_blocks=100, kv_block_size=32)
-        decode.set_info(oe.ServerInfo(capacity=capacity))
+        decode.set_server_info(oe.ServerInfo(capacity=capacity))
         for number, (sla, isl_tokens) in enumerate([(FAST, 2000), (BULK, 3000)]):
             await anyio.sleep(1)
             tasks.start_soon(lambda n=number, s=sla, i=isl_tokens: w.submit(n, sla=s, isl_tokens=i))

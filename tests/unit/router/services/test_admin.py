@@ -194,8 +194,8 @@ def test_list_pools_says_how_workers_are_chosen_how_many_wait_and_how_wrong_pred
 def test_list_workers_compares_predicted_with_cached_tokens() -> None:
     of = fleet("agg")
     first, _ = of.members()
-    first.truth.add(100, 64)
-    first.truth.add(0, 32)
+    first.prefix_error.add_prompt(100, 64)
+    first.prefix_error.add_prompt(0, 32)
     answer = run(admin(of).ListWorkers, gw.ListWorkersRequest(), Context())
     assert answer.workers[0].prefix == gw.PrefixTruth(
         predicted_tokens=100, engine_cached_tokens=96, abs_error_tokens=68, requests=2
