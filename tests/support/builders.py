@@ -10,11 +10,11 @@ from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool, PoolView
-from slagate.pools.fleet.ranks import Limits, Work
+from slagate.pools.fleet.ranks import Limits
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.axis import Axis
 from slagate.pools.grid.grid import Stage, StageGrid
-from slagate.pools.inflight.rows import UNLIMITED, RowView, State
+from slagate.pools.inflight.rows import UNLIMITED, RowView, State, Work
 from slagate.pools.inflight.table import LoadTable, rows_of
 from slagate.pools.prefix.match import cached_of
 from slagate.pools.prefix.overlap import Prompt
