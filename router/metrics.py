@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
-from slagate.pools.inflight.rows import State
+from slagate.pools.inflight.table import State
 from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.router.receipts.record import Record
 from slagate.router.request.errors import Outcome

@@ -10,8 +10,7 @@ from slagate.pools.fleet.ranks import Limits
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.fleet_file.models import Objective
 from slagate.pools.grid.grid import Stage, StageGrid
-from slagate.pools.inflight.rows import UNLIMITED, State
-from slagate.pools.inflight.table import LoadTable
+from slagate.pools.inflight.table import UNLIMITED, LoadTable, State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.workers.profiles.profile import TpProfile
 from slagate.workers.runtime.clock import monotonic_s

@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from slagate.pools.inflight.rows import UNLIMITED, State, Work
-from slagate.pools.inflight.table import LoadTable
+from slagate.pools.inflight.table import UNLIMITED, LoadTable, State, Work
 
 
 class Limits(NamedTuple):

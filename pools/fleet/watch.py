@@ -21,7 +21,7 @@ from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import State
+from slagate.pools.inflight.table import State
 from slagate.pools.kv_events.follower import WorkerFollower
 from slagate.pools.kv_events.view import EventView
 from slagate.proto import openengine_pb2 as oe

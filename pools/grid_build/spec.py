@@ -10,9 +10,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from slagate.pools.fleet_file.models import Objective
+from slagate.pools.fleet_file.models import (
+    Address,
+    Array,
+    Count,
+    Limit,
+    Maybe,
+    Name,
+    Number,
+    Objective,
+    Word,
+)
 from slagate.pools.fleet_file.rules import read_profiles
-from slagate.pools.fleet_file.values import Address, Array, Count, Limit, Maybe, Name, Number, Word
 from slagate.pools.grid.errors import ConfigError, Problem
 from slagate.pools.grid.json_text import ROOT, json_path, read_json, shown
 from slagate.pools.grid_build.spec_rules import contradictions

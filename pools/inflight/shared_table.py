@@ -3,7 +3,15 @@
 import msgspec
 import numpy as np
 
-from slagate.pools.inflight.rows import (
+from slagate.pools.inflight.shared_counts import (
+    N_COUNTS,
+    NOBODY,
+    OtherProcesses,
+    PoolCell,
+    RankCell,
+    SharedCounts,
+)
+from slagate.pools.inflight.table import (
     BATCH,
     CONTEXT_TOKENS,
     DOWN,
@@ -19,18 +27,10 @@ from slagate.pools.inflight.rows import (
     WIDTH,
     WORKER_INFLIGHT,
     Ints,
+    LoadTable,
     Rows,
     Work,
 )
-from slagate.pools.inflight.shared_counts import (
-    N_COUNTS,
-    NOBODY,
-    OtherProcesses,
-    PoolCell,
-    RankCell,
-    SharedCounts,
-)
-from slagate.pools.inflight.table import LoadTable
 
 _LIMITS = slice(MAX_INFLIGHT, MAX_QUEUED_TOKENS + 1)  # of `WORKER_INFLIGHT` and `QUEUED_TOKENS`
 

@@ -1,57 +1,219 @@
-"""The rows of a pool as they change: written one figure at a time, copied for each decision."""
+"""A pool's live figures: one row for each worker and attention-DP rank, one array for each figure.
+
+A decision reads every row of a pool. With hundreds of workers an object for each would cost more than all
+the rest of the decision; a snapshot is two copies of small arrays.
+"""
 
 from collections.abc import Iterable, Mapping, MutableSequence
-from typing import cast
+from enum import Enum
+from typing import NamedTuple, cast
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from slagate.pools.inflight.rows import (
-    BATCH,
-    CAPACITY_TOKENS,
+from slagate.pools.inflight.shared_counts import N_COUNTS, PoolCell, RankCell
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+UNLIMITED = 1 << 62
+
+
+class State(Enum):
+    """Whether a worker may take work; only one that is `READY` may.
+
+    It is `JOINING` until its first probe. When the configuration drops it, it is `DRAINING` until its
+    requests have ended; then it has `LEFT`.
+    """
+
+    JOINING = "joining"
+    CONNECTING = "connecting"
+    READY = "ready"
+    NOT_READY = "not_ready"
+    REFUSED = "refused"
+    DRAINING = "draining"
+    LEFT = "left"
+
+
+STATES = tuple(State)
+READY, LEFT = STATES.index(State.READY), STATES.index(State.LEFT)
+
+
+class Work(NamedTuple):
+    """What one lease puts on a row."""
+
+    prefill_tokens: int = 0  # prompt tokens to prefill, until `Lease.prefill_done`
+    work_s: float = 0.0  # the same as seconds of work, see `FrozenEstimator.work_s`
+    context_tokens: int = 0  # tokens whose KV the request reads at each decode step
+
+
+class RowView(msgspec.Struct, frozen=True, gc=False):
+    """One worker and rank as the policy sees it, with what it has cached of one prompt."""
+
+    address: str
+    rank: int | None  # None: the worker itself chooses between its ranks, or has but one
+    state: State
+    suspect: bool  # ready, but its last probe or leg failed
+    inflight: int  # leases on the rank
+    worker_inflight: int  # leases on all ranks of the worker
+    max_inflight: int  # of the worker
+    queued_tokens: int  # prompt tokens leased and not prefilled yet, less what was cached
+    max_queued_tokens: int
+    queued_s: float  # the same as seconds of work, before the estimator's corrections
+    context_tokens: int  # tokens whose KV its requests read at each decode step
+    capacity_tokens: int  # tokens its KV cache holds
+    foreign_requests: int  # running there that this gateway did not send
+    foreign_s: float  # seconds of work of the prompts waiting there that it did not send
+    last_chosen: int  # number of the pool's last lease on it; 0: none yet
+    models: frozenset[str]
+    device_tokens: int = 0  # leading prompt tokens cached on the device
+    host_tokens: int = 0  # tokens behind those that are cached, but not all on the device
+
+    @property
+    def cached_tokens(self) -> int:
+        """Leading prompt tokens that need no compute."""
+        return self.device_tokens + self.host_tokens
+
+
+_COUNTS = tuple(cell.name.lower() for cell in RankCell)[:N_COUNTS]
+INT_FIELDS = _COUNTS + tuple(
+    field.name
+    for field in msgspec.structs.fields(RowView)
+    if field.type is int and field.name not in ("device_tokens", "host_tokens", *_COUNTS)
+)
+FLOAT_FIELDS = tuple(field.name for field in msgspec.structs.fields(RowView) if field.type is float)
+FIGURE_INDEX = {name: at for names in (INT_FIELDS, FLOAT_FIELDS) for at, name in enumerate(names)}
+(
+    INFLIGHT,  # the first `N_COUNTS` in the order of `RankCell`
+    WORKER_INFLIGHT,
+    QUEUED_TOKENS,
     CONTEXT_TOKENS,
-    DOWN,
-    FIGURE_INDEX,
-    FLOAT_FIELDS,
-    FOREIGN_REQUESTS,
-    FOREIGN_S,
-    FOREIGN_UNKNOWN,
-    INFLIGHT,
-    INT_FIELDS,
-    LAST_CHOSEN,
-    LEFT,
-    LOAD_S,
     MAX_INFLIGHT,
     MAX_QUEUED_TOKENS,
-    N_FLOATS,
-    N_INTS,
-    QUEUE_FULL,
-    QUEUED_S,
-    QUEUED_TOKENS,
-    READY,
-    STATE,
-    STATES,
-    SUSPECT,
-    UNAVAILABLE,
-    UNLIMITED,
-    WIDTH,
-    WORKER_INFLIGHT,
-    Counts,
-    Flags,
-    Floats,
-    Ints,
-    Rows,
-    RowView,
-    State,
-    Work,
+    CAPACITY_TOKENS,
+    FOREIGN_REQUESTS,
+    LAST_CHOSEN,
+) = range(len(INT_FIELDS))
+QUEUED_S, FOREIGN_S = range(len(FLOAT_FIELDS))
+# These are internal. Those behind `FOREIGN_UNKNOWN` are derived, see `LoadTable._derive`.
+STATE, SUSPECT, FOREIGN_UNKNOWN, UNAVAILABLE, BATCH, WIDTH = range(
+    len(INT_FIELDS), len(INT_FIELDS) + 6
 )
-from slagate.pools.inflight.shared_counts import PoolCell
+N_INTS = len(INT_FIELDS) + 6
+LOAD_S = len(FLOAT_FIELDS)
+N_FLOATS = len(FLOAT_FIELDS) + 1
+
+DOWN, QUEUE_FULL = 1, 2
+"""Bits of `Rows.unavailable`: not ready, or at its limit of requests; at its limit of queued tokens."""
+
+
+class Counts(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Counts over all rows of a table."""
+
+    n_unavailable: int  # rows with a bit of `Rows.unavailable`
+    n_suspect: int
+    n_left: int
+    n_foreign_unknown: int  # rows whose external load is not known
+    least_capacity_tokens: int
+
+
+class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """A frozen copy of a table: what one decision is made from."""
+
+    names: tuple[tuple[str, int | None], ...]  # address and rank by row
+    counts: Counts
+    _models: Mapping[frozenset[str], Flags]
+    _ints: Ints  # i64[N_INTS, n_rows]
+    _floats: Floats  # f64[N_FLOATS, n_rows]
+    # What every decision reads of these arrays.
+    last_chosen: Ints  # i64[n_rows], `RowView.last_chosen`
+    batch: Ints  # i64[n_rows], requests in the batch with one more, foreign ones included
+    load_s: Floats  # f64[n_rows], seconds of prefill work in the queue, foreign work included
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def ints(self, name: str) -> Ints:
+        """One figure of all rows, i64[n_rows]; `name` is a field of `RowView`."""
+        figures: Ints = self._ints[FIGURE_INDEX[name]]
+        return figures
+
+    def floats(self, name: str) -> Floats:
+        """One figure of all rows that is seconds, f64[n_rows]."""
+        figures: Floats = self._floats[FIGURE_INDEX[name]]
+        return figures
+
+    @property
+    def states(self) -> Ints:
+        """The index in `STATES` of each row, i64[n_rows]."""
+        states: Ints = self._ints[STATE]
+        return states
+
+    @property
+    def suspects(self) -> Ints:
+        """1 for each row whose worker is suspect, i64[n_rows]."""
+        suspects: Ints = self._ints[SUSPECT]
+        return suspects
+
+    @property
+    def unavailable(self) -> Ints:
+        """Why a row may take no request at all now: bits `DOWN` and `QUEUE_FULL`, i64[n_rows]."""
+        unavailable: Ints = self._ints[UNAVAILABLE]
+        return unavailable
+
+    def mean_tokens(self, more_tokens: int) -> Floats:
+        """Mean context of our requests at each row, with one of `more_tokens` more, f64[n_rows]."""
+        # The contexts of foreign requests are not known; they are taken to be like ours.
+        mean: Floats = (self._ints[CONTEXT_TOKENS] + more_tokens) / self._ints[WIDTH]
+        return mean
+
+    def mean_tokens_at(self, row: int, more_tokens: int) -> float:
+        """`mean_tokens` of one row."""
+        tokens: int = self._ints.item(CONTEXT_TOKENS, row) + more_tokens
+        width: int = self._ints.item(WIDTH, row)
+        return tokens / width
+
+    def serving(self, model: str) -> Flags | None:
+        """Rows whose worker serves the model, bool[n_rows]; None when all do."""
+        found = [flags for models, flags in self._models.items() if model in models]
+        if len(found) == len(self._models):
+            return None
+        return np.any(found, axis=0) if found else np.zeros(len(self), dtype=np.bool_)
+
+    def view(self, row: int, *, device_tokens: int = 0, host_tokens: int = 0) -> RowView:
+        """One row, as plain values."""
+        address, rank = self.names[row]
+        ints, floats = self._ints[:, row].tolist(), self._floats[:, row].tolist()
+        models = [models for models, flags in self._models.items() if flags[row]]
+        return RowView(
+            address,
+            rank,
+            STATES[ints[STATE]],
+            ints[SUSPECT] != 0,
+            ints[INFLIGHT],
+            ints[WORKER_INFLIGHT],
+            ints[MAX_INFLIGHT],
+            ints[QUEUED_TOKENS],
+            ints[MAX_QUEUED_TOKENS],
+            floats[QUEUED_S],
+            ints[CONTEXT_TOKENS],
+            ints[CAPACITY_TOKENS],
+            ints[FOREIGN_REQUESTS],
+            floats[FOREIGN_S],
+            ints[LAST_CHOSEN],
+            models[0],
+            device_tokens,
+            host_tokens,
+        )
 
 
 class LoadTable:
     """The rows of one pool, and what the pool has counted. Members write to their own rows.
 
-    A row keeps its number: leases and caches go by it. One that was given up is the next one's that is
-    added; until then it stays among the others, as one that has left.
+    A row keeps its number: leases and caches go by it. A row that was freed stays in the table, as one that
+    has left, until a new one takes its place.
     """
 
     _ints: Ints  # i64[N_INTS, n_rows and room for more]
@@ -64,7 +226,7 @@ class LoadTable:
         self._resize(4)
         self._free: list[int] = []
         self._models: Mapping[frozenset[str], Flags] | None = None
-        self._counts: Counts | None = None  # None: to be counted, something that counts has changed
+        self._counts: Counts | None = None  # None: a counted figure has changed
         self.n_model_changes = 0  # times that a worker said what it serves, the same included
         self.totals = {PoolCell.REQUESTS: 0, PoolCell.RETRIES: 0, PoolCell.SPILLS: 0}
 
@@ -74,7 +236,7 @@ class LoadTable:
         if n_old := len(self.names):
             ints[:, :n_old], floats[:, :n_old] = self._ints, self._floats
         self._ints, self._floats = ints, floats
-        # The same memory: single figures are read and written three times as fast this way.
+        # The same memory: this way single figures are read and written three times as fast.
         self._int = [cast("MutableSequence[int]", each.data) for each in ints]
         self._float = [cast("MutableSequence[float]", each.data) for each in floats]
 
@@ -89,7 +251,7 @@ class LoadTable:
         self.totals[total] += 1
 
     def add_row(self, address: str, rank: int | None) -> int:
-        """A row with all figures 0; its number."""
+        """Add a row with all figures 0; its number."""
         row = self._free.pop() if self._free else self._appended()
         self._ints[:, row] = 0
         self._floats[:, row] = 0.0
@@ -98,7 +260,7 @@ class LoadTable:
         return row
 
     def free_row(self, row: int) -> None:
-        """Its worker has left."""
+        """Free a row: its worker has left."""
         self._set_name(row, "", None)
         self.set_models(row, frozenset())
         self.set_state(row, State.LEFT, suspect=False)
@@ -122,17 +284,17 @@ class LoadTable:
         return not self._int[UNAVAILABLE][row] & DOWN
 
     def rename(self, row: int, rank: int | None) -> None:
-        """Another rank for a row: what it is turns out once the worker is reached."""
+        """Set the rank of a row, which is known once the worker was reached."""
         self._set_name(row, self.names[row][0], rank)
 
     def set_state(self, row: int, state: State, *, suspect: bool) -> None:
-        """Whether the row may take work."""
+        """Set whether the row may take work."""
         self._int[STATE][row] = STATES.index(state)
         self._int[SUSPECT][row] = suspect
         self._derive(row)
 
     def set_models(self, row: int, models: frozenset[str]) -> None:
-        """What the row's worker serves."""
+        """Set what the row's worker serves."""
         self.n_model_changes += 1
         if self._row_models[row] != models:
             self._row_models[row] = models
@@ -159,7 +321,7 @@ class LoadTable:
         self._derive(row)
 
     def set_foreign(self, row: int, load: tuple[int, float] | None) -> None:
-        """Requests and predicted seconds on a row that others sent; None: nobody can tell now."""
+        """Set the requests and predicted seconds of work on a row that others sent; None: not known."""
         self._int[FOREIGN_UNKNOWN][row] = load is None
         requests, seconds = (0, 0.0) if load is None else load
         self._int[FOREIGN_REQUESTS][row] = requests
@@ -209,7 +371,7 @@ class LoadTable:
                 self._derive_unavailable(row)
 
     def _derive(self, row: int) -> None:
-        """Bring all that follows from a row's figures in line with them; they may be any."""
+        """Bring all derived figures of a row in line with the others."""
         ints, floats = self._int, self._float
         floats[LOAD_S][row] = floats[QUEUED_S][row] + floats[FOREIGN_S][row]
         width = ints[WIDTH][row] = ints[INFLIGHT][row] + 1
@@ -257,7 +419,7 @@ class LoadTable:
             self._models = _flags(self._row_models)
         if 0 < self._counts.n_foreign_unknown < n:
             unknown = ints[FOREIGN_UNKNOWN] != 0
-            # An old report that says "idle" would draw everything to a worker nobody hears of.
+            # An old report that says "idle" would draw all requests to a worker that reports no more.
             for figures in (ints[FOREIGN_REQUESTS], floats[FOREIGN_S]):
                 if figures.any():
                     figures[unknown] = figures[~unknown].mean()

@@ -33,7 +33,7 @@ _BASE = Root()
 class PrefixIndex:
     """All holders of blocks of one size. `stored` is O(blocks), `match` O(runs and their distinct leads).
 
-    Before an index is dropped all holders must leave and be swept, as `rank_follower` does: the garbage
+    Before an index is dropped all holders must leave and be swept, as `RankFollower` has it: the garbage
     collector does not find blocks that are left (see `Run`).
 
     Raises `ValueError` for a block or a run of less than one.

@@ -13,8 +13,8 @@ import anyio
 import grpc
 import grpc.aio
 
-from slagate.pools.inflight.rows import State
 from slagate.pools.inflight.shared_counts import PoolCell, SharedCounts
+from slagate.pools.inflight.table import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import abort
 from slagate.router.multiprocess.supervisor import GatewayChild, Supervisor

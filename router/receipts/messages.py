@@ -6,7 +6,7 @@ from msgspec.structs import asdict
 
 from slagate.pools.fleet.pool import PoolView
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import UNLIMITED
+from slagate.pools.inflight.table import UNLIMITED
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import Decision, StageChoice

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slagate.pools.fleet.pool import PoolView
-from slagate.pools.inflight.rows import UNLIMITED, RowView, State
-from slagate.pools.inflight.table import rows_of
+from slagate.pools.inflight.table import UNLIMITED, RowView, State, rows_of
 from slagate.pools.prefix.match import cached_of
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.receipts.config import RecordedConfig, UnusableReceipt

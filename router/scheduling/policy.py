@@ -17,7 +17,6 @@ from slagate.pools.fleet_file.models import ANY_CLASS
 from slagate.pools.grid.axis import AnyAxis
 from slagate.pools.grid.grid import Cell, Stage, StageGrid
 from slagate.pools.grid.json_text import shown
-from slagate.pools.inflight.rows import Work
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.score import RoutingRequest, ScoredPool, ScoredRow, score_pool

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from slagate.pools.fleet.pool import PoolView
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import (
+from slagate.pools.inflight.table import (
     LEFT,
     QUEUE_FULL,
     READY,

@@ -15,7 +15,7 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool
 from slagate.pools.grid.errors import ConfigError
 from slagate.pools.grid.grid import StageGrid
-from slagate.pools.inflight.rows import State
+from slagate.pools.inflight.table import State
 from slagate.pools.kv_events.view import EventMode
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc

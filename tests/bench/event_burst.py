@@ -30,8 +30,7 @@ import uvloop
 
 from bench.decisions import Scene, Taken, both_decisions, busy_fleet, in_us, percentiles_us
 from bench.event_source import BLOCK_TOKENS
-from slagate.pools.kv_events.follower import WorkerFollower
-from slagate.pools.kv_events.rank_follower import WAITING_BYTES
+from slagate.pools.kv_events.follower import WAITING_BYTES, WorkerFollower
 from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.client.client import connect_worker

@@ -11,7 +11,7 @@ import anyio
 import anyio.lowlevel
 import grpc
 
-from slagate.pools.kv_events.rank_follower import MAX_DELAY_S
+from slagate.pools.kv_events.follower import MAX_DELAY_S
 from slagate.pools.kv_events.view import EventMode
 from slagate.pools.prefix.index import PrefixIndex
 from slagate.pools.prefix.trie import Root

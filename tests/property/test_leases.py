@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from slagate.pools.fleet.pool import Lease
-from slagate.pools.inflight.rows import State, Work
+from slagate.pools.inflight.table import State, Work
 from support.builders import pool
 
 LIMIT = 4

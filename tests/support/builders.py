@@ -14,8 +14,7 @@ from slagate.pools.fleet.ranks import Limits
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.axis import Axis
 from slagate.pools.grid.grid import Stage, StageGrid
-from slagate.pools.inflight.rows import UNLIMITED, RowView, State, Work
-from slagate.pools.inflight.table import LoadTable, rows_of
+from slagate.pools.inflight.table import UNLIMITED, LoadTable, RowView, State, Work, rows_of
 from slagate.pools.prefix.match import cached_of
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe

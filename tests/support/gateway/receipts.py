@@ -11,7 +11,7 @@ from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.pool import PoolView
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import RowView, State
+from slagate.pools.inflight.table import RowView, State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK
 from slagate.router.receipts.config import config_message

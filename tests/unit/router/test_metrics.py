@@ -6,7 +6,7 @@ from prometheus_client import Histogram
 from prometheus_client.core import Metric
 
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import Work
+from slagate.pools.inflight.table import Work
 from slagate.pools.kv_events.view import EventView
 from slagate.router.metrics import TTFT_BUCKETS_S, Metrics
 from slagate.router.receipts.record import Record

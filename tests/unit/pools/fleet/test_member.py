@@ -7,8 +7,7 @@ from slagate.pools.fleet.health import FAILURES_TO_LEAVE
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease, Pool
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import UNLIMITED, State, Work
-from slagate.pools.inflight.table import LoadTable
+from slagate.pools.inflight.table import UNLIMITED, LoadTable, State, Work
 from slagate.proto import openengine_pb2 as oe
 from support.builders import member, pool
 

@@ -5,8 +5,16 @@ from collections.abc import Callable
 
 from msgspec.structs import astuple
 
-from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, UNLIMITED, RowView, State, Work
-from slagate.pools.inflight.table import LoadTable, rows_of
+from slagate.pools.inflight.table import (
+    DOWN,
+    QUEUE_FULL,
+    UNLIMITED,
+    LoadTable,
+    RowView,
+    State,
+    Work,
+    rows_of,
+)
 from support.builders import view
 
 

@@ -8,9 +8,8 @@ from msgspec.structs import astuple
 
 from slagate.pools.fleet.pool import PoolView
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import DOWN, QUEUE_FULL, UNAVAILABLE, Rows, State, Work
 from slagate.pools.inflight.shared_table import SharedTable
-from slagate.pools.inflight.table import LoadTable
+from slagate.pools.inflight.table import DOWN, QUEUE_FULL, UNAVAILABLE, LoadTable, Rows, State, Work
 from slagate.pools.prefix.match import nothing_cached
 from slagate.router.scheduling.policy import StageChoice, choose_stage
 from support.builders import MODEL, ask, one_cell, profiled, work_of

@@ -6,7 +6,7 @@ import anyio
 import grpc
 import pytest
 
-from slagate.pools.kv_events.rank_follower import KEEP_S, MAX_DELAY_S, PROBE_S
+from slagate.pools.kv_events.follower import KEEP_S, MAX_DELAY_S, PROBE_S
 from slagate.pools.kv_events.subscription import SILENCE_S
 from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.proto import openengine_pb2 as oe

@@ -9,7 +9,7 @@ import anyio.lowlevel
 import pytest
 
 from slagate.pools.kv_events.decode import PIECE_EVENTS
-from slagate.pools.kv_events.rank_follower import WAITING_BYTES
+from slagate.pools.kv_events.follower import WAITING_BYTES
 from slagate.pools.prefix.holder import Holder
 from slagate.pools.prefix.index import PrefixIndex
 from slagate.proto import openengine_pb2 as oe

@@ -10,7 +10,7 @@ import pytest
 
 from slagate.pools.grid.axis import Axis
 from slagate.pools.grid.grid import Stage, StageGrid
-from slagate.pools.inflight.rows import State
+from slagate.pools.inflight.table import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK, Status
 from slagate.router.receipts.attainment import Attainment, CellTraffic

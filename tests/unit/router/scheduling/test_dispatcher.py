@@ -6,7 +6,7 @@ import pytest
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.rows import State
+from slagate.pools.inflight.table import State
 from slagate.router.request.errors import RETRY_PUSHBACK, NoWorker, Overloaded, UnknownModel
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher

@@ -8,7 +8,7 @@ import pytest
 
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet_file.load import parse_config
-from slagate.pools.inflight.rows import Work
+from slagate.pools.inflight.table import Work
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.metrics import Metrics
