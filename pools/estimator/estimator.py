@@ -4,9 +4,9 @@
     ttft_s      prefill_offset_s + prefill_scale * (work queued on the worker + the prompt's own)
     itl_s       itl_scale * D(batch, context)
 
-P and D are of the pool's timing profile; without one, of `NominalTiming`. Queues are sums of work, in
-P's own seconds as they were before any coefficient. Were they corrected seconds, the coefficients would
-be learnt from numbers that they made, late by the length of a queue: in overload that swings without bound.
+P and D come from the pool's timing profile, or without one from `NominalTiming`. Queues are sums of work in
+uncorrected seconds of P. If they were corrected, the coefficients would be learnt from numbers that they
+had made themselves, late by the length of a queue: in overload that oscillates without bound.
 """
 
 import math
@@ -16,23 +16,24 @@ from typing import Protocol, TypeVar
 import msgspec
 import numpy as np
 from msgspec import structs
+from typing_extensions import override
 
 from slagate.pools.estimator.fit import MAX_OFFSET_S, Fit
 from slagate.workers.profiles.profile import HOST_LINK_BYTES_PER_S, TpProfile, tp_profile_from_json
 from slagate.workers.profiles.table import Floats, Ints
 
 NOMINAL_KV_BYTES_PER_TOKEN = 131_072
-"""Of an 8B model in 16 bits: 32 layers, 8 KV heads of 128, K and V."""
+"""KV cache of an 8B model in 16 bits: 32 layers, 8 KV heads of 128, K and V."""
 
 MIN_OBSERVED = 8
-"""Observations before a profile is corrected: a few first requests may all be slow."""
+"""Observations before a profile is corrected: the first few requests may all be slow."""
 
 MIN_OBSERVED_NOMINAL = 32
 """Observations before there are predictions without a profile."""
 
 
 class Coefficients(msgspec.Struct, frozen=True, gc=False):
-    """What a profile is corrected by. As they are here: not at all."""
+    """What a profile is corrected by. The defaults correct nothing."""
 
     prefill_scale: float = 1.0
     prefill_offset_s: float = 0.0
@@ -40,7 +41,7 @@ class Coefficients(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def prefill(self) -> tuple[float, float]:
-        """Those of a prefill: scale and offset."""
+        """The scale and the offset in seconds of prefills."""
         return self.prefill_scale, self.prefill_offset_s
 
 
@@ -50,7 +51,7 @@ _WorkT = TypeVar("_WorkT", float, Floats)
 
 
 class TimingModel(Protocol):
-    """What is corrected: P(new, cached) and D(batch, context), for one point and for f64[n]."""
+    """P(new, cached) and D(batch, context), for one point and for f64[n]."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -63,38 +64,31 @@ class TimingModel(Protocol):
         """Seconds of one decode step at this batch size and mean context."""
 
     def prefill_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
-        """As `prefill_s`."""
-
-    def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
-        """As `itl_s`."""
+        """`prefill_s` of f64[n] each."""
 
     def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
-        """As `itl_s`, for whole batch sizes >= 1; it may differ in the last digits."""
+        """`itl_s` of i64[n] batch sizes >= 1 and f64[n] contexts; it may differ in the last digits."""
 
 
-class NominalTiming:
-    """Stands in for a profile: workers of one pool are alike, so of the right order is all it needs."""
+class NominalTiming(TimingModel):
+    """Stands in for a profile. Workers of one pool are alike, so the right order of magnitude is enough."""
 
     kv_bytes_per_token = NOMINAL_KV_BYTES_PER_TOKEN
 
+    @override
     def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
-        """In proportion to the new tokens, at 20,000 tokens/s."""
         return max(0.0, new_tokens) / 20_000
 
+    @override
     def itl_s(self, batch_size: float, context_tokens: float) -> float:
-        """A constant step plus a share for each token of context that it reads."""
         return 0.01 + max(0.0, batch_size) * max(0.0, context_tokens) * 1e-8
 
+    @override
     def prefill_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
-        """As `prefill_s`."""
         return np.maximum(0.0, new_tokens) / 20_000
 
-    def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
-        """As `itl_s`."""
-        return 0.01 + np.maximum(0.0, batch_size) * np.maximum(0.0, context_tokens) * 1e-8
-
+    @override
     def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
-        """As `itl_s`."""
         seconds: Floats = batch_size * context_tokens
         seconds *= 1e-8
         seconds += 0.01
@@ -105,17 +99,17 @@ NOMINAL = NominalTiming()
 
 
 class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
-    """A pool's speed as it is known at one moment: the same point gives the same number for ever."""
+    """A pool's speed as known at one moment: the same point always gives the same number."""
 
     profile: TpProfile | None = None
     profile_source: str = "none"
     coefficients: Coefficients = UNCORRECTED
-    _speed: TimingModel = NOMINAL  # the profile's, whatever is given
+    _speed: TimingModel = NOMINAL  # always the profile's, whatever is given
 
     def __post_init__(self) -> None:
         """Raises `ValueError` naming a coefficient that is negative or no number."""
         of = self.coefficients
-        # One that is negative, infinite or no number shows in the least or the sum.
+        # A negative, infinite or NaN coefficient fails one of these comparisons.
         if not (
             of.prefill_scale >= 0.0
             and of.prefill_offset_s >= 0.0
@@ -129,36 +123,36 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def source(self) -> str:
-        """Where the numbers come from, for people; "none" when there is nothing behind them."""
+        """Where the numbers come from, for people; "none" when they are nominal."""
         if self.profile is None:
             return "learned" if self.predicts else "none"
         return self.profile_source
 
     @property
     def predicts_prefill(self) -> bool:
-        """False: prefill seconds rank workers of the pool but mean nothing as seconds."""
+        """Whether prefill seconds mean anything as seconds; else they only rank workers of the pool."""
         return self.profile is not None or self.coefficients.prefill != UNCORRECTED.prefill
 
     @property
     def predicts_itl(self) -> bool:
-        """False: inter-token seconds rank workers of the pool but mean nothing as seconds."""
+        """Whether inter-token seconds mean anything as seconds; else they only rank workers of the pool."""
         return self.profile is not None or self.coefficients.itl_scale != UNCORRECTED.itl_scale
 
     @property
     def predicts(self) -> bool:
-        """Whether some of the numbers mean something as seconds."""
+        """Whether some of the numbers mean anything as seconds."""
         return self.predicts_prefill or self.predicts_itl
 
     def work_s(self, new_tokens: float, cached_tokens: float) -> float:
-        """What a prefill adds to its worker's queue: uncorrected seconds."""
+        """The work that a prefill adds to its worker's queue, in uncorrected seconds."""
         return self._speed.prefill_s(new_tokens, cached_tokens)
 
     def work_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
-        """As `work_s`, for f64[n] each."""
+        """`work_s` of f64[n] each."""
         return self._speed.prefill_many(new_tokens, cached_tokens)
 
     def ttft_s(self, work_s: _WorkT) -> _WorkT:
-        """Seconds from a leg's start to its first answer, for the work of the queue and its own."""
+        """Seconds from a leg's start to its first answer, for the work in the queue and its own."""
         scale, offset_s = self.coefficients.prefill
         return work_s * scale + offset_s
 
@@ -171,29 +165,23 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
         return self.coefficients.itl_scale * self._speed.itl_s(batch_size, context_tokens)
 
     def ttft_many(self, work_s: Floats) -> Floats:
-        """As `ttft_s`, for f64[n], in place."""
+        """`ttft_s` of f64[n], in place."""
         work_s *= self.coefficients.prefill_scale
         work_s += self.coefficients.prefill_offset_s
         return work_s
 
-    def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
-        """As `itl_s`, for f64[n] each."""
-        seconds = self._speed.itl_many(batch_size, context_tokens)
-        seconds *= self.coefficients.itl_scale
-        return seconds
-
     def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
-        """As `itl_s`, for n whole batch sizes >= 1; it may differ in the last digits."""
+        """`itl_s` of i64[n] batch sizes >= 1 and f64[n] contexts; it may differ in the last digits."""
         seconds = self._speed.itl_of_batches(batch_size, context_tokens)
         seconds *= self.coefficients.itl_scale
         return seconds
 
     def host_s(self, tokens: float) -> float:
-        """Seconds to bring KV cache of `tokens` back from the host: nominal, part of a prefill's work."""
+        """Nominal seconds to bring the KV cache of `tokens` back from the host, as part of a prefill."""
         return max(0.0, tokens) * self._speed.kv_bytes_per_token / HOST_LINK_BYTES_PER_S
 
     def table_json(self) -> dict[str, object]:
-        """All that it predicts from but the coefficients, as JSON values; the same for all of a pool."""
+        """What it predicts from besides the coefficients, as JSON values; constant for a pool."""
         profile = None if self.profile is None else self.profile.to_json()
         return {"source": self.profile_source, "profile": profile}
 
@@ -201,7 +189,7 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
     def from_json(
         cls, table: Mapping[str, object], coefficients: Coefficients
     ) -> "FrozenEstimator":
-        """The estimator that gave `table_json` and `coefficients`: the same numbers to the last bit.
+        """The inverse of `table_json` and `coefficients`: it gives the same numbers to the last bit.
 
         Raises `ValueError` naming the field that is wrong.
         """
@@ -215,7 +203,7 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
 
 
 class Estimator:
-    """Learns a pool's speed. Observations only change what is frozen after them."""
+    """Learns a pool's speed. An observation replaces `frozen`; copies that were taken stay as they are."""
 
     def __init__(self, profile: TpProfile | None = None, *, source: str = "none") -> None:
         self._speed = _speed(profile)
@@ -226,25 +214,25 @@ class Estimator:
         self.frozen = FrozenEstimator(profile, source)
 
     def starts_as(self, other: "Estimator") -> bool:
-        """Whether both began with the same numbers, whatever they have learnt since."""
+        """Whether both began with the same profile, whatever they have learnt since."""
         return self.frozen.table_json() == other.frozen.table_json()
 
     def observe_prefill(
         self, new_tokens: int, cached_tokens: int, queued_s: float, seconds: float
     ) -> None:
-        """A leg's first answer came after `seconds`, behind queued work of `queued_s`.
+        """Learn that a leg's first answer came after `seconds`, behind queued work of `queued_s`.
 
-        Numbers that are no time (negative, not finite) are not learnt from; nor by `observe_itl`.
+        Numbers that are no time (negative, not finite) are ignored, also by `observe_itl`.
         """
         own_s = self._speed.prefill_s(new_tokens, cached_tokens)
         work_s = own_s + queued_s
-        # A queue is a guess (how much of it was done, who else sends), a prompt is known.
+        # The prompt is known, the queue a guess: part of it may be done, and others may send too.
         weight = own_s / work_s if work_s > 0 else 1.0
         if self._prefill.observe(work_s, seconds, weight=weight):
             self._freeze_again()
 
     def observe_itl(self, batch_size: float, context_tokens: float, seconds: float) -> None:
-        """A decode step at this batch size and mean context took `seconds`."""
+        """Learn that a decode step at this batch size and mean context took `seconds`."""
         if self._itl.observe(self._speed.itl_s(batch_size, context_tokens), seconds):
             self._freeze_again()
 
@@ -261,7 +249,7 @@ class Estimator:
 
     @property
     def itl_error(self) -> float | None:
-        """As `prefill_error`, of ITL."""
+        """Recent mean |predicted - actual| / actual of ITL, predicted before it was learnt from."""
         return self._itl.error
 
     @property

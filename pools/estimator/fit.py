@@ -1,48 +1,48 @@
 """Fits `offset_s + scale * work_s` to observed seconds, one observation at a time.
 
-Least squares of the relative error, old observations forgotten:
+It minimises the squares of the relative errors, of which old ones are forgotten:
 
-    minimise  sum_i FORGET^(n-i) * weight_i * (y_i - scale * w_i - offset_s)^2 / (y_i * predicted_i)
-              + ((scale - now) / now)^2 + ((offset_s - now) / OFFSET_UNIT_S)^2
+    sum_i FORGET^(n-i) * weight_i * (y_i - scale * w_i - offset_s)^2 / (y_i * predicted_i)
+    + ((scale - now) / now)^2 + ((offset_s - now) / OFFSET_UNIT_S)^2
 
-The last two terms are the distance to the coefficients as they stand, one observation's worth. They decide
-where the observations do not (prompts that are all alike say nothing of scale against offset), and what
-holds in place does not drift; a pull to fixed values would keep part of every error for ever.
+The last two terms are the distance to the present coefficients and weigh as much as one observation. They
+decide where the observations do not: prompts of one length cannot tell scale from offset. They cause no
+drift, while a pull to fixed values would keep part of every error for ever.
 
-Robust in ratios, so that twice as long and half as long count the same: an observation is moved to within
-`CLIP` times the usual |log(seconds / predicted)| of its prediction. A stall is then one more observation,
-while a worker that has really become slower widens the limit step by step and is followed.
+Outliers are clipped in ratios, so that twice as long and half as long count the same: an observation is
+moved to within `CLIP` times the usual |log(seconds / predicted)| of its prediction. So a stall counts as
+one ordinary observation, while a worker that has really become slower widens the limit step by step.
 """
 
 import math
 
 FORGET = 0.96
-"""What an observation weighs after the next one: the last 25 count, about. Any longer, and a change of
-the workers shows too late; any shorter, and queueing noise shows in the coefficients."""
+"""The factor on an observation's weight at each new one: about the last 25 count. With more of them a
+change of the workers would show too late, with fewer queueing noise would show in the coefficients."""
 
 CLIP = 2.0
-"""Of the usual error: what normal noise has beyond it does not matter."""
+"""In usual errors; normal noise rarely goes beyond it."""
 
 USUAL_STEP, MIN_USUAL, MAX_USUAL = 1.15, 0.02, 3.0
-"""The usual error is a running median: up by this factor for an error beyond it, else down. The least one
-lets exact predictions be left again; the greatest is a factor of 20."""
+"""The usual error is a running median: it rises by this factor at an error beyond it, and else falls. Its
+minimum lets predictions that were exact become wrong again; its maximum is a factor of 20."""
 
 ERROR_SPAN = 64
-"""Observations that the reported mean error looks back on, about."""
+"""About how many observations the reported mean error covers."""
 
 OFFSET_UNIT_S = 0.02
-"""An overhead that is as easily believed as twice the time of everything."""
+"""A change of the offset that is as far as doubling the scale."""
 
 _HOLD_OFFSET = 1.0 / OFFSET_UNIT_S**2
 
 MIN_SCALE, MAX_SCALE = 0.01, 100.0
-"""Anything a GPU may be to another one, and a simulated engine that runs a test at ten times the speed."""
+"""These cover any GPU against another, and a simulated engine that runs a test at ten times the speed."""
 
 MAX_OFFSET_S = 0.5
-"""What a leg may cost beside its prefill; more is a queue that nobody counted, and not a constant."""
+"""The most that a leg may cost beside its prefill; more is a queue that was not counted, not a constant."""
 
 MIN_S, MAX_S = 1e-4, 1e5
-"""What a clock and a network resolve; longer than any request."""
+"""What a clock and a network can resolve, and more than any request takes."""
 
 
 class Fit:
@@ -71,12 +71,12 @@ class Fit:
         self.error: float | None = None  # recent mean of |predicted - seconds| / seconds
         self._min_observed, self._max_offset_s = min_observed, max_offset_s
         self._now_scale, self._now_offset_s = 1.0, 0.0
-        self._usual = 1.0  # of |log(seconds / predicted)|; the first may be far from the profile
+        self._usual = 1.0  # |log(seconds / predicted)|; the first may be far from the profile
         # Sums of the weight times ww, w, 1, wy, y.
         self._a = self._b = self._c = self._d = self._e = 0.0
 
     def observe(self, work_s: float, seconds: float, *, weight: float = 1.0) -> bool:
-        """Learn that `work_s` took `seconds`, which is not possible from what is no time.
+        """Learn that `work_s` took `seconds`; numbers that are no time are ignored.
 
         `weight` in [0, 1] is how far `work_s` can be trusted. True when `scale` and `offset_s` were set.
         """
@@ -114,9 +114,9 @@ class Fit:
             self._e = e = FORGET * self._e + weight * seconds
             c += _HOLD_OFFSET
             e += _HOLD_OFFSET * self._now_offset_s
-            # Positive: the sums alone give >= 0, and what holds adds to both factors.
+            # The denominator is positive: the sums alone give >= 0, and both factors were increased.
             offset_s = (a * e - b * d) / (a * c - b * b)
             self._now_offset_s = min(self._max_offset_s, max(0.0, offset_s))
-            # The best scale for an offset at its bound, and the same as without one inside.
+            # This is the best scale also where the offset is at its bound.
             d -= b * self._now_offset_s
         self._now_scale = min(MAX_SCALE, max(MIN_SCALE, d / a))

@@ -1,4 +1,4 @@
-"""What changes from one configuration of a fleet to another, in lines for people. Pools go by name."""
+"""The differences between two configurations of a fleet, in lines for people. Pools are matched by name."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
@@ -10,11 +10,11 @@ from slagate.pools.grid.grid import PriorityRule, StageGrid
 from slagate.pools.grid.json_text import named, shown
 
 MAX_CELLS = 64
-"""Changed cells of one stage that are listed."""
+"""The most changed cells of one stage that are listed."""
 
 
 def changes(old: Prepared, new: Prepared) -> Iterator[str]:
-    """A line for each change; none where only the order of things changes, or how they are written."""
+    """A line for each change; changes of order or spelling alone give none."""
     was, now = old.config, new.config
     yield from _changed("mode", was.mode, now.mode)
     for stage in _either(was.stages, now.stages):

@@ -17,23 +17,23 @@ from slagate.workers.runtime.clock import monotonic_s
 
 
 class Prepared(NamedTuple):
-    """A configuration that a fleet can take over: it was checked, and every profile in it was read."""
+    """A configuration that a fleet can apply: it was checked, and every profile in it was read."""
 
     config: FleetConfig
-    estimators: Mapping[str, Estimator]  # by pool, nothing learnt yet
+    estimators: Mapping[str, Estimator]  # by pool; they have learnt nothing yet
 
 
 def prepare(config: FleetConfig) -> Prepared:
-    """For a configuration that was checked for serving."""
+    """Make the estimators of a configuration, which was checked for serving."""
     assert config.profiles is not None, "it was read with serving=True"
     return Prepared(config, _estimators(config, config.profiles))
 
 
 class Fleet:
-    """Grids and pools of the configuration that is in force, and who still drains of those before it.
+    """The grids and pools of the configuration in force, and workers of earlier ones that still drain.
 
-    Without `prefix` nobody asks what is cached where, and workers are chosen by their load alone.
-    `load_table` makes the table of a pool, in which there is what other gateways send to the same workers.
+    Without `prefix` workers are chosen by their load alone, whatever they have cached. `load_table` makes
+    the table of a pool, which may show what other gateways send to the same workers.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Fleet:
         self.grids: Mapping[Stage, StageGrid] = {}
         self.objectives: Mapping[str, Objective] = {}
         self.pools: dict[str, Pool] = {}
-        self._leaving: list[Pool] = []  # pools that are not there any more, whose workers drain
+        self._leaving: list[Pool] = []  # pools of earlier configurations, whose workers drain
         self._on_join: list[Callable[[Pool, Member], None]] = []
         self._n_applied = 0
         self._models: set[str] = set()
@@ -62,11 +62,11 @@ class Fleet:
     def apply(self, prepared: Prepared) -> None:
         """Put a configuration in force, in one step.
 
-        Pools and workers that stay keep all that is known of them, and their requests. Those that go take
-        nothing new, and leave once what they have is done.
+        Pools and workers that stay keep their requests and all that is known of them. Those that go take
+        no new requests, and leave once theirs have ended.
         """
         config = prepared.config
-        self.models()  # those of workers that go now are not forgotten
+        self.models()  # the models of workers that go now are kept
         before = self.pools
         for pool in self._leaving:
             if pool.is_empty:
@@ -75,7 +75,7 @@ class Fleet:
         self.warnings = config.warnings
         self.objectives = config.objectives
         self.grids = {Stage(name): grid for name, grid in config.stages.items()}
-        # Scrapes and probes read from a thread of their own: never half a fleet.
+        # Scrapes and probes read from a thread of their own, and must never see half a fleet.
         pools: dict[str, Pool] = {}
         for stage, grid in self.grids.items():
             for index, name in enumerate(grid.pool_names):
@@ -109,15 +109,15 @@ class Fleet:
                 self._join(pool, address)
         self._n_applied += 1
 
-    def on_join(self, tell: Callable[[Pool, Member], None]) -> None:
-        """Be told of every member, now and when it joins."""
-        self._on_join.append(tell)
+    def on_join(self, joined: Callable[[Pool, Member], None]) -> None:
+        """Have `joined` called with every member, now and whenever one joins."""
+        self._on_join.append(joined)
         for pool in self.pools.values():
             for member in pool.members.values():
-                tell(pool, member)
+                joined(pool, member)
 
     def _known(self, before: Mapping[str, Pool], stage: Stage, name: str) -> Pool | None:
-        """The pool of that name and stage, also one that was on its way out."""
+        """The pool of that name and stage, also where it was leaving."""
         for pool in (*before.values(), *self._leaving):
             if pool.name == name and pool.stage is stage:
                 if pool in self._leaving:
@@ -128,11 +128,11 @@ class Fleet:
     def _join(self, pool: Pool, address: str) -> None:
         member = None if address in pool.members else pool.join(address)
         if member is not None:
-            for tell in self._on_join:
-                tell(pool, member)
+            for joined in self._on_join:
+                joined(pool, member)
 
     def pool(self, name: str, stage: Stage) -> Pool | None:
-        """A pool that a request was sent to; None: the configuration has it no more."""
+        """The pool of that name and stage; None: the configuration has none."""
         pool = self.pools.get(name)
         return pool if pool is not None and pool.stage is stage else None
 
@@ -143,7 +143,7 @@ class Fleet:
 
     @property
     def all_pools(self) -> Iterator[Pool]:
-        """Every pool of the configuration, and those of which only workers that drain are left."""
+        """Every pool of the configuration, and earlier ones whose workers still drain."""
         yield from list(self.pools.values())
         yield from [pool for pool in list(self._leaving) if not pool.is_empty]
 
@@ -153,9 +153,9 @@ class Fleet:
             yield from list(pool.members.values())
 
     def standing(self) -> Iterator[Member]:
-        """Members, and where one of a stage has not been looked at yet, those of the stage that drain.
+        """Members, and for a stage with one that was not probed yet also those of the stage that drain.
 
-        They are up as far as anybody knows: what comes for such a stage waits a moment, and is served.
+        So a stage counts as ready while its new workers join: its requests wait a moment, and are served.
         """
         members = list(self.members())
         yield from members
@@ -164,28 +164,28 @@ class Fleet:
             yield from (m for m in self.all_members() if m.is_draining and m.stage in joining)
 
     def all_members(self) -> Iterator[Member]:
-        """As `members`, and those that drain."""
+        """Every worker of the configuration, and those that drain."""
         for pool in self.all_pools:
             yield from pool.all_members
 
     def views(self, prompt: Prompt | None = None) -> Mapping[str, PoolView]:
-        """Pools by name, each as it stands when it is first looked at: for use within one step."""
+        """Views of the pools by name, each made at its first use: for use within one step."""
         return _Views(self.pools, prompt)
 
     def models(self) -> set[str]:
-        """Models that some worker serves or has served: a fleet that is down still knows its names."""
+        """Models that some worker serves or has served: they stay known while all workers are down."""
         for member in self.members():
             self._models.update(member.models)
         return self._models
 
     def serves(self, model: str) -> bool:
-        """Whether `models` has this one; does not look at the workers once it has been seen."""
+        """Whether `models` has this one; a model that was found before is found without a search."""
         return model in self._models or model in self.models()
 
     def context_window(self, model: str) -> int | None:
         """The longest context, in tokens, that every stage has a worker for; None: not known.
 
-        Looks at the workers once for each change of what they serve.
+        It is computed once for each change of what workers serve.
         """
         n_changes = 0
         for pool in self.pools.values():
@@ -195,7 +195,7 @@ class Fleet:
             self._windows.clear()
         if model not in self._windows:
             if not self.serves(model):
-                return None  # and nothing is kept of names that clients make up
+                return None  # not kept, as clients may make up names
             self._windows[model] = self._find_window(model)
         return self._windows[model]
 
@@ -204,7 +204,7 @@ class Fleet:
         for member in self.members():
             info = member.models.get(model)
             if info is not None:
-                # One that does not say may have any.
+                # A worker that does not say may have any.
                 known = info.HasField("max_context_length")
                 tokens = info.max_context_length if known else UNLIMITED
                 windows[member.stage] = max(tokens, windows.get(member.stage, 0))
@@ -231,7 +231,7 @@ class Fleet:
 
 
 class _Views(dict[str, PoolView]):
-    """Most decisions look at one pool a stage, so the others are not copied."""
+    """Views of pools, made when they are needed: most decisions need one a stage."""
 
     def __init__(self, pools: Mapping[str, Pool], prompt: Prompt | None) -> None:
         super().__init__()

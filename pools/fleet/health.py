@@ -1,4 +1,4 @@
-"""A worker's health as a table: what its looks say, and what follows.
+"""A worker's health: its states, and how probes change them.
 
     state        probe ok                      probe failed                    wrong kind of worker
     joining      -> ready                      -> connecting                   -> refused
@@ -17,20 +17,20 @@ SUCCESSES_TO_RETURN = 2
 
 
 class Health:
-    """One worker's. Each of what can be learnt of it says whether the state changed."""
+    """The health of one worker. `ok`, `failed` and `refuse` return whether the state changed."""
 
     def __init__(self) -> None:
         self.state = State.JOINING
         self.reason = "not looked at yet"
-        self._in_a_row = 0
+        self._in_a_row = 0  # good probes, or negative: bad ones
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the last probe failed, of a worker that is still taken to be up."""
+        """Whether the worker is still ready, but its last probe failed."""
         return self._in_a_row < 0
 
     def ok(self) -> bool:
-        """One good probe."""
+        """Count a good probe."""
         if self.state is State.READY:
             self._in_a_row = 0
             return False
@@ -42,7 +42,7 @@ class Health:
         return self._become(State.READY, "")
 
     def failed(self, reason: str) -> bool:
-        """One bad or missing probe."""
+        """Count a bad or missing probe."""
         if self.state is State.JOINING:
             return self._become(State.CONNECTING, reason)
         if self.state is not State.READY:
@@ -55,7 +55,7 @@ class Health:
         return self._become(State.NOT_READY, reason)
 
     def refuse(self, reason: str) -> bool:
-        """The worker is not what the configuration says it is."""
+        """Take the worker out: it is not what the configuration says it is."""
         if self.state is State.REFUSED:
             self.reason = reason
             return False

@@ -1,11 +1,11 @@
-"""The only I/O of the pools: one loop per worker that asks who it is, how it is, how busy it is.
+"""Probes each worker in a loop: who it is, whether it is healthy, how busy it is.
 
-It ends when the worker has left the fleet, and with it the channel to the worker.
+The loop ends when the worker has left the fleet, and so does the connection to it.
 
-A worker is looked at every second. One that gave no answer five times in a row (it has long left then) is
-looked at after 1.5 s, 2.25 s and so on, at most 10 s: a fleet file may list hundreds that are not up. The
-first answer, whatever it says, brings the second back. All give or take a fifth, so one that comes up is
-seen within 12 s.
+A worker is probed every second. After five probes in a row without an answer (it is not ready long before
+that) the interval grows to 1.5 s, 2.25 s and so on, at most 10 s: a fleet file may list hundreds of workers
+that are not up. Any answer brings the interval back to a second. Intervals vary by a fifth, so a worker
+that comes up is seen within 12 s.
 """
 
 import logging
@@ -34,18 +34,18 @@ from slagate.workers.worker import SCHEMA_RELEASE, Worker
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-"""Between two looks at a worker. Load in between is known from leases, so faster buys nothing."""
+"""Between two probes of a worker. Load in between is known from leases, so probing faster gains nothing."""
 
 JITTER_RATIO = 0.2
 
 PATIENT_PROBES = 5
-"""Without an answer, in a row, before looks become rarer: more than it takes to leave."""
+"""Probes in a row without an answer before they become rarer: more than it takes to be not ready."""
 
 BACKOFF_RATIO = 1.5
 MAX_INTERVAL_S = 10.0
 
 PROBE_LIMIT_S = 2.0
-"""Workers answer these from memory; one that takes longer hangs."""
+"""Workers answer probes from memory; one that takes longer hangs."""
 
 Connect = Callable[[str], AbstractAsyncContextManager[Worker]]
 
@@ -67,10 +67,10 @@ async def watch_fleet(
     drain_s: float = math.inf,
     on_cut: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[None]:
-    """Watch every worker of the fleet, and follow its KV events, for the time of the block.
+    """Probe every worker of the fleet and follow its KV events, for the time of the block.
 
-    `now_s` is the gateway's clock, `unix_s` the one that workers stamp their events by. A worker that
-    drains for longer than `drain_s` has its requests ended, and `on_cut` is told.
+    `now_s` is the gateway's clock, `unix_s` the one that workers stamp their events by. When a worker
+    drains for longer than `drain_s` its requests are ended, and `on_cut` is called.
     """
     shared = _WatchContext(connect, CooperativeScheduler(), now_s, drain_s, on_cut)
     async with anyio.create_task_group() as tasks:
@@ -125,7 +125,7 @@ async def _probe_forever(
             n_unanswered, interval_s = 0, INTERVAL_S
             backoff.reset()
         else:
-            # What it said a look ago is no longer news.
+            # What it reported before may be wrong by now.
             pool.set_foreign(member, None)
             n_unanswered += 1
             if n_unanswered >= PATIENT_PROBES:
@@ -142,7 +142,7 @@ async def _probe_forever(
 
 
 async def _probe(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], float]) -> bool:
-    """One look at the worker, and what it says of its health. False where it gave no answer."""
+    """Probe the worker once. False where it gave no answer."""
     try:
         with anyio.fail_after(PROBE_LIMIT_S):
             health = await worker.health(oe.HealthRequest())
@@ -155,7 +155,7 @@ async def _probe(pool: Pool, member: Member, worker: Worker, now_s: Callable[[],
     except TimeoutError:
         member.probe_failed(f"does not answer within {PROBE_LIMIT_S} s")
     except Exception as error:
-        # Whatever one worker answers, the others and the gateway go on.
+        # Whatever one worker answers must not stop the other loops or the gateway.
         log.exception("member.look", extra={"worker": member.address})
         member.probe_failed(f"answers what cannot be read: {type(error).__name__}")
     else:
@@ -172,8 +172,8 @@ async def _load(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], 
     try:
         load = await worker.load(oe.GetLoadRequest())
     except WorkerError:
-        # TensorRT-LLM's own server has no figures when it is idle, and old ones have no such method:
-        # an answer about what it can tell, not about its health.
+        # TensorRT-LLM's own server has no figures when it is idle, and old ones have no such method, so
+        # this error says nothing about its health.
         member.load = None
         pool.set_foreign(member, None)
     else:
@@ -184,8 +184,8 @@ async def _load(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], 
 def _foreign(member: Member, load: oe.LoadInfo, *, most_ours: int) -> tuple[int, int] | None:
     """Requests on a worker, and prompt tokens waiting there, that this gateway did not send.
 
-    Ours, in whichever of its processes, is counted as high as it was before (`most_ours`) and after the
-    worker was asked: what others sent is rather too little than too much. None where it does not say.
+    The gateway's own, over all its processes, are the more of what they were before the report
+    (`most_ours`) and after it, so that the result is rather too low than too high. None: not reported.
     """
     if not load.HasField("running_requests"):
         return None
@@ -196,10 +196,10 @@ def _foreign(member: Member, load: oe.LoadInfo, *, most_ours: int) -> tuple[int,
 
 
 async def _identify(pool: Pool, member: Member, worker: Worker) -> str:
-    """Who answers under this address; why it cannot be the configured member, or "".
+    """Ask who answers at this address; returns why it cannot be the configured member, or "".
 
-    A restarted process has another instance id. Load reports carry it too, so a worker that gives them
-    is asked for the whole answer only when it has changed.
+    A restarted process has another instance id. Load reports carry it too, so a worker that sends them is
+    asked for all its information only when the id has changed.
     """
     known = member.server_info
     is_known = known is not None and known.instance_id != "" and bool(member.models)
@@ -209,11 +209,11 @@ async def _identify(pool: Pool, member: Member, worker: Worker) -> str:
     if misfit := _misfit(member, info):
         member.set_server_info(info)
         return misfit
-    # One that did not fit before, and says no instance id, had no models.
+    # A worker that did not fit before has no models, also where it reports no instance id.
     is_another = known is None or known.instance_id != info.instance_id or not member.models
     member.set_server_info(info)
     if is_another:
-        # Until it says what it serves now, it gets nothing.
+        # It gets no requests until it has said what it serves now.
         member.set_models({})
         pool.identified(member)
         member.set_models({name: await worker.model_info(name) for name in info.supported_models})
@@ -230,8 +230,8 @@ def _misfit(member: Member, info: oe.ServerInfo) -> str:
     if info.schema_release != SCHEMA_RELEASE:
         return f"speaks OpenEngine release {info.schema_release[:80]!r}, not {SCHEMA_RELEASE!r}"
     wanted = ROLE_OF_STAGE[member.stage]
-    # TensorRT-LLM's own server cannot say its role, and a role of a later revision reads as unsaid: the
-    # configuration is then all there is.
+    # TensorRT-LLM's own server does not report its role, and a role of a later revision counts as not
+    # reported: then the configuration decides.
     if info.engine_role in ROLE_OF_STAGE.values() and info.engine_role != wanted:
         role = _name(oe.EngineRole, info.engine_role).removeprefix("ENGINE_ROLE_").lower()
         return f"is a {role} worker, but listed in {member.stage.value} pool {member.pool!r}"
@@ -239,5 +239,5 @@ def _misfit(member: Member, info: oe.ServerInfo) -> str:
 
 
 def _name(enum: Any, value: int) -> str:
-    """The name of an enum value; one of a later revision has only its number."""
+    """The name of an enum value, or its number where it is of a later revision."""
     return str(enum.Name(value)) if value in enum.values() else f"unknown state {value}"

@@ -70,8 +70,8 @@ def test_equal_points_of_one_array_tie_exactly(
     """Equal workers must tie to the last bit wherever they stand, or one would always win."""
     frozen = FrozenEstimator(profile)
     x, y = np.array([at, *others, at, at], np.float64).T
-    for many in (frozen.work_many, frozen.itl_many):
-        seconds = many(x, y)
+    sizes = np.maximum(x, 1.0).astype(np.int64)
+    for seconds in (frozen.work_many(x, y), frozen.itl_of_batches(sizes, y)):
         assert seconds[0] == seconds[-1] == seconds[-2]
 
 
@@ -98,7 +98,8 @@ def test_a_receipt_predicts_the_same_to_the_last_bit(
         assert again.host_s(cached_tokens) == frozen.host_s(cached_tokens)
     x, y = np.array(at, np.float64).reshape(-1, 2).T
     assert (again.work_many(x, y) == frozen.work_many(x, y)).all()
-    assert (again.itl_many(x, y) == frozen.itl_many(x, y)).all()
+    sizes = np.maximum(x, 1.0).astype(np.int64)
+    assert (again.itl_of_batches(sizes, y) == frozen.itl_of_batches(sizes, y)).all()
 
 
 @settings(max_examples=150)
