@@ -234,7 +234,7 @@ class Sweep:
         at_once = min(n_requests, max(self._plan.levels))
         self._progress.start_phase("Warming up", n_requests)
         await self._send("warm-up", at_once, n_requests, None, results)
-        if self._tell_failed("warm-up", results) == len(results):
+        if self._note_failures("warm-up", results) == len(results):
             raise NotReadyError("no request of the warm-up was answered")
 
     async def measure_level(self, concurrency: int) -> None:
@@ -257,14 +257,14 @@ class Sweep:
             if results:
                 level = LevelFigures(concurrency, results, seconds, not finished, busy)
                 self._measured.levels.append(level)
-        self._tell_failed(f"{concurrency} at once", results)
+        self._note_failures(f"{concurrency} at once", results)
         if busy > BUSY_RATIO:
             self._progress.note(
                 f"{concurrency} at once: this process was busy {busy:.0%} of the time, so latencies "
                 "are partly its own"
             )
 
-    def _tell_failed(self, phase: str, results: Sequence[ServedRequest]) -> int:
+    def _note_failures(self, phase: str, results: Sequence[ServedRequest]) -> int:
         """Note how many failed, with the first one's reason; returns their number."""
         failed = [one for one in results if problem(one) is not None]
         if failed:

@@ -16,7 +16,14 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import BufferedSink
 from slagate.proto.rpc.status import Status
 from slagate.router.cli.client_tables import print_decision, print_pools
-from slagate.router.cli.command import Admin, finite, run_to_exit, seconds, server, wrong_use_told
+from slagate.router.cli.command import (
+    Admin,
+    ending_on_usage_error,
+    finite,
+    run_to_exit,
+    seconds,
+    server,
+)
 from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
 from slagate.router.client import admin_at, engine_at, only_model, only_one_of
 from slagate.router.request.metadata import ITL, PRIORITY, RECEIPT, RECEIPT_TRAILER, TTFT
@@ -43,7 +50,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")
 
 
 class RequestOptions(NamedTuple):
-    """What the flags of `generate` and `explain` say of a request."""
+    """A request as the options of `generate` and `explain` describe it."""
 
     prompt: list[int]
     model: str | None
@@ -53,7 +60,7 @@ class RequestOptions(NamedTuple):
     priority: int | None
 
     def metadata(self) -> list[tuple[str, str | bytes]]:
-        """The SLA as gRPC metadata."""
+        """The targets and the priority as gRPC metadata."""
         pairs = ((TTFT, self.ttft_ms), (ITL, self.itl_ms), (PRIORITY, self.priority))
         return [(key, str(value)) for key, value in pairs if value is not None]
 
@@ -78,7 +85,7 @@ def read_prompt(tokens: str | None, isl: int | None) -> list[int]:
     if (tokens is None) == (isl is None):
         raise UsageError("give either --tokens or --isl")
     if isl is not None:
-        # Any fixed sequence does; a long period keeps two lengths from looking like repeats.
+        # Any fixed sequence does; its period is so long that no part repeats.
         return [(i * 48271 + 11) % 100_003 for i in range(isl)]
     assert tokens is not None
     if tokens.startswith("@"):
@@ -116,7 +123,7 @@ def generate(
 ) -> None:
     """Send one request and print its token ids as they come, then the receipt as JSON."""
     tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
-    with wrong_use_told():
+    with ending_on_usage_error():
         prompt = read_prompt(tokens, isl)
     options = RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
     run_to_exit(lambda: _generate(target, options, tls=tls, receipt=receipt, timeout_s=timeout))
@@ -141,7 +148,7 @@ def explain(
 ) -> None:
     """Show the decision for a request; nothing is sent to a worker."""
     tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
-    with wrong_use_told():
+    with ending_on_usage_error():
         prompt = read_prompt(tokens, isl)
     options = RequestOptions(prompt, model, max_tokens, ttft_ms, itl_ms, priority)
     run_to_exit(lambda: _explain(target, options, tls=tls, as_json=as_json))
@@ -192,10 +199,7 @@ async def _generate(
 
 
 async def _print_tokens(sink: BufferedSink) -> Status:
-    """Write token ids as they come, separated by spaces, and a newline behind the last.
-
-    Returns how it ended.
-    """
+    """Write token ids as they come, with spaces between and a newline at the end; returns the status."""
     n_tokens = 0
     problem = ""
     while (data := await sink.next()) is not None:
@@ -248,7 +252,7 @@ async def _pools(target: str, *, tls: TlsFiles | None, as_json: bool) -> int:
 
 def to_dict(message: Message) -> dict[str, Any]:
     """Protobuf's JSON under the names of the proto file, 64-bit numbers as numbers."""
-    # Zeros are figures here: a worker with nothing in flight says so.
+    # Zeros are figures here, such as of a worker with nothing in flight.
     value = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

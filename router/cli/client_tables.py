@@ -1,4 +1,4 @@
-"""What the client commands show to people: tables of decisions, pools and workers."""
+"""Tables of decisions, pools and workers, as `explain` and `pools` print them."""
 
 from collections.abc import Iterator
 
@@ -9,11 +9,11 @@ from slagate.router.tables import print_table, stdout_console
 
 
 def print_decision(decision: gw.Decision) -> None:
-    """A table of candidates for each stage, then the decision in words."""
+    """Print a table of candidates for each stage, then the decision in words."""
     console = stdout_console()
     for choice in decision.stages:
         table = _choice_table(choice, decision.isl_tokens)
-        # Ranks of a worker are rows of their own.
+        # Each rank of a worker is a row.
         names = [str(column.header) for column in table.columns]
         print_table(console, table, n_keys=names.index("rank") + 1 if "rank" in names else 1)
     console.print(decision.text, soft_wrap=True)
@@ -25,7 +25,7 @@ def _misses(decision: gw.Decision) -> Iterator[str]:
     """A line for each target of the request that its winner is predicted to miss."""
     for choice in decision.stages:
         for target in choice.targets if choice.worker else ():
-            # Without a profile nothing is predicted, and that is 0 here.
+            # Without a profile nothing is predicted, and the field is 0.
             predicted_ms = getattr(choice.candidates[0], f"predicted_{target.field}")
             if target.source != "grid" and predicted_ms > target.ms:
                 name = target.field.removesuffix("_ms").upper()
@@ -63,7 +63,7 @@ def _choice_table(choice: gw.StageChoice, isl_tokens: int) -> Table:
 def _candidate_cells(
     candidate: gw.Candidate, isl_tokens: int, scales: dict[str, float]
 ) -> dict[str, str]:
-    """What is shown of a candidate, by column."""
+    """The cells of a candidate's row, by column."""
     cached = candidate.device_tokens + candidate.host_tokens
     on_host = f" ({candidate.host_tokens:,} on host)" if candidate.host_tokens else ""
     queue_s = (candidate.queued_s + candidate.foreign_s) * scales[candidate.pool]
@@ -86,7 +86,7 @@ def _candidate_cells(
 
 
 def print_pools(pools: gw.ListPoolsResponse, workers: gw.ListWorkersResponse) -> None:
-    """A table of pools, one of workers, which configuration that is, and the warnings."""
+    """Print a table of pools, one of workers, the version of the configuration, and the warnings."""
     console = stdout_console()
     print_table(console, _pools_table(pools))
     print_table(console, _workers_table(workers))

@@ -37,8 +37,8 @@ def fail(message: object) -> NoReturn:
 
 
 @contextmanager
-def wrong_use_told() -> Iterator[None]:
-    """What a user did wrong ends the command, within the block, in the words of the error."""
+def ending_on_usage_error() -> Iterator[None]:
+    """An error in the block that the user made ends the command, with the error's words."""
     try:
         yield
     except (ConfigError, UsageError) as error:
@@ -55,9 +55,9 @@ def parsed_address(text: str) -> Address:
 
 @contextmanager
 def until_reader_leaves() -> Iterator[None]:
-    """Print to stdout in the block, which ends where the reader of a pipe has enough.
+    """A block that prints to stdout, and ends without an error where the reader closes the pipe.
 
-    For commands whose status says more than that they could print.
+    It is for commands whose status says more than whether they could print.
     """
     try:
         yield
@@ -70,16 +70,17 @@ def until_reader_leaves() -> Iterator[None]:
 def run_to_exit(
     main_coroutine: Callable[[], Coroutine[Any, Any, int]], *, starts_processes: bool = False
 ) -> NoReturn:
-    """Run to the end on the fastest loop there is and leave with its status.
+    """Run the coroutine, print what it could not do, and exit with its status. It runs on uvloop.
 
-    Who `starts_processes` while gRPC is in use runs on asyncio's own loop: it does so by vfork, of which
-    gRPC's threads, and its log, take no notice.
+    A command that `starts_processes` while gRPC is in use runs on asyncio's own loop, which uses vfork:
+    gRPC's threads, and its log, do not react to that.
     """
     use_uvloop = sys.platform != "win32" and not starts_processes
 
     async def whole() -> int:
         if "grpc.aio" in sys.modules:
-            # Else its thread ends with its last object, and who collects that can wait for it for ever.
+            # Otherwise gRPC's thread ends with its last object, and whoever collects that may wait for
+            # ever.
             sys.modules["grpc.aio"].init_grpc_aio()
         try:
             return await main_coroutine()
@@ -90,7 +91,7 @@ def run_to_exit(
         status = anyio.run(whole, backend_options={"use_uvloop": use_uvloop})
     except Exception as error:
         cause: BaseException = error
-        # Task groups wrap what went wrong inside; Python 3.10 has no name for the wrapper.
+        # Task groups wrap an error from inside; Python 3.10 has no name for the wrapper.
         while inner := getattr(cause, "exceptions", None):
             cause = inner[0]
         if isinstance(cause, CallFailed):
@@ -107,14 +108,14 @@ def run_to_exit(
 
 
 def finite(value: float | None) -> float | None:
-    """Refuse what `float` reads besides numbers: a limit of infinity is none. Raises `BadParameter`."""
+    """Refuse nan and infinity, which `float` reads, too. Raises `BadParameter`."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter("must be a finite number")
     return value
 
 
 def whole_numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
-    """What `--option 1,2,4` says, sorted, each once; other text ends the command."""
+    """The numbers of `--option 1,2,4`, sorted, each once; other text ends the command."""
     words = text.split(",")
     if not all(word.isascii() and word.isdigit() and int(word) >= least for word in words):
         fail(f"{option} must be whole numbers from {least} on with commas between (got {text!r})")
@@ -125,7 +126,7 @@ MAX_SECONDS = 1e6
 
 
 def seconds(about: str, *, least: float = 0.0) -> Any:
-    """An option that is a time."""
+    """An option that is a time in seconds."""
     return typer.Option(min=least, max=MAX_SECONDS, callback=finite, help=about)
 
 
@@ -151,7 +152,7 @@ Admin = Annotated[str, server("The gateway's admin listener (slagate serve --adm
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raises `UsageError` where a file cannot be written: before minutes are spent on what is in it."""
+    """Raise `UsageError` if a file cannot be written: before minutes are spent on its content."""
     try:
         is_there = path.exists()
         with path.open("ab"):
@@ -167,20 +168,20 @@ LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
 def check_apart(listeners: Mapping[str, Address | None]) -> None:
-    """Ends the command where two listeners have one address: what the kernel says blames another."""
+    """End the command if two listeners have one address: the kernel's error would blame another process."""
     for (one, address), (other, same) in itertools.combinations(listeners.items(), 2):
         if address is not None and address == same and address.port:
             fail(f"--{one} and --{other} are both {address}")
 
 
 def check_policy(policy: str) -> None:
-    """End the command unless `policy` is one there is."""
+    """End the command unless there is such a policy."""
     if policy not in POLICIES:
         fail(f"--policy must be one of {', '.join(POLICIES)} (got {policy!r})")
 
 
 def start_log(level: str, **about: object) -> None:
-    """Log to stderr from this level on, `about` in each line; another word ends the command."""
+    """Log to stderr from this level on, with `about` in each line; an unknown level ends the command."""
     try:
         log_to_stderr(level, **about)
     except ValueError:
@@ -194,11 +195,12 @@ IgnoredCodes = Annotated[
 FindingsAsJson = Annotated[
     bool, typer.Option("--json", help="A JSON object a line instead of text.")
 ]
-COLUMNS = 100  # of a page; less where the terminal is narrower
+COLUMNS = 100
+"""The width of findings; less if the terminal is narrower."""
 
 
 def codes_to_ignore(codes: Iterable[str] | None, known: Iterable[str], *, page: str) -> set[str]:
-    """What `--ignore` names, of the codes of a page; another word ends the command."""
+    """The codes that `--ignore` names; one that is not `known` ends the command, which names the `page`."""
     ignored = {code.upper() for code in codes or ()}
     for code in sorted(ignored - set(known)):
         near = nearest(code, known, least=0.0)

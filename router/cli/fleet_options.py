@@ -1,4 +1,4 @@
-"""The fleet file of a command, and the options that add to it."""
+"""The fleet file of a command: the options that name it and add to it, and how it is read."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from slagate.pools.fleet_file.load import FleetConfig, load_config
-from slagate.router.cli.command import errors, fail, wrong_use_told
+from slagate.router.cli.command import ending_on_usage_error, errors, fail
 
 FleetFile = Annotated[
     Path,
@@ -32,27 +32,28 @@ def read_fleet(
     lenient: bool,
     pools: Path | None,
     pool: Sequence[str] | None,
-    untold: str | None = None,
+    unreported: str | None = None,
 ) -> FleetConfig:
-    """The fleet file with what the options add, to look at; see `checked`."""
+    """The fleet file with the pools and workers of the options, not checked for serving; see `checked`."""
     workers = pool_workers(pool or ())
     return checked(
-        lambda: load_config(path, lenient=lenient, pools=pools, workers=workers), untold=untold
+        lambda: load_config(path, lenient=lenient, pools=pools, workers=workers),
+        unreported=unreported,
     )
 
 
-def checked(read: Callable[[], FleetConfig], *, untold: str | None = None) -> FleetConfig:
-    """What `read` returns, its warnings on stderr but for `untold`; a `ConfigError` ends the command."""
-    with wrong_use_told():
+def checked(read: Callable[[], FleetConfig], *, unreported: str | None = None) -> FleetConfig:
+    """What `read` returns; prints its warnings but `unreported`. A `ConfigError` ends the command."""
+    with ending_on_usage_error():
         config = read()
     for warning in config.warnings:
-        if untold is None or not warning.endswith(f": {untold}"):
+        if unreported is None or not warning.endswith(f": {unreported}"):
             errors.print(f"slagate: warning: {warning}")
     return config
 
 
 def pool_workers(options: Sequence[str]) -> dict[str, list[str]]:
-    """Addresses by pool from options such as `fast=10.0.0.1:9000,10.0.0.2:9000`; others end the command."""
+    """Addresses by pool, of options such as `fast=10.0.0.1:9000,10.0.0.2:9000`; others end the command."""
     workers: dict[str, list[str]] = {}
     for option in options:
         name, _, addresses = option.rpartition("=")  # a name may have a "=", an address has none

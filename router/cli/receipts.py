@@ -12,7 +12,7 @@ from google.protobuf.json_format import ParseDict, ParseError
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.cli.client import to_dict
-from slagate.router.cli.command import EXIT_FAILED, Admin, run_to_exit, wrong_use_told
+from slagate.router.cli.command import EXIT_FAILED, Admin, ending_on_usage_error, run_to_exit
 from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
 from slagate.router.client import admin_at
 from slagate.router.receipts.config import RecordedConfig, UnusableReceipt, read_config
@@ -48,7 +48,7 @@ def recompute(
     file: Annotated[Path, typer.Argument(help="What `slagate receipts` printed; - is stdin.")],
 ) -> None:
     """Decide again what receipts hold, offline; fails where a choice comes out otherwise."""
-    with wrong_use_told():
+    with ending_on_usage_error():
         status = recompute_file(str(file))
     raise typer.Exit(status)
 
@@ -65,7 +65,7 @@ async def print_receipts(
 
 
 def json_line(response: gw.WatchReceiptsResponse) -> str:
-    """A message as one line of JSON, doubles exact; `missed` only where there are some."""
+    """A message as one line of JSON, doubles exact; `missed` is left out if it is 0."""
     value = to_dict(response)
     if not response.missed:
         del value["missed"]
@@ -73,7 +73,7 @@ def json_line(response: gw.WatchReceiptsResponse) -> str:
 
 
 class Recomputer:
-    """Decides receipts again as their lines come in, and counts."""
+    """Decides receipts again, line by line, and counts the results."""
 
     def __init__(self) -> None:
         self.n_receipts = self.n_choices = self.n_mismatches = self.n_missed = 0
@@ -81,17 +81,17 @@ class Recomputer:
 
     @property
     def ok(self) -> bool:
-        """Whether there was something to decide, and all of it came out the same."""
+        """Whether there was a choice to decide again, and all came out the same."""
         return self.n_choices > 0 and not self.n_mismatches
 
     def read(self, lines: Iterable[bytes]) -> Iterator[str]:
-        """A line for each choice that comes out otherwise. Raises `UsageError` naming line and field."""
+        """A text for each choice that comes out otherwise. Raises `UsageError` naming line and field."""
         n_lines = 0
         for line in lines:
             n_lines += 1
             try:
                 if line.strip():
-                    yield from self._line(parsed(line))
+                    yield from self._line(parse_line(line))
             except UnusableReceipt as error:
                 raise UsageError(f"line {n_lines}: {error}") from error
         if not n_lines:
@@ -147,7 +147,7 @@ def recompute_file(path: str) -> int:
     return 0 if recheck.ok else EXIT_FAILED
 
 
-def parsed(line: bytes) -> gw.WatchReceiptsResponse:
+def parse_line(line: bytes) -> gw.WatchReceiptsResponse:
     """The inverse of `json_line`. Raises `UnusableReceipt`."""
     try:
         value = json.loads(line)
@@ -158,6 +158,6 @@ def parsed(line: bytes) -> gw.WatchReceiptsResponse:
     try:
         return ParseDict(value, gw.WatchReceiptsResponse())
     except (ParseError, OverflowError, TypeError, ValueError) as error:
-        # Every field on the way down says "Failed to parse x field: ", the last one why.
+        # Each field on the way down adds "Failed to parse x field: "; the reason comes last.
         words = str(error).replace("Failed to parse ", "").replace(" field: ", ": ")
         raise UnusableReceipt(words.splitlines()[0][:MAX_WORDS]) from error

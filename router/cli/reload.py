@@ -1,4 +1,4 @@
-"""`slagate reload`: another configuration for a running gateway, or the one before."""
+"""`slagate reload`: puts another configuration in force on a running gateway, or the one before."""
 
 import json
 import sys
@@ -15,8 +15,8 @@ from slagate.router.client import admin_at
 from slagate.workers.tls.files import TlsFiles
 
 TIMEOUT_S = 60.0
-"""The gateway reads and checks the whole file first, which for a large one takes seconds, and other reloads
-may come before it."""
+"""The gateway reads and checks the whole file first, which takes seconds for a large one, and other reloads
+may be ahead."""
 
 
 def reload(

@@ -1,4 +1,4 @@
-"""`slagate serve`: the gateway, as one process or as the parent of several."""
+"""`slagate serve`: the gateway, as one process or as several and their parent."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The options of TLS: what listens and what dials does it with TLS, or says that it does not."""
+"""Options of TLS. Listeners and clients use TLS, or are told by an option to use plaintext."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +18,7 @@ TlsClientCa = Annotated[
 ]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Plaintext instead of TLS.")]
 
-# Of what dials.
+# For clients.
 TlsCa = Annotated[
     Path | None, typer.Option(metavar="FILE", help="CAs (PEM) that the server's certificate is of.")
 ]
@@ -36,7 +36,7 @@ TlsName = Annotated[
 def listener_tls(
     cert: Path | None, key: Path | None, client_ca: Path | None, *, insecure: bool
 ) -> TlsFiles | None:
-    """Of listeners; None is plaintext. Ends the command unless it is told which."""
+    """The files of listeners; None: plaintext. Without an option for either, the command ends."""
     files = TlsFiles(
         cert=_file("--tls-cert", cert),
         key=_file("--tls-key", key),
@@ -60,7 +60,7 @@ def dial_tls(
     insecure: bool,
     prefix: str = "",
 ) -> TlsFiles | None:
-    """Of what dials; None is plaintext. Ends the command unless it is told which."""
+    """The files of a client; None: plaintext. Without an option for either, the command ends."""
     files = TlsFiles(
         cert=_file(f"--{prefix}tls-cert", cert),
         key=_file(f"--{prefix}tls-key", key),
@@ -80,7 +80,7 @@ def _file(option: str, path: Path | None) -> PemFile | None:
 
 
 def _files(
-    files: TlsFiles, needed: PemFile | None, what: str, ways: tuple[str, str], *, insecure: bool
+    files: TlsFiles, needed: PemFile | None, purpose: str, ways: tuple[str, str], *, insecure: bool
 ) -> TlsFiles | None:
     given = files.cert or files.key or files.ca
     if insecure:
@@ -95,5 +95,5 @@ def _files(
     if files.key is not None and files.cert is None:
         fail(f"{files.key.option} needs {files.key.option.replace('key', 'cert')}")
     if needed is None:
-        fail(f"{what}, give {ways[0]}, or {ways[1]} for plaintext")
+        fail(f"{purpose}, give {ways[0]}, or {ways[1]} for plaintext")
     return files

@@ -1,7 +1,7 @@
-"""Pictures of pool grids as SVG and PNG files, drawn by matplotlib: an extra, so imported when one is made.
+"""Pictures of pool grids as SVG and PNG files. matplotlib draws them: an extra, imported when one is made.
 
-A figure is one point (1/72 inch) large: all positions in it are points, down from the title of the first
-stage, and the file is cut to what is drawn.
+A figure has the size of one point (1/72 inch), so that all positions in it are in points, from the title
+of the first stage down. The file is cut to the drawn area.
 """
 
 import math
@@ -20,10 +20,10 @@ from slagate.workers.runtime.usage import UsageError
 
 DPI = 150
 MAX_BANDS, MAX_CELLS = 128, 128 * 128
-"""Of an axis, and of a stage: more make a picture that no screen shows."""
+"""The most bands of an axis, and cells of a stage: more make a picture that no screen shows."""
 
 MAX_WIDTH = 1200.0
-"""Of cells with names, and of panels side by side: 16 inches."""
+"""The most points of cells with names, and of panels side by side: 16 inches."""
 
 _GAP, _LINE = 16.0, 15.0
 _TITLE, _TEXT, _SMALL, _TINY = 13.0, 9.0, 8.0, 7.0
@@ -32,9 +32,9 @@ _CELL = {"size": _TEXT, "va": "baseline"}
 _FRAME = "#c00000"
 _ARROW = {"width": 0, "headwidth": 7, "headlength": 5, "shrink": 0, "fc": "black", "lw": 0}
 _NAME_LINE = re.compile(r".{1,22}$|.{1,21}[-_./: ]|.{22}")
-"""A name in a cell is broken behind a separator, else anywhere."""
+"""The lines of a name in a cell: broken behind a separator, else anywhere."""
 
-# Text stays text in SVG, where it can be searched; and the same grid gives the same bytes, wherever.
+# Text stays text in SVG, so that it can be searched; the same grid gives the same bytes everywhere.
 _FONT = "DejaVu Sans"
 _STYLE = {
     "svg.fonttype": "none",
@@ -53,7 +53,7 @@ GRID_STYLE = {
     "xtick.labelsize": _SMALL,
     "ytick.labelsize": _SMALL,
     "hatch.linewidth": 0.6,
-    "text.hinting": "no_hinting",  # which makes sizes of text depend on that of pixels
+    "text.hinting": "no_hinting",  # hinting makes sizes of text depend on that of pixels
 }
 
 
@@ -97,19 +97,19 @@ def write_picture(views: Sequence[StageGridView], path: Path, *, kind: str) -> N
 
 @contextmanager
 def style(more: Mapping[str, Any]) -> Iterator[None]:
-    """Draw so, whatever a file of the user's says of matplotlib's settings."""
+    """Settings of matplotlib for the time of the block, whatever the user's own files set."""
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({**_STYLE, **more})
-        # In SVG files text stays text, for whichever font shows it.
+        # SVG files hold text, for whichever font shows it.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         yield
 
 
 def save(figure: Any, path: Path, kind: str, *, option: str = "", **how: Any) -> None:
-    """Write a figure without a date. Raises `UsageError`, with the `option` that named the file."""
+    """Write a figure, without a date. Raises `UsageError` with the `option` that named the file."""
     metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
     try:
         figure.savefig(path, format=kind, dpi=DPI, metadata=metadata, **how)
@@ -129,13 +129,13 @@ def picture(views: Sequence[StageGridView]) -> Any:
                 f"{view.stage}: a picture has at most {MAX_BANDS} bands an axis and {MAX_CELLS:,} cells"
             )
     figure = Figure(figsize=(1 / 72, 1 / 72), dpi=72, facecolor="white")
-    FigureCanvasAgg(figure)  # measures text
+    FigureCanvasAgg(figure)  # needed to measure text
     y = 0.0
     for view in views:
         title = figure.text(0, y, view.title, size=_TITLE, weight="bold", va="top")
         y = _add_panels(figure, view, title.get_window_extent().y0 - _GAP / 2)
         y = _add_pools(figure, view, y - _GAP) - _GAP / 2
-        # XML ignores spaces at the start.
+        # XML drops spaces at the start of a text.
         text = "\n".join(note.replace("    ", "\N{EM SPACE}" * 2) for note in view.notes)
         notes = figure.text(0, y, text, size=_SMALL, va="top", linespacing=1.3)
         y = notes.get_window_extent().y0 - 2 * _GAP
@@ -143,7 +143,7 @@ def picture(views: Sequence[StageGridView]) -> Any:
 
 
 def _add_panels(figure: Any, view: StageGridView, y: float) -> float:
-    """Add the panels of a stage from `y` down, side by side where there is room; where they end."""
+    """Add the panels of a stage from `y` down, side by side if there is room; returns where they end."""
     cells = _cells(figure, view)
     x, bottom = 0.0, y
     for panel in view.panels:
@@ -157,12 +157,12 @@ def _add_panels(figure: Any, view: StageGridView, y: float) -> float:
 
 
 def _cells(figure: Any, view: StageGridView) -> tuple[float, float, dict[tuple[int, ...], Any]]:
-    """The size and the texts of cells: names of pools, or numbers where names make them too large."""
+    """Size and texts of cells: with names of pools, or with numbers if names make the cells too large."""
     across, down = len(view.columns.bands), len(view.rows.bands)
     places = [(*panel.layer, *at) for panel in view.panels for at in np.ndindex(down, across)]
     lines = [_NAME_LINE.findall(view.cell_name(pool.number)) for pool in view.pools]
     names = ["\n".join(each) for each in lines]
-    # Glyphs that another font has are as wide as they are high.
+    # Glyphs of a fallback font are as wide as they are high.
     widest = _TEXT / 2 * max(map(cell_len, sum(lines, [""]))) + 16
     least = [(max(64.0, widest), 38.0), (min(60, 480 / across), min(34, 320 / down))]
     has_room = max(least[0][0] * across, least[0][1] * down) <= MAX_WIDTH
@@ -180,7 +180,7 @@ def _cells(figure: Any, view: StageGridView) -> tuple[float, float, dict[tuple[i
 
 
 def _cell_text(view: StageGridView, index: tuple[int, ...], names: list[str] | None) -> Any:
-    """What is written in a cell; without names the numbers of pools."""
+    """The text of a cell, with numbers of pools if `names` is None."""
     from matplotlib.offsetbox import TextArea, VPacker
 
     order = view.order(index)
@@ -199,7 +199,7 @@ def _cell_text(view: StageGridView, index: tuple[int, ...], names: list[str] | N
         TextArea(text, textprops={"size": size, "weight": 700 if bold else 400, **look})
         for text, size, bold in lines
     ]
-    # A frame takes some of the room.
+    # Leaves room for a frame.
     pad = 4.0 if names is None and view.traffic is None else 8.0
     return VPacker(children=areas, align="center", pad=pad, sep=2.0)
 
@@ -207,7 +207,7 @@ def _cell_text(view: StageGridView, index: tuple[int, ...], names: list[str] | N
 def _add_panel(
     figure: Any, view: StageGridView, panel: Panel, cells: tuple[float, float, Any]
 ) -> Any:
-    """Cells as `_cells` has them, with their axes, at the origin."""
+    """Axes at the origin with the cells of one panel; `cells` is the result of `_cells`."""
     from matplotlib.offsetbox import AnnotationBbox
     from matplotlib.patches import Rectangle
 
@@ -224,7 +224,7 @@ def _add_panel(
         index = (*panel.layer, row, col)
         pool = view.order(index)[0]
         axes.add_patch(_patch((col, row), 1, 1, pool))
-        # White under the red keeps the two apart where the fill is close to it.
+        # White under the red frame separates it from a fill of a similar colour.
         for colour, thick in (("white", 4.0), (_FRAME, 2.2)) if view.is_bad(index) else ():
             spot, size = (col + dx, row + dy), (1 - 2 * dx, 1 - 2 * dy)
             axes.add_patch(Rectangle(spot, *size, fill=False, ec=colour, lw=thick))
@@ -254,7 +254,7 @@ def _patch(spot: tuple[float, float], width: float, height: float, pool: int, **
 
 
 def _title(axis: AxisView) -> str:
-    """The name of an axis in a picture, where all bands of it are of one size."""
+    """The title of an axis in a picture, which draws all bands in one size."""
     return axis.title if axis.is_even else axis.title.replace(")", ", bands not to scale)")
 
 
@@ -263,13 +263,13 @@ def _edges(axis: AxisView) -> list[str]:
 
 
 def _add_pools(figure: Any, view: StageGridView, y: float) -> float:
-    """Add a table of the pools from `y` down; where it ends."""
+    """Add a table of the pools from `y` down; returns where it ends."""
     bases = [y - _LINE * (at + 0.75) for at in range(1 + len(view.pools))]
     for pool, base in enumerate(bases[1:]):
         spot = (0, base - 0.2 * _LINE)
         chip = _patch(spot, _CHIP, 0.84 * _LINE, pool, transform=figure.transFigure)
         figure.add_artist(chip)
-        # Plain where text is.
+        # The hatch is left out behind the text.
         look = {"color": shade(pool).ink, "bbox": {"fc": shade(pool).fill, "lw": 0, "pad": -1}}
         figure.text(_CHIP / 2, base, str(pool), ha="center", weight="bold", **_CELL, **look)
     x = _CHIP + _GAP

@@ -16,9 +16,9 @@ def print_stage(console: Console, view: StageGridView) -> None:
     """Print one stage, in as many tables as the width of the console asks for."""
     console.print(Text(view.title, style="bold"), soft_wrap=True)
     for panel in view.panels:
-        written = _written(view, panel, console.width)
+        written = _panel_text(view, panel, console.width)
         for columns in written.blocks:
-            # A title of the table itself is wrapped to the table's width.
+            # A title that the table has itself would be wrapped to the table's width.
             console.print(Text(_title(view, panel, columns)), soft_wrap=True)
             console.print(_cell_table(view, panel, written, columns))
     console.print("pools", style="bold")
@@ -27,8 +27,8 @@ def print_stage(console: Console, view: StageGridView) -> None:
         console.print(Text(note), soft_wrap=True)
 
 
-class _Written(NamedTuple):
-    """What is written into the tables of a panel, and which columns go into each."""
+class _PanelText(NamedTuple):
+    """The texts of a panel's tables, and which columns go into each table."""
 
     rows: list[str]
     columns: list[str]
@@ -36,8 +36,8 @@ class _Written(NamedTuple):
     blocks: list[range]
 
 
-def _written(view: StageGridView, panel: Panel, width: int) -> _Written:
-    """Names where all columns fit into the width, else numbers, in blocks of columns that fit."""
+def _panel_text(view: StageGridView, panel: Panel, width: int) -> _PanelText:
+    """With names of pools if all columns fit into the width, else with numbers, in blocks that fit."""
     rows = [_header(band, " to ", " ") for band in view.rows.bands]
     room = width - 1 - BORDER - _width(rows)
     for with_names, to in ((True, " to "), (False, "\n")):
@@ -55,7 +55,7 @@ def _written(view: StageGridView, panel: Panel, width: int) -> _Written:
         ]
         if sum(widths) <= room:
             break
-    return _Written(rows, columns, cells, list(blocks(widths, room)))
+    return _PanelText(rows, columns, cells, list(blocks(widths, room)))
 
 
 def _header(band: BandLabel, to: str, before_mark: str) -> str:
@@ -71,7 +71,7 @@ def _title(view: StageGridView, panel: Panel, columns: range) -> str:
     return title
 
 
-def _cell_table(view: StageGridView, panel: Panel, written: _Written, columns: range) -> Table:
+def _cell_table(view: StageGridView, panel: Panel, written: _PanelText, columns: range) -> Table:
     tall = any("\n" in cell for line in written.cells for cell in line)
     table = Table(padding=0, show_lines=tall)
     table.add_column("", no_wrap=True)
@@ -95,7 +95,7 @@ def _style(pool: int) -> str:
 
 
 def _padded(text: str, style: str = "") -> Padding:
-    # Over the padding too: a coloured cell is coloured from border to border.
+    # The style covers the padding, so that a cell is coloured from border to border.
     return Padding(Text(text, no_wrap=True), (0, 1), style=style or "none")
 
 

@@ -1,7 +1,8 @@
-"""What a table or a picture of a pool grid says: names, units, bands, figures, notes, and colours of pools.
+"""The content of a table or picture of a pool grid: names, units, bands, figures, notes, colours of pools.
 
-Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with any colour vision
-tell apart; a cell has the name or the number of its pool as well, so that none is needed to read it.
+The colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with any colour
+vision tell apart. A cell has the name or the number of its pool as well, so that it can be read without
+colours.
 """
 
 import math
@@ -20,7 +21,7 @@ MAX_NAME = 60
 
 
 def printable(text: str, most: int = MAX_NAME) -> str:
-    r"""`text` on one line and at most so long, what does not print escaped, the middle left out.
+    r"""`text` on one line with unprintable characters escaped; if longer than `most`, without its middle.
 
     >>> printable("a\x1b[31m"), printable("prefill-pool-of-the-fast-tier", 16)
     ('a\\x1b[31m', 'prefill…ast-tier')
@@ -34,7 +35,7 @@ def printable(text: str, most: int = MAX_NAME) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """A part of a whole, rounded down to a tenth, so that a mark for "below" never contradicts the figure.
+    """A part of a whole in percent, rounded down to a tenth, so that it agrees with a mark for "below".
 
     >>> percent(9499, 10000), percent(1, 1), percent(1, 3000)
     ('94.9%', '100%', '<0.1%')
@@ -46,13 +47,13 @@ def percent(part: int, whole: int) -> str:
 
 
 Traffic = Mapping[tuple[str, tuple[int, ...]], CellTraffic]
-"""By stage and index of a cell; a cell that is not there had no request."""
+"""Traffic by stage and index of a cell; a cell without an entry had no request."""
 
 LOW_RATIO = 0.95
-"""Of requests that met their targets: below it, a cell is marked."""
+"""A cell is marked if a smaller share of its requests met their targets."""
 
 FAILED_RATIO = 0.05
-"""Of requests that failed: from it on, a cell is marked."""
+"""A cell is marked if this share of its requests failed, or more."""
 
 _TITLES = {
     "isl": "ISL (tokens)",
@@ -82,7 +83,7 @@ class AxisView(NamedTuple):
 
 
 class PoolRow(NamedTuple):
-    """What is said of a pool; figures as text, `-` where there is none."""
+    """A row of the table of pools; figures as text, `-` where there is none."""
 
     number: int
     name: str
@@ -96,14 +97,14 @@ POOL_COLUMNS = ("pool", "tp", "GPUs per worker", "workers", "priority (lower is 
 
 
 class Figure(NamedTuple):
-    """What became of a cell's requests."""
+    """A figure of a cell: its text, and whether it is marked."""
 
     text: str
     is_bad: bool
 
 
 class Panel(NamedTuple):
-    """A table of two axes; `title` is its band of the third one, empty where there is none."""
+    """A table over two axes; `title` is its band of the third axis, or empty."""
 
     title: str
     layer: tuple[int, ...]
@@ -121,28 +122,27 @@ class StageGridView:
     panels: tuple[Panel, ...]
     pools: tuple[PoolRow, ...]
     notes: tuple[str, ...]
-    traffic: Mapping[tuple[int, ...], CellTraffic] | None  # None: was not asked for
+    traffic: Mapping[tuple[int, ...], CellTraffic] | None  # None: it is not shown
     n_requests: int
-    unspelled: frozenset[int] = (
-        frozenset()
-    )  # pools that cells have the number of, whatever the room
+    # Pools whose number and not name is in cells, whatever the room.
+    numbered_pools: frozenset[int] = frozenset()
 
     def cell_name(self, pool: int) -> str:
-        """What a cell with room for names calls a pool."""
-        return str(pool) if pool in self.unspelled else self.pools[pool].name
+        """The text for a pool in a cell with room for names."""
+        return str(pool) if pool in self.numbered_pools else self.pools[pool].name
 
     def order(self, index: tuple[int, ...]) -> tuple[int, ...]:
-        """The pools of a cell: first choice, then where it spills to."""
+        """The pools of a cell: the first choice, then those that it spills to."""
         return self.grid.pools_at(index)
 
     def share(self, index: tuple[int, ...]) -> str:
-        """How much of the stage's traffic the cell had."""
+        """The cell's share of the stage's traffic, in percent."""
         assert self.traffic is not None
         cell = self.traffic.get(index)
         return percent(cell.n_requests, self.n_requests) if cell and self.n_requests else "0%"
 
     def figures(self, index: tuple[int, ...]) -> list[Figure]:
-        """How many of the cell's requests failed, and how many of those judged met; none of none."""
+        """The share of the cell's requests that failed, and of those judged that met their targets."""
         cell = CellTraffic() if self.traffic is None else self.traffic.get(index, CellTraffic())
         found = []
         if cell.n_failed:
@@ -159,7 +159,7 @@ class StageGridView:
 
 
 def stage_view(config: FleetConfig, stage: str, traffic: Traffic | None = None) -> StageGridView:
-    """One stage of `config`, with the traffic of its cells where there is some."""
+    """The view of one stage of `config`; None: without traffic."""
     grid = config.stages[stage]
     defaults = _defaults(config, grid)
     *outer, rows, columns = grid.axes
@@ -184,8 +184,8 @@ def stage_view(config: FleetConfig, stage: str, traffic: Traffic | None = None) 
     )
 
 
-def spelled(view: StageGridView, missing: Collection[str]) -> StageGridView:
-    """The view without these characters: escaped, and cells have the numbers of pools named with them."""
+def with_escapes(view: StageGridView, missing: Collection[str]) -> StageGridView:
+    """The view with these characters escaped; cells have the numbers of pools with such names."""
     escapes = {ord(char): char.encode("unicode_escape").decode() for char in missing}
     pools = [pool._replace(name=printable(pool.name.translate(escapes))) for pool in view.pools]
     return replace(
@@ -193,14 +193,14 @@ def spelled(view: StageGridView, missing: Collection[str]) -> StageGridView:
         title=view.title.translate(escapes),
         pools=tuple(pools),
         notes=tuple(note.translate(escapes) for note in view.notes),
-        unspelled=frozenset(
+        numbered_pools=frozenset(
             old.number for old, new in zip(view.pools, pools, strict=True) if old != new
         ),
     )
 
 
 def _defaults(config: FleetConfig, grid: StageGrid) -> dict[str, Number]:
-    """The target of a request that has none and no class, by axis field."""
+    """By axis field, the target that counts for a request without a target and without a class."""
     everyone = default_for(config.objectives, "")
     found: dict[str, Number] = {}
     for axis in grid.axes:

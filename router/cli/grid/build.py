@@ -17,7 +17,7 @@ from slagate.pools.grid.json_text import ROOT
 from slagate.pools.grid_build.build import ALGORITHMS, Algorithm, build_fleet
 from slagate.pools.grid_build.report import report_json, report_lines
 from slagate.pools.grid_build.spec import BuildSpec, parse_spec
-from slagate.router.cli.command import errors, fail, wrong_use_told
+from slagate.router.cli.command import ending_on_usage_error, errors, fail
 
 EXIT_GAPS = 1
 
@@ -55,7 +55,7 @@ def build(
     ] = False,
 ) -> None:
     """Build a fleet file: for each cell the cheapest pool that meets it."""
-    with wrong_use_told():
+    with ending_on_usage_error():
         chosen = _algorithm(algorithm)
         for option, path in (("--out", out), ("--report", report)):
             if path is not None and path.exists() and path.samefile(spec):

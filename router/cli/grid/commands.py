@@ -1,4 +1,4 @@
-"""`slagate grid ...`: pool grids, made, checked and looked at."""
+"""`slagate grid`: the group, and its commands `select` and `schema`."""
 
 import json
 import sys
@@ -67,17 +67,17 @@ def select_lines(
     """One JSON object without a line end for each of `lines`, in order.
 
     `lines` are those of a text file as iterating over it gives them, so the newline that ends the file
-    starts no line, and an empty line elsewhere is one. A request without a cell gives
-    `{"error": "..."}`; no content of a line raises. The first class that counts as "*", as it
-    is not in `objectives`, is told to `note`.
+    starts no line, and an empty line elsewhere is one. A request without a cell gives `{"error": "..."}`;
+    no content of a line raises. `note` is called once, with the first class that is not in `objectives`
+    and so counts as "*".
     """
-    told = False
+    is_noted = False
     for line in lines:
         unlisted: list[str] = []
         yield json.dumps(_answer(grid, line, objectives, unlisted))
-        if unlisted and note is not None and not told:
+        if unlisted and note is not None and not is_noted:
             note(unlisted[0])
-            told = True
+            is_noted = True
 
 
 def _answer(
@@ -118,7 +118,7 @@ def _answer(
 
 
 def _fault(key: str, value: object) -> str | None:
-    """Why `value` cannot stand at `key`, also where this stage has no use for it."""
+    """Why `key` cannot have this value, also where this stage does not use it; None: it can."""
     if key not in _FIELDS:
         return f"{short_path((key,))}: {unknown_key(key, _FIELDS)} (got {shown(value)})"
     if key == "objective":

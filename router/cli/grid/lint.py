@@ -1,4 +1,4 @@
-"""`slagate grid lint`: what is probably not meant in a fleet file that loads.
+"""`slagate grid lint`: reports what is probably a mistake in a fleet file that loads.
 
 Exit status 0: no findings; 1: findings; 2: the file, one of its profiles or the trace cannot be read.
 """
@@ -22,8 +22,8 @@ from slagate.router.cli.command import (
     IgnoredCodes,
     ShownFinding,
     codes_to_ignore,
+    ending_on_usage_error,
     print_findings,
-    wrong_use_told,
 )
 from slagate.router.cli.fleet_options import FleetFile, Lenient, PoolsFile, PoolWorkers, read_fleet
 from slagate.router.loadgen.trace import load_trace
@@ -46,8 +46,8 @@ def lint(
 ) -> None:
     """Look for what is probably not meant; exit status 1 where something is found."""
     ignored = codes_to_ignore(ignore, CODES, page="docs/lint.md")
-    fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool, untold=UNREACHED)
-    with wrong_use_told():
+    fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool, unreported=UNREACHED)
+    with ending_on_usage_error():
         traffic = [] if trace is None else [request.isl_tokens for request in load_trace(trace)]
         found = findings_of(fleet, profiles=pool_profiles(fleet), traffic=traffic)
     kept = [finding for finding in found if finding.code not in ignored]

@@ -1,4 +1,4 @@
-"""`slagate grid show`: the grids of a fleet file in the terminal or as pictures, if asked with traffic."""
+"""`slagate grid show`: grids in the terminal or as pictures, of a file or of a gateway with its traffic."""
 
 import json
 import sys
@@ -17,7 +17,13 @@ from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert,
 from slagate.router.client import admin_at
 from slagate.router.grid_view.picture import missing_glyphs, write_picture
 from slagate.router.grid_view.terminal import print_stage
-from slagate.router.grid_view.view import StageGridView, Traffic, printable, spelled, stage_view
+from slagate.router.grid_view.view import (
+    StageGridView,
+    Traffic,
+    printable,
+    stage_view,
+    with_escapes,
+)
 from slagate.router.receipts.attainment import CellTraffic
 from slagate.router.receipts.messages import STAGE_OF_WIRE
 from slagate.router.tables import stdout_console
@@ -25,14 +31,14 @@ from slagate.workers.runtime.usage import UsageError
 from slagate.workers.tls.files import TlsFiles
 
 PIPED_COLUMNS = 120
-"""Where no terminal says how wide it is."""
+"""Width of the output where stdout is no terminal."""
 
 TIMEOUT_S = 10.0
-"""For an answer that the gateway has at hand: one that takes longer is not there."""
+"""Limit of a call. The gateway has the answer at hand: one that takes longer does not answer at all."""
 
 
 class ShowOptions(NamedTuple):
-    """What is shown, and where."""
+    """The options that say what is shown, and where."""
 
     stage: str | None  # None: all there are
     svg: Path | None
@@ -126,7 +132,7 @@ def cell_traffic(cells: gw.ListCellsResponse) -> Traffic:
 
 
 def show_stages(config: FleetConfig, traffic: Traffic | None, options: ShowOptions) -> None:
-    """Print the grids, or where a picture was asked for write it and say so. Raises `UsageError`."""
+    """Print the grids or, with `--svg` or `--png`, write pictures of them. Raises `UsageError`."""
     if options.stage is not None and options.stage not in config.stages:
         known = ", ".join(config.stages)
         raise UsageError(f"--stage must be one of {known} in this file (got {options.stage!r})")
@@ -148,11 +154,11 @@ def show_stages(config: FleetConfig, traffic: Traffic | None, options: ShowOptio
 
 
 def _png_views(views: Sequence[StageGridView]) -> Sequence[StageGridView]:
-    """The stages in characters that the font of PNG files has; says on stderr which it lacks."""
+    """The stages with characters escaped that the font of PNG files lacks; prints on stderr which."""
     missing = missing_glyphs(views)
     if missing:
         errors.print(
             f"slagate: the font has no glyphs for {printable(missing)};"
             " PNG has numbers and escapes, SVG keeps the text"
         )
-    return [spelled(view, missing) for view in views]
+    return [with_escapes(view, missing) for view in views]

@@ -1,4 +1,4 @@
-"""`slagate bench`: the options, and what is written at the end."""
+"""`slagate bench`: its options, and the results that it writes at the end."""
 
 import random
 from pathlib import Path
@@ -21,13 +21,13 @@ from slagate.router.bench.report import (
 from slagate.router.cli.command import (
     EXIT_FAILED,
     check_writable,
+    ending_on_usage_error,
     errors,
     fail,
     finite,
     run_to_exit,
     server,
     whole_numbers,
-    wrong_use_told,
 )
 from slagate.router.cli.command import seconds as seconds_option
 from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
@@ -85,8 +85,8 @@ Plot = Annotated[
 ]
 
 
-class Wanted(NamedTuple):
-    """What a run leaves behind besides the table, and how it is labelled."""
+class Outputs(NamedTuple):
+    """The results of a run besides the table, and their labels."""
 
     gpus: int | None  # of the fleet, where throughput is to be that of each
     csv: Path | None
@@ -125,7 +125,7 @@ def bench(
     tls = dial_tls(tls_ca, tls_cert, tls_key, tls_name, insecure=insecure)
     levels = whole_numbers("--concurrency", concurrency, least=1)
     _check_sizes(levels, requests, seconds)
-    with wrong_use_told():
+    with ending_on_usage_error():
         prompts = _prompts(isl, osl, trace)
         _check_files(csv, plot)
     plan = BenchPlan(
@@ -141,8 +141,8 @@ def bench(
         seed=random.SystemRandom().getrandbits(31) if seed is None else seed,
         model=model,
     )
-    wanted = Wanted(gpus, csv, plot, title)
-    run_to_exit(lambda: _measure(target, admin, plan, wanted, tls=tls))
+    outputs = Outputs(gpus, csv, plot, title)
+    run_to_exit(lambda: _measure(target, admin, plan, outputs, tls=tls))
 
 
 def _check_files(csv: Path | None, plot: Path | None) -> None:
@@ -181,9 +181,9 @@ def _prompts(isl: int | None, osl: int | None, trace: str | None) -> Prompts:
 
 
 async def _measure(
-    target: str, admin: str | None, plan: BenchPlan, wanted: Wanted, *, tls: TlsFiles | None
+    target: str, admin: str | None, plan: BenchPlan, outputs: Outputs, *, tls: TlsFiles | None
 ) -> int:
-    """Measure, and leave what there is; the exit status. SIGINT and SIGTERM end it early."""
+    """Measure and write the results; the exit status. SIGINT and SIGTERM end the measurement early."""
     measured = Measured()
     with progress_line() as progress:
         why_not = await unless_stopped(
@@ -191,18 +191,18 @@ async def _measure(
         )
         if why_not:
             progress.note(why_not)
-    is_left = not measured.levels or _leave(plan, measured, wanted)
+    is_written = not measured.levels or _write_results(plan, measured, outputs)
     if why_not is None:
         return INTERRUPTED
     answered = any(problem(one) is None for level in measured.levels for one in level.served)
-    return EXIT_FAILED if why_not or not (answered and is_left) else 0
+    return EXIT_FAILED if why_not or not (answered and is_written) else 0
 
 
-def _leave(plan: BenchPlan, measured: Measured, wanted: Wanted) -> bool:
-    """Print the table and write the files; False where one could not be written, which is told."""
+def _write_results(plan: BenchPlan, measured: Measured, outputs: Outputs) -> bool:
+    """Print the table and write the files; False, with an error on stderr, if one cannot be written."""
     share = ThroughputUnit("fleet")
-    if wanted.gpus is not None:
-        share = ThroughputUnit("gpu", wanted.gpus)
+    if outputs.gpus is not None:
+        share = ThroughputUnit("gpu", outputs.gpus)
     elif measured.n_workers:
         share = ThroughputUnit("worker", measured.n_workers)
     rows = [figures(level, targets=plan.targets, share=share) for level in measured.levels]
@@ -212,21 +212,21 @@ def _leave(plan: BenchPlan, measured: Measured, wanted: Wanted) -> bool:
         "seed": plan.seed,
     }
     print_table(stdout_console(), table(rows, f"{measured.model}, {plan.prompts}"))
-    is_left = True
+    is_written = True
     try:
-        if wanted.csv is not None:
-            wanted.csv.write_text(csv_text(rows, about), encoding="utf-8")
+        if outputs.csv is not None:
+            outputs.csv.write_text(csv_text(rows, about), encoding="utf-8")
     except OSError as error:
-        errors.print(f"slagate: --csv {wanted.csv}: cannot be written: {error.strerror}")
-        is_left = False
+        errors.print(f"slagate: --csv {outputs.csv}: cannot be written: {error.strerror}")
+        is_written = False
     try:
-        if wanted.plot is not None:
-            title = wanted.title or measured.model
-            write_pareto(rows, wanted.plot, title=title, subtitle=_subtitle(plan, share))
+        if outputs.plot is not None:
+            title = outputs.title or measured.model
+            write_pareto(rows, outputs.plot, title=title, subtitle=_subtitle(plan, share))
     except UsageError as error:
         errors.print(f"slagate: {error}")
-        is_left = False
-    return is_left
+        is_written = False
+    return is_written
 
 
 def _subtitle(plan: BenchPlan, share: ThroughputUnit) -> str:

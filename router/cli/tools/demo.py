@@ -1,4 +1,4 @@
-"""`slagate demo`: the options."""
+"""`slagate demo`: its options."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,7 @@ def demo(
     if serve:
         if requests is not None:
             fail("--requests: --serve replays nothing")
-        # What is on stdout is for programs.
+        # Stdout is for programs, which read the ready line.
         console = Console(stderr=True, markup=False, highlight=False)
         run_to_exit(lambda: serve_demo(out, console, transport=transport, policy=policy))
     run_to_exit(

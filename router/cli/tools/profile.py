@@ -1,4 +1,4 @@
-"""`slagate profile ...`: timing profiles, from a database or from a live worker."""
+"""`slagate profile`: makes timing profiles, from a database or of a live worker."""
 
 import json
 import random
@@ -15,13 +15,13 @@ from slagate.pools.estimator.estimator import NOMINAL_KV_BYTES_PER_TOKEN
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.cli.command import (
     check_writable,
+    ending_on_usage_error,
     errors,
     fail,
     run_to_exit,
     seconds,
     server,
     whole_numbers,
-    wrong_use_told,
 )
 from slagate.router.cli.tls import Insecure, TlsCa, TlsKey, TlsName, TlsOwnCert, dial_tls
 from slagate.router.client import engine_at
@@ -77,7 +77,7 @@ def build(
 ) -> None:
     """Make a profile from AIConfigurator's TensorRT-LLM database (extra `aiconfigurator`)."""
     sizes = whole_numbers("--tp", tp, least=1)
-    with wrong_use_told():
+    with ending_on_usage_error():
         timings = AiConfigurator(model, system, engine_version)
         content = profile_content(
             model, system, sizes, timings, on_size=lambda size: errors.print(f"slagate: tp {size}")
@@ -166,7 +166,8 @@ async def _measure(workers: _Workers, plan: MeasurePlan, found: _Found) -> bool:
     def on_row(line: str) -> None:
         errors.print(f"slagate: {line}")
 
-    rng = random.Random(uuid.uuid4().int)  # a worker still has the prompts of the run before
+    # Another seed each time, as a worker still has the prompts of the run before in its cache.
+    rng = random.Random(uuid.uuid4().int)
     async with AsyncExitStack() as stack:
         worker = second = await stack.enter_async_context(engine_at(target, tls))
         info = decoder = await worker.server_info()
@@ -205,10 +206,10 @@ def _write(out: Path, content: dict[str, object], *, is_whole: bool = True) -> N
     text = json.dumps(content, separators=(",", ":")) + "\n"
     try:
         with TemporaryDirectory() as folder:
-            aside = Path(folder, "profile.json")
-            aside.write_text(text, encoding="utf-8")
+            draft = Path(folder, "profile.json")
+            draft.write_text(text, encoding="utf-8")
             try:
-                load_profile(aside)
+                load_profile(draft)
             except ProfileError as error:
                 if is_whole:
                     fail(f"{out} was not written: {error}")

@@ -1,4 +1,4 @@
-"""`slagate worker check`: what is wrong with engine arguments, without an engine.
+"""`slagate worker check`: reports mistakes in engine arguments, without an engine.
 
 Exit status 0: no errors; 1: errors, or with --strict warnings; 2: something cannot be read.
 """
@@ -17,9 +17,9 @@ from slagate.router.cli.command import (
     IgnoredCodes,
     ShownFinding,
     codes_to_ignore,
+    ending_on_usage_error,
     fail,
     print_findings,
-    wrong_use_told,
 )
 from slagate.router.cli.worker import engine_args as options
 from slagate.workers.engine_args.build import EngineArgs, check_pair
@@ -32,7 +32,7 @@ PAIR = "pair"
 
 
 class RoleFinding(NamedTuple):
-    """A finding, whose it is (a role's, or the pairing's), and where its value came from, if set."""
+    """A finding, the role that it is about (or `PAIR`), and the source of its value (or "")."""
 
     of: str
     finding: Finding
@@ -139,7 +139,7 @@ def _found(
 def _with_peer(
     args: EngineArgs, peer: Path, *, allow_unknown: bool, wanted: IntendedUse
 ) -> list[RoleFinding]:
-    """The findings of the other role's file, and of both together."""
+    """The findings of the other role's file, and of the pairing."""
     role = {"prefill": "decode", "decode": "prefill"}.get(args.role)
     if role is None:
         fail(f"{PEER} is for --role prefill or decode (got {args.role!r})")
@@ -156,7 +156,7 @@ def _with_peer(
         RoleFinding(role, finding, options.place_of(finding, other.places))
         for finding in other.findings
     ]
-    with wrong_use_told():
+    with ending_on_usage_error():
         return of_peer + [
             RoleFinding(PAIR, finding, _places(finding, args, other))
             for finding in check_pair(args, other)
@@ -164,7 +164,7 @@ def _with_peer(
 
 
 def _places(finding: Finding, *sides: EngineArgs) -> str:
-    """Where each side has the value from that the pairing's finding is about, where it was set."""
+    """Where each side of a pairing has the value from that the finding is about."""
     places = [(side.role, options.place_of(finding, side.places)) for side in sides]
     return "; ".join(f"{role}: {place}" for role, place in places if place)
 

@@ -8,10 +8,10 @@ import typer
 
 from slagate.router.cli.command import (
     EXIT_FINDINGS,
+    ending_on_usage_error,
     errors,
     fail,
     until_reader_leaves,
-    wrong_use_told,
 )
 from slagate.router.cli.worker.engine_args import AllowUnknownEngineArgs, engine_version_of
 from slagate.workers.engine_args.build import assemble
@@ -50,7 +50,7 @@ def convert(
             fail(f"{option} must be one of {', '.join(CONVERTED_ROLES)} (got {value!r})")
     if to is None and tp is None:
         fail("--to or --tp is missing: what to convert to")
-    with wrong_use_told():
+    with ending_on_usage_error():
         peer = None if peer_engine_args is None else read_yaml(peer_engine_args, PEER).values
         conversion = converted(
             read_yaml(extra_engine_args).values, role=role, to=to, tp=tp, peer=peer
@@ -82,7 +82,7 @@ def convert(
 
 
 def _diff_lines(conversion: Conversion) -> list[str]:
-    """Each change, with its reason below it."""
+    """Each change with its reason in the line below."""
     lines = []
     for change in conversion.changes:
         lines += [str(change), f"      {change.why}"]

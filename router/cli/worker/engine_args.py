@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slagate.router.cli.command import errors, fail, wrong_use_told
+from slagate.router.cli.command import ending_on_usage_error, errors, fail
 from slagate.workers.engine_args.build import EngineArgs, build_engine_args
 from slagate.workers.engine_args.model.merge import DEFAULT
 from slagate.workers.engine_args.model.model import INT32_MAX, MAX_RANKS
@@ -120,8 +120,8 @@ def read_engine_args(
     wanted: IntendedUse,
     extra_option: str = EXTRA,
 ) -> EngineArgs:
-    """The merged arguments; `parameters` are those of the command. Wrong ones end the command."""
-    with wrong_use_told():
+    """The merged arguments; `parameters` are those of the command. A usage error ends the command."""
+    with ending_on_usage_error():
         return build_engine_args(
             role=role,
             cli=cli_values(parameters),
@@ -134,7 +134,7 @@ def read_engine_args(
 
 
 def engine_version_of(text: str | None) -> tuple[int, int] | None:
-    """What `--engine-version` says, else what is installed; None where neither says it."""
+    """The version of `--engine-version`, else of the installed package; None: there is neither."""
     if text is None:
         return _major_minor(installed_version() or "")
     version = _major_minor(text)
@@ -149,7 +149,7 @@ def _major_minor(text: str) -> tuple[int, int] | None:
 
 
 def show_engine_args(args: EngineArgs) -> None:
-    """The arguments as YAML on stdout, the findings on stderr."""
+    """Print the arguments as YAML on stdout, the findings on stderr."""
     for finding in args.findings:
         errors.print(f"slagate: {finding.severity}: {finding}")
     for line in yaml_lines(args.values, args.sources):
@@ -157,7 +157,7 @@ def show_engine_args(args: EngineArgs) -> None:
 
 
 def place_of(finding: Finding, places: Mapping[str, str]) -> str:
-    """Where the value that a finding is about came from, or the section that lacks it; else empty."""
+    """The source of the value that a finding is about, or of the section that lacks it; else empty."""
     key = finding.place.partition("[")[0]
     section = places.get(key.rpartition(".")[0], "")
     return places.get(key, "" if section == DEFAULT else section)
@@ -173,6 +173,6 @@ Transport = Annotated[
 
 
 def check_transport(transport: str) -> None:
-    """End the command unless `transport` is one there is."""
+    """End the command unless there is such a transport."""
     if transport not in TRANSPORTS:
         fail(f"--transport must be one of {', '.join(TRANSPORTS)} (got {transport!r})")

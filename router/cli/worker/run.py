@@ -12,13 +12,13 @@ from slagate.proto.rpc.address import Address
 from slagate.router.cli.command import (
     LogLevel,
     check_apart,
+    ending_on_usage_error,
     fail,
     finite,
     host_port,
     run_to_exit,
     seconds,
     start_log,
-    wrong_use_told,
 )
 from slagate.router.cli.tls import Insecure, TlsCert, TlsClientCa, TlsKey, listener_tls
 from slagate.router.cli.worker import engine_args as options
@@ -42,7 +42,7 @@ from slagate.workers.trtllm.watch import WatchTimes
 
 DRAIN_S = 10.0
 PREFILL_DRAIN_S = 30.0
-"""Of TensorRT-LLM: others read a prefill worker's memory until they have fetched what it parked."""
+"""Default of TensorRT-LLM's prefill workers, whose memory decode workers read to fetch handoffs."""
 
 MAX_KV_BLOCKS = 100_000_000
 
@@ -50,10 +50,10 @@ _WATCH = WatchTimes()
 
 
 class _Worker(TyperGroup):
-    """The group has no options: it tells who gives one where options go."""
+    """A group that answers an option before the command's name with where options go."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Split the words of a call. An option before the command's name ends it."""
+        """Parse the words of a call; an option before the command's name is a usage error."""
         if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
             option = args[0].partition("=")[0]
             fail(
@@ -205,7 +205,8 @@ def trtllm(
     role: Annotated[
         str | None, typer.Option(help="prefill, decode, agg or encode. Required.")
     ] = None,
-    # Not needed to print arguments, and of no use without the package: both are checked below.
+    # `role` and `listen` are checked below: after the package, and `listen` is not needed to print
+    # arguments.
     listen: Annotated[
         Address | None, host_port("For the gateway: OpenEngine over gRPC. Required.")
     ] = None,
@@ -253,7 +254,7 @@ def trtllm(
 ) -> None:
     """Run a worker with the installed TensorRT-LLM."""
     if not print_engine_args:
-        with wrong_use_told():
+        with ending_on_usage_error():
             check_installed()  # before anything else: without it no option helps
     if role is None:
         fail("--role is missing: prefill, decode, agg or encode")
@@ -313,10 +314,10 @@ def _check_listeners(listen: Address, metrics_listen: Address | None) -> None:
 
 
 def _model(args: EngineArgs) -> str:
-    """The engine's model; a missing one, or another error of the arguments, ends the command."""
+    """The engine's model. A missing one, or another error in the arguments, ends the command."""
     if args.values.get("model") is None:
         fail("--model is missing: a folder with the model, or its Hugging Face id")
-    with wrong_use_told():
+    with ending_on_usage_error():
         args.refuse_errors()
     return str(args.values["model"])
 
@@ -324,6 +325,6 @@ def _model(args: EngineArgs) -> str:
 def _logits_processors(
     every: Sequence[str] | None, allowed: Sequence[str] | None
 ) -> LogitsProcessors:
-    """What these options say; a wrong one ends the command."""
-    with wrong_use_told():
+    """The logits processors that these options name; a wrong option ends the command."""
+    with ending_on_usage_error():
         return LogitsProcessors([requested_of(text) for text in every or ()], allowed or ())

@@ -23,7 +23,7 @@ from slagate.router.grid_view.picture import (
     style,
     write_picture,
 )
-from slagate.router.grid_view.view import StageGridView, shade, spelled, stage_view
+from slagate.router.grid_view.view import StageGridView, shade, stage_view, with_escapes
 from slagate.workers.runtime.usage import UsageError
 from support.fleet.files import agg_file
 from support.fleet.views import (
@@ -339,7 +339,7 @@ def test_names_that_leave_no_room_make_way_for_numbers_and_the_legend_has_them()
 
 def test_names_that_a_font_lacks_are_numbers_in_cells_and_escapes_below() -> None:
     config = prefill_config(["数据池", "mid", "😀"], [[[0, 1], 1, [1, 2]]])
-    shown = drawn(spelled(stage_view(config, "prefill"), "数据池😀")).said
+    shown = drawn(with_escapes(stage_view(config, "prefill"), "数据池😀")).said
     assert [shown.count(text) for text in ("mid", "> mid", "> 2")] == [3, 1, 1]
     assert {r"\u6570\u636e\u6c60", r"\U0001f600"} <= set(shown)
     assert not any(char in text for text in shown for char in "数据池😀")

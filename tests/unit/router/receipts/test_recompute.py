@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slagate.proto import gateway_pb2 as gw
-from slagate.router.cli.receipts import json_line, parsed, recompute_file
+from slagate.router.cli.receipts import json_line, parse_line, recompute_file
 from slagate.router.receipts.config import UnusableReceipt, read_config
 from slagate.router.receipts.recompute import decide_again
 from slagate.router.receipts.record import ReceiptNumber, Record
@@ -36,8 +36,8 @@ ORDINARY, OTHER = [
 def receipt(seed: int = ORDINARY) -> dict[str, Any]:
     """A receipt as its line says it; the ordinary one has one pool of several rows and no retry."""
     made: gw.Receipt = FLEET.receipt(random.Random(seed))
-    parsed: dict[str, Any] = json.loads(json_line(gw.WatchReceiptsResponse(receipt=made)))
-    return parsed
+    shown: dict[str, Any] = json.loads(json_line(gw.WatchReceiptsResponse(receipt=made)))
+    return shown
 
 
 def run(tmp_path: Path, *lines: str | dict[str, Any]) -> int:
@@ -133,8 +133,8 @@ def refused(version: str) -> dict[str, Any]:
     """The line of a request that was refused before it was decided."""
     stamp = ReceiptNumber(1, 1.0, version)
     made = run_at_once(Record(0.0).full(Outcome.INVALID, 1.0, stamp))
-    parsed: dict[str, Any] = json.loads(json_line(gw.WatchReceiptsResponse(receipt=made)))
-    return parsed
+    shown: dict[str, Any] = json.loads(json_line(gw.WatchReceiptsResponse(receipt=made)))
+    return shown
 
 
 def test_what_was_refused_before_it_was_decided_needs_no_configuration(
@@ -148,7 +148,7 @@ def test_what_was_refused_before_it_was_decided_needs_no_configuration(
 
 
 def gw_receipt(line: dict[str, Any]) -> gw.Receipt:
-    return parsed(json.dumps(line).encode()).receipt
+    return parse_line(json.dumps(line).encode()).receipt
 
 
 def stages(line: dict[str, Any]) -> list[dict[str, Any]]:
