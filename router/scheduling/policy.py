@@ -1,10 +1,11 @@
-"""The policy: which pool, which worker. Pure, and every decision explains itself.
+"""The policy: which pool and which worker a request goes to. It is pure, and decisions explain themselves.
 
-`choose(ask, stages, pools, rng)` filters, scores and picks on a frozen snapshot; the same snapshot, ask
-and generator state give the same decision.
+`choose` filters, scores and picks on a frozen snapshot; the same snapshot, request and state of the random
+generator give the same decision.
 
-Pool: the grid's cell, then priority overrides, then where the cell spills to and the retry order of the
-configuration. Worker and rank: the least predicted seconds; see `score`.
+Pools come in this order: the grid's cell, changed by priority overrides, then the pools that the cell
+spills to, then the retry order of the configuration. The first pool with a worker that can take the request
+gets it; there the worker and rank with the least predicted seconds win, see `score`.
 """
 
 import random
@@ -24,40 +25,42 @@ from slagate.router.scheduling.score import RoutingRequest, ScoredPool, ScoredRo
 NO_CONFIG = gw.GatewayConfig()
 
 TARGETS = ("ttft_ms", "itl_ms")
-"""The axes of a grid that are a latency."""
+"""The axes of a grid that are latencies."""
 
 
 class LatencyTarget(msgspec.Struct, frozen=True, gc=False):
-    """A latency that was looked up in the grid."""
+    """A latency by which a cell of the grid was found."""
 
     field: str
     ms: float
-    source: str  # who says so: request, objective (the default of its class), or grid (the middle)
+    source: (
+        str  # where it is from: request, objective (the default of its class), or grid (the middle)
+    )
 
 
 class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True):
-    """The choice for one stage. What is only shown is made each time it is asked for."""
+    """The choice for one stage. Properties are for receipts and explanations, and made at each use."""
 
     stage: Stage
     ask: RoutingRequest  # a retry's has more workers excluded than the decision's
     grid: StageGrid
     cell: Cell
     pool_order: tuple[str, ...]
-    pool: str  # where the winner is; without one, the pool to blame
+    pool: str  # the winner's; without a winner, the first of `pool_order`
     scored: tuple[ScoredPool, ...]  # every pool that was looked at
     row: int | None  # of the winner, in the pool looked at last; None: nobody may take the request
     starved: bool  # the winner goes first because it had no request for long
-    draw: float  # in [0, 1), the one chance that was taken: it told equals apart
+    draw: float  # in [0, 1), the one random number that was drawn: it chose between equals
     config: gw.GatewayConfig  # that it was made under
 
     @property
     def base_pool(self) -> str:
-        """Where the grid alone would send it."""
+        """The pool of the cell, before overrides."""
         return self.grid.pool_names[self.cell.base_pool]
 
     @property
     def targets(self) -> tuple[LatencyTarget, ...]:
-        """One for each latency axis of the grid."""
+        """The target on each latency axis of the grid."""
         sla, axes = self.ask.sla, self.grid.axes
         return tuple(_target(axis, sla) for axis in axes if axis.field in TARGETS)
 
@@ -81,8 +84,8 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
         """Why rows could not be chosen."""
         return set().union(*(each.reasons for each in self.scored))
 
-    def top(self, n: int | None) -> list[ScoredRow]:
-        """The winner, then the others as they are preferred, at most `n`; None: all."""
+    def top(self, n: int | None = None) -> list[ScoredRow]:
+        """The winner, then the other rows as they are preferred, at most `n`; None: all."""
         winner = self.winner
         found = [] if winner is None else [winner]
         others = [
@@ -96,18 +99,13 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
         return (found + others)[:n]
 
     @property
-    def candidates(self) -> list[ScoredRow]:
-        """All of them, as `top`."""
-        return self.top(None)
-
-    @property
     def overridden(self) -> bool:
         """Whether a priority override replaced the grid's pool."""
         return self.cell.pool != self.cell.base_pool
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """One choice a stage, in the order of the stages."""
+    """One choice for each stage, in the order of the stages."""
 
     ask: RoutingRequest
     stages: tuple[StageChoice, ...]
@@ -219,22 +217,20 @@ def _explain(ask: RoutingRequest, choice: StageChoice) -> str:
         lines.append(
             f"Priority {ask.sla.priority} overrides that with pool {choice.pool_order[0]}."
         )
-    if choice.winner is None:
+    winner = choice.winner
+    if winner is None:
         reasons = ", ".join(sorted(choice.reasons)) or "the pool is empty"
         lines.append(f"No worker can take it: {reasons}.")
         return " ".join(lines)
     if choice.pool != choice.pool_order[0]:
         lines.append(f"No worker there can take it; pool {choice.pool} is next in the order.")
-    return " ".join([*lines, *_explain_winner(ask, choice, choice.winner)])
+    return " ".join([*lines, *_explain_winner(ask, choice, winner)])
 
 
 def _explain_winner(ask: RoutingRequest, choice: StageChoice, best: ScoredRow) -> Iterator[str]:
     n_open = sum(scored.n_open for scored in choice.scored)
-    name = (
-        best.view.address
-        if best.view.rank is None
-        else f"{best.view.address} rank {best.view.rank}"
-    )
+    view = best.view
+    name = view.address if view.rank is None else f"{view.address} rank {view.rank}"
     if n_open == 1:
         who = f"{name} is the only one that can take it"
     elif choice.starved:
@@ -242,12 +238,12 @@ def _explain_winner(ask: RoutingRequest, choice: StageChoice, best: ScoredRow) -
     else:
         who = f"Of {n_open} that can take it {name} has the least to do"
     yield (
-        f"{who}: predicted load {best.score_s:.4f} s, with {best.view.inflight} in flight and"
-        f" {best.view.queued_tokens} prompt tokens queued."
+        f"{who}: predicted load {best.score_s:.4f} s, with {view.inflight} in flight and"
+        f" {view.queued_tokens} prompt tokens queued."
     )
-    if choice.stage is not Stage.DECODE and best.view.cached_tokens:
-        where = f", {best.view.host_tokens} of them on the host" if best.view.host_tokens else ""
-        yield f"It has {best.view.cached_tokens} of the {ask.isl_tokens} prompt tokens cached{where}."
+    if choice.stage is not Stage.DECODE and view.cached_tokens:
+        where = f", {view.host_tokens} of them on the host" if view.host_tokens else ""
+        yield f"It has {view.cached_tokens} of the {ask.isl_tokens} prompt tokens cached{where}."
     for label, seconds in (("TTFT", best.predicted_ttft_s), ("ITL", best.predicted_itl_s)):
         if seconds is not None:
             yield f"Predicted {label} {seconds * 1000:.1f} ms."

@@ -1,6 +1,6 @@
-"""One pool, scored for one request: numpy over its rows, since a pool may have hundreds.
+"""Scores the rows of one pool for one request, with numpy, since a pool may have hundreds.
 
-A row is a worker and attention-DP rank. Its score is predicted seconds, lower wins:
+A row is a worker and attention-DP rank. Its score is predicted seconds, and the lowest wins:
 
     prefill   queued prefill seconds + this prompt's: what is cached costs nothing to compute, and what is
               cached on the host costs its way back to the device
@@ -10,13 +10,14 @@ A row is a worker and attention-DP rank. Its score is predicted seconds, lower w
               even monotone, at small batches. A cached prefix is of no use to decode: its KV is pulled.
     agg       the sum of the two
 
-Among equals the one that was chosen longest ago wins, then chance. Short prompts are done before the next
-one comes, so idle workers tie often, and chance alone spreads a hundred of them worse than 60 to 40 every
-few bursts. A row whose worker is suspect is chosen only where no other can be.
+Among equals the row that was chosen longest ago wins, then chance. Short prompts are done before the next
+one comes, so idle workers are equal often, and chance alone would spread a hundred requests over two
+workers worse than 60 to 40 every few bursts. A row whose worker is suspect (ready, but its last probe or leg
+failed) is chosen only if no other can be.
 
 Predicted seconds see one request only: while its queue is short, the one worker that holds a popular prefix
-wins for ever, and the others never get a copy of it. So a row that had none of its pool's last
-`STARVED_ROUNDS` x rows leases, is idle, and is not predicted to miss the request's TTFT target, goes first.
+would always win, and the others never get a copy of it. So a starved row goes first: one that had none of
+its pool's last `STARVED_ROUNDS` x rows leases, is idle, and is not predicted to miss the request's TTFT.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,10 +48,10 @@ AT_LIMIT = "at its limit"
 QUEUE_AT_LIMIT = "at its limit of queued prompt tokens"
 KV_AT_LIMIT = "at its limit of KV cache"
 LIMITS = frozenset({AT_LIMIT, QUEUE_AT_LIMIT, KV_AT_LIMIT, State.JOINING.value})
-"""Reasons that pass by themselves, so that it is worth waiting; who joins is ready, or not, in a moment."""
+"""Reasons that pass by themselves, so that it is worth waiting. A joining worker is known in a moment."""
 
 _FEW = 12
-"""Points that are interpolated faster one by one."""
+"""So many points are interpolated faster one by one than by numpy."""
 
 KV_TOO_SMALL = "its KV cache is too small for the prompt"
 _FAILED = "failed this request"
@@ -70,7 +71,7 @@ _LEFT = _CODES[State.LEFT.value]
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
-    """What the policy knows of a request."""
+    """A request as the policy sees it."""
 
     model: str
     isl_tokens: int
@@ -79,10 +80,10 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScoredRow(msgspec.Struct, frozen=True, gc=False):
-    """One row, scored."""
+    """One row with its score and predictions."""
 
     row: int
-    number: int  # of the row among those whose worker has not left
+    number: int  # the row's place among those whose worker has not left
     view: RowView
     pool: str
     score_s: float
@@ -92,22 +93,22 @@ class ScoredRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """The rows of one pool with their scores, as arrays; what is only shown is made when asked for."""
+    """The rows of one pool with their scores, as arrays; values of one row are made when asked for."""
 
     pool: PoolView
     stage: Stage
     ask: RoutingRequest
-    score_s: Floats
-    _work_s: Floats | None  # what the prompt costs each row
-    _ttft_s: Floats | None
-    _itl_s: Floats | None
+    score_s: Floats  # f64[n_rows]
+    _work_s: Floats | None  # f64[n_rows], seconds to prefill the prompt; None for decode
+    _ttft_s: Floats | None  # f64[n_rows], predicted; None for decode
+    _itl_s: Floats | None  # f64[n_rows], predicted; None for prefill
 
     def __len__(self) -> int:
         return len(self.score_s) - self.pool.rows.counts.n_left
 
     @property
     def n_open(self) -> int:
-        """Rows that may be chosen."""
+        """The number of rows that may be chosen."""
         return int(np.count_nonzero(self._reasons == 0))
 
     @property
@@ -120,13 +121,13 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         return _reasons(self.stage, self.ask, self.pool)
 
     def candidates(self, rows: Iterable[int]) -> Iterator[ScoredRow]:
-        """Some of the rows."""
+        """The values of these rows."""
         reasons = self._reasons
         for row in rows:
             yield self._candidate(row, _REASONS[reasons[row]])
 
     def winner(self, row: int) -> ScoredRow:
-        """The row that `pick` gave."""
+        """The values of the row that `pick` gave."""
         return self._candidate(row, "")
 
     def _candidate(self, row: int, excluded: str) -> ScoredRow:
@@ -146,7 +147,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         )
 
     def work(self, row: int) -> Work:
-        """What the request puts on a row."""
+        """The work that the request adds to a row."""
         isl_tokens = self.ask.isl_tokens
         if self._work_s is None:
             return Work(context_tokens=isl_tokens)
@@ -155,7 +156,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         return Work(new_tokens, self._work_s.item(row), context_tokens)
 
     def waiting_s(self, row: int) -> float:
-        """Seconds of work in front of the prompt's own: the row's queue, and what the host has of it."""
+        """Seconds of work before the prompt's own: the row's queue, and loading what the host has."""
         pool = self.pool
         waiting_s: float = pool.rows.load_s.item(row)
         if pool.cached.has_host:
@@ -163,12 +164,15 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         return waiting_s
 
     def decoding(self, row: int) -> tuple[int, float]:
-        """The batch that the request is part of on a row, and the mean context there."""
+        """The batch size on a row with this request in it, and the mean context there in tokens."""
         rows = self.pool.rows
         return rows.batch.item(row), rows.mean_tokens_at(row, self.ask.isl_tokens)
 
     def pick(self, draw: float) -> tuple[int | None, bool]:
-        """The row to take, and whether only because it was starved; None: there is no open one."""
+        """The row to take, and whether it goes first as a starved one; None: no row is open.
+
+        `draw` in [0, 1) chooses between equals.
+        """
         open_ = self._open()
         n_open = len(self.score_s) if open_ is None else len(open_)
         if not n_open:
@@ -191,7 +195,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         return best.item(int(draw * len(best))), has_starved
 
     def _open(self) -> Ints | None:
-        """Rows that may be chosen, without those of suspect workers where there are others; None: all."""
+        """Rows that may be chosen, without suspect ones if there are others; None: all may."""
         rows, ask = self.pool.rows, self.ask
         serving = rows.serving(ask.model)
         counts = rows.counts
@@ -202,13 +206,13 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
             and counts.least_capacity_tokens >= ask.isl_tokens
         )
         if is_plain and self.stage is Stage.DECODE:
-            # Whether some row's KV cache may have no room for a prompt to decode.
+            # No: some row's KV cache may have no room for the prompt.
             most_tokens = int(rows.ints("context_tokens").max(initial=0))
             is_plain = most_tokens + ask.isl_tokens <= counts.least_capacity_tokens
         if is_plain:
             if not counts.n_suspect:
                 return None
-            open_: Ints = np.arange(len(rows))
+            open_: Ints = np.arange(len(rows))  # i64[n_open]
         else:
             open_ = (self._reasons == 0).nonzero()[0]
         if counts.n_suspect:
@@ -220,13 +224,13 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         of, ttft_ms = self.pool.rows, self.ask.sla.ttft_ms
         starved = (of.last_chosen <= starved_at) & (of.batch == 1)
         if ttft_ms is not None and self._ttft_s is not None:
-            # A turn is for the requests to come, and not at the price of this one's target.
+            # A copy of the prefix there is for requests to come, not at the price of this one's target.
             starved &= self._ttft_s * 1000 <= ttft_ms
         rows: Ints = starved.nonzero()[0] if open_ is None else open_[starved[open_]]
         return rows
 
     def order(self) -> Ints:
-        """Rows as they are preferred: the open ones first, none suspect, by score and last turn."""
+        """Rows as they are preferred: open ones first, then healthy ones, by score, then by last lease."""
         rows = self.pool.rows
         order = np.lexsort((rows.last_chosen, self.score_s, rows.suspects, self._reasons != 0))
         return order[~self._has_left[order]]
@@ -254,7 +258,7 @@ def score_pool(stage: Stage, ask: RoutingRequest, pool: PoolView) -> ScoredPool:
 
 
 def _work_s(ask: RoutingRequest, pool: PoolView) -> Floats:
-    """What the prompt costs each row, as `FrozenEstimator.work_s`."""
+    """Seconds of `FrozenEstimator.work_s` that the prompt costs each row."""
     estimator, cached, isl_tokens = pool.estimator, pool.cached, ask.isl_tokens
     depths = cached.depths
     if len(depths) <= _FEW:
@@ -262,18 +266,18 @@ def _work_s(ask: RoutingRequest, pool: PoolView) -> Floats:
     else:
         points = np.array(depths, np.float64)
         each_s = estimator.work_many(isl_tokens - points, points)
-    work_s: Floats = each_s.take(cached.places)
+    work_s: Floats = each_s.take(cached.places)  # f64[n_rows]
     if cached.has_host:
         work_s += cached.host_tokens * estimator.host_s(1)
     return work_s
 
 
 def _reasons(stage: Stage, ask: RoutingRequest, pool: PoolView) -> npt.NDArray[np.int8]:
-    """Why each row may not be chosen, as a place in `_REASONS`; the ones written last count most."""
+    """Why each row may not be chosen, as a place in `_REASONS`; the reason written last counts."""
     rows = pool.rows
-    reasons = np.zeros(len(rows), dtype=np.int8)
+    reasons = np.zeros(len(rows), dtype=np.int8)  # i8[n_rows], 0: it may be chosen
     if stage is Stage.DECODE:
-        # Not for agg: there prompts share what is cached of them, and the engine itself lets them wait.
+        # Not for agg: there prompts share cached blocks, and the engine itself lets a request wait.
         needed = rows.ints("context_tokens") + ask.isl_tokens
         full = (needed > rows.ints("capacity_tokens")) & (rows.ints("inflight") > 0)
         reasons[full] = _CODES[KV_AT_LIMIT]
@@ -281,7 +285,7 @@ def _reasons(stage: Stage, ask: RoutingRequest, pool: PoolView) -> npt.NDArray[n
         queue_full = rows.unavailable & QUEUE_FULL != 0
         reasons[queue_full] = _CODES[QUEUE_AT_LIMIT]
     reasons[rows.ints("worker_inflight") >= rows.ints("max_inflight")] = _CODES[AT_LIMIT]
-    # Whatever it waited for, it would never fit.
+    # Waiting would be of no use: the prompt never fits.
     reasons[rows.ints("capacity_tokens") < ask.isl_tokens] = _CODES[KV_TOO_SMALL]
     serving = rows.serving(ask.model)
     if serving is not None:

@@ -62,13 +62,13 @@ def test_i3_the_pick_is_feasible_and_nobody_feasible_is_better(
         for m in members
         if m.state is State.READY and MODEL in m.models and m.inflight < m.max_inflight
     ]
-    assert len(choice.candidates) == len(members)
+    assert len(choice.top()) == len(members)
     if not feasible:
         assert choice.winner is None
         return
     assert choice.winner is not None
     assert choice.winner.view in feasible
-    scores = {c.view.address: c.score_s for c in choice.candidates}
+    scores = {c.view.address: c.score_s for c in choice.top()}
     assert choice.winner.score_s == min(scores[m.address] for m in feasible)
 
 
@@ -85,7 +85,7 @@ def test_the_order_of_the_workers_does_not_matter_when_scores_differ(
     shuffled = list(members)
     order.shuffle(shuffled)
     second = choice_of(stage, shuffled, speed, isl_tokens, seed=seed)
-    open_scores = [c.score_s for c in first.candidates if not c.excluded]
+    open_scores = [c.score_s for c in first.top() if not c.excluded]
     if len(set(open_scores)) == len(open_scores):
         assert (first.winner and first.winner.view) == (second.winner and second.winner.view)
     else:
@@ -103,12 +103,12 @@ def test_i4_the_same_snapshot_request_and_generator_state_give_the_same_decision
     grid, asked = one_cell(stage, "only"), ask(isl_tokens=isl_tokens)
     for _ in range(3):
         one, two = (choose_stage(stage, asked, grid, pools, rng=r) for r in (first, second))
-        assert (one.winner, one.draw, one.candidates) == (two.winner, two.draw, two.candidates)
+        assert (one.winner, one.draw, one.top()) == (two.winner, two.draw, two.top())
     assert first.getstate() == second.getstate()
 
 
 def score(stage: Stage, member: RowView, speed: Estimator, isl_tokens: int) -> float:
-    (candidate,) = choice_of(stage, [member], speed, isl_tokens).candidates
+    (candidate,) = choice_of(stage, [member], speed, isl_tokens).top()
     assert isinstance(candidate, ScoredRow)
     return candidate.score_s
 

@@ -28,7 +28,7 @@ def assign(d: Dispatcher, *, model: str = MODEL) -> Assignment:
 
 
 def candidates(decision: Decision) -> list[list[ScoredRow]]:
-    return [choice.candidates for choice in decision.stages]
+    return [choice.top() for choice in decision.stages]
 
 
 def inflight(of: Fleet) -> dict[str, int]:

@@ -56,7 +56,7 @@ def test_a_worker_that_may_not_serve_is_never_chosen_and_says_why(
     busy = view("good:1", inflight=50, queued_s=99.0, queued_tokens=9999, context_tokens=99999)
     choice = chosen(stage, bad, busy, asked=asked)
     assert winner(choice) == "good:1"
-    assert [c.excluded for c in choice.candidates] == ["", reason]
+    assert [c.excluded for c in choice.top()] == ["", reason]
     alone = chosen(stage, bad, asked=asked)
     assert alone.winner is None
     assert alone.pool == "only"
@@ -98,11 +98,11 @@ def test_what_a_request_puts_on_its_worker() -> None:
 
 
 def test_predictions_are_shown_only_where_the_pool_has_a_profile() -> None:
-    nominal = chosen(Stage.AGG, view()).candidates[0]
+    nominal = chosen(Stage.AGG, view()).top()[0]
     assert (nominal.predicted_ttft_s, nominal.predicted_itl_s) == (None, None)
     pools = {"only": pool_view("only", [view(queued_s=1.0)], speed=profiled())}
     choice = choose_stage(Stage.AGG, ask(), one_cell(Stage.AGG, "only"), pools, rng=rng())
-    candidate = choice.candidates[0]
+    candidate = choice.top()[0]
     assert candidate.predicted_ttft_s == 1.0 + profiled().frozen.prefill_s(100, 0)
     itl_s = profiled().frozen.itl_s(1, 100)
     assert candidate.predicted_itl_s == pytest.approx(itl_s, rel=1e-12)
@@ -194,7 +194,7 @@ def test_a_decision_explains_itself_in_words() -> None:
 def test_the_best_candidate_comes_first_and_excluded_ones_last() -> None:
     views = [view(f"w{i}:1", queued_s=float(9 - i), queued_tokens=1) for i in range(5)]
     choice = chosen(Stage.PREFILL, view("x:1", state=State.REFUSED), *views)
-    assert [c.view.address for c in choice.candidates] == [
+    assert [c.view.address for c in choice.top()] == [
         "w4:1", "w3:1", "w2:1", "w1:1", "w0:1", "x:1",
     ]  # fmt: skip
 
@@ -240,9 +240,9 @@ def test_what_is_on_the_host_costs_its_way_back() -> None:
     device = view("device:1", device_tokens=8192)
     host = view("host:1", host_tokens=8192)
     choice = pick(Stage.PREFILL, host, view("cold:1"), device)
-    assert [c.view.address for c in choice.candidates] == ["device:1", "host:1", "cold:1"]
+    assert [c.view.address for c in choice.top()] == ["device:1", "host:1", "cold:1"]
     frozen = profiled().frozen
-    assert choice.candidates[1].predicted_ttft_s == pytest.approx(
+    assert choice.top()[1].predicted_ttft_s == pytest.approx(
         frozen.ttft_s(frozen.work_s(9000 - 8192, 8192) + frozen.host_s(8192))
     )
     assert work_of(pick(Stage.PREFILL, host)).prefill_tokens == 9000 - 8192
@@ -300,7 +300,7 @@ def test_a_limit_excludes_a_row_where_it_applies(
 ) -> None:
     for stage in STAGES:
         choice = pick(stage, view("full:1", **full), view("far:1", queued_s=99.0, inflight=200))
-        reasons = {c.view.address: c.excluded for c in choice.candidates}
+        reasons = {c.view.address: c.excluded for c in choice.top()}
         assert reasons["full:1"] == (reason if stage in stages else "")
     idle = view("w:1", capacity_tokens=9999, context_tokens=1000)
     assert winner(pick(Stage.DECODE, idle)) == "w:1"
@@ -318,5 +318,5 @@ def test_requests_of_others_are_in_the_batch_and_their_prompts_in_the_queue() ->
     assert winner(pick(Stage.DECODE, shared, own)) == "own:1"
     choice = pick(Stage.PREFILL, shared, own)
     assert winner(choice) == "own:1"
-    seen = {c.view.address: c.predicted_ttft_s for c in choice.candidates}
+    seen = {c.view.address: c.predicted_ttft_s for c in choice.top()}
     assert seen["shared:1"] == pytest.approx((seen["own:1"] or 0) + 1.0)

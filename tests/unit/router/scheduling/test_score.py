@@ -172,8 +172,7 @@ def test_score_11_decode_gets_no_credit_for_a_prompt_it_served() -> None:
     first.release()
     decision = dispatcher.explain(ask(isl_tokens=1024), prompt(1024))
     by_worker = [
-        {c.view.address: c.view.cached_tokens for c in choice.candidates}
-        for choice in decision.stages
+        {c.view.address: c.view.cached_tokens for c in choice.top()} for choice in decision.stages
     ]
     assert by_worker[0][prefill.address] == 1023  # the last token is always computed
     assert sum(by_worker[0].values()) == 1023
