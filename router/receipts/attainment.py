@@ -17,22 +17,17 @@ FAILURES = frozenset(
         Outcome.INTERNAL,
     }
 )
-"""Outcomes that the fleet or its gateway answers for. The others without an answer are the client's doing:
-it asked for what nobody can do, did not take its tokens, cancelled or aborted."""
+"""Outcomes for which the fleet or its gateway is to blame. The other ones without an answer are the
+client's doing: it asked for what nobody can do, did not read its tokens, cancelled or aborted."""
 
 
 class CellTraffic(NamedTuple):
-    """Requests of one cell that have ended.
-
-    Failed are those that ended in this stage with one of `FAILURES`: overloaded, unavailable, worker
-    failed, deadline, internal. Judged are those with a target of the stage, and with a latency to compare
-    with it or a failure, which has missed it.
-    """
+    """Counts of requests of one cell that have ended."""
 
     n_requests: int = 0
-    n_met: int = 0  # of those judged, the ones with every target of the stage met
-    n_judged: int = 0
-    n_failed: int = 0
+    n_met: int = 0  # judged, and every target of the stage was met
+    n_judged: int = 0  # with a target of the stage, and a latency to compare or a failure (a miss)
+    n_failed: int = 0  # ended in this stage with one of `FAILURES`
 
 
 CellKey = tuple[Stage, tuple[int, ...]]
@@ -40,10 +35,10 @@ CellKey = tuple[Stage, tuple[int, ...]]
 
 
 class Attainment:
-    """Counts for one configuration version; takes no more memory than its grids have cells.
+    """Counts for one version of the configuration, in memory that is bounded by the cells of its grids.
 
     A prefill cell is judged by TTFT, a decode cell by ITL, an agg cell by both. A request that ended
-    without its answer counts up to the stage that it ended in, and not behind.
+    without its answer counts up to the stage in which it ended, and not in later ones.
     """
 
     def __init__(self, version: str) -> None:
@@ -52,16 +47,16 @@ class Attainment:
 
     @property
     def cells(self) -> Mapping[CellKey, CellTraffic]:
-        """Those that had a request, as of now."""
+        """The cells that had a request, as of now."""
         return {key: CellTraffic(*counts) for key, counts in self._cells.items()}
 
     def restart(self, version: str) -> None:
-        """Begin at zero under another configuration: its cells are others, whatever their numbers."""
+        """Begin at zero under another configuration: its cells are others, even with equal numbers."""
         self.version = version
         self._cells = _Cells()
 
     def count(self, record: Record, outcome: Outcome) -> None:
-        """Count a request that has ended, as far as it was decided under our version."""
+        """Count a request that has ended, for the stages that were decided under this version."""
         decision = record.decision
         if decision is None:
             return

@@ -1,4 +1,4 @@
-"""What decisions depend on besides their receipts: the fleet file, and what predictions start from."""
+"""The configuration that decisions were made under: the fleet file, and uncorrected predictions."""
 
 import dataclasses
 import hashlib
@@ -17,11 +17,11 @@ from slagate.proto import gateway_pb2 as gw
 
 
 class UnusableReceipt(ValueError):
-    """What cannot be used; the message starts with the field."""
+    """A receipt or configuration that cannot be used; the message starts with the field."""
 
 
 def config_message(prepared: Prepared, *, policy: str) -> gw.GatewayConfig:
-    """The configuration on the wire, under a version that is the digest of the rest."""
+    """The configuration on the wire; its version is the digest of the rest."""
     message = gw.GatewayConfig(
         fleet=prepared.config.text,
         estimators=[
@@ -35,14 +35,14 @@ def config_message(prepared: Prepared, *, policy: str) -> gw.GatewayConfig:
 
 
 class RecordedConfig(NamedTuple):
-    """A configuration to decide by again."""
+    """A configuration read back from its message, for decisions made again."""
 
     version: str
     grids: Mapping[Stage, StageGrid]
     estimators: Mapping[str, FrozenEstimator]  # by pool, uncorrected
 
     def estimator(self, pool: str, coefficients: gw.Coefficients) -> FrozenEstimator:
-        """A pool's estimator as it stood. Raises `ValueError` naming a coefficient."""
+        """A pool's estimator as it was corrected then. Raises `ValueError` naming a coefficient."""
         corrected = Coefficients(
             coefficients.prefill_scale, coefficients.prefill_offset_s, coefficients.itl_scale
         )
@@ -74,7 +74,7 @@ def read_config(message: gw.GatewayConfig) -> RecordedConfig:
 
 
 def prepared_of(message: gw.GatewayConfig) -> Prepared:
-    """The configuration that `config_message` was given, as far as a gateway needs it, from nothing else.
+    """The configuration that `config_message` was given, as far as a gateway needs it.
 
     Its warnings and ignored keys are those of a file with this content. Raises `UnusableReceipt`.
     """

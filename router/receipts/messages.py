@@ -20,8 +20,17 @@ WIRE_STAGE = {
 }
 STAGE_OF_WIRE = {wire: stage for stage, wire in WIRE_STAGE.items()}
 
+FIGURES = (
+    "inflight", "worker_inflight", "queued_tokens", "queued_s", "context_tokens", "foreign_requests",
+    "foreign_s", "last_chosen", "suspect", "device_tokens", "host_tokens",
+)  # fmt: skip
+"""Fields of a `RowView` that a `Candidate` has under the same name."""
+
+FIGURES_WITH_LIMIT = ("max_inflight", "max_queued_tokens", "capacity_tokens")
+"""The same, but a `Candidate` has none that is `UNLIMITED`."""
+
 CANDIDATES_A_STEP = 32
-"""After so many the event loop gets its turn: a pool of a thousand workers is ten milliseconds of work."""
+"""After so many the event loop runs other tasks: a thousand workers are ten milliseconds of work."""
 
 
 def decision_message(
@@ -52,7 +61,7 @@ def choice_steps(choice: StageChoice) -> Steps[gw.StageChoice]:
 
 
 def sla_message(sla: Sla) -> gw.Sla:
-    """The SLA as it was understood."""
+    """The SLA as it was parsed."""
     return gw.Sla(
         ttft_ms=sla.ttft_ms,
         itl_ms=sla.itl_ms,
@@ -65,7 +74,7 @@ def sla_message(sla: Sla) -> gw.Sla:
 
 
 def candidate_message(candidate: ScoredRow, *, model: str) -> gw.Candidate:
-    """One row; `model` is the request's."""
+    """One row with its score; `model` is the request's."""
     view = candidate.view
     return gw.Candidate(
         worker=view.address,
@@ -73,30 +82,20 @@ def candidate_message(candidate: ScoredRow, *, model: str) -> gw.Candidate:
         row=candidate.number,
         pool=candidate.pool,
         state=view.state.value,
-        suspect=view.suspect,
         serves_model=model in view.models,
-        inflight=view.inflight,
-        worker_inflight=view.worker_inflight,
-        max_inflight=_limit(view.max_inflight),
-        queued_tokens=view.queued_tokens,
-        max_queued_tokens=_limit(view.max_queued_tokens),
-        queued_s=view.queued_s,
-        context_tokens=view.context_tokens,
-        capacity_tokens=_limit(view.capacity_tokens),
-        foreign_requests=view.foreign_requests,
-        foreign_s=view.foreign_s,
-        last_chosen=view.last_chosen,
-        device_tokens=view.device_tokens,
-        host_tokens=view.host_tokens,
         score_s=candidate.score_s,
         predicted_ttft_ms=in_ms(candidate.predicted_ttft_s),
         predicted_itl_ms=in_ms(candidate.predicted_itl_s),
         excluded=candidate.excluded,
+        **{name: getattr(view, name) for name in FIGURES},
+        **{
+            name: limit for name in FIGURES_WITH_LIMIT if (limit := getattr(view, name)) < UNLIMITED
+        },
     )
 
 
 def in_ms(seconds: float | None) -> float | None:
-    """Seconds as milliseconds; what is not known stays so."""
+    """Seconds in milliseconds; None stays None."""
     return None if seconds is None else seconds * 1000
 
 
@@ -136,7 +135,7 @@ def _choice_message(choice: StageChoice, shown: Iterable[ScoredRow]) -> gw.Stage
 
 
 def _every_candidate(choice: StageChoice) -> Iterator[ScoredRow]:
-    """As `StageChoice.top`, but pool by pool, and one at a time."""
+    """The candidates of `StageChoice.top`, but pool by pool, and made one at a time."""
     winner = choice.winner
     if winner is not None:
         yield winner
@@ -149,7 +148,3 @@ def _every_candidate(choice: StageChoice) -> Iterator[ScoredRow]:
 def _pool_look(pool: PoolView) -> gw.PoolLook:
     coefficients = gw.Coefficients(**asdict(pool.estimator.coefficients))
     return gw.PoolLook(name=pool.name, leases=pool.n_leases, coefficients=coefficients)
-
-
-def _limit(value: int) -> int | None:
-    return None if value >= UNLIMITED else value

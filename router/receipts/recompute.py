@@ -1,19 +1,19 @@
 """Decides again from receipts alone: the same policy on the same figures must name the same winner.
 
-Pools are built of the candidates, in the order of their rows; the grid and what predictions start from come
-with the configuration, what corrects them and the draw with the choice.
+Pools are built of the candidates, in the order of their rows. The grid and the uncorrected predictions come
+with the configuration, the corrections and the draw with the choice.
 
-What comes out is compared with what is recorded: of a choice the winner with its rank and pool, `cell`,
-`base_pool`, `pool_order`, `overridden`, `targets`, `starved` and which pools were looked at; of each
-candidate `excluded`, `score_s` and both predictions. A figure that went in (state, limits, queues, cached
-tokens ...) is found changed where one of these then comes out otherwise. Nothing else is compared: not the
-order of the candidates, nor `text`, `attempts`, `actual`, the number of retries, ids and times.
+Compared with the record are: of a choice the winner with its rank and pool, `cell`, `base_pool`,
+`pool_order`, `overridden`, `targets`, `starved` and the pools that were looked at; of each candidate
+`excluded`, `score_s` and both predictions. A figure that went in (state, limits, queues, cached tokens ...)
+is found changed if one of these then comes out otherwise. Nothing else is compared: not the order of the
+candidates, nor `text`, `attempts`, `actual`, the number of retries, ids and times.
 """
 
 import math
 import random
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,14 +22,19 @@ from slagate.pools.inflight.table import UNLIMITED, RowView, State, rows_of
 from slagate.pools.prefix.match import cached_of
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.receipts.config import RecordedConfig, UnusableReceipt
-from slagate.router.receipts.messages import STAGE_OF_WIRE, choice_steps
+from slagate.router.receipts.messages import (
+    FIGURES,
+    FIGURES_WITH_LIMIT,
+    STAGE_OF_WIRE,
+    choice_steps,
+)
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import choose_stage
 from slagate.router.scheduling.score import RoutingRequest
 from slagate.workers.runtime.cooperative import run_at_once
 
 TOLERANCE = 1e-9
-"""Of seconds, relative: other processors and libraries may round exponentials otherwise in the last bit."""
+"""Relative, of seconds: other processors and libraries may round exponentials otherwise in the last bit."""
 
 _TOKENS = (
     "queued_tokens",
@@ -45,7 +50,7 @@ _SECONDS = ("score_s", "queued_s", "foreign_s")
 
 
 class Mismatch(NamedTuple):
-    """A choice that comes out otherwise."""
+    """A choice that comes out otherwise than it is recorded."""
 
     request_id: str
     stage: str
@@ -82,7 +87,7 @@ def _rules(place: str, version: str, configs: Mapping[str, RecordedConfig]) -> R
 
 
 def _check_stages(receipt: gw.Receipt, configs: Mapping[str, RecordedConfig]) -> None:
-    """One choice for each stage of the fleet, in order, or none where none was ever made."""
+    """Check that there is one choice for each stage, in order, or none if none was ever made."""
     found = [STAGE_OF_WIRE.get(choice.stage) for choice in receipt.decision.stages]
     if not found and not receipt.replaced and not receipt.attempts:
         return
@@ -94,7 +99,7 @@ def _check_stages(receipt: gw.Receipt, configs: Mapping[str, RecordedConfig]) ->
 
 
 class _NotLookedAt(Exception):
-    """The policy asks for a pool that the receipt has not."""
+    """The policy asks for a pool that is not in the receipt."""
 
 
 class _Pools(dict[str, PoolView]):
@@ -103,7 +108,7 @@ class _Pools(dict[str, PoolView]):
 
 
 class _Recorded(random.Random):
-    """The one draw that was taken."""
+    """Gives the one number that was drawn."""
 
     def __init__(self, draw: float) -> None:
         super().__init__(0)
@@ -158,7 +163,7 @@ def _ask(recorded: gw.StageChoice, decision: gw.Decision) -> RoutingRequest:
 def _pools(
     place: str, recorded: gw.StageChoice, decision: gw.Decision, rules: RecordedConfig
 ) -> dict[str, PoolView]:
-    """The pools that were looked at, as they were."""
+    """The pools that were looked at, as they were then."""
     if len(recorded.candidates) != recorded.candidates_total:
         raise UnusableReceipt(
             f"{place}.candidates: {len(recorded.candidates)} of {recorded.candidates_total};"
@@ -213,34 +218,21 @@ def _view(where: str, candidate: gw.Candidate, model: str) -> RowView:
         state = State(candidate.state)
     except ValueError:
         raise UnusableReceipt(f"{where}.state: there is no state {candidate.state!r}") from None
+    figures: dict[str, Any] = {name: getattr(candidate, name) for name in FIGURES}
+    for name in FIGURES_WITH_LIMIT:
+        is_limited = candidate.HasField(name)  # type: ignore[arg-type]
+        figures[name] = getattr(candidate, name) if is_limited else UNLIMITED
     return RowView(
         address=candidate.worker,
         rank=candidate.rank if candidate.HasField("rank") else None,
         state=state,
-        suspect=candidate.suspect,
-        inflight=candidate.inflight,
-        worker_inflight=candidate.worker_inflight,
-        max_inflight=_limit(candidate, "max_inflight"),
-        queued_tokens=candidate.queued_tokens,
-        max_queued_tokens=_limit(candidate, "max_queued_tokens"),
-        queued_s=candidate.queued_s,
-        context_tokens=candidate.context_tokens,
-        capacity_tokens=_limit(candidate, "capacity_tokens"),
-        foreign_requests=candidate.foreign_requests,
-        foreign_s=candidate.foreign_s,
-        last_chosen=candidate.last_chosen,
         models=frozenset({model} if candidate.serves_model else ()),
-        device_tokens=candidate.device_tokens,
-        host_tokens=candidate.host_tokens,
+        **figures,
     )
 
 
-def _limit(candidate: gw.Candidate, name: str) -> int:
-    return getattr(candidate, name) if candidate.HasField(name) else UNLIMITED  # type: ignore[arg-type]
-
-
 def _difference(recorded: gw.StageChoice, again: gw.StageChoice) -> tuple[str, str] | None:
-    """The first thing that is not the same, both ways, what matters most first."""
+    """The first difference, as recorded and as it comes out; what matters most is compared first."""
     if _winner(recorded) != _winner(again):
         return _winner(recorded), _winner(again)
     for name in ("cell", "base_pool", "pool_order", "pool", "overridden", "starved"):

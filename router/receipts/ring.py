@@ -1,11 +1,10 @@
-"""The newest receipts of a gateway, and who reads them.
+"""The newest receipts of a gateway, kept in memory for readers.
 
-A request that ends costs no more than an entry here: what its receipt says is put into words for those who
-read it. They never hold anything up: whoever falls behind the oldest entry goes on there, and is told how
-many were missed.
+A request that ends costs no more than an entry here: its receipt is made when somebody reads it. Readers
+hold nothing up: one that falls behind goes on at the oldest entry, and is told how many it missed.
 
-Entries live long, and are no work for the garbage collector: all they are made of is values without cycles
-(`gc=False`), arrays and exact tuples.
+Entries live long, and are no work for the garbage collector: they are made of values without cycles
+(`gc=False`), arrays and exact tuples only.
 """
 
 from collections import deque
@@ -23,10 +22,10 @@ from slagate.workers.runtime.cooperative import Steps
 
 MAX_RECEIPTS = 2048
 MAX_BYTES = 64 << 20
-"""Of memory; at two pools of a thousand workers it is the limit that counts."""
+"""Of memory; with two pools of a thousand workers this limit is reached before the other."""
 
 RECEIPT_BYTES, CHOICE_BYTES, ROW_BYTES = 4096, 4096, 200
-"""What an entry takes: for itself, for each choice, for each row that a choice looked at."""
+"""Estimated memory of an entry: for itself, for each choice, for each row that a choice looked at."""
 
 
 class EndedRequest(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -40,11 +39,11 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def configs(self) -> list[gw.GatewayConfig]:
-        """What its choices were made under."""
+        """The configurations that its choices were made under."""
         return _configs(self.record.choices)
 
     def receipt(self) -> Steps[gw.Receipt]:
-        """The full receipt."""
+        """Make the full receipt, in steps."""
         return self.record.full(self.outcome, self.ended_s, self.stamp)
 
 
@@ -60,7 +59,7 @@ class ReceiptRing:
         max_bytes: int = MAX_BYTES,
         number: Callable[[int], int] = int,
     ) -> None:
-        """`config` is the one in force. `number` makes a receipt's number of its place, from 1 on."""
+        """`config` is in force. `number` makes a receipt's number of its place in this ring, from 1 on."""
         self.config = config
         self.attainment = Attainment(config.version)
         self.n_bytes = 0
@@ -89,7 +88,7 @@ class ReceiptRing:
         self.attainment.restart(config.version)
 
     def add_receipt(self, record: Record, outcome: Outcome, now_s: float) -> ReceiptNumber:
-        """Keep what a request leaves behind; it must not change any more."""
+        """Keep the record of a request that has ended; it must not change any more."""
         decided = record.decision
         version = (self.config if decided is None else decided.stages[-1].config).version
         stamp = ReceiptNumber(self._number(self._next_number), self._unix_s(), version)
@@ -98,7 +97,7 @@ class ReceiptRing:
         n_rows = sum(len(scored.score_s) for choice in choices for scored in choice.scored)
         n_bytes = RECEIPT_BYTES + CHOICE_BYTES * len(choices) + ROW_BYTES * n_rows
         if version != self._last_version and decided is not None:
-            # Receipts of one version share its configuration; as good as each version has one that pays.
+            # Receipts of one version share its configuration: the first one of each is charged for it.
             self._last_version = version
             n_bytes += sum(config.ByteSize() for config in _configs(choices))
         self._next_number += 1
@@ -111,16 +110,16 @@ class ReceiptRing:
         return stamp
 
     def end_watches(self) -> None:
-        """Let whoever follows end, once they have read what is there."""
+        """Let those that follow end, once they have read what is there."""
         self._closed = True
         self._wake_watchers()
 
     async def watch(
         self, *, limit: int | None = None, follow: bool = False
     ) -> AsyncIterator[tuple[EndedRequest, int]]:
-        """The newest `limit` of those kept (None: all), with `follow` new ones until `close`.
+        """The newest `limit` entries (None: all that are kept), with `follow` new ones until `end_watches`.
 
-        With each one comes how many before it were missed.
+        With each entry comes how many before it were missed.
         """
         stop_at = self._next_number
         n_kept = len(self) if limit is None else min(limit, len(self))

@@ -12,8 +12,8 @@ A row is a worker and attention-DP rank. Its score is predicted seconds, and the
 
 Among equals the row that was chosen longest ago wins, then chance. Short prompts are done before the next
 one comes, so idle workers are equal often, and chance alone would spread a hundred requests over two
-workers worse than 60 to 40 every few bursts. A row whose worker is suspect (ready, but its last probe or leg
-failed) is chosen only if no other can be.
+workers worse than 60 to 40 every few bursts. A row whose worker is suspect (ready, but its last probe or
+leg failed) is chosen only if no other can be.
 
 Predicted seconds see one request only: while its queue is short, the one worker that holds a popular prefix
 would always win, and the others never get a copy of it. So a starved row goes first: one that had none of

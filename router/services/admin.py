@@ -1,4 +1,4 @@
-"""`slagate.v1.Gateway`: what operators ask, on a listener of its own."""
+"""`slagate.v1.Gateway`, the service for operators, and the listeners for operators and probes."""
 
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -29,7 +29,6 @@ from slagate.router.request.request import output_budget, parse_request
 from slagate.router.request.settings import Settings
 from slagate.router.request.sla import parse_sla
 from slagate.router.scheduling.dispatcher import Dispatcher
-from slagate.router.scheduling.policy import Decision
 from slagate.router.scheduling.score import RoutingRequest
 from slagate.workers.runtime.cooperative import run_cooperatively
 from slagate.workers.runtime.listen import bind, given_by, ready_line
@@ -84,7 +83,7 @@ ROLLBACK_ALONE = (
 
 
 class ReloadService(gw_grpc.GatewayServicer):
-    """Has another configuration put in force."""
+    """The part of the service that puts another configuration in force."""
 
     def __init__(self, reloader: Reloader, source: Source) -> None:
         self._reloader = reloader
@@ -113,7 +112,7 @@ class ReloadService(gw_grpc.GatewayServicer):
 
 
 class AdminService(ReloadService):
-    """Reads the fleet, too."""
+    """The whole service, for a gateway of one process."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class AdminService(ReloadService):
         return self._dispatcher.fleet
 
     async def Explain(self, request: Any, context: Any) -> gw.Decision:
-        """The decision for a request, checked as Generate checks it, with nothing sent or taken."""
+        """The decision for a request, checked as Generate checks it; nothing is sent or leased."""
         try:
             parsed = parse_request(
                 request.request.SerializeToString(), max_bytes=self._settings.max_request_bytes
@@ -145,21 +144,20 @@ class AdminService(ReloadService):
             decision = self._dispatcher.explain(
                 RoutingRequest(parsed.model, parsed.isl_tokens, sla), parsed.prompt
             )
-            infos = [member.models.get(parsed.model) for member in self._winners(decision)]
-            budget = output_budget(parsed, infos)
+            winners = [
+                self._fleet.pools[choice.pool].members[choice.worker]
+                for choice in decision.stages
+                if choice.worker is not None
+            ]
+            budget = output_budget(parsed, [member.models.get(parsed.model) for member in winners])
         except GatewayError as error:
             await abort(context, *error.status())
         return await run_cooperatively(
             decision_steps(decision, request_id=parsed.id, max_tokens=budget)
         )
 
-    def _winners(self, decision: Decision) -> Iterator[Member]:
-        for choice in decision.stages:
-            if choice.winner is not None:
-                yield self._fleet.pools[choice.pool].members[choice.winner.view.address]
-
     async def ListPools(self, request: Any, context: Any) -> gw.ListPoolsResponse:
-        """Every pool with its live numbers."""
+        """Every pool with its load and counts."""
         return gw.ListPoolsResponse(
             pools=[
                 _pool_status(pool, self._fleet.grids[pool.stage])
@@ -181,7 +179,7 @@ class AdminService(ReloadService):
         )
 
     async def ListCells(self, request: Any, context: Any) -> gw.ListCellsResponse:
-        """What became of the requests of each grid cell, and the configuration that has the grid."""
+        """How many requests each grid cell had and how many met their targets, with the configuration."""
         attainment = self._receipts.attainment
         return gw.ListCellsResponse(
             cells=[
@@ -205,12 +203,12 @@ class AdminService(ReloadService):
         """The configuration, then full receipts."""
         in_force = self._receipts.config
         yield gw.WatchReceiptsResponse(config=in_force)
-        told = {in_force.version}
+        sent = {in_force.version}
         limit = request.limit if request.HasField("limit") else None
         async for entry, missed in self._receipts.watch(limit=limit, follow=request.follow):
             for config in entry.configs:
-                if config.version not in told:
-                    told.add(config.version)
+                if config.version not in sent:
+                    sent.add(config.version)
                     yield gw.WatchReceiptsResponse(config=config)
             receipt = await run_cooperatively(entry.receipt())
             yield gw.WatchReceiptsResponse(receipt=receipt, missed=missed)

@@ -1,6 +1,6 @@
-"""The control face to clients: to them the gateway looks like one aggregated engine.
+"""OpenEngine's `Control` service for clients: to them the gateway looks like one aggregated engine.
 
-What would show other tenants' tokens or touch their requests is not offered.
+Calls that would show other tenants' tokens, or touch their requests, are not offered.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ ABORTED = "aborted by the client"
 
 
 class ControlService(oe_grpc.ControlServicer):
-    """`openengine.v1.Control` for clients."""
+    """Answers `openengine.v1.Control`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ControlService(oe_grpc.ControlServicer):
         self._not_ready = not_ready
 
     async def GetServerInfo(self, request: Any, context: Any) -> oe.ServerInfo:
-        """The fleet as one engine."""
+        """The fleet, described as one engine."""
         return oe.ServerInfo(
             engine_name="slagate",
             engine_version=self._version,
@@ -56,7 +56,7 @@ class ControlService(oe_grpc.ControlServicer):
         )
 
     async def GetModelInfo(self, request: Any, context: Any) -> oe.ModelInfo:
-        """What every worker of the model can do: the smallest window, the features that all have."""
+        """What every worker of the model can do: the shortest context, the features that all have."""
         members = [one for one in self._fleet.standing() if request.model in one.models]
         infos = [member.models[request.model] for member in members]
         # Decode workers see no prompt.
@@ -64,6 +64,7 @@ class ControlService(oe_grpc.ControlServicer):
         if not infos:
             reason = f"model: {request.model[:100]!r} is not served here"
             await abort(context, grpc.StatusCode.NOT_FOUND, reason)
+        offers = [each.generation for each in infos]
         info = oe.ModelInfo(
             model_id=infos[0].model_id,
             served_model_name=request.model,
@@ -73,14 +74,12 @@ class ControlService(oe_grpc.ControlServicer):
             supports_multimodal=False,
             generation=oe.GenerationCapabilities(
                 prompt_logprobs=_logprobs([i.generation.prompt_logprobs for i in prompted]),
-                output_logprobs=_logprobs([i.generation.output_logprobs for i in infos]),
+                output_logprobs=_logprobs([each.output_logprobs for each in offers]),
                 max_num_sequences=1,
                 supports_priority=True,
-                supports_stop_in_output=all(i.generation.supports_stop_in_output for i in infos),
-                supports_cache_salt=all(i.generation.supports_cache_salt for i in infos),
-                supports_prefix_cache_bypass=all(
-                    i.generation.supports_prefix_cache_bypass for i in infos
-                ),
+                supports_stop_in_output=all(each.supports_stop_in_output for each in offers),
+                supports_cache_salt=all(each.supports_cache_salt for each in offers),
+                supports_prefix_cache_bypass=all(e.supports_prefix_cache_bypass for e in offers),
             ),
         )
         windows = [i.max_context_length for i in infos if i.HasField("max_context_length")]
@@ -89,7 +88,7 @@ class ControlService(oe_grpc.ControlServicer):
         return info
 
     async def GetLoad(self, request: Any, context: Any) -> oe.LoadInfo:
-        """The whole gateway's load: requests it is serving now."""
+        """The load of the gateway, peers included: requests that are served now."""
         n_running = len(self._live) + self._peers.n_running
         return oe.LoadInfo(instance_id=self._instance_id, running_requests=n_running)
 
@@ -109,7 +108,7 @@ class ControlService(oe_grpc.ControlServicer):
         return oe.HealthResponse(state=state, checks=checks)
 
     async def Abort(self, request: Any, context: Any) -> oe.AbortResponse:
-        """A client's own running requests only, recognised by its connection."""
+        """End running requests of the client's own connection."""
         target = request.WhichOneof("target")
         if target is None:
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, "target: none is given")
@@ -138,19 +137,19 @@ class ControlService(oe_grpc.ControlServicer):
 
 
 def _logprobs(offers: Sequence[oe.LogprobCapabilities]) -> oe.LogprobCapabilities:
-    """What every worker offers; the smallest of their limits."""
-    common = oe.LogprobCapabilities(
+    """What every worker offers, with the smallest of their limits."""
+    of_all = oe.LogprobCapabilities(
         supported=bool(offers) and all(offer.supported for offer in offers)
     )
-    if common.supported:
+    if of_all.supported:
         modes = [set(offer.candidate_selection_modes) for offer in offers]
-        common.candidate_selection_modes.extend(sorted(modes[0].intersection(*modes[1:])))
+        of_all.candidate_selection_modes.extend(sorted(modes[0].intersection(*modes[1:])))
         limits = [offer.max_top_n for offer in offers if offer.HasField("max_top_n")]
         if limits:
-            common.max_top_n = min(limits)
-    return common
+            of_all.max_top_n = min(limits)
+    return of_all
 
 
 def _peer(context: Any) -> str:
-    """Who called: as the front says, behind whose socket nobody else is."""
+    """The client that called: the front says so, and nobody else can reach this server."""
     return str(dict(context.invocation_metadata() or ()).get(PEER, ""))

@@ -303,13 +303,13 @@ def test_an_attempt_keeps_its_worker_when_the_stage_is_given_to_another() -> Non
     assert first.winner != of.decision.stages[0].winner
     of.attempt(Stage.AGG, OK)
     got = full(of)
-    assert [c.worker for c in got.replaced] == [first.candidates[0].view.address]
+    assert [c.worker for c in got.replaced] == [first.top()[0].view.address]
     assert len(got.replaced[0].candidates) == 11
     assert not receipt(of).replaced
     attempts = receipt(of).attempts
     assert [a.worker for a in attempts] == [
-        first.candidates[0].view.address,
-        of.decision.stages[0].candidates[0].view.address,
+        first.top()[0].view.address,
+        of.decision.stages[0].top()[0].view.address,
     ]
     assert [a.chosen.worker for a in attempts] == [a.worker for a in attempts]
     assert [a.status for a in attempts] == ["UNAVAILABLE", "OK"]
