@@ -22,8 +22,8 @@ from slagate.workers.engine_args.model.merge import (
     merge,
 )
 from slagate.workers.engine_args.model.model import EngineModel
-from slagate.workers.engine_args.rules.case import EngineCase, IntendedUse, case_of
-from slagate.workers.engine_args.rules.table import findings_of, findings_of_pair
+from slagate.workers.engine_args.rules.case import EngineCase, IntendedUse
+from slagate.workers.engine_args.rules.table import PAIR_RULES, RULES
 from slagate.workers.engine_args.yaml_text import EXTRA, OVERRIDE, PEER, read_override, read_yaml
 from slagate.workers.findings import Finding, warning
 from slagate.workers.runtime.usage import UsageError
@@ -149,8 +149,10 @@ def assemble(
     findings += wrong
     case = None
     if model is not None:
-        case = case_of(role, model, merged.values, wanted)
-        findings += findings_of(case)
+        case = EngineCase(role, model, frozenset(key for key, _ in leaves(merged.values)), wanted)
+        # An encoder has no KV cache and no steps, so the rules have nothing to check.
+        if role != "encode":
+            findings += [finding for rule in RULES for finding in rule(case)]
     places = {**before, **merged.sources}
     return EngineArgs(role, merged.values, merged.sources, places, findings, case)
 
@@ -168,7 +170,7 @@ def check_pair(one: EngineArgs, other: EngineArgs) -> list[Finding]:
     prefill, decode = by_role["prefill"].case, by_role["decode"].case
     if prefill is None or decode is None:
         return []
-    return findings_of_pair(prefill, decode)
+    return [finding for rule in PAIR_RULES for finding in rule(prefill, decode)]
 
 
 def _given(cli: Mapping[str, Any]) -> dict[str, Any]:

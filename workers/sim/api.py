@@ -145,15 +145,13 @@ class Llm13(SimLLM):
 class LlmMain(Llm13):
     """`tensorrt_llm.LLM` of the newest source."""
 
-    traits = ApiTraits(
+    traits = replace(
+        Llm13.traits,
         version="main",
         sampling_params=SamplingParams,
         disaggregated_params=DisaggregatedParams,
         scheduling_params=SchedulingParams,
-        overlong_error=RequestError,
-        nests_events=False,
         newest_events=True,
-        counts_kv_tokens=True,
     )
     generate_async = _generate_async
 

@@ -6,7 +6,7 @@ decode:  start -> bytes checked, time over -> ready    (`Pulls`)
 
 import asyncio
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -97,67 +97,6 @@ def _unpack(raw: bytes) -> OpaqueState:
         last_state=last_state,
         descriptor=rest[n_name:],
     )
-
-
-def opaque_of(
-    sequence: SimSequence, *, transport: KvTransport, limits: EngineLimits
-) -> OpaqueState:
-    """The handoff of a generation_only sequence, checked as far as possible without its blocks.
-
-    Raises `KvBadDescriptor`, before a pull could use the blocks up.
-    """
-    params = sequence.params
-    assert params is not None
-    assert params.opaque_state is not None, "checked at submit"
-    opaque = _unpack(params.opaque_state)
-    if opaque.transport != transport.name:
-        problem = f"prefill used {opaque.transport}, this worker uses {transport.name}"
-    elif opaque.block_tokens != limits.block_tokens:
-        problem = f"prefill has {opaque.block_tokens} tokens per block, here {limits.block_tokens}"
-    elif opaque.prompt_tokens != sequence.n_prompt:
-        problem = f"it is of {opaque.prompt_tokens} prompt tokens, not {sequence.n_prompt}"
-    elif params.ctx_request_id not in (None, opaque.ctx_request_id):
-        problem = f"it is of session {opaque.ctx_request_id}, not {params.ctx_request_id}"
-    elif opaque.last_state != sequence.prompt.states[-1]:
-        problem = "it is of another prompt, model or cache salt"
-    elif params.first_gen_tokens != [opaque.first_token]:
-        problem = "first_gen_tokens is missing or of another request"
-    else:
-        return opaque
-    raise KvBadDescriptor(f"the handoff does not fit: {problem}")
-
-
-def accept_blocks(
-    sequence: SimSequence, blocks: Blocks, *, first_token: int, limits: EngineLimits
-) -> Iterator[None]:
-    """Check the blocks that a generation_only sequence pulled, and start its context from them.
-
-    Yields between slices of work, and before the first where there are several. Raises `KvMismatchError`
-    when the blocks are not of its prompt, `KvTransferError` when prefill and decode disagree on their shape
-    or on the first token.
-    """
-    states = sequence.prompt.states
-    expected = (len(states), limits.kv_block_bytes)
-    if blocks.shape != expected:
-        raise KvTransferError(f"got blocks of shape {blocks.shape}, expected {expected}")
-    n_slice = max(1, SLICE_BYTES // limits.kv_block_bytes)
-    wrong: list[int] = []
-    for start in range(0, len(blocks), n_slice):
-        if len(blocks) > n_slice:
-            yield
-        ends = start + n_slice
-        wrong += [start + i for i in verify(blocks[start:ends], states[start:ends])]
-    if wrong:
-        raise KvMismatchError(
-            f"{len(wrong)} of {len(blocks)} blocks do not hold this prompt, first block {wrong[0]}"
-        )
-    follows = next_token(state_of(blocks[-1]), limits.vocab_size) == first_token
-    # A token that logits processors changed does not follow from the prompt's blocks.
-    if not follows and not sequence.processors:
-        raise KvTransferError(f"first token {first_token} does not follow from the blocks")
-    n_full = sequence.n_prompt // limits.block_tokens
-    parent = state_of(blocks[n_full - 1]) if n_full else sequence.prompt.seed
-    sequence.start_chain(parent, limits.block_tokens)
 
 
 ACK_POLL_S = 0.05
@@ -324,7 +263,7 @@ class Pulls:
     def start(self, sequence: SimSequence, now_s: float) -> None:
         """Fetch a sequence's blocks; `refused` may be called before this returns."""
         try:
-            opaque = opaque_of(sequence, transport=self._transport, limits=self._limits)
+            opaque = self._opaque_of(sequence)
         except KvTransferError as error:
             self._refused(sequence, error)
             return
@@ -356,9 +295,7 @@ class Pulls:
         try:
             if isinstance(outcome, KvTransferError):
                 raise outcome
-            yield from accept_blocks(
-                sequence, outcome, first_token=pull.first_token, limits=self._limits
-            )
+            yield from self._accept(sequence, outcome, pull.first_token)
         except KvTransferError as error:
             self.n_mismatches += isinstance(error, KvMismatchError)
             self.cancel(sequence)
@@ -382,3 +319,58 @@ class Pulls:
             n_bytes=self._timing.kv_bytes(sequence.n_prompt),
         )
         self._ready(sequence, pull.first_token)
+
+    def _opaque_of(self, sequence: SimSequence) -> OpaqueState:
+        """The handoff of a generation_only sequence, checked as far as possible without its blocks.
+
+        Raises `KvBadDescriptor`, before a pull could use the blocks up.
+        """
+        params, block_tokens = sequence.params, self._limits.block_tokens
+        assert params is not None
+        assert params.opaque_state is not None, "checked at submit"
+        opaque = _unpack(params.opaque_state)
+        if opaque.transport != self._transport.name:
+            problem = f"prefill used {opaque.transport}, this worker uses {self._transport.name}"
+        elif opaque.block_tokens != block_tokens:
+            problem = f"prefill has {opaque.block_tokens} tokens per block, here {block_tokens}"
+        elif opaque.prompt_tokens != sequence.n_prompt:
+            problem = f"it is of {opaque.prompt_tokens} prompt tokens, not {sequence.n_prompt}"
+        elif params.ctx_request_id not in (None, opaque.ctx_request_id):
+            problem = f"it is of session {opaque.ctx_request_id}, not {params.ctx_request_id}"
+        elif opaque.last_state != sequence.prompt.states[-1]:
+            problem = "it is of another prompt, model or cache salt"
+        elif params.first_gen_tokens != [opaque.first_token]:
+            problem = "first_gen_tokens is missing or of another request"
+        else:
+            return opaque
+        raise KvBadDescriptor(f"the handoff does not fit: {problem}")
+
+    def _accept(self, sequence: SimSequence, blocks: Blocks, first_token: int) -> Work:
+        """Check the blocks that a generation_only sequence pulled, and start its context from them.
+
+        Yields between slices of work, and before the first where there are several. Raises
+        `KvMismatchError` when the blocks are not of its prompt, `KvTransferError` when prefill and decode
+        disagree on their shape or on the first token.
+        """
+        states = sequence.prompt.states
+        expected = (len(states), self._limits.kv_block_bytes)
+        if blocks.shape != expected:
+            raise KvTransferError(f"got blocks of shape {blocks.shape}, expected {expected}")
+        n_slice = max(1, SLICE_BYTES // self._limits.kv_block_bytes)
+        wrong: list[int] = []
+        for start in range(0, len(blocks), n_slice):
+            if len(blocks) > n_slice:
+                yield
+            ends = start + n_slice
+            wrong += [start + i for i in verify(blocks[start:ends], states[start:ends])]
+        if wrong:
+            raise KvMismatchError(
+                f"{len(wrong)} of {len(blocks)} blocks do not hold this prompt, first block {wrong[0]}"
+            )
+        follows = next_token(state_of(blocks[-1]), self._limits.vocab_size) == first_token
+        # A token that logits processors changed does not follow from the prompt's blocks.
+        if not follows and not sequence.processors:
+            raise KvTransferError(f"first token {first_token} does not follow from the blocks")
+        n_full = sequence.n_prompt // self._limits.block_tokens
+        parent = state_of(blocks[n_full - 1]) if n_full else sequence.prompt.seed
+        sequence.start_chain(parent, self._limits.block_tokens)

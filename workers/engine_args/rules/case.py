@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from slagate.workers.engine_args.model.merge import leaves
 from slagate.workers.engine_args.model.model import EngineModel
 
 
@@ -53,10 +51,3 @@ class EngineCase:
         """An environment variable as the engine will have it; empty where it is not set."""
         overrides = self.args.env_overrides or {}
         return overrides.get(name, self.wanted.environ.get(name, ""))
-
-
-def case_of(
-    role: str, args: EngineModel, values: Mapping[str, Any], wanted: IntendedUse
-) -> EngineCase:
-    """The case of merged `values`, whose model is `args`."""
-    return EngineCase(role, args, frozenset(key for key, _ in leaves(values)), wanted)

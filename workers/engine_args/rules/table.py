@@ -104,15 +104,3 @@ PAIR_RULES: tuple[Callable[[EngineCase, EngineCase], Iterator[Finding]], ...] = 
     pair.drafting,
     pair.contexts,
 )
-
-
-def findings_of(case: EngineCase) -> list[Finding]:
-    """The findings about one engine; none about an encoder, which has no KV cache and no steps."""
-    if case.role == "encode":
-        return []
-    return [finding for rule in RULES for finding in rule(case)]
-
-
-def findings_of_pair(prefill: EngineCase, decode: EngineCase) -> list[Finding]:
-    """The findings about a pairing, besides those about each engine."""
-    return [finding for rule in PAIR_RULES for finding in rule(prefill, decode)]
