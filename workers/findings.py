@@ -1,4 +1,4 @@
-"""Findings of a linter: a stable code, how bad it is, where it is, what is wrong, and what to do.
+"""Findings of a linter: stable code, severity, place, message and advice.
 
 The linters of engine arguments (codes E...) and of fleet files (codes G...) each have a table of their
 codes, from code to title; docs/engines.md and docs/lint.md have the same tables.
@@ -11,7 +11,7 @@ _P = ParamSpec("_P")
 
 
 class Finding(NamedTuple):
-    """One thing to look at. After an error an engine does not start, or does not work."""
+    """One finding. With an error an engine does not start, or does not work."""
 
     code: str
     severity: Literal["error", "warning"]
@@ -35,7 +35,7 @@ def error(code: str, place: str, message: str, advice: str) -> Finding:
 
 
 def warning(code: str, place: str, message: str, advice: str) -> Finding:
-    """A finding about something that works and is probably not what is meant."""
+    """A finding about something that works and is probably not meant."""
     return Finding(code, "warning", place, message, advice)
 
 

@@ -67,7 +67,7 @@ _READS_AS = {
     "float_type": re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)"),
     "bool_type": re.compile(r"(?i)true|false|yes|no|on|off"),
 }
-"""What a text must look like to be a value of the type without its quotes."""
+"""Text that would be a value of the type without its quotes."""
 
 _BOUNDS = {
     "greater_than": _Bound("be above", "gt"),
@@ -184,7 +184,7 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _advice(key: str, prefix: str, model: type[BaseModel]) -> str | None:
-    """What is probably meant by an unknown key."""
+    """A hint at the key that was probably meant, or None."""
     if not prefix and key in MOVED:
         return f"it is {MOVED[key]}"
     if near := nearest(key, model.model_fields, least=0.75):

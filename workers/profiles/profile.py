@@ -139,7 +139,7 @@ class Profile:
     tp_sizes: Mapping[int, TpProfile]
 
     def tp(self, size: int) -> TpProfile:
-        """The profile of tensor-parallel `size`. Raises `ProfileError` listing the sizes there are."""
+        """The profile of tensor-parallel `size`. Raises `ProfileError` listing the available sizes."""
         try:
             return self.tp_sizes[size]
         except KeyError:

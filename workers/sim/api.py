@@ -87,7 +87,7 @@ def _without(*names: str) -> Callable[..., RequestOutput]:
         return _generate_async(**signature.bind(*args, **kwargs).arguments)
 
     generate_async.__doc__ = _generate_async.__doc__
-    # What a caller sees who asks which arguments there are.
+    # The adapter asks `inspect.signature` which arguments a version has.
     generate_async.__signature__ = signature  # type: ignore[attr-defined]
     return generate_async
 

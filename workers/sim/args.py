@@ -70,7 +70,7 @@ class DynamicBatchConfig(_Strict):
 
 
 class SchedulerConfig(_Strict):
-    """`scheduler_config`: which requests are let in."""
+    """`scheduler_config`: which requests are admitted."""
 
     capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"] = (
         "GUARANTEED_NO_EVICT"

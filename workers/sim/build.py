@@ -21,7 +21,7 @@ _PROFILE_MEMORY_RATIO = 0.9
 def build_engine(
     args: TorchLlmArgs, settings: SimSettings, *, traits: ApiTraits, max_seq_len: int
 ) -> SimEngine:
-    """The engine with its ranks and queues. Raises `ValueError` naming what does not fit together."""
+    """The engine with its ranks and queues. Raises `ValueError` naming arguments that do not fit."""
     config, transceiver = args.kv_cache_config, args.cache_transceiver_config
     if args.has_transceiver and settings.transport is None:
         raise ValueError("cache_transceiver_config needs a transport in the settings")

@@ -131,7 +131,7 @@ class SimLLM:
         raise RuntimeError("an LLM cannot be pickled")
 
     def _submit(self, submission: Submission) -> RequestOutput:
-        """What every version's `generate_async` does; needs a running loop.
+        """Check and submit a request, for every version's `generate_async`; needs a running loop.
 
         Raises at once: `ValueError` or `TypeError` on bad arguments, `NotImplementedError` on what is
         not simulated, `RuntimeError` when the engine is shut down or dead.
@@ -216,7 +216,7 @@ class SimLLM:
         return PollResult(self._next_events, events.arrivals, timeout_s=timeout_s)
 
     def _next_events(self) -> Any | None:
-        """What one step of polling gives: a list in versions that hand over batches, else one event."""
+        """The result of one step of polling: a list in versions that hand over batches, else one event."""
         if self.traits.nests_events:
             return self._engine.events.take_events(_BATCH_EVENTS) or None
         return next(iter(self._engine.events.take_events(1)), None)
@@ -250,7 +250,7 @@ class SimLLM:
 
     @property
     def n_expired(self) -> int:
-        """Parked sessions nobody came for in time."""
+        """Parked sessions that no decode worker fetched in time."""
         return 0 if self._engine.parked is None else self._engine.parked.n_expired
 
     @property

@@ -380,7 +380,7 @@ class OutputFeed:
         )
 
     def show(self) -> None:
-        """Make visible what is ready, or everything once the sequence has ended."""
+        """Show the reader all ready tokens, or all tokens once the sequence has ended."""
         output, closing = self.output, self._closing
         output.mark_seen()
         if output.finish_reason is not None:

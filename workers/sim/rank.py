@@ -80,7 +80,7 @@ class WaitingQueue:
             for sequence in part:
                 yield sequence
                 n_passed += sequence in self._line
-            # What was passed is skipped again to get at the next part.
+            # Passed sequences are skipped again to reach the next part.
             n_part *= 2
 
     def _count(self, sequence: SimSequence, n: int) -> None:
@@ -92,7 +92,7 @@ class WaitingQueue:
 
 
 class RankStep(NamedTuple):
-    """What one rank does in one iteration. `n_new` and `n_active` are as of its start.
+    """The work of one rank in one iteration. `n_new` and `n_active` are as of its start.
 
     `context_kv_tokens` are the tokens already in the cache of the prompts whose chunks it computes.
     """
@@ -146,9 +146,9 @@ class SimRank:
         admit -> prefilling ----> decoding -> gone
            `---> transferring ------^           (generation_only)
 
-    A sequence is in one group at a time, and in none once removed. No clock and no loop: the engine says
-    when, this says who. `decoding` is to be read only; it is in order of admission to decode. `recorder`
-    None is a cache without events.
+    A sequence is in one group at a time, and in none once removed. A rank has no clock and no loop: the
+    engine calls it. `decoding` is to be read only; it is in order of admission to decode. `recorder` None is
+    a cache without events.
     """
 
     def __init__(

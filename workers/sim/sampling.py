@@ -54,7 +54,7 @@ class LogprobMaker:
         return entry
 
     def of_prompt(self, tokens: Sequence[int], *, seed: bytes, block_tokens: int) -> list[Any]:
-        """One entry a prompt position, each after the tokens in front of it."""
+        """One entry for each prompt token, in the context of the tokens before it."""
         chain = TokenChain(seed, b"", block_tokens)
         entries = []
         for token in tokens:

@@ -118,7 +118,9 @@ class SimSequence:
         token = next_token(state, vocab_size, self.branch)
         if not self.processors:
             return token
-        logits = np.full((1, 1, vocab_size), _OTHER_LOGIT, dtype=np.float32)
+        logits = np.full(
+            (1, 1, vocab_size), _OTHER_LOGIT, dtype=np.float32
+        )  # f32[1, beams, vocabulary]
         logits[0, 0, token] = 0.0
         token_ids = [*self.feed.result.prompt_token_ids, *self.generated]
         for processor in self.processors:

@@ -108,7 +108,7 @@ class DynamicBatchSection(Section):
 
 
 class SchedulerSection(Section):
-    """`scheduler_config`: which requests are let in."""
+    """`scheduler_config`: which requests are admitted."""
 
     capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"] = (
         "GUARANTEED_NO_EVICT"

@@ -279,7 +279,7 @@ class Arrivals:
         self._waiters: set[asyncio.Future[None]] = set()
 
     def announce(self) -> None:
-        """Wake all who wait."""
+        """Wake all waiting pollers."""
         for waiter in self._waiters:
             _complete(waiter)
 
