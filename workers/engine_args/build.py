@@ -40,11 +40,8 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Defaults of slagate; all others are TensorRT-LLM's."""
 
-FORCED_VALUES: Mapping[str, Any] = {
-    # Processes that detokenise. The gateway's requests need none.
-    "num_postprocess_workers": 0,
-}
-"""Values that a worker's engine has, whatever its operator says."""
+FORCED_VALUES: Mapping[str, Any] = {"num_postprocess_workers": 0}
+"""Values that a worker's engine has, whatever its operator says: no processes that detokenise."""
 
 BUILD = "build_config"
 AUTODEPLOY = "_autodeploy"

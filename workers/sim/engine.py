@@ -79,7 +79,7 @@ class SimEngine:
 
     def submit(self, sequence: SimSequence) -> None:
         """Queue a sequence; it starts with the next iteration that has room."""
-        self.group.enqueue(sequence)
+        self.group.waiting.append(sequence)
         self._go_on()
 
     def abort(self, sequence: SimSequence) -> None:
@@ -101,14 +101,14 @@ class SimEngine:
         found = [one for one in self.group.sequences() if one.request_id == request_id]
         for sequence in found:
             self._end(sequence)
-            sequence.feed.fail(RequestError(text))
+            sequence.feed.result.fail(RequestError(text))
         return bool(found)
 
     def fail_all(self, error: BaseException) -> None:
         """End every sequence with `error` and withdraw parked handoffs."""
         for sequence in self.group.sequences():
             self._end(sequence)
-            sequence.feed.fail(error)
+            sequence.feed.result.fail(error)
         if self.parked is not None:
             self.parked.clear()
         self._cancel_wake()
@@ -260,7 +260,7 @@ class SimEngine:
     def _refuse(self, sequence: SimSequence, error: KvTransferError) -> None:
         self.kv_transfer_failures += 1
         self._end(sequence)
-        sequence.feed.fail(RequestError(f"KV transfer failed: {error}"))
+        sequence.feed.result.fail(RequestError(f"KV transfer failed: {error}"))
 
     def _end(self, sequence: SimSequence, *, keeps_blocks: bool = False) -> None:
         """Take a sequence out and free its blocks unless it `keeps_blocks`; its timers end with it."""

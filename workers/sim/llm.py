@@ -152,7 +152,7 @@ class SimLLM:
             for sequence in sequences:
                 self._engine.abort(sequence)
 
-        result.on_abort(abort)
+        result.on_abort = abort
         self._executor._results[self._last_id] = result
         for sequence in sequences:
             self._engine.submit(sequence)

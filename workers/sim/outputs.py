@@ -187,11 +187,11 @@ class RequestOutput:
         self.decoding_iter = 0
         self.avg_decoded_tokens_per_iter: float | None = None
         self.metrics_dict: dict[str, Any] = {}
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._form = form
         n_sequences = sampling_params.best_of or 1
         self.feeds = [OutputFeed(self, index, form) for index in range(n_sequences)]
-        self._abort_request: Callable[[], None] | None = None
+        self.on_abort: Callable[[], None] | None = None
         self._aborted = False
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -210,8 +210,8 @@ class RequestOutput:
     def abort(self) -> None:
         """Cancel the request; one last yield says "cancelled". No-op once it has ended."""
         self._aborted = True
-        if self._abort_request is not None:
-            self._abort_request()
+        if self.on_abort is not None:
+            self.on_abort()
 
     def aborted(self) -> bool:
         """Whether `abort` was called."""
@@ -233,7 +233,7 @@ class RequestOutput:
             if unseen or all(feed.closed for feed in self.feeds):
                 self._show()
                 return self
-            self._waiter = self._loop.create_future()
+            self._waiter = self.loop.create_future()
             await self._waiter
 
     async def aresult(self) -> "RequestOutput":
@@ -244,14 +244,6 @@ class RequestOutput:
 
     def __await__(self) -> Generator[Any, None, "RequestOutput"]:
         return self.aresult().__await__()
-
-    def on_abort(self, abort_request: Callable[[], None]) -> None:
-        """Set what `abort` calls: the engine's side of the request."""
-        self._abort_request = abort_request
-
-    def now_s(self) -> float:
-        """The time on this request's loop, in seconds."""
-        return self._loop.time()
 
     def fail(self, error: BaseException) -> None:
         """End with an error instead of a last response."""
@@ -288,7 +280,7 @@ class _Closing(NamedTuple):
 
 
 class OutputFeed:
-    """The engine's end of one sequence of a request: `push*` then `finish`, or `fail` at any time."""
+    """The engine's end of one sequence of a request: any number of `push`, then `finish`."""
 
     def __init__(self, result: RequestOutput, index: int, form: SimOutputForm) -> None:
         self.result = result
@@ -309,7 +301,7 @@ class OutputFeed:
             self._cumulative = 0.0
         if form.perf_metrics:
             self._perf = RequestPerfMetrics()
-            self._perf.timing_metrics.arrival_time = timedelta(seconds=result.now_s())
+            self._perf.timing_metrics.arrival_time = timedelta(seconds=result.loop.time())
 
     @property
     def closed(self) -> bool:
@@ -325,7 +317,7 @@ class OutputFeed:
         if self._cumulative is not None:
             self._cumulative += chosen_logprob(token, state)
         if self._perf is not None:
-            self._perf.mark_token(self.result.now_s())
+            self._perf.mark_token(self.result.loop.time())
         if self._n_pushed == 1 or self._n_pushed % self._form.stream_interval == 0:
             self._n_ready = len(self._tokens)
             if self._form.streaming:
@@ -346,10 +338,6 @@ class OutputFeed:
         if self._closing is None:
             self._closing = _Closing(reason, stop_reason, n_trim, params)
             self.result.wake()
-
-    def fail(self, error: BaseException) -> None:
-        """End the whole request with an error instead of a last response."""
-        self.result.fail(error)
 
     def started(self, now_s: float, allocation: Allocation) -> None:
         """Note that the sequence was admitted at `now_s`, with these blocks."""

@@ -147,7 +147,7 @@ class SimRank:
            `---> transferring ------^           (generation_only)
 
     A sequence is in one group at a time, and in none once removed. A rank has no clock and no loop: the
-    engine calls it. `decoding` is to be read only; it is in order of admission to decode. `recorder` None is
+    engine calls it. `decoding` is to be read only, and in order of admission to decode. `recorder` None is
     a cache without events.
     """
 
@@ -306,7 +306,7 @@ class RankGroup:
     """All ranks of an engine, and the sequences that wait for one.
 
     No sequence is overtaken on a rank that it could go to: once one finds no room there, those behind it
-    do not get there in the same round. `ranks` and `waiting` are to be read only.
+    do not get there in the same round. `waiting.append` adds a sequence, `remove` ends it.
     """
 
     def __init__(self, ranks: Sequence[SimRank], limits: EngineLimits) -> None:
@@ -332,10 +332,6 @@ class RankGroup:
         """Publish the KV events of all caches."""
         for rank in self.ranks:
             rank.flush()
-
-    def enqueue(self, sequence: SimSequence) -> None:
-        """Put a sequence at the end of the queue."""
-        self.waiting.append(sequence)
 
     def remove(self, sequence: SimSequence, *, keeps_blocks: bool) -> None:
         """Take a sequence out, wherever it is, and free its blocks unless it `keeps_blocks`."""

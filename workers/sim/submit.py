@@ -196,11 +196,8 @@ class RequestChecker:
     ) -> SimOutputForm:
         prompt_logprobs: list[Any] = []
         if (maker := self._maker(sampling, "prompt_logprobs")) is not None:
-            prompt_logprobs = maker.of_prompt(
-                prompt.tokens,
-                seed=seed,
-                block_tokens=self.args.kv_cache_config.tokens_per_block,
-            )
+            block_tokens = self.args.kv_cache_config.tokens_per_block
+            prompt_logprobs = maker.of_prompt(prompt.tokens, seed=seed, block_tokens=block_tokens)
         return SimOutputForm(
             streaming=streaming,
             stream_interval=self.args.stream_interval,
