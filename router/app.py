@@ -31,7 +31,7 @@ from slagate.router.metrics import Metrics, RefusedConnection
 from slagate.router.multiprocess.child import ProcessService, ProcessSlot, parent_watched
 from slagate.router.multiprocess.peers import joined_peers
 from slagate.router.receipts.ring import ReceiptRing
-from slagate.router.reload.reload import Proposal, Reloader, Source, put_in_process, reloading
+from slagate.router.reload.reload import FleetSource, Proposal, Reloader, put_in_process, reloading
 from slagate.router.request.errors import Draining
 from slagate.router.request.running import RunningRequests
 from slagate.router.request.settings import CUT_S, RECEIPTS_S, Settings
@@ -130,7 +130,7 @@ async def build(
 
 
 async def serve(
-    source: Source,
+    source: FleetSource,
     config: FleetConfig,
     settings: Settings,
     *,
@@ -199,7 +199,7 @@ def _watch_tls(metrics: Metrics, clients: ServerTls | None, workers: ClientTls |
         clients.on_refused = partial(metrics.connections.refused, RefusedConnection.TLS)
 
 
-def _operators_server(app: App, settings: Settings, source: Source) -> grpc.aio.Server:
+def _operators_server(app: App, settings: Settings, source: FleetSource) -> grpc.aio.Server:
     """A server of `slagate.v1.Gateway`, bound nowhere yet."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     service = AdminService(

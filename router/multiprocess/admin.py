@@ -19,7 +19,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import abort
 from slagate.router.multiprocess.supervisor import GatewayChild, Supervisor
 from slagate.router.receipts.messages import STAGE_OF_WIRE
-from slagate.router.reload.reload import Reloader, Source
+from slagate.router.reload.reload import FleetSource, Reloader
 from slagate.router.services.admin import ReloadService
 
 ASK_LIMIT_S = 2.0
@@ -155,7 +155,7 @@ class WholeGateway(ReloadService):
         counts: SharedCounts,
         *,
         reloader: Reloader,
-        source: Source,
+        source: FleetSource,
         now_s: Callable[[], float],
     ) -> None:
         super().__init__(reloader, source)

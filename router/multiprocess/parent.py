@@ -25,7 +25,7 @@ from slagate.router.multiprocess.admin import WholeGateway
 from slagate.router.multiprocess.child import ProcessSlot
 from slagate.router.multiprocess.metrics import MergedMetrics, not_ready
 from slagate.router.multiprocess.supervisor import Supervisor, write_config
-from slagate.router.reload.reload import Proposal, Reloader, Source, reloading
+from slagate.router.reload.reload import FleetSource, Proposal, Reloader, reloading
 from slagate.router.request.settings import CUT_S, RECEIPTS_S, Settings
 from slagate.router.services.admin import Listeners, operators_listening
 from slagate.workers.runtime.clock import monotonic_s
@@ -41,7 +41,7 @@ STOP_SLACK_S = 5.0
 
 
 async def serve_processes(
-    source: Source,
+    source: FleetSource,
     config: FleetConfig,
     settings: Settings,
     *,

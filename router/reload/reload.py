@@ -1,19 +1,20 @@
-"""Another configuration for a running gateway: read, checked, compared, put in force, and taken back.
+"""Puts another configuration in force in a running gateway, or the one before it.
 
-    slagate reload, SIGHUP, --watch ──▶ read and check ──▶ problems: nothing changes, and they are told
+    slagate reload, SIGHUP, --watch ──▶ read and check ──▶ problems: nothing changes, they are reported
                                                       └──▶ in one step: grids, pools, version
 
-What is read is checked off the event loop; what is put in force waits for nothing, so that no request sees
-half of it.
+A configuration is read and checked off the event loop, and put in force without an await, so that no
+request sees half of it.
 """
 
 import logging
+import math
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -35,25 +36,12 @@ log = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 1.0
 
 MAX_HISTORY = 8
-"""Configurations that can be gone back to, one after the other."""
-
-
-class Source(Protocol):
-    """Where a gateway's configuration comes from."""
-
-    def read(self) -> FleetConfig:
-        """Read it (again). Raises `ConfigError`."""
-
-    def parse(self, text: str) -> FleetConfig:
-        """Another content in its place. Raises `ConfigError`."""
-
-    def stamp(self) -> object:
-        """Something that is different once a file was written; never raises."""
+"""How many configurations can be gone back to, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSource:
-    """The files and options that `slagate serve` was given: a reload reads the files again."""
+    """Where a gateway's configuration comes from: the files and options that `slagate serve` was given."""
 
     path: Path
     lenient: bool
@@ -62,17 +50,10 @@ class FleetSource:
 
     def read(self) -> FleetConfig:
         """The configuration as the files say it now. Raises `ConfigError`."""
-        return self._load(None)
+        return self.parse(None)
 
-    def parse(self, text: str) -> FleetConfig:
-        """The configuration with another fleet file's text. Raises `ConfigError`."""
-        return self._load(text)
-
-    def stamp(self) -> object:
-        """Something that is different once a file was written; never raises."""
-        return [_stamp(path) for path in (self.path, self.pools) if path is not None]
-
-    def _load(self, text: str | None) -> FleetConfig:
+    def parse(self, text: str | None) -> FleetConfig:
+        """The configuration with another fleet file's text; None: the file's. Raises `ConfigError`."""
         return load_config(
             self.path,
             lenient=self.lenient,
@@ -81,6 +62,10 @@ class FleetSource:
             serving=True,
             text=text,
         )
+
+    def stamp(self) -> object:
+        """A value that differs once a file was written. Never raises."""
+        return [_stamp(path) for path in (self.path, self.pools) if path is not None]
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -96,7 +81,7 @@ class NothingBefore(Exception):
 
 
 class Reloaded(NamedTuple):
-    """What came of a reload that was not refused."""
+    """The result of a reload that was not refused."""
 
     version: str  # in force after it
     previous_version: str  # in force before it
@@ -111,11 +96,11 @@ class Reloaded(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """A configuration that can be put in force, and what receipts say of it."""
+    """A configuration that can be put in force, and its message for receipts."""
 
     prepared: Prepared
     message: gw.GatewayConfig
-    changes: tuple[str, ...] = ()  # to what was in force when it was made
+    changes: tuple[str, ...] = ()  # from what was in force when it was made
 
     @classmethod
     def of(cls, config: FleetConfig, *, policy: str) -> "Proposal":
@@ -125,7 +110,7 @@ class Proposal(NamedTuple):
 
 
 def put_in_process(dispatcher: Dispatcher, receipts: ReceiptRing) -> Callable[[Proposal], None]:
-    """The step that puts a proposal in force in one process."""
+    """The step that puts a configuration in force in one process."""
 
     def put_in_force(found: Proposal) -> None:
         dispatcher.put_in_force(found.prepared, found.message)
@@ -135,7 +120,7 @@ def put_in_process(dispatcher: Dispatcher, receipts: ReceiptRing) -> Callable[[P
 
 
 class Reloader:
-    """The configuration that is in force, and those before it."""
+    """Owns the configuration that is in force, and those before it."""
 
     def __init__(
         self,
@@ -146,7 +131,7 @@ class Reloader:
         metrics: Metrics,
         now_s: Callable[[], float],
     ) -> None:
-        """`put_in_force` is the step; before it whoever else decides has to `agree`, else it raises."""
+        """`put_in_force` is the step; `agree` is awaited before it, and raises if it must not be taken."""
         self._now_s = now_s
         self._current = in_force
         self._before: list[Proposal] = []
@@ -158,12 +143,12 @@ class Reloader:
 
     @property
     def version(self) -> str:
-        """What is in force."""
+        """The version of the configuration in force."""
         return self._current.message.version
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Of what is in force."""
+        """Warnings of the configuration in force."""
         return self._current.prepared.config.warnings
 
     async def reload(self, read: Callable[[], FleetConfig], *, dry_run: bool = False) -> Reloaded:
@@ -179,9 +164,9 @@ class Reloader:
             return self.put(found, dry_run=dry_run)
 
     async def roll_back(self, *, dry_run: bool = False) -> Reloaded:
-        """Put in force what was before, with the profiles of then.
+        """Put the configuration before this one in force, with the profiles it had.
 
-        Raises `NothingBefore`, or `ConfigError` where somebody does not agree.
+        Raises `NothingBefore`, or `ConfigError` if `agree` does.
         """
         async with self._one_at_a_time:
             if not self._before:
@@ -199,7 +184,7 @@ class Reloader:
         return self._compared(Proposal.of(read(), policy=self._current.message.policy))
 
     def put(self, found: Proposal, *, dry_run: bool = False) -> Reloaded:
-        """Put a proposal in force, in one step, unless it is already."""
+        """Put a configuration in force, in one step, unless it is already."""
         old = self._current
         result = Reloaded(
             version=old.message.version if dry_run else found.message.version,
@@ -224,7 +209,7 @@ class Reloader:
             await self._agree(found)
 
     def _compared(self, found: Proposal) -> Proposal:
-        """With the changes; a grid may have a million cells, and comparing them is no work for the loop."""
+        """With the changes. Not for the event loop: a grid may have a million cells to compare."""
         return found._replace(changes=tuple(changes(self._current.prepared, found.prepared)))
 
     def _refused(self, error: ConfigError) -> None:
@@ -236,52 +221,35 @@ class Reloader:
 @asynccontextmanager
 async def reloading(
     reloader: Reloader,
-    source: Source,
+    source: FleetSource,
     *,
     watch: bool,
     stamp: object,
     also: Sequence[Callable[[], None]] = (),
 ) -> AsyncIterator[None]:
-    """Within the block, read the source again with each SIGHUP, and with `watch` when it has changed.
+    """Within the block, reload with each SIGHUP, and with `watch` when a file of the source has changed.
 
-    `stamp` is the source's from before it was read for what is in force now. What is in `also` comes
-    first with each SIGHUP. After the block SIGHUP does nothing: a gateway that shuts down has better things
-    to do than to die of it.
+    `stamp` is the source's from before what is in force was read. With each SIGHUP the calls in `also` are
+    made first. After the block SIGHUP does nothing, so that a gateway that shuts down does not die of it.
     """
-    # One that is asked for while another is under way comes behind it, once.
-    ask, asked = anyio.create_memory_object_stream[None](1)
+    file_watch = FileWatch(source.stamp if watch else lambda: stamp, in_use=stamp)
 
     def hangup() -> None:
         for act in also:
             act()
-        with suppress(anyio.WouldBlock):
-            ask.send_nowait(None)
+        file_watch.ask()
 
-    with ask, asked:
-        async with anyio.create_task_group() as tasks, on_sighup(hangup):
-            tasks.start_soon(_on_hangup, reloader, source, asked)
-            if watch:
-                tasks.start_soon(_on_change, reloader, source, stamp)
-            yield
-            tasks.cancel_scope.cancel()
+    async def follow() -> None:
+        while True:
+            await file_watch.changed(WATCH_INTERVAL_S if watch else math.inf)
+            try:
+                await reloader.reload(source.read)
+            except ConfigError:
+                pass  # the log has it, and what is in force stays
+            except Exception:
+                log.exception("config.bug")
 
-
-async def _on_hangup(reloader: Reloader, source: Source, asked: AsyncIterable[None]) -> None:
-    async for _ in asked:
-        await _reload(reloader, source)
-
-
-async def _on_change(reloader: Reloader, source: Source, read: object) -> None:
-    file_watch = FileWatch(source.stamp, in_use=read)
-    while True:
-        await file_watch.changed(WATCH_INTERVAL_S)
-        await _reload(reloader, source)
-
-
-async def _reload(reloader: Reloader, source: Source) -> None:
-    try:
-        await reloader.reload(source.read)
-    except ConfigError:
-        pass  # the log has it, and what is in force stays
-    except Exception:
-        log.exception("config.bug")
+    async with anyio.create_task_group() as tasks, on_sighup(hangup):
+        tasks.start_soon(follow)
+        yield
+        tasks.cancel_scope.cancel()

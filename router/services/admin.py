@@ -23,7 +23,7 @@ from slagate.proto.rpc.address import Address
 from slagate.proto.rpc.status import abort
 from slagate.router.receipts.messages import WIRE_STAGE, decision_steps
 from slagate.router.receipts.ring import ReceiptRing
-from slagate.router.reload.reload import NothingBefore, Reloader, Source
+from slagate.router.reload.reload import FleetSource, NothingBefore, Reloader
 from slagate.router.request.errors import GatewayError
 from slagate.router.request.request import output_budget, parse_request
 from slagate.router.request.settings import Settings
@@ -85,7 +85,7 @@ ROLLBACK_ALONE = (
 class ReloadService(gw_grpc.GatewayServicer):
     """The part of the service that puts another configuration in force."""
 
-    def __init__(self, reloader: Reloader, source: Source) -> None:
+    def __init__(self, reloader: Reloader, source: FleetSource) -> None:
         self._reloader = reloader
         self._source = source
 
@@ -120,7 +120,7 @@ class AdminService(ReloadService):
         settings: Settings,
         *,
         reloader: Reloader,
-        source: Source,
+        source: FleetSource,
         receipts: ReceiptRing,
         now_s: Callable[[], float],
     ) -> None:
