@@ -1,14 +1,14 @@
-"""What the processes of one gateway have under way, in a file that all of them map.
+"""Counts of what the processes of one gateway have in flight, in a file that all of them map.
 
-    header   64 bytes; the first 8 count the slots that were ever given out
-    keys     N_SLOTS x 16 bytes: whose slot it is, a digest of its name; zeros: nobody's
-    held     processes x N_SLOTS bytes: 1 while the process has the slot
+    header   64 bytes; the first 8 count the slots that were ever used
+    keys     N_SLOTS x 16 bytes: a digest of the name of the slot's owner; zeros: the slot is free
+    held     processes x N_SLOTS bytes: 1 while the process has claimed the slot
     cells    processes x N_SLOTS x 8 x 64 bits: a cache line for each process and slot
 
-A worker's rank, a pool and the gateway as a whole have a slot each, under a name that is the same in every
-process: nobody hands slots out, and a reload may reach the processes one after the other. A cell has one
-writer, the process whose row it is in, and is stored whole, so readers take no lock. Only who claims a slot
-or gives it up does, for microseconds. A slot that nobody holds has no writer: it is for who has the lock.
+Each rank of a worker, each pool and the gateway as a whole has a slot, under a name that is the same in all
+processes: none of them assigns slots to others, and a reload may reach them one after the other. A cell has
+one writer, the process whose row it is in, and is stored whole, so readers take no lock. Claiming and
+releasing a slot take it, for microseconds; a slot that no process has claimed is written under it only.
 """
 
 import fcntl
@@ -31,16 +31,16 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 N_SLOTS = 1 << 14
-"""Two thousand workers of eight ranks, in a mebibyte for each process."""
+"""Enough for two thousand workers of eight ranks, in a mebibyte for each process."""
 
 NOBODY = N_SLOTS - 1
-"""The slot of those that found none: never written, so it adds nothing."""
+"""The slot of claims for which there was no room: it is never written, so it adds nothing."""
 
 GATEWAY = "gateway"
 """The name of the gateway's slot."""
 
 N_CELLS, N_IN_FLIGHT = 8, 5
-"""Cells of a line, and how many of the first a process leaves no trace in when it has ended."""
+"""Cells of a line, and how many of the first are cleared when a process has ended."""
 
 N_COUNTS = 4
 """The first cells of a rank's line, in the order of `RankCell`."""
@@ -49,9 +49,9 @@ _HEADER_BYTES, _KEY_BYTES, _CELL_BYTES = 64, 16, 8
 
 
 class RankCell(IntEnum):
-    """The line of a worker's rank."""
+    """The cells of a worker's rank."""
 
-    INFLIGHT = 0  # of `N_COUNTS` that are summed
+    INFLIGHT = 0  # the first of the `N_COUNTS` that are summed over processes
     WORKER_INFLIGHT = 1
     QUEUED_TOKENS = 2
     CONTEXT_TOKENS = 3
@@ -60,7 +60,7 @@ class RankCell(IntEnum):
 
 
 class PoolCell(IntEnum):
-    """The line of a pool."""
+    """The cells of a pool."""
 
     OLDEST_S = 4  # a float: when the oldest request came that waits for it; 0: none does
     REQUESTS = 5  # legs that the pool was given
@@ -69,33 +69,33 @@ class PoolCell(IntEnum):
 
 
 class GatewayCell(IntEnum):
-    """The line of the gateway."""
+    """The cells of the gateway."""
 
     RUNNING = 0
     WAITING = 1
-    SEEN_S = 4  # a float: when the process last said that it is alive
+    SEEN_S = 4  # a float: when the process last showed that it is alive
     RECEIPTS = 5  # requests that have ended
 
 
 class OtherProcesses(NamedTuple):
     """What all other processes have on some slots."""
 
-    counts: Ints  # the first `N_COUNTS` cells, one row each
+    counts: Ints  # i64[N_COUNTS, n_slots], the sums of the first cells
     queued_s: Floats
-    last_chosen: Ints  # the highest
+    last_chosen: Ints  # i64[n_slots], the highest
 
 
 def create(path: Path, n_processes: int) -> None:
     """Make the file, all zeros. Raises `OSError`.
 
-    They are written, so that no process ends later for want of a page.
+    The zeros are written, so that no process is killed later for want of a page.
     """
     with path.open("xb") as file:
         file.write(bytes(_size(n_processes)))
 
 
 class SharedCounts:
-    """The memory as one process sees it: it writes row `number`. The parent, who has no row, is None."""
+    """The memory as one process sees it, which writes row `number`; None: the parent, which has no row."""
 
     def __init__(self, path: Path, number: int | None, *, n_processes: int) -> None:
         self.number = number
@@ -112,7 +112,7 @@ class SharedCounts:
         cells = np.frombuffer(memory, np.int64, n_processes * N_SLOTS * N_CELLS, at)
         self._cells = cells.reshape(n_processes, N_SLOTS, N_CELLS)
         self._lines = cells.reshape(n_processes * N_SLOTS, N_CELLS)
-        # A store through one of these is one of eight aligned bytes.
+        # A store through one of these views writes eight aligned bytes at once.
         row = memoryview(memory)[at + (number or 0) * N_SLOTS * N_CELLS * _CELL_BYTES :]
         self._ints = row.cast("q")
         self._floats = row.cast("d")
@@ -123,14 +123,14 @@ class SharedCounts:
         return f"SharedCounts(row {self.number}, {self._n_given[0]} slots)"
 
     def close(self) -> None:
-        """Nothing is claimed or given up any more. The memory goes when nobody looks at it."""
+        """Close the file: no slot can be claimed or released any more. The memory stays mapped."""
         self._file.close()
 
     def claim_slot(self, name: str) -> int:
-        """The slot of that name, from now on held by this process.
+        """Claim the slot of that name for this process.
 
-        What the process left there when it ended, and did not give up, is there again. When all are taken
-        it is `NOBODY`, which the log says: the others do not see what this one has there.
+        It has what an earlier process of this number counted there and did not release. When all slots are
+        taken the result is `NOBODY`, and logged: other processes do not see what this one has there.
         """
         assert self.number is not None, "the parent has no row"
         key = _key(name)
@@ -147,7 +147,7 @@ class SharedCounts:
         return slot
 
     def release_slot(self, slot: int) -> None:
-        """This process has nothing there any more; the last one frees the slot."""
+        """Release a slot: this process has nothing there. The last process to do so frees it."""
         assert self.number is not None, "the parent has no row"
         if slot == NOBODY:
             return
@@ -158,7 +158,7 @@ class SharedCounts:
                 self._keys[slot] = 0
 
     def clear(self, number: int) -> None:
-        """Take out what a process that has ended had in flight. What it counted stays, for the next."""
+        """Clear what a process that has ended had in flight. Its totals stay, for the next one."""
         n_given = self._n_given[0]
         with self._locked():
             self._cells[number, :n_given, :N_IN_FLIGHT] = 0
@@ -170,7 +170,7 @@ class SharedCounts:
             self._ints[slot * N_CELLS + cell] = value
 
     def set_s(self, slot: int, cell: int, seconds: float) -> None:
-        """As `set`, for a cell that is a float."""
+        """Store one figure of this process that is a float."""
         if slot != NOBODY:
             self._floats[slot * N_CELLS + cell] = seconds
 
@@ -179,12 +179,12 @@ class SharedCounts:
         return self._ints[slot * N_CELLS + cell]
 
     def lines_of_others(self, slots: Ints) -> Ints:
-        """Where the other processes have their lines of these slots; for `others`."""
+        """The indices of the other processes' lines of these slots, i64[n_others, n_slots]."""
         firsts = np.array(self._others, dtype=np.int64) * N_SLOTS
         return firsts[:, None] + slots
 
     def sum_of_others(self, places: Ints) -> OtherProcesses:
-        """What the other processes have on the slots of ranks."""
+        """The sum of what the other processes have on slots of ranks, of `lines_of_others`."""
         found = self._lines.take(places, axis=0)
         queued_s = found.view(np.float64)[:, :, RankCell.QUEUED_S]
         if len(found) == 1:
@@ -201,17 +201,17 @@ class SharedCounts:
         return [(number, int(self._cells[number, slot, cell])) for number in self._others]
 
     def each_other_s(self, slot: int, cell: int) -> list[tuple[int, float]]:
-        """As `each_other`, for a cell that is a float."""
+        """One figure that is a float of each other process, with its number."""
         cells = self._cells.view(np.float64)
         return [(number, float(cells[number, slot, cell])) for number in self._others]
 
     def each(self, name: str, cell: int) -> list[int]:
-        """A figure of every process, by number; empty where nobody has claimed the name."""
+        """A figure of every process, by number; empty where no process has claimed the name."""
         slot = self._find(_key(name))
         return [] if slot is None else [int(value) for value in self._cells[:, slot, cell]]
 
     def total(self, name: str, cell: int) -> int:
-        """The sum of a figure over all processes; 0 where nobody has claimed the name."""
+        """The sum of a figure over all processes; 0 where no process has claimed the name."""
         return sum(self.each(name, cell))
 
     def _find(self, key: Ints) -> int | None:
@@ -220,7 +220,7 @@ class SharedCounts:
         return int(found[0]) if len(found) else None
 
     def _unused(self) -> int:
-        """A slot that nobody has. To be called with the lock."""
+        """A free slot. To be called with the lock."""
         n_given = self._n_given[0]
         free = np.flatnonzero(self._keys[:n_given, 0] == 0)
         if len(free):
@@ -228,13 +228,13 @@ class SharedCounts:
         if n_given < NOBODY:
             self._n_given[0] = n_given + 1
             return n_given
-        # Those that only processes had that ended without giving them up.
+        # Slots that are left from processes which ended without releasing them.
         left = np.flatnonzero(~self._held[:, :NOBODY].any(axis=0))
         return int(left[0]) if len(left) else NOBODY
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # Of the process, so that it goes when the process does, wherever that was.
+        # A lock of the process, so that it is released when the process dies, wherever that is.
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
             yield
@@ -245,7 +245,7 @@ class SharedCounts:
 def _key(name: str) -> Ints:
     digest = hashlib.blake2b(name.encode(), digest_size=_KEY_BYTES).digest()
     key: Ints = np.frombuffer(digest, np.int64).copy()
-    key[0] |= 1  # never that of nobody
+    key[0] |= 1  # never zeros, which mean a free slot
     return key
 
 

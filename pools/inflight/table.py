@@ -6,7 +6,7 @@ the rest of the decision; a snapshot is two copies of small arrays.
 
 from collections.abc import Iterable, Mapping, MutableSequence
 from enum import Enum
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -140,11 +140,6 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
         figures: Ints = self._ints[FIGURE_INDEX[name]]
         return figures
 
-    def floats(self, name: str) -> Floats:
-        """One figure of all rows that is seconds, f64[n_rows]."""
-        figures: Floats = self._floats[FIGURE_INDEX[name]]
-        return figures
-
     @property
     def states(self) -> Ints:
         """The index in `STATES` of each row, i64[n_rows]."""
@@ -186,26 +181,17 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
         """One row, as plain values."""
         address, rank = self.names[row]
         ints, floats = self._ints[:, row].tolist(), self._floats[:, row].tolist()
-        models = [models for models, flags in self._models.items() if flags[row]]
+        figures: dict[str, Any] = dict(zip(INT_FIELDS, ints, strict=False))
+        figures.update(zip(FLOAT_FIELDS, floats, strict=False))
         return RowView(
-            address,
-            rank,
-            STATES[ints[STATE]],
-            ints[SUSPECT] != 0,
-            ints[INFLIGHT],
-            ints[WORKER_INFLIGHT],
-            ints[MAX_INFLIGHT],
-            ints[QUEUED_TOKENS],
-            ints[MAX_QUEUED_TOKENS],
-            floats[QUEUED_S],
-            ints[CONTEXT_TOKENS],
-            ints[CAPACITY_TOKENS],
-            ints[FOREIGN_REQUESTS],
-            floats[FOREIGN_S],
-            ints[LAST_CHOSEN],
-            models[0],
-            device_tokens,
-            host_tokens,
+            address=address,
+            rank=rank,
+            state=STATES[ints[STATE]],
+            suspect=ints[SUSPECT] != 0,
+            models=next(models for models, flags in self._models.items() if flags[row]),
+            device_tokens=device_tokens,
+            host_tokens=host_tokens,
+            **figures,
         )
 
 

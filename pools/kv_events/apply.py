@@ -1,13 +1,15 @@
-"""What KV events say about blocks, put into the prefix index.
+"""Applies a worker's KV events to the prefix index.
 
-hash         8 bytes are a number, big-endian, so that -1 and 2**64 - 1 are one hash; a decimal string is
-             that number; anything else stands for itself, by a digest
+How the fields of an event are read:
+
+hash         8 bytes are a big-endian number, so that -1 and 2**64 - 1 are one hash; a decimal string is
+             that number; anything else is replaced by a digest
 group        only full attention can be reused by prefix: sliding windows and further cache groups are
              left out
-medium       GPU or not stated: device; else host. A removal that does not state it is from everywhere
-extra keys   `cache_salt=...` is a tree of its own; the adapter's name once more says nothing; what else
-             there is replaces the block's content
-partial      a block without all its tokens is left out, as is what the event has behind it
+medium       GPU or not stated: device; else host. A removal that does not state it is from both
+extra keys   `cache_salt=...` makes a tree of its own; a repeated adapter name is ignored; all others become
+             part of the block's identity
+partial      a block without all its tokens is left out, as are the blocks behind it in the event
 """
 
 import hashlib
@@ -28,7 +30,7 @@ SALT_KEY = "cache_salt="
 _STRING = "string"
 _DECIMAL = re.compile(rb"-?[0-9]{1,20}", re.ASCII)
 _MASK = (1 << 64) - 1
-_DIGEST_KEY = secrets.token_bytes(16)  # names of two blocks must not be made to meet
+_DIGEST_KEY = secrets.token_bytes(16)  # so that nobody can make the digests of two blocks equal
 
 _PLAIN = Root()
 _DEVICE_MEDIA = (oe.STORAGE_MEDIUM_GPU, oe.STORAGE_MEDIUM_UNSPECIFIED)
@@ -36,19 +38,19 @@ _DEVICE_MEDIA = (oe.STORAGE_MEDIUM_GPU, oe.STORAGE_MEDIUM_UNSPECIFIED)
 _EVENT_WORK = 150
 _BLOCK_WORK = 40
 _HASH_WORK = 25
-"""In units of about 20 ns, as a token is worth one."""
+"""Units of about 20 ns; a token counts as one."""
 
 _SLICE_TOKENS = 2048
 _SLICE_HASHES = 128
-"""Of a long event, at once."""
+"""The most of a long event that is applied in one step."""
 
 
 class MismatchError(Exception):
-    """The worker's blocks cannot be indexed, now or later; the message says why."""
+    """The worker's blocks can never be indexed; the message says why."""
 
 
 class BlockWriter:
-    """Applies one rank's events. The event loop's turn may end wherever it yields."""
+    """Applies one rank's events. A step may end wherever `apply` yields."""
 
     def __init__(self, index: PrefixIndex, holder: Holder, *, block_tokens: int) -> None:
         self._index = index
@@ -61,11 +63,11 @@ class BlockWriter:
 
     @property
     def has_gap(self) -> bool:
-        """Whether the index had to leave something out that a snapshot would bring."""
+        """Whether the index had to leave out blocks that a snapshot would bring."""
         return self._holder.has_gap
 
     def apply(self, events: Iterable[oe.KvEvent]) -> Iterator[int]:
-        """Apply events in order; yields how much work each took. Raises `MismatchError`."""
+        """Apply events in order; yields how much work each part took. Raises `MismatchError`."""
         for event in events:
             self.n_events += 1
             if event.HasField("block_stored"):
@@ -136,7 +138,7 @@ class BlockWriter:
 
 
 def identity(values: Iterable[str]) -> bytes:
-    """What extra keys of a block, in their order, add to its tokens."""
+    """The bytes that the extra keys of a block, in their order, add to its identity."""
     return b"\0".join(value.encode() for value in values)
 
 

@@ -17,10 +17,10 @@ from slagate.proto import openengine_pb2 as oe
 
 PIECE_EVENTS = 64
 PIECE_BYTES = 16 * 1024
-"""Of one piece, unless a single event is larger: parsed in some 20 us."""
+"""The size of a piece, unless a single event is larger: it is parsed in some 20 us."""
 
 MAX_EVENT_BYTES = 1 << 20
-"""Of one event, the largest that OpenEngine peers agree on: beyond, parsing it would be felt."""
+"""The largest event that OpenEngine peers agree on; parsing a larger one would hold up the event loop."""
 
 _BATCH, _ERROR = 0x0A, 0x12
 _NUMBER, _TIME, _RANK, _EVENT = 0x08, 0x10, 0x18, 0x22
@@ -32,11 +32,11 @@ _Parsed = TypeVar("_Parsed", bound=Message)
 
 
 class UndecodableError(Exception):
-    """The bytes are no batch of KV events; the message says what is wrong."""
+    """Bytes that are no batch of KV events; the message says what is wrong."""
 
 
 class BatchHeader(NamedTuple):
-    """What stands before a batch's events."""
+    """What comes before a batch's events."""
 
     number: int
     unix_s: float  # publish time; 0: not stated
@@ -45,14 +45,14 @@ class BatchHeader(NamedTuple):
 
 
 class EventSlice(NamedTuple):
-    """Where whole events lie in the message."""
+    """A range of the message with whole events in it."""
 
     start: int
     end: int
 
     @property
     def n_bytes(self) -> int:
-        """Its size."""
+        """The size of the range."""
         return self.end - self.start
 
 
@@ -78,7 +78,7 @@ def read_head(message: bytes) -> BatchHeader | oe.EngineError:
 
 
 def pieces(message: bytes, head: BatchHeader) -> Iterator[EventSlice]:
-    """The events of a batch, in order. Raises `UndecodableError` where it comes to something else."""
+    """Split the events of a batch into pieces, in order. Raises `UndecodableError`, maybe behind some."""
     at = start = head.events_at
     end = len(message)
     n_events = 0
@@ -89,7 +89,7 @@ def pieces(message: bytes, head: BatchHeader) -> Iterator[EventSlice]:
             if after > end or n_bytes > MAX_EVENT_BYTES:
                 raise UndecodableError(f"an event of {n_bytes} bytes")
         elif message[at] in _HEAD:
-            # What has been applied by then was taken for another batch's.
+            # The pieces before it were applied under the number and rank of another head.
             raise UndecodableError("the head of a batch behind its events")
         else:
             after = _skip(message, at)

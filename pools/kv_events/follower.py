@@ -91,7 +91,7 @@ class RankFollower:
         self._backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
 
     async def run(self) -> None:
-        """Subscribe again and again. Every way around this loop waits."""
+        """Subscribe again and again. Each round of the loop waits, so that it cannot spin."""
         now_s = asyncio.get_running_loop().time
         while not self._has_left:
             began_s = now_s()
@@ -104,14 +104,14 @@ class RankFollower:
                 await anyio.sleep(delay_s)
 
     def leave(self) -> None:
-        """Hold nothing any more, now and later. Idempotent."""
+        """Stop following, and free the rank's blocks. Idempotent."""
         self._has_left = True
         if self._stream is not None:
             self._stream.stop()
         self._release()
 
     async def _follow(self, began_s: float) -> StreamOutcome:
-        """One subscription, from its request to its end."""
+        """Subscribe once, from the request to the end."""
         number = self._state.next_number
         request = oe.SubscribeKvEventsRequest(data_parallel_ranks=[self._rank])
         metadata: Metadata = ()
@@ -138,7 +138,7 @@ class RankFollower:
         return end
 
     def _open_writer(self) -> BlockWriter:
-        """Where its blocks go. The index hears of a rank when its first batch has come."""
+        """The writer to the index. A rank has no holder in the index before its first batch has come."""
         if self._writer is None:
             holder = self._state.holder = self._index.join()
             self._writer = BlockWriter(self._index, holder, block_tokens=self._who.block_tokens)
@@ -146,22 +146,22 @@ class RankFollower:
         return self._writer
 
     def _settle(self, end: StreamOutcome, *, again_s: float) -> None:
-        """Decide what is kept of what the stream brought until the next one."""
+        """Decide whether the rank's blocks are kept until the next stream."""
         if end.kind is StreamEndKind.NONE:
             self._release()
             self._events.set_mode(self._state, EventMode.NONE, end.reason)
             return
-        # Without its id nobody can tell a worker that has restarted from one that was cut off.
+        # Without its id a worker that has restarted looks like one whose connection was lost.
         if (
             end.kind is StreamEndKind.STALE
             or not self._who.instance_id
             or again_s > self._keep_until_s
         ):
-            self._drop()
+            self._drop_blocks()
         mode = EventMode.RESYNC if self._was_live else EventMode.STARTING
         self._events.set_mode(self._state, mode, end.reason)
 
-    def _drop(self) -> None:
+    def _drop_blocks(self) -> None:
         if self._state.next_number is not None:
             self._events.n_resyncs += 1
         self._state.next_number = None
@@ -187,7 +187,7 @@ class RankFollower:
 
 
 class WorkerFollower:
-    """Follows one worker's events into an index, one `Holder` a rank."""
+    """Follows one worker's events into an index, with a `Holder` for each rank."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class WorkerFollower:
         return f"Follower({self._who}, {self._events})"
 
     def identified(self, info: oe.ServerInfo) -> None:
-        """The worker has just said who it is; another incarnation makes everything known of it void."""
+        """Note who the worker has just said it is; all that is known of another incarnation is dropped."""
         who = Incarnation(
             info.instance_id,
             max(1, info.parallelism.data_parallel_size),
@@ -240,7 +240,7 @@ class WorkerFollower:
         self._watch_silence()
 
     def misfit(self) -> None:
-        """What answers there now is not the worker to follow."""
+        """Note that another worker answers at the address, which is not to be followed."""
         if self._who is not None:
             self._forget()
             self._who = None
@@ -273,7 +273,7 @@ class WorkerFollower:
         self._has_warned = False
 
     def _watch_silence(self) -> None:
-        """Notice a worker that works and publishes nothing."""
+        """Notice a worker that processes prompts and publishes no events."""
         events, now_s = self._events, asyncio.get_running_loop().time()
         if events.n_events != self._n_events or events.mode is EventMode.NONE:
             self._n_events = events.n_events

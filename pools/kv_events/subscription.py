@@ -1,4 +1,4 @@
-"""One subscription to one rank's KV events: what arrives waits as bytes, and is applied bit by bit."""
+"""One subscription to one rank's KV events: messages wait as bytes, and are applied in small steps."""
 
 import asyncio
 import logging
@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import anyio
 import grpc
+from typing_extensions import override
 
 from slagate.pools.kv_events.apply import BlockWriter, MismatchError
 from slagate.pools.kv_events.decode import PIECE_BYTES, UndecodableError, parse, pieces, read_head
 from slagate.pools.kv_events.view import EventMode, EventView, RankEvents
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto.rpc.sinks import Call
+from slagate.proto.rpc.sinks import Call, Sink
 from slagate.proto.rpc.status import Metadata, Status
 from slagate.workers.errors import scrub, status_of_engine_error
 from slagate.workers.kv_events.feed import HEARTBEAT_S
@@ -25,13 +26,13 @@ from slagate.workers.worker import Worker
 log = logging.getLogger(__name__)
 
 SILENCE_S = 3 * HEARTBEAT_S
-"""A stream that has nothing to say for that long, not even that, is dead."""
+"""A stream without any message for that long, not even a heartbeat, is dead."""
 
 TURN_WORK = 5_000
-"""Of one turn, in units of about 20 ns: a tenth of a millisecond, and a slice of a long event more."""
+"""The work of one step, in units of about 20 ns: a tenth of a millisecond, plus a slice of a long event."""
 
 _MESSAGE_WORK = 150
-_PARSED_BYTES = 14  # for one unit
+_PARSED_BYTES = 14  # in one unit of work
 
 _FINAL = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION)
 _STALE = (grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -40,9 +41,9 @@ _STALE = (grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 class StreamEndKind(Enum):
     """What can follow the end of a stream."""
 
-    LOST = "lost"  # go on where it ended, if the worker still can
-    STALE = "stale"  # start over with a snapshot
-    NONE = "none"  # this worker has no events that can be used
+    LOST = "lost"  # the next one resumes where it ended, if the worker still can
+    STALE = "stale"  # the next one starts over with a snapshot
+    NONE = "none"  # this worker has no usable events
 
 
 class StreamOutcome(NamedTuple):
@@ -52,13 +53,13 @@ class StreamOutcome(NamedTuple):
     reason: str
 
 
-class EventStream:
-    """The sink of one subscription. Applies what comes until something is wrong or the stream ends.
+class EventStream(Sink):
+    """The sink of one subscription. Applies messages until something is wrong or the stream ends.
 
         message ──▶ waiting bytes ──▶ step, step, step: sequence check, pieces, index
-        end ─────▶ behind what waits
+        finish ──▶ behind the messages that wait
 
-    Whatever a worker sends, the only exception that leaves this class is none.
+    Whatever a worker sends, no exception leaves this class.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class EventStream:
         max_waiting_bytes: int,
         resync_from_s: float,
     ) -> None:
-        """`state.next_number` is what to go on with; None: any may be first, after a snapshot's request.
+        """`state.next_number` is that of the first batch; None: any, as a snapshot is asked for.
 
         `writer` is called for each batch; from `resync_from_s` on, a holder that lacks blocks is a reason
         to start over.
@@ -94,28 +95,28 @@ class EventStream:
         next_number = state.next_number
         self._numbers = None if next_number is None else SequenceNumbers(next_number)
         self._now_s = asyncio.get_running_loop().time
-        self._began_s = self._heard_s = self._now_s()  # the latter: something was applied
+        self._began_s = self._heard_s = self._now_s()  # the latter: when a message was applied
         self.n_applied = 0
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
         return f"EventStream(rank {self._rank}, {self.n_applied} applied, {self._end})"
 
+    @override
     def message(self, data: bytes, /) -> None:
-        """As `Sink.message`."""
         if self._end is None:
             self._waiting.append(data)
             self._state.n_waiting_bytes += len(data)
             self._pause_or_resume()
             self._scheduler.add_step(self._step)
 
+    @override
     def finish(self, status: Status, /) -> None:
-        """As `Sink.finish`."""
         self._status = status
         self._scheduler.add_step(self._step)
 
     async def follow(self, worker: Worker, request: bytes, metadata: Metadata) -> StreamOutcome:
-        """Subscribe, and apply until the end. Leaves no call behind, however it is left."""
+        """Subscribe, and apply until the end. The call has ended when this returns or is cancelled."""
         self._call = worker.kv_events(request, metadata, self)
         self._pause_or_resume()
         try:
@@ -130,11 +131,11 @@ class EventStream:
             self._call.cancel()
 
     def stop(self) -> None:
-        """Apply nothing any more."""
+        """Apply no more messages."""
         self._finish(StreamEndKind.LOST, "is left")
 
     def _step(self) -> bool:
-        """One turn's work; true while there is more."""
+        """Do one step's work; True while there is more."""
         room = TURN_WORK
         while room > 0 and self._end is None:
             if self._work is None:
@@ -146,7 +147,7 @@ class EventStream:
         return self._end is None
 
     def _advance(self) -> int:
-        """Do a bit of the first message; how much work it was."""
+        """Apply a part of the first message; returns how much work it was."""
         assert self._work is not None
         try:
             return next(self._work)
@@ -163,7 +164,7 @@ class EventStream:
             self._events.n_errors += 1
             self._finish(StreamEndKind.NONE, str(error))
         except Exception as error:
-            # Whatever one worker sends, the others and the gateway go on.
+            # Whatever one worker sends must not stop the others or the gateway.
             log.exception("events.apply")
             self._events.n_errors += 1
             self._finish(
@@ -186,7 +187,7 @@ class EventStream:
         writer.was_cleared = False
         for piece in pieces(message, head):
             if piece.n_bytes > PIECE_BYTES:
-                yield TURN_WORK  # it takes a good part of a turn, so that must be a new one
+                yield TURN_WORK  # parsing it takes most of a step, so a new step must begin
             parsed = parse(message, piece)
             yield piece.n_bytes // _PARSED_BYTES
             yield from writer.apply(parsed)
@@ -205,23 +206,23 @@ class EventStream:
             )
 
     def _is_next(self, number: int) -> bool:
-        """Whether this batch is to be applied; ends the stream where batches are missing."""
+        """Whether to apply this batch; ends the stream where batches are missing."""
         if self._numbers is None:
             self._numbers = SequenceNumbers(number)
-            # Nothing tells a snapshot but that it begins with a clearing.
+            # A batch does not say that it is a snapshot, which begins with a clearing.
             self._state.is_partial = number > 0
         expected = self._numbers.next
         check = self._numbers.check(number)
         if check.is_gap:
             self._events.n_gaps += 1
-            # A worker that skips right after it was told where to go on cannot go on there.
+            # A worker that skips batches right at the resume point cannot resume there.
             is_lost = self.n_applied and check.n_missed
             kind = StreamEndKind.LOST if is_lost else StreamEndKind.STALE
             self._finish(kind, f"gap: batch {number} instead of {expected}")
         return not check.is_old and not check.is_gap
 
     def _drained(self) -> None:
-        """Nothing waits: it is up to date, or at its end."""
+        """No message waits: the stream is up to date, or at its end."""
         if self._status is not None:
             self._failed(self._status)
         elif self.n_applied and self._state.mode is not EventMode.LIVE:

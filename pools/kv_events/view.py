@@ -1,4 +1,4 @@
-"""What is known of a worker's KV events: for metrics, `ListWorkers` and whoever scores by them."""
+"""The state of a worker's KV-event streams, for metrics, `ListWorkers` and scoring."""
 
 import logging
 from collections.abc import Callable
@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 class EventMode(Enum):
     """How far a worker's events can be relied on. The value is the label in metrics and the CLI."""
 
-    OFF = "off"  # nobody wants them
-    NONE = "none"  # the worker has none, or none that can be used
+    OFF = "off"  # they are not followed
+    NONE = "none"  # the worker has no usable events
     STARTING = "starting"
-    RESYNC = "resync"  # they were lost: the index holds what was known, or starts over
+    RESYNC = "resync"  # a stream was lost: the index has what was known, or starts over
     LIVE = "live"
 
 
@@ -26,35 +26,34 @@ _WORST_FIRST = (EventMode.NONE, EventMode.RESYNC, EventMode.STARTING, EventMode.
 
 
 class RankEvents:
-    """One rank's part; written by whoever follows it."""
+    """The events of one rank. Written by its follower."""
 
     def __init__(self) -> None:
         self.mode = EventMode.STARTING
         self.reason = _NOT_YET
         self.holder: Holder | None = None
-        self.next_number: int | None = None  # of the batch that comes after those applied
+        self.next_number: int | None = None  # of the batch behind those applied; None: start over
         self.is_partial = False  # began in the middle, without a snapshot
-        self.n_waiting_bytes = 0  # of batches that have come and are not applied
+        self.n_waiting_bytes = 0  # of batches that have come and are not applied yet
         self.applied_unix_s = 0.0  # publish time of the newest batch applied, or being applied
-        self.rebuild_s = (
-            0.0  # from the last subscription to the moment when nothing waited any more
-        )
+        # From the last subscription until all batches that had come were applied.
+        self.rebuild_s = 0.0
 
 
 class EventView:
-    """One worker's events."""
+    """The events of one worker."""
 
     def __init__(self, worker: str, *, unix_s: Callable[[], float]) -> None:
-        """`worker` names it in the log, `unix_s` is the clock that workers stamp their batches by."""
+        """`worker` is its name in the log, `unix_s` the clock that workers stamp their batches by."""
         self.worker = worker
         self._unix_s = unix_s
         self._logged = EventMode.OFF
-        self._idle = EventMode.OFF  # as long as there are no ranks
+        self._idle = EventMode.OFF  # the mode while there are no ranks
         self._why_none = ""
         self.ranks: dict[int, RankEvents] = {}
-        self.is_silent = False  # it works, and yet no event comes
+        self.is_silent = False  # it processes prompts, and yet no event comes
         self.n_events = 0
-        self.n_batches = 0  # with those that were empty
+        self.n_batches = 0  # with empty ones
         self.n_gaps = 0  # places where batches were missing
         self.n_resyncs = 0  # times that a rank's blocks were dropped, to start over with a snapshot
         self.n_resumes = 0  # times that a rank asked to go on where a stream had ended
@@ -66,7 +65,7 @@ class EventView:
 
     @property
     def mode(self) -> EventMode:
-        """That of its worst rank."""
+        """The mode of its worst rank."""
         if self._why_none:
             return EventMode.NONE
         modes = {rank.mode for rank in self.ranks.values()}
@@ -74,7 +73,7 @@ class EventView:
 
     @property
     def reason(self) -> str:
-        """Why it is not simply live; empty when it is."""
+        """Why the mode is not live; empty when it is."""
         if self._why_none:
             return self._why_none
         mode, idle = self.mode, _UNWANTED if self._idle is EventMode.OFF else _NOT_YET
@@ -82,7 +81,7 @@ class EventView:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a rank may hold more than the index knows, for want of a snapshot."""
+        """Whether a rank may have more than the index knows, as it had no snapshot."""
         return any(rank.is_partial for rank in self.ranks.values())
 
     @property
@@ -98,12 +97,12 @@ class EventView:
 
     @property
     def rebuild_s(self) -> float:
-        """Seconds that the slowest rank's last subscription took until nothing waited any more."""
+        """Seconds that the slowest rank's last subscription took to apply all that had come."""
         return max((rank.rebuild_s for rank in self.ranks.values()), default=0.0)
 
     @property
     def n_waiting_bytes(self) -> int:
-        """Of batches that have come and are not applied."""
+        """Bytes of batches that have come and are not applied yet."""
         return sum(rank.n_waiting_bytes for rank in self.ranks.values())
 
     @property
@@ -117,12 +116,12 @@ class EventView:
         return sum(rank.holder.n_pending for rank in self.ranks.values() if rank.holder)
 
     def set_mode(self, rank: RankEvents, mode: EventMode, reason: str) -> None:
-        """How a rank stands now."""
+        """Set the mode of a rank, and why it is not live."""
         rank.mode, rank.reason = mode, reason
         self._log()
 
     def start_incarnation(self, *, n_ranks: int = 0, why_none: str = "") -> None:
-        """Another incarnation of the worker, with ranks to follow or a reason why there are none.
+        """Begin with another incarnation of the worker, with ranks to follow or why there are none.
 
         With neither, it is not known yet.
         """
