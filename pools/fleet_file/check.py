@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from slagate.pools.fleet_file.draft import ABSENT, ConfigReport, Path
 from slagate.pools.fleet_file.hints import hint, unknown_keys
 from slagate.pools.fleet_file.keys import STAGES, Form, form_of
 from slagate.pools.fleet_file.models import FILES, AggFile, PrefillFile
+from slagate.pools.fleet_file.report import ABSENT, ConfigReport, Path
 from slagate.pools.fleet_file.rules import HALF, check_rules, read_profiles, worker_faults
 from slagate.pools.fleet_file.spelling import drop_second_spellings, respelled
 from slagate.pools.grid.json_text import ReadJson
 from slagate.workers.profiles.profile import TpProfile
 
-# pydantic's kinds of error, in words for someone who edits a file. Our own kinds bring theirs.
+# Messages for pydantic's kinds of error; our own kinds bring theirs.
 _REASONS = {
     "missing": "is required",
     "int_type": "must be an integer",
@@ -32,7 +32,7 @@ _REASONS = {
 
 
 class Extras(NamedTuple):
-    """What besides the content of a fleet file says how to take it."""
+    """The options and further sources that a fleet file is checked with."""
 
     lenient: bool = False
     serving: bool = False
@@ -43,88 +43,88 @@ class Extras(NamedTuple):
 
 
 class CheckedFile(NamedTuple):
-    """A fleet file: what was found in it, and what is in use of it, as it is written."""
+    """A fleet file after its checks; `kept` is its content as written, without what was ignored."""
 
-    draft: ConfigReport
+    report: ConfigReport
     form: Form
-    file: PrefillFile | AggFile | None  # None: `draft` has problems
+    file: PrefillFile | AggFile | None  # None: `report` has problems
     kept: Mapping[str, Any]
     profiles: Mapping[str, TpProfile] | None  # by pool; None: not asked for
 
 
 def checked(content: Mapping[str, Any], extras: Extras) -> CheckedFile:
-    """Check everything; nothing is raised, `draft` has all that is wrong."""
-    draft = ConfigReport()
+    """Check everything. Nothing is raised: `report` has all problems."""
+    report = ConfigReport()
     form = form_of(content)
-    kept = _merged(content, form, draft, extras)
+    kept = _merged(content, form, report, extras)
     mode = kept.get("mode", "disagg")
     if not isinstance(mode, str) or mode not in ("disagg", "agg"):
-        draft.refuse(("mode",), 'must be "disagg" or "agg"', mode)
-    draft.content = respelled(kept, form, draft)
+        report.refuse(("mode",), 'must be "disagg" or "agg"', mode)
+    report.content = respelled(kept, form, report)
     if form.mode != "prefill":
-        # When it is not valid the rest is checked as what it looks like: one slip hides no other.
-        draft.content["mode"] = form.mode
+        # With an invalid mode the rest is checked as what it looks like: one error hides no other.
+        report.content["mode"] = form.mode
     file = None
     try:
-        file = FILES[form.mode].model_validate(draft.content)
+        file = FILES[form.mode].model_validate(report.content)
     except ValidationError as error:
         for item in error.errors(include_url=False):
             known = _REASONS.get(item["type"])
             reason = known.format(**item.get("ctx", {})) if known else item["msg"]
-            draft.refuse(
+            report.refuse(
                 item["loc"], reason, ABSENT if item["type"] == "missing" else item["input"]
             )
-    check_rules(draft, form)
-    profiles = _check_serving(draft, form) if extras.serving else None
-    return CheckedFile(draft, form, file, kept, profiles)
+    check_rules(report, form)
+    profiles = _check_serving(report, form) if extras.serving else None
+    return CheckedFile(report, form, file, kept, profiles)
 
 
 def _merged(
-    content: Mapping[str, Any], form: Form, draft: ConfigReport, extras: Extras
+    content: Mapping[str, Any], form: Form, report: ConfigReport, extras: Extras
 ) -> dict[str, Any]:
-    """The content as it is written, with other sources laid over it and without what does not count."""
+    """The content as it is written, with other sources laid over it, and without ignored keys."""
     kept = deepcopy(dict(content))
     kept.pop("$schema", None)  # with it an editor finds the schema
     for path in extras.repeated:
-        draft.warn(path, "is given more than once, the last one counts")
+        report.warn(path, "is given more than once, the last one counts")
     if extras.pools_name is not None:
-        _lay_pools(kept, extras.pools, extras.pools_name, draft, lenient=extras.lenient)
-    _lay_over(kept, _from_options(extras.workers), draft)
+        _lay_pools(kept, extras.pools, extras.pools_name, report, lenient=extras.lenient)
+    _lay_over(kept, _from_options(extras.workers), report)
     for path in unknown_keys(kept, form):
         at: Any = kept
         for part in path[:-1]:
             at = at[part]
         value = at.pop(path[-1])
         if extras.lenient:
-            draft.ignore(path)
+            report.ignore(path)
         else:
-            draft.refuse(path, hint(path, form), value)
-    drop_second_spellings(kept, form, draft)
+            report.refuse(path, hint(path, form), value)
+    drop_second_spellings(kept, form, report)
     return kept
 
 
 def _lay_pools(
-    kept: dict[str, Any], pools: ReadJson, name: str, draft: ConfigReport, *, lenient: bool
+    kept: dict[str, Any], pools: ReadJson, name: str, report: ConfigReport, *, lenient: bool
 ) -> None:
     """Lay the pools of the file `name` over those of the fleet file."""
-    draft.move((name,), (), prefix=f"{name}: ")
+    report.move((name,), (), prefix=f"{name}: ")
     for path in pools.repeated:
-        draft.warn((name, *path), "is given more than once, the last one counts")
+        report.warn((name, *path), "is given more than once, the last one counts")
     if not isinstance(pools.value, dict):
-        draft.refuse((name,), "must be an object", pools.value)
+        report.refuse((name,), "must be an object", pools.value)
         return
     for key in pools.value:
         if key == "pools":
             continue
         if lenient:
-            draft.ignore((name, key))
+            report.ignore((name, key))
         else:
             reason = 'unknown key, a file of pools has the key "pools"'
-            draft.refuse((name, key), reason, pools.value[key])
+            report.refuse((name, key), reason, pools.value[key])
     if "pools" not in pools.value:
-        draft.refuse((name, "pools"), "is required", ABSENT)
+        report.refuse((name, "pools"), "is required", ABSENT)
     else:
-        _lay_over(kept, _from_file(deepcopy(pools.value), name), draft)
+        _lay_over(kept, _from_file(deepcopy(pools.value), name), report)
 
 
 class _Overlay(NamedTuple):
@@ -137,7 +137,7 @@ class _Overlay(NamedTuple):
 
 
 def _from_file(content: Mapping[str, object], name: str) -> Iterable[_Overlay]:
-    """The pools section of `content`, which the file `name` holds; what is in no section stays out."""
+    """The overlays of the pools section of `content`, which is from the file `name`."""
     prefix = f"{name}: "
     pools = content.get("pools")
     if not isinstance(pools, dict):
@@ -154,13 +154,13 @@ def _from_file(content: Mapping[str, object], name: str) -> Iterable[_Overlay]:
 
 
 def _from_options(workers: Mapping[str, Sequence[str]]) -> Iterable[_Overlay]:
-    """Addresses by pool, as `--pool` gives them."""
+    """The overlays of addresses by pool, as `--pool` gives them."""
     for pool, addresses in workers.items():
         yield _Overlay(("pools", pool), {}, "--pool ", (pool,))
         yield _Overlay(("pools", pool, "workers"), list(addresses), "--pool ", (pool,))
 
 
-def _lay_over(content: dict[str, Any], overlays: Iterable[_Overlay], draft: ConfigReport) -> None:
+def _lay_over(content: dict[str, Any], overlays: Iterable[_Overlay], report: ConfigReport) -> None:
     """Put each of `overlays` into `content`, whose objects must be copies."""
     for overlay in overlays:
         *parents, key = overlay.path
@@ -168,24 +168,24 @@ def _lay_over(content: dict[str, Any], overlays: Iterable[_Overlay], draft: Conf
         for parent in parents:
             at = at.setdefault(parent, {}) if isinstance(at, dict) else None
         if not isinstance(at, dict):
-            continue  # what is there is no object, and will be refused
+            continue  # the parent is no object, and will be refused
         if overlay.value == {} and isinstance(at.get(key), dict):
             continue
         at[key] = overlay.value
-        draft.move(overlay.path, overlay.there, prefix=overlay.prefix)
+        report.move(overlay.path, overlay.there, prefix=overlay.prefix)
 
 
-def _check_serving(draft: ConfigReport, form: Form) -> dict[str, TpProfile]:
-    """Check what a gateway needs besides; the profiles of the pools that name one."""
+def _check_serving(report: ConfigReport, form: Form) -> dict[str, TpProfile]:
+    """Check what only a gateway needs; returns the profiles of the pools that name one."""
     if form.mode == "prefill":
-        draft.refuse((), HALF, ABSENT)
+        report.refuse((), HALF, ABSENT)
     roles = {
         name: stage
         for stage, keys in STAGES[form.mode].items()
-        for name in draft.get(keys.names) or ()
+        for name in report.get(keys.names) or ()
         if isinstance(name, str) and name
     }
-    specs = draft.get("pools") if "pools" in draft.content else {}
+    specs = report.get("pools") if "pools" in report.content else {}
     if not isinstance(specs, dict):
         return {}
     addresses: dict[str, Any] = {}
@@ -193,11 +193,11 @@ def _check_serving(draft: ConfigReport, form: Form) -> dict[str, TpProfile]:
     for name, spec in specs.items():
         if not isinstance(spec, dict):
             continue
-        addresses[name] = draft.get("pools", name, "workers") if "workers" in spec else ()
-        profile = draft.get("pools", name, "profile")
+        addresses[name] = report.get("pools", name, "workers") if "workers" in spec else ()
+        profile = report.get("pools", name, "profile")
         if profile is not None:
-            named[name] = profile, draft.get("pools", name, "tp")
+            named[name] = profile, report.get("pools", name, "tp")
     profiles, faults = read_profiles(named)
     for fault in (*worker_faults(roles, addresses), *faults):
-        draft.refuse(fault.path, fault.reason, fault.got)
+        report.refuse(fault.path, fault.reason, fault.got)
     return profiles

@@ -1,9 +1,8 @@
-"""The keys a fleet file may have at each place, and what an operator probably meant by another."""
+"""The keys that a fleet file may have at each place, and what was probably meant by an unknown one."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from slagate.pools.fleet_file.draft import Path, dicts_in
 from slagate.pools.fleet_file.keys import (
     EPP_KEYS,
     EPP_LABEL,
@@ -14,6 +13,7 @@ from slagate.pools.fleet_file.keys import (
     Form,
 )
 from slagate.pools.fleet_file.models import STRATEGIES, Objective, OverrideRule, PoolSpec
+from slagate.pools.fleet_file.report import Path, dicts_in
 from slagate.workers.runtime.usage import unknown_key
 
 
@@ -24,7 +24,7 @@ class _Entries(NamedTuple):
 
 
 _Keys = Mapping[str, object]
-"""Key to what may be in its value: further keys, `_Entries`, or None."""
+"""Maps a key to what its value may have: further keys, `_Entries`, or None."""
 
 
 def unknown_keys(content: Mapping[str, object], form: Form) -> list[Path]:

@@ -84,7 +84,7 @@ OVERRIDES = "priority_overrides"
 # Dynamo's endpoint picker for the Gateway API inference extension ("EPP") has the prefill grid in a flat
 # object with camelCase keys.
 EPP_LABEL = "poolLabel"
-"""Says which label of an endpoint names its pool, and nothing to us."""
+"""The key for the label of an endpoint that names its pool; it has no meaning here."""
 EPP_KEYS: Mapping[str, tuple[str, ...]] = {
     "poolLabels": (PREFILL.names,),
     "sizeMin": (PREFILL.strategy, "isl_min"),
@@ -102,11 +102,11 @@ EPP_RULE_KEYS: Mapping[str, str] = {
     "targetPool": "target_pool",
 }
 EPP_ZEROS = ("sizeMin", "latencyMinMs")
-"""Keys that are 0 where they are absent, as in Go; those of a rule are too."""
+"""Keys that default to 0, as in Go; so do those of a rule."""
 
 
 class Form(NamedTuple):
-    """How a file is written."""
+    """The form of a fleet file: its mode, and whose keys it has."""
 
     mode: str
     epp: bool  # the prefill stage has the keys of the endpoint picker
@@ -118,11 +118,11 @@ class Form(NamedTuple):
 
 
 def form_of(content: Mapping[str, object]) -> Form:
-    """The form of a file, by its mode and keys; that of most of the keys when the mode is not valid."""
+    """The form of a file by its mode and keys; with an invalid mode, the form of most of its keys."""
     own = {PREFILL.pool_count, PREFILL.names, PREFILL.short_names, PREFILL.strategy}
     epp_keys = {*EPP_KEYS, EPP_LABEL}
     mode = content.get("mode")
-    # One such key may be a slip in a file of another form.
+    # A single such key may be an error in a file of another form.
     epp = mode != "agg" and len(epp_keys & content.keys()) > 1 and not own & content.keys()
     if mode == "agg" or (mode == "disagg" and not epp):
         return Form(mode, epp=False)

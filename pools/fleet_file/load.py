@@ -1,4 +1,4 @@
-"""Reading a fleet file into grids: every problem is found here, all at once, and none at request time."""
+"""Reads a fleet file into grids. All problems are found here, at once, and none at request time."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from slagate.workers.profiles.profile import TpProfile
 
 
 def stage_grid(file: PrefillFile | AggFile, keys: StageKeys, *, epp: bool) -> StageGrid:
-    """The grid of the stage with `keys`; `epp`: as the endpoint picker counts, and reads unset values."""
+    """The grid of the stage with `keys`; with `epp` read as the endpoint picker reads it."""
     strategy = getattr(file, keys.strategy)
     names: tuple[str, ...] = getattr(file, keys.names)
     axes = [axis for each in keys.axes if (axis := _axis(strategy, each, doubles=epp)) is not None]
@@ -69,7 +69,7 @@ def _number(pool: object, names: tuple[str, ...]) -> int:
 
 
 UNREACHED = "no cell, override or retry leads to this pool"
-"""The end of the warning of a pool that no request can come to."""
+"""The end of the warning about a pool that no request can reach."""
 
 _NOTHING = ReadJson(None, None, ())
 
@@ -80,9 +80,9 @@ class FleetConfig:
 
     `stages` has "prefill" and "decode" in mode disagg, "agg" in mode agg; a file of Dynamo's endpoint
     picker alone has mode "prefill" and that stage. `warnings` are lines to show to the operator. `ignored`
-    has the paths of unknown keys that were left out. `text` is the content as JSON, the same for the same
-    content, with what was ignored left out and what other sources gave put in. `profiles` are by pool, of
-    those that name one; None: nobody asked whether a gateway can serve with this file.
+    has the paths of unknown keys that were left out. `text` is the content as canonical JSON, without what
+    was ignored and with what other sources gave. `profiles` are by pool, of those that name one; None: it
+    was not loaded for serving.
     """
 
     source: str
@@ -107,10 +107,9 @@ def load_config(
 ) -> FleetConfig:
     """The fleet file at `path`. Raises `ConfigError` when it cannot be read or used.
 
-    `pools` is a file with a `pools` section, and `workers` has addresses by pool; each is put over what
-    comes before it. With `lenient` unknown keys are left out. With `serving` what a gateway needs is asked
-    for as well: workers for each pool, and profiles that can be read. `text` stands in for what the file
-    holds.
+    `pools` is a file with a `pools` section, and `workers` has addresses by pool; each overrides what comes
+    before it. With `lenient` unknown keys are left out. With `serving` what a gateway needs is checked too:
+    workers for each pool, and profiles that can be read. `text` replaces the content of the file.
     """
     source = os.fspath(path)
     problems: list[Problem] = []
@@ -132,7 +131,7 @@ def load_config(
 def parse_config(
     obj: object, *, source: str, lenient: bool = False, serving: bool = False
 ) -> FleetConfig:
-    """As `load_config`, of the content `obj`; `source` names it. Raises `ConfigError`."""
+    """The fleet file with the content `obj`, which `source` names. Raises `ConfigError`."""
     return _parsed(obj, source, Extras(lenient=lenient, serving=serving))
 
 
@@ -159,8 +158,8 @@ def _parsed(content: object, source: str, extras: Extras) -> FleetConfig:
     if not isinstance(content, dict):
         raise ConfigError(source, [Problem(ROOT, f"must be an object (got {shown(content)})")])
     found = checked(content, extras)
-    draft, file = found.draft, found.file
-    problems = draft.problems()
+    report, file = found.report, found.file
+    problems = report.problems()
     if problems and any(
         isinstance(stage := content.get(name), dict) and "pools" in stage
         for name in ("prefill", "decode", "agg")
@@ -177,7 +176,7 @@ def _parsed(content: object, source: str, extras: Extras) -> FleetConfig:
         reached = stages[stage].reached()
         for at in range(len(stages[stage].pool_names)):
             if at not in reached:
-                draft.warn((keys.names, at), UNREACHED)
+                report.warn((keys.names, at), UNREACHED)
     return FleetConfig(
         source=source,
         text=json.dumps(found.kept, separators=(",", ":"), sort_keys=True),
@@ -185,7 +184,7 @@ def _parsed(content: object, source: str, extras: Extras) -> FleetConfig:
         stages=MappingProxyType(stages),
         pools=MappingProxyType(file.pools),
         objectives=MappingProxyType(file.objectives),
-        warnings=tuple(draft.warnings),
-        ignored=tuple(draft.ignored),
+        warnings=tuple(report.warnings),
+        ignored=tuple(report.ignored),
         profiles=None if found.profiles is None else MappingProxyType(found.profiles),
     )

@@ -77,7 +77,7 @@ def _array(value: object) -> object:
 
 
 def _given(value: object) -> object:
-    # Absent is the one way to leave a key out: null reads as "nothing" to some and as "zero" to others.
+    # A key is left out by its absence alone: null means "nothing" to some readers and "zero" to others.
     if value is None:
         raise PydanticCustomError("null", "must not be null, leave the key out instead")
     return value
@@ -118,7 +118,7 @@ def _address(value: str) -> str:
     return value
 
 
-# Not converted to float: a bound keeps its type, and so the arithmetic its exact result.
+# These are not converted to float, so that the arithmetic of integer bounds stays exact.
 Number = Annotated[int | float, PlainValidator(_number), WithJsonSchema({"type": "number"})]
 Positive = Annotated[
     int | float,
@@ -128,9 +128,9 @@ Positive = Annotated[
 TargetMs = Annotated[
     int | float, PlainValidator(_target), WithJsonSchema({"type": "number", "minimum": 0})
 ]
-# Compared and never calculated with, so that it need not fit a double.
+# These are only compared, so that they need not fit a double.
 AnyNumber = Annotated[int | float, PlainValidator(_any_number), WithJsonSchema({"type": "number"})]
-# pydantic's own limits its digits.
+# pydantic's own integer type limits the number of digits.
 Whole = Annotated[int, PlainValidator(_whole), WithJsonSchema({"type": "integer"})]
 PoolRef = Annotated[
     int | str,
@@ -140,7 +140,7 @@ PoolRef = Annotated[
 Array = Annotated[tuple[T, ...], BeforeValidator(_array)]
 Maybe = Annotated[T | None, BeforeValidator(_given)]
 Count = Annotated[int, Field(ge=1)]
-# Tables of workers hold 64 bits; nobody means more than half of that.
+# Tables of workers hold 64 bits; no sensible limit needs more than half of them.
 Limit = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Name = Annotated[str, AfterValidator(_name), Field(json_schema_extra={"minLength": 1})]
 Word = Annotated[str, AfterValidator(_word), Field(json_schema_extra={"pattern": r"\S"})]
@@ -154,7 +154,7 @@ Address = Annotated[
 ANY_CLASS = "*"
 """The entry of `objectives` for requests of no class, or of one that is not listed."""
 
-# How deep the table goes depends on the axes, so its content is a cross-field rule.
+# The depth of the table depends on the axes, so its content is checked in `rules`.
 Table = Array[object]
 
 

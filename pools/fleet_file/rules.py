@@ -1,15 +1,15 @@
-"""What the values of a fleet file must say about each other, checked wherever both are usable alone.
+"""The rules between values of a fleet file, each checked where all its values are valid by themselves.
 
-What only a gateway asks for is here too: `worker_faults` says why it cannot serve with the pools of a file,
+Rules for serving are here too: `worker_faults` says why a gateway cannot serve with the pools of a file,
 and `read_profiles` reads the timing profiles that they name.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from slagate.pools.fleet_file.draft import ABSENT, ConfigReport, Path, dicts_in
 from slagate.pools.fleet_file.keys import OVERRIDES, PREFILL, STAGES, AxisKeys, Form, StageKeys
 from slagate.pools.fleet_file.models import ANY_CLASS, is_number
+from slagate.pools.fleet_file.report import ABSENT, ConfigReport, Path, dicts_in
 from slagate.pools.grid.axis import Axis, Number
 from slagate.pools.grid.json_text import named, short_path, shown
 from slagate.workers.profiles.profile import Profile, TpProfile, load_profile
@@ -58,16 +58,16 @@ class PoolNames(NamedTuple):
 class MappingCheck(NamedTuple):
     """The mapping of one stage: its sides from the outermost in, and the pools there are."""
 
-    draft: ConfigReport
+    report: ConfigReport
     sides: Sequence[MappingSide]
     pools: PoolNames
 
     def check(self, path: Path, entry: object, place: tuple[int, ...] = ()) -> None:
-        """Check `entry`, which is at `place` in the mapping, and all that is in it."""
+        """Check `entry`, which is at `place` in the mapping, and all entries in it."""
         if len(place) == len(self.sides):
             self._check_cell(path, entry, place)
         elif not isinstance(entry, list | tuple):
-            self.draft.refuse(path, f"{self._name(place)}: must be a list", entry)
+            self.report.refuse(path, f"{self._name(place)}: must be a list", entry)
         else:
             self._check_size(path, entry, place)
             for at, part in enumerate(entry):
@@ -78,21 +78,21 @@ class MappingCheck(NamedTuple):
             self._check_pool(path, entry, place)
             return
         if not entry:
-            self.draft.refuse(path, f"{self._name(place)}: must have a pool", entry)
+            self.report.refuse(path, f"{self._name(place)}: must have a pool", entry)
         seen: dict[int, int] = {}
         for at, part in enumerate(entry):
             self._check_pool((*path, at), part, place)
             number = self.pools.number(part)
             if number in seen:
                 reason = f"is in this cell twice, first at [{seen[number]}]"
-                self.draft.refuse((*path, at), f"{self._name(place)}: {reason}", part)
+                self.report.refuse((*path, at), f"{self._name(place)}: {reason}", part)
             elif number is not None:
                 seen[number] = at
 
     def _check_pool(self, path: Path, entry: object, place: tuple[int, ...]) -> None:
         fault = self.pools.fault(entry)
         if fault is not None:
-            self.draft.refuse(path, f"{self._name(place)}: {fault}", entry)
+            self.report.refuse(path, f"{self._name(place)}: {fault}", entry)
 
     def _check_size(self, path: Path, entry: Sequence[object], place: tuple[int, ...]) -> None:
         side = self.sides[len(place)]
@@ -105,53 +105,53 @@ class MappingCheck(NamedTuple):
             f"must have {shown(side.resolution)} entries, as {side.key} says, and has"
             f" {len(entry)}: {first} is {fault}"
         )
-        self.draft.refuse(path, reason, entry)
+        self.report.refuse(path, reason, entry)
 
     def _name(self, place: tuple[int, ...]) -> str:
         names = ("layer", "row", "column")[-len(self.sides) :]
         return ", ".join(f"{name} {at}" for name, at in zip(names, place, strict=False))
 
 
-def check_rules(draft: ConfigReport, form: Form) -> None:
-    """Add to `draft` each contradiction between two values of a file of this form."""
+def check_rules(report: ConfigReport, form: Form) -> None:
+    """Add to `report` each problem between values of a file of this form."""
     roles: dict[str, str] = {}
     for stage, keys in STAGES[form.mode].items():
-        _check_lengths(draft, keys)
-        _check_names(draft, keys, stage, roles)
+        _check_lengths(report, keys)
+        _check_names(report, keys, stage, roles)
     for stage, keys in STAGES[form.mode].items():
-        if draft.get(keys.strategy) is not None:
+        if report.get(keys.strategy) is not None:
             others = {name: role for name, role in roles.items() if role != stage}
-            pools = PoolNames(stage, draft.get(keys.pool_count), draft.get(keys.names), others)
+            pools = PoolNames(stage, report.get(keys.pool_count), report.get(keys.names), others)
             doubles = form.epp and keys is PREFILL
             sides = [
-                _check_axis(draft, keys, axis, doubles=doubles)
+                _check_axis(report, keys, axis, doubles=doubles)
                 for axis in keys.axes
-                if not axis.optional or _is_given(draft, keys, axis)
+                if not axis.optional or _is_given(report, keys, axis)
             ]
-            mapping = draft.get(keys.strategy, keys.mapping)
+            mapping = report.get(keys.strategy, keys.mapping)
             if mapping is not None:
-                MappingCheck(draft, sides, pools).check((keys.strategy, keys.mapping), mapping)
-            _check_overrides(draft, keys, pools)
-    for name, spec in dicts_in(draft.get("pools")):
+                MappingCheck(report, sides, pools).check((keys.strategy, keys.mapping), mapping)
+            _check_overrides(report, keys, pools)
+    for name, spec in dicts_in(report.get("pools")):
         if "profile" in spec and "tp" not in spec:
-            draft.refuse(("pools", name, "tp"), "is required with profile", ABSENT)
-    if "" in (draft.get("objectives") or {}):
+            report.refuse(("pools", name, "tp"), "is required with profile", ABSENT)
+    if "" in (report.get("objectives") or {}):
         reason = f'must be a class, or "{ANY_CLASS}" for requests of none'
-        draft.refuse(("objectives", ""), reason, draft.get("objectives", ""))
+        report.refuse(("objectives", ""), reason, report.get("objectives", ""))
 
 
-def _check_lengths(draft: ConfigReport, keys: StageKeys) -> None:
-    n_pools = draft.get(keys.pool_count)
-    said_by = draft.written(keys.pool_count)
+def _check_lengths(report: ConfigReport, keys: StageKeys) -> None:
+    n_pools = report.get(keys.pool_count)
+    said_by = report.written(keys.pool_count)
     for key in (keys.names, keys.priorities):
-        entries = draft.get(key)
+        entries = report.get(key)
         if n_pools is not None and entries is not None and len(entries) != n_pools:
             size = f"must have {shown(n_pools)} entries, as {said_by} says"
-            draft.refuse((key,), f"{size}, and has {len(entries)}", entries)
+            report.refuse((key,), f"{size}, and has {len(entries)}", entries)
 
 
-def _check_names(draft: ConfigReport, keys: StageKeys, stage: str, roles: dict[str, str]) -> None:
-    names = draft.content.get(keys.names)
+def _check_names(report: ConfigReport, keys: StageKeys, stage: str, roles: dict[str, str]) -> None:
+    names = report.content.get(keys.names)
     names = names if isinstance(names, list | tuple) else ()
     for at, name in enumerate(names):
         if not isinstance(name, str) or not name:
@@ -159,51 +159,51 @@ def _check_names(draft: ConfigReport, keys: StageKeys, stage: str, roles: dict[s
         if name not in roles:
             roles[name] = stage
         elif roles[name] == stage:
-            first = f"{draft.written(keys.names)}[{names.index(name)}]"
-            draft.refuse((keys.names, at), f"is in this list twice, first at {first}", name)
+            first = f"{report.written(keys.names)}[{names.index(name)}]"
+            report.refuse((keys.names, at), f"is in this list twice, first at {first}", name)
         else:
             reason = f"is a {roles[name]} pool already, and a pool has one role"
-            draft.refuse((keys.names, at), reason, name)
+            report.refuse((keys.names, at), reason, name)
 
 
-def _is_given(draft: ConfigReport, keys: StageKeys, axis: AxisKeys) -> bool:
-    return any(key in draft.get(keys.strategy) for key in (*axis.even, axis.edges))
+def _is_given(report: ConfigReport, keys: StageKeys, axis: AxisKeys) -> bool:
+    return any(key in report.get(keys.strategy) for key in (*axis.even, axis.edges))
 
 
 def _check_axis(
-    draft: ConfigReport, keys: StageKeys, axis: AxisKeys, *, doubles: bool
+    report: ConfigReport, keys: StageKeys, axis: AxisKeys, *, doubles: bool
 ) -> MappingSide:
     where = keys.strategy
-    strategy = draft.get(where)
+    strategy = report.get(where)
     if axis.edges in strategy:
-        return _check_edges(draft, keys, axis)
+        return _check_edges(report, keys, axis)
     for key in axis.even:
         if key not in strategy:
             reason = "is required"
             if axis.optional:
                 reason = f"is required: {', '.join(axis.even)} go together"
-            draft.refuse((where, key), reason, ABSENT)
-    low, high, resolution = (draft.get(where, key) for key in axis.even)
-    resolution_key = draft.written(where, axis.resolution)
+            report.refuse((where, key), reason, ABSENT)
+    low, high, resolution = (report.get(where, key) for key in axis.even)
+    resolution_key = report.written(where, axis.resolution)
     if low is not None and high is not None:
-        _check_ends(draft, keys, axis, doubles=doubles)
+        _check_ends(report, keys, axis, doubles=doubles)
     return MappingSide(resolution_key, resolution)
 
 
-def _check_ends(draft: ConfigReport, keys: StageKeys, axis: AxisKeys, *, doubles: bool) -> None:
+def _check_ends(report: ConfigReport, keys: StageKeys, axis: AxisKeys, *, doubles: bool) -> None:
     where = keys.strategy
-    low, high, resolution = (draft.get(where, key) for key in axis.even)
-    low_key, high_key, resolution_key = (draft.written(where, key) for key in axis.even)
+    low, high, resolution = (report.get(where, key) for key in axis.even)
+    low_key, high_key, resolution_key = (report.written(where, key) for key in axis.even)
     ends: tuple[Number, Number] = (float(low), float(high)) if doubles else (low, high)
     if ends[0] >= ends[1]:
         reason = f"must be below {high_key}, which is {shown(high)}"
-        draft.refuse((where, axis.low), reason, low)
+        report.refuse((where, axis.low), reason, low)
     elif resolution is not None and not _is_computable(Axis(axis.field, *ends, resolution)):
         reason = (
             f"makes no grid with {low_key} {shown(low)} and {resolution_key} {shown(resolution)}:"
             " the width of a band must be a double above 0"
         )
-        draft.refuse((where, axis.high), reason, high)
+        report.refuse((where, axis.high), reason, high)
 
 
 def _is_computable(axis: Axis) -> bool:
@@ -213,47 +213,47 @@ def _is_computable(axis: Axis) -> bool:
         return False
 
 
-def _check_edges(draft: ConfigReport, keys: StageKeys, axis: AxisKeys) -> MappingSide:
+def _check_edges(report: ConfigReport, keys: StageKeys, axis: AxisKeys) -> MappingSide:
     path: Path = (keys.strategy, axis.edges)
-    strategy, edges = draft.get(keys.strategy), draft.get(*path)
-    beside = [draft.written(keys.strategy, key) for key in axis.even if key in strategy]
+    strategy, edges = report.get(keys.strategy), report.get(*path)
+    beside = [report.written(keys.strategy, key) for key in axis.even if key in strategy]
     if beside:
         reason = f"is there beside {', '.join(beside)}: keep one or the other"
-        draft.refuse(path, reason, strategy[axis.edges])
+        report.refuse(path, reason, strategy[axis.edges])
     if edges is None:
         return MappingSide(axis.edges, None)
     if len(edges) < 2:
-        draft.refuse(path, "must have at least 2 numbers, for one band", edges)
+        report.refuse(path, "must have at least 2 numbers, for one band", edges)
         return MappingSide(axis.edges, None)
     for at in range(1, len(edges)):
         if is_number(edges[at - 1]) and is_number(edges[at]) and edges[at] <= edges[at - 1]:
             reason = f"must be above the edge before it, which is {shown(edges[at - 1])}"
-            draft.refuse((*path, at), reason, edges[at])
+            report.refuse((*path, at), reason, edges[at])
     return MappingSide(axis.edges, len(edges) - 1)
 
 
-def _check_overrides(draft: ConfigReport, keys: StageKeys, pools: PoolNames) -> None:
-    for path, low, high, target in _overrides(draft, keys):
+def _check_overrides(report: ConfigReport, keys: StageKeys, pools: PoolNames) -> None:
+    for path, low, high, target in _overrides(report, keys):
         if low is not None and high is not None and low > high:
-            high_key = draft.written(*path, "max_priority")
+            high_key = report.written(*path, "max_priority")
             reason = f"must not be above {high_key}, which is {shown(high)}"
-            draft.refuse((*path, "min_priority"), reason, low)
+            report.refuse((*path, "min_priority"), reason, low)
         fault = None if target is None else pools.fault(target)
         if fault is not None:
-            draft.refuse((*path, "target_pool"), fault, target)
+            report.refuse((*path, "target_pool"), fault, target)
 
 
 def _overrides(
-    draft: ConfigReport, keys: StageKeys
+    report: ConfigReport, keys: StageKeys
 ) -> Iterator[tuple[Path, Number | None, Number | None, object]]:
     where: Path = (keys.strategy, OVERRIDES)
-    for at, _ in dicts_in(draft.get(*where)):
+    for at, _ in dicts_in(report.get(*where)):
         path = (*where, at)
         yield (
             path,
-            draft.get(*path, "min_priority"),
-            draft.get(*path, "max_priority"),
-            draft.get(*path, "target_pool"),
+            report.get(*path, "min_priority"),
+            report.get(*path, "max_priority"),
+            report.get(*path, "target_pool"),
         )
 
 
@@ -261,7 +261,7 @@ HALF = "is the prefill half of a fleet; add the decode keys to serve requests"
 
 
 class FleetFault(NamedTuple):
-    """One thing that is wrong with the pools."""
+    """One problem of the pools."""
 
     path: Path
     reason: str
@@ -271,9 +271,9 @@ class FleetFault(NamedTuple):
 def worker_faults(
     roles: Mapping[str, str], addresses: Mapping[str, Sequence[object] | None]
 ) -> Iterator[FleetFault]:
-    """What keeps the gateway from serving with `addresses` by pool.
+    """Why the gateway cannot serve with these `addresses` by pool.
 
-    Those of a pool are None when they were refused already, and () when there is no key for them. `roles`
+    They are None for a pool whose addresses were refused already, and () for one without the key. `roles`
     has the stage of each pool of the grids.
     """
     for name, stage in roles.items():
@@ -300,10 +300,10 @@ def worker_faults(
 def read_profiles(
     specs: Mapping[str, tuple[str, int | None]],
 ) -> tuple[dict[str, TpProfile], list[FleetFault]]:
-    """The profiles that can be used, by pool, and what is wrong with the others.
+    """The usable profiles by pool, and faults at `pools.NAME.profile` or `pools.NAME.tp` for the others.
 
     `specs` has for each pool the name or path of its profile, and its tensor parallel size; None: that was
-    refused already. A fault is at `pools.NAME.profile` or `pools.NAME.tp`.
+    refused already.
     """
     found: dict[str, TpProfile] = {}
     faults: list[FleetFault] = []

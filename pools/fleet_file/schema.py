@@ -1,8 +1,8 @@
 """The JSON schema of fleet files (draft 2020-12), for editors.
 
-It says of one file what can be said of shapes: keys, types, and which keys go together. Whether a table has
-the size that its axes say, and other arithmetic, is for `check`. Keys, types and descriptions are
-those of the models in `models`; here are the spellings and alternatives that models do not show.
+It covers keys, types, and which keys go together. Whether a table has the size that its axes need, and
+other arithmetic, is for `check`. Keys, types and descriptions come from `models`; spellings and
+alternatives that models do not show are added here.
 """
 
 from collections.abc import Iterable
@@ -69,7 +69,7 @@ def fleet_schema() -> Schema:
 
 
 def _tidy(schema: Any) -> Any:
-    """Without titles, which repeat the key, and without null, which stands for absent in models only."""
+    """The schema without titles, which repeat keys, and without null, which means absent in models only."""
     if isinstance(schema, list):
         return [_tidy(part) for part in schema]
     if not isinstance(schema, dict):
@@ -121,7 +121,7 @@ def _axis(axis: AxisKeys, keys: StageKeys) -> Schema:
     for new, *older in spellings:
         number: Schema = {"type": "number"}
         even["properties"][new] = number
-        for key in older:  # which counts, and must be good, only where the current key is not there
+        for key in older:  # it must be valid only where the current key is absent
             even["allOf"].append(
                 {"if": {"not": {"required": [new]}}, "then": {"properties": {key: number}}}
             )

@@ -1,9 +1,7 @@
 """One axis of a pool grid: which band a size or a latency target falls in.
 
 The arithmetic of `Axis` is that of Dynamo's global router, bit for bit
-(docs/decisions/0003-grid-arithmetic.md).
-
-Numbers of a fleet file as people read them.
+(docs/decisions/0003-grid-arithmetic.md). `number_text` shows numbers of a fleet file to people.
 """
 
 from bisect import bisect_right
@@ -17,13 +15,13 @@ from slagate.pools.grid.json_text import is_finite_number, shown
 Number = int | float
 
 AXIS_FIELDS = ("isl", "context_length", "ttft_ms", "itl_ms")
-"""What a request can bring to a grid: two sizes in tokens, two latency targets in milliseconds."""
+"""The values of a request that select a cell: two sizes in tokens, two latency targets in milliseconds."""
 
 SIZE_FIELDS = frozenset({"isl", "context_length"})
 
 
 class _Bands:
-    """What both kinds of axes can say: `resolution` bands from `low` to `high`, in the unit of `field`."""
+    """What both kinds of axes have: `resolution` bands from `low` to `high`, in the unit of `field`."""
 
     __slots__ = ()
 
@@ -34,22 +32,22 @@ class _Bands:
 
     @property
     def required(self) -> bool:
-        """Whether a request must bring a value: a size has no sensible stand-in."""
+        """Whether a request must have a value: there is no sensible default for a size."""
         return self.field in SIZE_FIELDS
 
     @property
     def midpoint(self) -> Number:
-        """The middle of the range, which stands in for a value that was not given.
+        """The middle of the range, the default for a value that was not given.
 
-        That of a size, where a grid lets it stand in, is rounded down. Both are Dynamo's arithmetic.
+        For a size, where a grid has such a default, it is rounded down. Both are Dynamo's arithmetic.
         """
         total = self.low + self.high
         middle = total // 2 if self.field in SIZE_FIELDS else total / 2
-        # The sum of two large doubles can be infinite, and with that nothing could be placed.
+        # The sum of two large doubles can be infinite.
         return middle if isfinite(middle) else self.low / 2 + self.high / 2
 
     def _checked(self, value: Number | None) -> Number:
-        """The value, or what stands in for None. Raises `SelectError` where nothing does."""
+        """The value, or the default for None. Raises `SelectError` where there is none."""
         if value is None:
             if self.required:
                 raise SelectError(self.field, "is required")
@@ -75,18 +73,18 @@ class Axis(_Bands):
 
     @property
     def edges(self) -> tuple[Number, ...]:
-        """Where each band begins, and where the last one ends: to show. `index` rounds in its own way."""
+        """Where each band begins, and where the last one ends; for people, as `index` rounds otherwise."""
         step = self.step
         if not isfinite(step):  # the ends are further apart than the largest double
             step = self.high / self.resolution - self.low / self.resolution
         return (*(self.low + at * step for at in range(self.resolution)), self.high)
 
     def index(self, value: Number | None) -> int:
-        """The band of `value`, the first or the last one when it lies outside.
+        """The band of `value`; the first or the last one when it lies outside.
 
         Raises `SelectError` when a required value is missing, and when `value` is not a finite number.
         """
-        # What nearly every request brings is no work for `_checked`.
+        # Nearly all values are plain ints or finite floats.
         if type(value) is not int and (type(value) is not float or not isfinite(value)):
             value = self._checked(value)
         last = self.resolution - 1
@@ -95,10 +93,9 @@ class Axis(_Bands):
             # values on the edge of a band change sides.
             index = int((value - self.low) / ((self.high - self.low) / self.resolution))
         except (OverflowError, ValueError):
-            # A difference or a quotient is beyond the largest double, or two differences are (their
-            # quotient is NaN, of which int makes a ValueError). Each way value lies outside or as far up
-            # as a double goes, on the side that the sign of value - low names, and the exact quotient
-            # would be clamped to that end. The comparison is exact for ints and floats of any size.
+            # A difference or the quotient is beyond the largest double, or the quotient of two infinite
+            # differences is NaN. In each case the exact quotient would be clamped to the end on the side
+            # of `value - low`. This comparison is exact for ints and floats of any size.
             return last if value > self.low else 0
         return 0 if index < 0 else last if index > last else index
 
@@ -119,7 +116,7 @@ class UnevenAxis(_Bands):
         object.__setattr__(self, "resolution", len(self.edges) - 1)
 
     def index(self, value: Number | None) -> int:
-        """As `Axis.index`, and raises `SelectError` for the same reasons."""
+        """The band of `value`, under the conditions of `Axis.index`."""
         # The outer edges are left out of the search, which clamps.
         return bisect_right(self.edges, self._checked(value), 1, self.resolution) - 1
 

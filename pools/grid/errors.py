@@ -1,11 +1,11 @@
-"""What can be wrong with a fleet file, or with the numbers one request brings to a grid."""
+"""Errors of fleet files and build specs, and of requests whose numbers select no cell."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong at one place of a JSON document."""
+    """One error at one place of a JSON document."""
 
     path: str
     message: str
@@ -15,7 +15,7 @@ class Problem(NamedTuple):
 
 
 class ConfigError(ValueError):
-    """A fleet file that cannot be used, with everything that is wrong with it."""
+    """A file that cannot be used, with all of its problems."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         self.source = source

@@ -17,7 +17,7 @@ from slagate.pools.grid.errors import SelectError
 from slagate.pools.grid.json_text import is_finite_number, shown
 
 INT32 = (-(2**31), 2**31 - 1)
-"""What a request can bring as its priority, both ends included."""
+"""The range of a request's priority, both ends included."""
 
 _KNOWN_FIELDS = frozenset(AXIS_FIELDS)
 
@@ -43,7 +43,7 @@ class PriorityRule(NamedTuple):
 
 
 class Cell(msgspec.Struct, frozen=True, gc=False):
-    """Where a request landed: band per axis, the pool the grid says, and the pool after priority rules.
+    """The cell of a request: its band on each axis, and the pools of the grid and of priority rules.
 
     `spill` has the further pools of the cell, in order; none where a rule named the pool.
     """
@@ -68,10 +68,10 @@ class Cell(msgspec.Struct, frozen=True, gc=False):
 class StageGrid:
     """The pools of one stage, the grid that picks among them, and the order to try others in.
 
-    `cells` holds for every cell, the last axis running fastest, its pools: first choice, then where to
-    spill. A lower number in `priorities` is a faster pool. With `size_optional` a missing size counts as
-    the middle of its range, too. With `negative_is_none` a latency target or priority below 0 counts as
-    not given, and other priorities as cut to their whole part.
+    `cells` has the pools of every cell, the last axis running fastest: first choice, then where to spill. A
+    lower number in `priorities` is a faster pool. With `size_optional` a missing size counts as the middle
+    of its range, as a missing latency target does. With `negative_is_none` latency targets and priorities
+    below 0 count as not given, and other priorities are cut to their whole part.
     """
 
     axes: tuple[Axis | UnevenAxis, ...]
@@ -82,13 +82,13 @@ class StageGrid:
     retry: bool = False
     size_optional: bool = False
     negative_is_none: bool = False
-    # What `place` has found, by bands and rule: nothing ends it, as a grid never changes.
+    # Results of `place` by bands and rule, kept for ever, as a grid never changes.
     _places: dict[tuple[tuple[int, ...], PriorityRule | None], tuple[Cell, tuple[str, ...]]] = (
         field(default_factory=dict, init=False, repr=False, compare=False)
     )
 
     def select(self, values: Mapping[str, Number | None], priority: Number | None = None) -> Cell:
-        """The cell of a request with these `AXIS_FIELDS`; what other stages need may be among them.
+        """The cell of a request with these `AXIS_FIELDS`; those of other stages may be among them.
 
         A latency target that is missing or None counts as the middle of its range. Raises `SelectError`
         when a size of this grid is missing, when a value of this grid or `priority` is not a finite
@@ -102,9 +102,9 @@ class StageGrid:
     def place(
         self, values: Mapping[str, Number | None], priority: Number | None = None
     ) -> tuple[Cell, tuple[str, ...]]:
-        """As `select`, with the names of all pools that the request may use, in order.
+        """The cell as `select` finds it, and the names of all pools that the request may use, in order.
 
-        Other names than those of axis fields go unnoticed: a policy's are always the same.
+        Unknown fields are not refused, to save time: those of the policy are always the same.
         """
         if self.size_optional or self.negative_is_none:
             values = {axis.field: self._given(axis, values) for axis in self.axes}
@@ -133,7 +133,7 @@ class StageGrid:
         return self.order((cell.pool, *cell.spill))
 
     def order(self, pools: tuple[int, ...]) -> tuple[int, ...]:
-        """As `pool_order`, from the pools of a cell; a retry starts from the first of them."""
+        """The order of pools for a request that has these by its cell or rule."""
         retries = self.retry_order(pools[0])
         if len(pools) == 1:
             return retries
@@ -152,12 +152,12 @@ class StageGrid:
         return (pool_index, *sorted(faster, key=lambda at: (-self.priorities[at], at)))
 
     def starts(self) -> list[tuple[int, ...]]:
-        """The lists of pools that a request can start with: of a cell, or of a rule that can match."""
+        """The lists of pools of all cells, and of all rules that can match."""
         live = [rule for rule, left in zip(self.rules, self.matched(), strict=True) if left]
         return [*self.cells, *((rule.pool,) for rule in live)]
 
     def reached(self) -> set[int]:
-        """The pools that some request can come to, by cell, by rule or by retry."""
+        """The pools that some request can reach, by cell, by rule or by retry."""
         starts = set(self.starts())
         listed = {pool for pools in starts for pool in pools}
         if not self.retry:
@@ -166,13 +166,13 @@ class StageGrid:
         return listed | {at for at, priority in enumerate(self.priorities) if priority < slowest}
 
     def sendable(self, rule: PriorityRule) -> _Range | None:
-        """The whole numbers of a rule that a request can bring as its priority."""
+        """The range of a rule's priorities that a request can have; None: there are none."""
         least = 0 if self.negative_is_none else INT32[0]
         low, high = max(math.ceil(rule.low), least), min(math.floor(rule.high), INT32[1])
         return (low, high) if low <= high else None
 
     def matched(self) -> Iterator[list[_Range]]:
-        """For each rule the ranges of priorities that come to it, after the rules before it."""
+        """For each rule the ranges of priorities that match it and none of the rules before it."""
         free: list[_Range] = [INT32]
         for rule in self.rules:
             sendable = self.sendable(rule)

@@ -1,6 +1,6 @@
-"""Reading JSON without its traps, and naming places and values in messages about it.
+"""Reads JSON without its traps, and names places and values in messages about it.
 
-Python's reader keeps the last of two equal keys, says nothing of it, and accepts NaN, Infinity and 1e400.
+Python's reader silently keeps the last of two equal keys, and accepts NaN, Infinity and 1e400.
 """
 
 import json
@@ -18,15 +18,15 @@ _SHOWN_CHARACTERS = 60
 
 
 class ReadJson(NamedTuple):
-    """A JSON value, or why there is none, and the paths of keys that were given more than once."""
+    """A JSON value, or why there is none."""
 
     value: object
     problem: Problem | None
-    repeated: tuple[tuple[str | int, ...], ...]
+    repeated: tuple[tuple[str | int, ...], ...]  # paths of keys that were given more than once
 
 
 class _Repeating(dict[str, object]):
-    """An object of which some keys were given twice."""
+    """An object with keys that were given more than once."""
 
     repeated: tuple[str, ...] = ()
 
@@ -43,7 +43,7 @@ def json_path(parts: Sequence[str | int]) -> str:
 
 
 def short_path(parts: Sequence[str | int]) -> str:
-    """As `json_path`, each key cut to a length that fits into a message."""
+    """`json_path` with each key cut to a length that fits into a message."""
     return json_path([_cut(part) if isinstance(part, str) else part for part in parts])
 
 
@@ -92,7 +92,7 @@ def read_json(text: str) -> ReadJson:
 
 
 def _int(text: str) -> int | float:
-    # Python limits the digits it will convert. What is longer gets the fate of 1e400.
+    # Python limits the digits it will convert. A longer number becomes infinity, like 1e400.
     try:
         return int(text)
     except ValueError:

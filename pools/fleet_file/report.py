@@ -1,7 +1,7 @@
-"""A fleet file while it is being checked: what is wrong with it, and where that stands in the file.
+"""Collects the problems of a fleet file while it is being checked, each with its place in the file.
 
-The checks see one spelling of each key, that of `models`. Operators see the spelling, and the file, that
-a value came from.
+The checks see one spelling of each key, that of `models`. Messages have the spelling, and the file, that a
+value came from.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ ABSENT = object()
 
 
 class ConfigReport:
-    """Problems, warnings and ignored keys; `content` is what the checks look at."""
+    """Problems, warnings and ignored keys; `content` is what is being checked."""
 
     def __init__(self) -> None:
         self.content: Any = None
@@ -28,7 +28,7 @@ class ConfigReport:
         self._derived: set[Path] = set()
 
     def place(self, path: Path) -> str:
-        """Where `path` is, for people."""
+        """The place of `path` in the file, for people."""
         for at in range(len(path), 0, -1):
             if path[:at] in self._places:
                 prefix, start = self._places[path[:at]]
@@ -41,25 +41,25 @@ class ConfigReport:
         return str(there[-1])
 
     def move(self, path: Path, there: Path, *, prefix: str = "") -> None:
-        """Note that what the checks see at `path` is at `there` in the file, or in what `prefix` names."""
+        """Note that the value at `path` is from `there` in the file, or of the source `prefix`."""
         self._places[path] = prefix, there
 
     def derive(self, path: Path, value: object) -> None:
-        """Put a value at a key of the top level that the file does not have, and has no fault in."""
+        """Add a key of the top level that the file does not have, so that no problem is at it."""
         self.content[path[0]] = value
         self._derived.add(path)
 
     def warn(self, path: Path, message: str) -> None:
-        """Note something that loads, and that the operator should know of."""
+        """Warn the operator of something that loads."""
         self.warnings.append(f"{self.place(path)}: {message}")
 
     def ignore(self, path: Path) -> None:
-        """Note an unknown key that is left out."""
+        """Warn of an unknown key that is left out."""
         self.ignored.append(self.place(path))
         self.warn(path, "unknown key, ignored")
 
     def refuse(self, path: Path, reason: str, got: object) -> None:
-        """Note that `got` cannot stay at `path`."""
+        """Add a problem: `got` is not valid at `path`."""
         self._bad.add(path)
         if path not in self._derived:
             self._found.append(
@@ -67,9 +67,9 @@ class ConfigReport:
             )
 
     def get(self, *path: str | int) -> Any:
-        """The value at `path`; None when it is absent, or refused itself or as a part of something.
+        """The value at `path`; None when it is absent, or it or something around it was refused.
 
-        The parts of what comes back may have been refused.
+        Parts of the value may have been refused.
         """
         value = self.content
         for depth, part in enumerate(path):
@@ -89,7 +89,7 @@ class ConfigReport:
 
 
 def dicts_in(value: object) -> Iterable[tuple[str | int, dict[str, Any]]]:
-    """The entries of a list or of an object that are objects, with their keys."""
+    """Those entries of a list or object that are objects, with their keys."""
     entries: Iterable[tuple[str | int, object]] = ()
     if isinstance(value, list | tuple):
         entries = enumerate(value)
