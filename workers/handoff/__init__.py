@@ -2,5 +2,5 @@
 
 Owns the layout, which is that of TensorRT-LLM's own OpenEngine server, and the HMAC over it. Imports
 `errors` and `runtime`.
-Promises: what cannot be used is refused with the field's name before an engine sees it.
+Promises: a session that cannot be used is refused, with the field's name, before an engine sees it.
 """

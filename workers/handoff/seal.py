@@ -1,7 +1,7 @@
-"""A seal on a handoff: HMAC-SHA256 over all of it, between workers that share a key.
+"""Seals handoffs with an HMAC-SHA256 over all of their content, between workers that share a key.
 
-A decode worker hands `opaque_state` to native code, so a fleet may want to take it from its own prefill
-workers only. The gateway passes the session on as it came and needs no key.
+A decode worker passes `opaque_state` to native code, so a fleet may want to accept it only from its own
+prefill workers. The gateway passes the session on unchanged and needs no key.
 """
 
 import hashlib
@@ -9,11 +9,10 @@ import hmac
 import struct
 from pathlib import Path
 
-import grpc
 from google.protobuf import struct_pb2
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import RequestRefused
+from slagate.workers.errors import invalid
 from slagate.workers.handoff.codec import check_size
 from slagate.workers.runtime.usage import UsageError
 
@@ -24,7 +23,7 @@ MIN_KEY_BYTES = 16
 
 
 def check_key(key: bytes) -> None:
-    """Raises `ValueError` for a key too short to be one."""
+    """Raises `ValueError` for a key that is too short."""
     if len(key) < MIN_KEY_BYTES:
         raise ValueError(f"the handoff key has {len(key)} bytes, {MIN_KEY_BYTES} are needed")
 
@@ -50,27 +49,26 @@ def seal(session: oe.KvSessionRef, key: bytes) -> None:
 
 
 def check_seal(session: oe.KvSessionRef, key: bytes) -> None:
-    """Raises `RequestRefused` (INVALID_ARGUMENT) unless the session carries the MAC of what is in it."""
+    """Raises `RequestRefused` unless the session has the MAC of its content."""
     check_size(session)
-    given = session.attributes_struct.fields[ATTRIBUTE] if _has_mac(session) else None
-    text = given.string_value if given is not None else ""
+    fields = session.attributes_struct.fields
+    # A message map adds a missing key when it is read.
+    text = fields[ATTRIBUTE].string_value if ATTRIBUTE in fields else ""
     if not hmac.compare_digest(text.encode(), mac(session, key).encode()):
-        raise RequestRefused(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            f"kv.session.attributes_struct.{ATTRIBUTE}: is not this fleet's seal on the session",
-        )
+        field = f"kv.session.attributes_struct.{ATTRIBUTE}"
+        raise invalid(field, "is not this fleet's seal on the session")
 
 
 def mac(session: oe.KvSessionRef, key: bytes) -> str:
-    """The MAC of a session in hex."""
+    """The MAC of a session, in hexadecimal."""
     return hmac.new(key, canonical(session), hashlib.sha256).hexdigest()
 
 
 def canonical(session: oe.KvSessionRef) -> bytes:
-    """The session without its MAC as bytes that no other session has.
+    """The session without its MAC, as bytes that are different for every other session.
 
-    Every text has its length in front and every value its type, so fields cannot run into each other; map
-    entries are in order of their keys. Protobuf's own bytes differ between its versions.
+    Every text comes after its length and every value after its type, so that fields cannot run into each
+    other; map entries are in order of their keys. Protobuf's own bytes differ between its versions.
     """
     parts = [
         b"slagate.handoff.v1",
@@ -82,11 +80,6 @@ def canonical(session: oe.KvSessionRef) -> bytes:
         parts += [_text(endpoint.host), struct.pack(">I", endpoint.port), _text(endpoint.protocol)]
     parts.append(_fields(session.attributes_struct, without=ATTRIBUTE))
     return b"".join(parts)
-
-
-def _has_mac(session: oe.KvSessionRef) -> bool:
-    # Looking a missing key up in a message map adds it.
-    return ATTRIBUTE in session.attributes_struct.fields
 
 
 def _text(text: str) -> bytes:
