@@ -1,6 +1,6 @@
-"""How KV blocks move between workers of ours: the port, and shared memory.
+"""How KV blocks move between simulated workers: the port, and its implementation with shared memory.
 
-Owns offered sessions until they are pulled, released, or closed. Imports `runtime`.
-Promises: a session is pulled at most once; `done` is called exactly once, in time; bytes that arrive other
-than they were exported are thrown away.
+Owns offered sessions until they are pulled or released, or the transport is closed. Imports `runtime`.
+Promises: a session is pulled at most once; `done` is called exactly once, in time; bytes that do not arrive
+as they were exported are discarded.
 """

@@ -1,8 +1,8 @@
-"""KV blocks through shared memory: plain files in /dev/shm, for workers of one host and user.
+"""Moves KV blocks through shared memory: plain files in /dev/shm, for workers of one host and user.
 
-`multiprocessing.shared_memory` is not used: before Python 3.13 its resource tracker, in the process
-that merely attaches, unlinks the segment when that process exits. Plain files in /dev/shm are the same
-memory without the tracker, and a rename makes "consumed exactly once" atomic.
+`multiprocessing.shared_memory` is not used: before Python 3.13 its resource tracker unlinks a segment when
+a process that has only attached to it exits. Plain files in /dev/shm are the same memory without a tracker,
+and a rename makes "consumed exactly once" atomic.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from slagate.workers.kv_transfer.transport import (
     Blocks,
@@ -26,6 +27,7 @@ from slagate.workers.kv_transfer.transport import (
     KvBadDescriptor,
     KvIntegrity,
     KvTransferError,
+    KvTransport,
     KvUnavailable,
     block_shape,
     sealed,
@@ -67,16 +69,16 @@ def _unpack_descriptor(raw: bytes) -> _Descriptor:
     return _Descriptor(instance_id, session_id, n_blocks, block_bytes)
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(KvTransport):
     """Blocks as files under /dev/shm; both workers must run on one host as one user.
 
         <root>/slagate-kv-<uid>/<instance id>/lock            flock'ed while the owner lives
                                              /<session>.kv    offered: renamed into place when whole
                                              /<session>.pull  taken: renamed by the one consumer
 
-    A session is acknowledged when both of its files are gone. Directories of owners that died are
-    swept when the next transport starts. Blocks are read in slices, as a read may stop no other stream.
-    Raises `KvUnavailable` when the directory is unusable.
+    A session is acknowledged when both of its files are gone. Directories of dead owners are removed when
+    the next transport starts. Blocks are read in slices, so that a read does not hold up other streams.
+    Raises `KvUnavailable` when the directory cannot be used.
     """
 
     name = "SHM"
@@ -94,8 +96,8 @@ class SharedMemoryTransport:
         self._offered: set[int] = set()
         self._closed = False
 
+    @override
     def export(self, session_id: int, blocks: Blocks) -> bytes:
-        """Write the blocks for one consumer. Raises `KvTransferError` when closed or out of memory."""
         if self._closed:
             raise KvTransferError("transport is closed")
         if session_id in self._offered:
@@ -116,8 +118,8 @@ class SharedMemoryTransport:
         self._offered.add(session_id)
         return _pack_descriptor(_Descriptor(self._instance_id, session_id, n_blocks, block_bytes))
 
+    @override
     def pull(self, descriptor: bytes, done: Done) -> None:
-        """Take the blocks of a descriptor, from any process; they are gone afterwards, good or bad."""
         self._slices.start(self._pull(descriptor, done))
 
     def _pull(self, descriptor: bytes, done: Done) -> Work:
@@ -145,18 +147,19 @@ class SharedMemoryTransport:
         except OSError as error:
             raise KvTransferError(f"session {wanted.session_id}: cannot read: {error}") from error
         finally:
-            # On a full or read-only file system the bytes are here all the same.
+            # An error here, as on a read-only file system, does not matter: the bytes are read.
             with contextlib.suppress(OSError):
                 taken.unlink()
 
+    @override
     def acks(self) -> list[int]:
-        """Sessions pulled since the last call, ascending; one listing of the directory."""
         names: set[str] = set()
         if self._offered:
             with contextlib.suppress(OSError):
                 names.update(os.listdir(self._folder))
-        # A file that is renamed during the listing may be missing in it, so what is missing is looked up,
-        # in this order: the consumer moves .kv to .pull, so a session seen in neither is finished.
+        # A file that is renamed during the listing may be missing in it. So the missing ones are checked
+        # again, first .kv, which the consumer moves to .pull, then .pull: a session with neither has been
+        # pulled.
         done = sorted(
             session_id
             for session_id in self._offered
@@ -167,17 +170,17 @@ class SharedMemoryTransport:
         self._offered.difference_update(done)
         return done
 
+    @override
     def release(self, session_id: int) -> None:
-        """Withdraw an offer. A pull that is running now may still succeed."""
         if session_id in self._offered:
             self._offered.discard(session_id)
             for suffix in ("kv", "pull"):
-                # Whatever stands there instead of a file of ours, the blocks behind it are to be freed.
+                # A pull that runs now may have unlinked it, or still succeed with its open file.
                 with contextlib.suppress(OSError):
                     (self._folder / f"{session_id}.{suffix}").unlink()
 
+    @override
     def close(self) -> None:
-        """Remove this owner's directory and give up its lock; open pulls end with an error."""
         if not self._closed:
             self._closed = True
             self._slices.fail_all(KvTransferError("transport is closed"))
@@ -185,18 +188,18 @@ class SharedMemoryTransport:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock_fd)
 
+    @override
     def problem(self) -> str:
-        """Why exports cannot work now, or ""."""
         if self._closed:
             return "transport is closed"
         return "" if self._folder.is_dir() else f"{self._folder} is gone"
 
+    @override
     def counters(self) -> dict[str, int]:
-        """Sessions that are offered here."""
         return {"kv_sessions_offered": len(self._offered)}
 
     def _open_base(self) -> None:
-        # /dev/shm is world-writable: never trust a directory somebody else made under our name.
+        # Anybody may write to /dev/shm, and make a directory with this name.
         try:
             self._base.mkdir(mode=0o700, exist_ok=True)
             found = self._base.lstat()
@@ -206,7 +209,7 @@ class SharedMemoryTransport:
             raise KvUnavailable(f"{self._base} is not a directory of this user")
 
     def _start(self) -> int:
-        """Sweep, then create the directory and lock it, while no other transport does; the lock."""
+        """Remove dead directories, create and lock our own, with other transports locked out; our lock."""
         try:
             base_fd = os.open(self._base, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -223,7 +226,7 @@ class SharedMemoryTransport:
 
 
 def _lock(folder: Path) -> int:
-    """Raises `BlockingIOError` when its owner lives, `OSError` when it is gone or no directory."""
+    """Lock a directory. Raises `BlockingIOError` if its owner lives, `OSError` if it is gone."""
     lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,7 +237,7 @@ def _lock(folder: Path) -> int:
 
 
 def _remove_if_dead(folder: Path) -> None:
-    # Its owner lives, is removing it this moment, or it is nothing of ours.
+    # An error says that the owner lives, that it is being removed, or that it is not a transport's.
     with contextlib.suppress(OSError):
         lock_fd = _lock(folder)
         shutil.rmtree(folder, ignore_errors=True)
@@ -242,7 +245,7 @@ def _remove_if_dead(folder: Path) -> None:
 
 
 def _read_blocks(path: Path, wanted: _Descriptor) -> Generator[None, None, Blocks]:
-    """Yields between slices, before the first one too when there are several. Raises `OSError`."""
+    """Read in slices, and yield before each of them if there are several. Raises `OSError`."""
     where = f"session {wanted.session_id}"
     with path.open("rb", buffering=0) as file:
         header = file.read(_HEADER.size)

@@ -1,4 +1,4 @@
-"""The port through which KV blocks move between worker processes, and how it fails."""
+"""The port by which KV blocks move between worker processes, and its errors."""
 
 from collections.abc import Callable
 from hashlib import blake2b
@@ -7,11 +7,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-Blocks = npt.NDArray[np.uint8]
+Blocks = npt.NDArray[np.uint8]  # u8[n_blocks, block_bytes]
 
 
 class KvTransferError(RuntimeError):
-    """KV blocks could not be moved; the text says which check failed or what is gone."""
+    """KV blocks could not be moved; the message says which check failed or what is missing."""
 
 
 class KvUnavailable(KvTransferError):
@@ -23,54 +23,44 @@ class KvPeerGone(KvTransferError):
 
 
 class KvTimeout(KvTransferError):
-    """The blocks did not arrive in time; the other worker hangs or the network does."""
+    """The blocks did not arrive in time: the other worker or the network hangs."""
 
 
 class KvBadDescriptor(KvTransferError):
-    """The descriptor is altered, truncated or of another transport; its blocks were not asked for."""
+    """The descriptor is altered, truncated or of another transport; no blocks were requested."""
 
 
 class KvIntegrity(KvTransferError):
-    """Bytes arrived that are not the ones that were exported; they are thrown away."""
+    """The bytes that arrived are not those that were exported; they are discarded."""
 
 
 Done = Callable[[Blocks | KvTransferError], None]
+"""Called with pulled blocks, or with the reason why there are none."""
 
 
-class KvConnector(Protocol):
-    """What a worker reports of how KV blocks reach it and leave it."""
+class KvTransport(Protocol):
+    """How one worker hands KV blocks to another worker, and fetches blocks from one.
 
-    def problem(self) -> str:
-        """Why new transfers cannot work at this moment, or ""."""
-
-    def counters(self) -> dict[str, int]:
-        """Figures for operators, by name; each transport has its own."""
-
-
-class KvTransport(KvConnector, Protocol):
-    """One worker's way to hand KV blocks to another worker and to fetch blocks from one.
-
-    Session ids are the exporting worker's own, never used twice. The owner makes every call from its
-    event loop's thread, and none of them waits for another process.
+    Session ids are the exporting worker's own, and are never used twice. All calls are made on the owner's
+    event-loop thread, and none of them waits for another process.
     """
 
-    @property
-    def name(self) -> str:
-        """Short upper-case name, shown in server info: "NIXL", "SHM", "MEMORY"."""
+    name: str
+    """The short upper-case name for server info: "NIXL", "SHM" or "MEMORY"."""
 
     def export(self, session_id: int, blocks: Blocks) -> bytes:
-        """Offer blocks u8[n_blocks, block_bytes] to one consumer; the opaque descriptor for `pull`.
+        """Offer blocks u8[n_blocks, block_bytes] to one consumer. Returns the descriptor for `pull`.
 
-        The caller does not change the blocks afterwards. Sessions may have blocks in common: NIXL's pool,
-        which is of fixed size, holds equal ones once; the others hold what each session has, as far as the
-        machine's memory goes. Raises `KvTransferError`.
+        The caller must not change the blocks afterwards. Sessions may have blocks in common: NIXL's pool,
+        which has a fixed size, holds equal blocks once; the other transports hold the blocks of each
+        session, in whatever memory the machine has. Raises `KvTransferError`.
         """
 
     def pull(self, descriptor: bytes, done: Done) -> None:
-        """Fetch what a descriptor offers, once; never raises.
+        """Fetch the blocks of a descriptor, which works only once; never raises.
 
-        `done` is called exactly once, on the loop's thread, with the blocks or the reason: maybe before
-        `pull` returns, at the latest after the transport's own time limit or when it is closed.
+        `done` is called exactly once, on the loop's thread, with the blocks or the reason: perhaps before
+        `pull` returns, and at the latest after the transport's time limit or when it is closed.
         """
 
     def acks(self) -> list[int]:
@@ -80,11 +70,17 @@ class KvTransport(KvConnector, Protocol):
         """Withdraw an offer; no-op when it is unknown, pulled or withdrawn already."""
 
     def close(self) -> None:
-        """Withdraw everything and end every pull; no-op the second time."""
+        """Withdraw all offers and end all pulls; no-op the second time."""
+
+    def problem(self) -> str:
+        """Why new transfers cannot work at this moment, or ""."""
+
+    def counters(self) -> dict[str, int]:
+        """Figures for operators by name; each transport has its own."""
 
 
 def block_shape(blocks: Blocks) -> tuple[int, int]:
-    """(n_blocks, block_bytes) of an export. Raises `KvTransferError` when there are no blocks in it."""
+    """(n_blocks, block_bytes) of an export. Raises `KvTransferError` for arrays that are not blocks."""
     if blocks.ndim != 2 or blocks.dtype != np.uint8 or 0 in blocks.shape:
         raise KvTransferError(
             f"blocks must be u8[n > 0, bytes > 0], not {blocks.dtype}{blocks.shape}"
@@ -97,12 +93,12 @@ _SEAL_BYTES = 16
 
 
 def sealed(body: bytes) -> bytes:
-    """A descriptor's bytes with their checksum behind them, against damage and not against forgery."""
+    """A descriptor's bytes and their checksum, which protects from damage, not from forgery."""
     return body + blake2b(body, digest_size=_SEAL_BYTES).digest()
 
 
 def unsealed(raw: bytes) -> bytes:
-    """What was given to `sealed`. Raises `KvBadDescriptor` when it was altered, cut or never sealed."""
+    """The bytes that were given to `sealed`. Raises `KvBadDescriptor` if they were altered or cut."""
     body, seal = raw[:-_SEAL_BYTES], raw[-_SEAL_BYTES:]
     if not body or blake2b(body, digest_size=_SEAL_BYTES).digest() != seal:
         raise KvBadDescriptor(
@@ -112,5 +108,5 @@ def unsealed(raw: bytes) -> bytes:
 
 
 def used_up(session_id: int) -> KvTransferError:
-    """What a pull of a session ends with that somebody has pulled before, or that was withdrawn."""
+    """The error for a session that was already pulled, or withdrawn."""
     return KvTransferError(f"session {session_id}: already consumed or released")

@@ -1,9 +1,9 @@
-"""Logits processors in the form that TensorRT-LLM calls.
+"""Adapts logits processors to the interface of TensorRT-LLM.
 
 The engine calls `(request id, logits, token ids of each beam, CUDA stream, client id)` in the processes of
-its ranks, where an exception would end it with all its requests. An adapter gets there by pickle; its class
-derives from one of the engine's package, which is not installed everywhere, so it is made when the first
-adapter is, on either side.
+its ranks, where an exception would end it with all its requests. An adapter is pickled on its way there.
+Its class derives from one of the engine's package, which is not installed everywhere, so the class is made
+with the first adapter, at both ends.
 """
 
 import copy
@@ -21,19 +21,19 @@ from slagate.workers.runtime.clock import monotonic_s
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 60.0
-"""A processor that fails, fails for each token of each of its requests."""
+"""A broken processor may fail at each token of each of its requests."""
 
 OnStream = Callable[[Any], AbstractContextManager[object]]
-"""Given a CUDA stream's address, or None: makes it the current one."""
+"""A context in which the CUDA stream at this address, if any, is the current one."""
 
 
 def adapted(base: type, name: str, processor: LogitsProcessor, on_stream: OnStream) -> Any:
-    """A processor as an instance of the engine's `LogitsProcessor`, its `base`."""
+    """A processor as an instance of `base`, the engine's `LogitsProcessor`."""
     return _adapter_class(base)(name, processor, on_stream)
 
 
 def external_stream(address: int | None) -> AbstractContextManager[object]:
-    """Work on the engine's CUDA stream, where it names one."""
+    """The context for the engine's CUDA stream, where it names one."""
     if address is None:
         return nullcontext()
     cuda = importlib.import_module("torch").cuda
@@ -44,7 +44,7 @@ def external_stream(address: int | None) -> AbstractContextManager[object]:
 @cache
 def _adapter_class(base: type) -> type:
     class Adapter(base):  # type: ignore[misc]
-        """Calls a processor of ours, and takes what is wrong with it off the engine."""
+        """Calls a processor, and keeps its exceptions from the engine."""
 
         def __init__(self, name: str, processor: LogitsProcessor, on_stream: OnStream) -> None:
             super().__init__()
@@ -55,28 +55,28 @@ def _adapter_class(base: type) -> type:
         def __reduce__(self) -> Any:
             return adapted, (base, self._name, self._processor, self._on_stream)
 
-        # The engine counts the parameters.
+        # The engine inspects how many parameters there are.
         def __call__(
             self, req_id: int, logits: Any, token_ids: Any, stream_ptr: Any, client_id: Any
         ) -> None:
-            """Let the processor change the logits; they stay as they are when it fails."""
+            """Let the processor change the logits; where it fails, they stay unchanged."""
             del req_id, client_id
             try:
                 with self._on_stream(stream_ptr):
                     _apply(self._processor, logits, token_ids)
-            except Exception:  # noqa: BLE001 - logged there, now and then
+            except Exception:  # noqa: BLE001 - `Failures` logs it, with a limit
                 _failures(self._name).count_failure(monotonic_s())
 
     return Adapter
 
 
 def _apply(processor: LogitsProcessor, logits: Any, token_ids: Any) -> None:
-    """Raises what the processor raises, with the logits as before, and `ValueError` for other shapes."""
+    """Raises what the processor raises, with the logits unchanged, and `ValueError` for other shapes."""
     shape = tuple(logits.shape)
     if len(shape) != 3 or shape[:2] != (1, 1) or len(token_ids) != 1:
         raise ValueError(f"not one sequence without beams: logits {shape}, {len(token_ids)} beams")
     row = logits[0, 0, :]
-    # A tensor shares its memory with what copy.copy makes of it.
+    # A copy of a tensor by `copy.copy` would share its memory.
     before = row.clone() if hasattr(row, "clone") else copy.copy(row)
     try:
         processor(token_ids[0], row)
@@ -86,7 +86,7 @@ def _apply(processor: LogitsProcessor, logits: Any, token_ids: Any) -> None:
 
 
 class Failures:
-    """Those of one processor, logged once in a while with the newest of them."""
+    """Counts the failures of one processor, and logs the newest of them every `LOG_EVERY_S`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -94,7 +94,7 @@ class Failures:
         self._logged_at_s = -math.inf
 
     def count_failure(self, now_s: float) -> None:
-        """To be called where the exception is handled."""
+        """Count one; must be called while its exception is handled."""
         self._n_failures += 1
         if now_s < self._logged_at_s + LOG_EVERY_S:
             return
@@ -111,5 +111,5 @@ class Failures:
 
 @cache
 def _failures(name: str) -> Failures:
-    """Of this process: adapters are made for one request, and unpickled wherever the engine wants them."""
+    """The failures of a processor in this process; an adapter is made for only one request."""
     return Failures(name)

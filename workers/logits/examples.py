@@ -1,6 +1,6 @@
-"""Two logits processors: one that needs no state, and one that says where an answer is.
+"""Two examples of logits processors: one without state, and one that depends on the place in the answer.
 
-Both work on whatever holds the logits: a tensor of the engine's, or an array.
+Both work on tensors and on NumPy arrays.
 """
 
 import math
@@ -8,13 +8,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
+
+from slagate.workers.logits.processors import LogitsProcessor
+
 MIN_TEMPERATURE = 0.01
-"""Logits of a hundred become ten thousand, which half precision holds; much less overflows, and the
-difference of two infinities is no number."""
+"""Makes logits of a hundred ten thousand, which fits half precision. Much less would overflow, and the
+difference of two infinities is not a number."""
 
 
-class Temperature:
-    """Divides the logits: over 1 evens chances out, under 1 sharpens them."""
+class Temperature(LogitsProcessor):
+    """Divides the logits: a temperature over 1 evens probabilities out, one under 1 sharpens them."""
 
     def __init__(self, temperature: float) -> None:
         """Raises `ValueError` unless the temperature is finite and `MIN_TEMPERATURE` or more."""
@@ -25,13 +29,13 @@ class Temperature:
             )
         self._temperature = temperature
 
+    @override
     def __call__(self, input_ids: Sequence[int], logits: Any, /) -> None:
-        """As `LogitsProcessor`."""
         logits /= self._temperature
 
 
-class ForcedResponse:
-    """Lets the model say these tokens, then the end of text, and nothing else."""
+class ForcedResponse(LogitsProcessor):
+    """Makes the model generate these tokens and then the end of text."""
 
     def __init__(
         self,
@@ -41,7 +45,7 @@ class ForcedResponse:
         n_prompt_tokens: int,
         vocab_size: int | None,
     ) -> None:
-        """Raises `ValueError` unless `token_ids` are token ids, and of the vocabulary if it is known."""
+        """Raises `ValueError` for what is not a token id, or outside the vocabulary, if that is known."""
         if not isinstance(token_ids, list | tuple) or not all(map(_is_token_id, token_ids)):
             raise ValueError("token_ids must be a list of token ids")
         if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
@@ -51,9 +55,9 @@ class ForcedResponse:
         self._token_ids = (*token_ids, end_id)
         self._n_prompt_tokens = n_prompt_tokens
 
+    @override
     def __call__(self, input_ids: Sequence[int], logits: Any, /) -> None:
-        """As `LogitsProcessor`."""
-        # Not by counting calls: the first token of a handoff was another worker's.
+        # Counting calls would be wrong: on a decode worker, another one generated the first token.
         n_said = len(input_ids) - self._n_prompt_tokens
         token_id = self._token_ids[min(n_said, len(self._token_ids) - 1)]
         logits[:] = -math.inf

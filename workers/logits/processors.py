@@ -1,10 +1,11 @@
-"""Logits processors: what they are, which ones a worker offers, and those of one request.
+"""Logits processors: their interface, those that a worker offers, and those of one request.
 
-A processor changes the logits that a request's next token is drawn from. Packages offer factories under
-the entry-point group `slagate.logits_processors`; a factory is called with the parameters that an operator
-or a client gave, once a request, so that a processor may keep state. It may also take what only the worker
-knows: `end_id`, the token that ends a text; `n_prompt_tokens`, which tells a processor on a decode worker
-how much of the answer there is already; and `vocab_size`, None where the worker does not know it.
+A processor changes the logits from which a request's next token is drawn. Packages offer factories under
+the entry-point group `slagate.logits_processors`. A factory is called once for each request, with the
+parameters that an operator or a client gave, so a processor may keep state. A factory may also take what
+only the worker knows: `end_id`, the token that ends a text; `n_prompt_tokens`, from which a processor on a
+decode worker can tell the length of the answer so far; and `vocab_size`, None where the worker does not
+know it.
 """
 
 import inspect
@@ -21,29 +22,29 @@ log = logging.getLogger(__name__)
 GROUP = "slagate.logits_processors"
 
 FROM_WORKER = ("end_id", "n_prompt_tokens", "vocab_size")
-"""Parameters of a factory that nobody else may give."""
+"""Parameters of a factory that only the worker may give."""
 
 
 class LogitsProcessor(Protocol):
-    """Changes the logits of one request; made for it alone."""
+    """Changes the logits of one request, for which it was made."""
 
     def __call__(self, input_ids: Sequence[int], logits: Any, /) -> None:
-        """Called before each token of the answer.
+        """Change the logits before a token of the answer is drawn.
 
-        `input_ids` is the prompt and the answer so far, to be read only. `logits` has one dimension, the
-        vocabulary, and is changed in place; what is returned is ignored.
+        `input_ids` is the prompt and the answer so far, and must not be changed. `logits` is an array or
+        tensor of shape (vocabulary,), which is changed in place; a returned value is ignored.
         """
 
 
 class RequestedProcessor(NamedTuple):
-    """A processor by name, with the parameters of its factory."""
+    """The name of a processor and the parameters of its factory."""
 
     name: str
     params: Mapping[str, Any]
 
 
 class LogitsError(Exception):
-    """A processor cannot be had; `field` is the part of its specification that is wrong."""
+    """A processor cannot be made; `field` is the part of its specification that is wrong."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -52,7 +53,7 @@ class LogitsError(Exception):
 
 
 class LogitsProcessors:
-    """What a worker does to the logits of every request, and what a request may ask for."""
+    """The processors that every request of a worker has, and those that a request may ask for."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class LogitsProcessors:
         *,
         load: "Callable[[str], Any] | None" = None,
     ) -> None:
-        """Raises `UsageError` naming the option of a processor that cannot be loaded or made."""
+        """Raises `UsageError`, naming the option, for a processor that cannot be loaded or made."""
         load = _load if load is None else load
         self.every = tuple(every)
         self.allowed = tuple(dict.fromkeys(allowed))
@@ -79,13 +80,13 @@ class LogitsProcessors:
 
     @property
     def is_used(self) -> bool:
-        """Whether any request may have one."""
+        """Whether a request may have a processor at all."""
         return bool(self._factories)
 
     def check(self, *, end_id: int, vocab_size: int | None) -> None:
-        """Raises `UsageError` for wrong parameters of the worker's options: every request would have them.
+        """Raises `UsageError` for wrong parameters of the processors that every request has.
 
-        Called before anything is started, and again when the engine has told its vocabulary.
+        Called before the engine is started, and again when its vocabulary is known.
         """
         for wanted in self.every:
             try:
@@ -101,9 +102,9 @@ class LogitsProcessors:
         n_prompt_tokens: int,
         vocab_size: int | None,
     ) -> list[tuple[str, LogitsProcessor]]:
-        """New processors with their names: the worker's, then those asked for.
+        """New processors with their names: those of every request, then those of `asked`.
 
-        Raises `LogitsError` whose field begins with the index of what was asked for.
+        Raises `LogitsError`; for one of `asked`, its field begins with the index.
         """
         given = {"end_id": end_id, "n_prompt_tokens": n_prompt_tokens, "vocab_size": vocab_size}
         made = [(wanted.name, self._made(wanted, **given)) for wanted in self.every]
@@ -125,7 +126,7 @@ class LogitsProcessors:
         except LogitsError:
             raise
         except Exception as error:
-            # Somebody else's code: what is wrong with it must not look like an end of the engine.
+            # An error of a package's code must not be taken for the end of the engine.
             log.exception("logits_processor.factory_failed", extra={"processor": wanted.name})
             raise LogitsError("name", f"its factory failed with {type(error).__name__}") from error
         if not callable(processor):
@@ -135,7 +136,7 @@ class LogitsProcessors:
 
 
 def requested_of(text: str) -> RequestedProcessor:
-    """A processor from `NAME` or `NAME={...}`, JSON. Raises `UsageError`."""
+    """Parse an option `NAME` or `NAME=JSON`. Raises `UsageError`."""
     name, has_params, params_text = text.partition("=")
     if not name:
         raise UsageError(f"--logits-processor {text!r}: must be NAME or NAME=JSON")
@@ -153,7 +154,7 @@ def requested_of(text: str) -> RequestedProcessor:
 
 
 def _load(name: str) -> Any:
-    """The factory of this name. Raises `LogitsError`."""
+    """The factory that packages offer under this name. Raises `LogitsError`."""
     offered = entry_points(group=GROUP)
     found = {point.value: point for point in offered if point.name == name}
     if not found:
@@ -173,7 +174,7 @@ def _load(name: str) -> Any:
 def _arguments(
     factory: Any, params: Mapping[str, Any], given: Mapping[str, int | None]
 ) -> dict[str, Any]:
-    """What a factory is called with. Raises `LogitsError` naming a parameter."""
+    """The arguments for a factory. Raises `LogitsError` naming a parameter."""
     parameters = inspect.signature(factory).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     for name in params:

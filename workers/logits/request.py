@@ -1,4 +1,4 @@
-"""The logits processors of one request: those it asks for, and those of all requests."""
+"""The logits processors of one request: those of every request, and those that it asks for."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ KEY = "logits_processors"
 FIELD = f"extra.{KEY}"
 
 MAX_PROCESSORS = 8
-"""Each is called for every token, between two steps of the engine."""
+"""Of one request. Each is called for every token, between two steps of the engine."""
 
 _EXACT = 2**53
 """Integers that a Struct's doubles hold exactly."""
 
 
 class RequestLogits:
-    """Makes what `SamplingParams.logits_processor` takes, for each request of a worker."""
+    """Makes the values of `SamplingParams.logits_processor` for the requests of a worker."""
 
     def __init__(
         self,
@@ -31,10 +31,7 @@ class RequestLogits:
         vocab_size: int | None,
         on_stream: OnStream = external_stream,
     ) -> None:
-        """`base` is the engine's `LogitsProcessor`; None where its version has none.
-
-        `vocab_size` is None where it is not known.
-        """
+        """`base` is the engine's `LogitsProcessor`, or None for a version that has none."""
         self._processors = processors
         self._base = base
         self._end_id = end_id
@@ -42,7 +39,7 @@ class RequestLogits:
         self._on_stream = on_stream
 
     def of(self, request: oe.GenerateRequest, *, n_outputs: int) -> list[Any] | None:
-        """New processors, or None. Raises `RequestRefused` naming the field."""
+        """New processors for a request, or None. Raises `RequestRefused` naming the field."""
         asked = _asked(request)
         if asked and self._base is None:
             raise unsupported(FIELD, "this engine takes none")
@@ -55,14 +52,13 @@ class RequestLogits:
             )
         except LogitsError as error:
             if not error.field.startswith("["):
-                raise RequestRefused(
-                    grpc.StatusCode.INTERNAL, f"logits processor of this worker: {error}"
-                ) from error
+                reason = f"logits processor of this worker: {error}"
+                raise RequestRefused(grpc.StatusCode.INTERNAL, reason) from error
             raise invalid(FIELD + error.field, error.reason) from error
         if not made:
             return None
         if n_outputs > 1:
-            # The engine would call one instance for all of them in turn.
+            # The engine would call one instance for all sequences in turn.
             raise unsupported("sampling.num_sequences", "logits processors are for one sequence")
         assert self._base is not None, "checked when the worker started"
         return [adapted(self._base, name, one, self._on_stream) for name, one in made]
@@ -95,7 +91,7 @@ def _wanted(index: int, entry: Any) -> RequestedProcessor:
 
 
 def _plain(value: Any) -> Any:
-    """A Struct's value as JSON would have it: whole numbers are ints, as nothing else can be told."""
+    """A Struct's value as JSON; whole numbers become ints, as a Struct does not tell them from floats."""
     kind = value.WhichOneof("kind")
     if kind == "struct_value":
         return {key: _plain(one) for key, one in value.struct_value.fields.items()}

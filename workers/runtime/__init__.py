@@ -1,5 +1,5 @@
-"""What any process of slagate needs: logs, listening, signals, ready line, probes, clock, hints.
+"""What every process of slagate needs: logs, listening, signals, ready line, probes, clock, usage errors.
 
-Owns nothing that lasts. Imports proto, for addresses. Promises: stdout has the ready line and output only,
-logs go to stderr; long work takes a bounded step in each turn of the event loop.
+Owns no lasting state. Imports proto, for addresses. Promises: stdout has only the ready line and output,
+and logs go to stderr; long work takes a bounded step in each turn of the event loop.
 """

@@ -1,6 +1,6 @@
-"""The clock of a process, for its edges: everything behind them takes `now_s` as an argument.
+"""The clocks of a process, for its outermost functions; the others get `now_s` as an argument.
 
-An event loop's own time may be as coarse as a millisecond, which is most of a fast token.
+An event loop's own time may have a resolution of only a millisecond, which is most of a fast token.
 """
 
 from time import monotonic as monotonic_s  # noqa: TID251

@@ -1,4 +1,4 @@
-"""What every long-running command shares: listening on an address, and the end on a signal."""
+"""What long-running commands share: they listen, print a ready line, and end by a signal."""
 
 import asyncio
 import json
@@ -18,12 +18,12 @@ from slagate.proto.rpc.address import Address
 T = TypeVar("T")
 
 BACKLOG = 1024
-"""Connections that wait to be accepted."""
+"""Connections that may wait to be accepted."""
 
 
 @contextmanager
 def given_by(option: str) -> Iterator[None]:
-    """An address that cannot be listened on within the block is told with the option that it is from."""
+    """Put `option` in front of the message of an `OSError` that is raised within the block."""
     try:
         yield
     except OSError as error:
@@ -35,27 +35,24 @@ def bind(
     address: Address,
     credentials: grpc.ServerCredentials | None = None,
 ) -> Address:
-    """Bind a gRPC server and return the real address. Raises `OSError` when that cannot be.
-
-    Without `credentials` it serves plaintext.
-    """
+    """Bind a gRPC server, in plaintext without `credentials`; the bound address. Raises `OSError`."""
     try:
         if credentials is None:
             port = server.add_insecure_port(str(address))
         else:
             port = server.add_secure_port(str(address), credentials)
     except RuntimeError as error:
-        # gRPC's log has the reason; a socket says it to whoever asks.
+        # gRPC tells the reason only to its log; binding a socket raises it.
         listen_on(address, backlog=0).close()
         raise OSError(f"cannot listen on {address}: gRPC does not say why") from error
     return Address(address.host, port)
 
 
 def listen_on(address: Address, *, shared: bool = False, backlog: int = BACKLOG) -> socket.socket:
-    """A socket that listens there. Raises `OSError` when that cannot be.
+    """A socket that listens on the address. Raises `OSError`.
 
-    With `shared` others of this user may do so too, and the kernel spreads connections over all. With a
-    `backlog` of 0 it is bound only: that keeps the port, and takes no connection.
+    With `shared`, other sockets of this user may listen there, too, and the kernel spreads connections over
+    them. With a `backlog` of 0 it is only bound: it keeps the port, and takes no connection.
     """
     try:
         family, kind, protocol, _, at = socket.getaddrinfo(
@@ -64,10 +61,10 @@ def listen_on(address: Address, *, shared: bool = False, backlog: int = BACKLOG)
         listening = socket.socket(family, kind, protocol)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Those that are accepted inherit it: a host that vanished does not keep its place for ever.
+            # Accepted sockets inherit it, so that one of a vanished host is closed some day.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if family == socket.AF_INET6:
-                # A wildcard means every address, also those of IPv4.
+                # A wildcard address includes those of IPv4.
                 listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             if shared:
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -77,7 +74,7 @@ def listen_on(address: Address, *, shared: bool = False, backlog: int = BACKLOG)
         except OSError:
             listening.close()
             raise
-    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"cannot listen on {address}: {reason}") from error
     return listening
@@ -85,11 +82,11 @@ def listen_on(address: Address, *, shared: bool = False, backlog: int = BACKLOG)
 
 @asynccontextmanager
 async def stopped(*, again: Callable[[], None] | None = None) -> AsyncIterator[anyio.Event]:
-    """Within the block, an event that is set by SIGTERM or SIGINT.
+    """Within the block, yields an event that SIGTERM and SIGINT set.
 
-    `again` is called when the same signal comes once more. Without it the second one ends the process at
-    once, by what the kernel does with it, whatever the loop is busy with. One of each kind is not that:
-    Ctrl-C reaches a child from the terminal, and then the parent's SIGTERM follows.
+    `again` is called when the same signal comes a second time. Without it a second signal ends the process
+    at once, by the kernel's default, whatever the loop is busy with. One of each does not: after a Ctrl-C,
+    which the terminal also sends to a child, the child gets its parent's SIGTERM.
     """
     event = anyio.Event()
     async with anyio.create_task_group() as tasks:
@@ -106,7 +103,7 @@ async def stopped(*, again: Callable[[], None] | None = None) -> AsyncIterator[a
                         again()
                     seen.add(number)
 
-        # Not before the handlers are in place: who reads the ready line may send a signal at once.
+        # Only now are the handlers in place: a reader of the ready line may send a signal at once.
         await tasks.start(watch)
         yield event
         tasks.cancel_scope.cancel()
@@ -115,7 +112,7 @@ async def stopped(*, again: Callable[[], None] | None = None) -> AsyncIterator[a
 async def unless_stopped(
     work: Callable[[], Awaitable[T]], *, again: Callable[[], None] | None = None
 ) -> T | None:
-    """What `work` returns, or None after SIGINT or SIGTERM, which end it; `again` is as in `stopped`."""
+    """What `work` returns, or None after SIGINT or SIGTERM, which cancel it; `again` as in `stopped`."""
     result = None
     async with stopped(again=again) as signalled, anyio.create_task_group() as tasks:
 
@@ -130,17 +127,15 @@ async def unless_stopped(
 
 
 def ignore_hangups() -> None:
-    """SIGHUP does nothing from now on; by default it ends the process."""
+    """Ignore SIGHUP from now on; by default it ends the process."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 @asynccontextmanager
 async def on_sighup(act: Callable[[], None]) -> AsyncIterator[None]:
-    """Within the block, `act` with each SIGHUP; behind it SIGHUP does nothing.
-
-    Not by the loop's own handlers: it gives SIGHUP back to the default when it takes one away, and for that
-    moment SIGHUP ends the process.
-    """
+    """Within the block, call `act` at each SIGHUP; after the block, ignore SIGHUP."""
+    # Not by the loop's own handlers: when one is removed, the loop restores the default for a moment, in
+    # which a SIGHUP would end the process.
     loop = asyncio.get_running_loop()
     signal.signal(signal.SIGHUP, lambda _number, _frame: loop.call_soon_threadsafe(act))
     try:
@@ -150,10 +145,10 @@ async def on_sighup(act: Callable[[], None]) -> AsyncIterator[None]:
 
 
 MAX_READY_LINE_BYTES = 64 << 10
-"""What a parent reads at most of a child's stdout before that line ends."""
+"""The most that a parent reads of a child's stdout in search of the line's end."""
 
 
 def ready_line(**fields: str | int | list[int]) -> None:
-    """Print the one line on stdout that says the process serves, and where."""
+    """Print the one line of JSON on stdout that says that the process serves, and where."""
     sys.stdout.write(json.dumps({"event": "ready"} | fields) + "\n")
     sys.stdout.flush()

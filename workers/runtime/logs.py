@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line on stderr, because stdout belongs to the ready line and to output."""
+"""Logs as lines of JSON on stderr; stdout is for the ready line and for output."""
 
 import asyncio
 import json
@@ -10,14 +10,15 @@ from types import MappingProxyType
 from typing import TextIO
 
 import msgspec
+from typing_extensions import override
 
 from slagate.workers.runtime.clock import unix_s
 
 FLUSH_S = 0.1
-"""How long a line below WARNING may wait for others to be written with."""
+"""How long a line below WARNING may wait, to be written together with others."""
 
 PIECE_BYTES = 4096
-"""What Linux writes to a pipe as a whole (PIPE_BUF): lines of several processes do not mix in it."""
+"""Linux writes so much to a pipe as a whole (PIPE_BUF), so lines of several processes do not mix."""
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
@@ -27,13 +28,13 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class Event(logging.LogRecord):
-    """A record at INFO that does not look up which line and which thread it comes from."""
+    """A record of level INFO that does not look up the line and the thread which it comes from."""
 
     __slots__ = ("fields",)
 
     def __init__(self, logger: str, event: str, fields: Mapping[str, object]) -> None:
         self.fields = fields
-        # Who formats it by a template reads all that a record has from here.
+        # A formatter with a template reads all attributes of a record from here.
         about = _NOWHERE.copy()
         about["name"], about["msg"], about["created"] = logger, event, unix_s()
         about |= fields
@@ -41,23 +42,20 @@ class Event(logging.LogRecord):
 
 
 def note(log: logging.Logger, event: str, fields: Mapping[str, object]) -> None:
-    """As `log.info(event, extra=fields)` at a part of its cost, for what every request leaves."""
+    """A cheaper `log.info(event, extra=fields)`, for the lines that every request writes."""
     if log.isEnabledFor(logging.INFO):
         log.handle(Event(log.name, event, fields))
 
 
 class JsonFormatter(logging.Formatter):
-    """Time (UTC seconds), level, event, and whatever the call passed as `extra`.
-
-    `about` is in every line.
-    """
+    """Formats time (Unix seconds), level, event, logger, the call's `extra`, and `about`."""
 
     def __init__(self, about: Mapping[str, object] = MappingProxyType({})) -> None:
         super().__init__()
         self._about = about
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; values that JSON cannot hold are shown as text."""
+        """The line of a record; values that JSON cannot express become text."""
         line: dict[str, object] = {
             "ts": round(record.created, 3),
             "level": record.levelname,
@@ -75,10 +73,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class LineHandler(logging.Handler):
-    """Writes a line for each record to a text stream, and several at once where an event loop runs.
+    """Writes a line for each record to a text stream; where an event loop runs, several lines at once.
 
-    A line waits for at most `FLUSH_S`; from WARNING on it is written at once, with all before it. Without a
-    loop no line waits, and at the end of the process `logging` flushes its handlers.
+    A line waits for at most `FLUSH_S`; one from WARNING on is written at once, with all before it. Without
+    an event loop no line waits. At the end of the process `logging` flushes its handlers.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -86,12 +84,11 @@ class LineHandler(logging.Handler):
         self._stream = stream
         self._lines: list[str] = []
         self._n_bytes = 0
-        self._due_s = (
-            0.0  # by when a timer flushes; in the past: there is none, or its loop has ended
-        )
+        # When a timer will flush. If that is in the past, there is no timer, or its loop has ended.
+        self._due_s = 0.0
 
+    @override
     def emit(self, record: logging.LogRecord) -> None:
-        """As `logging.Handler.emit`."""
         try:
             line = self.format(record)
             if self._n_bytes + len(line) >= PIECE_BYTES:
@@ -100,11 +97,11 @@ class LineHandler(logging.Handler):
             self._n_bytes += len(line) + 1
             if record.levelno >= logging.WARNING or not self._is_due(record.created):
                 self.flush()
-        except Exception:  # noqa: BLE001 - as logging has it: no line is worth what it is about
+        except Exception:  # noqa: BLE001 - as in logging: an error here must not end the caller
             self.handleError(record)
 
     def flush(self) -> None:
-        """Write what waits. Raises `OSError` or `ValueError` as the stream does, with the lines lost."""
+        """Write the lines that wait. Raises what the stream raises, and then they are lost."""
         self.acquire()
         try:
             lines, self._lines, self._n_bytes = self._lines, [], 0
@@ -115,7 +112,7 @@ class LineHandler(logging.Handler):
             self.release()
 
     def _is_due(self, now_s: float) -> bool:
-        """Whether a timer will flush; sets one where that can be."""
+        """Whether a timer will flush; sets one where an event loop runs."""
         if now_s >= self._due_s:
             try:
                 loop = asyncio.get_running_loop()
@@ -132,14 +129,14 @@ class LineHandler(logging.Handler):
 
 
 def log_to_stderr(level: str, **about: object) -> None:
-    """Set up logging for a process, with `about` in each line. Raises `ValueError` for an unknown level."""
+    """Set up the logs of a process, with `about` in each line. Raises `ValueError` for an unknown level."""
     handler = LineHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(about))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
 def _json(line: Mapping[str, object]) -> str:
-    """ASCII: readers differ in which other characters end a line."""
+    """A line in ASCII, as readers differ in which other characters end a line."""
     try:
         data = _encode(line)
     except UnicodeEncodeError:  # half a surrogate pair

@@ -1,7 +1,7 @@
-"""`/metrics`, `/healthz` and `/readyz` over HTTP, on a thread of its own.
+"""Serves `/metrics`, `/healthz` and `/readyz` over HTTP, on a thread.
 
-Rendering thousands of series takes milliseconds that the event loop does not have. The thread only reads:
-numbers from their owners, and readiness through one callable.
+Rendering thousands of series takes milliseconds, in which the event loop must not wait. The thread only
+reads numbers from their owners, and asks one function for readiness.
 """
 
 import logging
@@ -26,14 +26,13 @@ log = logging.getLogger(__name__)
 def serve_probes(
     host: str, port: int, *, registry: CollectorRegistry, not_ready: Callable[[], str]
 ) -> Iterator[int]:
-    """Serve for the time of the block and yield the real port.
+    """Serve for the time of the block and yield the bound port. Raises `OSError` if it cannot be bound.
 
-    `not_ready` says why the process cannot serve requests, or "" when it can. Raises `OSError` when the
-    address cannot be bound.
+    `not_ready` says why the process cannot serve requests, or "" when it can.
     """
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = 10.0  # a peer that says nothing gives its thread back
+        timeout = 10.0  # seconds after which a silent peer's thread ends
 
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
@@ -55,17 +54,17 @@ def serve_probes(
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing: a scrape every few seconds is not news."""
+            """Log nothing, as scrapes come every few seconds."""
 
     class Server(ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
         def server_bind(self) -> None:
-            # The base class also asks DNS for a name that nobody uses, and waits for it.
+            # Unlike the base class, this does not wait for DNS to resolve a name that is not used.
             socketserver.TCPServer.server_bind(self)
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            # The base class prints it, and stderr has lines of JSON. A scraper that has left is no error.
+            # The base class prints to stderr, which is for lines of JSON. A scraper that left is no error.
             if not isinstance(sys.exc_info()[1], ConnectionError):
                 log.exception("probes.bug")
 

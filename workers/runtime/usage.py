@@ -1,11 +1,11 @@
-"""What was probably meant by a word that is not known: one place for all of them."""
+"""Errors in how a command is used, and what was probably meant by a word that is not known."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UsageError(ValueError):
-    """An option of a command is wrong, or does not fit what the command meets; the message says which."""
+    """A command cannot run as it was called, and ends with status 2; the message names the option."""
 
 
 class ProfileError(UsageError):
@@ -13,7 +13,7 @@ class ProfileError(UsageError):
 
 
 def nearest(word: str, known: Iterable[str], *, least: float = 0.6) -> str | None:
-    """The known word that is most like `word`; None where none is to the share `least`, 0 to 1.
+    """The known word that is most like `word`; None where all are less like it than `least`, 0 to 1.
 
     >>> nearest("workres", ["workers", "profile"])
     'workers'
@@ -22,7 +22,7 @@ def nearest(word: str, known: Iterable[str], *, least: float = 0.6) -> str | Non
 
 
 def unknown_key(key: str, known: Iterable[str], *, least: float = 0.6) -> str:
-    """Why a key of a file is refused, with the likely correction.
+    """Why a key of a file is refused, with the probable correction.
 
     >>> unknown_key("workres", ["workers", "profile"])
     'unknown key, did you mean "workers"?'

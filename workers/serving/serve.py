@@ -1,4 +1,4 @@
-"""What both kinds of worker processes do around their server: ready line, metrics, signals."""
+"""What both kinds of worker processes do besides serving: ready line, metrics, signals."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,14 +13,14 @@ from slagate.workers.trtllm.metrics import WorkerMetrics
 from slagate.workers.trtllm.worker import TrtllmWorker
 
 FLUSH_S = 2.0
-"""For what a stream has produced to be written out, once everything has ended."""
+"""For the output of streams to be written out, once they have all ended."""
 
 
 @contextmanager
 def metrics_served(
     metrics: WorkerMetrics, listen: Address | None, *, not_ready: Callable[[], str]
 ) -> Iterator[str]:
-    """Serve metrics and probes over HTTP and yield where; "" without an address to listen on."""
+    """Serve metrics and probes over HTTP and yield their address; "" without an address to listen on."""
     if listen is None:
         yield ""
         return
@@ -35,7 +35,7 @@ def metrics_served(
 async def tell_ready(
     worker: TrtllmWorker, *, role: str, address: Address, metrics_at: str, **more: str
 ) -> None:
-    """The ready line of a worker."""
+    """Print the ready line of a worker, with `more` fields."""
     info = await worker.server_info()
     if metrics_at:
         more["metrics"] = metrics_at
@@ -51,7 +51,7 @@ async def tell_ready(
 
 
 async def until_stopped(worker: TrtllmWorker, signals: anyio.Event, *, drain_s: float) -> None:
-    """Return after a signal, when all that runs has ended or `drain_s` is over, or at the engine's end."""
+    """Wait for a signal and drain the worker for up to `drain_s`, or wait for the engine's end."""
     async with anyio.create_task_group() as tasks:
 
         async def watch_engine() -> None:

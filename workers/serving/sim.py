@@ -1,4 +1,4 @@
-"""A worker process: one engine, the adapter, the server, until a signal or the engine's end."""
+"""A worker process with a simulated engine, until a signal or the engine's end."""
 
 import ipaddress
 import logging
@@ -30,14 +30,12 @@ log = logging.getLogger(__name__)
 TRANSPORTS = ("auto", "nixl", "shm")
 
 N_SLOTS = 16_384
-"""A hundred parked prompts of 5,000 tokens in blocks of 32: 64 MiB where those have 4 KiB each.
-
-Slots that are never used cost no memory.
-"""
+"""Enough for a hundred parked prompts of 5,000 tokens in blocks of 32; 64 MiB where a block has 4 KiB.
+Slots that are never used cost no memory."""
 
 
 class OpenedTransport(NamedTuple):
-    """A transport, and why it is not NIXL, or ""."""
+    """A transport, if the worker needs one, and why it is not NIXL, or ""."""
 
     transport: KvTransport | None
     why_not_nixl: str
@@ -53,10 +51,9 @@ async def run_sim_worker(
 ) -> int:
     """Serve a simulated worker until SIGTERM, SIGINT or the engine's end; the exit status.
 
-    With SIGHUP it reads the files of TLS again.
-    After the signal, running requests and parked handoffs together get `drain_s`. Without `tls` it serves
-    plaintext. Raises `ProfileError` or `UsageError` naming a wrong option, and `OSError` when the address
-    cannot be bound.
+    A SIGHUP has the files of TLS read again; without `tls` it serves plaintext. After the signal, running
+    requests and parked handoffs together get `drain_s`. Raises `ProfileError` or `UsageError` naming a
+    wrong option, and `OSError` when the address cannot be bound.
     """
     started_s = anyio.current_time()
     instance_id = uuid.uuid4().hex
@@ -98,7 +95,7 @@ async def run_sim_worker(
 async def _transport(
     options: SimOptions, listen: Address, instance_id: str
 ) -> AsyncIterator[OpenedTransport]:
-    """The transport that the role needs, for the time of the block; an aggregated worker has none."""
+    """Open the transport that the role needs for the time of the block; an aggregated worker has none."""
     if ROLES[options.role] == oe.ENGINE_ROLE_AGGREGATED:
         yield OpenedTransport(None, "")
         return
@@ -111,7 +108,7 @@ async def _transport(
             worker_name=f"{options.role}-{instance_id[:8]}",
             loopback=_is_loopback(listen.host),
             block_bytes=options.kv_block_bytes,
-            # What the cache holds, which parked prompts share there and here, and a ticket for each.
+            # As many as the cache has blocks, which parked prompts share in it and here, and their tickets.
             n_slots=max(N_SLOTS, 2 * n_blocks * n_ranks),
             pull_limit_s=options.kv_transfer_timeout_s,
         )

@@ -23,10 +23,9 @@ from slagate.workers.trtllm.server_info import ROLES, WorkerIdentity
 from slagate.workers.trtllm.worker import TrtllmWorker
 
 BLOCK_TOKENS = 32
-"""Events the engine keeps until they are read: what Dynamo asks of TensorRT-LLM, whose default is none."""
 
 HANDOFF_TIMEOUT_S = 60.0
-"""How long a prefill worker keeps a handoff that nobody fetches; TensorRT-LLM's own default is for ever."""
+"""How long a prefill worker keeps a handoff that is not fetched; TensorRT-LLM's default is for ever."""
 
 KV_TRANSFER_TIMEOUT_S = 10.0
 
@@ -57,7 +56,7 @@ class SimOptions:
 
 
 def check_options(options: SimOptions) -> None:
-    """What can be wrong without starting anything. Raises `ProfileError` or `UsageError`."""
+    """Check the options without starting anything. Raises `ProfileError` or `UsageError`."""
     if options.role not in ROLES:
         raise UsageError(f"--role must be one of {', '.join(ROLES)} (got {options.role!r})")
     load_profile(options.profile).tp(options.tp)
@@ -74,13 +73,13 @@ async def sim_worker(
     transport: KvTransport | None,
     observer: Observer = SILENT,
 ) -> AsyncIterator[TrtllmWorker]:
-    """The worker, for the time of the block; `transport` stays the caller's.
+    """Run the worker for the time of the block; the caller closes `transport`.
 
     Raises `ProfileError` or `UsageError` naming a wrong option.
     """
     profile = load_profile(options.profile).tp(options.tp)
     if options.kv_blocks is not None:
-        # Not `max_tokens`, with which an engine can only have fewer than its memory holds.
+        # Not by `max_tokens`, with which an engine can only have fewer blocks than fit its memory.
         profile = replace(profile, kv_capacity_tokens=options.kv_blocks * BLOCK_TOKENS)
     api = _api(options.api)
     llm = _sim_llm(options, profile, api, transport=transport, instance_id=instance_id)

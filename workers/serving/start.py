@@ -1,4 +1,4 @@
-"""From an installed package to an engine that has answered: the phases of a start, told as they pass."""
+"""The start of a TensorRT-LLM worker: its options, the worker until then, the engine, and the phases."""
 
 import logging
 from collections.abc import Awaitable, Sequence, Sized
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import grpc
+from typing_extensions import override
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, EndedCall, Sink
 from slagate.proto.rpc.status import Metadata
 from slagate.workers.engine_args.build import EngineArgs
 from slagate.workers.errors import RequestRefused
-from slagate.workers.handoff.seal import read_key
 from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.runtime.waiting import run_in_daemon_thread
@@ -31,18 +31,18 @@ _T = TypeVar("_T")
 NO_BACKEND = "DEFAULT"
 
 WARM_UP_LIMIT_S = 300.0
-"""For the first request of each rank: kernels are tuned and graphs captured in it."""
+"""For the first request of each rank, in which kernels are tuned and graphs captured."""
 
 SHUTDOWN_LIMIT_S = 60.0
-"""For the engine to end by itself."""
+"""For the engine's own shutdown."""
 
 PROGRESS_S = 5.0
-"""Between two log lines of a start."""
+"""Between log lines while the engine starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrtllmOptions:
-    """As on the command line; `args` are the engine's, without errors."""
+    """The options of the command line; `args` are the engine's, and have no errors."""
 
     args: EngineArgs
     served_name: str
@@ -57,14 +57,14 @@ class TrtllmOptions:
 
     @property
     def role(self) -> str:
-        """What the worker is for."""
+        """`prefill`, `decode`, `agg` or `encode`."""
         return self.args.role
 
 
-class StartingWorker:
-    """The `Worker` port from the first moment of a process; `become` ends the start.
+class StartingWorker(Worker):
+    """The worker of a process while its engine starts; after `become` it passes calls to another one.
 
-    Who asks for its health while a model loads gets STARTING and the phase, not a refused connection.
+    While a model loads, health checks get STARTING and the phase, not a refused connection.
     """
 
     def __init__(self, phase: str) -> None:
@@ -73,52 +73,53 @@ class StartingWorker:
 
     @property
     def why_not_ready(self) -> str:
-        """What is still done before requests are taken; "" when they are."""
+        """Why no requests are accepted yet; "" when they are."""
         return "" if self._worker is not None else f"the engine is starting: {self.phase}"
 
     def become(self, worker: Worker) -> None:
-        """From now on, be this worker."""
+        """Pass calls to this worker from now on."""
         self._worker = worker
 
     def _ready_worker(self) -> Worker:
         if self._worker is None:
-            raise RequestRefused(grpc.StatusCode.UNAVAILABLE, self.why_not_ready)
+            raise self._refusal()
         return self._worker
 
+    def _refusal(self) -> RequestRefused:
+        return RequestRefused(grpc.StatusCode.UNAVAILABLE, self.why_not_ready)
+
+    @override
     def generate(
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
     ) -> Call:
-        """As `Worker.generate`."""
-        try:
-            return self._ready_worker().generate(request, metadata, sink, timeout_s=timeout_s)
-        except RequestRefused as refused:
-            sink.finish(refused.status)
-            return EndedCall()
+        if self._worker is not None:
+            return self._worker.generate(request, metadata, sink, timeout_s=timeout_s)
+        sink.finish(self._refusal().status)
+        return EndedCall()
 
+    @override
     def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
-        """As `Worker.kv_events`."""
-        try:
-            return self._ready_worker().kv_events(request, metadata, sink)
-        except RequestRefused as refused:
-            sink.finish(refused.status)
-            return EndedCall()
+        if self._worker is not None:
+            return self._worker.kv_events(request, metadata, sink)
+        sink.finish(self._refusal().status)
+        return EndedCall()
 
+    @override
     async def kv_event_sources(
         self, request: oe.GetKvEventSourcesRequest
     ) -> oe.GetKvEventSourcesResponse:
-        """As `Worker.kv_event_sources`."""
         return await self._ready_worker().kv_event_sources(request)
 
+    @override
     async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
-        """As `Worker.abort`."""
         return await self._ready_worker().abort(request)
 
+    @override
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
-        """As `Worker.load`."""
         return await self._ready_worker().load(request)
 
+    @override
     async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
-        """As `Worker.health`."""
         if self._worker is not None:
             return await self._worker.health(request)
         starting = oe.HEALTH_STATE_STARTING
@@ -128,17 +129,17 @@ class StartingWorker:
         ]
         return oe.HealthResponse(state=starting, checks=checks)
 
+    @override
     async def server_info(self) -> oe.ServerInfo:
-        """As `Worker.server_info`."""
         return await self._ready_worker().server_info()
 
+    @override
     async def model_info(self, model: str) -> oe.ModelInfo:
-        """As `Worker.model_info`."""
         return await self._ready_worker().model_info(model)
 
 
 class Started(NamedTuple):
-    """A constructed engine, and what it is."""
+    """A constructed engine, its package, and what the worker is."""
 
     package: EnginePackage
     llm: Any
@@ -146,7 +147,7 @@ class Started(NamedTuple):
 
 
 class Phases:
-    """The phase that a start is in, for health and logs, every few seconds."""
+    """The phase of a start, for health checks, and for a line of the log every few seconds."""
 
     def __init__(self, starting: StartingWorker, *, every_s: float) -> None:
         self._starting = starting
@@ -156,19 +157,19 @@ class Phases:
 
     @property
     def total_s(self) -> float:
-        """Since the first phase began."""
+        """Seconds since the first phase began."""
         return anyio.current_time() - self._started_s
 
     def begin_phase(self, phase: str) -> None:
-        """The one before has ended."""
+        """End the phase before and begin this one."""
         self._starting.phase = phase
         self._phase_s = anyio.current_time()
         self._log_phase("engine.phase")
 
     async def run_unless(self, work: Awaitable[_T], *, until: Sequence[anyio.Event]) -> _T | None:
-        """What `work` returns, or None once one of these events is set; log lines say how long it takes.
+        """What `work` returns, or None once one of these events is set. Raises what `work` raises.
 
-        A thread that it waits for goes on and ends with the process. Raises what it raises.
+        Log lines tell how long it takes so far. A thread that it waits for goes on until the process ends.
         """
         result: _T | None = None
         error: Exception | None = None
@@ -183,7 +184,7 @@ class Phases:
             tasks.start_soon(self._log_progress)
             try:
                 result = await work
-            except Exception as raised:  # noqa: BLE001 - raised again, outside: a group would wrap it
+            except Exception as raised:  # noqa: BLE001 - raised again below: the task group would wrap it
                 error = raised
             tasks.cancel_scope.cancel()
         if error is not None:
@@ -203,10 +204,10 @@ class Phases:
 
 
 async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phases) -> Started:
-    """Import the package and construct the engine, both on threads: the loop goes on meanwhile.
+    """Import the package and construct the engine, both on threads, so that the event loop goes on.
 
-    Raises `UsageError` for what the package or the arguments are wrong about, and whatever else the
-    constructor raises.
+    Raises `UsageError` for a package or arguments that cannot be used, and what else the constructor
+    raises.
     """
     package = await run_in_daemon_thread(load_package)
     if options.logits.is_used and package.LogitsProcessor is None:
@@ -225,7 +226,7 @@ async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phas
 def identity_of(
     llm: Any, package: EnginePackage, options: TrtllmOptions, *, instance_id: str
 ) -> WorkerIdentity:
-    """What the worker says it is. Raises `UsageError` where the end of a text cannot be known."""
+    """What the worker is. Raises `UsageError` where the end-of-text token is not known."""
     tokenizer = getattr(llm.tokenizer, "tokenizer", None)
     end_id = options.end_id
     if end_id is None:
@@ -243,11 +244,6 @@ def identity_of(
         tensor_parallel_size=getattr(llm.args, "tensor_parallel_size", 1),
         end_id=end_id,
         engine_knows_end=options.end_id is None,
-        # With the tokens that were added to it, which `vocab_size` of a tokenizer leaves out.
+        # `len` counts the tokens that were added to it, which a tokenizer's `vocab_size` leaves out.
         vocab_size=len(tokenizer) if isinstance(tokenizer, Sized) else None,
     )
-
-
-def handoff_key(options: TrtllmOptions) -> bytes | None:
-    """The key that seals handoffs, if any. Raises `UsageError`."""
-    return read_key(options.handoff_key_file)

@@ -1,13 +1,14 @@
-"""A TensorRT-LLM worker process: reachable from its first second, ready once its engine has answered."""
+"""A TensorRT-LLM worker process, which is reachable from its first second, and ready when its engine is."""
 
 import logging
 import os
 import uuid
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import anyio
 
 from slagate.proto.rpc.address import Address
+from slagate.workers.handoff.seal import read_key
 from slagate.workers.runtime.listen import on_sighup, ready_line, stopped
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.server import serve_worker
@@ -17,7 +18,6 @@ from slagate.workers.serving.start import (
     Started,
     StartingWorker,
     TrtllmOptions,
-    handoff_key,
     start_engine,
 )
 from slagate.workers.tls.files import TlsFiles
@@ -47,68 +47,54 @@ async def run_trtllm_worker(
 ) -> int:
     """Serve a TensorRT-LLM worker until SIGTERM, SIGINT or the engine's end; the exit status.
 
-    0 after a signal, also one while the engine loads; 1 when it failed to start or died. Raises
-    `UsageError` naming a wrong option, an engine argument, or what is not installed, and `OSError` when an
-    address cannot be bound.
+    The status is 0 after a signal, also while the engine loads, and 1 when the engine failed to start or
+    died. Raises `UsageError` for a wrong option or engine argument, or a package that is not installed, and
+    `OSError` when an address cannot be bound.
     """
     check_installed()
-    key = handoff_key(options)
+    life = _WorkerLife(options, drain_s=drain_s, is_measured=metrics_listen is not None)
     for finding in options.args.findings:
         log.warning("engine_args.finding", extra={"code": finding.code, "finding": str(finding)})
     set_engine_log_level(options.log_level, os.environ)
     side = None if tls is None else ServerTls("clients", tls)
-    process = _WorkerLife(options, key, drain_s)
-    with metrics_served(
-        process.metrics, metrics_listen, not_ready=lambda: process.starting.why_not_ready
-    ) as metrics_at:
+    why_not_ready = lambda: life.starting.why_not_ready  # noqa: E731
+    with metrics_served(life.metrics, metrics_listen, not_ready=why_not_ready) as metrics_at:
         async with (
-            serve_worker(process.starting, listen, grace_s=FLUSH_S, tls=side) as address,
+            serve_worker(life.starting, listen, grace_s=FLUSH_S, tls=side) as address,
             following(side) as reread,
             on_sighup(reread),
             stopped() as signals,
         ):
             log.info("worker.listening", extra={"listen": str(address), "metrics": metrics_at})
-            status = await process.run(
-                address,
-                signals,
-                metrics_at=metrics_at,
-                is_measured=metrics_listen is not None,
-            )
-    # Not before: whoever waits for an answer has had what there is of it, also of a dead engine.
-    if process.has_leftovers:
+            status = await life.run(address, signals, metrics_at)
+    # Only now: callers that wait have got all answers there were, also of a dead engine.
+    if life.has_leftovers:
         _leave(status)
     return status
 
 
 class _WorkerLife:
-    """The life of one worker, from its arguments to its exit status."""
+    """One worker from its arguments to its exit status."""
 
-    def __init__(self, options: TrtllmOptions, key: bytes | None, drain_s: float) -> None:
+    def __init__(self, options: TrtllmOptions, *, drain_s: float, is_measured: bool) -> None:
+        """Raises `UsageError` for a handoff key that cannot be read."""
         self._options = options
-        self._key = key
+        self._key = read_key(options.handoff_key_file)
         self._drain_s = drain_s
+        self._is_measured = is_measured
         self._instance_id = uuid.uuid4().hex
         self.has_leftovers = False  # threads, or processes of a dead engine, that end with this one
         self.starting = StartingWorker("import")
         self.metrics = WorkerMetrics(model=options.served_name, role=options.role, engine="trtllm")
 
-    async def run(
-        self,
-        address: Address,
-        signals: anyio.Event,
-        *,
-        metrics_at: str,
-        is_measured: bool,
-    ) -> int:
-        """Start, serve, end; the exit status."""
+    async def run(self, address: Address, signals: anyio.Event, metrics_at: str) -> int:
+        """Start the engine, serve, and end it; the exit status."""
         phases = Phases(self.starting, every_s=self._options.progress_s)
         if self._options.role == "encode":
-            return await self._encode(address, signals, phases=phases)
+            return await self._encode(phases, address, signals)
+        start = start_engine(self._options, instance_id=self._instance_id, phases=phases)
         try:
-            started = await phases.run_unless(
-                start_engine(self._options, instance_id=self._instance_id, phases=phases),
-                until=[signals],
-            )
+            started = await phases.run_unless(start, until=[signals])
         except UsageError:
             raise
         except Exception:
@@ -119,23 +105,19 @@ class _WorkerLife:
             log.info("engine.start_given_up", extra={"phase": self.starting.phase})
             self.has_leftovers = True
             return 0
-        return await self._serve(
-            started, address, signals, phases=phases, metrics_at=metrics_at, is_measured=is_measured
-        )
+        return await self._serve(started, phases, address, signals, metrics_at)
 
     async def _serve(
         self,
         started: Started,
+        phases: Phases,
         address: Address,
         signals: anyio.Event,
-        *,
-        phases: Phases,
         metrics_at: str,
-        is_measured: bool,
     ) -> int:
         package, llm, identity = started
         is_fine = False
-        if is_measured:
+        if self._is_measured:
             self.metrics.collect_from(package.MetricsCollector)
         async with anyio.create_task_group() as tasks:
             worker = TrtllmWorker(
@@ -146,25 +128,17 @@ class _WorkerLife:
                 release_session=None,
                 handoff_key=self._key,
                 new_handoff_id=handoff_ids(package, self._instance_id),
-                observer=self.metrics if is_measured else SILENT,
+                observer=self.metrics if self._is_measured else SILENT,
                 is_watched=self._options.watch.interval_s > 0,
                 logits=self._options.logits,
             )
-            watch = EngineWatch(
-                llm, times=self._options.watch, on_death=worker.declare_dead, leave=_leave
-            )
+            times = self._options.watch
+            watch = EngineWatch(llm, times=times, on_death=worker.declare_dead, leave=_leave)
             tasks.start_soon(watch.run)
-            failure = await phases.run_unless(
-                self._warmed_up(worker, phases), until=[signals, worker.fatal]
-            )
+            warm_up = self._warmed_up(worker, phases)
+            failure = await phases.run_unless(warm_up, until=[signals, worker.fatal])
             if failure == "":
-                self.metrics.loaded(
-                    phases.total_s,
-                    event_capacity=setting(llm.args.kv_cache_config, "event_buffer_max_size") or 0,
-                    counters=worker.counters,
-                )
-                self.starting.become(worker)
-                log.info("engine.ready", extra={"total_seconds": round(phases.total_s, 1)})
+                self._ready(worker, phases, llm)
                 await tell_ready(
                     worker, role=self._options.role, address=address, metrics_at=metrics_at
                 )
@@ -177,7 +151,7 @@ class _WorkerLife:
                 log.error("engine.start_failed", extra={"reason": failure or "the engine died"})
             is_dead = worker.fatal.is_set()
             tasks.cancel_scope.cancel()
-        # The ranks of a dead engine are gone: its own end would wait for them.
+        # A dead engine's own shutdown would wait for its ranks, which are gone.
         has_ended = not is_dead and await shut_down(llm, limit_s=self._options.shutdown_limit_s)
         self.has_leftovers = not has_ended
         return 0 if is_fine else 1
@@ -188,19 +162,24 @@ class _WorkerLife:
             self._options.warm_up_limit_s, on_canary=lambda: phases.begin_phase("canary")
         )
 
-    async def _encode(self, address: Address, signals: anyio.Event, *, phases: Phases) -> int:
+    def _ready(self, worker: TrtllmWorker, phases: Phases, llm: Any) -> None:
+        capacity = setting(llm.args.kv_cache_config, "event_buffer_max_size") or 0
+        self.metrics.loaded(phases.total_s, event_capacity=capacity, counters=worker.counters)
+        self.starting.become(worker)
+        log.info("engine.ready", extra={"total_seconds": round(phases.total_s, 1)})
+
+    async def _encode(self, phases: Phases, address: Address, signals: anyio.Event) -> int:
+        model = self._options.served_name
         encoder = await phases.run_unless(start_encoder(self._options.args.values), until=[signals])
         if encoder is None:
             self.has_leftovers = True
             return 0
-        worker = EncodeWorker(
-            encoder, model=self._options.served_name, instance_id=self._instance_id
-        )
+        worker = EncodeWorker(encoder, model=model, instance_id=self._instance_id)
         self.starting.become(worker)
         ready_line(
             listen=str(address),
             role="encode",
-            model=self._options.served_name,
+            model=model,
             kv_transport="none",
             instance_id=self._instance_id,
             pid=os.getpid(),
@@ -211,6 +190,6 @@ class _WorkerLife:
 
 
 def _leave(status: int) -> NoReturn:
-    """End the process at once: a native thread that loads, or a dead engine's exit handlers, would not."""
+    """End the process at once, as a native thread or a dead engine's exit handlers would hold it up."""
     logging.shutdown()
     os._exit(status)

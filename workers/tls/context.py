@@ -1,8 +1,10 @@
-"""Contexts of TLS for HTTP/2 only, and handshakes that say why they fail."""
+"""TLS contexts for HTTP/2 only, whose handshakes say why they fail."""
 
 import ssl
 from collections.abc import Callable
 from typing import Any
+
+from typing_extensions import override
 
 from slagate.workers.tls.files import reason
 
@@ -10,32 +12,32 @@ _NOT_TLS = {"HTTP_REQUEST", "WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "PACKET_
 
 
 def server_context(refused: Callable[[str], None]) -> ssl.SSLContext:
-    """For those who connect; `refused` is told of handshakes that fail, and why."""
+    """The context of a server; `refused` is called with the reason of each failed handshake."""
     context = _Context(ssl.PROTOCOL_TLS_SERVER)
     context.refused = refused
     context.sslobject_class = _Accepted
-    # Each connection shows its certificate: none comes in with what an earlier one has shown.
+    # Without session tickets, so that each connection must show its client's certificate.
     context.options |= ssl.OP_NO_TICKET
     context.num_tickets = 0
     return _hardened(context)
 
 
 def client_context() -> ssl.SSLContext:
-    """For dialling: checks the server's certificate and name."""
+    """The context of a client, which checks the server's certificate and name."""
     context = _Context(ssl.PROTOCOL_TLS_CLIENT)
     context.sslobject_class = _Dialled
     return _hardened(context)
 
 
 def explained(error: ssl.SSLError) -> str:
-    """What went wrong with a handshake, for people."""
+    """Why a handshake failed, for people."""
     if getattr(error, "reason", "") in _NOT_TLS:
         return "the other end does not speak TLS"
     return reason(error)
 
 
 def _hardened(context: "_Context") -> ssl.SSLContext:
-    """What HTTP/2 asks for (RFC 9113, section 9.2); ciphers are OpenSSL's own choice."""
+    """Set what HTTP/2 requires (RFC 9113, section 9.2); ciphers are OpenSSL's defaults."""
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["h2"])
@@ -43,7 +45,7 @@ def _hardened(context: "_Context") -> ssl.SSLContext:
 
 
 class Following(ssl.SSLContext):
-    """Stands for whichever context is current: event loops ask it for nothing but `wrap_bio`."""
+    """Stands for the context that is current; event loops use nothing of a context but `wrap_bio`."""
 
     _current: Callable[[], ssl.SSLContext]
 
@@ -53,8 +55,8 @@ class Following(ssl.SSLContext):
         self._current = current
         return self
 
+    @override
     def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
-        """As `ssl.SSLContext.wrap_bio`, of the current context."""
         return self._current().wrap_bio(*args, **options)
 
 
@@ -82,8 +84,9 @@ class _Accepted(_Dialled):
         except ssl.SSLError as error:
             self.context.refused(explained(error))  # type: ignore[attr-defined]
             if getattr(error, "reason", None) in {None, *_NOT_TLS}:
-                raise  # there is no alert, or nobody who reads it
-            # Event loops drop at once what failed, with the alert that tells the peer why. They write it
-            # when they are told to wait for more, and more, or the end of their patience, ends it.
+                raise  # there is no alert to send, or the other end would not read it
+            # An event loop drops a failed connection at once, without sending the alert that tells the peer
+            # why. When told to wait for more data, it sends the alert; the next data, or its time limit,
+            # ends it.
             self._refusal = error
             raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "refused") from error

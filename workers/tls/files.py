@@ -1,4 +1,4 @@
-"""The files of one side's TLS, read and checked: certificate chain, private key, CA bundle."""
+"""The files of TLS, read and checked: certificate chain, private key, CA bundle."""
 
 import os
 import re
@@ -17,7 +17,7 @@ _ENCRYPTED = re.compile(rb"BEGIN ENCRYPTED PRIVATE KEY|Proc-Type: *4,ENCRYPTED")
 
 
 class Certificate(NamedTuple):
-    """Names are as in RFC 4514, but in the order of the certificate; times are Unix seconds."""
+    """A certificate. Names are as in RFC 4514, but in the order they are in; times are Unix seconds."""
 
     subject: str
     issuer: str
@@ -27,8 +27,8 @@ class Certificate(NamedTuple):
 
 
 def read_certificate(der: bytes) -> Certificate:
-    """Raises `ValueError` for what is no certificate."""
-    # Only with TLS: it takes its time to import.
+    """Read a certificate. Raises `ValueError` for other bytes."""
+    # Imported here, as only processes with TLS need it, and it takes long.
     from cryptography import x509
 
     def shown(name: x509.Name) -> str:
@@ -60,11 +60,11 @@ def utc(at_s: float) -> str:
 
 
 class TlsError(UsageError):
-    """A file of TLS cannot be used; the message names the option, the file and the reason."""
+    """A file for TLS cannot be used; the message names the option, the file and the reason."""
 
 
 class PemFile(NamedTuple):
-    """A file, and the option that named it."""
+    """A file, and the option that it was given by."""
 
     option: str
     path: Path
@@ -75,19 +75,19 @@ class PemFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """What one side presents, and what it checks the other side with.
+    """The files with which a side shows who it is, and checks the other side.
 
-    A server needs a certificate; with a CA bundle, its clients need one too. A client needs a CA bundle,
+    A server needs a certificate; with a CA bundle, its clients need one, too. A client needs a CA bundle,
     and may have a certificate.
     """
 
     cert: PemFile | None = None
     key: PemFile | None = None
     ca: PemFile | None = None
-    server_name: str = ""  # that clients expect in place of the host they dial
+    server_name: str = ""  # clients expect it in place of the host that they dial
 
     def stamp(self) -> object:
-        """Something that is different once a file was written; never raises."""
+        """A value that is different once a file was written; never raises."""
         return [None if file is None else _stamp(file.path) for file in self._all()]
 
     def _all(self) -> tuple[PemFile | None, PemFile | None, PemFile | None]:
@@ -95,20 +95,20 @@ class TlsFiles:
 
 
 class Pems(NamedTuple):
-    """What was in the files at one moment."""
+    """The content of the files at one moment."""
 
-    chain: bytes  # each of them empty where there is no such file
+    chain: bytes  # empty without such a file, as are key and ca
     key: bytes
     ca: bytes
     context: ssl.SSLContext
-    own: Certificate | None  # the first of the chain
+    own: Certificate | None  # the first one of the chain
     warnings: tuple[str, ...]
 
 
 def read(files: TlsFiles, make: Callable[[], ssl.SSLContext], *, now_s: float) -> Pems:
-    """Read and check everything, into a context that `make` made. Raises `TlsError`.
+    """Read and check the files, into a context that `make` makes. `now_s` is in Unix seconds.
 
-    `now_s` are Unix seconds.
+    Raises `TlsError`.
     """
     before = files.stamp()
     context = make()
@@ -132,13 +132,13 @@ def read(files: TlsFiles, make: Callable[[], ssl.SSLContext], *, now_s: float) -
             raise TlsError(f"{files.ca} cannot be used: {reason(error)}") from error
         context.verify_mode = ssl.CERT_REQUIRED
     if files.stamp() != before:
-        # What was read of one file may belong to what was there of another before.
+        # One file may be new, and another one still the old one.
         raise TlsError(f"{files.cert or files.ca} or what belongs to it changed while it was read")
     return Pems(chain, key, ca, context, own, tuple(warnings))
 
 
 def reason(error: Exception) -> str:
-    """What OpenSSL says, without its code and place in the source."""
+    """The message of OpenSSL, without its code and source line."""
     return re.sub(r"^\[[^]]*\] | \(_ssl\.c:\d+\)$", "", str(error)) or type(error).__name__
 
 
@@ -186,7 +186,7 @@ def _load_chain(context: ssl.SSLContext, cert: PemFile, key: PemFile) -> None:
 
 
 def _check_times(file: PemFile, blocks: Sequence[bytes], now_s: float) -> None:
-    """Raises `TlsError` when one is not in time."""
+    """Raises `TlsError` for a certificate that is not valid at this time."""
     _, late = _sorted_by_time(file, blocks, now_s)
     if late:
         raise TlsError(late[0])
@@ -202,7 +202,7 @@ def _certificate(file: PemFile, block: bytes) -> Certificate:
 def _sorted_by_time(
     file: PemFile, blocks: Sequence[bytes], now_s: float
 ) -> tuple[list[bytes], list[str]]:
-    """Those that are valid now, and what is wrong with the others."""
+    """The certificates that are valid now, and what is wrong with the others."""
     in_time, late = [], []
     for number, block in enumerate(blocks, 1):
         found = _certificate(file, block)

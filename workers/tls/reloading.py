@@ -1,9 +1,10 @@
-"""TLS of what listens and dials, from files that are followed: handshakes use what is in them now.
+"""TLS for listening and dialling, from files that are read again when they change.
 
     files ──change──▶ read and checked ──▶ `current`: a new context, for new connections
-                                      └──▶ a problem: told, and what was there stays
+                                      └──▶ a problem: logged, and `current` stays
 
-Each connection keeps the context of its handshake. Whoever does not agree on HTTP/2 (ALPN "h2") is refused.
+Each connection keeps the context of its handshake. A peer that does not agree on HTTP/2 (ALPN "h2") is
+refused.
 """
 
 import asyncio
@@ -29,17 +30,17 @@ POLL_S = 1.0
 """How often the files are checked for a change."""
 
 HANDSHAKE_LIMIT_S = 10.0
-"""For a client that connects."""
+"""For the handshake of a client that connects."""
 
 REFUSAL_LOG_S = 1.0
-"""Between two log lines on refused handshakes: anybody can cause any number of them."""
+"""The least time between log lines about refused handshakes, of which anybody can cause any number."""
 
 
 class TlsSide:
-    """The files of one side, and what is in use of them."""
+    """The files of one side, and the content of them that is in use."""
 
     def __init__(self, side: str, files: TlsFiles, *, unix_s: Callable[[], float] = unix_s) -> None:
-        """Raises `TlsError`. `side` says in logs whose they are."""
+        """Reads the files. `side` names them in logs. Raises `TlsError`."""
         self.files = files
         self.side = side
         self._unix_s = unix_s
@@ -86,19 +87,18 @@ class TlsSide:
 
 
 class ServerTls(TlsSide):
-    """Of a process's listeners. With a CA bundle, clients without a certificate of it are refused."""
+    """TLS of a process's listeners. With a CA bundle, clients need a certificate of it."""
 
     def __init__(self, side: str, files: TlsFiles, *, unix_s: Callable[[], float] = unix_s) -> None:
-        """As `Side`."""
         self.on_refused: Callable[[], None] = lambda: None
         self._n_refused = 0
         self._logged_at_s = 0.0
         super().__init__(side, files, unix_s=unix_s)
         self.context: ssl.SSLContext = Following(lambda: self.current.context)
-        """For `loop.create_server`: each new connection gets the context that is current."""
+        """For `loop.create_server`; each new connection gets the context that is current then."""
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For one listener of grpc: it asks at each handshake whether there are new certificates."""
+        """For a listener of grpc, which asks at each handshake whether there are new certificates."""
         given = self.current
 
         def newer() -> Any:
@@ -116,7 +116,7 @@ class ServerTls(TlsSide):
         )
 
     def handshake_refused(self, why: str) -> None:
-        """Tell of a handshake that failed."""
+        """Count and log a handshake that failed."""
         self._n_refused += 1
         self.on_refused()
         now_s = self._unix_s()
@@ -130,10 +130,10 @@ class ServerTls(TlsSide):
 
 
 class ClientTls(TlsSide):
-    """Of what dials: the server needs a certificate of the CA bundle, for the name that is dialled."""
+    """TLS for dialling: the server needs a certificate of the CA bundle, for the name that is dialled."""
 
     async def dial(self, address: str, make: MakeProtocol) -> None:
-        """As `Dial`."""
+        """Connect to an address with the protocol that `make` makes. Raises `OSError`."""
         host, port = parse_address(address)
         name = self.files.server_name or host
         loop = asyncio.get_running_loop()
@@ -149,7 +149,7 @@ class ClientTls(TlsSide):
     def grpc_channel(
         self, address: str, options: "tuple[tuple[str, Any], ...]"
     ) -> grpc.aio.Channel:
-        """A channel of grpc, with what is current: it does not follow the files."""
+        """A channel of grpc with what is current; it does not follow the files."""
         pems, name = self.current, self.files.server_name
         credentials = grpc.ssl_channel_credentials(pems.ca, pems.key or None, pems.chain or None)
         if name:
@@ -161,7 +161,7 @@ class ClientTls(TlsSide):
 
 
 def closed_hint(tls: ClientTls | None) -> str:
-    """What may be the matter where a server closes a new connection without a word."""
+    """A hint for the user, where a server has closed a new connection without an error."""
     return "; it may want TLS" if tls is None else "; it may not take our certificate"
 
 
@@ -169,7 +169,7 @@ def closed_hint(tls: ClientTls | None) -> str:
 async def following(
     *sides: TlsSide | None, poll_s: float = POLL_S
 ) -> AsyncIterator[Callable[[], None]]:
-    """Follow the files of these sides for the time of the block; what it yields has all read at once."""
+    """Follow the files of these sides within the block. Yields a function that has them read at once."""
     followed = [side for side in sides if side is not None]
 
     def reread() -> None:

@@ -20,7 +20,7 @@ from slagate.proto.rpc.sinks import Call, EndedCall, Sink
 from slagate.proto.rpc.status import Metadata
 from slagate.workers.errors import RequestRefused, invalid, not_found, unsupported
 from slagate.workers.kv_events.feed import HISTORY_BATCHES
-from slagate.workers.kv_transfer.transport import KvConnector
+from slagate.workers.kv_transfer.transport import KvTransport
 from slagate.workers.legs import CONTEXT_ONLY
 from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.runtime.clock import unix_nanos
@@ -49,7 +49,7 @@ class TrtllmWorker(Worker):
         identity: WorkerIdentity,
         tasks: TaskGroup,
         release_session: Callable[[int], bool] | None,
-        connector: KvConnector | None = None,
+        connector: KvTransport | None = None,
         handoff_key: bytes | None = None,
         kv_history_batches: int = HISTORY_BATCHES,
         new_handoff_id: Callable[[], int] | None = None,

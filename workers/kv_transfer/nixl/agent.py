@@ -1,4 +1,4 @@
-"""One NIXL agent and the one thread that makes every call of it."""
+"""A NIXL agent, its peers, and the thread that makes every call of the agent."""
 
 import logging
 import threading
@@ -29,31 +29,31 @@ from slagate.workers.kv_transfer.transport import (
 
 log = logging.getLogger(__name__)
 
-# How long the thread rests between two looks. A pull on one host takes 0.5 ms, so looks start close
-# together and grow apart; a pull that was given up only has to be noticed some day.
+# How long the thread rests between polls. A pull on one host takes 0.5 ms, so the first polls follow each
+# other closely; the end of a pull that was abandoned is not urgent.
 PULL_POLL_MIN_S = 0.0001
 PULL_POLL_MAX_S = 0.005
 OFFER_POLL_S = 0.02
 UNAIDED_POLL_S = 0.001
 ABANDONED_POLL_S = 0.1
 
-# UCX aborts the process when it ends right after a failed transfer, unless it gets some time to tidy up.
+# UCX aborts the process if it ends right after a failed transfer, so it gets some time to clean up.
 N_LEAVE_POLLS = 10
 LEAVE_POLL_S = 0.005
 
 Settled = Callable[[Blocks | KvTransferError], None]
 
 MAX_PEERS = 64
-"""Connections kept; more than the workers of a fleet that one worker pulls from at a time."""
+"""Connections that are kept: more than the number of workers that one pulls from at a time."""
 
 
 class PoisonedMetadata(KvBadDescriptor):
-    """Metadata loaded by half, after which NIXL refuses that peer's name for as long as the agent lives."""
+    """Damaged metadata, after which NIXL refuses its peer's name as long as the agent lives."""
 
 
 @dataclass(slots=True)
 class Peer:
-    """An agent to read from, and how many reads use it now."""
+    """An agent to read from, and the number of reads that use it now."""
 
     name: str
     metadata_hash: bytes
@@ -62,26 +62,26 @@ class Peer:
 
 
 class Peers:
-    """By name, the one used last at the end. An agent's name is never used by another process."""
+    """The agents that an agent is connected to; used on its thread. Processes never share a name."""
 
     def __init__(self, nixl: Nixl, agent: Any, own_name: str) -> None:
         self._nixl = nixl
         self._agent = agent
         self._own_name = own_name
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, Peer] = {}  # by name, in order of last use
 
     def __len__(self) -> int:
         return len(self._peers)
 
     def find(self, wanted: NixlDescriptor) -> Peer:
-        """The peer a descriptor names; its metadata is loaded the first time only.
+        """The peer that a descriptor names; its metadata is loaded at the first time.
 
         Raises `KvPeerGone`, `KvBadDescriptor` or `PoisonedMetadata`.
         """
         metadata_hash = blake2b(wanted.metadata, digest_size=16).digest()
         peer = self._peers.pop(wanted.agent, None)
         if peer is None:
-            if wanted.agent != self._own_name:  # An agent reaches its own memory without more ado.
+            if wanted.agent != self._own_name:  # An agent can read its own memory.
                 self._connect(wanted)
             peer = Peer(wanted.agent, metadata_hash)
         self._peers[peer.name] = peer
@@ -93,13 +93,13 @@ class Peers:
         return peer
 
     def read_ended(self, peer: Peer) -> None:
-        """Count one read less; a peer that is gone is forgotten with its last one."""
+        """Count one read less; a peer that is gone is forgotten after its last one."""
         peer.n_reads -= 1
         if peer.gone and not peer.n_reads:
             self._drop(peer)
 
     def disconnect_all(self) -> None:
-        """Disconnect from every one."""
+        """Disconnect from every peer."""
         for peer in list(self._peers.values()):
             self._drop(peer)
 
@@ -113,7 +113,7 @@ class Peers:
             raise KvBadDescriptor(f"the metadata is not NIXL's: {error_text(error)}") from error
         except self._nixl.errors as error:
             raise KvPeerGone(f"cannot connect to {wanted.agent}: {error_text(error)}") from error
-        # Annotated as text, but bytes.
+        # NIXL annotates it as text, and returns bytes.
         found = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         if found != wanted.agent:
             if found not in self._peers:
@@ -142,14 +142,14 @@ class Peers:
 class ReadOrder:
     """Blocks to read into slots of the pool.
 
-    `settled` is called once, on the agent's thread, and after it nothing writes to the slots any more.
+    `settled` is called once, on the agent's thread; the slots are not written to after that.
     """
 
     wanted: NixlDescriptor
     slots: Slots
     settled: Settled
-    abandoned: bool = False  # Set by whoever ordered it: nobody wants the blocks any more.
-    started: bool = False  # Set by the agent: it has got as far as this order.
+    abandoned: bool = False  # Set by the caller when it does not want the blocks any more.
+    started: bool = False  # Set by the agent when it reaches this order.
 
 
 @dataclass(slots=True)
@@ -160,11 +160,10 @@ class _Read:
 
 
 class NixlAgent:
-    """An agent on a thread of its own, with one pool registered.
+    """An agent on a thread of its own, with a pool registered.
 
-    Reads are ordered with `read`; how each ends is told to the order. The thread looks at transfers
-    while there are any, for acknowledgements while `n_offers` says that any are due, and sleeps
-    otherwise.
+    `read` orders a read, and the order's `settled` gets its result. The thread polls for the ends of
+    transfers while there are any, and for acknowledgements while sessions are offered; otherwise it sleeps.
     """
 
     def __init__(self, name: str, pool: SlotPool, *, loopback: bool) -> None:
@@ -185,29 +184,29 @@ class NixlAgent:
     # --- called by the owner ---
 
     def read(self, order: ReadOrder) -> None:
-        """Start a read as soon as the thread gets to it."""
+        """Order a read, which the thread will start."""
         self._orders.put(order)
 
     def expect_acks(self, n_offers: int) -> None:
-        """Say how many sessions are offered now."""
+        """Set how many sessions are offered, for which acknowledgements may come."""
         wake = not self._n_offers
         self._n_offers = n_offers
         if wake and n_offers:
             self._orders.put(None)
 
     def close(self) -> None:
-        """Begin to end; every read that is open is settled first."""
+        """Begin to end the agent; open reads are settled by that."""
         self._closing = True
         self._orders.put(None)
 
     def join(self, limit_s: float) -> bool:
-        """Wait for the thread's end; whether it came."""
+        """Wait for the thread's end. Whether it has ended."""
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread is there to take orders."""
+        """Whether the thread runs and takes orders."""
         return self._thread.is_alive() and not self._closing
 
     # --- on the thread ---
@@ -219,8 +218,8 @@ class NixlAgent:
         except KvUnavailable as error:
             self.failure = error
         except Exception as error:  # noqa: BLE001
-            # Of a library of another version, or one that is half installed, anything may come; whoever
-            # waits for this agent gets it.
+            # Another version, or a broken installation, may raise anything; the owner of this agent gets
+            # it.
             self.failure = KvUnavailable(f"NIXL agent cannot start: {error_text(error)}")
         if self.failure is not None:
             self.ready.set()
@@ -237,7 +236,7 @@ class NixlAgent:
         self._agent, self._progresses = make_agent(self._nixl, self.name)
         region = (self.pool.base, self.pool.memory.nbytes, 0, "")
         self._region = self._agent.register_memory([region], "DRAM")
-        # It lists the regions that are registered when it is made, so not before.
+        # The metadata lists the regions that are registered already.
         self.metadata = bytes(self._agent.get_agent_metadata())
         self._peers = Peers(self._nixl, self._agent, self.name)
 
@@ -294,12 +293,12 @@ class NixlAgent:
                 notif_msg=wanted.ack(),
             )
         except self._nixl.errors as error:
-            # Nothing was sent: the addresses are not of memory that the peer has registered.
+            # Nothing was sent, as the peer has not registered memory at these addresses.
             raise KvBadDescriptor(f"NIXL refuses to read there: {error_text(error)}") from error
 
     @staticmethod
     def _rows(base: int, slots: Slots, stride_bytes: int, wanted: NixlDescriptor) -> Any:
-        rows = np.zeros((len(slots), 3), dtype=np.uint64)  # address, length, device
+        rows = np.zeros((len(slots), 3), dtype=np.uint64)  # u64[n, 3]: address, length, device
         rows[:, 0] = np.uint64(base) + slots.astype(np.uint64) * np.uint64(stride_bytes)
         rows[0, 1] = TAG_BYTES  # The ticket.
         rows[1:, 1] = TAG_BYTES + wanted.block_bytes
@@ -329,7 +328,7 @@ class NixlAgent:
                 self._end_read(read, KvTransferError(f"NIXL reports state {state}"))
 
     def _end_read(self, read: _Read, failure: KvTransferError | None) -> None:
-        """Take a read off the books: NIXL has said that it will not write any more."""
+        """Settle a read of which NIXL has reported the end."""
         order, peer = read.order, read.peer
         self._reads.remove(read)
         self._release(read)
@@ -357,7 +356,7 @@ class NixlAgent:
             log.warning("kv_transfer.release_failed %s", error_text(error))
 
     def _end_agent(self) -> None:
-        """End the agent, then settle what is open: until then something may write to the pool."""
+        """End the agent, then settle open reads: until the end they may write to the pool."""
         self._closing = True
         for read in self._reads:
             self._release(read)

@@ -1,10 +1,10 @@
-"""The descriptor of a session offered over NIXL: plain integers, a name and NIXL's own metadata.
+"""The descriptor of a session that is offered over NIXL: integers, a name and NIXL's own metadata.
 
     magic 4s | session u64 | tag 8s | tags_digest 8s | base u64 | block_bytes u32 | stride_bytes u32
     | crc u32 | n_name u16 | n_metadata u32 | n_slots u32 | name | metadata | slots u32[] | checksum 16s
 
-A slot is at `base + slot * stride_bytes` in the owner's memory: a tag, and then a block. The first slot
-is the session's ticket, which has only a tag, the session's; the others may be part of several sessions.
+A slot is at `base + slot * stride_bytes` in the owner's memory, and has a tag and then a block. The first
+slot is the session's ticket, which has only the session's tag; the others may be part of several sessions.
 """
 
 import struct
@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from slagate.workers.kv_transfer.transport import KvBadDescriptor, KvTransferError, sealed, unsealed
 
-Slots = npt.NDArray[np.uint32]
+Slots = npt.NDArray[np.uint32]  # u32[n]
 Tags = npt.NDArray[np.uint8]
 """Shape u8[n, TAG_BYTES]."""
 
 TAG_BYTES = 8
 MAX_DESCRIPTOR_BYTES = 256 * 1024
-"""Enough for 60,000 blocks, a prompt of two million tokens; the gateway carries no more than 1 MiB."""
+"""Enough for 60,000 blocks, a prompt of two million tokens; the gateway passes on at most 1 MiB."""
 
 _HEAD = struct.Struct("<4sQ8s8sQIIIHII")
 _MAGIC = b"SND2"
@@ -30,7 +30,7 @@ _ACK = struct.Struct("<Q8s")
 
 
 class NixlDescriptor(NamedTuple):
-    """Where a session's blocks are, and what they must be."""
+    """Where a session's blocks are, and how to check them."""
 
     session_id: int
     tag: bytes
@@ -44,7 +44,7 @@ class NixlDescriptor(NamedTuple):
     slots: Slots
 
     def pack(self) -> bytes:
-        """As bytes. Raises `KvTransferError` when it would be longer than the limit."""
+        """The descriptor as bytes. Raises `KvTransferError` if it would be longer than the limit."""
         name = self.agent.encode()
         head = _HEAD.pack(
             *(_MAGIC, self.session_id, self.tag, self.tags_digest),
@@ -58,12 +58,12 @@ class NixlDescriptor(NamedTuple):
         return raw
 
     def ack(self) -> bytes:
-        """What a reader notifies the owner with."""
+        """The reader's notice to the owner that it has read the session."""
         return _ACK.pack(self.session_id, self.tag)
 
 
 def unpack_descriptor(raw: bytes) -> NixlDescriptor:
-    """Read a descriptor back. Raises `KvBadDescriptor` on anything that `pack` did not make."""
+    """Decode a descriptor. Raises `KvBadDescriptor` for bytes that `pack` did not make."""
     if len(raw) > MAX_DESCRIPTOR_BYTES:
         raise KvBadDescriptor(f"descriptor has {len(raw)} bytes: too long or not ours")
     body = unsealed(raw)
@@ -92,17 +92,17 @@ def unpack_descriptor(raw: bytes) -> NixlDescriptor:
 
 
 def tags_digest(tags: Tags) -> bytes:
-    """What a descriptor says of the tags of a session's blocks, in order."""
+    """The digest of the tags of a session's blocks, in their order."""
     return blake2b(tags.tobytes(), digest_size=TAG_BYTES).digest()
 
 
 class Ack(NamedTuple):
-    """A reader's word that it has the blocks of a session."""
+    """A reader's notice that it has the blocks of a session."""
 
     session_id: int
     tag: bytes
 
 
 def unpack_ack(raw: bytes) -> Ack | None:
-    """Read an acknowledgement; None when it is something else."""
+    """Decode an acknowledgement; None for other notices."""
     return Ack(*_ACK.unpack(raw)) if len(raw) == _ACK.size else None

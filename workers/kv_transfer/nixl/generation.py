@@ -1,4 +1,4 @@
-"""One NIXL agent with its pool, the sessions it offers and the pulls it makes; replaced as a whole."""
+"""One NIXL agent with its pool, its offered sessions and its pulls, which are replaced together."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from slagate.workers.kv_transfer.nixl.slots import Offer, Offers, SlotPool, chec
 from slagate.workers.kv_transfer.transport import Blocks, Done, KvTimeout, KvTransferError
 
 STUCK_AFTER_S = 1.0
-"""What the agent's thread gets after a limit has passed: maybe the whole process was stopped until then."""
+"""Extra time for the agent's thread after a pull's limit, as the whole process may have been stopped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,7 @@ class _NixlPull:
     answered: bool = False
 
     def answer(self, result: Blocks | KvTransferError) -> None:
-        """Tell whoever pulls, unless it was told before."""
+        """Call `done`, unless it was called before."""
         if not self.answered:
             self.answered = True
             self.timer.cancel()
@@ -31,9 +31,9 @@ class _NixlPull:
 
 
 class Generation:
-    """Lives on the event loop's thread, next to the agent's own thread.
+    """An agent with its pool, sessions and pulls; used on the event loop's thread.
 
-    `changed` is called after a pull has ended or run out of time, with its result.
+    `changed` is called with the result of a pull that has ended or run out of time.
     """
 
     def __init__(
@@ -51,23 +51,23 @@ class Generation:
         self._sessions: dict[int, Offer] = {}
         self._pulls: set[_NixlPull] = set()
         self.stuck = False
-        """Whether the agent's thread does not even begin with pulls."""
+        """Whether the agent's thread does not even start pulls."""
 
     @property
     def n_quarantined(self) -> int:
-        """Slots of pulls that were answered, but into which NIXL may still write."""
+        """The number of slots of answered pulls, into which NIXL may still write."""
         return sum(len(pull.order.slots) for pull in self._pulls if pull.answered)
 
     @property
     def needed(self) -> bool:
-        """Whether a peer may still read from its pool, or NIXL write to it."""
+        """Whether peers may still read from its pool, or NIXL write to it."""
         return bool(self._sessions or self._pulls) and self.agent.alive
 
     def __contains__(self, session_id: int) -> bool:
         return session_id in self._sessions
 
     def offer(self, session_id: int, blocks: Blocks) -> bytes:
-        """Have blocks in the pool for a peer to read; the descriptor. Raises `KvTransferError`."""
+        """Offer blocks for a peer to read. Returns their descriptor. Raises `KvTransferError`."""
         self._check_size(blocks.shape[1])
         offer = self._offers.offer_blocks(blocks)
         try:
@@ -91,14 +91,14 @@ class Generation:
         return descriptor
 
     def withdraw(self, session_id: int) -> None:
-        """Make a session unreadable; no-op when it is not offered here."""
+        """Make a session unreadable; no-op if it is not offered here."""
         offer = self._sessions.pop(session_id, None)
         if offer is not None:
             self._offers.withdraw(offer)
             self.agent.expect_acks(len(self._sessions))
 
     def acknowledged(self) -> list[int]:
-        """Sessions read since the last call; they are withdrawn."""
+        """Withdraw and return the sessions that were read since the last call."""
         sessions = []
         with contextlib.suppress(Empty):
             while True:
@@ -110,7 +110,7 @@ class Generation:
         return sessions
 
     def check_fits(self, wanted: NixlDescriptor) -> None:
-        """Raises `KvTransferError` when blocks can never be pulled into this pool."""
+        """Raises `KvTransferError` for blocks that do not fit into this pool even if it is empty."""
         self._check_size(wanted.block_bytes)
         n_slots = len(wanted.slots)
         if n_slots > self.pool.n_slots:
@@ -120,16 +120,16 @@ class Generation:
             )
 
     def pull(self, wanted: NixlDescriptor, done: Done, *, due_s: float) -> None:
-        """Read blocks into the pool; `done` gets a copy, or what went wrong until `due_s`.
+        """Read blocks into the pool. `done` gets a copy of them, or an error, at the latest at `due_s`.
 
-        Raises `KvTransferError`, and then `done` is not called, when the pool has no room.
+        Raises `KvTransferError`, without calling `done`, if the pool has no room.
         """
         loop = asyncio.get_running_loop()
         limit_s = due_s - loop.time()
         slots = self.pool.take_slots(len(wanted.slots))
 
         def settled(result: Blocks | KvTransferError) -> None:
-            # A loop that is closed has nobody left who waits for blocks.
+            # The loop may be closed, and then nobody waits for the blocks.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._settle, pull, result)
 
@@ -140,7 +140,7 @@ class Generation:
         self.agent.read(order)
 
     def end_all(self) -> None:
-        """End every pull and offer; the agent must have been told already."""
+        """End every pull and offer; the agent must have been closed already."""
         for pull in list(self._pulls):
             pull.timer.cancel()
             pull.answer(KvTransferError("transport is closed"))

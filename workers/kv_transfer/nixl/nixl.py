@@ -1,4 +1,4 @@
-"""KV blocks over NIXL: one worker reads the host memory of another, over UCX."""
+"""The KV transport over NIXL: one worker reads the host memory of another, over UCX."""
 
 import asyncio
 import logging
@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+
+from typing_extensions import override
 
 from slagate.workers.kv_transfer.nixl.agent import NixlAgent, PoisonedMetadata, ReadOrder
 from slagate.workers.kv_transfer.nixl.descriptor import TAG_BYTES, NixlDescriptor, unpack_descriptor
@@ -19,6 +21,7 @@ from slagate.workers.kv_transfer.transport import (
     KvBadDescriptor,
     KvTimeout,
     KvTransferError,
+    KvTransport,
     KvUnavailable,
     block_shape,
     used_up,
@@ -30,13 +33,13 @@ START_LIMIT_S = 30.0
 CLOSE_LIMIT_S = 2.0
 
 MAX_RETIRED = 2
-"""Former agents that may be kept for the sessions and the transfers they still have."""
+"""Replaced agents that may be kept for the sessions and transfers that they still have."""
 
 N_REMEMBERED = 4096
-"""Pulled sessions remembered, so that none is pulled twice before its owner has heard of the first time."""
+"""Pulled sessions that are remembered, so that none is pulled again before its owner has noticed."""
 
 RETRY_S = 0.02
-"""How soon the first one is tried again when nobody says that there is room: a new agent does not."""
+"""How soon the first pull is tried again without a call of `retry_soon`: a new agent makes none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,10 +50,10 @@ class _Waiting:
 
 
 class PullQueue:
-    """Each pull is begun once, when those before it are and there is room for it, or ends with an error.
+    """Pulls that wait for room in the pool; each begins after those before it, or ends with an error.
 
-    `begin` says whether a pull has begun, and raises `KvTransferError` when it never can; `full` is what a
-    pull ends with whose time is over. All must have the same time limit.
+    `begin` begins a pull if there is room, and returns whether it has; it raises `KvTransferError` if there
+    will never be room. `full` makes the error of a pull that waited too long. All have the same time limit.
     """
 
     def __init__(
@@ -70,12 +73,12 @@ class PullQueue:
         return any(each.wanted.tag == tag for each in self._waiting)
 
     def enqueue(self, wanted: NixlDescriptor, done: Done, *, due_s: float) -> None:
-        """Begin a pull when it is its turn; maybe now."""
+        """Begin a pull when its turn comes, which may be now."""
         self._waiting.append(_Waiting(wanted, done, due_s))
         self._serve()
 
     def retry_soon(self) -> None:
-        """Look in the next turn of the loop: there may be room."""
+        """Try again in the next turn of the loop, as there may be room."""
         if self._waiting:
             self._set_timer(asyncio.get_running_loop().call_soon(self._serve))
 
@@ -88,7 +91,8 @@ class PullQueue:
     def _serve(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting:
-            # Taken out first: whoever hears of an end may pull again at once, and be served within this.
+            # Taken out first, as its `done` may enqueue another pull, which is then served within this
+            # call.
             first = self._waiting.popleft()
             try:
                 if first.due_s <= loop.time():
@@ -109,21 +113,21 @@ class PullQueue:
         self._timer = timer
 
 
-class NixlTransport:
-    """A pool of block slots that peers read from, and reads of theirs.
+class NixlTransport(KvTransport):
+    """A pool of block slots that peers read from, and reads from the pools of peers.
 
-    Blocks of equal content have one slot, whatever number of sessions they are part of. An export that
-    finds no room fails; a pull waits for it, in order of arrival, within its time limit.
+    Blocks with equal content share a slot, however many sessions they are part of. An export fails if the
+    pool has no room; a pull waits for room, in order of arrival, within its time limit.
 
-    A pull that runs out of time ends with `KvTimeout`, but its slots stay taken until NIXL says that it
-    has ended too: bytes may arrive long after (`n_quarantined`).
+    A pull that runs out of time ends with `KvTimeout`, but its slots stay taken until NIXL reports its end,
+    as bytes may arrive long after (`n_quarantined`).
 
     The agent is replaced when its thread is stuck or has ended, when damaged metadata has spoilt it, or
-    when more than half of its pool is in quarantine. A session is never moved: its descriptor names the
-    agent it was exported by, so the former agent is kept until its sessions and transfers have ended. At
-    most `MAX_RETIRED` are kept; until one ends there is no further replacement.
+    when more than half of its pool is in quarantine. A session is never moved, as its descriptor names its
+    agent: a replaced agent is kept until its sessions and transfers have ended. At most `MAX_RETIRED` are
+    kept; while there are as many, no agent is replaced.
 
-    Raises `KvUnavailable` when NIXL does not work here.
+    Raises `KvUnavailable` if NIXL does not work on this machine.
     """
 
     name = "NIXL"
@@ -141,7 +145,7 @@ class NixlTransport:
         self._n_slots = n_slots
         self._block_bytes = block_bytes
         self._loopback = loopback
-        # NIXL takes a restarted peer of the same name for the one it knew, so no start repeats a name.
+        # NIXL would take a restarted peer of the same name for the old one, so every start has a new name.
         self._base_name = f"{worker_name}.{os.urandom(8).hex()}"
         self._n_started = 0
         self._closed = False
@@ -151,7 +155,7 @@ class NixlTransport:
         self._next: Generation | None = None
         self._queue = PullQueue(self._begin, self._full)
         self._current = self._start_generation()
-        # A thread inside UCX while the interpreter goes away would abort the process.
+        # A thread that is inside UCX while the interpreter exits would abort the process.
         self._end_agents = weakref.finalize(self, _end_all, self._agents)
         agent = self._current.agent
         if not agent.ready.wait(START_LIMIT_S) or agent.failure is not None:
@@ -160,27 +164,27 @@ class NixlTransport:
 
     @property
     def n_slots(self) -> int:
-        """Slots of the pool in use now."""
+        """The number of slots of the current pool."""
         return self._current.pool.n_slots
 
     @property
     def n_free(self) -> int:
-        """Slots of the pool in use now that an export or a pull may take."""
+        """The number of slots of the current pool that are free."""
         return self._current.pool.n_free
 
     @property
     def n_quarantined(self) -> int:
-        """Slots of any pool that wait for a transfer which was given up."""
+        """The number of slots, of all pools, that wait for the end of an abandoned transfer."""
         return sum(each.n_quarantined for each in self._generations())
 
     @property
     def n_agents(self) -> int:
-        """Agents in use: one, and those that were replaced and still have something to do."""
+        """The number of agents: the current one, and replaced ones that are still needed."""
         self._retire_and_promote()
         return len(self._generations())
 
+    @override
     def export(self, session_id: int, blocks: Blocks) -> bytes:
-        """Copy the blocks to the pool. Raises `KvTransferError` when closed, full or offered already."""
         if self._closed:
             raise KvTransferError("transport is closed")
         if any(session_id in each for each in self._generations()):
@@ -188,11 +192,9 @@ class NixlTransport:
         block_shape(blocks)
         return self._living().offer(session_id, blocks)
 
+    @override
     def pull(self, descriptor: bytes, done: Done) -> None:
-        """Read what a descriptor offers; `done` is called within the limit given at the start.
-
-        The limit counts from here, whether the pull has to wait for room or not.
-        """
+        # The time limit includes waiting for room.
         try:
             if self._closed:
                 raise KvTransferError("transport is closed")
@@ -205,22 +207,23 @@ class NixlTransport:
         except KvTransferError as error:
             done(error)
 
+    @override
     def acks(self) -> list[int]:
-        """Sessions read since the last call, ascending."""
         sessions = sorted(i for each in self._generations() for i in each.acknowledged())
         self._retire_and_promote()
         self._queue.retry_soon()
         return sessions
 
+    @override
     def release(self, session_id: int) -> None:
-        """Withdraw an offer. A read that runs now gets its blocks, or fails its checks."""
+        # A read that runs now still gets its blocks, or fails its checks.
         for each in self._generations():
             each.withdraw(session_id)
         self._retire_and_promote()
         self._queue.retry_soon()
 
+    @override
     def close(self) -> None:
-        """End the agents, waiting for each at most `CLOSE_LIMIT_S`; open pulls end with an error."""
         if not self._closed:
             self._closed = True
             self._queue.fail_all()
@@ -228,8 +231,8 @@ class NixlTransport:
             for each in self._generations():
                 each.end_all()
 
+    @override
     def problem(self) -> str:
-        """Why new exports or pulls cannot work at this moment, or ""."""
         if self._closed:
             return "transport is closed"
         self._retire_and_promote()
@@ -242,8 +245,8 @@ class NixlTransport:
             return f"the pool is full: {current.n_quarantined} blocks wait for peers that hang"
         return ""
 
+    @override
     def counters(self) -> dict[str, int]:
-        """Slots in use and in quarantine, of every pool, pulls that wait for some, and the agents."""
         pools = [each.pool for each in self._generations()]
         return {
             "kv_slots_taken": sum(pool.n_slots - pool.n_free for pool in pools),
@@ -267,7 +270,7 @@ class NixlTransport:
         return generation
 
     def _living(self) -> Generation:
-        """The generation to use. Raises `KvUnavailable` when its agent has ended."""
+        """The current generation. Raises `KvUnavailable` if its agent has ended."""
         self._retire_and_promote()
         if not self._current.agent.alive:
             self._replace("it has ended")
@@ -281,7 +284,7 @@ class NixlTransport:
 
         def ended(result: Blocks | KvTransferError) -> None:
             if isinstance(result, KvBadDescriptor):
-                # Nothing was read, so the true descriptor of this session is as good as before.
+                # Nothing was read, so the session can still be pulled with its true descriptor.
                 self._pulled.pop(wanted.tag, None)
             done(result)
 
@@ -290,7 +293,7 @@ class NixlTransport:
         return True
 
     def _full(self, wanted: NixlDescriptor) -> KvTimeout:
-        """What a pull ends with that never had its turn."""
+        """The error of a pull that waited for room until its limit."""
         return KvTimeout(
             f"session {wanted.session_id}: the pool was full for {self._pull_limit_s:g} s: "
             f"{len(wanted.slots)} slots wanted, {self.n_free} of {self.n_slots} free, "
@@ -319,7 +322,7 @@ class NixlTransport:
             self._next = self._start_generation()
 
     def _retire_and_promote(self) -> None:
-        """Put a new agent into use once it runs, and end former ones that have nothing left to do."""
+        """Use a new agent once it runs, and end replaced ones that are not needed any more."""
         if self._next is not None and self._next.agent.ready.is_set():
             ready, self._next = self._next, None
             if ready.agent.failure is None:
@@ -331,12 +334,12 @@ class NixlTransport:
             each.agent.close()
             each.end_all()
             self._retired.remove(each)
-        # In place: `_end_all` has the same list, and joins every thread that may still be inside UCX.
+        # In place, as `_end_all` has this list, to join every thread that may still be inside UCX.
         self._agents[:] = [agent for agent in self._agents if not agent.join(0.0)]
 
 
 def self_check(transport: NixlTransport, *, loopback: bool, limit_s: float = 5.0) -> None:
-    """Have a second agent read one block from the transport. Raises `KvUnavailable` when that fails."""
+    """Have a second agent read a block from the transport. Raises `KvUnavailable` if that fails."""
     pool = SlotPool(2, TAG_BYTES)
     probe = NixlAgent(f"probe.{os.urandom(8).hex()}", pool, loopback=loopback)
     try:

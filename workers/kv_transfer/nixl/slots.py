@@ -1,7 +1,4 @@
-"""The one region of host memory that an agent registers, in slots of a block each, and sessions in it.
-
-A content is in the region once, however many sessions have it.
-"""
+"""The memory that an agent registers: one region, in slots of a block each, and the sessions in it."""
 
 import os
 import zlib
@@ -28,23 +25,23 @@ from slagate.workers.kv_transfer.transport import (
 
 _ALIGN_BYTES = 64
 _STEP_BLOCKS = 16
-"""Blocks copied or compared at once: what is gathered for it stays in the processor's cache."""
+"""Blocks that are copied or compared at once, so few that they stay in the processor's cache."""
 
 
 class SlotPool:
-    """Slots of a tag and one block each; only the pages that were ever used cost memory.
+    """Slots with a tag and a block each; pages that were never used cost no memory.
 
-    No tag is used twice, and it is cleared when its slot is given back, so whoever reads a slot that no
-    longer holds what he wants sees another tag or none. Taking and giving back happens on one thread;
-    another one may read slots that are taken. Raises `KvUnavailable` when there is no memory for it.
+    No tag is used twice, and it is cleared when its slot is freed. So the reader of a slot whose content
+    has changed sees another tag, or none. Slots are taken and freed on one thread, while another one may
+    read slots that are taken. Raises `KvUnavailable` if there is not enough memory.
     """
 
     def __init__(self, n_slots: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.stride_bytes = -(-(block_bytes + TAG_BYTES) // _ALIGN_BYTES) * _ALIGN_BYTES
         try:
-            self.memory = np.zeros((n_slots, self.stride_bytes), dtype=np.uint8)
-            self._free = np.ones(n_slots, dtype=np.bool_)
+            self.memory = np.zeros((n_slots, self.stride_bytes), np.uint8)  # u8[n_slots, stride]
+            self._free = np.ones(n_slots, np.bool_)  # bool[n_slots]
         except (MemoryError, ValueError) as error:
             raise KvUnavailable(
                 f"no memory for a pool of {n_slots} blocks of {block_bytes} bytes"
@@ -53,16 +50,16 @@ class SlotPool:
 
     @property
     def n_slots(self) -> int:
-        """All slots, free or not."""
+        """The number of slots, free or not."""
         return len(self._free)
 
     @property
     def base(self) -> int:
-        """Address of slot 0."""
+        """The address of slot 0."""
         return int(self.memory.ctypes.data)
 
     def take_slots(self, n_slots: int) -> Slots:
-        """The lowest free slots. Raises `KvTransferError` when there are not enough."""
+        """Take the lowest free slots. Raises `KvTransferError` if there are not enough."""
         if n_slots > self.n_free:
             raise KvTransferError(
                 f"the pool is full: {n_slots} slots wanted, {self.n_free} of {self.n_slots} free"
@@ -73,20 +70,20 @@ class SlotPool:
         return slots
 
     def free_slots(self, slots: Slots) -> None:
-        """Make slots free, unreadable for whoever still holds their tags."""
+        """Free slots, and clear their tags, so that peers cannot read them any more."""
         assert not self._free[slots].any(), "a slot was given back twice"
         self.memory[slots, :TAG_BYTES] = 0
         self._free[slots] = True
         self.n_free += len(slots)
 
     def write(self, slots: Slots, blocks: Blocks) -> None:
-        """Put blocks into taken slots."""
+        """Copy blocks into slots that were taken."""
         ends = TAG_BYTES + blocks.shape[1]
         for step in _steps(len(slots)):
             self.memory[slots[step], TAG_BYTES:ends] = blocks[step]
 
     def holds(self, slots: Slots, blocks: Blocks) -> npt.NDArray[np.bool_]:
-        """Which of the slots hold, byte for byte, the block beside them; bool[n]."""
+        """Which of the slots have the same bytes as the corresponding block; bool[n]."""
         ends = TAG_BYTES + blocks.shape[1]
         equal = np.empty(len(slots), np.bool_)
         for step in _steps(len(slots)):
@@ -95,18 +92,15 @@ class SlotPool:
         return equal
 
     def mark(self, slots: Slots, tags: Tags) -> None:
-        """Put tags in front of what taken slots hold."""
+        """Write the tags of slots that were taken."""
         self.memory[slots, :TAG_BYTES] = tags
 
     def tags(self, slots: Slots) -> Tags:
-        """What stands in front of the content of slots; zeros where nothing is offered."""
+        """The tags of slots; zeros where no block is offered."""
         return self.memory[slots, :TAG_BYTES]
 
     def read(self, slots: Slots, wanted: NixlDescriptor) -> Blocks:
-        """What was copied into slots, the ticket first.
-
-        Raises `KvTransferError` when it is not the blocks wanted.
-        """
+        """The blocks in slots that a session was read into, the ticket first. Raises `KvTransferError`."""
         tags = self.tags(slots)
         if not tags.any(axis=1).all():
             raise used_up(wanted.session_id)
@@ -132,14 +126,14 @@ def _steps(n_blocks: int) -> Iterator[slice]:
 
 
 _KEY_BYTES = 16
-"""How much of a block it is looked up by; whether the rest agrees as well is compared."""
+"""The first bytes of a block, by which equal ones are found; the rest is compared then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offer:
-    """A session's slots: its ticket first, which no other session has, then one a block.
+    """The slots of a session: first its ticket, which no other session has, then one for each block.
 
-    `tag` stands on the ticket as long as the session may be read.
+    The ticket has `tag` as long as the session may be read.
     """
 
     slots: Slots
@@ -147,31 +141,30 @@ class Offer:
 
 
 class Offers:
-    """What is offered from one pool. Not thread-safe.
+    """The offers of one pool. Not thread-safe.
 
-    Blocks of equal bytes share a slot, which is free again when the last offer of them is withdrawn. Its
-    tag is the number of the writing, so a slot that is written anew is not taken for what it held before.
+    Equal blocks share a slot, which is freed when the last offer with it is withdrawn. Tags of blocks count
+    the writes to the pool, so that a slot has another tag after each of them.
     """
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
         self._n_written = 0
-        self._n_users = np.zeros(pool.n_slots, np.int64)
+        self._n_users = np.zeros(pool.n_slots, np.int64)  # i64[n_slots]
         self._slot_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
     def offer_blocks(self, blocks: Blocks) -> Offer:
-        """Offer blocks u8[n > 0, bytes <= the pool's]; only those that are not there yet are copied.
+        """Offer blocks u8[n > 0, bytes <= the pool's]; only those that the pool does not have are copied.
 
-        Raises `KvTransferError`, with nothing changed, when the pool has no room for these and a ticket.
+        Raises `KvTransferError`, with nothing changed, if the pool has no room for them and a ticket.
         """
         keys = _keys(blocks)
         found = np.array([self._slot_of.get(key, -1) for key in keys])
         known = np.flatnonzero(found >= 0)
         found[known[~self._pool.holds(found[known], blocks[known])]] = -1
-        source = np.arange(
-            len(blocks)
-        )  # A block that comes up twice is written the first time only.
+        # i64[n]: the first block with equal content, which alone is written.
+        source = np.arange(len(blocks))
         first_of: dict[bytes, int] = {}
         for i in np.flatnonzero(found < 0).tolist():
             first = first_of.setdefault(keys[i], i)
@@ -191,13 +184,13 @@ class Offers:
         return Offer(np.concatenate([ticket, slots]), tag)
 
     def withdraw(self, offer: Offer) -> None:
-        """Make an offer unreadable, and those of its slots free that no other offer has."""
+        """Make an offer unreadable, and free those of its slots that no other offer has."""
         ticket, slots = np.split(offer.slots, [1])
         np.subtract.at(self._n_users, slots, 1)
         unused = np.unique(slots[self._n_users[slots] == 0])
         for slot in unused.tolist():
             key = self._key_of.pop(slot)
-            # Another block that begins alike may have come later, and gone.
+            # Another block with the same first bytes may have taken this key, and left again.
             if self._slot_of.get(key) == slot:
                 del self._slot_of[key]
         self._pool.free_slots(np.concatenate([ticket, unused]))

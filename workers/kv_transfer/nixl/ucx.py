@@ -1,4 +1,4 @@
-"""Getting at NIXL: its library, the environment that UCX below it reads, and agents that idle quietly."""
+"""Loads NIXL, prepares the environment that UCX below it reads, and makes agents that rest when idle."""
 
 import logging
 import os
@@ -13,10 +13,10 @@ from slagate.workers.kv_transfer.transport import KvUnavailable
 log = logging.getLogger(__name__)
 
 PROGRESS_DELAY_US = 10_000
-"""How long the progress thread may rest. NIXL's default, 0, burns one core for every idle agent."""
+"""How long an agent's progress thread rests. With NIXL's default, 0, every idle agent uses a whole core."""
 
-# Any of these can carry a connection that notices a dead peer; shared memory alone cannot, so UCX then
-# refuses NIXL's error handling mode and there is no backend.
+# Over any of these, connections notice a dead peer. Over shared memory alone they do not, so UCX refuses
+# NIXL's error handling mode then, and there is no backend.
 _NETWORKS = ("tcp", "ib", "rc", "dc", "ud", "srd", "gga", "all")
 _SAME_HOST = ("cma", "xpmem", "knem", "sm", "shm", "mm", "all")
 _GPU = ("cuda", "cuda_copy", "all")
@@ -30,7 +30,7 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
 
 
 def ucx_warnings(environ: Mapping[str, str], *, gpu: bool) -> list[str]:
-    """What the operator's UCX_TLS would break or slow down, one sentence each."""
+    """Sentences about what the operator's UCX_TLS breaks or slows down."""
     wanted = environ.get("UCX_TLS", "all")
     warnings = []
     if not _has_any(wanted, _NETWORKS):
@@ -50,16 +50,16 @@ def reaches_gpu(ucx_tls: str) -> bool:
 def _has_any(ucx_tls: str, names: tuple[str, ...]) -> bool:
     listed = [name.split(":")[0].strip() for name in ucx_tls.lstrip("^").split(",")]
     if ucx_tls.startswith("^"):
-        # "sm" excludes what it stands for; a name is only missing when no family member is left.
+        # "sm" excludes all names that it stands for. A family counts as missing when no member is left.
         return names[0] not in listed and not (names is _SAME_HOST and "sm" in listed)
     return any(name == one or name.startswith(f"{one}_") for name in listed for one in names)
 
 
 def set_defaults(environ: MutableMapping[str, str], *, loopback: bool, gpu: bool) -> None:
-    """Fill in what the operator left open. UCX reads it once, when the first backend is made."""
+    """Set variables that the operator did not. UCX reads them once, when the first backend is made."""
     environ.setdefault("UCX_TLS", "tcp,cma,cuda_copy" if gpu else "tcp,cma")
     environ.setdefault("UCX_LOG_LEVEL", "error")
-    # Its default is stdout, where a worker's ready line is read from.
+    # The default is stdout, which is for the ready line.
     environ.setdefault("UCX_LOG_FILE", "stderr")
     environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     if loopback:
@@ -67,7 +67,7 @@ def set_defaults(environ: MutableMapping[str, str], *, loopback: bool, gpu: bool
 
 
 class Nixl(NamedTuple):
-    """The library: its Python module, the bindings below it, and every class its calls raise."""
+    """The library: its Python module, the bindings below it, and every class that its calls raise."""
 
     api: Any
     bindings: Any
@@ -75,7 +75,7 @@ class Nixl(NamedTuple):
 
 
 def load_nixl(*, loopback: bool) -> Nixl:
-    """NIXL, its environment prepared. Raises `KvUnavailable` when it is not installed."""
+    """Import NIXL, with its environment prepared. Raises `KvUnavailable` if it is not installed."""
     gpu = has_gpu()
     for warning in ucx_warnings(os.environ, gpu=gpu):
         log.warning("kv_transfer.environment %s", warning)
@@ -87,23 +87,23 @@ def load_nixl(*, loopback: bool) -> Nixl:
         raise KvUnavailable(f"nixl_cu13 cannot be imported: {error}") from error
     finally:
         logging.raiseExceptions = raise_exceptions
-    # Its own handler writes to stdout, where a worker's ready line is read from.
+    # NIXL's own handler writes to stdout, which is for the ready line.
     theirs = logging.getLogger("nixl")
     theirs.handlers.clear()
     theirs.propagate = True
     own = [each for each in vars(api.nixlBind).values() if isinstance(each, type)]
     own_errors = (each for each in own if issubclass(each, Exception))
-    # Its own have no class in common; what the bindings themselves refuse comes as one of Python's.
+    # NIXL's own errors have no common base; for wrong arguments the bindings raise Python's.
     return Nixl(api, api.nixlBind, (*own_errors, RuntimeError, ValueError, TypeError, LookupError))
 
 
 def error_text(error: Exception) -> str:
-    """Name and words of one of NIXL's errors, for a log line or another error."""
+    """Class and message of one of NIXL's errors, for a log line or another error."""
     return f"{type(error).__name__}: {error}"
 
 
 class _Bindings:
-    """NIXL's bindings, except that an agent's progress thread rests between looks."""
+    """NIXL's bindings, but an agent's progress thread rests between polls."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -113,14 +113,14 @@ class _Bindings:
         return getattr(self._real, name)
 
     def nixlAgent(self, name: str, config: Any) -> Any:
-        """Make the agent, once the delay that the Python interface fixes at 0 is changed."""
+        """Make the agent with a delay, which NIXL's Python interface fixes at 0."""
         config.pthrDelay = PROGRESS_DELAY_US
         self.n_quiet += 1
         return self._real.nixlAgent(name, config)
 
 
 class MadeAgent(NamedTuple):
-    """An agent, and whether it makes progress by itself; if not, somebody has to call it often."""
+    """An agent, and whether it makes progress by itself; if not, it must be called often."""
 
     agent: Any
     progresses: bool
@@ -141,7 +141,7 @@ def make_agent(nixl: Nixl, name: str) -> MadeAgent:
             api.nixlBind = real
         progresses = quiet.n_quiet > 0
         if not progresses:
-            # Another version, made in another way: rather no progress thread than one that spins.
+            # Another version makes agents in another way. No progress thread is better than one that spins.
             config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             agent = api.nixl_agent(name, config)
     if "UCX" not in agent.backends:
