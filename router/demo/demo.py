@@ -63,9 +63,11 @@ async def run_demo(
     """
     replay = _plan(requests)
     _remove_old_report(out)
-    status = await _in_cluster(
-        out, console, lambda cluster: _run(cluster, replay, out, console, transport, policy)
-    )
+
+    async def run(cluster: Cluster, fleet: DemoFleet) -> int:
+        return await _run(cluster, fleet, replay, out, console)
+
+    status = await _with_fleet(out, console, run, transport=transport, policy=policy)
     if status is None:
         console.print("Interrupted; every process that was started has ended.")
         return INTERRUPTED
@@ -82,15 +84,14 @@ async def serve_demo(
     """
     out.parent.mkdir(parents=True, exist_ok=True)
 
-    async def serve(cluster: Cluster) -> int:
-        fleet = await _start(cluster, out, console, transport, policy)
+    async def serve(cluster: Cluster, fleet: DemoFleet) -> int:
         for line in _what_to_try(fleet):
             console.print(line, soft_wrap=True)
         ready_line(listen=fleet.gateway, admin=fleet.admin, http=fleet.http, model=fleet.model)
         await cluster.during(anyio.sleep_forever)
         raise AssertionError("nothing but a signal ends it")
 
-    return await _in_cluster(out, console, serve) or 0
+    return await _with_fleet(out, console, serve, transport=transport, policy=policy) or 0
 
 
 def _what_to_try(fleet: DemoFleet) -> Iterator[str]:
@@ -122,15 +123,26 @@ def _remove_old_report(out: Path) -> None:
     out.unlink(missing_ok=True)
 
 
-async def _in_cluster(
-    out: Path, console: Console, work: Callable[[Cluster], Awaitable[int]]
+async def _with_fleet(
+    out: Path,
+    console: Console,
+    work: Callable[[Cluster, DemoFleet], Awaitable[int]],
+    *,
+    transport: str,
+    policy: str,
 ) -> int | None:
-    """The result of `work`, or None after SIGINT or SIGTERM; all processes of it have ended."""
+    """The result of `work` on a running fleet, or None after SIGINT or SIGTERM; no process is left then."""
     cluster = Cluster(out.parent / "demo-logs")
 
     async def whole() -> int:
         try:
-            return await work(cluster)
+            with console.status(
+                "Starting five prefill workers, three decode workers and the gateway"
+            ):
+                fleet = await start_fleet(
+                    cluster, out.with_name("demo-fleet.json"), transport=transport, policy=policy
+                )
+            return await work(cluster, fleet)
         except ChildError as error:
             console.print(str(error), style="red", soft_wrap=True)
             return 1
@@ -143,24 +155,9 @@ async def _in_cluster(
     return await unless_stopped(whole, again=cluster.kill)
 
 
-async def _start(
-    cluster: Cluster, out: Path, console: Console, transport: str, policy: str
-) -> DemoFleet:
-    with console.status("Starting five prefill workers, three decode workers and the gateway"):
-        return await start_fleet(
-            cluster, out.with_name("demo-fleet.json"), transport=transport, policy=policy
-        )
-
-
 async def _run(
-    cluster: Cluster,
-    replay: Sequence[Arrival],
-    out: Path,
-    console: Console,
-    transport: str,
-    policy: str,
+    cluster: Cluster, fleet: DemoFleet, replay: Sequence[Arrival], out: Path, console: Console
 ) -> int:
-    fleet = await _start(cluster, out, console, transport, policy)
     started_s = anyio.current_time()
     served = await cluster.during(lambda: _replay(fleet, replay, console))
     wall_s = anyio.current_time() - started_s
@@ -171,7 +168,7 @@ async def _run(
     report = build_report(rows, [(pool.stage, pool.name) for pool in fleet.pools]) | {
         "kv_verify_failures": await kv_verify_failures(fleet.workers),
         "transport": fleet.transport,
-        "policy": policy,
+        "policy": fleet.policy,
         "wall_s": round(wall_s, 3),
         "seed": SEED,
         "compression": COMPRESSION,

@@ -49,6 +49,7 @@ class DemoFleet(NamedTuple):
     workers: tuple[str, ...]
     pools: tuple[PoolName, ...]
     transport: str
+    policy: str
     model: str
     block_tokens: int
 
@@ -100,6 +101,7 @@ async def start_fleet(
         workers=workers,
         pools=pools,
         transport=", ".join(sorted(transports)),
+        policy=policy,
         model=info.supported_models[0],
         block_tokens=info.capacity.kv_block_size,
     )

@@ -269,9 +269,6 @@ def _traffic_notes(traffic: Mapping[tuple[int, ...], CellTraffic] | None) -> lis
     ]
 
 
-_BLACK, _WHITE = "#000000", "#ffffff"
-
-
 class PoolColours(NamedTuple):
     """The colours of a pool, as #rrggbb."""
 
@@ -280,19 +277,12 @@ class PoolColours(NamedTuple):
     hatched: bool  # its fill is that of a pool before it
 
 
-_FILLS = (
-    ("#56b4e9", _BLACK),
-    ("#e69f00", _BLACK),
-    ("#009e73", _BLACK),
-    ("#f0e442", _BLACK),
-    ("#0072b2", _WHITE),
-    ("#d55e00", _BLACK),
-    ("#cc79a7", _BLACK),
-    ("#bbbbbb", _BLACK),
-)
+_FILLS = ["#56b4e9", "#e69f00", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#bbbbbb"]
+_DARK = "#0072b2"
 
 
 def shade(pool: int) -> PoolColours:
     """The colours of the pool with this number."""
-    fill, ink = _FILLS[pool % len(_FILLS)]
+    fill = _FILLS[pool % len(_FILLS)]
+    ink = "#ffffff" if fill == _DARK else "#000000"
     return PoolColours(fill, ink, pool >= len(_FILLS))

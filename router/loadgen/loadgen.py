@@ -121,16 +121,14 @@ class StreamProbe:
         if status.code is grpc.StatusCode.OK and not self._terminal:
             self._note_fault("no finished event")
         n_tokens = len(self._tokens)
-        first_s = self._first_s
+        first_s, itl_s = self._first_s, None
+        if first_s is not None and n_tokens > 1:
+            itl_s = (self._last_s - first_s) / (n_tokens - 1)
         return ServedRequest(
             request_id=self._request_id,
             late_s=late_s,
             ttft_s=None if first_s is None else first_s - self._sent_s,
-            itl_s=(
-                None
-                if first_s is None or n_tokens < 2
-                else (self._last_s - first_s) / (n_tokens - 1)
-            ),
+            itl_s=itl_s,
             tokens=tuple(self._tokens),
             status=status,
             fault=self._fault,

@@ -11,7 +11,7 @@ those that a gateway sees. `Bench` is what is measured: one worker, or a prefill
 import math
 import random
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import NamedTuple
@@ -367,13 +367,8 @@ def measured_content(
         "tp": {
             str(tp): {
                 "kv_capacity_tokens": kv_capacity_tokens,
-                "prefill": [list(_rounded(row, 4)) for row in prefill],
-                "decode": [list(_rounded(row, 5)) for row in decode],
+                "prefill": [[*row[:2], round(row.ms, 4)] for row in prefill],
+                "decode": [[*row[:2], round(row.itl_ms, 5)] for row in decode],
             }
         },
     }
-
-
-def _rounded(row: tuple[int, int, float], digits: int) -> Iterator[float]:
-    x, y, ms = row
-    yield from (x, y, round(ms, digits))

@@ -67,7 +67,8 @@ def build(
         fleet = build_fleet(read, str(spec), algorithm=chosen, spill=spill, split=split)
     except ConfigError as error:
         _refuse(error, has_margin=margin is not None)
-    _write(report, report_json(fleet, read, algorithm))
+    if report is not None:
+        _write_text(report, fleet_text(report_json(fleet, read, algorithm)))
     text = fleet_text(fleet.content)
     if out is None:
         sys.stdout.write(text)
@@ -117,11 +118,6 @@ def _read(path: Path, utilisation: float | None, margin: float | None) -> BuildS
     spec = parse_spec(text, str(path))
     given = {"utilisation": utilisation, "margin": margin}
     return spec.model_copy(update={key: value for key, value in given.items() if value is not None})
-
-
-def _write(path: Path | None, content: object) -> None:
-    if path is not None:
-        _write_text(path, fleet_text(content))
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -3,11 +3,13 @@
 import json
 import random
 import uuid
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -121,18 +123,10 @@ def measure(
         kv_bytes = NOMINAL_KV_BYTES_PER_TOKEN
         errors.print(f"slagate: without --kv-bytes, {kv_bytes} bytes a token is a guess")
     about = {"system": system, "kv_bytes_per_token": kv_bytes}
-    workers = _Workers(target, decode, tls, kv_capacity, timeout)
-    run_to_exit(lambda: _measure_into(out, workers, plan, about))
-
-
-class _Workers(NamedTuple):
-    """The workers to measure."""
-
-    target: str
-    decode: str | None  # where `target` is a prefill worker
-    tls: TlsFiles | None
-    kv_capacity: int | None  # tokens; None: what the worker says
-    timeout_s: float  # of one request
+    measuring = partial(
+        _measure, target, decode, plan, tls=tls, kv_capacity=kv_capacity, timeout_s=timeout
+    )
+    run_to_exit(lambda: _measure_into(out, measuring, about))
 
 
 @dataclass
@@ -145,12 +139,12 @@ class _Found:
 
 
 async def _measure_into(
-    out: Path, workers: _Workers, plan: MeasurePlan, about: dict[str, Any]
+    out: Path, measuring: Callable[[_Found], Awaitable[bool]], about: dict[str, Any]
 ) -> int:
-    """Measure and write the profile; the exit status. SIGINT and SIGTERM end it early."""
+    """Measure and write the profile; the exit status. SIGINT and SIGTERM end the measuring early."""
     check_writable("--out", out)
     found = _Found()
-    whole = bool(await unless_stopped(lambda: _measure(workers, plan, found)))
+    whole = bool(await unless_stopped(lambda: measuring(found)))
     if whole or found.prefill:
         content = measured_content(
             found.prefill, found.decode, **found.about, **about, is_whole=whole
@@ -159,9 +153,17 @@ async def _measure_into(
     return 0 if whole else INTERRUPTED
 
 
-async def _measure(workers: _Workers, plan: MeasurePlan, found: _Found) -> bool:
+async def _measure(
+    target: str,
+    decode: str | None,
+    plan: MeasurePlan,
+    found: _Found,
+    *,
+    tls: TlsFiles | None,
+    kv_capacity: int | None,
+    timeout_s: float,
+) -> bool:
     """Measure into `found`; True once all of it is there."""
-    target, decode, tls, kv_capacity, timeout_s = workers
 
     def on_row(line: str) -> None:
         errors.print(f"slagate: {line}")
