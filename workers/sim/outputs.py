@@ -309,7 +309,7 @@ class OutputFeed:
         return self._closing is not None
 
     def push(self, token: int, state: bytes) -> None:
-        """One more token, chosen after the context in `state`."""
+        """Add a token, chosen after the context in `state`."""
         self._tokens.append(token)
         self._n_pushed += 1
         if self._form.logprobs is not None:

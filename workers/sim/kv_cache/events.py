@@ -143,7 +143,7 @@ class KvEventQueue:
         ]
 
     def _first(self, n_events: int) -> Iterator[tuple[_Batch, range]]:
-        """Remove that many events from the front; yields each batch with the indices of its events."""
+        """Remove `n_events` from the front; yields each batch with the indices of its events."""
         self._n_events -= n_events
         while n_events:
             batch, start = self._batches[0], self._n_gone
