@@ -1,4 +1,4 @@
-"""The gateway process: builds the graph, serves it, takes it down in order."""
+"""The gateway process: builds its objects, serves, and shuts down in order."""
 
 import gc
 import itertools
@@ -47,16 +47,16 @@ from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ClientTls, ServerTls, following
 
 LOCAL = Http2Settings(ping_after_s=1e6)
-"""Of the connections to the local server, which is this process."""
+"""For connections to the local server: it is this process, so there is no need to ping it."""
 
 YOUNG_OBJECTS = 5000
-"""How many may have come before the youngest are collected, which takes under a millisecond. Of Python's
-own 700 nearly all are of requests that run, and are walked for nothing."""
+"""The garbage collector's threshold for young objects: to collect so many takes under a millisecond. Of
+Python's default of 700 nearly all are of requests that run, and would be walked for nothing."""
 
 
 @dataclass(slots=True)
 class App:
-    """A running gateway without its listeners."""
+    """The objects of a running gateway, without its listeners."""
 
     fleet: Fleet
     gateway: Gateway
@@ -81,7 +81,7 @@ async def build(
     unix_s: Callable[[], float] = unix_s,
     peers: PeerGateways | None = None,
 ) -> AsyncIterator[App]:
-    """The graph of a gateway, watching its workers, for the time of the block.
+    """Build a gateway, and watch its workers, for the time of the block.
 
     `config` was checked for serving. `now_s` measures, `unix_s` dates receipts and tells how late KV events
     are. `peers` are the other gateways that send to the same workers, if there are any. At the end of the
@@ -174,7 +174,7 @@ async def serve(
         await operators.start()
         front = await enter(_clients_served(app, settings, bound, clients_tls))
         reread = await enter(following(clients_tls, workers_tls))
-        # A parent kills whom it does not want to wait for.
+        # With a parent, the same signal again does nothing: the parent kills whom it will not wait for.
         signals = await enter(stopped(again=None if place is None else lambda: None))
         await enter(
             reloading(app.reloader, source, watch=settings.watch_config, stamp=stamp, also=[reread])
@@ -200,7 +200,7 @@ def _watch_tls(metrics: Metrics, clients: ServerTls | None, workers: ClientTls |
 
 
 def _operators_server(app: App, settings: Settings, source: FleetSource) -> grpc.aio.Server:
-    """A server of `slagate.v1.Gateway`, bound nowhere yet."""
+    """A server of `slagate.v1.Gateway`, not bound to an address yet."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     service = AdminService(
         app.gateway.dispatcher,
@@ -215,7 +215,7 @@ def _operators_server(app: App, settings: Settings, source: FleetSource) -> grpc
 
 
 def _answer_parent(server: grpc.aio.Server, app: App, place: ProcessSlot) -> None:
-    """Serve what only the parent and the other processes ask, and all else, on this process's socket."""
+    """Serve operators' calls, and those of the parent and the other processes, on this process's socket."""
     gateway = app.gateway
     service = ProcessService(app.reloader, gateway.live, gateway.metrics, not_ready=app.not_ready)
     ps_grpc.add_ProcessServicer_to_server(service, server)
@@ -226,7 +226,7 @@ def _answer_parent(server: grpc.aio.Server, app: App, place: ProcessSlot) -> Non
 async def _clients_served(
     app: App, settings: Settings, listening: socket.socket, tls: ServerTls | None
 ) -> AsyncIterator[Front]:
-    """Serve clients on this socket: the front has Generate, a server behind it has `Control`."""
+    """Serve clients on this socket: the front serves Generate, and a server behind it `Control`."""
     gateway = app.gateway
     local = grpc.aio.server(options=SERVER_OPTIONS)
     control = ControlService(
@@ -258,11 +258,10 @@ async def _clients_served(
 
 
 def _spare_collector() -> None:
-    """Leave to the garbage collector only what comes from now on, and that less often.
+    """Exempt the objects that exist now from garbage collection, and collect new ones less often.
 
-    What is there by now stays, modules above all: full collections need not walk it, which took 10 ms each.
-    What comes later and lives long is no work for them either
-    (docs/decisions/0011-no-work-for-the-collector.md).
+    What exists by now stays, modules above all, and full collections took 10 ms to walk it. Objects that
+    come later and live long are no work for them either (docs/decisions/0011-no-work-for-the-collector.md).
     """
     gc.collect()
     gc.freeze()
@@ -270,7 +269,7 @@ def _spare_collector() -> None:
 
 
 async def _drain(front: Front, gateway: Gateway, drain_s: float) -> None:
-    """Take no new request, let running ones finish for `drain_s`, end the rest with a status of ours."""
+    """Take no new request, give running ones `drain_s` to finish, and end the rest with our own status."""
     front.retire()
     with anyio.move_on_after(drain_s):
         await front.settled()

@@ -35,7 +35,7 @@ class ChildProcess:
     """One `slagate` process."""
 
     def __init__(self, name: str, process: Process, log_path: Path | None) -> None:
-        """To be made by `start`."""
+        """Called by `start`."""
         self.name = name
         self._process = process
         self._log_path = log_path
@@ -52,7 +52,10 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         log_path: Path | None = None,
     ) -> "ChildProcess":
-        """Start `slagate` with `arguments`; what it gets none of its own of is this process's."""
+        """Start `slagate` with `arguments`.
+
+        Without a `log_path` its stderr is this process's, and without them so are stdin and environment.
+        """
         with nullcontext() if log_path is None else log_path.open("wb") as log:
             process = await anyio.open_process(
                 [*SLAGATE, *arguments], stdin=stdin, stderr=log, env=environment
@@ -74,7 +77,7 @@ class ChildProcess:
         return self._process.returncode
 
     async def wait_ready(self, *, limit_s: float) -> Mapping[str, str]:
-        """Its ready line, waited for at most `limit_s`. Raises `ChildError`."""
+        """Wait for its ready line, at most `limit_s`. Raises `ChildError`."""
         try:
             with anyio.fail_after(limit_s):
                 line = await self._stdout.receive_until(b"\n", MAX_READY_LINE_BYTES)
@@ -107,7 +110,7 @@ class ChildProcess:
         await self._process.aclose()
 
     def error(self, what: str) -> ChildError:
-        """What happened to this child, with the end of its log."""
+        """An error that says what happened to this child, with the end of its log."""
         if self._log_path is None:
             return ChildError(f"{self.name} {what}")
         lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
@@ -115,7 +118,7 @@ class ChildProcess:
         return ChildError(f"{self.name} {what}. The end of {self._log_path}:\n{log}")
 
     def ended_early(self) -> ChildError:
-        """It ended while it was needed."""
+        """The error of a child that ended while it was needed."""
         return self.error(f"ended during the run, {self._exit()}")
 
     def _exit(self) -> str:
@@ -124,7 +127,7 @@ class ChildProcess:
 
 
 class Cluster:
-    """A gateway and its workers. Whoever makes one calls `stop` in the end, in a shielded scope."""
+    """A gateway and its workers. Its owner calls `stop` in the end, in a shielded scope."""
 
     def __init__(self, log_folder: Path) -> None:
         log_folder.mkdir(parents=True, exist_ok=True)
@@ -139,9 +142,9 @@ class Cluster:
         return child
 
     async def during(self, work: Callable[[], Awaitable[_T]]) -> _T:
-        """The result of `work`, which is given up when a child ends. Raises `ChildError` then.
+        """The result of `work`, which is cancelled when a child ends: then `ChildError` is raised.
 
-        What `work` raises arrives in an exception group.
+        Exceptions of `work` arrive in an exception group.
         """
         ended: list[ChildProcess] = []
         results: list[_T] = []

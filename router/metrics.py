@@ -46,13 +46,13 @@ class ConnectionCounts:
     """Connections of one listener for clients."""
 
     def __init__(self, registry: CollectorRegistry, gauges: CollectorRegistry) -> None:
-        """`gauges` gets the gauge once more."""
+        """`gauges` is a second registry for the gauge."""
         counter = partial(Counter, registry=registry)
         self._n_open = 0
         n_open = Gauge(
             "slagate_client_connections", "Connections of clients that are open", registry=registry
         )
-        # Not written with each change: a process that is started again would go on from there.
+        # Read at scrape time: a written value would be kept for a process that is started again.
         n_open.set_function(lambda: self._n_open)
         gauges.register(n_open)
         self._accepted = counter(
@@ -124,7 +124,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.gauges = CollectorRegistry()  # of these, what each of several processes has for itself
+        self.gauges = (
+            CollectorRegistry()
+        )  # the gauges of these, for the parent of several processes
         self.connections = ConnectionCounts(registry, self.gauges)
         counter, histogram = (
             partial(Counter, registry=registry),
@@ -206,7 +208,7 @@ class Metrics:
         self.gauges.register(collector)
 
     def watch_certificate(self, side: TlsSide) -> None:
-        """Add the gauge of when this side's own certificate expires, where it has one."""
+        """Add the gauge of when this side's own certificate expires, if it has one."""
         if side.files.cert is not None:
             gauge = self.certificates.labels(side=side.side)
             gauge.set_function(lambda: side.current.own.ends_at_s if side.current.own else 0.0)

@@ -113,13 +113,13 @@ class ProcessService(ps_grpc.ProcessServicer):
     def __init__(
         self,
         reloader: Reloader,
-        live: RunningRequests,
+        running: RunningRequests,
         metrics: Metrics,
         *,
         not_ready: Callable[[], str],
     ) -> None:
         self._reloader = reloader
-        self._live = live
+        self._running = running
         self._metrics = metrics
         self._not_ready = not_ready
         self._prepared: Proposal | None = None
@@ -156,5 +156,5 @@ class ProcessService(ps_grpc.ProcessServicer):
 
     async def Abort(self, request: Any, context: Any) -> ps.AbortInProcessResponse:
         """End a client's requests with this id."""
-        found = self._live.abort(request.peer, request.request_id, Aborted(ABORTED))
+        found = self._running.abort(request.peer, request.request_id, Aborted(ABORTED))
         return ps.AbortInProcessResponse(found=found)

@@ -1,8 +1,8 @@
-"""The other processes of a gateway: what each has under way is in memory that all of them map.
+"""The other processes of a gateway: what each has in flight is in memory that all of them map.
 
-What an older request waits for no younger one takes, in whichever process they are: each shows since when
-the oldest of its requests waits for a pool. A process that gives something back wakes those in which
-somebody waits, by a datagram that says no more than to look again. An abort is asked of each by gRPC.
+No request takes a worker that an older one waits for, in whichever process that is: each process shows
+since when its oldest request waits for a pool. A process that gives something back wakes the ones with
+waiting requests, by a datagram that says no more than to look again. An abort is sent to each by gRPC.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ from slagate.router.scheduling.peers import PeerGateways
 
 BEAT_S = 0.25
 STALE_S = 1.5
-"""A process in which requests wait says every `BEAT_S` that it is alive. One that has not for `STALE_S` is
-not waited for."""
+"""A process with waiting requests shows every `BEAT_S` that it is alive. If it has not for `STALE_S`, the
+others do not wait for it."""
 
 ABORT_LIMIT_S = 1.0
 
 
 class PeerProcesses(PeerGateways):
-    """The other processes, by what `counts` has of them."""
+    """The other processes, as `counts` shows them."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class PeerProcesses(PeerGateways):
         self._counts.set(self._slot, GatewayCell.WAITING, n_requests)
         if self._beat is None:
             self._say_alive()
-        # Each table is to be told, so no `any` of a generator.
+        # A list, as each table is to be told: `any` of a generator would stop early.
         news = [table.set_oldest_s(oldest_s.get(pool, 0.0)) for pool, table in self._tables.items()]
         if any(news):
             self.wake()
-            # What the others gave back before they could know that somebody waits here.
+            # The others may have given something back before they could know that a request waits here.
             asyncio.get_running_loop().call_soon(self.on_change)
 
     @override
@@ -123,7 +123,7 @@ class PeerProcesses(PeerGateways):
         async def ask(number: int) -> None:
             async with grpc.aio.insecure_channel(f"unix:{self._admin_path(number)}") as channel:
                 stub: Any = ps_grpc.ProcessStub(channel)
-                # One that does not answer has no requests, or none for long.
+                # A process that does not answer has no requests, or not for long.
                 with suppress(grpc.aio.AioRpcError):
                     answer = await stub.Abort(request, timeout=ABORT_LIMIT_S)
                     found.append(answer.found)
@@ -136,18 +136,18 @@ class PeerProcesses(PeerGateways):
 
     @override
     def receipt_number(self, place: int) -> int:
-        """With N processes each has every N-th, also after a crash."""
+        """A number of this process alone: with N processes each has every N-th, also after a crash."""
         place += self._n_receipts_before
         self._counts.set(self._slot, GatewayCell.RECEIPTS, place)
         return (place - 1) * self._counts.n_processes + self._number + 1
 
     def stop_beat(self) -> None:
-        """Nothing waits here any more."""
+        """Stop showing that this process is alive: no request waits here any more."""
         if self._beat is not None:
             self._beat.cancel()
 
     def _waiting_alive(self) -> set[int]:
-        """Processes that run, if somebody waits in any."""
+        """Other processes that are alive; empty where no request waits in any."""
         if not self.n_waiting:
             return set()
         limit_s = self._now_s() - STALE_S
@@ -169,11 +169,11 @@ class PeerProcesses(PeerGateways):
 def joined_peers(
     place: ProcessSlot | None, *, now_s: Callable[[], float]
 ) -> Iterator[PeerGateways]:
-    """This process is one of several, for the time of the block; None: it is alone."""
+    """Join the other processes for the time of the block; with no `place` there are none."""
     if place is None:
         yield PeerGateways()
         return
-    # Counters go to a file that the parent adds up, and that a successor goes on with.
+    # Counters are in a file that the parent sums up, and that the next process in this place goes on with.
     os.environ[METRICS_FOLDER] = place.folder
     values.ValueClass = values.MultiProcessValue(lambda: place.number)  # type: ignore[no-untyped-call]
     counts = SharedCounts(place.counts, place.number, n_processes=place.n_processes)
@@ -193,7 +193,7 @@ def joined_peers(
             peers.on_change()
 
         path = place.path("wake")
-        path.unlink(missing_ok=True)  # of the process before
+        path.unlink(missing_ok=True)  # left by the process that was in this place
         wakes.settimeout(0)
         wakes.bind(str(path))
         loop = asyncio.get_running_loop()
@@ -206,6 +206,6 @@ def joined_peers(
 
 
 def send_wake(sender: socket.socket, path: Path) -> None:
-    """Have a process look again. One that is not there, or was told often enough, needs no telling."""
+    """Wake a process. Errors do not matter: it is not there, or has wakes enough to read."""
     with suppress(OSError):
         sender.sendto(b"!", str(path))

@@ -1,4 +1,4 @@
-"""Which pool, which worker, and who waits for one.
+"""Chooses a pool and a worker for each request, and has requests wait for one.
 
 Owns the queue, and the step from a decision to leases. Imports `request`, pools and workers.
 Promises: the choice is pure (I4); choice and leases are one step without await; what an older request

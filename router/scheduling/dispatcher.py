@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 MODELS_TOLD = 5
 CLASSES_NOTED = 100
-"""Clients make up names of classes; those of more are not logged."""
+"""Clients make up names of classes, so no more than this many are logged."""
 
 
 class Dispatcher:
@@ -65,7 +65,7 @@ class Dispatcher:
         member.on_change = partial(self._changed, pool.name)
 
     def _changed(self, pool: str) -> None:
-        """Something was given back in a pool."""
+        """Capacity of a pool was given back."""
         if self._queue.n_waiting:
             self.step(pool)
         if self._peers.n_peers:
@@ -89,7 +89,7 @@ class Dispatcher:
         return self._queue.n_waiting
 
     def explain(self, ask: RoutingRequest, prompt: Prompt | None = None) -> Decision:
-        """The decision that would be taken now, with no chance used up. Raises as `submit` does."""
+        """The decision that would be made now; the random generator is kept. Raises like `submit`."""
         rng = random.Random()
         rng.setstate(self._rng.getstate())
         return self._choose(ask, prompt, None, rng)
@@ -102,10 +102,10 @@ class Dispatcher:
         stages: tuple[Stage, ...] | None = None,
         since_s: float | None = None,
     ) -> PendingAssignment:
-        """A request for workers, for the time of a block; `PendingAssignment.assigned` waits for them.
+        """Ask for workers, for the time of a block; `PendingAssignment.assigned` waits for them.
 
-        They are for all stages, or for some of a request that lost its workers there and has waited since
-        `since_s`. Raises `UnknownModel` or `NoWorker`.
+        They are for all stages, or for `stages` of a request that lost its workers there and has waited
+        since `since_s`. Raises `UnknownModel` or `NoWorker`.
         """
         pending = PendingAssignment(
             ask,
@@ -119,17 +119,17 @@ class Dispatcher:
         if pending.outcome is None:
             self._wait(pending)
             if since_s is not None:
-                # It may be older than the request for which a worker was reserved.
+                # It may be older than the request for which workers were reserved.
                 self.step()
         return pending
 
     def _leave(self, pending: PendingAssignment) -> None:
         self._queue.remove(pending)
-        # It may have been the one that did not fit.
+        # It may have held up others.
         self.step()
 
     def put_in_force(self, prepared: Prepared, config: gw.GatewayConfig) -> None:
-        """Another configuration, for the fleet and for requests that wait; receipts call it `config`."""
+        """Put another configuration in force for the fleet and waiting requests; `config` is its message."""
         # Taken out before anything changes: each change steps the queue, by half of the configuration.
         waiting = self._queue.clear()
         try:
@@ -159,7 +159,7 @@ class Dispatcher:
         except GatewayError as error:
             pending.settle(error)  # another configuration, that has no place for it
         except Exception:
-            # Whoever gave something back is not to suffer for a bug with somebody else's request.
+            # A bug with this request must not hit the request that has just given a worker back.
             log.exception("dispatch.bug")
             pending.settle(GatewayError("internal error of the gateway; see its log"))
 
@@ -170,7 +170,7 @@ class Dispatcher:
         stages: tuple[Stage, ...] | None,
         rng: random.Random,
     ) -> Decision:
-        """A decision for some stages, None: for all there are. Raises `UnknownModel` or `NoWorker`."""
+        """A decision for `stages`, None: for all. Raises `UnknownModel` or `NoWorker`."""
         fleet = self.fleet
         if not fleet.serves(ask.model):
             raise self._unserved(ask.model)
@@ -238,7 +238,7 @@ class Dispatcher:
         return UnknownModel(f"model: {model[:100]!r} is not served here, but {served}")
 
     def _note_class(self, name: str) -> None:
-        """Tell of a class that the configuration does not list, once."""
+        """Log a class that the configuration does not list, once."""
         if name not in self._noted and len(self._noted) < CLASSES_NOTED:
             self._noted.add(name)
             log.warning("request.unknown_class", extra={"class": name, "counts_as": ANY_CLASS})
@@ -261,7 +261,7 @@ def _nobody(choice: StageChoice) -> str:
 
 
 def _why(decision: Decision) -> str:
-    """Which stage holds a request up; the first, where none does at this moment."""
+    """Why a request has to wait: the stage without a worker, or the first where each has one."""
     choice = next((c for c in decision.stages if c.row is None), decision.stages[0])
     reasons = " or ".join(sorted(choice.reasons & LIMITS)) or "at its limit"
     return f"{choice.stage.value}: every worker of pool {', '.join(choice.pool_order)} is {reasons}"

@@ -24,7 +24,7 @@ MAX_HINT_S = 30.0
 
 
 class Assignment:
-    """The workers a request holds: one lease a stage, all released by `release`."""
+    """The workers of one request: a lease for each stage."""
 
     __slots__ = ("_leases", "decision")
 
@@ -39,7 +39,7 @@ class Assignment:
 
     @property
     def members(self) -> list[Member]:
-        """The workers the request holds."""
+        """The workers, in the order of the stages."""
         return [lease.member for lease in self._leases.values()]
 
     def lease(self, stage: Stage) -> Lease:
@@ -60,7 +60,7 @@ class Assignment:
 
 
 class PendingAssignment:
-    """A request for workers, for the time of a block: assigned, refused, or waiting.
+    """One request for workers, for the time of a block: assigned, refused, or waiting.
 
     When the block fails, an assignment is released; else whoever entered the block owns it.
     """
@@ -97,7 +97,7 @@ class PendingAssignment:
             self._leave(self)
 
     def settle(self, outcome: Assignment | GatewayError) -> None:
-        """Assign or refuse it."""
+        """Assign workers to it, or refuse it."""
         self.outcome = outcome
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -125,7 +125,7 @@ class _WaitLine:
         self.requests: deque[PendingAssignment] = deque()
         self.pools: set[str] = set()  # that its first request waits for
         self._only_joining = False
-        self._interval_s: float | None = None  # between two assignments, lately
+        self._interval_s: float | None = None  # between two assignments, a moving average
         self._last_s: float | None = None
 
     def wait_for(self, decision: Decision, reserved: Set[str] | None = None) -> None:
@@ -260,7 +260,7 @@ class WaitQueue:
         line.pop_served(self._now_s())
         self._removed(line, pending)
         if line.requests:
-            # Not looked at yet; it waits for no less than the one before it did.
+            # The next one was not decided for yet; it waits for no less than the one before it did.
             line.wait_for(pending.decision)
 
     def _removed(self, line: _WaitLine, pending: PendingAssignment) -> None:

@@ -28,7 +28,7 @@ class ControlService(oe_grpc.ControlServicer):
     def __init__(
         self,
         fleet: Fleet,
-        live: RunningRequests,
+        running: RunningRequests,
         *,
         instance_id: str,
         version: str,
@@ -37,7 +37,7 @@ class ControlService(oe_grpc.ControlServicer):
     ) -> None:
         self._peers = peers
         self._fleet = fleet
-        self._live = live
+        self._running = running
         self._instance_id = instance_id
         self._version = version
         self._not_ready = not_ready
@@ -89,7 +89,7 @@ class ControlService(oe_grpc.ControlServicer):
 
     async def GetLoad(self, request: Any, context: Any) -> oe.LoadInfo:
         """The load of the gateway, peers included: requests that are served now."""
-        n_running = len(self._live) + self._peers.n_running
+        n_running = len(self._running) + self._peers.n_running
         return oe.LoadInfo(instance_id=self._instance_id, running_requests=n_running)
 
     async def Health(self, request: Any, context: Any) -> oe.HealthResponse:
@@ -119,7 +119,7 @@ class ControlService(oe_grpc.ControlServicer):
                 f"{target}: a client may abort its own requests only, by request_id",
             )
         peer = _peer(context)
-        found = self._live.abort(peer, request.request_id, Aborted(ABORTED))
+        found = self._running.abort(peer, request.request_id, Aborted(ABORTED))
         if not found and not await self._peers.abort(peer, request.request_id):
             await abort(
                 context,
