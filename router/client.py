@@ -13,7 +13,7 @@ import grpc.aio
 
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto.rpc.status import Status
-from slagate.workers.client.client import GrpcWorker, connect_worker
+from slagate.workers.client.client import WorkerClient, connect_worker
 from slagate.workers.client.control import channel_to
 from slagate.workers.errors import WorkerError
 from slagate.workers.runtime.usage import UsageError
@@ -103,7 +103,7 @@ async def admin_at(target: str, tls: TlsFiles | None) -> AsyncIterator[Any]:
 
 
 @asynccontextmanager
-async def engine_at(target: str, tls: TlsFiles | None) -> AsyncIterator[GrpcWorker]:
+async def engine_at(target: str, tls: TlsFiles | None) -> AsyncIterator[WorkerClient]:
     """A gateway or a worker, as clients see it; else as `admin_at`."""
     async with (
         connect_worker(target, tls=_client_tls(tls)) as engine,
@@ -136,7 +136,7 @@ async def _explaining(target: str, tls: TlsFiles | None, where: str) -> AsyncIte
     raise CallFailed(f"{status.code.name}: {words}")
 
 
-async def only_model(gateway: GrpcWorker) -> str:
+async def only_model(gateway: WorkerClient) -> str:
     """The one model that is served. Raises `UsageError` where there are others, else `CallFailed`."""
     return only_one_of(list((await gateway.server_info()).supported_models))
 

@@ -1,8 +1,8 @@
 """The `Worker` port: how anything in slagate talks to one TensorRT-LLM worker.
 
 `generate` takes a serialised `openengine.v1.GenerateRequest` and hands each serialised `GenerateResponse`
-to a sink, so that a relay need not decode what it only passes on. `GrpcWorker` is the gateway's end of the
-wire, `TrtllmWorker` the engine's; `serve_worker` puts any worker behind gRPC.
+to a sink, so that a relay need not decode what it only passes on. `WorkerClient` is the gateway's end of
+the wire, `TrtllmWorker` the engine's; `serve_worker` puts any worker behind gRPC.
 
 `kv_events` is the other stream, of serialised `SubscribeKvEventsResponse`s. Both keep this contract, which
 `tests/contract/test_worker.py` checks:

@@ -29,8 +29,8 @@ class ClosingTransport:
         self.is_over = anyio.Event()
         self._timer = asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
 
-    def over(self) -> None:
-        """The transport is closed."""
+    def transport_closed(self) -> None:
+        """Stop waiting: the transport is closed."""
         self._timer.cancel()
         self._all.discard(self)
         self.is_over.set()
@@ -84,12 +84,12 @@ class GracefulGoaway:
         self._notice = notice
         self._ping = ping
         self._last_word = last_word
-        self._told: list[Callable[[], None]] = []
+        self._on_retired: list[Callable[[], None]] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, told: Callable[[], None]) -> None:
-        """Say it; `told` is called once nothing new can come."""
-        self._told.append(told)
+    def start(self, on_retired: Callable[[], None]) -> None:
+        """Send the notice; `on_retired` is called once nothing new can come."""
+        self._on_retired.append(on_retired)
         self._notice()
         self._ping(_ASKED)
         self._timer = asyncio.get_running_loop().call_later(ANSWER_LIMIT_S, self._finish)
@@ -104,7 +104,7 @@ class GracefulGoaway:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self._told.pop()()
+            self._on_retired.pop()()
 
     def _finish(self) -> None:
         self._last_word()

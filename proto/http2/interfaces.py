@@ -1,6 +1,6 @@
 """What an HTTP/2 connection and those who use it tell each other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -59,62 +59,27 @@ class StreamHandler(Protocol):
     headers ──▶ data* ──▶ trailers? ──▶ ended ──▶ closed        closed may come at any point, once
     """
 
+    __slots__ = ()
+
     def headers(self, headers: Headers, /) -> None:
         """Take a server's answer. A client's request comes to `Accept` instead."""
+        return
 
     def data(self, data: bytes, /) -> None:
         """Take bytes of the body."""
 
     def trailers(self, headers: Headers, /) -> None:
         """Take the headers behind the body."""
+        return
 
     def ended(self) -> None:
         """Take the end of the peer's direction."""
 
     def writable(self) -> None:
-        """Most of what was unsent has gone; told once for each `Stream.tell_writable`."""
+        """Most of what was unsent has gone; told once for each `H2Stream.tell_writable`."""
 
     def closed(self, end: StreamEnd, /) -> None:
         """Take the end of the stream. The last call; not made after the user's own `reset`."""
-
-
-class Stream(Protocol):
-    """What the user of a stream asks of it. Never raises; harmless once the stream is closed."""
-
-    @property
-    def unsent_bytes(self) -> int:
-        """Of the body: what neither the peer's windows nor the transport have taken yet."""
-
-    @property
-    def ahead_bytes(self) -> int:
-        """Of all streams of the connection, while its transport takes no more: what waits in there."""
-
-    def respond(self, headers: Headers, *, last: bool = False) -> None:
-        """Answer a request; the body follows, unless these are the `last` words."""
-
-    def send(self, data: bytes) -> None:
-        """Queue bytes of the body."""
-
-    def finish(self) -> None:
-        """Our direction ends behind what is queued."""
-
-    def end(self, trailers: Headers) -> None:
-        """End our direction with these headers, behind what is queued."""
-
-    def reset(self, code: int = CANCEL) -> None:
-        """Close the stream both ways, now. Its handler is told nothing any more."""
-
-    def reset_behind(self, code: int) -> None:
-        """Reset it when what was said so far is written; then its handler is told that it is closed."""
-
-    def tell_writable(self) -> None:
-        """Have `StreamHandler.writable` called when few bytes are unsent."""
-
-    def pause(self) -> None:
-        """Let the peer send what its window still permits, and no more until `resume`. Idempotent."""
-
-    def resume(self) -> None:
-        """Open the window again. Idempotent."""
 
 
 class Owner(Protocol):
@@ -125,13 +90,11 @@ class Owner(Protocol):
 
     def freed(self) -> None:
         """There may be room for one more stream."""
+        return
 
     def retiring(self, code: int, about: bytes, /) -> None:
         """The peer takes no new streams, with its reason and what it says of that; the open ones go on."""
+        return
 
     def lost(self, reason: str, /) -> None:
         """The connection is over, and each of its streams was told."""
-
-
-Accept = Callable[[Stream, Headers], StreamHandler]
-"""Takes a request that a client has begun, and may answer at once."""

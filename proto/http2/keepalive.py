@@ -33,26 +33,22 @@ class Keepalive:
         self._ping = ping
         self._dead = dead
         self._loop = asyncio.get_running_loop()
-        self._heard_s = self._loop.time()
-        self._pinged_s: float | None = None  # and nothing was heard since
+        self.now_s = self._loop.time
+        # The connection writes these two with each read, which a call would cost too much for.
+        self.heard_s = self.now_s()  # when something came last from the peer
+        self.n_heard = 0  # reads since the timer fired last
+        self._pinged_s: float | None = None  # and nothing was heard until the timer fired last
         self._n_pings = 0  # in a row
         self._timer: asyncio.TimerHandle | None = None
-
-    def heard(self) -> None:
-        """Something has come from the peer."""
-        self._heard_s = self._loop.time()
-        if self._pinged_s is None:
-            self._n_pings = 0
-        # Else it is the answer.
-        self._pinged_s = None
 
     def watch(self) -> None:
         """Begin, unless it runs: silence counts from here."""
         if self._timer is None:
-            self._heard_s = self._loop.time()
+            self.heard_s = self.now_s()
+            self.n_heard = 0
             self._pinged_s = None
             self._n_pings = 0
-            self._timer = self._loop.call_at(self._heard_s + self._after_s, self._tick)
+            self._timer = self._loop.call_at(self.heard_s + self._after_s, self._tick)
 
     def stop(self) -> None:
         """End. Idempotent."""
@@ -64,17 +60,22 @@ class Keepalive:
         self._timer = None
         if not self._wanted():
             return
-        now_s = self._loop.time()
+        now_s = self.now_s()
+        if self.n_heard:
+            # What came first behind a ping is its answer, which does not end a row of pings.
+            if self._pinged_s is None or self.n_heard > 1:
+                self._n_pings = 0
+            self._pinged_s, self.n_heard = None, 0
         if self._pinged_s is not None:
             if now_s >= self._pinged_s + self._limit_s:
                 self._dead()
                 return
-        elif now_s >= self._heard_s + self._patience_s:
+        elif now_s >= self.heard_s + self._patience_s:
             self._pinged_s = now_s
             self._n_pings += 1
             self._ping()
         due_s = (
-            self._heard_s + self._patience_s
+            self.heard_s + self._patience_s
             if self._pinged_s is None
             else self._pinged_s + self._limit_s
         )

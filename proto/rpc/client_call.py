@@ -1,4 +1,4 @@
-"""One call with one request and a stream of answers, over one HTTP/2 stream: as `Call`."""
+"""One call with one request and a stream of answers, over one HTTP/2 stream."""
 
 import asyncio
 import logging
@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Callable
 
 import grpc
+from typing_extensions import override
 
-from slagate.proto.http2.connection import H2Connection
+from slagate.proto.http2.connection import H2Connection, H2Stream
 from slagate.proto.http2.engine import unindexed
-from slagate.proto.http2.interfaces import REFUSED_STREAM, Headers, Stream, StreamEnd
+from slagate.proto.http2.interfaces import REFUSED_STREAM, Headers, StreamEnd, StreamHandler
+from slagate.proto.rpc.connection_pool import ConnectionPool, PendingCall
 from slagate.proto.rpc.frames import IDENTITY, MessageReader, WireError, prefix
 from slagate.proto.rpc.headers import (
     CONTENT_TYPE,
@@ -18,7 +20,7 @@ from slagate.proto.rpc.headers import (
     status_of_headers,
     status_of_reset,
 )
-from slagate.proto.rpc.sinks import Sink
+from slagate.proto.rpc.sinks import Call, Sink
 from slagate.proto.rpc.status import Status
 
 log = logging.getLogger(__name__)
@@ -50,17 +52,16 @@ def call_headers(path: str, authority: bytes, *, scheme: bytes) -> Headers:
     )
 
 
-class ServerStreamCall:
-    """The handler of its stream, and what its consumer asks.
+class ServerStreamCall(StreamHandler, PendingCall, Call):
+    """The handler of the call's HTTP/2 stream, and what the call's consumer asks of it.
 
         waiting ──start──▶ sent ──headers──▶ answered ──▶ ended     each of them may end it
 
-    While paused, what arrives is kept, at most the stream's window and what was on its way; an end waits
-    behind what is kept, unless it is the consumer's own or that of the deadline.
+    While the call is paused, messages that arrive are kept: at most the stream's window and what was on its
+    way. An end waits behind what is kept, unless the consumer or the deadline ends the call.
     """
 
     __slots__ = (
-        "_again",
         "_base",
         "_deadline_s",
         "_is_answered",
@@ -68,9 +69,10 @@ class ServerStreamCall:
         "_kept",
         "_loop",
         "_metadata",
-        "_on_end",
+        "_pool",
         "_reader",
         "_request",
+        "_running",
         "_sink",
         "_status",
         "_stream",
@@ -88,28 +90,29 @@ class ServerStreamCall:
         metadata: Headers,
         sink: Sink,
         *,
+        pool: ConnectionPool,
         timeout_s: float | None,
-        on_end: Callable[["ServerStreamCall"], None],
-        again: Callable[["ServerStreamCall"], None],
+        running: set["ServerStreamCall"],
     ) -> None:
-        """`base` are the headers of all such calls, from `call_headers`.
+        """`base` are the headers of all such calls, from `call_headers`; `running` has it until its end.
 
-        `on_end` is called before the sink's `end`; `again` when the worker has not looked at it.
+        The owner has `pool` start the call, which does so again itself if the worker has not looked at it.
         """
         self._base = base
         self._request = request
         self._metadata = metadata
         self._sink = sink
         self._take: Callable[[list[bytes]], None] = getattr(sink, "batch", self._take_each)
-        self._on_end = on_end
-        self._again = again
+        self._pool = pool
+        self._running = running
+        running.add(self)
         self._loop = loop = asyncio.get_running_loop()
         self._deadline_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
             self._deadline_s = loop.time() + timeout_s
             self._timer = loop.call_later(timeout_s, self.end_call, _LATE)
-        self._stream: Stream | None = None
+        self._stream: H2Stream | None = None
         self._reader = MessageReader(MAX_MESSAGE_BYTES)
         self._trailers: Headers = ()
         self._kept: deque[bytes] = deque()
@@ -119,8 +122,8 @@ class ServerStreamCall:
         self._was_refused = False
         self.has_ended = False
 
+    @override
     def start(self, connection: H2Connection, /) -> bool:
-        """As `PendingCall.start`: send the request."""
         headers = [*self._base, *self._metadata]
         if self._deadline_s is not None:
             remaining_s = self._deadline_s - self._loop.time()
@@ -130,26 +133,26 @@ class ServerStreamCall:
             return False
         self._stream = stream
         stream.send(prefix(self._request) + self._request)
-        stream.finish()
+        stream.end_stream()
         if self._is_paused:
             stream.pause()
         return True
 
     # --- as `Call`
 
+    @override
     def cancel(self) -> None:
-        """As `Call.cancel`."""
         self.end_call(_CANCELLED)
 
+    @override
     def pause(self) -> None:
-        """As `Call.pause`."""
         if not self._is_paused:
             self._is_paused = True
             if self._stream is not None:
                 self._stream.pause()
 
+    @override
     def resume(self) -> None:
-        """As `Call.resume`."""
         if self._is_paused:
             self._is_paused = False
             # Not within this call: the consumer may be in the middle of something.
@@ -173,8 +176,8 @@ class ServerStreamCall:
 
     # --- as `StreamHandler`
 
+    @override
     def headers(self, headers: Headers, /) -> None:
-        """As `StreamHandler.headers`."""
         self._is_answered = True
         self._request = b""
         self._trailers = headers  # where there are no others
@@ -184,33 +187,29 @@ class ServerStreamCall:
         elif encoding != IDENTITY:
             self._reader = MessageReader(MAX_MESSAGE_BYTES, encoding=encoding)
 
+    @override
     def data(self, data: bytes, /) -> None:
-        """As `StreamHandler.data`."""
         if self.has_ended or self._status is not None:
             return
+        failure: Status | None = None
         try:
             messages = self._reader.feed(data)
         except WireError as error:
-            self._pass_on(error.whole)
-            self._finish(error.status)
+            messages, failure = error.whole, error.status
+        if self._is_paused or self._kept:
+            self._kept.extend(messages)
+        elif messages:
+            try:
+                self._take(messages)
+            except Exception:
+                # One call's sink must not end the connection of them all.
+                log.exception("channel.call")
+                self.end_call(_UNTAKEN)
+        if failure is not None:
+            self._finish(failure)
             if self._stream is not None:
                 self._stream.reset()
                 self._stream = None
-            return
-        self._pass_on(messages)
-
-    def _pass_on(self, messages: list[bytes]) -> None:
-        if not messages:
-            return
-        if self._is_paused or self._kept:
-            self._kept.extend(messages)
-            return
-        try:
-            self._take(messages)
-        except Exception:
-            # One call's sink must not end the connection of them all.
-            log.exception("channel.call")
-            self.end_call(_UNTAKEN)
 
     def _take_each(self, messages: list[bytes]) -> None:
         for at, message in enumerate(messages):
@@ -221,12 +220,12 @@ class ServerStreamCall:
             if self.has_ended:
                 break
 
+    @override
     def trailers(self, headers: Headers, /) -> None:
-        """As `StreamHandler.trailers`."""
         self._trailers = headers
 
+    @override
     def ended(self) -> None:
-        """As `StreamHandler.ended`."""
         if self._stream is not None and self._stream.unsent_bytes:
             # It was answered before all of it was sent, which nobody waits for any more.
             self._stream.reset()
@@ -236,11 +235,12 @@ class ServerStreamCall:
             status = _CUT_OFF
         self._finish(status)
 
+    @override
     def writable(self) -> None:
-        """As `StreamHandler.writable`. The request was given whole."""
+        """The request was given whole."""
 
+    @override
     def closed(self, end: StreamEnd, /) -> None:
-        """As `StreamHandler.closed`."""
         if self.has_ended or self._status is not None:
             return
         if end.code is None:
@@ -249,7 +249,7 @@ class ServerStreamCall:
             # The peer says that it has not looked at it, as one that is about to leave does.
             self._was_refused = True
             self._stream = None
-            self._again(self)
+            self._pool.start(self)
         else:
             self._finish(status_of_reset(end.code, end.reason))
 
@@ -263,8 +263,9 @@ class ServerStreamCall:
         else:
             self.end_call(status)
 
+    @override
     def end_call(self, status: Status, /) -> None:
-        """As `PendingCall.end_call`. End it now, once. The worker is told where it may still be at work."""
+        """End the call now, once. The worker is told where it may still be at work."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -274,7 +275,8 @@ class ServerStreamCall:
             self._stream.reset()
         self._kept.clear()
         self._request = b""
-        self._on_end(self)
+        self._running.discard(self)
+        self._pool.drop(self)
         try:
             self._sink.finish(status)
         except Exception:

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import anyio
 import grpc
 from anyio.abc import TaskGroup
+from typing_extensions import override
 
 from slagate.proto.http2.connection import H2Connection
-from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM, Http2Settings
+from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM, Http2Settings, Owner
 from slagate.proto.rpc.address import parse_address
 from slagate.proto.rpc.backoff import Backoff
 from slagate.proto.rpc.status import Status
@@ -50,6 +51,8 @@ async def dial_unix(path: str, make: MakeProtocol) -> None:
 class PendingCall(Protocol):
     """A call that waits for a connection."""
 
+    __slots__ = ()
+
     def start(self, connection: H2Connection, /) -> bool:
         """Open its stream there; false: the connection takes no more."""
 
@@ -73,8 +76,8 @@ class ConnectionPool:
         self._settings = settings
         self._dial = dial
         self._loop = asyncio.get_running_loop()
-        self._links: list[_PooledConnection] = []  # that may take a stream, now or later
-        self._waiting: dict[PendingCall, None] = {}  # in order
+        self._connections: list[_PooledConnection] = []  # that may take a stream, now or later
+        self.waiting: dict[PendingCall, None] = {}  # for room, in order
         self._is_dialing = False
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._retry_at_s = 0.0
@@ -83,30 +86,25 @@ class ConnectionPool:
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
-        return f"{len(self._waiting)} waiting, {self.connections}"
+        return f"{len(self.waiting)} waiting, {self.connections}"
 
     @property
     def connections(self) -> list[H2Connection]:
         """Those that are open."""
-        return [link.connection for link in self._links]
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether calls wait for room."""
-        return bool(self._waiting)
+        return [pooled.connection for pooled in self._connections]
 
     def start(self, call: PendingCall) -> None:
         """Start it as soon as there is room."""
-        if not self._waiting:
-            for link in self._links:
-                if link.connection.room > 0 and call.start(link.connection):
+        if not self.waiting:
+            for pooled in self._connections:
+                if pooled.connection.room > 0 and call.start(pooled.connection):
                     return
-        self._waiting[call] = None
+        self.waiting[call] = None
         self.serve()
 
     def drop(self, call: PendingCall) -> None:
         """It does not wait any more. Harmless when it did not."""
-        self._waiting.pop(call, None)
+        self.waiting.pop(call, None)
 
     def reachable(self) -> None:
         """The address was reached in another way: the next call need not wait for its turn to try."""
@@ -122,37 +120,39 @@ class ConnectionPool:
 
     def serve(self) -> None:
         """Start the calls that wait, as far as there is room, and connect where there is none."""
-        while self._waiting:
-            link = next((link for link in self._links if link.connection.room > 0), None)
-            if link is None:
+        while self.waiting:
+            pooled = next(
+                (pooled for pooled in self._connections if pooled.connection.room > 0), None
+            )
+            if pooled is None:
                 self._want_another()
                 return
-            call = next(iter(self._waiting))
-            if call.start(link.connection):
+            call = next(iter(self.waiting))
+            if call.start(pooled.connection):
                 self.drop(call)
 
     def _want_another(self) -> None:
         if self._closed_by is not None:
             self._fail_waiting(self._closed_by)
             return
-        n_links = sum(not link.connection.is_retiring for link in self._links)
-        if self._is_dialing or n_links >= MAX_CONNECTIONS:
+        n_open = sum(not pooled.connection.is_retiring for pooled in self._connections)
+        if self._is_dialing or n_open >= MAX_CONNECTIONS:
             return
         if self._loop.time() >= self._retry_at_s:
             self._is_dialing = True
             self._tasks.start_soon(self._connect)
-        elif not n_links:
+        elif not n_open:
             self._fail_waiting(self._failure)
 
     async def _connect(self) -> None:
-        link = _PooledConnection(self, self._settings)
+        pooled = _PooledConnection(self, self._settings)
         is_dialed = False
         try:
             with anyio.fail_after(CONNECT_LIMIT_S):
-                await self._dial(self._address, lambda: link.connection)
+                await self._dial(self._address, lambda: pooled.connection)
                 is_dialed = True
-                await link.settled.wait()
-            self._failure = "" if link.lost_by is None else link.lost_by + self._hint
+                await pooled.settled.wait()
+            self._failure = "" if pooled.lost_by is None else pooled.lost_by + self._hint
         except TimeoutError:
             self._failure = f"no answer in {CONNECT_LIMIT_S:g} s"
         except (OSError, ValueError) as error:
@@ -162,30 +162,30 @@ class ConnectionPool:
             if not is_dialed:
                 # It may be in use by now. uvloop frees the transport of a dial that is given up, and tells
                 # nobody: a word on it would raise.
-                link.connection.abandon("given up")
-            elif link not in self._links:
-                link.connection.close("given up")
+                pooled.connection.abandon("given up")
+            elif pooled not in self._connections:
+                pooled.connection.close("given up")
         if self._failure:
             self._retry_at_s = self._loop.time() + self._backoff.next_s()
-            if not self._links:
+            if not self._connections:
                 self._fail_waiting(self._failure)
         self.serve()
 
     def _fail_waiting(self, reason: str) -> None:
         text = f"cannot connect to {self._address}: {reason}"
         status = Status(grpc.StatusCode.UNAVAILABLE, text)
-        waiting, self._waiting = self._waiting, {}
+        waiting, self.waiting = self.waiting, {}
         for call in waiting:
             call.end_call(status)
 
-    # --- what the connections tell
+    # --- what its connections tell
 
-    def opened(self, link: "_PooledConnection") -> None:
+    def opened(self, pooled: "_PooledConnection") -> None:
         """A connection is ready."""
         if self._closed_by is not None:
             return  # and who dialled it closes it
         self._backoff.reset()
-        self._links.append(link)
+        self._connections.append(pooled)
         self.serve()
 
     def asked_for_calm(self) -> None:
@@ -193,38 +193,38 @@ class ConnectionPool:
         after_s = min(self._settings.ping_after_s * 2, MAX_PING_AFTER_S)
         self._settings = replace(self._settings, ping_after_s=after_s)
 
-    def dropped(self, link: "_PooledConnection") -> None:
+    def dropped(self, pooled: "_PooledConnection") -> None:
         """A connection is over."""
-        if link in self._links:
-            self._links.remove(link)
+        if pooled in self._connections:
+            self._connections.remove(pooled)
 
 
-class _PooledConnection:
+class _PooledConnection(Owner):
     """One connection: its `Owner`."""
 
-    def __init__(self, links: ConnectionPool, settings: Http2Settings) -> None:
-        self._links = links
+    def __init__(self, pool: ConnectionPool, settings: Http2Settings) -> None:
+        self._pool = pool
         self.connection = H2Connection(self, settings)
         self.settled = anyio.Event()  # ready or lost
         self.lost_by: str | None = None
 
+    @override
     def ready(self) -> None:
-        """As `Owner.ready`."""
         self.settled.set()
-        self._links.opened(self)
+        self._pool.opened(self)
 
+    @override
     def freed(self) -> None:
-        """As `Owner.freed`."""
-        if self._links.has_waiting:
-            self._links.serve()
+        if self._pool.waiting:
+            self._pool.serve()
 
+    @override
     def retiring(self, code: int, about: bytes, /) -> None:
-        """As `Owner.retiring`."""
         if code == ENHANCE_YOUR_CALM and about == _TOO_MANY_PINGS:
-            self._links.asked_for_calm()
+            self._pool.asked_for_calm()
 
+    @override
     def lost(self, reason: str, /) -> None:
-        """As `Owner.lost`."""
         self.lost_by = reason
         self.settled.set()
-        self._links.dropped(self)
+        self._pool.dropped(self)

@@ -5,12 +5,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 import anyio
+from typing_extensions import override
 
 from slagate.proto.rpc.status import OK, Status
 
 
 class Sink(Protocol):
     """Where one call's output goes."""
+
+    __slots__ = ()
 
     def message(self, data: bytes, /) -> None:
         """Take one serialised response of the stream."""
@@ -25,12 +28,16 @@ class StreamSink(Sink, Protocol):
     Of what it was given at once it takes all: to pause is about what comes after.
     """
 
+    __slots__ = ()
+
     def batch(self, messages: list[bytes], /) -> None:
         """Take serialised responses of the stream, in order, as `message` would."""
 
 
 class Call(Protocol):
     """One running stream: what its consumer may ask of the producer."""
+
+    __slots__ = ()
 
     def cancel(self) -> None:
         """Give the call up. Idempotent, harmless after the end; never waits."""
@@ -40,6 +47,25 @@ class Call(Protocol):
 
     def resume(self) -> None:
         """Take up again after `pause`. Idempotent."""
+
+
+class ResponseWriter(StreamSink, Protocol):
+    """A sink whose owner may look at what waits in it. `BufferedSink` is one."""
+
+    __slots__ = ()
+
+    @property
+    def n_bytes(self) -> int:
+        """What waits for the reader."""
+
+    def unsent(self) -> tuple[int, ...]:
+        """How much its reader has still to take, by each count that falls when some of it is taken."""
+
+    def discard(self) -> None:
+        """Drop what waits: its reader does not take it."""
+
+    def on_room(self, tell: Callable[[], None], /) -> None:
+        """Call this once when nothing waits any more."""
 
 
 class BufferedSink:
@@ -72,7 +98,7 @@ class BufferedSink:
             self._on_message(self)
 
     def batch(self, messages: list[bytes], /) -> None:
-        """As `StreamSink.batch`."""
+        """Queue messages that came together behind the others."""
         for data in messages:
             self.message(data)
 
@@ -83,7 +109,7 @@ class BufferedSink:
             self._wake.set()
 
     def unsent(self) -> tuple[int, ...]:
-        """As `ResponseWriter.unsent`."""
+        """How many bytes its reader has still to take."""
         return (self.n_bytes,)
 
     def discard(self) -> None:
@@ -92,7 +118,7 @@ class BufferedSink:
         self.n_bytes = 0
 
     def on_room(self, tell: Callable[[], None], /) -> None:
-        """As `ResponseWriter.on_room`."""
+        """Call this once when nothing waits any more."""
         self._on_room = tell
 
     async def next(self) -> bytes | None:
@@ -110,25 +136,8 @@ class BufferedSink:
         return data
 
 
-class ResponseWriter(StreamSink, Protocol):
-    """A sink whose owner may look at what waits in it. `BufferedSink` is one."""
-
-    @property
-    def n_bytes(self) -> int:
-        """What waits for the reader."""
-
-    def unsent(self) -> tuple[int, ...]:
-        """How much its reader has still to take, by each count that falls when some of it is taken."""
-
-    def discard(self) -> None:
-        """Drop what waits: its reader does not take it."""
-
-    def on_room(self, tell: Callable[[], None], /) -> None:
-        """Call this once when nothing waits any more."""
-
-
 def was_taken(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
-    """Whether some of what was `left` is not any more.
+    """Whether one of the counts of `unsent` has fallen.
 
     >>> was_taken((5, 100), (5, 90)), was_taken((5, 100), (5, 120))
     (True, False)
@@ -160,14 +169,17 @@ class PauseGate:
             await self._open.wait()
 
 
-class EndedCall:
-    """The `Call` of what was refused: there is nothing to ask of it any more."""
+class EndedCall(Call):
+    """What a refused request gets: there is nothing to ask of it any more."""
 
+    @override
     def cancel(self) -> None:
-        """As `Call.cancel`."""
+        pass
 
+    @override
     def pause(self) -> None:
-        """As `Call.pause`."""
+        pass
 
+    @override
     def resume(self) -> None:
-        """As `Call.resume`."""
+        pass

@@ -21,7 +21,7 @@ from slagate.router.bench.report import LevelFigures, Targets, problem
 from slagate.router.client import CLIENT_LISTENER, only_model, why_not
 from slagate.router.loadgen.loadgen import Progress, ServedRequest, run_callers
 from slagate.router.request.metadata import ITL, TTFT
-from slagate.workers.client.client import GrpcWorker, connect_worker, unary
+from slagate.workers.client.client import WorkerClient, connect_worker, unary
 from slagate.workers.client.control import channel_to
 from slagate.workers.errors import WorkerError
 from slagate.workers.runtime.clock import monotonic_s
@@ -156,7 +156,7 @@ async def run_bench(
 
 
 async def wait_healthy(
-    gateway: GrpcWorker,
+    gateway: WorkerClient,
     admin: Any,
     *,
     limit_s: float,
@@ -206,7 +206,7 @@ class Sweep:
 
     def __init__(
         self,
-        gateways: Sequence[GrpcWorker],
+        gateways: Sequence[WorkerClient],
         plan: BenchPlan,
         measured: Measured,
         progress: ProgressLine,

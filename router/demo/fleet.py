@@ -16,7 +16,7 @@ from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.children import ChildError, Cluster
-from slagate.workers.client.client import GrpcWorker, connect_worker, unary
+from slagate.workers.client.client import WorkerClient, connect_worker, unary
 from slagate.workers.client.control import channel_to
 from slagate.workers.errors import WorkerError
 
@@ -93,7 +93,7 @@ async def start_fleet(
     except WorkerError as error:
         raise gateway.error(f"did not list its pools: {error}") from error
     workers = tuple(address for name in addresses for address in addresses[name])
-    info = await _ask(workers[0], GrpcWorker.server_info)
+    info = await _ask(workers[0], WorkerClient.server_info)
     return DemoFleet(
         gateway=ready["listen"],
         admin=ready["admin"],
@@ -172,7 +172,7 @@ async def _every_worker_ready(admin: str) -> None:
             await anyio.sleep(POLL_S)
 
 
-async def _ask(address: str, call: Callable[[GrpcWorker], Awaitable[_T]]) -> _T:
+async def _ask(address: str, call: Callable[[WorkerClient], Awaitable[_T]]) -> _T:
     """A worker's answer. Raises `ChildError` where there is none."""
     async with connect_worker(address) as worker:
         try:

@@ -4,12 +4,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Protocol
 
 import grpc
+from typing_extensions import override
 
-from slagate.proto.http2.interfaces import CANCEL, NO_ERROR, Headers, Stream, StreamEnd
-from slagate.proto.http2.outbox import LOW_WATER_BYTES
+from slagate.proto.http2.connection import LOW_WATER_BYTES, H2Stream
+from slagate.proto.http2.interfaces import CANCEL, NO_ERROR, Headers, StreamEnd, StreamHandler
+from slagate.proto.rpc.connection_pool import ConnectionPool
 from slagate.proto.rpc.frames import (
     PREFIX_BYTES,
     MessageReader,
@@ -25,11 +26,14 @@ from slagate.proto.rpc.headers import (
     status_headers,
     to_metadata,
 )
+from slagate.proto.rpc.sinks import ResponseWriter
 from slagate.proto.rpc.status import OK, Metadata, Status
 from slagate.router.front.limits import (
     EACH_BYTES,
     FLUSH_S,
+    IncomingRequest,
     IncomingRequestLimit,
+    PendingResponse,
     SlowReaderTimeouts,
     full,
 )
@@ -53,18 +57,23 @@ Serve = Callable[[ClientCall], Coroutine[object, object, None]]
 """Serves one Generate call; ends its `out`, whatever happens."""
 
 
-class Desk(Protocol):
-    """What a call needs of the front that it came to."""
+class StreamContext:
+    """What the streams of all clients share. `serve` serves Generate; `local` has every other method."""
 
-    serve: Serve
-    settings: Settings
-    loop: asyncio.AbstractEventLoop
-    requests: set[asyncio.Task[None]]
-    intake: IncomingRequestLimit
-    untaken: SlowReaderTimeouts
+    def __init__(self, serve: Serve, local: ConnectionPool, settings: Settings) -> None:
+        limits = settings.clients
+        self.serve = serve
+        self.local = local
+        self.settings = settings
+        self.loop = asyncio.get_running_loop()
+        self.requests: set[asyncio.Task[None]] = set()  # that are being served
+        self.intake = IncomingRequestLimit(
+            max_bytes=limits.max_arriving_bytes, limit_s=limits.arrival_s
+        )
+        self.untaken = SlowReaderTimeouts()
 
 
-class ClientStream:
+class ClientStream(StreamHandler, ResponseWriter, PendingResponse, IncomingRequest):
     """The handler of its stream, and the sink that its answer goes to.
 
     What the client does not take at once waits here, where it can be dropped: the engine is given a
@@ -73,7 +82,7 @@ class ClientStream:
 
     __slots__ = (
         "_began_s",
-        "_desk",
+        "_front",
         "_has_answered",
         "_headers",
         "_is_closed",
@@ -94,24 +103,24 @@ class ClientStream:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: H2Stream,
         headers: Headers,
         fields: Mapping[bytes, bytes],
-        desk: Desk,
+        front: StreamContext,
         *,
         peer: str,
         refusal: GatewayError | None = None,
     ) -> None:
         """`fields` are the headers by name; with a `refusal` nobody serves it."""
         self._stream = stream
-        self._desk = desk
+        self._front = front
         self._peer = peer
         self._headers = headers
         self._request: bytes | None = None
         self._is_refused = False
         self._reader: MessageReader | None = None
         self._is_whole = False
-        self._began_s = desk.loop.time()
+        self._began_s = front.loop.time()
         self._timeout_s: float | None = None  # the client's
         self._running = CancelHandle()
         self._waiting: deque[bytes] = deque()
@@ -128,13 +137,13 @@ class ClientStream:
         if refusal is not None:
             self.refuse(refusal)
             return
-        if not desk.intake.begin(self):
+        if not front.intake.begin(self):
             self.refuse(full())
             return
         try:
             if b"grpc-encoding" in fields:
                 encoding = supported_encoding(headers)
-                max_bytes = READ_TIMES * desk.settings.max_request_bytes
+                max_bytes = READ_TIMES * front.settings.max_request_bytes
                 self._reader = MessageReader(max_bytes, encoding=encoding)
             if b"grpc-timeout" in fields:
                 self._timeout_s = decode_timeout(fields[b"grpc-timeout"])
@@ -149,14 +158,11 @@ class ClientStream:
 
     # --- as `StreamHandler`
 
-    def headers(self, headers: Headers, /) -> None:
-        """As `StreamHandler.headers`: none come to a server."""
-
+    @override
     def data(self, data: bytes, /) -> None:
-        """As `StreamHandler.data`."""
         if self._is_refused:
             return
-        max_bytes = READ_TIMES * self._desk.settings.max_request_bytes
+        max_bytes = READ_TIMES * self._front.settings.max_request_bytes
         if self._reader is None:
             if self._request is None and is_one_message(data, max_bytes):
                 self._request = data[PREFIX_BYTES:]
@@ -178,18 +184,16 @@ class ClientStream:
     def _error(self, status: Status) -> GatewayError:
         if status.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Malformed(status.message, code=status.code)
-        limit_bytes = self._desk.settings.max_request_bytes
+        limit_bytes = self._front.settings.max_request_bytes
         return TooLarge("request", f"{status.message}; the limit is {limit_bytes}")
 
     def _count(self, n_bytes: int) -> None:
-        if not self._desk.intake.holds(self, n_bytes):
+        if not self._front.intake.holds(self, n_bytes):
             self.refuse(full())
 
-    def trailers(self, headers: Headers, /) -> None:
-        """As `StreamHandler.trailers`."""
-
+    @override
     def ended(self) -> None:
-        """As `StreamHandler.ended`: the request is whole."""
+        """The request is whole."""
         self._is_whole = True
         if self._is_refused:
             return
@@ -202,23 +206,24 @@ class ClientStream:
             self.refuse(self._error(error.status))
             return
         self._is_served = True
-        desk = self._desk
-        desk.requests.add(desk.loop.create_task(self._serve(self._request, metadata)))
+        front = self._front
+        front.requests.add(front.loop.create_task(self._serve(self._request, metadata)))
         self._request = None
         self._headers = ()
 
+    @override
     def writable(self) -> None:
-        """As `StreamHandler.writable`."""
         self._pass_on()
         if not self._waiting and self._on_room is not None:
             tell, self._on_room = self._on_room, None
             tell()
 
+    @override
     def closed(self, _end: StreamEnd, /) -> None:
-        """As `StreamHandler.closed`: the client has its answer, or has left."""
+        """The client has its answer, or has left."""
         self._is_closed = True
-        self._desk.intake.done(self)
-        self._desk.untaken.discard(self)
+        self._front.intake.done(self)
+        self._front.untaken.discard(self)
         self._waiting.clear()
         self._waiting_bytes = 0
         self._on_room = None
@@ -227,16 +232,16 @@ class ClientStream:
     async def _serve(
         self, request: bytes, metadata: Metadata, refusal: GatewayError | None = None
     ) -> None:
-        desk = self._desk
-        desk.intake.done(self)
+        front = self._front
+        front.intake.done(self)
         try:
             if self._is_closed and refusal is None:
                 # Given up as soon as it came: no worker need hear of it.
                 return
             remaining_s = None
             if self._timeout_s is not None:
-                remaining_s = max(self._began_s + self._timeout_s - desk.loop.time(), 0.0)
-            await desk.serve(
+                remaining_s = max(self._began_s + self._timeout_s - front.loop.time(), 0.0)
+            await front.serve(
                 ClientCall(request, metadata, self._peer, remaining_s, self, self._running, refusal)
             )
         except Exception:
@@ -245,7 +250,7 @@ class ClientStream:
         finally:
             task = asyncio.current_task()
             assert task is not None
-            desk.requests.discard(task)
+            front.requests.discard(task)
 
     def refuse(self, error: GatewayError, /) -> None:
         """As `IncomingRequest.refuse`: nothing of the request is kept, and nothing more of it is wanted.
@@ -253,15 +258,15 @@ class ClientStream:
         It ends by way of whoever serves requests, and counts there as any other.
         """
         if self._drop():
-            desk = self._desk
-            desk.requests.add(desk.loop.create_task(self._serve(b"", (), error)))
+            front = self._front
+            front.requests.add(front.loop.create_task(self._serve(b"", (), error)))
 
     def _drop(self) -> bool:
         """False: it is refused already, or served."""
         if self._is_refused or self._is_served:
             return False
         self._is_refused = True
-        self._desk.intake.done(self)
+        self._front.intake.done(self)
         self._reader = None
         self._request = None
         return True
@@ -269,20 +274,21 @@ class ClientStream:
     # --- as `ResponseWriter`
 
     @property
+    @override
     def n_bytes(self) -> int:
-        """As `ResponseWriter.n_bytes`."""
         return self._waiting_bytes + self._stream.unsent_bytes
 
+    @override
     def unsent(self) -> tuple[int, int]:
-        """As `ResponseWriter.unsent`: of it, and what its connection must write before it can take more."""
+        """Of it, and what its connection must write before it can take more."""
         return self.n_bytes, self._stream.ahead_bytes
 
+    @override
     def message(self, data: bytes, /) -> None:
-        """As `Sink.message`."""
         self.batch([data])
 
+    @override
     def batch(self, messages: list[bytes], /) -> None:
-        """As `StreamSink.batch`."""
         if self.status is not None:
             return
         stream = self._stream
@@ -296,18 +302,18 @@ class ClientStream:
         else:
             stream.send(framed(messages))
 
+    @override
     def discard(self) -> None:
-        """As `ResponseWriter.discard`."""
         self._waiting.clear()
         self._waiting_bytes = 0
 
+    @override
     def on_room(self, tell: Callable[[], None], /) -> None:
-        """As `ResponseWriter.on_room`."""
         self._on_room = tell
         self._stream.tell_writable()
 
+    @override
     def finish(self, status: Status = OK, /) -> None:
-        """As `Sink.finish`."""
         if self.status is None:
             self._finish(status)
 
@@ -315,11 +321,11 @@ class ClientStream:
         self.status = status
         if self._is_closed:
             return
-        desk = self._desk
+        front = self._front
         limit_s = self._timeout_s
         if limit_s is None:
-            limit_s = desk.settings.default_timeout_s
-        desk.untaken.add(self, max(self._began_s + limit_s, desk.loop.time() + FLUSH_S))
+            limit_s = front.settings.default_timeout_s
+        front.untaken.add(self, max(self._began_s + limit_s, front.loop.time() + FLUSH_S))
         if answer is None:
             self._pass_on()
         else:
@@ -328,8 +334,8 @@ class ClientStream:
             # Behind the answer, which a reset would overtake; RFC 9113, section 8.1.
             self._stream.reset_behind(NO_ERROR)
 
+    @override
     def give_up(self) -> None:
-        """As `Answer.give_up`."""
         self._stream.reset(CANCEL)
         self.closed(StreamEnd(CANCEL, "the client has not taken its answer"))
 
@@ -343,6 +349,6 @@ class ClientStream:
         elif self.status is not None:
             trailers = status_headers(self.status)
             if self._has_answered:
-                self._stream.end(trailers)
+                self._stream.end_stream(trailers)
             else:
                 self._stream.respond([*_ANSWER, *trailers], last=True)

@@ -74,6 +74,8 @@ MOST_S = 30.0
 class PendingResponse(Protocol):
     """What a client is to take."""
 
+    __slots__ = ()
+
     def unsent(self) -> tuple[int, ...]:
         """How much is untaken, by each count that falls when some of it is taken."""
 
@@ -92,9 +94,8 @@ class SlowReaderTimeouts:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._due_s: dict[PendingResponse, float] = {}
-        self._slow: dict[
-            PendingResponse, tuple[tuple[int, ...], float]
-        ] = {}  # what was left, and the last time
+        # What was left of each when it was last asked, and its last moment.
+        self._slow: dict[PendingResponse, tuple[tuple[int, ...], float]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -156,6 +157,8 @@ def full() -> GatewayError:
 
 class IncomingRequest(Protocol):
     """A request of which more is to come."""
+
+    __slots__ = ()
 
     def refuse(self, error: GatewayError, /) -> None:
         """End it, with what it holds."""

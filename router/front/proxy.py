@@ -1,25 +1,25 @@
 """A client's call that is not Generate, passed on to the local server as it is, both ways."""
 
 import asyncio
-from typing import Protocol
 
 import grpc
+from typing_extensions import override
 
-from slagate.proto.http2.connection import H2Connection
+from slagate.proto.http2.connection import H2Connection, H2Stream
 from slagate.proto.http2.interfaces import (
     CANCEL,
     INTERNAL_ERROR,
     NO_ERROR,
     Headers,
-    Stream,
     StreamEnd,
+    StreamHandler,
 )
-from slagate.proto.rpc.connection_pool import ConnectionPool
+from slagate.proto.rpc.connection_pool import PendingCall
 from slagate.proto.rpc.headers import CONTENT_TYPE, status_headers
 from slagate.proto.rpc.status import Status
-from slagate.router.front.limits import SlowReaderTimeouts
+from slagate.router.front.client_stream import StreamContext
+from slagate.router.front.limits import PendingResponse
 from slagate.router.request.metadata import PEER
-from slagate.router.request.settings import Settings
 
 HIGH_WATER_BYTES = 64 << 10
 """Unsent in one direction: the other end of it is asked to wait."""
@@ -28,23 +28,14 @@ _PEER = PEER.encode()
 _LOST = Status(grpc.StatusCode.UNAVAILABLE, "the gateway is shutting down")
 
 
-class Desk(Protocol):
-    """What a call needs of the front that it came to."""
-
-    settings: Settings
-    loop: asyncio.AbstractEventLoop
-    local: ConnectionPool
-    untaken: SlowReaderTimeouts
-
-
-class ProxiedCall:
+class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
     """The handler of the client's stream; `_Answer` is that of the stream to the local server."""
 
     def __init__(
         self,
-        client: Stream,
+        client: H2Stream,
         headers: Headers,
-        desk: Desk,
+        front: StreamContext,
         *,
         peer: str,
         refusal: Status | None = None,
@@ -52,19 +43,19 @@ class ProxiedCall:
         """With a `refusal` it is answered by that, and goes nowhere."""
         self._client = client
         self._headers = [*(field for field in headers if field[0] != _PEER), (_PEER, peer.encode())]
-        self._desk = desk
-        self.server: Stream | None = None
+        self._front = front
+        self.server: H2Stream | None = None
         self._early: list[bytes] = []  # before there is a stream to the server
         self._has_ended = False
         self.is_over = False
         self._is_blocked = False  # the answer, by the client
         if refusal is None:
-            desk.local.start(self)
+            front.local.start(self)
         else:
             self.end_call(refusal)
 
+    @override
     def start(self, connection: H2Connection, /) -> bool:
-        """As `PendingCall.start`."""
         server = connection.open(self._headers, _Answer(self, self._client))
         if server is None:
             return False
@@ -76,11 +67,12 @@ class ProxiedCall:
             # It was asked to wait for this; by way of the other end, as it may have to wait for that.
             server.tell_writable()
         if self._has_ended:
-            server.finish()
+            server.end_stream()
         return True
 
+    @override
     def end_call(self, status: Status, /) -> None:
-        """As `PendingCall.end_call`: the local server cannot be had, or is not to be asked."""
+        """The local server cannot be had, or is not to be asked."""
         fields = [(b":status", b"200"), (b"content-type", CONTENT_TYPE), *status_headers(status)]
         self._client.respond(fields, last=True)
         self.answered()
@@ -103,22 +95,19 @@ class ProxiedCall:
             self._add_untaken()
 
     def _add_untaken(self) -> None:
-        desk = self._desk
-        desk.untaken.add(self, desk.loop.time() + desk.settings.default_timeout_s)
+        front = self._front
+        front.untaken.add(self, front.loop.time() + front.settings.default_timeout_s)
 
     def over(self) -> None:
         """Nothing more goes to the server."""
         self.is_over = True
-        self._desk.local.drop(self)
-        self._desk.untaken.discard(self)
+        self._front.local.drop(self)
+        self._front.untaken.discard(self)
 
     # --- as `StreamHandler`
 
-    def headers(self, headers: Headers, /) -> None:
-        """As `StreamHandler.headers`: none come to a server."""
-
+    @override
     def data(self, data: bytes, /) -> None:
-        """As `StreamHandler.data`."""
         if self.is_over:
             return
         if self.server is None:
@@ -130,45 +119,44 @@ class ProxiedCall:
             self._client.pause()
             self.server.tell_writable()
 
-    def trailers(self, headers: Headers, /) -> None:
-        """As `StreamHandler.trailers`."""
-
+    @override
     def ended(self) -> None:
-        """As `StreamHandler.ended`."""
         self._has_ended = True
         if self.server is not None:
-            self.server.finish()
+            self.server.end_stream()
 
+    @override
     def writable(self) -> None:
-        """As `StreamHandler.writable`: of the answer."""
+        """Of the answer."""
         self._is_blocked = False
         if not self.is_over:
-            self._desk.untaken.discard(self)
+            self._front.untaken.discard(self)
         if self.server is not None:
             self.server.resume()
 
+    @override
     def closed(self, _end: StreamEnd, /) -> None:
-        """As `StreamHandler.closed`: the client has all, or has left."""
+        """The client has all, or has left."""
         self.over()
         if self.server is not None:
             self.server.reset()
 
-    # --- as `Answer`
+    # --- as `PendingResponse`
 
+    @override
     def unsent(self) -> tuple[int, int]:
-        """As `PendingResponse.unsent`."""
         return self._client.unsent_bytes, self._client.ahead_bytes
 
+    @override
     def give_up(self) -> None:
-        """As `Answer.give_up`."""
         self._client.reset()
         self.closed(StreamEnd(CANCEL, "the client has not taken its answer"))
 
 
-class _Answer:
+class _Answer(StreamHandler):
     """The handler of the stream to the local server."""
 
-    def __init__(self, forward: ProxiedCall, client: Stream) -> None:
+    def __init__(self, forward: ProxiedCall, client: H2Stream) -> None:
         self._forward = forward
         self._client = client
         self._server_trailers: Headers | None = None
@@ -176,14 +164,14 @@ class _Answer:
         self._has_answered = False
         self._is_last = False
 
+    @override
     def headers(self, headers: Headers, /) -> None:
-        """As `StreamHandler.headers`."""
         self._first = headers
         # Unless they turn out to be the last words, which has to be said along with them.
         asyncio.get_running_loop().call_soon(self._respond)
 
+    @override
     def data(self, data: bytes, /) -> None:
-        """As `StreamHandler.data`."""
         self._respond()
         self._client.send(data)
         server = self._forward.server
@@ -196,28 +184,29 @@ class _Answer:
             self._has_answered = True
             self._client.respond(self._first)
 
+    @override
     def trailers(self, headers: Headers, /) -> None:
-        """As `StreamHandler.trailers`."""
         self._server_trailers = headers
 
+    @override
     def ended(self) -> None:
-        """As `StreamHandler.ended`."""
         if self._server_trailers is not None:
             self._respond()
-            self._client.end(self._server_trailers)
+            self._client.end_stream(self._server_trailers)
         elif self._has_answered or self._first is None:
-            self._client.finish()
+            self._client.end_stream()
         else:
             self._is_last = True
             self._client.respond(self._first, last=True)
         self._forward.answered()
 
+    @override
     def writable(self) -> None:
-        """As `StreamHandler.writable`: of the request."""
+        """Of the request."""
         self._client.resume()
 
+    @override
     def closed(self, end: StreamEnd, /) -> None:
-        """As `StreamHandler.closed`."""
         if self._forward.is_over:
             return
         self._is_last = True  # the headers that it may have begun with come too late
@@ -225,7 +214,7 @@ class _Answer:
             self._forward.over()
             self._client.reset(end.code or INTERNAL_ERROR)
         elif self._has_answered:
-            self._client.end(status_headers(_LOST))
+            self._client.end_stream(status_headers(_LOST))
             self._forward.answered()
         else:
             self._forward.end_call(_LOST)

@@ -15,20 +15,20 @@ from itertools import chain
 
 import anyio
 from prometheus_client import CollectorRegistry
+from typing_extensions import override
 
-from slagate.proto.http2.connection import H2Connection
+from slagate.proto.http2.connection import Accept, H2Connection, H2Stream
 from slagate.proto.http2.interfaces import (
     ENHANCE_YOUR_CALM,
-    Accept,
     Headers,
     Http2Settings,
-    Stream,
+    Owner,
     StreamHandler,
 )
 from slagate.proto.http2.token_bucket import TokenBucket
 from slagate.proto.rpc.connection_pool import ConnectionPool
-from slagate.router.front.client_stream import ClientStream, Serve
-from slagate.router.front.limits import IncomingRequestLimit, SlowReaderTimeouts, TimeoutQueue
+from slagate.router.front.client_stream import ClientStream, Serve, StreamContext
+from slagate.router.front.limits import TimeoutQueue
 from slagate.router.front.proxy import ProxiedCall
 from slagate.router.metrics import ConnectionCounts, ConnectionEnd, RefusedConnection
 from slagate.router.request.errors import TooLarge
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 _PATH = GENERATE.encode()
 
 
-class Front:
-    """Has the clients' connections, and the requests that `serve` is at work on."""
+class Front(StreamContext):
+    """Has the clients' connections, and the requests that are being served."""
 
     def __init__(
         self,
@@ -54,23 +54,15 @@ class Front:
         *,
         counts: ConnectionCounts | None = None,
     ) -> None:
+        super().__init__(serve, local, settings)
         limits = settings.clients
         self.counts = counts or ConnectionCounts(CollectorRegistry(), CollectorRegistry())
-        self.serve = serve
-        self.settings = settings
-        self.loop = asyncio.get_running_loop()
-        self.requests: set[asyncio.Task[None]] = set()
-        self.local = local
         self.clients: set[_Client] = set()
         self.server: asyncio.Server | None = None
-        self.intake = IncomingRequestLimit(
-            max_bytes=limits.max_arriving_bytes, limit_s=limits.arrival_s
-        )
         self.silent: TimeoutQueue[_Client] = TimeoutQueue(
             limits.handshake_s,
             lambda client: client.connection.close("it said nothing", ENHANCE_YOUR_CALM),
         )
-        self.untaken = SlowReaderTimeouts()
         self.http2 = Http2Settings(
             max_streams=limits.max_streams,
             max_header_bytes=limits.max_header_bytes,
@@ -160,14 +152,14 @@ class Front:
         self.untaken.close()
 
 
-class _Client:
+class _Client(Owner):
     """One connection of a client: its `Owner`."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
         self.connection = _ClientConnection(self, front.http2, accept=self._accept)
 
-    def _accept(self, stream: Stream, headers: Headers) -> StreamHandler:
+    def _accept(self, stream: H2Stream, headers: Headers) -> StreamHandler:
         fields = dict(headers)
         front, peer = self._front, self.connection.peer
         n_bytes = sum(map(len, chain.from_iterable(headers))) + 32 * len(headers)
@@ -184,18 +176,12 @@ class _Client:
         """The connection is made. False: it is not wanted."""
         return self._front.joined(self)
 
+    @override
     def ready(self) -> None:
-        """As `Owner.ready`."""
         self._front.silent.discard(self)
 
-    def freed(self) -> None:
-        """As `Owner.freed`."""
-
-    def retiring(self, code: int, about: bytes, /) -> None:
-        """As `Owner.retiring`."""
-
+    @override
     def lost(self, reason: str, /) -> None:
-        """As `Owner.lost`."""
         if self.connection.is_broken:
             self._front.broken(self.connection.peer, reason)
         self._front.left(self)
@@ -206,6 +192,7 @@ class _ClientConnection(H2Connection):
         super().__init__(client, settings, accept=accept)
         self._client = client
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._client.connected():
             super().connection_made(transport)

@@ -20,7 +20,7 @@ import grpc.aio
 import uvloop
 
 from slagate.proto.rpc.status import OK, Status
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from slagate.workers.worker import GENERATE
 from support.http2.peer import PeerServer, PeerStream
 
@@ -80,7 +80,7 @@ async def call(kind: str, port: str, n_calls: int, n_open: int) -> None:
             ended.set()
 
     async with anyio.create_task_group() as tasks, grpc.aio.insecure_channel(address) as aio:
-        ours = StreamChannel(address, tasks)
+        ours = WorkerClient(address, tasks)
         method: Any = aio.unary_stream(GENERATE)
 
         async def read(sink: _Counter) -> None:

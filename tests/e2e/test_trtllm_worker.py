@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.client.client import GrpcWorker, connect_worker
+from slagate.workers.client.client import WorkerClient, connect_worker
 from slagate.workers.errors import WorkerError
 from slagate.workers.legs import prefill_leg
 from slagate.workers.sim.api import VERSIONS
@@ -31,7 +31,7 @@ PROMPT = list(range(1, 101))
 ANYWHERE = ("--metrics-listen", f"{LOOPBACK}:0")
 
 
-def talk(address: str, conversation: Callable[[GrpcWorker], Awaitable[None]]) -> None:
+def talk(address: str, conversation: Callable[[WorkerClient], Awaitable[None]]) -> None:
     async def main() -> None:
         with anyio.fail_after(HANG_S):
             async with connect_worker(address) as worker:
@@ -121,7 +121,7 @@ def test_while_the_engine_loads_the_worker_says_so_and_a_signal_ends_it(tmp_path
         code, reason = http(worker, "/readyz", listening["metrics"])
         assert (code, reason) == (503, "the engine is starting: engine\n")
 
-        async def conversation(client: GrpcWorker) -> None:
+        async def conversation(client: WorkerClient) -> None:
             health = await client.health(oe.HealthRequest())
             assert health.state == oe.HEALTH_STATE_STARTING
             sink = await ask(client, request("r", PROMPT))
@@ -178,7 +178,7 @@ def test_a_processor_for_every_request_must_fit_the_engines_vocabulary(tmp_path:
 def test_errors_of_a_request_are_nobody_elses(agg: Process) -> None:
     """What the engine refuses, fails, or leaves without an end, while another request goes on."""
 
-    async def conversation(worker: GrpcWorker) -> None:
+    async def conversation(worker: WorkerClient) -> None:
         other = KeepingSink()
         start(worker, request("other", PROMPT, 40).SerializeToString(), other)
         refused = await ask(worker, faulty(Fault.REFUSE))
@@ -206,7 +206,7 @@ def test_errors_of_a_request_are_nobody_elses(agg: Process) -> None:
 
 
 def test_a_request_that_hangs_ends_with_its_deadline(agg: Process) -> None:
-    async def conversation(worker: GrpcWorker) -> None:
+    async def conversation(worker: WorkerClient) -> None:
         sink = KeepingSink()
         data = faulty(Fault.HANG, "hangs").SerializeToString()
         start(worker, data, sink, timeout_s=0.2)
@@ -219,7 +219,7 @@ def test_a_request_that_hangs_ends_with_its_deadline(agg: Process) -> None:
 def test_a_flood_of_events_is_counted_and_told_to_subscribers(agg: Process) -> None:
     """The engine's buffer holds four: what it dropped is a gap, and what was known of it is void."""
 
-    async def conversation(worker: GrpcWorker) -> None:
+    async def conversation(worker: WorkerClient) -> None:
         cleared = anyio.Event()
 
         class Subscriber:
@@ -251,7 +251,7 @@ def test_a_prefill_without_handoff_is_an_answer_and_parks_nothing(tmp_path: Path
     with trtllm_worker(tmp_path, "prefill") as prefill:
         prefill.wait_ready()
 
-        async def conversation(worker: GrpcWorker) -> None:
+        async def conversation(worker: WorkerClient) -> None:
             leg = prefill_leg(faulty(Fault.NO_HANDOFF).SerializeToString(), "p")
             sink = await ask(worker, leg)
             assert sink.events == ["token", "finished"]
@@ -286,7 +286,7 @@ def test_the_death_of_the_engine_ends_every_request_and_the_process(
     with trtllm_worker(tmp_path, "agg", *options, version=version, settings=slow) as worker:
         worker.wait_ready()
 
-        async def conversation(client: GrpcWorker) -> None:
+        async def conversation(client: WorkerClient) -> None:
             running, faulty_one = KeepingSink(), KeepingSink()
             start(client, request("running", PROMPT, 5000).SerializeToString(), running)
             await running.at_least(1)
@@ -312,7 +312,7 @@ def test_a_prefill_worker_stays_until_its_handoff_was_fetched(tmp_path: Path) ->
         prefill.wait_ready()
         decode.wait_ready()
 
-        async def conversation(worker: GrpcWorker) -> None:
+        async def conversation(worker: WorkerClient) -> None:
             session = await hand_off(worker, request("r", PROMPT, 4))
             prefill.popen.terminate()
             not_ready = oe.HEALTH_STATE_NOT_READY
@@ -339,7 +339,7 @@ def test_a_worker_that_encodes_says_what_it_does_not_serve(tmp_path: Path) -> No
         worker.wait_ready()
         assert worker.ready["role"] == "encode"
 
-        async def conversation(client: GrpcWorker) -> None:
+        async def conversation(client: WorkerClient) -> None:
             assert (await client.health(oe.HealthRequest())).state == oe.HEALTH_STATE_READY
             info = await client.server_info()
             assert info.engine_role == oe.ENGINE_ROLE_UNSPECIFIED

@@ -4,9 +4,8 @@ import random
 
 import anyio
 
-from slagate.proto.http2.connection import H2Connection
-from slagate.proto.http2.interfaces import Headers, Http2Settings, Stream, StreamEnd
-from slagate.proto.http2.stream import H2Stream
+from slagate.proto.http2.connection import ConnectionState, H2Connection, H2Stream
+from slagate.proto.http2.interfaces import Headers, Http2Settings, StreamEnd
 from support.http2.memory_transport import MemoryTransport, joined
 from support.seeds import each_seed
 from support.virtual_loop import run
@@ -21,7 +20,7 @@ TRAILERS = ((b"grpc-status", b"0"),)
 class End:
     """The handler of one end of a stream."""
 
-    def __init__(self, stream: Stream | None = None) -> None:
+    def __init__(self, stream: H2Stream | None = None) -> None:
         self.stream = stream
         self.n_closed = 0
         self.has_answered = False
@@ -63,9 +62,9 @@ def act(rng: random.Random, end: End, *, is_server: bool) -> None:
     elif what == "reset":
         stream.reset(rng.choice([0, 8]))
     elif what == "finish":
-        stream.finish()
+        stream.end_stream()
     elif what == "end":
-        stream.end(TRAILERS)
+        stream.end_stream(TRAILERS)
     elif what == "pause":
         stream.pause()
     elif what == "resume":
@@ -82,11 +81,15 @@ def act(rng: random.Random, end: End, *, is_server: bool) -> None:
 
 def check(connection: H2Connection, ends: list[End]) -> None:
     assert connection.n_streams == 0
-    if connection._lost is None:
-        assert connection._events.n_leaving == 0
+    if connection.state is not ConnectionState.LOST:
+        assert connection._n_forgotten == 0
         assert connection.engine.queued_body_size() == 0
-        outbox = connection._outbox
-        for kept in (outbox._queued, outbox._behind, outbox._watched, outbox._last_words):
+        for kept in (
+            connection._queued,
+            connection._behind,
+            connection._watched,
+            connection._last_words,
+        ):
             assert not kept, kept
     for end in ends:
         assert isinstance(end.stream, H2Stream)
@@ -99,7 +102,7 @@ async def history(seed: int) -> None:
     rng = random.Random(seed)
     theirs: list[End] = []
 
-    def accept(stream: Stream, _headers: Headers) -> End:
+    def accept(stream: H2Stream, _headers: Headers) -> End:
         theirs.append(End(stream))
         return theirs[-1]
 

@@ -8,7 +8,7 @@ import anyio
 
 from slagate.proto.rpc.frames import prefix
 from slagate.proto.rpc.status import OK
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from support.http2.fuzz import PREFACE, Replay, frames, spoilt_client, spoilt_server
 from support.http2.memory_transport import MemoryTransport, Network, joined
 from support.http2.peer import ANSWER, PeerServer, PeerStream, echo
@@ -29,7 +29,7 @@ def talk(stream: PeerStream) -> None:
         stream.finish(0, b"")
     elif number % 8 == 3:
         stream.stream.respond([*ANSWER, (b"grpc-status", b"5"), (b"grpc-message", b"a%20b")])
-        stream.stream.finish()
+        stream.stream.end_stream()
     else:
         stream.answer(b"one")
         stream.stream.reset()
@@ -49,7 +49,7 @@ def conversation() -> tuple[bytes, bytes]:
                 for transport, log in zip(network.links[0], said, strict=True):
                     tap(transport, log)
 
-            channel = StreamChannel("worker:1", tasks, dial=dial)
+            channel = WorkerClient("worker:1", tasks, dial=dial)
             sinks = [BytesSink() for _ in range(N_CALLS)]
             for at, sink in enumerate(sinks):
                 channel.generate(bytes(at * 100), [("x-number", str(at))], sink, timeout_s=50.0)
@@ -91,7 +91,7 @@ def test_whatever_a_worker_says_each_call_ends_once_and_the_next_connection_is_g
             servers: list[asyncio.Protocol] = [Replay(data, rng, first)]
             network = Network(lambda: servers.pop() if servers else good.protocol())
             async with anyio.create_task_group() as tasks:
-                channel = StreamChannel("worker:1", tasks, dial=network.dial)
+                channel = WorkerClient("worker:1", tasks, dial=network.dial)
                 sinks = [BytesSink() for _ in range(N_CALLS)]
                 for sink in sinks:
                     call = channel.generate(b"r" * 100, (), sink, timeout_s=TIMEOUT_S)
@@ -99,13 +99,13 @@ def test_whatever_a_worker_says_each_call_ends_once_and_the_next_connection_is_g
                         call.pause()
                 for sink in sinks:
                     await sink.done()
-                for connection in channel.links.connections:
+                for connection in channel.pool.connections:
                     connection.close("was spoilt")
-                channel.reachable()
+                channel.pool.reachable()
                 last = BytesSink()
                 channel.generate(b"r", (), last, timeout_s=TIMEOUT_S)
                 assert await last.done() == OK
-                assert repr(channel).startswith("StreamChannel(0 calls, 0 waiting")
+                assert repr(channel).startswith("WorkerClient(0 calls, 0 waiting")
                 channel.close()
                 tasks.cancel_scope.cancel()
             loop = asyncio.get_running_loop()
@@ -132,7 +132,7 @@ def test_whatever_a_client_says_its_connection_alone_suffers(
             joined(server.protocol(), Replay(data, rng))
             near = Network(server.protocol)
             async with anyio.create_task_group() as tasks:
-                channel = StreamChannel("worker:1", tasks, dial=near.dial)
+                channel = WorkerClient("worker:1", tasks, dial=near.dial)
                 server.on_request = talk
                 await anyio.sleep(1)
                 bad = server.connections[0]

@@ -14,7 +14,7 @@ from slagate.proto.rpc.connection_pool import ConnectionPool
 from slagate.proto.rpc.status import OK
 from slagate.router.front.server import Front
 from slagate.router.request.settings import ClientLimits, Settings
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from support.builders import finished, request, token
 from support.gateway.request_path import Bench, bench
 from support.http2.fuzz import PREFACE, Replay, frames, spoilt_client, spoilt_server
@@ -52,7 +52,7 @@ class Path(NamedTuple):
 
     bench: Bench
     front: Front
-    good: StreamChannel
+    good: WorkerClient
     local: PeerServer
     worker: Http2Worker
     server: Http2Server
@@ -87,8 +87,8 @@ class Path(NamedTuple):
             assert client.connection.engine.queued_body_size() == 0
         for connection in (*self.local.connections, *self.server.connections):
             assert connection.n_streams == 0
-        assert repr(self.worker.channel).startswith("StreamChannel(0 calls, 0 waiting")
-        assert all(not c.n_streams for c in self.worker.channel.links.connections)
+        assert repr(self.worker.channel).startswith("WorkerClient(0 calls, 0 waiting")
+        assert all(not c.n_streams for c in self.worker.channel.pool.connections)
 
 
 @asynccontextmanager
@@ -106,7 +106,7 @@ async def path() -> AsyncIterator[Path]:
             (member,) = b.app.fleet.members()
             member.worker = worker
             front = Front(b.serve, links, b.app.gateway.settings)
-            good = StreamChannel("gw", tasks, dial=Network(front.protocol, 0.001).dial)
+            good = WorkerClient("gw", tasks, dial=Network(front.protocol, 0.001).dial)
             yield Path(b, front, good, local, worker, server, serves)
             good.close()
             front.close()
@@ -114,7 +114,7 @@ async def path() -> AsyncIterator[Path]:
         tasks.cancel_scope.cancel()
 
 
-async def converse(p: Path, client: StreamChannel) -> None:
+async def converse(p: Path, client: WorkerClient) -> None:
     """Something of everything that clients do."""
     data = request(tokens=list(range(200))).SerializeToString()
     p.bench.scripts["agg"].scripts[:] = SCRIPTS
@@ -140,13 +140,13 @@ def recorded() -> tuple[bytes, bytes]:
     async def main() -> None:
         async with path() as p, anyio.create_task_group() as tasks:
             network = Network(lambda: tapped(p.front.protocol(), said[0]))
-            client = StreamChannel("gw", tasks, dial=network.dial)
-            dial = p.worker.channel.links._dial
+            client = WorkerClient("gw", tasks, dial=network.dial)
+            dial = p.worker.channel.pool._dial
 
             async def tapping(address: str, make: Callable[[], asyncio.Protocol]) -> None:
                 await dial(address, lambda: tapped(make(), said[1]))
 
-            p.worker.channel.links._dial = tapping
+            p.worker.channel.pool._dial = tapping
             await converse(p, client)
             client.close()
             tasks.cancel_scope.cancel()
@@ -216,7 +216,7 @@ def test_whatever_a_worker_says_each_client_gets_one_status_and_the_next_is_serv
 
     async def one(p: Path, rng: random.Random) -> None:
         p.serves.append(Replay(spoilt_server(WORKER_SAID, rng), rng))
-        for connection in p.worker.channel.links.connections:
+        for connection in p.worker.channel.pool.connections:
             connection.close("another one")
         sinks = [BytesSink() for _ in range(N_CALLS)]
         for sink in sinks:
@@ -226,7 +226,7 @@ def test_whatever_a_worker_says_each_client_gets_one_status_and_the_next_is_serv
             assert sink.status is not None
             assert sink.status.code is OK.code or sink.status.message
         p.serves.clear()
-        for connection in p.worker.channel.links.connections:
+        for connection in p.worker.channel.pool.connections:
             connection.close("was spoilt")
         await anyio.sleep(QUIET_S)
         await quiet(p)

@@ -1,4 +1,4 @@
-"""`GrpcWorker`: the `Worker` port over one gRPC channel, as the gateway holds it."""
+"""`WorkerClient`: the `Worker` port over gRPC, as the gateway holds it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -6,18 +6,23 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import anyio
+import anyio.abc
 import anyio.lowlevel
 import grpc
 import grpc.aio
+from typing_extensions import override
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.http2.interfaces import Http2Settings
-from slagate.proto.rpc.sinks import Call, Sink
+from slagate.proto.rpc.client_call import ServerStreamCall, call_headers
+from slagate.proto.rpc.connection_pool import ConnectionPool, Dial, dial_tcp
+from slagate.proto.rpc.headers import to_headers
+from slagate.proto.rpc.sinks import Call, EndedCall, Sink
 from slagate.proto.rpc.status import Metadata, Status
 from slagate.workers.client.control import ControlChannel
-from slagate.workers.client.streams import StreamChannel
 from slagate.workers.errors import WorkerError
-from slagate.workers.tls.reloading import ClientTls
+from slagate.workers.tls.reloading import ClientTls, closed_hint
+from slagate.workers.worker import GENERATE, SUBSCRIBE_KV_EVENTS, Worker
 
 CONTROL_TIMEOUT_S = 5.0
 """Limit of a control call: they answer from memory, so this only bounds a hung peer."""
@@ -25,53 +30,121 @@ CONTROL_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 35.0
 """Limit of a health check with an inference probe: the worker's own limit of it, and the way there."""
 
+_CLOSING = Status(grpc.StatusCode.CANCELLED, "the channel is closing")
+
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 
 
-class GrpcWorker:
-    """One worker at `address` (host:port). Made by `connect_worker`, which owns its tasks."""
+class WorkerClient(Worker):
+    """One worker at `address` (host:port): streams over our own HTTP/2, control calls over grpc.aio.
 
-    def __init__(self, address: str, control: ControlChannel, streams: StreamChannel) -> None:
+    Connections are made when there is something to send, and again when they were lost. `connect_worker`
+    makes one for the time of a block.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        tasks: anyio.abc.TaskGroup,
+        *,
+        settings: Http2Settings | None = None,
+        dial: Dial = dial_tcp,
+        tls: ClientTls | None = None,
+    ) -> None:
+        """`tasks` owns the connecting of streams, by `dial`, or by `tls` where there is one."""
         self.address = address
-        self._control = control
-        self._streams = streams
+        self.control = ControlChannel(address, tls, tasks)
+        self.pool = ConnectionPool(
+            address,
+            tasks,
+            settings=settings or Http2Settings(),
+            dial=dial if tls is None else tls.dial,
+            hint=closed_hint(tls),
+        )
+        scheme = b"http" if tls is None else b"https"
+        authority = address.encode(errors="replace")
+        self._headers = {
+            path: call_headers(path, authority, scheme=scheme)
+            for path in (GENERATE, SUBSCRIBE_KV_EVENTS)
+        }
+        self._calls: set[ServerStreamCall] = set()
+        self._is_closed = False
 
+    def __repr__(self) -> str:
+        """State in one line, for people and for tests."""
+        return f"WorkerClient({len(self._calls)} calls, {self.pool})"
+
+    @property
+    def n_calls(self) -> int:
+        """Streams that have not ended."""
+        return len(self._calls)
+
+    @override
     def generate(
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
     ) -> Call:
-        """As `Worker.generate`."""
-        return self._streams.generate(request, metadata, sink, timeout_s=timeout_s)
+        return self._start(GENERATE, request, metadata, sink, timeout_s)
 
+    @override
     def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
-        """As `Worker.kv_events`."""
-        return self._streams.kv_events(request, metadata, sink)
+        return self._start(SUBSCRIBE_KV_EVENTS, request, metadata, sink, None)
 
+    def _start(
+        self, path: str, request: bytes, metadata: Metadata, sink: Sink, timeout_s: float | None
+    ) -> Call:
+        try:
+            headers = to_headers(metadata) if metadata else ()
+        except ValueError as error:
+            sink.finish(Status(grpc.StatusCode.INTERNAL, str(error)))
+            return EndedCall()
+        call = ServerStreamCall(
+            self._headers[path],
+            request,
+            headers,
+            sink,
+            pool=self.pool,
+            timeout_s=timeout_s,
+            running=self._calls,
+        )
+        if self._is_closed:
+            call.end_call(_CLOSING)
+        else:
+            self.pool.start(call)
+        return call
+
+    def close(self) -> None:
+        """End every stream and every connection of streams."""
+        self._is_closed = True
+        for call in list(self._calls):
+            call.end_call(_CLOSING)
+        self.pool.close(_CLOSING.message)
+
+    @override
     async def kv_event_sources(
         self, request: oe.GetKvEventSourcesRequest
     ) -> oe.GetKvEventSourcesResponse:
-        """As `Worker.kv_event_sources`."""
         return await self._ask(lambda stub: stub.GetKvEventSources, request)
 
+    @override
     async def abort(self, request: oe.AbortRequest) -> oe.AbortResponse:
-        """As `Worker.abort`."""
         return await self._ask(lambda stub: stub.Abort, request)
 
+    @override
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
-        """As `Worker.load`."""
         return await self._ask(lambda stub: stub.GetLoad, request)
 
+    @override
     async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
-        """As `Worker.health`."""
         limit_s = PROBE_TIMEOUT_S if request.include_inference_probe else CONTROL_TIMEOUT_S
         return await self._ask(lambda stub: stub.Health, request, timeout_s=limit_s)
 
+    @override
     async def server_info(self) -> oe.ServerInfo:
-        """As `Worker.server_info`."""
         return await self._ask(lambda stub: stub.GetServerInfo, oe.GetServerInfoRequest())
 
+    @override
     async def model_info(self, model: str) -> oe.ModelInfo:
-        """As `Worker.model_info`."""
         return await self._ask(lambda stub: stub.GetModelInfo, oe.GetModelInfoRequest(model=model))
 
     async def _ask(
@@ -82,13 +155,13 @@ class GrpcWorker:
         timeout_s: float | None = None,
     ) -> _Response:
         limit_s = CONTROL_TIMEOUT_S if timeout_s is None else timeout_s
-        with self._control.stub() as stub:
+        with self.control.stub() as stub:
             try:
                 answer = await unary(method(stub), request, timeout_s=limit_s)
             except WorkerError as error:
-                status = self._control.explained(error.status)
+                status = self.control.explained(error.status)
                 raise WorkerError(status, address=self.address) from error
-        self._streams.reachable()
+        self.pool.reachable()
         return answer
 
 
@@ -113,17 +186,16 @@ async def unary(
 @asynccontextmanager
 async def connect_worker(
     address: str, *, settings: Http2Settings | None = None, tls: ClientTls | None = None
-) -> AsyncIterator[GrpcWorker]:
-    """A `GrpcWorker` for the time of the block; connects lazily and reconnects by itself.
+) -> AsyncIterator[WorkerClient]:
+    """A `WorkerClient` for the time of the block; connects lazily and reconnects by itself.
 
     `settings` are those of the connections that carry streams. Without `tls` all of it is plaintext.
     """
     async with anyio.create_task_group() as tasks:
-        control = ControlChannel(address, tls, tasks)
-        streams = StreamChannel(address, tasks, settings=settings, tls=tls)
+        client = WorkerClient(address, tasks, settings=settings, tls=tls)
         try:
-            yield GrpcWorker(address, control, streams)
+            yield client
         finally:
-            streams.close()
-            await control.close()
+            client.close()
+            await client.control.close()
             tasks.cancel_scope.cancel()

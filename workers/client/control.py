@@ -55,23 +55,26 @@ class ControlChannel:
         self._address = address
         self._tls = tls
         self._tasks = tasks
-        self._newest = _Channel(address, tls)
-        self._channels = {self._newest}
+        # The first one is made with the first call: it may be that there are only streams.
+        self._newest: _Channel | None = None
+        self._channels: set[_Channel] = set()
 
     @contextmanager
     def stub(self) -> Iterator[Any]:
         """The stub for one call, which ends with the block."""
-        if self._tls is not None and self._tls.current is not self._newest.made_with:
-            old, self._newest = self._newest, _Channel(self._address, self._tls)
-            self._channels.add(self._newest)
-            self._let_go(old)
         used = self._newest
+        if used is None or (self._tls is not None and self._tls.current is not used.made_with):
+            old, used = used, _Channel(self._address, self._tls)
+            self._newest = used
+            self._channels.add(used)
+            if old is not None:
+                self._close_if_unused(old)
         used.n_calls += 1
         try:
             yield used.stub
         finally:
             used.n_calls -= 1
-            self._let_go(used)
+            self._close_if_unused(used)
 
     def explained(self, status: Status) -> Status:
         """With what may be the matter, where grpc has only seen that the server has closed."""
@@ -85,7 +88,7 @@ class ControlChannel:
         for each in self._channels:
             await each.channel.close()
 
-    def _let_go(self, channel: "_Channel") -> None:
+    def _close_if_unused(self, channel: "_Channel") -> None:
         if channel is not self._newest and not channel.n_calls:
             self._channels.discard(channel)
             self._tasks.start_soon(channel.channel.close, None)

@@ -29,7 +29,7 @@ from slagate.router.request.call import ClientCall
 from slagate.router.request.errors import GatewayError
 from slagate.router.request.request import parse_request
 from slagate.router.request.settings import Settings
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from slagate.workers.legs import agg_leg
 from slagate.workers.runtime.clock import monotonic_s
 from slagate.workers.runtime.listen import listen_on
@@ -38,7 +38,7 @@ from slagate.workers.runtime.listen import listen_on
 class FixedChoice:
     """In the place of the gateway: what a front needs to serve a call."""
 
-    def __init__(self, channels: list[StreamChannel]) -> None:
+    def __init__(self, channels: list[WorkerClient]) -> None:
         self._channels = itertools.cycle(channels)
         self._numbers: Iterator[int] = itertools.count()
         self.settings = Settings()
@@ -92,10 +92,10 @@ def _nothing() -> None:
 
 
 @asynccontextmanager
-async def channels_to(workers: list[str]) -> AsyncIterator[list[StreamChannel]]:
+async def channels_to(workers: list[str]) -> AsyncIterator[list[WorkerClient]]:
     """A channel to each, for the time of the block."""
     async with anyio.create_task_group() as connecting:
-        channels = [StreamChannel(worker, connecting) for worker in workers]
+        channels = [WorkerClient(worker, connecting) for worker in workers]
         try:
             yield channels
         finally:

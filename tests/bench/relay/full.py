@@ -32,7 +32,7 @@ from slagate.proto.rpc.status import Metadata
 from slagate.router.app import build
 from slagate.router.generate import generate
 from slagate.router.request.settings import Settings
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from slagate.workers.runtime.clock import monotonic_s
 from slagate.workers.runtime.logs import log_to_stderr
 from support.builders import PROFILE, config
@@ -46,7 +46,7 @@ ADDRESSES = [f"agg{number}:1" for number in range(N_MEMBERS)]
 class BackendWorker(FakeWorker):
     """A worker whose streams are a backend's, and whose word on itself is a fake's."""
 
-    def __init__(self, channel: StreamChannel, number: int) -> None:
+    def __init__(self, channel: WorkerClient, number: int) -> None:
         super().__init__(role=ROLES["agg"])
         self.info.instance_id = f"i{number}"
         self._channel = channel
@@ -58,7 +58,7 @@ class BackendWorker(FakeWorker):
         return self._channel.generate(request, metadata, sink, timeout_s=timeout_s)
 
 
-def connector(channels: list[StreamChannel]) -> Connect:
+def connector(channels: list[WorkerClient]) -> Connect:
     """Members have the channels in turn."""
     workers = {
         address: BackendWorker(channels[number % len(channels)], number)

@@ -30,8 +30,7 @@ from slagate.router.app import build
 from slagate.router.front.server import Front
 from slagate.router.generate import generate
 from slagate.router.request.settings import Settings
-from slagate.workers.client.client import GrpcWorker
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from slagate.workers.worker import GENERATE, Worker
 from support.builders import PROFILE, config, finished, prefill_ready, request, rng, token
 from support.http2.memory_transport import Network, joined
@@ -205,7 +204,7 @@ class _Client(_End):
 class _Reached:
     """A worker whose streams go over HTTP/2, and who answers control calls at once."""
 
-    def __init__(self, streams: GrpcWorker, control: FakeWorker) -> None:
+    def __init__(self, streams: WorkerClient, control: FakeWorker) -> None:
         self.generate = streams.generate
         self._control = control
 
@@ -224,12 +223,11 @@ async def count_calls() -> Counts:
             return far[address]
 
         async with anyio.create_task_group() as tasks:
-            streams = StreamChannel(address, tasks, dial=Network(made).dial)
-            control: Any = None
+            streams = WorkerClient(address, tasks, dial=Network(made).dial)
             role = ROLES["prefill" if address.startswith("p") else "decode"]
             fake = FakeWorker(role=role)
             fake.info.capacity.kv_block_size = 32
-            yield _Reached(GrpcWorker(address, control, streams), fake)
+            yield _Reached(streams, fake)
             streams.close()
             tasks.cancel_scope.cancel()
 

@@ -12,7 +12,7 @@ from slagate.proto.rpc.connection_pool import ConnectionPool
 from slagate.proto.rpc.status import Status
 from slagate.router.front.server import Front
 from slagate.router.request.settings import Settings
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from support.builders import request
 from support.gateway.request_path import Bench, bench
 from support.http2.memory_transport import MemoryTransport, Network, joined
@@ -27,7 +27,7 @@ class Served(NamedTuple):
 
     bench: Bench
     front: Front
-    good: StreamChannel
+    good: WorkerClient
     network: Network
     local: PeerServer
 
@@ -81,7 +81,7 @@ async def served(*scripts: Script, settings: Settings | None = None) -> AsyncIte
         gateway = b.app.gateway
         front = Front(b.serve, links, gateway.settings, counts=gateway.metrics.connections)
         network = Network(front.protocol, 0.001)
-        good = StreamChannel("gw", tasks, dial=network.dial)
+        good = WorkerClient("gw", tasks, dial=network.dial)
         yield Served(b, front, good, network, local)
         good.close()
         front.close()

@@ -28,7 +28,7 @@ from slagate.router.front.server import Front, serve_front
 from slagate.router.generate import generate
 from slagate.router.request.errors import Outcome
 from slagate.router.request.settings import Settings
-from slagate.workers.client.client import connect_worker
+from slagate.workers.client.client import WorkerClient, connect_worker
 from slagate.workers.runtime.listen import listen_on
 from slagate.workers.server import SERVER_OPTIONS
 from slagate.workers.worker import SCHEMA_RELEASE
@@ -256,9 +256,10 @@ class Whole(NamedTuple):
             found["client streams"] = client.connection.n_streams
             found["unsent"] = client.connection.engine.queued_body_size()
         for member in members:
-            channel = member.worker._streams  # type: ignore[union-attr]
-            found["calls"] = len(channel._calls)
-            found["streams"] = sum(each.n_streams for each in channel.links.connections)
+            worker = member.worker
+            assert isinstance(worker, WorkerClient)
+            found["calls"] = worker.n_calls
+            found["streams"] = sum(each.n_streams for each in worker.pool.connections)
         return [f"{n} {name}" for name, n in found.items() if n]
 
     async def free(self) -> None:

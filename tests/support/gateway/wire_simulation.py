@@ -20,7 +20,7 @@ from slagate.router.front.server import Front
 from slagate.router.generate import generate
 from slagate.router.request.metadata import RECEIPT_TRAILER
 from slagate.router.request.settings import Settings
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from slagate.workers.trtllm.worker import TrtllmWorker
 from slagate.workers.worker import Worker
 from support.engine.workers import request
@@ -93,7 +93,7 @@ async def play(
     async with anyio.create_task_group() as around:
         around.start_soon(sample, wire.fleet)
         channels = [
-            StreamChannel(f"gw-{n}", around, dial=wire.clients.dial) for n in range(N_CLIENTS)
+            WorkerClient(f"gw-{n}", around, dial=wire.clients.dial) for n in range(N_CLIENTS)
         ]
         async with anyio.create_task_group() as tasks:
             for number, one in enumerate(seen):
@@ -106,7 +106,7 @@ async def play(
     return seen
 
 
-async def _client(channel: StreamChannel, seen: Seen, rng: random.Random) -> None:
+async def _client(channel: WorkerClient, seen: Seen, rng: random.Random) -> None:
     plan = seen.plan
     await anyio.sleep(plan.at_s)
     sink = BytesSink()
@@ -144,7 +144,7 @@ async def _stall(call: Call, rng: random.Random) -> None:
     call.resume()
 
 
-async def _fault(wire: WireFleet, channels: list[StreamChannel], rng: random.Random) -> None:
+async def _fault(wire: WireFleet, channels: list[WorkerClient], rng: random.Random) -> None:
     """One thing that goes wrong, and is mended if it can be."""
     await anyio.sleep(rng.uniform(0, 3))
     address = rng.choice(list(wire.servers))
@@ -159,7 +159,7 @@ async def _fault(wire: WireFleet, channels: list[StreamChannel], rng: random.Ran
         await anyio.sleep(rng.uniform(0, 2))
         wire.networks[address].refuses = ""
     elif kind == "client leaves":
-        for connection in rng.choice(channels).links.connections:
+        for connection in rng.choice(channels).pool.connections:
             connection.abandon("the client left")
     elif lines:
         ends = rng.choice(lines)
@@ -199,8 +199,8 @@ async def check_wire(wire: WireFleet, seen: Sequence[Seen]) -> None:
         assert client.connection.engine.queued_body_size() == 0
     # What is left are the subscriptions to KV events, one a rank.
     for far in wire.far:
-        assert len(far.channel._calls) <= 1, far.channel
-        assert sum(c.n_streams for c in far.channel.links.connections) <= 1
+        assert far.channel.n_calls <= 1, far.channel
+        assert sum(c.n_streams for c in far.channel.pool.connections) <= 1
     assert sum(server.n_streams for server in wire.servers.values()) <= len(wire.servers)
     outcomes = {
         sample.labels["outcome"]: int(sample.value)

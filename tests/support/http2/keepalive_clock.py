@@ -19,6 +19,7 @@ class KeepaliveClock:
         self._keepalive = connection._keepalive
         self._keepalive.stop()
         self._keepalive._loop = self  # type: ignore[assignment]
+        self._keepalive.now_s = self.time
         self._keepalive.watch()
 
     def time(self) -> float:
@@ -41,5 +42,5 @@ class KeepaliveClock:
 
     async def answered(self) -> None:
         """Until the peer has said something since the last ping."""
-        while self._keepalive._pinged_s is not None:
+        while not self._keepalive.n_heard:
             await anyio.lowlevel.checkpoint()

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from slagate.proto.http2.connection import H2Connection
-from slagate.proto.http2.interfaces import Headers, Http2Settings, Stream, StreamEnd
+from slagate.proto.http2.connection import H2Connection, H2Stream
+from slagate.proto.http2.interfaces import Headers, Http2Settings, StreamEnd
 from slagate.proto.rpc.frames import prefix
 
 ANSWER = ((b":status", b"200"), (b"content-type", b"application/grpc"))
@@ -12,7 +12,7 @@ ANSWER = ((b":status", b"200"), (b"content-type", b"application/grpc"))
 class PeerStream:
     """One stream at the server, and what the client did to it."""
 
-    def __init__(self, stream: Stream, headers: Headers, on_request: "OnRequest") -> None:
+    def __init__(self, stream: H2Stream, headers: Headers, on_request: "OnRequest") -> None:
         self.stream = stream
         self.request_headers = headers
         self.body = b""
@@ -46,7 +46,7 @@ class PeerStream:
             self.stream.send(prefix(message) + message)
 
     def finish(self, code: int = 0, message: bytes = b"") -> None:
-        self.stream.end([(b"grpc-status", b"%d" % code), (b"grpc-message", message)])
+        self.stream.end_stream([(b"grpc-status", b"%d" % code), (b"grpc-message", message)])
 
 
 OnRequest = Callable[[PeerStream], None]
@@ -73,7 +73,7 @@ class PeerServer:
         self.connections.append(connection)
         return connection
 
-    def _accept(self, stream: Stream, headers: Headers) -> PeerStream:
+    def _accept(self, stream: H2Stream, headers: Headers) -> PeerStream:
         accepted = PeerStream(stream, headers, lambda peer: self.on_request(peer))
         self.streams.append(accepted)
         return accepted

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 import anyio
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto.http2.connection import H2Connection
-from slagate.proto.http2.interfaces import Headers, Http2Settings, Stream, StreamEnd
+from slagate.proto.http2.connection import H2Connection, H2Stream
+from slagate.proto.http2.interfaces import Headers, Http2Settings, StreamEnd
 from slagate.proto.rpc.frames import MessageReader, prefix
 from slagate.proto.rpc.headers import decode_timeout, status_headers, to_metadata
 from slagate.proto.rpc.sinks import Call, Sink
 from slagate.proto.rpc.status import Metadata, Status
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from slagate.workers.worker import GENERATE, Worker
 from support.http2.memory_transport import Network
 from support.http2.peer import ANSWER
@@ -41,7 +41,7 @@ class Http2Server:
     def n_streams(self) -> int:
         return sum(connection.n_streams for connection in self.connections)
 
-    def _accept(self, stream: Stream, headers: Headers) -> "_Served":
+    def _accept(self, stream: H2Stream, headers: Headers) -> "_Served":
         return _Served(stream, headers, self.worker)
 
     def ready(self) -> None: ...
@@ -56,7 +56,7 @@ class Http2Server:
 class _Served:
     """One call: the handler of its stream, and the sink of the worker's answer."""
 
-    def __init__(self, stream: Stream, headers: Headers, worker: Worker) -> None:
+    def __init__(self, stream: H2Stream, headers: Headers, worker: Worker) -> None:
         self._stream = stream
         self._headers = headers
         self._worker = worker
@@ -99,7 +99,7 @@ class _Served:
     def finish(self, status: Status, /) -> None:
         trailers = status_headers(status)
         if self._has_answered:
-            self._stream.end(trailers)
+            self._stream.end_stream(trailers)
         else:
             self._stream.respond([*ANSWER, *trailers], last=True)
 
@@ -107,7 +107,7 @@ class _Served:
 class Http2Worker:
     """A `Worker` whose streams go over a channel; the rest is asked directly, `latency_s` away."""
 
-    def __init__(self, worker: Worker, channel: StreamChannel, latency_s: float) -> None:
+    def __init__(self, worker: Worker, channel: WorkerClient, latency_s: float) -> None:
         self._worker = worker
         self.channel = channel
         self._latency_s = latency_s
@@ -146,7 +146,7 @@ class Http2Worker:
 
     async def _travel(self) -> None:
         await anyio.sleep(self._latency_s)
-        self.channel.reachable()
+        self.channel.pool.reachable()
 
 
 @asynccontextmanager
@@ -155,7 +155,7 @@ async def over_http2(
 ) -> AsyncIterator[Http2Worker]:
     """The worker as it is from the other end of the network."""
     async with anyio.create_task_group() as tasks:
-        channel = StreamChannel("worker:1", tasks, dial=network.dial)
+        channel = WorkerClient("worker:1", tasks, dial=network.dial)
         try:
             yield Http2Worker(worker, channel, latency_s)
         finally:

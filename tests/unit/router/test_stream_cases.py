@@ -19,7 +19,7 @@ import uvloop
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK
 from slagate.router.request.settings import Settings
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from support.builders import config, finished, request, token
 from support.gateway.front_path import served
 from support.gateway.grpc_gateway import Order, aio_worker, whole
@@ -100,7 +100,7 @@ def test_stream_08_an_idle_channel_says_nothing_and_then_serves_at_once() -> Non
         server = PeerServer()
         network = Network(server.protocol)
         async with anyio.create_task_group() as tasks:
-            channel = StreamChannel("worker:1", tasks, dial=network.dial)
+            channel = WorkerClient("worker:1", tasks, dial=network.dial)
 
             async def ask() -> None:
                 sink = BytesSink()
@@ -128,7 +128,7 @@ def test_mem_02_a_worker_that_is_down_for_ten_minutes_costs_nothing_that_grows()
         network = Network(PeerServer().protocol)
         network.refuses = "nobody listens"
         async with anyio.create_task_group() as tasks:
-            channel = StreamChannel("worker:1", tasks, dial=network.dial)
+            channel = WorkerClient("worker:1", tasks, dial=network.dial)
 
             async def minutes(n_minutes: int) -> tuple[int, int]:
                 for _ in range(n_minutes * 60 * 50):
@@ -149,7 +149,7 @@ def test_mem_02_a_worker_that_is_down_for_ten_minutes_costs_nothing_that_grows()
             assert late_bytes < early_bytes + 10_000 * n_minutes
             assert network.n_dials < 2 * n_minutes * 60
             network.refuses = ""
-            channel.reachable()
+            channel.pool.reachable()
             sink = BytesSink()
             channel.generate(b"x", (), sink, timeout_s=10)
             assert await sink.done() == OK
@@ -316,7 +316,7 @@ def test_peer_02_nagle_is_off_on_every_socket_that_carries_tokens(
                 assert len(await rest(call)) == 3
                 (near,) = w.front.clients
                 (member,) = w.app.fleet.members()
-                connections = [near.connection, *member.worker._streams.links.connections]  # type: ignore[union-attr]
+                connections = [near.connection, *member.worker.pool.connections]  # type: ignore[union-attr]
                 assert len(connections) == 2
                 for connection in connections:
                     assert connection._transport is not None

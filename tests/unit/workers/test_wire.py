@@ -12,7 +12,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.address import Address
 from slagate.proto.rpc.sinks import BufferedSink, Sink
 from slagate.proto.rpc.status import OK, Metadata, Status
-from slagate.workers.client.client import GrpcWorker, connect_worker
+from slagate.workers.client.client import WorkerClient, connect_worker
 from slagate.workers.errors import MAX_MESSAGE_BYTES
 from slagate.workers.server import HIGH_WATER_BYTES, serve_worker
 from slagate.workers.worker import GENERATE
@@ -117,7 +117,7 @@ def test_a_client_that_does_not_read_pauses_the_engine_and_one_that_reads_again_
 @asynccontextmanager
 async def connected(
     *scripts: tuple[oe.GenerateResponse | Status, ...],
-) -> AsyncIterator[GrpcWorker]:
+) -> AsyncIterator[WorkerClient]:
     """A worker behind a server and a channel that plays these scripts in order."""
     async with (
         served(FakeWorker(scripts=Scripts(list(scripts)))) as at,
@@ -126,7 +126,7 @@ async def connected(
         yield worker
 
 
-async def answer(worker: GrpcWorker, sink: KeepingSink) -> KeepingSink:
+async def answer(worker: WorkerClient, sink: KeepingSink) -> KeepingSink:
     worker.generate(request("r").SerializeToString(), (), sink, timeout_s=None)
     return await sink.done()
 

@@ -12,9 +12,9 @@ import anyio.to_thread
 import pytest
 
 from slagate.proto.http2 import goaway as farewell
-from slagate.proto.http2.connection import H2Connection
+from slagate.proto.http2.connection import H2Connection, H2Stream
 from slagate.proto.http2.goaway import all_closed
-from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM, Headers, Http2Settings, Stream
+from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM, Headers, Http2Settings
 from slagate.workers.tls.reloading import ServerTls
 from support.gateway.certificates import Ca, files
 from support.http2.peer import PeerServer, PeerStream
@@ -33,7 +33,7 @@ class Ending(H2Connection):
         self.is_gone = anyio.Event()
         self.is_made = anyio.Event()
 
-    def _flood(self, stream: Stream, headers: Headers) -> PeerStream:
+    def _flood(self, stream: H2Stream, headers: Headers) -> PeerStream:
         stream.respond([(b":status", b"200")])
         stream.send(bytes(64 << 20))
         return PeerStream(stream, headers, lambda _: None)

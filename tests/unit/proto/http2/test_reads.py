@@ -10,6 +10,12 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
+from slagate.proto.http2.connection import (
+    ConnectionState,
+    H2Connection,
+    H2Stream,
+    write_coalescer,
+)
 from slagate.proto.http2.engine import (
     ConnectionClosed,
     DataReceived,
@@ -17,13 +23,9 @@ from slagate.proto.http2.engine import (
     StreamClosed,
     TrailersReceived,
 )
-from slagate.proto.http2.events import Events
-from slagate.proto.http2.interfaces import Headers, StreamEnd
-from slagate.proto.http2.outbox import turn_of
-from slagate.proto.http2.stream import H2Stream
-from slagate.proto.http2.token_bucket import TokenBucket
+from slagate.proto.http2.interfaces import Headers, Http2Settings, StreamEnd
 from slagate.proto.rpc.status import OK
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from support.http2.memory_transport import Network
 from support.http2.peer import PeerServer, PeerStream
 from support.seeds import each_seed
@@ -57,30 +59,24 @@ class Heard:
         self.said.append("closed")
 
 
-class Line:
-    """A connection that nothing is done to."""
+class Owner:
+    """Has a connection, and does nothing."""
 
-    def close(self, reason: str, code: int = 0) -> None: ...
-
-    def ended(self, reason: str, code: int) -> None: ...
+    def ready(self) -> None: ...
 
     def freed(self) -> None: ...
 
+    def retiring(self, code: int, about: bytes, /) -> None: ...
 
-def heard(n_streams: int) -> tuple[Events, list[Heard]]:
+    def lost(self, reason: str, /) -> None: ...
+
+
+def heard(n_streams: int) -> tuple[H2Connection, list[Heard]]:
     handlers = [Heard() for _ in range(n_streams)]
-    line: Any = Line()
-    streams = {number: H2Stream(line, number, each) for number, each in enumerate(handlers)}
-    events = Events(
-        line,
-        line,
-        None,
-        streams,
-        chatter=TokenBucket(1, 1),
-        resets=TokenBucket(1, 1),
-        farewell=line,
-    )
-    return events, handlers
+    connection = H2Connection(Owner(), Http2Settings())
+    for number, each in enumerate(handlers):
+        connection._streams[number] = H2Stream(connection, number, each)
+    return connection, handlers
 
 
 def life(rng: random.Random, stream_id: int) -> list[Any]:
@@ -108,8 +104,8 @@ def test_a_streams_frames_of_one_read_are_one_piece() -> None:
         while any(lives):
             mixed.append(rng.choice([each for each in lives if each]).pop(0))
         for event in mixed:
-            one_by_one.tell([event])
-        together.tell(mixed)
+            one_by_one._take([event])
+        together._take(mixed)
         for each, joined in zip(alone, in_one_read, strict=True):
             pieces = [said for said in each.said if isinstance(said, bytes)]
             assert [said for said in joined.said if isinstance(said, bytes)] == (
@@ -121,25 +117,32 @@ def test_a_streams_frames_of_one_read_are_one_piece() -> None:
             if pieces:
                 assert joined.said.index(b"".join(pieces)) == each.said.index(pieces[0])
 
-    each_seed(200, history)
+    async def main() -> None:
+        each_seed(200, history)
+
+    run(main)
 
 
 def test_a_body_is_told_before_the_connection_is_over_and_to_nobody_behind() -> None:
-    events, (first, second) = heard(2)
-    over = ConnectionClosed(0, b"")
-    events.tell(
-        [DataReceived(0, b"a", end_stream=False), over, DataReceived(1, b"b", end_stream=False)]
-    )
-    # What stood in front of it was said; a line of ours would then be over.
-    assert first.said == [b"a"]
-    events, (first, second) = heard(2)
+    async def main() -> None:
+        connection, (first, second) = heard(2)
+        over = ConnectionClosed(0, b"")
+        connection._take(
+            [DataReceived(0, b"a", end_stream=False), over, DataReceived(1, b"b", end_stream=False)]
+        )
+        assert (first.said, second.said) == ([b"a", "closed"], ["closed"])
+        connection, (first, second) = heard(2)
 
-    def lost() -> None:
-        events.is_over = True
+        def lost() -> None:
+            connection.state = ConnectionState.LOST
 
-    first.on_data = lost
-    events.tell([DataReceived(0, b"a", end_stream=False), DataReceived(1, b"b", end_stream=False)])
-    assert (first.said, second.said) == ([b"a"], [])
+        first.on_data = lost
+        connection._take(
+            [DataReceived(0, b"a", end_stream=False), DataReceived(1, b"b", end_stream=False)]
+        )
+        assert (first.said, second.said) == ([b"a"], [])
+
+    run(main)
 
 
 def test_last_words_of_a_task_that_a_read_woke_go_out_in_the_same_write() -> None:
@@ -156,7 +159,7 @@ def test_last_words_of_a_task_that_a_read_woke_go_out_in_the_same_write() -> Non
         server = PeerServer(on_request)
         network = Network(server.protocol, 0.001)
         async with anyio.create_task_group() as tasks:
-            channel = StreamChannel("w", tasks, dial=network.dial)
+            channel = WorkerClient("w", tasks, dial=network.dial)
             sink = BytesSink()
             channel.generate(b"request", (), sink, timeout_s=5)
             peer = await woken
@@ -176,16 +179,15 @@ def test_last_words_of_a_task_that_a_read_woke_go_out_in_the_same_write() -> Non
 def test_a_write_outside_a_read_is_in_the_next_turn() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        turn = turn_of(loop)
-        assert turn_of(loop) is turn
+        coalescer = write_coalescer(loop)
+        assert write_coalescer(loop) is coalescer
         order: list[str] = []
-        turn.begin()
-        turn.begin()
-        turn.soon(loop, lambda: order.append("write"))
-        turn.end(loop)
+        coalescer.n_reading = 1
+        coalescer.soon(loop, lambda: order.append("write"))
         loop.call_soon(order.append, "woken")
-        turn.end(loop)
-        turn.soon(loop, lambda: order.append("later"))
+        coalescer.n_reading = 0
+        coalescer.release(loop)
+        coalescer.soon(loop, lambda: order.append("later"))
         for _ in range(3):
             await anyio.lowlevel.checkpoint()
         assert order == ["woken", "write", "later"]
@@ -196,7 +198,7 @@ def test_a_write_outside_a_read_is_in_the_next_turn() -> None:
 def test_a_loop_that_is_over_is_not_kept() -> None:
     async def main() -> weakref.ref[asyncio.AbstractEventLoop]:
         loop = asyncio.get_running_loop()
-        turn_of(loop)
+        write_coalescer(loop)
         return weakref.ref(loop)
 
     loop = run(main)

@@ -183,7 +183,7 @@ def test_a_call_that_is_not_grpc_is_told_so_in_http_and_its_connection_goes_on(
                 # On its way without an end: it is told that nobody wants it; RFC 9113, section 8.1.
                 stream.send(bytes(100))
             else:
-                stream.finish()
+                stream.end_stream()
             await anyio.sleep(0.1)
             assert said.words == ["415", "ended", "closed 0"]
             assert connection.n_streams == 0

@@ -16,7 +16,7 @@ from slagate.proto.rpc.status import OK
 from slagate.router.front.client_stream import ClientStream
 from slagate.router.front.limits import FLUSH_S
 from slagate.router.front.server import Front
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from support.builders import finished, request, token
 from support.gateway.request_path import Bench, bench
 from support.http2.memory_transport import Network
@@ -27,7 +27,7 @@ from support.worker.fake import HANG, Script
 LONG: Script = (*(token(*range(500)) for _ in range(300)), finished(), OK)
 """More than the window of a client that does not read, and less than what may wait for it."""
 
-Scene = Callable[[Bench, StreamChannel], Awaitable[None]]
+Scene = Callable[[Bench, WorkerClient], Awaitable[None]]
 
 
 def play(scene: Scene, *scripts: Script) -> None:
@@ -36,7 +36,7 @@ def play(scene: Scene, *scripts: Script) -> None:
             local = Network(asyncio.Protocol)
             links = ConnectionPool("local", tasks, settings=Http2Settings(), dial=local.dial)
             front = Front(b.serve, links, b.app.gateway.settings)
-            channel = StreamChannel("gw", tasks, dial=Network(front.protocol, 0.001).dial)
+            channel = WorkerClient("gw", tasks, dial=Network(front.protocol, 0.001).dial)
             await scene(b, channel)
             channel.close()
             tasks.cancel_scope.cancel()
@@ -44,14 +44,14 @@ def play(scene: Scene, *scripts: Script) -> None:
     run(main)
 
 
-def start(channel: StreamChannel, sink: BytesSink, *, timeout_s: float | None = None) -> Call:
+def start(channel: WorkerClient, sink: BytesSink, *, timeout_s: float | None = None) -> Call:
     return channel.generate(request().SerializeToString(), (), sink, timeout_s=timeout_s)
 
 
 def test_an_answer_waits_for_a_slow_client_without_a_deadline_as_long_as_any_request_may_take() -> (
     None
 ):
-    async def scene(b: Bench, channel: StreamChannel) -> None:
+    async def scene(b: Bench, channel: WorkerClient) -> None:
         sink = BytesSink()
         call = start(channel, sink)
         call.pause()
@@ -81,7 +81,7 @@ def n_streams(b: Bench) -> int:
 def test_nothing_is_left_of_calls_that_were_given_up_long_before_their_deadline() -> None:
     """MEM: neither the call nor its request, of up to 8 MB, waits for the deadline."""
 
-    async def scene(b: Bench, channel: StreamChannel) -> None:
+    async def scene(b: Bench, channel: WorkerClient) -> None:
         sinks = [BytesSink() for _ in range(10)]
         calls = [start(channel, sink, timeout_s=3600) for sink in sinks]
         for sink in sinks:
@@ -99,7 +99,7 @@ def test_nothing_is_left_of_calls_that_were_given_up_long_before_their_deadline(
 def test_a_bug_with_one_request_ends_that_one_and_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene(b: Bench, channel: StreamChannel) -> None:
+    async def scene(b: Bench, channel: WorkerClient) -> None:
         def fail(*_: object) -> NoReturn:
             raise ZeroDivisionError
 

@@ -11,10 +11,9 @@ import pytest
 
 from slagate.pools.grid.grid import Stage
 from slagate.proto import openengine_pb2 as oe
+from slagate.proto.http2.connection import ConnectionState, H2Connection
 from slagate.proto.http2.engine import RequestReceived
-from slagate.proto.http2.events import Events
-from slagate.proto.http2.outbox import Outbox
-from slagate.proto.http2.stream import H2Stream
+from slagate.proto.http2.interfaces import Http2Settings
 from slagate.proto.rpc.client_call import ServerStreamCall
 from slagate.proto.rpc.frames import framed
 from slagate.proto.rpc.sinks import BufferedSink
@@ -79,6 +78,12 @@ def test_what_came_together_across_the_bound_of_the_buffer_is_passed_on_and_the_
     run(main)
 
 
+class Nowhere:
+    """A pool of connections that has none."""
+
+    def drop(self, call: object) -> None: ...
+
+
 class Wire:
     """A stream of an HTTP/2 connection that takes everything."""
 
@@ -96,9 +101,7 @@ class Wire:
 def test_a_call_that_failed_while_it_was_paused_does_not_end_well() -> None:
     async def main() -> None:
         sink, wire = BytesSink(), Wire()
-        call = ServerStreamCall(
-            (), b"", (), sink, timeout_s=None, on_end=lambda _: None, again=lambda _: None
-        )
+        call = ServerStreamCall((), b"", (), sink, pool=Nowhere(), timeout_s=None, running=set())
         call._stream = wire  # type: ignore[assignment]
         call.headers([(b":status", b"200"), (b"content-type", b"application/grpc")])
         call.pause()
@@ -124,9 +127,7 @@ def test_messages_in_front_of_one_that_cannot_be_read_come_before_the_error(
 
     async def main() -> None:
         sink, wire = BytesSink(), Wire()
-        call = ServerStreamCall(
-            (), b"", (), sink, timeout_s=None, on_end=lambda _: None, again=lambda _: None
-        )
+        call = ServerStreamCall((), b"", (), sink, pool=Nowhere(), timeout_s=None, running=set())
         call._stream = wire  # type: ignore[assignment]
         call.headers([(b":status", b"200"), (b"content-type", b"application/grpc")])
         if is_paused:
@@ -147,9 +148,7 @@ def test_a_call_that_is_answered_before_all_of_it_was_sent_gives_its_place_back(
     async def main() -> None:
         sink, wire = BytesSink(), Wire()
         wire.unsent_bytes = 5
-        call = ServerStreamCall(
-            (), b"", (), sink, timeout_s=None, on_end=lambda _: None, again=lambda _: None
-        )
+        call = ServerStreamCall((), b"", (), sink, pool=Nowhere(), timeout_s=None, running=set())
         call._stream = wire  # type: ignore[assignment]
         call.headers([(b":status", b"200"), (b"content-type", b"application/grpc")])
         call.trailers([(b"grpc-status", b"8")])
@@ -161,45 +160,63 @@ def test_a_call_that_is_answered_before_all_of_it_was_sent_gives_its_place_back(
 
 
 def test_a_stream_is_reset_behind_its_last_words_and_not_while_they_cannot_be_written() -> None:
-    class Engine:
-        def queued_body_size(self, _: int) -> int:
-            return 0
+    async def main() -> None:
+        owner: Any = None
+        connection = H2Connection(owner, Http2Settings())
+        transport: Any = Taking()
+        connection._transport = transport
+        resets: list[int] = []
+        connection.engine = Idle(resets)  # type: ignore[assignment]
+        stream = connection._opened(1, None)
+        connection._is_blocked = True
+        stream.reset_behind(0)
+        connection._flush()
+        assert resets == []
+        connection._is_blocked = False
+        connection._flush()
+        assert resets == [1]
+        connection._keepalive.stop()
 
-    class Line:
-        engine: Any = Engine()
-        resets: list[int] = []  # noqa: RUF012
+    run(main)
 
-        def forget(self, _: H2Stream) -> bool:
-            return True
 
-        def submit(self, _action: Any, stream_id: int, _code: int) -> None:
-            self.resets.append(stream_id)
+class Taking:
+    """A transport that takes everything."""
 
-    line = Line()
-    line.engine.reset_stream = None
-    stream = H2Stream(line, 1, None)  # type: ignore[arg-type]
-    outbox = Outbox(line.engine, {1: stream}, error=ValueError)
-    outbox.reset_behind(stream, 0)
-    outbox.written(is_drained=False)
-    assert line.resets == []
-    outbox.written(is_drained=True)
-    assert line.resets == [1]
+    def write(self, data: bytes) -> None: ...
+
+
+class Idle:
+    """An engine that has nothing to send."""
+
+    def __init__(self, resets: list[int]) -> None:
+        self._resets = resets
+
+    def data_to_send(self, _: int) -> bytes:
+        return b""
+
+    def events(self) -> list[Any]:
+        return []
+
+    def reset_stream(self, stream_id: int, _code: int) -> None:
+        self._resets.append(stream_id)
 
 
 def test_what_comes_behind_the_end_of_a_connection_is_for_nobody() -> None:
-    class Line:
-        def add(self, *_: object) -> None:
-            raise AssertionError("a stream on a connection that is over")
-
     def accept(*_: object) -> Any:
         raise AssertionError("a request on a connection that is over")
 
-    events = Events(Line(), Line(), accept, {}, chatter=Any, resets=Any, farewell=Any)  # type: ignore[arg-type]
-    request = RequestReceived(1, ((b":method", b"POST"),), end_stream=False)
-    with pytest.raises(AssertionError):
-        events.tell([request])
-    events.is_over = True
-    events.tell([request])
+    async def main() -> None:
+        owner: Any = None
+        connection = H2Connection(owner, Http2Settings(), accept=accept)
+        request = RequestReceived(1, ((b":method", b"POST"),), end_stream=False)
+        with pytest.raises(AssertionError):
+            connection._take([request])
+        connection.state = ConnectionState.LOST
+        connection._take([request])
+        connection._keepalive.stop()
+
+    run(main)
 
 
 HEAD = client_id_suffix("leg-1")

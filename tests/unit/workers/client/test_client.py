@@ -122,7 +122,7 @@ def test_a_stream_from_a_host_that_has_vanished_ends() -> None:
                 worker.kv_events(b"", (), sink)
                 await sink.at_least(1)
                 cable.is_cut = True
-                (connection,) = worker._streams.links.connections
+                (connection,) = worker.pool.connections
                 clock = KeepaliveClock(connection)
                 assert clock.move_on(), "it is asked whether it is there"
                 clock.move_on()

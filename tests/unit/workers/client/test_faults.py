@@ -26,7 +26,7 @@ from slagate.proto.rpc.connection_pool import CONNECT_LIMIT_S, MAX_BACKOFF_S, Co
 from slagate.proto.rpc.frames import prefix
 from slagate.proto.rpc.sinks import Call
 from slagate.proto.rpc.status import OK, Status
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from support.http2.memory_transport import Network
 from support.http2.peer import ANSWER, PeerServer, PeerStream, echo
 from support.seeds import n_in
@@ -37,25 +37,25 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
 @asynccontextmanager
-async def channel_over(network: Network, **options: object) -> AsyncIterator[StreamChannel]:
+async def channel_over(network: Network, **options: object) -> AsyncIterator[WorkerClient]:
     async with anyio.create_task_group() as tasks:
-        channel = StreamChannel("worker:1", tasks, dial=network.dial, **options)  # type: ignore[arg-type]
+        channel = WorkerClient("worker:1", tasks, dial=network.dial, **options)  # type: ignore[arg-type]
         yield channel
         channel.close()
         tasks.cancel_scope.cancel()
 
 
-def start(channel: StreamChannel, sink: BytesSink, *, timeout_s: float | None = None) -> Call:
+def start(channel: WorkerClient, sink: BytesSink, *, timeout_s: float | None = None) -> Call:
     return channel.generate(b"request", (), sink, timeout_s=timeout_s)
 
 
-async def ask(channel: StreamChannel, *, timeout_s: float | None = None) -> Status:
+async def ask(channel: WorkerClient, *, timeout_s: float | None = None) -> Status:
     sink = BytesSink()
     start(channel, sink, timeout_s=timeout_s)
     return await sink.done()
 
 
-Scene = Callable[[StreamChannel, PeerServer, Network], Awaitable[None]]
+Scene = Callable[[WorkerClient, PeerServer, Network], Awaitable[None]]
 
 
 def play(
@@ -84,7 +84,7 @@ def hold(_stream: PeerStream) -> None:
 
 
 def test_nothing_is_connected_before_there_is_something_to_send() -> None:
-    async def scene(channel: StreamChannel, _server: PeerServer, network: Network) -> None:
+    async def scene(channel: WorkerClient, _server: PeerServer, network: Network) -> None:
         await anyio.sleep(10)
         assert network.n_dials == 0
         assert await ask(channel) == OK
@@ -95,7 +95,7 @@ def test_nothing_is_connected_before_there_is_something_to_send() -> None:
 
 
 def test_one_write_carries_what_one_turn_of_the_loop_sends() -> None:
-    async def scene(channel: StreamChannel, _server: PeerServer, network: Network) -> None:
+    async def scene(channel: WorkerClient, _server: PeerServer, network: Network) -> None:
         await ask(channel)
         near, far = network.links[0]
         before = near.n_writes, far.n_writes
@@ -110,7 +110,7 @@ def test_one_write_carries_what_one_turn_of_the_loop_sends() -> None:
 
 
 def test_a_line_that_goes_dead_ends_its_streams_once_and_the_next_call_gets_another() -> None:
-    async def scene(channel: StreamChannel, server: PeerServer, network: Network) -> None:
+    async def scene(channel: WorkerClient, server: PeerServer, network: Network) -> None:
         server.on_request = lambda stream: stream.answer(b"one")
         sinks = [BytesSink() for _ in range(3)]
         for sink in sinks:
@@ -134,7 +134,7 @@ def test_a_line_that_goes_dead_ends_its_streams_once_and_the_next_call_gets_anot
 
 
 def test_a_silent_stream_on_a_good_line_goes_on() -> None:
-    async def scene(channel: StreamChannel, server: PeerServer, _network: Network) -> None:
+    async def scene(channel: WorkerClient, server: PeerServer, _network: Network) -> None:
         server.on_request = lambda stream: stream.answer()
         sink = BytesSink()
         start(channel, sink)
@@ -152,7 +152,7 @@ def test_a_silent_stream_on_a_good_line_goes_on() -> None:
 def test_a_peer_that_finds_its_pings_too_many_gets_half_of_them(about: bytes, after_s: int) -> None:
     """And no fewer where it asks for another calm."""
 
-    async def scene(channel: StreamChannel, server: PeerServer, _network: Network) -> None:
+    async def scene(channel: WorkerClient, server: PeerServer, _network: Network) -> None:
         server.on_request = hold
         sink = BytesSink()
         start(channel, sink)
@@ -163,7 +163,7 @@ def test_a_peer_that_finds_its_pings_too_many_gets_half_of_them(about: bytes, af
         assert sink.status is None  # what the peer has taken goes on
         start(channel, BytesSink())
         await anyio.sleep(1)
-        assert [connection.settings.ping_after_s for connection in channel.links.connections] == [
+        assert [connection.settings.ping_after_s for connection in channel.pool.connections] == [
             30,
             after_s,
         ]
@@ -172,7 +172,7 @@ def test_a_peer_that_finds_its_pings_too_many_gets_half_of_them(about: bytes, af
 
 
 def test_a_worker_that_cannot_be_reached_is_unavailable_at_once_until_it_is_tried_again() -> None:
-    async def scene(channel: StreamChannel, _server: PeerServer, network: Network) -> None:
+    async def scene(channel: WorkerClient, _server: PeerServer, network: Network) -> None:
         network.refuses = "nobody listens"
         status = await ask(channel)
         assert status == Status(UNAVAILABLE, "cannot connect to worker:1: nobody listens")
@@ -191,7 +191,7 @@ def test_a_worker_that_cannot_be_reached_is_unavailable_at_once_until_it_is_trie
         assert MAX_BACKOFF_S <= gaps[-1] < MAX_BACKOFF_S + 0.1
         network.refuses = ""
         assert await ask(channel) == status
-        channel.reachable()
+        channel.pool.reachable()
         assert await ask(channel) == OK
 
     play(scene)
@@ -214,7 +214,7 @@ def test_a_peer_that_says_nothing_is_given_up_and_so_are_its_calls() -> None:
 def test_a_dial_that_is_given_up_takes_its_connection_along_though_it_is_in_use() -> None:
     """Its transport is freed then, as uvloop does it: nothing may write on it any more."""
 
-    async def scene(channel: StreamChannel, server: PeerServer, network: Network) -> None:
+    async def scene(channel: WorkerClient, server: PeerServer, network: Network) -> None:
         server.on_request = hold
         network.hangs = True
         early = BytesSink()
@@ -251,7 +251,7 @@ def test_a_peer_that_speaks_something_else_is_unavailable() -> None:
 
 
 def test_a_call_that_the_worker_has_not_looked_at_is_sent_once_more() -> None:
-    async def scene(channel: StreamChannel, server: PeerServer, _network: Network) -> None:
+    async def scene(channel: WorkerClient, server: PeerServer, _network: Network) -> None:
         def refuse_first(stream: PeerStream) -> None:
             if len(server.streams) == 1:
                 stream.stream.reset(REFUSED_STREAM)
@@ -281,7 +281,7 @@ def test_a_call_that_the_worker_has_not_looked_at_is_sent_once_more() -> None:
 def test_a_stream_reset_after_a_message_ends_with_grpcs_code(
     reset: int, code: grpc.StatusCode
 ) -> None:
-    async def scene(channel: StreamChannel, server: PeerServer, _network: Network) -> None:
+    async def scene(channel: WorkerClient, server: PeerServer, _network: Network) -> None:
         def answer_and_reset(stream: PeerStream) -> None:
             stream.answer(b"one")
             asyncio.get_running_loop().call_later(1, stream.stream.reset, reset)
@@ -309,19 +309,19 @@ def too_long_a_message(stream: PeerStream) -> None:
 
 def no_status(stream: PeerStream) -> None:
     stream.answer(b"one")
-    stream.stream.finish()
+    stream.stream.end_stream()
 
 
 def a_web_page(stream: PeerStream) -> None:
     stream.stream.respond([(b":status", b"200"), (b"content-type", b"text/html")])
     stream.stream.send(b"<html>")
-    stream.stream.finish()
+    stream.stream.end_stream()
 
 
 def a_proxys_error(stream: PeerStream) -> None:
     stream.stream.respond([(b":status", b"503")])
     stream.stream.send(b"nobody there")
-    stream.stream.finish()
+    stream.stream.end_stream()
 
 
 def an_unknown_encoding(stream: PeerStream) -> None:
@@ -342,7 +342,7 @@ def an_unknown_encoding(stream: PeerStream) -> None:
 def test_an_answer_that_is_wrong_ends_its_call_and_leaves_the_connection_to_the_others(
     answer: Callable[[PeerStream], None], code: grpc.StatusCode
 ) -> None:
-    async def scene(channel: StreamChannel, server: PeerServer, network: Network) -> None:
+    async def scene(channel: WorkerClient, server: PeerServer, network: Network) -> None:
         server.on_request = hold
         other = BytesSink()
         start(channel, other)
@@ -357,7 +357,7 @@ def test_an_answer_that_is_wrong_ends_its_call_and_leaves_the_connection_to_the_
 
 
 def test_headers_that_are_too_large_end_the_connection_and_each_call_once() -> None:
-    async def scene(channel: StreamChannel, server: PeerServer, _network: Network) -> None:
+    async def scene(channel: WorkerClient, server: PeerServer, _network: Network) -> None:
         server.on_request = hold
         sinks = [BytesSink() for _ in range(3)]
         for sink in sinks:
@@ -400,13 +400,13 @@ def test_a_connection_that_is_made_as_its_channel_closes_is_closed_too() -> None
         server = PeerServer()
         network = Network(server.protocol, 0.01)
         async with anyio.create_task_group() as tasks:
-            channel = StreamChannel("worker:1", tasks, dial=network.dial)
+            channel = WorkerClient("worker:1", tasks, dial=network.dial)
             sink = BytesSink()
             start(channel, sink)
             await anyio.sleep(0.005)  # it is dialled, and the peer has not said anything yet
             channel.close()
             await anyio.sleep(1)
-            assert channel.links.connections == []
+            assert channel.pool.connections == []
             assert [far.is_closing() for _, far in network.links] == [True]
             assert len(server.reasons) == 1
             tasks.cancel_scope.cancel()
@@ -442,14 +442,14 @@ def test_who_waits_for_a_connection_is_told_when_there_will_be_none() -> None:
             assert early.status == wanted
             links.start(late)
             assert late.status == wanted
-            assert not links.has_waiting
+            assert not links.waiting
             tasks.cancel_scope.cancel()
 
     run(main)
 
 
 def test_what_was_kept_of_a_lost_stream_comes_before_its_end() -> None:
-    async def scene(channel: StreamChannel, server: PeerServer, network: Network) -> None:
+    async def scene(channel: WorkerClient, server: PeerServer, network: Network) -> None:
         server.on_request = lambda stream: stream.answer(b"one", b"two")
         sink = BytesSink()
         call = start(channel, sink)
@@ -466,7 +466,7 @@ def test_what_was_kept_of_a_lost_stream_comes_before_its_end() -> None:
 
 
 def test_what_comes_right_behind_a_resume_comes_behind_what_was_kept() -> None:
-    async def scene(channel: StreamChannel, server: PeerServer, network: Network) -> None:
+    async def scene(channel: WorkerClient, server: PeerServer, network: Network) -> None:
         server.on_request = lambda stream: stream.answer(b"one", b"two")
         sink = BytesSink()
         call = start(channel, sink)
@@ -486,14 +486,14 @@ def test_what_comes_right_behind_a_resume_comes_behind_what_was_kept() -> None:
 def test_a_peer_that_does_not_read_holds_up_no_more_than_what_it_is_sent() -> None:
     """MEM: what the transport does not take stays in the engine, and goes when the call goes."""
 
-    async def scene(channel: StreamChannel, _server: PeerServer, network: Network) -> None:
+    async def scene(channel: WorkerClient, _server: PeerServer, network: Network) -> None:
         await ask(channel)
         near, _ = network.links[0]
         near.is_stalled = True
         sink = BytesSink()
         call = channel.generate(bytes(4 << 20), (), sink, timeout_s=None)
         await anyio.sleep(1)
-        engine = channel.links.connections[0].engine
+        engine = channel.pool.connections[0].engine
         assert WRITE_BYTES // 2 < near.n_bytes <= 2 * WRITE_BYTES
         assert engine.queued_body_size() > 3 << 20
         call.cancel()
@@ -510,7 +510,7 @@ def test_thousands_of_calls_leave_nothing_behind() -> None:
     """MEM: answered ones, cancelled ones, and ones that the worker resets, over one connection."""
     n_calls = n_in(gate=3000, long=10_000)
 
-    async def scene(channel: StreamChannel, server: PeerServer, network: Network) -> None:
+    async def scene(channel: WorkerClient, server: PeerServer, network: Network) -> None:
         def answer(stream: PeerStream) -> None:
             number = len(server.streams)
             server.streams.clear()

@@ -12,7 +12,7 @@ from slagate.proto.http2.interfaces import Http2Settings
 from slagate.proto.http2.keepalive import QUICK_PINGS, RARE_S
 from slagate.proto.rpc.sinks import Call
 from slagate.proto.rpc.status import Metadata, Status
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from support.http2.grpc_peers import Order, Peer, Serve, aio_peer, numbered, sync_peer
 from support.http2.keepalive_clock import KeepaliveClock
 from support.limits import HANG_S
@@ -24,16 +24,16 @@ QUICK = Http2Settings(stream_window_bytes=64 << 10)
 @asynccontextmanager
 async def channel_to(
     address: str, settings: Http2Settings | None = None
-) -> AsyncIterator[StreamChannel]:
+) -> AsyncIterator[WorkerClient]:
     async with anyio.create_task_group() as tasks:
-        channel = StreamChannel(address, tasks, settings=settings)
+        channel = WorkerClient(address, tasks, settings=settings)
         yield channel
         channel.close()
         tasks.cancel_scope.cancel()
 
 
 def start(
-    channel: StreamChannel,
+    channel: WorkerClient,
     order: Order,
     sink: BytesSink,
     *,
@@ -44,7 +44,7 @@ def start(
     return channel.generate(order.request(padding_bytes), metadata, sink, timeout_s=timeout_s)
 
 
-async def ask(channel: StreamChannel, order: Order, **options: object) -> BytesSink:
+async def ask(channel: WorkerClient, order: Order, **options: object) -> BytesSink:
     sink = BytesSink()
     start(channel, order, sink, **options)  # type: ignore[arg-type]
     await sink.done()
@@ -53,7 +53,7 @@ async def ask(channel: StreamChannel, order: Order, **options: object) -> BytesS
 
 def play(
     serve: Serve,
-    scene: Callable[[Peer, StreamChannel], Awaitable[None]],
+    scene: Callable[[Peer, WorkerClient], Awaitable[None]],
     settings: Http2Settings | None = None,
     **options: object,
 ) -> None:
@@ -63,7 +63,7 @@ def play(
         with anyio.fail_after(HANG_S):
             async with serve(**options) as peer, channel_to(peer.address, settings) as channel:
                 await scene(peer, channel)
-                assert repr(channel).startswith("StreamChannel(0 calls, 0 waiting"), channel
+                assert repr(channel).startswith("WorkerClient(0 calls, 0 waiting"), channel
 
     with_uvloop = {"loop_factory": uvloop.new_event_loop}
     anyio.run(main, backend_options=with_uvloop)
@@ -74,7 +74,7 @@ either = pytest.mark.parametrize("serve", [sync_peer, aio_peer])
 
 @either
 def test_a_request_of_a_megabyte_and_more_arrives_whole(serve: Serve) -> None:
-    async def scene(_peer: Peer, channel: StreamChannel) -> None:
+    async def scene(_peer: Peer, channel: WorkerClient) -> None:
         order = Order(echo_bytes=True)
         sink = await ask(channel, order, padding_bytes=1_400_000)
         assert sink.code is grpc.StatusCode.OK
@@ -88,7 +88,7 @@ def test_a_request_of_a_megabyte_and_more_arrives_whole(serve: Serve) -> None:
 def test_large_answers_come_whole_and_in_order(
     serve: Serve, settings: Http2Settings | None
 ) -> None:
-    async def scene(_peer: Peer, channel: StreamChannel) -> None:
+    async def scene(_peer: Peer, channel: WorkerClient) -> None:
         sink = await ask(channel, Order(n_messages=50, message_bytes=1 << 20))
         assert sink.code is grpc.StatusCode.OK
         assert sink.messages == [numbered(i, 1 << 20) for i in range(50)]
@@ -98,7 +98,7 @@ def test_large_answers_come_whole_and_in_order(
 
 @either
 def test_two_hundred_streams_share_one_connection(serve: Serve) -> None:
-    async def scene(peer: Peer, channel: StreamChannel) -> None:
+    async def scene(peer: Peer, channel: WorkerClient) -> None:
         sinks = [BytesSink() for _ in range(200)]
         calls = [
             start(channel, Order(n_messages=3, hang=True), sink, metadata=[("x-number", str(at))])
@@ -118,7 +118,7 @@ def test_two_hundred_streams_share_one_connection(serve: Serve) -> None:
 def test_a_status_comes_with_its_details_and_trailers(serve: Serve) -> None:
     details = "no such thing: 100 % \u201ctried\u201d\n, \U0001f600"
 
-    async def scene(peer: Peer, channel: StreamChannel) -> None:
+    async def scene(peer: Peer, channel: WorkerClient) -> None:
         peer.trailers = (("x-a", "b"), ("grpc-status-details-bin", b"\x00\xff\xfe"), ("y-bin", b""))
         for n_messages in (0, 2):
             sink = await ask(channel, Order(n_messages=n_messages, code=5, details=details))
@@ -132,7 +132,7 @@ def test_a_status_comes_with_its_details_and_trailers(serve: Serve) -> None:
 def test_metadata_arrives_as_it_was_given(serve: Serve) -> None:
     metadata = (("x-a", "b c"), ("x-raw-bin", bytes(range(256))), ("traceparent", "00-1-2-03"))
 
-    async def scene(peer: Peer, channel: StreamChannel) -> None:
+    async def scene(peer: Peer, channel: WorkerClient) -> None:
         await ask(channel, Order(), metadata=metadata)
         assert metadata == tuple(peer.calls[0].metadata.items())[-3:] or set(metadata) <= set(
             peer.calls[0].metadata.items()
@@ -142,7 +142,7 @@ def test_metadata_arrives_as_it_was_given(serve: Serve) -> None:
 
 
 def test_metadata_that_cannot_be_sent_ends_the_call_and_names_the_key() -> None:
-    async def scene(_peer: Peer, channel: StreamChannel) -> None:
+    async def scene(_peer: Peer, channel: WorkerClient) -> None:
         sink = await ask(channel, Order(), metadata=[("x-a", "b\nc")])
         assert sink.code is grpc.StatusCode.INTERNAL
         assert sink.status is not None
@@ -153,7 +153,7 @@ def test_metadata_that_cannot_be_sent_ends_the_call_and_names_the_key() -> None:
 
 @either
 def test_a_method_that_the_worker_does_not_serve_is_unimplemented(serve: Serve) -> None:
-    async def scene(_peer: Peer, channel: StreamChannel) -> None:
+    async def scene(_peer: Peer, channel: WorkerClient) -> None:
         assert (await ask(channel, Order())).code is grpc.StatusCode.UNIMPLEMENTED
 
     play(serve, scene, serves=False)
@@ -161,7 +161,7 @@ def test_a_method_that_the_worker_does_not_serve_is_unimplemented(serve: Serve) 
 
 @either
 def test_a_cancel_before_anything_was_sent_reaches_nobody(serve: Serve) -> None:
-    async def scene(peer: Peer, channel: StreamChannel) -> None:
+    async def scene(peer: Peer, channel: WorkerClient) -> None:
         sink = BytesSink()
         start(channel, Order(), sink).cancel()
         assert sink.code is grpc.StatusCode.CANCELLED
@@ -177,7 +177,7 @@ def test_a_cancel_before_anything_was_sent_reaches_nobody(serve: Serve) -> None:
 @either
 @pytest.mark.parametrize("n_messages", [0, 2])
 def test_a_cancel_reaches_the_worker(serve: Serve, n_messages: int) -> None:
-    async def scene(peer: Peer, channel: StreamChannel) -> None:
+    async def scene(peer: Peer, channel: WorkerClient) -> None:
         sink = BytesSink()
         call = start(channel, Order(n_messages=n_messages, hang=True), sink)
         await peer.hanging.wait()
@@ -191,7 +191,7 @@ def test_a_cancel_reaches_the_worker(serve: Serve, n_messages: int) -> None:
 
 
 def test_a_cancel_within_a_message_is_the_end() -> None:
-    async def scene(_peer: Peer, channel: StreamChannel) -> None:
+    async def scene(_peer: Peer, channel: WorkerClient) -> None:
         calls: list[Call] = []
         sink = BytesSink(lambda _: calls[0].cancel())
         calls.append(start(channel, Order(n_messages=100), sink))
@@ -205,7 +205,7 @@ def test_a_cancel_within_a_message_is_the_end() -> None:
 def test_a_deadline_travels_as_what_is_left_of_it_and_ends_the_call_at_both_ends(
     serve: Serve,
 ) -> None:
-    async def scene(peer: Peer, channel: StreamChannel) -> None:
+    async def scene(peer: Peer, channel: WorkerClient) -> None:
         # The shortest one that leaves time for the message.
         for limit_s in (0.4, 4.0, 40.0):
             sink = await ask(channel, Order(n_messages=1, hang=True), timeout_s=limit_s)
@@ -223,7 +223,7 @@ def test_a_deadline_travels_as_what_is_left_of_it_and_ends_the_call_at_both_ends
 
 @either
 def test_a_deadline_ends_a_call_that_is_paused(serve: Serve) -> None:
-    async def scene(_peer: Peer, channel: StreamChannel) -> None:
+    async def scene(_peer: Peer, channel: WorkerClient) -> None:
         sink = BytesSink()
         call = start(channel, Order(n_messages=9, message_bytes=1 << 20), sink, timeout_s=0.3)
         call.pause()
@@ -238,7 +238,7 @@ def test_a_reader_that_stops_keeps_its_place_while_two_hundred_others_finish(ser
     """STREAM: nothing of the stream that is not read is lost, and it holds up nobody."""
     size = 100_000
 
-    async def scene(_peer: Peer, channel: StreamChannel) -> None:
+    async def scene(_peer: Peer, channel: WorkerClient) -> None:
         slow = BytesSink()
         call = start(channel, Order(n_messages=80, message_bytes=size), slow)
         await slow.at_least(1)
@@ -264,7 +264,7 @@ def test_a_stream_that_is_paused_is_kept_up_to_its_window(serve: Serve) -> None:
     """MEM: what waits here does not grow, however much the worker has to say."""
     n_kept: list[int] = []
 
-    async def scene(_peer: Peer, channel: StreamChannel) -> None:
+    async def scene(_peer: Peer, channel: WorkerClient) -> None:
         slow = BytesSink()
         call = start(channel, Order(n_messages=100, message_bytes=100_000), slow)
         call.pause()
@@ -280,7 +280,7 @@ def test_a_stream_that_is_paused_is_kept_up_to_its_window(serve: Serve) -> None:
 
 
 def test_a_pause_before_the_first_byte_holds() -> None:
-    async def scene(peer: Peer, channel: StreamChannel) -> None:
+    async def scene(peer: Peer, channel: WorkerClient) -> None:
         sink = BytesSink()
         call = start(channel, Order(n_messages=2), sink)
         call.pause()
@@ -301,7 +301,7 @@ def test_a_pause_before_the_first_byte_holds() -> None:
 def test_more_streams_than_a_connection_may_have_get_connections_of_their_own(
     serve: Serve,
 ) -> None:
-    async def scene(peer: Peer, channel: StreamChannel) -> None:
+    async def scene(peer: Peer, channel: WorkerClient) -> None:
         sinks = [BytesSink() for _ in range(25)]
         calls = [start(channel, Order(n_messages=1, hang=True), sink) for sink in sinks]
         for sink in sinks:
@@ -319,7 +319,7 @@ def test_more_streams_than_a_connection_may_have_get_connections_of_their_own(
 def test_calls_beyond_all_connections_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slagate.proto.rpc.connection_pool.MAX_CONNECTIONS", 2)
 
-    async def scene(peer: Peer, channel: StreamChannel) -> None:
+    async def scene(peer: Peer, channel: WorkerClient) -> None:
         sinks = [BytesSink() for _ in range(5)]
         calls = [start(channel, Order(n_messages=1, hang=True), sink) for sink in sinks]
         for sink in sinks[:4]:
@@ -339,7 +339,7 @@ def test_calls_beyond_all_connections_wait_for_room(monkeypatch: pytest.MonkeyPa
 @either
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 def test_compressed_answers_are_read(serve: Serve, compression: grpc.Compression) -> None:
-    async def scene(_peer: Peer, channel: StreamChannel) -> None:
+    async def scene(_peer: Peer, channel: WorkerClient) -> None:
         sink = await ask(channel, Order(n_messages=3, message_bytes=50_000))
         assert sink.code is grpc.StatusCode.OK
         assert sink.messages == [numbered(i, 50_000) for i in range(3)]
@@ -348,14 +348,14 @@ def test_compressed_answers_are_read(serve: Serve, compression: grpc.Compression
 
 
 def test_a_server_that_says_goodbye_finishes_what_it_has_and_gets_nothing_new() -> None:
-    async def scene(peer: Peer, channel: StreamChannel) -> None:
+    async def scene(peer: Peer, channel: WorkerClient) -> None:
         sink = BytesSink()
         call = start(channel, Order(n_messages=60, message_bytes=100_000), sink)
         await sink.at_least(1)
         call.pause()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(peer.server.stop, HANG_S)
-            while not channel.links.connections[0].is_retiring:
+            while not channel.pool.connections[0].is_retiring:
                 await anyio.lowlevel.checkpoint()
             refused = await ask(channel, Order())
             assert refused.code is grpc.StatusCode.UNAVAILABLE
@@ -367,7 +367,7 @@ def test_a_server_that_says_goodbye_finishes_what_it_has_and_gets_nothing_new() 
 
 
 def test_a_server_that_is_stopped_at_once_ends_each_stream_once_with_unavailable() -> None:
-    async def scene(peer: Peer, channel: StreamChannel) -> None:
+    async def scene(peer: Peer, channel: WorkerClient) -> None:
         sinks = [BytesSink() for _ in range(20)]
         for sink in sinks:
             start(channel, Order(n_messages=1, hang=True), sink)
@@ -386,11 +386,11 @@ def test_a_server_that_is_stopped_at_once_ends_each_stream_once_with_unavailable
 def test_a_stock_server_takes_our_pings_for_as_long_as_a_stream_is_silent(serve: Serve) -> None:
     """STREAM-08: one that permits a ping in five minutes ends a connection for the fourth that is quick."""
 
-    async def scene(peer: Peer, channel: StreamChannel) -> None:
+    async def scene(peer: Peer, channel: WorkerClient) -> None:
         sink = BytesSink()
         call = start(channel, Order(n_messages=1, hang=True), sink)
         await sink.at_least(1)
-        clock = KeepaliveClock(channel.links.connections[0])
+        clock = KeepaliveClock(channel.pool.connections[0])
         while clock.due_s < RARE_S:
             if clock.move_on():
                 await clock.answered()
@@ -407,12 +407,12 @@ def test_a_stock_server_takes_our_pings_for_as_long_as_a_stream_is_silent(serve:
 def test_a_server_whose_connections_age_ends_no_stream_and_refuses_no_call(serve: Serve) -> None:
     """STREAM-09: its goodbye comes in the middle of a stream that is longer, and new calls go elsewhere."""
 
-    async def scene(peer: Peer, channel: StreamChannel) -> None:
+    async def scene(peer: Peer, channel: WorkerClient) -> None:
         slow = BytesSink()
         call = start(channel, Order(n_messages=40, message_bytes=100_000), slow)
         await slow.at_least(1)
         call.pause()
-        while not channel.links.connections[0].is_retiring:
+        while not channel.pool.connections[0].is_retiring:
             assert (await ask(channel, Order())).code is grpc.StatusCode.OK
         for _ in range(10):
             assert (await ask(channel, Order())).code is grpc.StatusCode.OK

@@ -12,12 +12,12 @@ import grpc
 import pytest
 import uvloop
 
-from slagate.proto.http2.connection import H2Connection
+from slagate.proto.http2.connection import H2Connection, H2Stream
 from slagate.proto.http2.goaway import all_closed
-from slagate.proto.http2.interfaces import Headers, Http2Settings, Stream
+from slagate.proto.http2.interfaces import Headers, Http2Settings
 from slagate.proto.rpc.headers import CONTENT_TYPE, status_headers
 from slagate.proto.rpc.status import OK
-from slagate.workers.client.streams import StreamChannel
+from slagate.workers.client.client import WorkerClient
 from slagate.workers.tls.reloading import ClientTls, ServerTls
 from support.gateway.certificates import Ca, Pair, files
 from support.http2.grpc_peers import Order, Serve, aio_peer, sync_peer
@@ -41,7 +41,7 @@ def run(main: Callable[[], Awaitable[None]], loop: str = "uvloop") -> None:
 async def ask(address: str, tls: ClientTls | None, order: Order | None = None) -> BytesSink:
     """One call on a channel of its own."""
     async with anyio.create_task_group() as tasks:
-        channel = StreamChannel(address, tasks, tls=tls)
+        channel = WorkerClient(address, tasks, tls=tls)
         sink = BytesSink()
         channel.generate((order or Order(n_messages=3)).request(), (), sink, timeout_s=HANG_S)
         await sink.done()
@@ -213,7 +213,7 @@ class _Recorder:
         self._seen = seen
         self.connection = H2Connection(self, Http2Settings(), accept=self._accept)
 
-    def _accept(self, stream: Stream, headers: Headers) -> Any:
+    def _accept(self, stream: H2Stream, headers: Headers) -> Any:
         self._seen.append(dict(headers))
         answer = [(b":status", b"200"), (b"content-type", CONTENT_TYPE), *status_headers(OK)]
         stream.respond(answer, last=True)

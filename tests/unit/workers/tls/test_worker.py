@@ -17,7 +17,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.http2.goaway import all_closed
 from slagate.proto.rpc.address import Address
 from slagate.proto.rpc.status import OK
-from slagate.workers.client.client import GrpcWorker, connect_worker
+from slagate.workers.client.client import WorkerClient, connect_worker
 from slagate.workers.errors import WorkerError
 from slagate.workers.server import serve_worker
 from slagate.workers.tls.files import TlsFiles
@@ -37,7 +37,7 @@ class Ends(NamedTuple):
     server: ServerTls
     client: ClientTls
     address: str
-    far: GrpcWorker
+    far: WorkerClient
 
 
 class SlowWorker(FakeWorker):
@@ -146,13 +146,13 @@ def test_everything_is_rotated_and_what_runs_goes_on(tmp_path: Path) -> None:
             await renewed(e.server, server)
             await renewed(e.client, client)
             assert (await e.far.server_info()).instance_id  # on a channel of the new certificates
-            assert len(e.far._control._channels) == 2
+            assert len(e.far.control._channels) == 2
             assert await asks(e, e.client) == "answered"
             assert await asks(e, old) != "answered"
             assert loads == []
             e.worker.may_tell.set()
         assert [each.instance_id for each in loads] == ["slow"]
-        assert len(e.far._control._channels) == 1
+        assert len(e.far.control._channels) == 1
         e.worker.calls[0].say(token(2), OK)
         await sink.done()
         assert sink.code is grpc.StatusCode.OK
