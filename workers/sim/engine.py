@@ -211,10 +211,11 @@ class SimEngine:
 
     def _decode(self, rank: SimRank, sequence: SimSequence) -> None:
         """Put a sequence's last token into the cache and deliver the next one."""
-        chain = sequence.chain
+        chain, allocation = sequence.chain, sequence.allocation
         assert chain is not None
+        assert allocation is not None
         if sequence.kv_tokens % self._limits.block_tokens == 0:
-            rank.grow(sequence)
+            rank.cache.grow(allocation)
         sequence.kv_tokens += 1
         chain.append(sequence.generated[-1])
         state = chain.state
@@ -269,7 +270,8 @@ class SimEngine:
         if self.pulls is not None:
             self.pulls.cancel(sequence)
         # Also reached from inside the iteration's own end, where its timer is spent already.
-        if self._iteration is not None and not self._iteration.has_work():
-            self._iteration.timer.cancel()
+        iteration = self._iteration
+        if iteration is not None and not any(step.has_work() for step in iteration.steps):
+            iteration.timer.cancel()
             self._iteration = None
         self._go_on()

@@ -135,10 +135,6 @@ class Iteration(NamedTuple):
     steps: list[RankStep]
     timer: asyncio.TimerHandle
 
-    def has_work(self) -> bool:
-        """Whether anything it computes is still wanted."""
-        return any(step.has_work() for step in self.steps)
-
 
 class SimRank:
     """One rank: its cache, the sequences on it with their blocks, and its event recorder.
@@ -174,11 +170,6 @@ class SimRank:
     def n_running(self) -> int:
         """Sequences admitted and not finished."""
         return len(self._prefilling) + len(self._transferring) + len(self.decoding)
-
-    @property
-    def load(self) -> tuple[int, int]:
-        """(running sequences, used blocks): less is a better place for the next one."""
-        return self.n_running, self.cache.used_blocks
 
     def is_full(self) -> bool:
         """Whether the batch has no place left."""
@@ -260,11 +251,6 @@ class SimRank:
         block_tokens = self._limits.block_tokens
         n_full_tokens = (sequence.n_prompt - 1) // block_tokens * block_tokens
         self._store(sequence, sequence.leading(n_full_tokens, block_tokens), ended=False)
-
-    def grow(self, sequence: SimSequence) -> None:
-        """Give a decoding sequence the next of the blocks reserved for it."""
-        assert sequence.allocation is not None
-        self.cache.grow(sequence.allocation)
 
     def remove(self, sequence: SimSequence) -> None:
         """Count a sequence of this rank as ended and take it out; it keeps its blocks until `free`."""
@@ -377,7 +363,7 @@ class RankGroup:
         if sequence.first is not None and sequence.first.rank is not None:
             # Its prompt is in that cache.
             return ranks[sequence.first.rank : sequence.first.rank + 1]
-        by_load = sorted(ranks, key=lambda rank: rank.load)
+        by_load = sorted(ranks, key=lambda rank: (rank.n_running, rank.cache.used_blocks))
         wanted = sequence.rank_wanted
         if wanted is None:
             return by_load
