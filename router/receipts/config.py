@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from slagate.pools.estimator.estimator import Coefficients, FrozenEstimator
 from slagate.pools.fleet.fleet import Prepared, prepare
-from slagate.pools.fleet_file.load import parse_config
+from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.errors import ConfigError
 from slagate.pools.grid.grid import Stage, StageGrid
 from slagate.proto import gateway_pb2 as gw
@@ -38,6 +38,7 @@ class RecordedConfig(NamedTuple):
     """A configuration read back from its message, for decisions made again."""
 
     version: str
+    config: FleetConfig
     grids: Mapping[Stage, StageGrid]
     estimators: Mapping[str, FrozenEstimator]  # by pool, uncorrected
 
@@ -70,7 +71,7 @@ def read_config(message: gw.GatewayConfig) -> RecordedConfig:
     for name in (name for grid in grids.values() for name in grid.pool_names):
         if name not in estimators:
             raise UnusableReceipt(f"config.estimators: there is none for pool {name!r}")
-    return RecordedConfig(message.version, grids, estimators)
+    return RecordedConfig(message.version, config, grids, estimators)
 
 
 def prepared_of(message: gw.GatewayConfig) -> Prepared:
@@ -79,13 +80,12 @@ def prepared_of(message: gw.GatewayConfig) -> Prepared:
     Its warnings and ignored keys are those of a file with this content. Raises `UnusableReceipt`.
     """
     read = read_config(message)
-    config = parse_config(json.loads(message.fleet), source="config.fleet")
     profiles = {
         name: estimator.profile
         for name, estimator in read.estimators.items()
         if estimator.profile is not None
     }
-    prepared = prepare(dataclasses.replace(config, profiles=profiles))
+    prepared = prepare(dataclasses.replace(read.config, profiles=profiles))
     if config_message(prepared, policy=message.policy).version != message.version:
         raise UnusableReceipt("config: comes out otherwise than it was read")
     return prepared

@@ -125,7 +125,7 @@ def _choice_message(choice: StageChoice, shown: Iterable[ScoredRow]) -> gw.Stage
         worker="" if winner is None else winner.view.address,
         rank=None if winner is None else winner.view.rank,
         candidates=[candidate_message(each, model=choice.ask.model) for each in shown],
-        candidates_total=choice.n_candidates,
+        candidates_total=sum(map(len, choice.scored)),
         pool_order=choice.pool_order,
         draw=choice.draw,
         starved=choice.starved,

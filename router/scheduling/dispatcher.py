@@ -129,7 +129,7 @@ class Dispatcher:
         self.step()
 
     def put_in_force(self, prepared: Prepared, config: gw.GatewayConfig) -> None:
-        """Put another configuration in force for the fleet and waiting requests; `config` is its message."""
+        """Put another configuration in force for the fleet and waiting requests."""
         # Taken out before anything changes: each change steps the queue, by half of the configuration.
         waiting = self._queue.clear()
         try:

@@ -72,12 +72,7 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
     @property
     def winner(self) -> ScoredRow | None:
         """The row that was chosen; None: nobody may take the request."""
-        return None if self.row is None else self.scored[-1].winner(self.row)
-
-    @property
-    def n_candidates(self) -> int:
-        """Rows that were looked at."""
-        return sum(map(len, self.scored))
+        return None if self.row is None else self.scored[-1].row_values(self.row)
 
     @property
     def reasons(self) -> set[str]:

@@ -124,13 +124,10 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         """The values of these rows."""
         reasons = self._reasons
         for row in rows:
-            yield self._candidate(row, _REASONS[reasons[row]])
+            yield self.row_values(row, _REASONS[reasons[row]])
 
-    def winner(self, row: int) -> ScoredRow:
-        """The values of the row that `pick` gave."""
-        return self._candidate(row, "")
-
-    def _candidate(self, row: int, excluded: str) -> ScoredRow:
+    def row_values(self, row: int, excluded: str = "") -> ScoredRow:
+        """The values of one row; `excluded` says why it may not be chosen."""
         pool, estimator = self.pool, self.pool.estimator
         number = row
         if pool.rows.counts.n_left:
