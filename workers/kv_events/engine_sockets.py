@@ -59,19 +59,12 @@ def stream_settings(
         raise ValueError(f"topic {topic!r} is no text")
     if type(hwm) is not int or hwm < 0:
         raise ValueError(f"hwm {hwm!r} is no number of messages")
-    return StreamSettings(
-        tuple(
-            Endpoints(
-                _address("endpoint", endpoint, rank),
-                None
-                if replay_endpoint is None
-                else _address("replay_endpoint", replay_endpoint, rank),
-            )
-            for rank in range(n_ranks)
-        ),
-        topic,
-        hwm,
-    )
+    ranks = range(n_ranks)
+    events = [_address("endpoint", endpoint, rank) for rank in ranks]
+    replays: list[str | None] = [None] * n_ranks
+    if replay_endpoint is not None:
+        replays = [_address("replay_endpoint", replay_endpoint, rank) for rank in ranks]
+    return StreamSettings(tuple(map(Endpoints, events, replays)), topic, hwm)
 
 
 def _address(name: str, endpoint: object, rank: int) -> str:

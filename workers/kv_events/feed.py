@@ -178,15 +178,8 @@ class KvFeed:
         self._normaliser: Normaliser = normaliser or KvEventNormaliser(
             ranks=ranks, block_tokens=block_tokens
         )
-        self._logs = [
-            RankLog(
-                rank,
-                block_tokens=block_tokens,
-                history_batches=history_batches,
-                history_bytes=history_bytes,
-            )
-            for rank in range(ranks)
-        ]
+        limits = {"history_batches": history_batches, "history_bytes": history_bytes}
+        self._logs = [RankLog(r, block_tokens=block_tokens, **limits) for r in range(ranks)]
         self._last_s = [
             0.0
         ] * ranks  # when each rank published last; kept while there are subscribers
@@ -210,8 +203,8 @@ class KvFeed:
             changes: dict[int, list[Change]] = {}
             for change in portion:
                 changes.setdefault(change.rank, []).append(change)
-            for rank, ranks_changes in changes.items():
-                if self._logs[rank].apply(ranks_changes, self._unix_nanos()):
+            for rank, of_rank in changes.items():
+                if self._logs[rank].apply(of_rank, self._unix_nanos()):
                     self._published(rank)
             yield
         now_s = asyncio.get_running_loop().time()

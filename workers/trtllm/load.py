@@ -77,18 +77,16 @@ def rank_loads(
         load = oe.RankLoadInfo(data_parallel_rank=rank)
         row = rows.get(rank)
         idle = n_live == 0 and row is not None
-        known_blocks = used_blocks if n_ranks == 1 else None
         batch, cache = _nested(row, "inflightBatchingStats"), kv_cache(row)
+        used, total = used_blocks if n_ranks == 1 else None, blocks_per_rank
+        if used is None and not idle:
+            used = _count(cache, "usedNumBlocks")
         _fill(
             load,
             running_requests=0 if idle else _count(row, "numActiveRequests"),
             queued_requests=0 if idle else _count(row, "numQueuedRequests"),
-            used_kv_blocks=known_blocks
-            if known_blocks is not None or idle
-            else _count(cache, "usedNumBlocks"),
-            total_kv_blocks=blocks_per_rank
-            if blocks_per_rank is not None
-            else _count(cache, "maxNumBlocks"),
+            used_kv_blocks=used,
+            total_kv_blocks=_count(cache, "maxNumBlocks") if total is None else total,
             prefill_batch_size=_total([batch], ("numContextRequests",), idle=idle),
             decode_batch_size=_total([batch], ("numGenRequests",), idle=idle),
         )

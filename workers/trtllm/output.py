@@ -155,20 +155,15 @@ def token_info(token_id: int, entry: Any, top_n: int | None) -> oe.TokenInfo:
         return info
     if token_id in entry:
         info.logprob = logprob_of(entry[token_id])
-        if (rank := _rank(entry[token_id])) is not None:
+        if (rank := getattr(entry[token_id], "rank", None)) is not None:
             info.rank = rank
     if top_n:
         best = sorted(entry.items(), key=lambda item: (-logprob_of(item[1]), item[0]))[:top_n]
-        info.candidates.extend(_candidate(token, value) for token, value in best)
+        info.candidates.extend(
+            oe.LogProb(token_id=token, logprob=logprob_of(one), rank=getattr(one, "rank", None))
+            for token, one in best
+        )
     return info
-
-
-def _candidate(token_id: int, value: Any) -> oe.LogProb:
-    return oe.LogProb(token_id=token_id, logprob=logprob_of(value), rank=_rank(value))
-
-
-def _rank(value: Any) -> int | None:
-    return getattr(value, "rank", None)
 
 
 def prompt_output(tokens: Sequence[int], entries: Sequence[Any], top_n: int) -> oe.PromptOutput:

@@ -1,5 +1,6 @@
 """Requests that a worker makes itself: the warm-up before it is ready, and the probe of health checks."""
 
+import asyncio
 import logging
 from typing import Any
 
@@ -33,16 +34,14 @@ class InferenceProbe:
         self._activity = activity
         self._end_id = end_id
         self._tasks = tasks
-        self._running: _Run | None = None
+        self._running: asyncio.Future[str] | None = None
 
     async def __call__(self) -> str:
         """Why the engine did not generate a token within `TIMEOUT_S`, or ""."""
         if self._running is None:
-            self._running = _Run()
-            self._tasks.start_soon(self._go, self._running)
-        running = self._running
-        await running.done.wait()
-        return running.failure
+            self._running = asyncio.get_running_loop().create_future()
+            self._tasks.start_soon(self._run, self._running)
+        return await asyncio.shield(self._running)
 
     async def warm_up(self, limit_s: float) -> str:
         """Generate a quarter of a block from half a block of prompt on each rank. Why that failed, or "".
@@ -62,12 +61,13 @@ class InferenceProbe:
                 return failure if rank is None else f"rank {rank}: {failure}"
         return ""
 
-    async def _go(self, running: "_Run") -> None:
+    async def _run(self, answer: asyncio.Future[str]) -> None:
+        failure = "the worker is shutting down"
         try:
-            running.failure = await self._attempt(1, 1, rank=None, limit_s=TIMEOUT_S)
+            failure = await self._attempt(1, 1, rank=None, limit_s=TIMEOUT_S)
         finally:
             self._running = None
-            running.done.set()
+            answer.set_result(failure)
 
     async def _attempt(
         self, n_prompt: int, max_tokens: int, *, rank: int | None, limit_s: float
@@ -121,9 +121,3 @@ class InferenceProbe:
             raise
         if not result.outputs[0].token_ids:
             raise RuntimeError("the engine answered without a token")
-
-
-class _Run:
-    def __init__(self) -> None:
-        self.done = anyio.Event()
-        self.failure = "the worker is shutting down"

@@ -15,12 +15,12 @@ from slagate.workers.legs import CONTEXT_ONLY, DECODE_RANK, REQUEST_TYPE, TARGET
 from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.logits.request import RequestLogits
 from slagate.workers.trtllm.engine import Engine
-from slagate.workers.trtllm.guided import guided_params
 from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.output import OutputForm
 from slagate.workers.trtllm.sampling import (
     UINT32_MAX,
     check_vocabulary,
+    guided_params,
     output_form,
     parse_stops,
     sampling_values,

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.trtllm.engine import Engine
-from slagate.workers.trtllm.guided import capabilities
-from slagate.workers.trtllm.sampling import MAX_TOP_N, max_sequences
+from slagate.workers.trtllm.sampling import MAX_TOP_N, capabilities, max_sequences
 from slagate.workers.worker import SCHEMA_RELEASE
 
 ROLES = {

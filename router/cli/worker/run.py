@@ -28,8 +28,12 @@ from slagate.workers.engine_args.build import KV_EVENTS, EngineArgs
 from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.logits.processors import LogitsProcessors, requested_of
 from slagate.workers.runtime.listen import ignore_hangups
-from slagate.workers.serving.sim import run_sim_worker
-from slagate.workers.serving.sim_worker import HANDOFF_TIMEOUT_S, KV_TRANSFER_TIMEOUT_S, SimOptions
+from slagate.workers.serving.sim import (
+    HANDOFF_TIMEOUT_S,
+    KV_TRANSFER_TIMEOUT_S,
+    SimOptions,
+    run_sim_worker,
+)
 from slagate.workers.serving.start import (
     PROGRESS_S,
     SHUTDOWN_LIMIT_S,

@@ -13,7 +13,7 @@ from slagate.workers.kv_transfer.shm import SharedMemoryTransport
 from slagate.workers.kv_transfer.transport import KvTransport
 from slagate.workers.profiles.profile import load_profile
 from slagate.workers.server import serve_worker
-from slagate.workers.serving.sim_worker import SimOptions, sim_worker
+from slagate.workers.serving.sim import SimOptions, sim_worker
 from slagate.workers.sim.api import sim_api
 from slagate.workers.sim.args import END_ID, VOCAB_SIZE, SimSettings
 from slagate.workers.sim.kv_cache.blocks import continuation

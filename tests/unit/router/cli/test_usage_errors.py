@@ -15,7 +15,7 @@ from slagate.router.cli.command import EXIT_USAGE, run_to_exit
 from slagate.router.demo.demo import run_demo
 from slagate.router.loadgen.trace import TraceError, load_trace
 from slagate.workers.runtime.usage import ProfileError, UsageError
-from slagate.workers.serving.sim_worker import SimOptions, sim_worker
+from slagate.workers.serving.sim import SimOptions, sim_worker
 from support.engine.workers import PROFILE
 from support.virtual_loop import run
 

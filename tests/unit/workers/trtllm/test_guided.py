@@ -11,7 +11,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import RequestRefused
 from slagate.workers.sim import request as sim_request
 from slagate.workers.trtllm.engine import Engine
-from slagate.workers.trtllm.guided import MAX_GUIDE_BYTES, capabilities, guided_params
+from slagate.workers.trtllm.sampling import MAX_GUIDE_BYTES, capabilities, guided_params
 from support.builders import request
 
 Code = grpc.StatusCode
