@@ -1,13 +1,13 @@
-"""The bands of a grid that is being built: the ones asked for, and one more for what lies beyond them.
+"""The bands of a grid that is being built: the ones asked for, and one more beyond them.
 
-A request outside the range of an axis lands in the first or the last band. So that those need not serve
-everything that can come, sizes from the last edge on have a band of their own, and so have targets below
-the first, unless that makes no difference:
+A request outside the range of an axis lands in the first or the last band. So that these need not be
+planned for such requests, sizes from the last edge on get a band of their own, and so do targets below the
+first edge, unless that makes no difference:
 
     isl      0 ... 4096 | 4096 ... 8192 | 8192 and more       asked for: 0 to 8192 in 2 bands
     ttft_ms  below 200 | 200 ... 400 | 400 and more           asked for: 200 to 600 in 2 bands
 
-Requests that name no target get the middle of what was asked for, where a spec does not say: the middle of
+Requests without a target get the middle of the range asked for, where a spec has no default: the middle of
 the built axis is moved by the bands that were added.
 """
 
@@ -20,7 +20,7 @@ from slagate.pools.fleet_file.models import ANY_CLASS, Objective
 from slagate.pools.grid_build.spec import AxisSpec
 
 _N_BETWEEN = 24
-"""Sizes of a band that are looked at besides its ends and knots, as curves are bent in between.
+"""Sizes of a band that are sampled besides its ends and knots, as curves are bent in between.
 
 Even where one band has all sizes up to 131072, the ITL of each packaged profile is then within 2 % of the
 straight lines between these sizes; with 4 of them it is 18 % off, with 1 more than twice as high.
@@ -31,9 +31,9 @@ straight lines between these sizes; with 4 of them it is 18 % off, with 1 more t
 class Bands:
     """The bands of axis `field`, between `edges`; those outside of `asked` were added.
 
-    `uniform`: those that were asked for are of equal width. Sizes above the last edge are judged up to
-    `far_tokens`: what was not measured is not. No added edge is above `profiled_tokens`, up to which every
-    profile has measured.
+    With `uniform` those that were asked for are of equal width. Sizes above the last edge are judged up to
+    `far_tokens`, as far as they were measured. No added edge is above `profiled_tokens`, the largest size
+    that every profile has measured.
     """
 
     field: str
@@ -45,7 +45,7 @@ class Bands:
 
     @property
     def resolution(self) -> int:
-        """How many there are."""
+        """How many bands there are."""
         return len(self.edges) - 1
 
     def is_beyond(self, band: int) -> bool:
@@ -72,8 +72,8 @@ class Bands:
 
     def split(self, edges: Collection[int]) -> "Bands":
         """These bands with further edges."""
-        # The first band has all that is below it and the last all that is above it, so that their outer
-        # edges part nothing.
+        # All smaller sizes belong to the first band and all larger ones to the last, so that their outer
+        # edges may move.
         first, last = self.edges[0], self.edges[-1]
         if min(edges) <= first:
             first = 0
@@ -83,7 +83,7 @@ class Bands:
         return replace(self, edges=all_edges, uniform=False)
 
     def joined(self, groups: Sequence[range]) -> "Bands":
-        """One band for each of these groups of them; an outer one that was asked for in part ends there."""
+        """One band for each of these groups; an outer one is cut to what was asked for of it."""
         low, high = self.asked
         edges = [self.edges[group.start] for group in groups] + [self.edges[-1]]
         far_tokens = self.far_tokens
@@ -111,7 +111,7 @@ class Bands:
         return sorted(found)
 
     def targets(self, band: int) -> tuple[float, float]:
-        """The tightest target of `band`, and the one that is too loose for it."""
+        """The tightest target of `band`, and the first that is too loose for it."""
         low = 0.0 if self.is_beyond(band) else self.edges[band]
         return low, math.inf if band == self.resolution - 1 else self.edges[band + 1]
 
@@ -119,9 +119,9 @@ class Bands:
 def size_bands(
     field: str, axis: AxisSpec, *, longest_tokens: float, profiled_tokens: float = math.inf
 ) -> Bands:
-    """The bands of sizes; shorter prompts than asked for are of the first, longer ones have their own.
+    """The bands of sizes: smaller sizes than asked for are in the first, larger ones have their own.
 
-    `longest_tokens` is the longest that is known of every pool, `profiled_tokens` of those with a profile.
+    `longest_tokens` is the largest size known of every pool, `profiled_tokens` of those with a profile.
     """
     edges, uniform = _edges(axis)
     asked = (0.0, edges[-1])
@@ -139,7 +139,7 @@ def size_bands(
 
 
 def target_bands(field: str, axis: AxisSpec) -> Bands:
-    """The bands of latency targets; nothing is below 0."""
+    """The bands of latency targets, none of which is below 0."""
     edges, uniform = _edges(axis)
     asked = (edges[0], edges[-1])
     if not axis.beyond or edges[0] <= 0:
@@ -151,7 +151,7 @@ def target_bands(field: str, axis: AxisSpec) -> Bands:
 
 
 def as_asked(field: str, axis: AxisSpec) -> Bands:
-    """The bands without one for what lies beyond."""
+    """The bands that were asked for, without one beyond them."""
     edges, uniform = _edges(axis)
     return Bands(field, edges, uniform, (edges[0], math.inf))
 
@@ -159,7 +159,7 @@ def as_asked(field: str, axis: AxisSpec) -> Bands:
 def _edges(axis: AxisSpec) -> tuple[tuple[float, ...], bool]:
     if axis.edges is not None:
         return axis.edges, False
-    # The spec's rules see to it that these three are there.
+    # The spec's rules guarantee these three.
     low, high, resolution = axis.min, axis.max, axis.resolution
     assert low is not None
     assert high is not None
@@ -170,18 +170,18 @@ def _edges(axis: AxisSpec) -> tuple[tuple[float, ...], bool]:
 
 
 def _tidy(value: float) -> float:
-    """An int where it is one, as people write it."""
+    """The value as an int where it is whole, as people write it."""
     return int(value) if value == int(value) else value
 
 
 _NEAR_EDGE = 0.01
-"""Of a band's width: a target so near to its edge is put into its middle."""
+"""A target nearer to an edge than this share of the band's width is moved to the band's middle."""
 
 
 def assumed_targets(
     objectives: Mapping[str, Objective], axes: Iterable[Bands]
 ) -> dict[str, int | float]:
-    """By field (`ttft_ms`, `itl_ms`) what `objectives` has no target in ms for, for any class."""
+    """Default targets in ms by field (`ttft_ms`, `itl_ms`), for those that `objectives` has none for."""
     given = objectives.get(ANY_CLASS, Objective())
     return {axis.field: _middle_ms(axis) for axis in axes if getattr(given, axis.field) is None}
 

@@ -40,14 +40,14 @@ Algorithm = Literal["slagate"] | Version
 ALGORITHMS: tuple[Algorithm, ...] = ("slagate", "dynamo", "dynamo-first")
 
 MAX_SPLITS = 8
-"""Rounds of parting bands where curves cross; each leaves less to part."""
+"""Rounds of splitting bands where curves cross; each leaves fewer crossings."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltStage:
     """The grid of one stage. `cells` is empty where an algorithm of Dynamo's made the mapping.
 
-    `pools` are all of the spec; the file has those numbered in `used`, in that order.
+    `pools` are all pools of the spec; the file has those whose numbers are in `used`, in that order.
     """
 
     pools: tuple[BuildPool, ...]
@@ -74,13 +74,12 @@ class BuiltStage:
 
 @dataclass(frozen=True, slots=True)
 class BuiltFleet:
-    """A fleet file's content, and by stage how it came to be."""
+    """The content of a fleet file, and the grids of its stages with the reasons for them."""
 
     content: dict[str, object]
     stages: dict[str, BuiltStage]
-    assumed: dict[
-        str, int | float
-    ]  # targets in ms of requests that name none, where the spec did not say
+    # Default targets in ms by field, where the spec has none.
+    assumed: dict[str, int | float]
 
     @property
     def has_gaps(self) -> bool:
@@ -98,8 +97,9 @@ def build_fleet(
 ) -> BuiltFleet:
     """The fleet of `spec`, which `source` names; it loads as a fleet file.
 
-    `spill`: a cell lists the further pools that meet it. `split`: bands are parted where curves cross in a
-    cell that no pool meets. Dynamo's algorithms have neither, and no margin. Raises `ConfigError`.
+    With `spill` a cell lists the further pools that meet it. With `split` bands are split where curves
+    cross in a cell that no pool meets. Dynamo's algorithms have neither, and no margin. Raises
+    `ConfigError`.
     """
     if algorithm != "slagate":
         check_for_dynamo(spec, source, algorithm, spill=spill, split=split)
@@ -147,9 +147,9 @@ def build_fleet(
 
 
 def priorities(stage: BuiltStage, sizes: Sequence[float]) -> list[int]:
-    """How fast each used pool is among those of its stage, 0 first: by the mean logarithm of its latencies.
+    """The rank of each used pool by speed, 0 the fastest: by the mean logarithm of its latencies.
 
-    They are taken at these sizes; equal pools share a number.
+    These are taken at the given sizes; equal pools share a rank.
     """
     slowness = [
         sum(math.log(curve.ms(tokens)) for curve in stage.pools[at].curves for tokens in sizes)
@@ -163,7 +163,7 @@ def _asked_sizes(stage: str, part: StageSpec) -> Sequence[float]:
     """The upper edges of the size bands that were asked for."""
     size_field = AXES[stage][0]
     if getattr(part, size_field) is None:
-        return (1.0,)  # curves are level there
+        return (1.0,)  # curves of such a stage are level
     return as_asked(size_field, _axis(part, size_field)).edges[1:]
 
 
@@ -252,14 +252,14 @@ def _axis(part: StageSpec, field: str) -> AxisSpec:
 
 
 def _entry(pool: PoolBuildSpec) -> dict[str, object]:
-    """What the fleet file says of the pool, besides its cells."""
+    """The entry of the pool in the fleet file's `pools`."""
     cost = int(pool.gpus) if pool.gpus == int(pool.gpus) else pool.gpus
     values = {
         "profile": pool.profile,
         "tp": pool.tp,
         "cost": cost,
         "workers": list(pool.workers) or None,
-        # Their number says it where there are workers.
+        # Where there are workers, their number is that of the replicas.
         "replicas": None if pool.workers else pool.replicas,
         "batch": pool.batch,
         "max_inflight": pool.max_inflight,

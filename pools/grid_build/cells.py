@@ -1,10 +1,10 @@
-"""Which pool gets a cell: the cheapest that meets every request of it, or else the fastest.
+"""Decides which pool gets a cell: the cheapest that meets every request of it, or else the fastest.
 
-Every request: the slowest size of the band, with the tightest target of the cell. A cell that no pool
-meets as a whole is infeasible; requests with looser targets in it may still be met. Then the pool is one
-that meets each request that any pool meets, and where there is none, because curves cross inside of the
-band, the cell is contested. Where nothing at all is met under the planned load, it is the pool that is the
-fastest without any: there is no load to go by at which the cell is served.
+Every request is met where the slowest size of the band meets the tightest target of the cell. A cell that
+no pool meets as a whole is infeasible, but its requests with looser targets may still be met. Such a cell
+gets a pool that meets each request that any pool meets. Where there is none, because curves cross inside of
+the band, the cell is contested. Where no request at all is met under the planned load, the cell gets the
+pool that is the fastest when idle.
 """
 
 import math
@@ -22,13 +22,13 @@ INFEASIBLE: Final = "infeasible"
 BEYOND: Final = "beyond"
 
 _HAIR = 1e-9
-"""Of a segment: where curves cross in less than that, they touch."""
+"""Curves that cross in less than this share of a segment only touch."""
 
 
 class BuildPool(NamedTuple):
-    """A pool as its grid sees it: a curve over sizes for each latency that has a target.
+    """A pool with a curve over sizes for each latency that has a target.
 
-    `curves` are under the planned load, `idle` of a single request.
+    `curves` are under the planned load, `idle` are those of a single request.
     """
 
     name: str
@@ -39,11 +39,11 @@ class BuildPool(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BuiltCell:
-    """One cell: pools in order, the first of which gets it, and why.
+    """One cell: its pools in order, of which the first gets it, and why.
 
     `worst_ms` is by pool and latency. `contested_tokens` is a size at which another pool meets a target of
-    this cell that the first one misses; `contested_beyond`: only outside of the range asked for. `dead`: no
-    pool meets anything of it even when idle.
+    this cell that the first one misses, with `contested_beyond` only outside of the range asked for. The
+    cell is `dead` where no pool meets any of its requests even when idle.
     """
 
     index: tuple[int, ...]
@@ -56,7 +56,7 @@ class BuiltCell:
 
 
 class _BandTimes(NamedTuple):
-    """The pools over one band of sizes: `ms[pool][latency][sample]`, and as `idle_ms` without load."""
+    """The times of pools over one band of sizes: `ms[pool][latency][sample]`, `idle_ms` without load."""
 
     samples: list[int]
     ms: list[list[list[float]]]
@@ -95,9 +95,9 @@ def build_cells(
 def crossings(
     pools: Sequence[BuildPool], size: Bands, target: Bands, cells: Sequence[BuiltCell]
 ) -> set[int]:
-    """Sizes at which to part the bands of contested cells: there another pool becomes the fastest.
+    """Sizes at which to split the bands of contested cells: there another pool becomes the fastest.
 
-    Of grids with one latency.
+    The grid must have one latency.
     """
     found: set[int] = set()
     contested = [cell for cell in cells if cell.contested_tokens is not None]
@@ -119,7 +119,7 @@ def _row(pools: Sequence[BuildPool], size: Bands, band: int) -> _BandTimes:
     )
     ms = [[[curve.ms(x) for x in samples] for curve in pool.curves] for pool in pools]
     idle_ms = [[[curve.ms(x) for x in samples] for curve in pool.idle] for pool in pools]
-    # The edge itself too: it belongs to the next band, but rounding may put it into this one.
+    # The edge itself counts too: it belongs to the next band, but rounding may put it into this one.
     edge = size.edges[band + 1]
     worst = tuple(
         tuple(
@@ -166,7 +166,7 @@ def _built(
 def _slowness(
     worst_ms: Sequence[float], ms: Sequence[Sequence[float]], row: _BandTimes, cell: _Cell
 ) -> float:
-    """The worst latency of a pool, in targets; of a band without an end that of its beginning."""
+    """The worst latency of a pool, as a multiple of the target; of an endless band that of its start."""
     found = 0.0
     for at, (low, high) in enumerate(zip(cell.low_ms, cell.high_ms, strict=True)):
         unit = low or (high if high < math.inf else 1.0)
@@ -183,7 +183,7 @@ def _meets_some(ms: Sequence[Sequence[float]], cell: _Cell) -> bool:
 
 
 def _missed(row: _BandTimes, pool: int, cell: _Cell) -> int | None:
-    """A size at which `pool` misses some target of the cell that another one meets, if there is any."""
+    """A size at which `pool` misses a target of the cell that another pool meets; None: there is none."""
     for other in range(len(row.ms)):
         if other == pool:
             continue
@@ -198,17 +198,17 @@ def _missed(row: _BandTimes, pool: int, cell: _Cell) -> int | None:
 def _misses_at(row: _BandTimes, pool: int, other: int, cell: _Cell, at: int) -> bool:
     mine = [values[at] for values in row.ms[pool]]
     others = [values[at] for values in row.ms[other]]
-    # Such a target is at least what the other pool takes, and tighter than what this one takes.
+    # There is a target that the other pool meets and this one misses.
     return all(ms < high for ms, high in zip(others, cell.high_ms, strict=True)) and any(
         ms > max(o, low) for ms, o, low in zip(mine, others, cell.low_ms, strict=True)
     )
 
 
 def _misses_between(row: _BandTimes, pool: int, other: int, cell: _Cell, at: int) -> bool:
-    """As `_misses_at`, anywhere between this sample and the one before, as if curves were straight there.
+    """`_misses_at` anywhere between this sample and the one before, as if curves were straight there.
 
-    Curves of points are. Those of profiles are power laws, or bent more: samples are as close as to leave
-    little of that.
+    Curves through points are. Those of profiles are power laws, or bent more, but samples are so close that
+    this matters little.
     """
     if row.samples[at] - row.samples[at - 1] < 2:
         return False

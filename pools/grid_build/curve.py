@@ -1,7 +1,7 @@
 """Latency curves of a pool, milliseconds over tokens, and what load adds to them.
 
-A curve is a function and its knots, the places between which it does not turn. What is made from a timing
-profile is at the stated utilisation already; docs/build.md has the formulas with an example.
+A curve is a function and its knots, between which it is monotone. Curves of a timing profile include the
+stated utilisation; docs/build.md has the formulas with an example.
 """
 
 import math
@@ -13,10 +13,10 @@ from typing import cast
 from slagate.workers.profiles.profile import TpProfile
 
 DEFAULT_BATCH = 256
-"""Requests that a worker runs at once when nothing says how many: what `slagate worker` runs."""
+"""Requests that a worker runs at once by default, as `slagate worker` does."""
 
 CHUNK_TOKENS = 8192
-"""Prompt tokens of one iteration, of an aggregated worker: TensorRT-LLM's default `max_num_tokens`."""
+"""Prompt tokens in one iteration of an aggregated worker: TensorRT-LLM's default `max_num_tokens`."""
 
 Function = Callable[[float], float]
 
@@ -45,11 +45,11 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a pool's workers do besides the one request that is looked at.
+    """The load of a pool's workers by other requests.
 
-    `utilisation` is the share of prefill time, or of the decode batch, that is taken. Prompts of others
-    have `isl_tokens` (None: as many as this one), and `variability` is the squared coefficient of variation
-    of the time that they take. Answers have `osl_tokens`.
+    `utilisation` is the share of prefill time, or of the decode batch, that is taken. Other prompts have
+    `isl_tokens` (None: as many as this one), and `variability` is the squared coefficient of variation of
+    the time that they take. Answers have `osl_tokens`.
     """
 
     utilisation: float
@@ -75,7 +75,7 @@ class Load:
 
 
 def linear_curve(points: Sequence[Sequence[float]]) -> Curve:
-    """Straight lines through (tokens, ms), and straight on beyond the first and the last.
+    """Straight lines through (tokens, ms), extended beyond the first and the last.
 
     `points` are two or more, in order of their tokens, none of which repeats.
     """
@@ -91,7 +91,7 @@ def linear_curve(points: Sequence[Sequence[float]]) -> Curve:
 
 
 def profile_prefill(profile: TpProfile) -> Curve:
-    """Of one prompt on an idle worker, with nothing cached; none where it does not fit into the cache."""
+    """TTFT of one prompt on an idle worker, with nothing cached; infinite where the cache is too small."""
     capacity = profile.kv_capacity_tokens
 
     def at(tokens: float) -> float:
@@ -123,22 +123,21 @@ def decode_batch(profile: TpProfile, load: Load, context_tokens: float) -> float
 
 
 def _step_ms(profile: TpProfile, batch: float, context_tokens: float) -> float:
-    """One step of up to `batch` requests: measured tables may have some of them faster than one."""
+    """One step of `batch` requests, but no less than of one: measured tables are not always monotone."""
     if not batch:
         return math.inf
     return max(profile.itl_s(b, context_tokens) for b in (1.0, batch)) * 1000.0
 
 
 def profile_decode(profile: TpProfile, load: Load) -> Curve:
-    """ITL over context, at the batch that the utilisation makes of what the worker has room for."""
+    """ITL over context, at the batch that the utilisation and the size of the cache give."""
 
     def at(context_tokens: float) -> float:
         return _step_ms(profile, decode_batch(profile, load, context_tokens), context_tokens)
 
     capacity = profile.kv_capacity_tokens
-    # Below capacity / batch the batch is the engine's limit, above it is what the cache has room for, and
-    # on its way down it passes the rows of the table, until a single request is more than the utilisation
-    # would leave.
+    # Below capacity / batch the engine's limit decides the batch, above it the cache. There it falls with
+    # the context and passes rows of the table, until even one request exceeds the utilisation.
     room = capacity * load.utilisation
     turns = (capacity / load.batch, room, *(room / b for b in _column(profile, "decode", 0)))
     knots = _column(profile, "decode", 1)
@@ -146,7 +145,7 @@ def profile_decode(profile: TpProfile, load: Load) -> Curve:
 
 
 def mixed_curves(profile: TpProfile, load: Load) -> tuple[Curve, Curve]:
-    """TTFT and ITL of an aggregated pool over ISL, each with what the other phase takes from it.
+    """TTFT and ITL of an aggregated pool over ISL, each slowed by the other phase.
 
     The batch decodes at a mean context of the prompt and half the answer. In a steady state
     `batch / osl_tokens` prompts start for each step of it, and their prefill comes in between. This balance
@@ -156,8 +155,8 @@ def mixed_curves(profile: TpProfile, load: Load) -> tuple[Curve, Curve]:
         busy = batch / osl * P(isl') / itl                       the share of time that prefills take
         ttft = P(isl) + wait(busy) * P(isl') + (1 + isl / CHUNK_TOKENS) * D(batch, context)
 
-    with isl' the prompts of others. The steps of the batch that a prompt waits for are the one that runs
-    when it comes, and one along with each of its chunks.
+    with isl' the length of other prompts. A prompt waits for the step that runs when it comes, and for one
+    with each of its chunks.
     """
     idle = profile_prefill(profile)
 
@@ -191,7 +190,7 @@ def _rows(profile: TpProfile, table: str) -> list[list[float]]:
 
 
 def _column(profile: TpProfile, table: str, column: int) -> list[float]:
-    """The values of one column of the profile's table: it does not turn in between."""
+    """The values of one column of the profile's table, between which it is monotone."""
     return sorted({float(row[column]) for row in _rows(profile, table)})
 
 

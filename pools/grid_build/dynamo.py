@@ -6,8 +6,8 @@ Facts of `build_isl_latency_grid` at ai-dynamo/dynamo 1b8d9356 (first) and 4f2da
     first      its middle        its upper edge
     current    its upper edge    its lower edge
 
-Pools whose latency at that size is at most that target qualify, the cheapest of them gets the cell, and
-where none does the one with the lowest latency; equals in list order. Neither knows of load.
+Pools whose latency at that size is at most that target qualify. The cheapest of them gets the cell; where
+there is none, the pool with the lowest latency does; equals go in list order. Neither version knows load.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ class Range(NamedTuple):
 
 
 def range_of(axis: AxisSpec) -> Range:
-    """The axis of a spec that was checked for these algorithms."""
-    # The spec's rules see to it that these three are there where edges are not.
+    """The range of an axis, whose spec was checked for these algorithms."""
+    # The spec's rules guarantee these three where there are no edges.
     assert axis.min is not None
     assert axis.max is not None
     assert axis.resolution is not None
@@ -41,7 +41,7 @@ def range_of(axis: AxisSpec) -> Range:
 def check_for_dynamo(
     spec: BuildSpec, source: str, algorithm: str, *, spill: bool, split: bool
 ) -> None:
-    """Refuse what an algorithm of Dynamo's has no notion of. Raises `ConfigError` naming all of it."""
+    """Raise `ConfigError` naming all that the algorithms of Dynamo do not support."""
     problems = []
     if spill:
         problems.append(Problem("--spill", f"does not go together with the algorithm {algorithm}"))
@@ -107,8 +107,8 @@ def dynamo_mapping(
 
 def _pool(latencies: Sequence[float], costs: Sequence[float], target: float) -> int:
     meets = [at for at, latency in enumerate(latencies) if latency <= target]
-    # min keeps the first of equals. A latency that is no number never meets a target, but as the first of
-    # the list it is below everything: so it is there too.
+    # min keeps the first of equals. A NaN latency never meets a target, but as the first of the list min
+    # returns it, and so does Dynamo's code.
     if meets:
         return min(meets, key=lambda at: costs[at])
     return min(range(len(latencies)), key=lambda at: latencies[at])

@@ -1,8 +1,8 @@
-"""Bands of a built grid that say the same are made one, with everything that was said of their cells.
+"""Merges bands of a built grid that have the same pools, and what is known of their cells.
 
-A band for what lies beyond the range goes where it has the pools of the one beside it, and where it is of
-targets that are too tight for every pool even when idle. Uneven bands are
-joined with equal neighbours. Even ones only where what is left is even too: they keep Dynamo's keys.
+A band beyond the range is dropped where it has the pools of the one beside it, and where its targets are
+too tight for every pool even when idle. Uneven bands are joined with equal neighbours. Even bands are
+joined only where the result is even too, so that they keep Dynamo's keys.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ Slice = tuple[tuple[int, ...], ...]
 def merged(
     cells: Sequence[BuiltCell], axes: Sequence[Bands], asked: Sequence[Bands], *, spill: bool
 ) -> tuple[list[BuiltCell], list[Bands]]:
-    """The grid in as few bands as say the same; `asked` are the axes without what lies beyond.
+    """The same grid in as few bands as possible; `asked` are the axes without bands beyond the range.
 
-    With `spill` bands are the same where their cells list the same pools, otherwise where the first is.
+    With `spill` bands are equal where their cells list the same pools, otherwise where the first is equal.
     """
     left, found = list(cells), list(axes)
     for at, as_asked in enumerate(asked):
@@ -46,7 +46,7 @@ def _slices(cells: Sequence[BuiltCell], axis: int, n_bands: int, *, spill: bool)
 
 
 def _beyond(cells: Sequence[BuiltCell], bands: Bands, axis: int, *, spill: bool) -> list[range]:
-    """Groups of bands: all beyond the range with the one beside them, where they can go there."""
+    """Groups of bands: those beyond the range with the one beside them, where they can be joined."""
     singles = [range(band, band + 1) for band in range(bands.resolution)]
     if not bands.beyond:
         return singles
@@ -83,7 +83,7 @@ def _joined(
     cells: Sequence[BuiltCell], bands: Bands, axis: int, groups: Sequence[range]
 ) -> tuple[list[BuiltCell], Bands]:
     new = bands.joined(groups)
-    # Where all that lies beyond went to the band beside it, that one is as it was asked for.
+    # A band that took in those beyond the range counts as one that was asked for.
     aside = () if new.beyond else bands.beyond
     to = {band: at for at, group in enumerate(groups) for band in group}
     by_index: dict[tuple[int, ...], tuple[list[BuiltCell], list[BuiltCell]]] = {}
@@ -98,7 +98,7 @@ def _joined(
 def _one(
     index: tuple[int, ...], inside: Sequence[BuiltCell], beyond: Sequence[BuiltCell]
 ) -> BuiltCell:
-    """What is true of all cells `inside`; and of those `beyond`, what is contested."""
+    """One cell for all cells `inside`, and for those `beyond`, of which only contests count."""
     marks = [(cell.contested_beyond, cell.contested_tokens) for cell in inside]
     marks += [(True, cell.contested_tokens) for cell in beyond]
     contested_beyond, tokens = min(

@@ -1,4 +1,4 @@
-"""The pools of a build spec with their curves: profiles read, points taken as they stand."""
+"""The pools of a build spec with their curves, from timing profiles or from points."""
 
 import math
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from slagate.workers.profiles.profile import TpProfile
 
 
 class StagePools(NamedTuple):
-    """The pools of one stage, and for each the curve that Dynamo's builders look at.
+    """The pools of one stage, and for each the curve that Dynamo's builders use.
 
-    That is TTFT on an idle worker for a prefill pool, and ITL under the planned load for a decode pool.
+    It is TTFT on an idle worker for a prefill pool, and ITL under the planned load for a decode pool.
     """
 
     pools: list[BuildPool]
@@ -33,12 +33,12 @@ class StagePools(NamedTuple):
 
     @property
     def longest_tokens(self) -> float:
-        """The largest size that is known of every pool."""
+        """The largest size with known times of every pool."""
         return min(_known_tokens(pool) for pool in self.pools)
 
     @property
     def profiled_tokens(self) -> float:
-        """The largest size that was measured of every pool with a profile; infinity without any."""
+        """The largest size with measured times of every pool with a profile; infinity without any."""
         pools = zip(self.pools, self.profiled, strict=True)
         return min((_known_tokens(pool) for pool, has in pools if has), default=math.inf)
 
@@ -83,7 +83,7 @@ def _load(spec: BuildSpec, pool: PoolBuildSpec) -> Load:
 def _curves(
     stage: str, pool: PoolBuildSpec, profile: TpProfile | None, load: Load
 ) -> tuple[tuple[Curve, ...], tuple[Curve, ...]]:
-    """By latency of the stage: under the load, and idle; a curve of points for ITL is taken for both."""
+    """The curves by latency, under the load and idle; a curve of points for ITL counts as both."""
     if stage == "decode":
         if profile is None:
             itl = _given(pool.itl_curve)
@@ -99,6 +99,6 @@ def _curves(
 
 
 def _given(points: Sequence[Point] | None) -> Curve:
-    # The spec's rules see to it that a pool without a profile has the curves of its stage.
+    # The spec's rules guarantee that a pool without a profile has the curves of its stage.
     assert points is not None
     return linear_curve([(tokens, math.nan if ms is None else ms) for tokens, ms in points])

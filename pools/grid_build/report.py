@@ -1,4 +1,4 @@
-"""What a grid that was built says of itself: which cells cannot be met, and what targets could be."""
+"""Reports about a built grid: which cells cannot be met, and which targets could be."""
 
 import math
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ _NAMES = {"isl": "ISL", "context_length": "context", "ttft_ms": "TTFT", "itl_ms"
 
 
 def report_json(fleet: BuiltFleet, spec: BuildSpec, algorithm: str) -> dict[str, object]:
-    """Everything, as JSON values: what every pool takes in the worst case of every cell; null: never."""
-    # Dynamo's algorithms have no margin; load counts there for what an idle worker cannot tell.
+    """The report as JSON values, with the worst time of every pool in every cell; null: infinite."""
+    # Dynamo's algorithms have no margin; utilisation counts only for the ITL of profiles and priorities.
     ours = algorithm == "slagate"
     own = {"margin": spec.margin, "assumed_targets": fleet.assumed} if ours else {}
     return {
@@ -26,7 +26,7 @@ def report_json(fleet: BuiltFleet, spec: BuildSpec, algorithm: str) -> dict[str,
 
 
 def report_lines(fleet: BuiltFleet, spec: BuildSpec) -> Iterator[str]:
-    """What an operator must know, a line each."""
+    """The lines that an operator must see."""
     if not any(stage.cells for stage in fleet.stages.values()):
         yield (
             "Dynamo's algorithms do not look for cells that no pool meets; utilisation"
@@ -94,14 +94,14 @@ def _stage_json(stage: BuiltStage, margin: float) -> dict[str, object]:
 
 
 def _others(n_infeasible: int, n_beyond: int) -> str:
-    """The cells that are not met, as the rest of a sentence; the fastest pool has them."""
+    """The rest of a sentence, about cells that are not met."""
     infeasible = [f"{n_infeasible} cannot be met by any pool"] if n_infeasible else []
     beyond = [f"{n_beyond} that are not met are beyond the range asked for"] if n_beyond else []
     return "".join(f"; {words}" for words in infeasible + beyond)
 
 
 def _left_out(stage: BuiltStage) -> dict[str, str]:
-    """The pools of the spec that the fleet file does not have, and why."""
+    """The pools of the spec that are not in the fleet file, and why."""
     found = {}
     for at, pool in enumerate(stage.pools):
         if at in stage.used:
@@ -146,7 +146,7 @@ def _infeasible(stage: BuiltStage, band: int, margin: float) -> Iterator[str]:
 def _attainable_ms(stage: BuiltStage, band: int, margin: float) -> dict[int, tuple[float, ...]]:
     """By pool the tightest targets that it meets together for every size of the band.
 
-    Without pools that another one is at least as fast as in everything, and those without a time.
+    Pools without a time are left out, and those than which another one is nowhere slower.
     """
     worst = next(cell.worst_ms for cell in stage.cells if cell.index[0] == band)
     front: dict[int, tuple[float, ...]] = {}

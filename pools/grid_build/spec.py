@@ -1,7 +1,7 @@
-"""What a grid is built from: a spec file with the pools of each stage and the axes of their grids.
+"""The spec that a grid is built from: a file with the pools of each stage and the axes of their grids.
 
-The shape, what its values must say about each other, and the timing profiles that it names. docs/build.md
-is the page for operators.
+It is read here, and checked with `spec_rules` and the timing profiles that it names. docs/build.md is the
+page for operators.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ class _SpecObject(BaseModel):
 class AxisSpec(_SpecObject):
     """The bands of one axis: `edges`, or `resolution` equal ones from `min` to `max`.
 
-    `beyond`: whether what lies outside can come too (sizes above the last edge, targets below the first).
+    `beyond` is whether requests outside of them can come too (larger sizes, tighter targets).
     """
 
     min: Maybe[Number] = None
@@ -74,7 +74,7 @@ class AxisSpec(_SpecObject):
 
 
 class PoolBuildSpec(_SpecObject):
-    """One pool: what it costs, how fast it is, and what a fleet file says of it besides.
+    """One pool: its cost, its speed, and its other keys of a fleet file.
 
     Speed is a timing profile, or curves of [tokens, ms]: TTFT of one prompt on an idle worker over ISL,
     ITL under the planned load over context (agg: over ISL). `cost` is GPUs per worker, `batch` how many
@@ -95,7 +95,7 @@ class PoolBuildSpec(_SpecObject):
 
     @property
     def gpus(self) -> float:
-        """Cost of one worker."""
+        """The cost of one worker in GPUs."""
         return self.cost if self.cost is not None else float(self.tp or 1)
 
     @property
@@ -105,7 +105,7 @@ class PoolBuildSpec(_SpecObject):
 
 
 class TrafficSpec(_SpecObject):
-    """What is known of the traffic: mean prompt and answer, and how much the time of prompts varies."""
+    """The traffic: mean tokens of prompts and answers, and how much the time of prompts varies."""
 
     isl: Maybe[Count] = None
     osl: Count = 256
@@ -201,7 +201,7 @@ def parse_spec(text: str, source: str) -> BuildSpec:
         spec = _SPECS[mode].model_validate(content)
     except ValidationError as error:
         problems += [_problem(item, mode) for item in error.errors(include_url=False)]
-    # Rules come last: of a place that cannot be read at all they have nothing better to say.
+    # Rules come last: for a place that cannot be read the earlier message is better.
     problems += contradictions(content, STAGES[mode], AXES)
     problems += profile_problems(content, STAGES[mode])
     by_path: dict[str, Problem] = {}
@@ -235,7 +235,7 @@ def _unknown(path: tuple[str | int, ...], mode: str) -> str:
 def stage_profiles(
     stage: str, named: Mapping[int, tuple[str, int | None]]
 ) -> tuple[dict[int, TpProfile], list[Problem]]:
-    """The profiles that can be used, by the number of the pool in the spec, and what is wrong with others.
+    """The usable profiles by the number of the pool in the spec, and the problems of the others.
 
     `named` has the name or path of a profile and its tensor parallel size; None: that was refused already.
     """
@@ -248,7 +248,7 @@ def stage_profiles(
 
 
 def profile_problems(content: Mapping[str, Any], stages: Sequence[str]) -> list[Problem]:
-    """What is wrong with the profiles of a spec as it was read, whatever else is wrong with it."""
+    """The problems of the profiles that a spec names, whatever else is wrong with it."""
     problems = []
     for stage in stages:
         part = content.get(stage)

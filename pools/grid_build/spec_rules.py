@@ -1,6 +1,6 @@
-"""What the values of a build spec must say about each other, checked on its content as it was read.
+"""The rules between values of a build spec, checked on its content as it was read.
 
-Values of a wrong type are passed over here: the spec's shape has a message for each of them.
+Values of a wrong type are ignored here: the check of the spec's shape has a message for each of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +15,13 @@ _CURVES = {"prefill": ("ttft_curve",), "decode": ("itl_curve",), "agg": ("ttft_c
 _UNIFORM = ("min", "max", "resolution")
 
 MAX_EDGE = 2**31 - 1
-"""Of every axis, tokens or milliseconds: no prompt is longer and no target of 24 days is one."""
+"""The limit of every axis, in tokens or milliseconds: no prompt is longer, and no target is 24 days."""
 
 
 def contradictions(
     content: Mapping[str, Any], stages: Sequence[str], axes: Mapping[str, Sequence[str]]
 ) -> list[Problem]:
-    """Every contradiction between two values of these `stages`, whose axes are named in `axes`."""
+    """The problems between values of these `stages`, whose axes are named in `axes`."""
     return list(_all(content, stages, axes))
 
 
