@@ -1,7 +1,7 @@
 """Lint, G2 and G4: the axes of a grid.
 
-G2 is about axes, and where targets land that a request does not name. G4 holds the size axis against the
-prompts of a trace, which says nothing of targets.
+G2 is about axes, and the bands that default targets fall in. G4 compares the size axis with the prompts of
+a trace, which has no targets.
 """
 
 import math
@@ -19,7 +19,7 @@ _NARROW_MS = {"ttft_ms": 1.0, "itl_ms": 0.1}
 def axes(
     view: LintedStage, objectives: Mapping[str, Objective], *, has_traffic: bool
 ) -> Iterator[Finding]:
-    """The findings of G2; with traffic, G402 says what G204 suspects."""
+    """The findings of G2. With traffic G204 is left out, as G402 knows better."""
     for axis_at, axis in enumerate(view.grid.axes):
         if axis.field.endswith("_ms"):
             yield from _no_target(view, axis_at, objectives)

@@ -1,8 +1,8 @@
-"""Lint, G3: cells against what the profiles predict, in time and in GPUs.
+"""Lint, G3: cells compared with the predictions of profiles, in time and in GPUs.
 
-A cell has sizes and targets. Its worst case is the longest prompt with the tightest target; the table of
-Dynamo's planner is made for that, too. That nothing meets some cell is no finding: long prompts with tight
-targets are in every grid that has both. A band that nothing meets in any of its cells is one.
+The worst case of a cell is the longest prompt with the tightest target; the table of Dynamo's planner is
+made for that, too. A single cell that no pool meets is no finding, as every grid has long prompts with
+tight targets. A band of which no cell is met is one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,11 +25,11 @@ from slagate.pools.grid_lint.view import (
 from slagate.workers.findings import Finding, Occurrence, Occurrences
 
 _TO_SPARE = 0.1
-"""Of its target, that a cheaper pool must have: plans keep some of it free."""
+"""The share of its target that a cheaper pool must keep free, as plans do."""
 
 
 def cost(view: LintedStage) -> Iterator[Finding]:
-    """The findings of G3; none about pools without a profile."""
+    """The findings of G3. There are none about pools without a profile."""
     if all(profile is not None for profile in view.profiles):
         yield from _unmet(view)
     yield from _misses(view)
@@ -37,11 +37,11 @@ def cost(view: LintedStage) -> Iterator[Finding]:
 
 
 _Pairs = tuple[tuple[Times, Times], ...]
-"""What the cell's own pool and another one take, by latency of the grid."""
+"""The times of the cell's own pool and of another one, by latency of the grid."""
 
 
 class _Rival(NamedTuple):
-    """A pool beside that of a cell, and what both take at a size of it and for its longest prompts."""
+    """Another pool than that of a cell, and the times of both at a size and for the longest prompts."""
 
     pool: int
     size: float
@@ -59,9 +59,9 @@ def _unmet(view: LintedStage) -> Iterator[Finding]:
             if is_above(time_ms, axis.edges[at + 1]):
                 never.count(_never_met, view, axis_at, at, shortest, time_ms, pool)
         if is_above(time_ms, axis.high):
-            continue  # then all of its bands are told
+            continue  # all of its bands are findings already
         *inner, last = view.size_bands
-        # The last of several has everything that is longer, so its end is nobody's longest prompt.
+        # The last of several bands has all longer prompts too, so its end is not the longest of them.
         for size in (*(band.high for band in inner), last.low if inner else last.high):
             time_ms, pool = _fastest(view, size, axis.field)
             if is_above(time_ms, axis.high):
@@ -121,8 +121,7 @@ def _misses(view: LintedStage) -> list[Finding]:
 def _rivals(view: LintedStage, sizes: Band, own: int) -> Iterator[_Rival]:
     """Pools that are faster than `own` in some latency at some size, longest prompts first.
 
-    A pool that is faster only under some loads is no better, and one that is slower for the longest
-    prompts is none to give the cell to.
+    A pool must be faster under all loads. Slower ones for the longest prompts are ruled out by `_missed`.
     """
     others = sorted({*view.kinds} - {own})
     longest = {
@@ -137,7 +136,7 @@ def _rivals(view: LintedStage, sizes: Band, own: int) -> Iterator[_Rival]:
 
 
 def _pairs(view: LintedStage, own: int, other: int, size: float) -> _Pairs:
-    """Empty where one of them has no profile."""
+    """The times of both pools by latency; empty where one of them has no profile."""
     pairs = []
     for field in view.fields:
         own_times, other_times = (view.times_ms(pool, size, field) for pool in (own, other))
@@ -147,7 +146,7 @@ def _pairs(view: LintedStage, own: int, other: int, size: float) -> _Pairs:
 
 
 def _missed(rival: _Rival, targets: Mapping[str, Band]) -> int | None:
-    """The latency, by number, of a target that the cell's own pool misses and the rival meets."""
+    """The number of a latency with a target that the cell's own pool misses and the rival meets."""
     for pairs in rival.longest:
         for (own, other), (low_ms, _) in zip(pairs, targets.values(), strict=True):
             if not other.at_most(own) and other.busy > low_ms:

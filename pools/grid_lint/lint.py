@@ -1,4 +1,4 @@
-"""The linter of fleet files: what loads, and is probably not what was meant.
+"""The linter of fleet files: it finds what loads, and is probably not what was meant.
 
 G1 shape of the mapping, G2 axes and default targets, G3 time and cost by profile, G4 traffic, G5 overrides
 and retry, G6 profiles. docs/lint.md has a section for each.

@@ -50,7 +50,7 @@ def retry_changes_nothing(views: Sequence[LintedStage]) -> Iterator[Finding]:
 
 
 def _goes_on(view: LintedStage) -> bool:
-    """Whether a retry adds a pool to some list: one that is strictly faster than the first."""
+    """Whether a retry adds a pool to some list, that is one strictly faster than the first."""
     numbers = view.grid.priorities
     ordered = sorted(numbers)
     return view.grid.retry and any(
@@ -61,7 +61,7 @@ def _goes_on(view: LintedStage) -> bool:
 
 def _demotion(view: LintedStage, at: int, rule: PriorityRule) -> Iterator[Finding]:
     if rule.low <= 0:
-        return  # what is less important than the rest may well get less
+        return  # less important requests may well get a slower pool
     hits = Occurrences()
     for index, (own, *_) in view.cells.items():
         if own != rule.pool and view.slower_in(index, rule.pool, own):
@@ -83,7 +83,7 @@ def _demoted(view: LintedStage, at: int, rule: PriorityRule, index: Index) -> Oc
 def _equals(view: LintedStage) -> Iterator[Finding]:
     if not view.grid.retry:
         return
-    # What every list that starts with a pool has of its equals; the rest of them it cannot go on to.
+    # The equals of a pool that are in every list which starts with it; it cannot go on to the others.
     common: dict[int, set[int]] = {}
     for first, *spill in view.starts:
         common[first] = common.get(first, {*spill}).intersection(spill)
@@ -105,7 +105,7 @@ def _equals(view: LintedStage) -> Iterator[Finding]:
 
 
 def _by_priority(view: LintedStage) -> dict[int, set[int]]:
-    """The pools by number, where two or more have it."""
+    """The pools by priority number, for numbers that two or more have."""
     times = Counter(view.grid.priorities)
     levels: dict[int, set[int]] = {level: set() for level, n in times.items() if n > 1}
     for pool, level in enumerate(view.grid.priorities):
@@ -127,7 +127,7 @@ def _contradictions(view: LintedStage) -> list[Finding]:
     sizes = sorted({size for band in view.size_bands for size in band})
     numbers = view.grid.priorities
     measured = [pool for pool in range(view.n_pools) if view.profiles[pool] is not None]
-    slowest: dict[int, int] = {}  # by number, of pools that are as fast as each other
+    slowest: dict[int, int] = {}  # the highest priority number among equally fast pools, by kind
     for pool in measured:
         kind = view.kinds[pool]
         if numbers[pool] > numbers[slowest.setdefault(kind, pool)]:

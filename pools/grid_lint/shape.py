@@ -1,4 +1,4 @@
-"""Lint, G1: what the mapping says about itself, pool against pool and band against band."""
+"""Lint, G1: contradictions within the mapping, between its pools and between its bands."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -11,7 +11,7 @@ from slagate.workers.findings import Finding, Occurrence, Occurrences, warning
 def shape(view: LintedStage) -> Iterator[Finding]:
     """The findings of G1."""
     if view.n_pools == 1:
-        return  # nothing to choose, so nothing to be said about choices
+        return  # there is no choice to be wrong
     yield from _tighter_is_slower(view)
     yield from _longer_is_slower(view)
     yield from _reach(view)
@@ -152,7 +152,7 @@ def _sameness(view: LintedStage) -> Iterator[Finding]:
 
 
 def _coarser(slices: Sequence[object]) -> int | None:
-    """The least number of equal bands that would say the same; None: it takes as many as there are."""
+    """The least number of equal bands that would do the same; None: all are needed."""
     n_bands = len(slices)
     for coarser in range(2, n_bands):
         width, rest = divmod(n_bands, coarser)

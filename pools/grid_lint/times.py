@@ -1,8 +1,8 @@
-"""What the workers of a pool take by its profile, idle and under every load, as the linter compares it.
+"""The times of a pool's workers by its profile, idle and under load, as the linter compares them.
 
-Idle is one request and nothing else. Loads are shares of a worker's time, or of its batch, as a plan has
-them: of the pool's own number of workers and limit of requests. Which one the file was planned for it does
-not say, so pools are compared at all of them.
+An idle worker has one request only. Loads are shares of a worker's time, or of its batch, for the pool's
+own number of workers and limit of requests. The file does not say which load it was planned for, so pools
+are compared at all of them.
 """
 
 from collections.abc import Sequence
@@ -27,23 +27,23 @@ LOADS = (*(step / 20 for step in range(1, 20)), 0.99)
 """The loads that pools are compared at."""
 
 _HAIR = 0.0025
-"""Of a time: how far ahead a pool must be under load to be the faster one; times bend between `LOADS`."""
+"""The share of a time by which the faster pool must be ahead under load, as times bend between `LOADS`."""
 
 BUSY = 0.8
-"""The load at which a pool that meets all of a cell is enough for it."""
+"""A pool that meets all of a cell at this load is enough for it."""
 
 _N_BUSY = LOADS.index(BUSY) + 1
 
 
 class Deployment(NamedTuple):
-    """What plans count with: the workers of a pool, and how many requests each runs at once."""
+    """What a plan assumes: the workers of a pool, and how many requests each runs at once."""
 
     replicas: int
     batch: int
 
 
 def measured_tokens(profile: TpProfile, stage: str) -> int:
-    """The longest prompt that the profile has rows for."""
+    """The longest prompt or context that the profile has rows for."""
     rows = cast("dict[str, list[list[int]]]", profile.to_json())
     cold = (new_tokens for new_tokens, cached, _ in rows["prefill"] if not cached)
     prefill = max(cold, default=0)
@@ -52,19 +52,18 @@ def measured_tokens(profile: TpProfile, stage: str) -> int:
 
 
 def plan_of(pool: PoolSpec | None) -> Deployment:
-    """The plan for a pool with this entry in the fleet file, if it has one."""
+    """The plan for a pool with this entry in the fleet file; None: it has no entry."""
     if pool is None:
         pool = PoolSpec()
     return Deployment(pool.planned_workers, planned_batch(pool.batch, pool.max_inflight))
 
 
 class Times(NamedTuple):
-    """What a worker takes, in milliseconds.
+    """The times of a worker, in milliseconds.
 
-    `idle`: with nothing else to do, and nothing of the prompt cached. What misses so misses always.
-    `loaded`: at each of `LOADS`, among prompts of the same size.
-    `busy`: the most of those up to `BUSY`, and of a worker among prompts that are as long as the axis goes.
-    What meets so is enough.
+    `idle` is without other requests, with nothing of the prompt cached: a target below it is always missed.
+    `loaded` are the times at each of `LOADS`, among prompts of the same size. `busy` is the largest of
+    those up to `BUSY`, and among prompts as long as the axis goes: a target above it counts as met.
     """
 
     idle: float
@@ -83,7 +82,7 @@ class Times(NamedTuple):
 
 
 class PoolCurves:
-    """The curves of one pool for the latencies of its grid, each looked up once for each size."""
+    """The curves of one pool for the latencies of its grid; times are computed once for each size."""
 
     def __init__(
         self, profile: TpProfile, plan: Deployment, fields: Sequence[str], *, longest_tokens: float
@@ -92,7 +91,7 @@ class PoolCurves:
         idle = profile_prefill(profile)
         idle = replace(idle, raw_ms=cache(idle.raw_ms))
         loads = [Load(share, replicas=plan.replicas, batch=plan.batch) for share in LOADS]
-        # Behind them the busy one, among prompts that are as long as the axis goes.
+        # The last one is busy, among prompts that are as long as the axis goes.
         loads.append(replace(loads[_N_BUSY - 1], isl_tokens=int(longest_tokens)))
         self._curves: dict[str, list[Curve]] = {field: [] for field in fields}
         for load in loads:
@@ -108,14 +107,14 @@ class PoolCurves:
         self._times: dict[tuple[float, str], Times] = {}
 
     def times(self, size_tokens: float, field: str) -> Times:
-        """What its workers take for a prompt or context of this size."""
+        """The times of its workers for a prompt or context of this size."""
         key = size_tokens, field
         if key not in self._times:
             self._times[key] = self._computed(size_tokens, field)
         return self._times[key]
 
-    def turns(self, field: str) -> tuple[float, ...]:
-        """The sizes between which what busy workers take is at its most at one of them."""
+    def knots(self, field: str) -> tuple[float, ...]:
+        """The sizes between which the time of busy workers is monotone."""
         return self._curves[field][-1].knots
 
     def _computed(self, size_tokens: float, field: str) -> Times:

@@ -1,4 +1,4 @@
-"""One stage of a fleet file as the linter looks at it: bands, pools, what profiles predict, JSON paths."""
+"""One stage of a fleet file for the linter: bands, pools, predictions of profiles, JSON paths."""
 
 import json
 import math
@@ -36,17 +36,17 @@ class JsonPaths:
         return json_path((*keys, *rest))
 
     def cell(self, index: tuple[int, ...]) -> str:
-        """A cell of the mapping; no index is all of it."""
+        """The path of a cell of the mapping, or with no index of all of it."""
         return self._path((self._keys.strategy, self._keys.mapping), *index)
 
     def bands(self, field: str) -> str:
-        """What cuts an axis into bands: its edges, or its resolution."""
+        """The path of what cuts an axis into bands: its edges, or its resolution."""
         axis = self._axes[field]
         key = axis.edges if axis.edges in self._strategy else axis.resolution
         return self._path((self._keys.strategy, key))
 
     def axis_end(self, field: str, *, last: bool) -> str:
-        """The first or the last edge of an axis."""
+        """The path of the first or the last edge of an axis."""
         axis: AxisKeys = self._axes[field]
         if axis.edges in self._strategy:
             at = len(self._strategy[axis.edges]) - 1 if last else 0
@@ -54,30 +54,30 @@ class JsonPaths:
         return self._path((self._keys.strategy, axis.high if last else axis.low))
 
     def rule(self, at: int) -> str:
-        """A priority override."""
+        """The path of a priority override."""
         return self._path((self._keys.strategy, OVERRIDES), at)
 
     def pool(self, at: int) -> str:
-        """The name of a pool in the list of them."""
+        """The path of the name of a pool in the list of pools."""
         return self._path((self._names,), at)
 
     def priorities(self) -> str:
-        """The pool priorities of the stage; without any, the list of names, whose order they are."""
+        """The path of the pool priorities of the stage; without any, of the names, which are in order."""
         if self._keys.priorities in self._content:
             return json_path((self._keys.priorities,))
         return self._path((self._names,))
 
 
 TYPICAL_TOKENS = 2048
-"""The prompt that a grid without a size axis is judged by, where there is no trace."""
+"""The prompt that a grid without a size axis is judged by without a trace."""
 
 _FAR_TOKENS = 2.0**32
 
 _N_SAMPLES = 5
-"""Sizes of a band, its ends included."""
+"""How many sizes of a band are sampled, its ends included."""
 
 Index = tuple[int, ...]
-"""The bands of a cell, one for each axis."""
+"""The band of a cell on each axis."""
 
 
 class Band(NamedTuple):
@@ -88,7 +88,7 @@ class Band(NamedTuple):
 
 
 class LintedStage:
-    """A grid with its places in the file and the profiles of its pools."""
+    """A grid with its paths in the file and the profiles of its pools."""
 
     def __init__(
         self,
@@ -128,11 +128,11 @@ class LintedStage:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The latencies that the grid goes by."""
+        """The latency fields of the grid."""
         return tuple(self.grid.axes[at].field for at in self.latency_axes)
 
     def lines(self, axis_at: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Rows of cells that differ in one axis only, each in the order of its bands."""
+        """The lines of cells along one axis, each in the order of its bands."""
         n_bands, *inner = (axis.resolution for axis in self.grid.axes[axis_at:])
         step = math.prod(inner)
         indices = tuple(self.cells)
@@ -154,10 +154,10 @@ class LintedStage:
         return self._targets[key]
 
     def is_open_ended(self, index: tuple[int, ...]) -> bool:
-        """Whether requests outside of an axis come to the cell that are harder to serve than its own.
+        """Whether requests from outside of an axis come to the cell that are harder to serve than its own.
 
-        Those are longer prompts in the last of several size bands, unless there is traffic and none of it
-        is longer; and tighter targets in the first of several latency bands.
+        These are longer prompts in the last of several size bands, unless a trace has none, and tighter
+        targets in the first of several latency bands.
         """
         if any(index[at] == 0 < self.grid.axes[at].resolution - 1 for at in self.latency_axes):
             return True
@@ -170,24 +170,24 @@ class LintedStage:
     def is_met_when_busy(self, pool: int, index: tuple[int, ...], *, to_spare: float) -> bool:
         """Whether busy workers of the pool meet all of the cell, with this share of targets to spare.
 
-        Not without a profile.
+        False without a profile.
         """
         limits_ms = {f: band.low * (1 - to_spare) for f, band in self.targets(index).items()}
         return all(
             (times := self.times_ms(pool, size, field)) is not None and times.busy <= limit_ms
             for field, limit_ms in limits_ms.items()
-            for size in (*sampled_sizes(self.sizes(index)), *self._turns(pool, field, index))
+            for size in (*sampled_sizes(self.sizes(index)), *self._knots(pool, field, index))
         )
 
-    def _turns(self, pool: int, field: str, index: Index) -> Iterator[float]:
-        """The sizes inside of a cell at which what busy workers take may be at its most."""
+    def _knots(self, pool: int, field: str, index: Index) -> Iterator[float]:
+        """The sizes inside of a cell at which the time of busy workers may be largest."""
         curves = self._curves_of(pool)
         if curves is not None:
             low, high = self.sizes(index)
-            yield from (size for size in curves.turns(field) if low < size < high)
+            yield from (size for size in curves.knots(field) if low < size < high)
 
     def times_ms(self, pool: int, size_tokens: float, field: str) -> Times | None:
-        """What workers of the pool take; None without a profile."""
+        """The times of the pool's workers; None without a profile."""
         curves = self._curves_of(pool)
         return None if curves is None else curves.times(size_tokens, field)
 
@@ -204,9 +204,9 @@ class LintedStage:
     def slower(self, a: int, b: int, size_tokens: float, fields: Sequence[str] = ()) -> bool:
         """Whether pool `a` is slower than `b` at this size, in one of `fields` and in no latency faster.
 
-        Where both have profiles, slower is what takes longer idle, and under no load less: of two workers
-        the one with less memory runs smaller batches, and may be faster when both are as full. Elsewhere
-        the pool priorities say it.
+        Where both have profiles, the slower pool takes longer when idle, and under no load less: of two
+        workers the one with less memory runs smaller batches, and may be faster when both are as full.
+        Otherwise the pool priorities decide.
         """
         if a == b:
             return False
@@ -222,10 +222,10 @@ class LintedStage:
         return all(self.slower(a, b, size, fields) for size in self.longest(self.sizes(index)))
 
     def longest(self, sizes: Band) -> tuple[float, ...]:
-        """The sizes of a band by which pools are compared: the longest.
+        """The longest sizes of a band, by which pools are compared.
 
-        In the last of several, to which everything that is longer comes, that is its upper edge; with two
-        latencies, of which now one and now the other decides, also what all profiles have measured.
+        That is the upper edge, also in the last of several bands, to which all longer prompts come. There,
+        with two latencies, the largest size that all profiles have measured counts too.
         """
         is_last = len(self.size_bands) > 1 and sizes == self.size_bands[-1]
         if is_last and len(self.latency_axes) > 1:
@@ -233,14 +233,14 @@ class LintedStage:
         return (sizes.high,)
 
     def takes_longer_for(self, pool: int, index: Index, *, than: Index) -> bool:
-        """Whether a pool takes no less for the longest prompt of a cell than for any of another.
+        """Whether a pool takes no less for the longest prompt of a cell than for any of another cell.
 
-        It may: where there is room for fewer long prompts they have the smaller batch. Without a profile
-        they are taken to take longer.
+        It may take less, as fewer long prompts fit, which then have the smaller batch. Without a profile
+        longer prompts are assumed to take longer.
         """
         for field in self.fields:
             mine = self.times_ms(pool, self.sizes(index).high, field)
-            for size in (*sampled_sizes(self.sizes(than)), *self._turns(pool, field, than)):
+            for size in (*sampled_sizes(self.sizes(than)), *self._knots(pool, field, than)):
                 other = self.times_ms(pool, size, field)
                 if mine is not None and other is not None and not other.at_most(mine):
                     return False
@@ -258,7 +258,7 @@ class LintedStage:
         return is_slower
 
     def why_slower(self, a: int, b: int, size_tokens: float, fields: Sequence[str] = ()) -> str:
-        """The figures behind `slower`."""
+        """The figures behind `slower`, in words."""
         parts = []
         for field in fields or self.fields:
             a_ms, b_ms = (self.times_ms(pool, size_tokens, field) for pool in (a, b))
@@ -269,7 +269,7 @@ class LintedStage:
         return f"{' and '.join(parts)} for {tokens(size_tokens)}"
 
     def cell_words(self, index: tuple[int, ...]) -> str:
-        """A cell and its bands."""
+        """A cell and its bands, in words."""
         parts = [
             f"{word(axis.field)} {band_words(axis, at)}"
             for axis, at in zip(self.grid.axes, index, strict=True)
@@ -285,44 +285,44 @@ def sampled_sizes(sizes: Band) -> tuple[float, ...]:
 
 
 def band(axis: Axis | UnevenAxis, at: int) -> Band:
-    """A band of an axis."""
+    """The edges of a band of an axis."""
     return Band(axis.edges[at], axis.edges[at + 1])
 
 
 def band_words(axis: Axis | UnevenAxis, at: int) -> str:
-    """The ends of a band."""
+    """The edges of a band, in words."""
     unit = " ms" if axis.field.endswith("_ms") else ""
     low, high = band(axis, at)
     return f"{number_text(low)} to {number_text(high)}{unit}"
 
 
 def brackets(index: tuple[int, ...]) -> str:
-    """A cell as it is written behind the mapping's name."""
+    """The index of a cell as it is written behind the mapping's name."""
     return "".join(f"[{at}]" for at in index)
 
 
 def word(field: str) -> str:
-    """A field in words."""
+    """The word for an axis field."""
     return {"context_length": "context"}.get(field, field.removesuffix("_ms").upper())
 
 
 def ms(value_ms: float) -> str:
-    """A time in ms, to three digits."""
+    """A time in ms as text, to three digits."""
     return f"{value_ms:,.0f} ms" if value_ms >= 100 else f"{value_ms:.3g} ms"
 
 
 def tokens(size: Number) -> str:
-    """A number of tokens."""
+    """A number of tokens as text."""
     return "1 token" if size == 1 else f"{number_text(size)} tokens"
 
 
 def share(part: int, whole: int) -> str:
-    """A part of a whole in percent."""
+    """A part of the requests as text, with percent."""
     return f"{part:,} of {whole:,} requests ({100 * part / whole:.3g} %)"
 
 
 def _kinds(profiles: Sequence[TpProfile | None], plans: Sequence[Deployment]) -> tuple[int, ...]:
-    """For each pool the first one that is as fast, as both have the same profile and plan."""
+    """For each pool the number of the first one with the same profile and plan."""
     first: dict[tuple[int, Deployment], int] = {}
     return tuple(
         first.setdefault((id(profile), plan), pool)
@@ -335,14 +335,14 @@ def _bands(axis: Axis | UnevenAxis) -> tuple[Band, ...]:
     ends = list(pairwise(axis.edges))
     if axis.field.endswith("_ms"):
         return tuple(Band(low, high) for low, high in ends)
-    # What lies on an inner edge is above it.
+    # A size on an inner edge belongs to the band above it.
     sizes = [Band(_size(math.ceil(low)), _size(math.ceil(high) - 1)) for low, high in ends[:-1]]
     sizes.append(Band(_size(math.ceil(ends[-1][0])), _size(ends[-1][1])))
     return tuple(Band(low, max(low, high)) for low, high in sizes)
 
 
 def _size(size: float) -> float:
-    """A size that a profile can be asked for: a prompt has a token, and tables end somewhere."""
+    """The size within the limits of what a profile can be asked for."""
     return min(max(1.0, float(size)), _FAR_TOKENS)
 
 
