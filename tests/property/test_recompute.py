@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from slagate.proto import gateway_pb2 as gw
-from slagate.router.cli.receipts import Recomputer, json_line, parsed
+from slagate.router.cli.receipts import Recomputer, json_line, parse_line
 from support.gateway.receipts import RandomFleet
 from support.seeds import n_in
 
@@ -75,7 +75,7 @@ def test_json_keeps_every_figure_to_the_last_bit() -> None:
     for seed in range(50):
         receipt = fleet.receipt(random.Random(seed), seed)
         _, line = as_lines(fleet.config, receipt)
-        assert parsed(line).receipt == receipt, seed
+        assert parse_line(line).receipt == receipt, seed
         assert json.loads(line)["receipt"]["number"] == seed
 
 
