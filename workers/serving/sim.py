@@ -75,12 +75,20 @@ class SimOptions:
     api: str = "main"
     logits: LogitsProcessors = field(default_factory=LogitsProcessors)
 
+    def load_tp_profile(self) -> TpProfile:
+        """The model's timings and capacity, with `kv_blocks`. Raises `ProfileError`."""
+        profile = load_profile(self.profile).tp(self.tp)
+        if self.kv_blocks is None:
+            return profile
+        # Not by `max_tokens`, with which an engine can only have fewer blocks than fit its memory.
+        return replace(profile, kv_capacity_tokens=self.kv_blocks * BLOCK_TOKENS)
 
-def check_options(options: SimOptions) -> None:
+
+def _check_options(options: SimOptions) -> None:
     """Check the options without starting anything. Raises `ProfileError` or `UsageError`."""
     if options.role not in ROLES:
         raise UsageError(f"--role must be one of {', '.join(ROLES)} (got {options.role!r})")
-    load_profile(options.profile).tp(options.tp)
+    options.load_tp_profile()
     _api(options.api)
     read_key(options.handoff_key_file)
     options.logits.check(end_id=END_ID, vocab_size=VOCAB_SIZE)
@@ -98,12 +106,8 @@ async def sim_worker(
 
     Raises `ProfileError` or `UsageError` naming a wrong option.
     """
-    profile = load_profile(options.profile).tp(options.tp)
-    if options.kv_blocks is not None:
-        # Not by `max_tokens`, with which an engine can only have fewer blocks than fit its memory.
-        profile = replace(profile, kv_capacity_tokens=options.kv_blocks * BLOCK_TOKENS)
-    api = _api(options.api)
-    llm = _sim_llm(options, profile, api, transport=transport, instance_id=instance_id)
+    profile, api = options.load_tp_profile(), _api(options.api)
+    llm = _sim_llm(options, profile, api, transport, instance_id)
     identity = WorkerIdentity(
         role=ROLES[options.role],
         model=options.model or profile.model,
@@ -143,7 +147,6 @@ def _sim_llm(
     options: SimOptions,
     profile: TpProfile,
     api: SimApi,
-    *,
     transport: KvTransport | None,
     instance_id: str,
 ) -> SimLLM:
@@ -211,8 +214,8 @@ async def run_sim_worker(
     started_s = anyio.current_time()
     instance_id = uuid.uuid4().hex
     side = None if tls is None else ServerTls("clients", tls)
-    check_options(options)
-    model = options.model or load_profile(options.profile).tp(options.tp).model
+    _check_options(options)
+    model = options.model or options.load_tp_profile().model
     metrics = WorkerMetrics(model=model, role=options.role, engine="sim")
     async with (
         _transport(options, listen, instance_id) as opened,
@@ -252,8 +255,7 @@ async def _transport(
     if ROLES[options.role] == oe.ENGINE_ROLE_AGGREGATED:
         yield OpenedTransport(None, "")
         return
-    profile = load_profile(options.profile).tp(options.tp)
-    n_blocks = options.kv_blocks or profile.kv_capacity_tokens // BLOCK_TOKENS
+    n_blocks = options.load_tp_profile().kv_capacity_tokens // BLOCK_TOKENS
     n_ranks = options.tp if options.attention_dp else 1
     try:
         opened = open_transport(

@@ -62,17 +62,16 @@ class WorkerMetrics(Observer):
         self._collector: Any = None
         self._log_request: Callable[[Any], object] | None = None
         self._n_errors = 0
+        names = list(self._labels)
         self._load_s = Gauge(
             "slagate_worker_load_seconds",
             "From the start of the process to its first request: import, weights, warm-up, canary",
-            list(self._labels),
+            names,
             registry=self.registry,
         )
+        about = "Legs by how they ended"
         requests = Counter(
-            "slagate_worker_requests",
-            "Legs by how they ended",
-            [*self._labels, "outcome"],
-            registry=self.registry,
+            "slagate_worker_requests", about, [*names, "outcome"], registry=self.registry
         )
         self._requests = {
             outcome: requests.labels(**self._labels, outcome=outcome) for outcome in OUTCOMES
@@ -94,7 +93,7 @@ class WorkerMetrics(Observer):
         self._capacity = Gauge(
             f"{ENGINE_PREFIX}kv_event_buffer_capacity",
             "KV events that the engine keeps until they are read",
-            list(self._labels),
+            names,
             registry=self.registry,
         )
 
@@ -115,7 +114,8 @@ class WorkerMetrics(Observer):
         self._log_request = getattr(self._collector, "log_request_metrics_dict", None) or getattr(
             self._collector, "log_metrics_dict", None
         )
-        self.registry.register(_EngineFamilies(owned=set(_names(self.registry.collect()))))
+        owned = {family.name for family in self.registry.collect()}
+        self.registry.register(_EngineFamilies(owned))
 
     @override
     def leg_ended(self, outcome: Outcome, result: Any | None) -> None:
@@ -168,13 +168,8 @@ class WorkerMetrics(Observer):
         return family.labels(**self._labels)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(
-            ENGINE_PREFIX + name,
-            about,
-            list(self._labels),
-            buckets=buckets,
-            registry=self.registry,
-        )
+        labels, registry = list(self._labels), self.registry
+        family = Histogram(ENGINE_PREFIX + name, about, labels, buckets=buckets, registry=registry)
         return family.labels(**self._labels)
 
 
@@ -208,7 +203,3 @@ class _EngineFamilies(Collector):
         for family in prometheus_client.REGISTRY.collect():
             if family.name.startswith(ENGINE_PREFIX) and family.name not in self._owned:
                 yield family
-
-
-def _names(families: Iterable[Metric]) -> Iterable[str]:
-    return (family.name for family in families)
