@@ -95,9 +95,9 @@ class KvStreamNormaliser(Normaliser):
         return self._ranks[rank].numbering.next
 
     @override
-    def _items(self, told: object) -> list[Batch]:
-        assert isinstance(told, list)
-        return told
+    def _items(self, polled: object) -> list[Batch]:
+        assert isinstance(polled, list)
+        return polled
 
     @override
     def _changes_of(self, batch: Batch) -> Changes:

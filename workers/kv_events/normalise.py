@@ -50,11 +50,11 @@ class KvEventNormaliser(Normaliser):
         super().__init__(ranks=ranks, block_tokens=block_tokens, numbered="events", counted=counted)
 
     @override
-    def _items(self, told: object) -> list[dict[str, Any]]:
-        if told is None:
+    def _items(self, polled: object) -> list[dict[str, Any]]:
+        if polled is None:
             return []
         events: list[dict[str, Any]] = []
-        for entry in told if isinstance(told, list | tuple) else (told,):
+        for entry in polled if isinstance(polled, list | tuple) else (polled,):
             for event in entry if isinstance(entry, list | tuple) else (entry,):
                 if isinstance(event, dict):
                     events.append(event)

@@ -156,10 +156,10 @@ class Normaliser:
         names = ("gaps", f"missed_{numbered}", f"old_{numbered}", "decode_errors", "dropped_events")
         self.counts: Counter[str] = Counter(dict.fromkeys((*names, *counted), 0))
 
-    def portions(self, told: object) -> Iterator[list[Change]]:
+    def portions(self, polled: object) -> Iterator[list[Change]]:
         """The changes, in portions of a turn's work, some of which may be empty."""
         portion: list[Change] = []
-        for item in self._items(told):
+        for item in self._items(polled):
             try:
                 for change in self._changes_of(item):
                     if change is None:
@@ -176,7 +176,7 @@ class Normaliser:
         for rank in self._ranks:
             rank.losses.report(now_s)
 
-    def _items(self, told: object) -> Iterable[Any]:
+    def _items(self, polled: object) -> Iterable[Any]:
         raise NotImplementedError
 
     def _changes_of(self, item: Any) -> Changes:
