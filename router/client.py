@@ -57,7 +57,7 @@ class CallFailed(Exception):
     """A server could not be called, or refused the call; the message is for people."""
 
 
-def why_not(status: Status, target: str, tls: TlsFiles | None, where: str) -> str:
+def explain_failure(status: Status, target: str, tls: TlsFiles | None, where: str) -> str:
     """Why a call of `target`, which should be `where`, failed; for a connection that failed, what to do.
 
     `tls` is what the options said; None is plaintext.
@@ -130,7 +130,7 @@ async def _explaining(target: str, tls: TlsFiles | None, where: str) -> AsyncIte
         target = error.address or target
     words = status.message
     if status.code is grpc.StatusCode.UNAVAILABLE:
-        words = why_not(status, target, tls, where)
+        words = explain_failure(status, target, tls, where)
     elif status.code is grpc.StatusCode.UNIMPLEMENTED:
         words = f"{words} Is {target} {where}?"
     raise CallFailed(f"{status.code.name}: {words}")

@@ -6,20 +6,21 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from time import process_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import grpc
+import numpy as np
 import rich.progress
 from rich.console import Console
 
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto import openengine_pb2 as oe
-from slagate.router.bench.load import Prompts, load_requests
 from slagate.router.bench.report import LevelFigures, Targets, problem
-from slagate.router.client import CLIENT_LISTENER, only_model, why_not
-from slagate.router.loadgen.loadgen import Progress, ServedRequest, run_callers
+from slagate.router.client import CLIENT_LISTENER, explain_failure, only_model
+from slagate.router.loadgen.loadgen import LoadRequest, Progress, ServedRequest, run_callers
+from slagate.router.loadgen.trace import TraceRequest, prompt_tokens
 from slagate.router.request.metadata import ITL, TTFT
 from slagate.workers.client.client import WorkerClient, connect_worker, unary
 from slagate.workers.client.control import channel_to
@@ -35,6 +36,68 @@ POLL_S = 0.5
 
 BUSY_RATIO = 0.8
 """Share of one core from which on a load client measures itself, too."""
+
+VOCAB_SIZE = 32_000
+"""Prompts are made of token ids below this, which every model of today has."""
+
+
+class FixedPrompts(NamedTuple):
+    """Random prompts of one size, no two alike, so that no cache has any of them."""
+
+    isl_tokens: int
+    osl_tokens: int
+
+    def prompts(self, rng: random.Random) -> Iterator[tuple[list[int], int]]:
+        """Prompts, each with the number of tokens to answer it with, without end."""
+        numbers = np.random.default_rng(rng.getrandbits(64))
+        while True:
+            prompt = numbers.integers(0, VOCAB_SIZE, self.isl_tokens)
+            yield prompt.tolist(), self.osl_tokens
+
+    def __str__(self) -> str:
+        return f"ISL {self.isl_tokens}, OSL {self.osl_tokens}"
+
+
+class TracePrompts(NamedTuple):
+    """The prompts of a trace in its order, from the start again after its end, without its times.
+
+    Requests that share a prefix in the trace share it here, within one pass.
+    """
+
+    name: str
+    trace: Sequence[TraceRequest]
+
+    def prompts(self, rng: random.Random) -> Iterator[tuple[list[int], int]]:
+        """As `FixedPrompts.prompts`; a pass has other tokens than the one before."""
+        while True:
+            # Without a salt a level would find in the caches what the level before it has left there.
+            salt = rng.getrandbits(64)
+            for request in self.trace:
+                salted = request._replace(hash_ids=tuple(h ^ salt for h in request.hash_ids))
+                yield prompt_tokens(salted, VOCAB_SIZE).tolist(), request.osl_tokens
+
+    def __str__(self) -> str:
+        return f"trace {self.name}"
+
+
+Prompts = FixedPrompts | TracePrompts
+
+
+def load_requests(
+    prompts: Prompts, rng: random.Random, *, model: str, metadata: tuple[tuple[str, str], ...]
+) -> Iterator[LoadRequest]:
+    """Requests without end, with ids of their own."""
+    run_id = f"{rng.getrandbits(64):016x}"
+    for number, (prompt, osl_tokens) in enumerate(prompts.prompts(rng)):
+        request_id = f"bench-{run_id}-{number}"
+        message = oe.GenerateRequest(
+            request_id=request_id,
+            model=model,
+            token_ids=oe.TokenIds(ids=prompt),
+            # So that all answers have the size that was asked for.
+            stopping=oe.StoppingOptions(max_tokens=osl_tokens, ignore_eos=True),
+        )
+        yield LoadRequest(0.0, request_id, message.SerializeToString(), metadata)
 
 
 class NotReadyError(Exception):
@@ -138,7 +201,7 @@ async def run_bench(
                 stub,
                 limit_s=plan.wait_s,
                 on_state=lambda why: progress.update(0, why),
-                explain=lambda error: why_not(
+                explain=lambda error: explain_failure(
                     error.status, error.address or admin or target, tls, CLIENT_LISTENER
                 ),
             )

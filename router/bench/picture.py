@@ -108,20 +108,17 @@ def _draw_pareto(axes: Any, rows: Sequence[Mapping[str, Figure]]) -> None:
     best = frontier(shown)
     beaten = [point for point in shown if point not in best]
     axes.plot(
-        [p.user for p in best], [p.share for p in best], color=_LINE, linewidth=2, zorder=2,
-        label="Pareto frontier",
-    )  # fmt: skip
-    axes.scatter(
-        [p.user for p in best], [p.share for p in best], s=52, color=_LINE, zorder=3,
-        edgecolors="white", linewidths=1.2,
+        [p.user for p in best], [p.share for p in best], "o-", color=_LINE, linewidth=2, zorder=3,
+        markersize=8, markeredgecolor="white", markeredgewidth=1.2, label="Pareto frontier",
     )  # fmt: skip
     if beaten:
         axes.scatter(
             [p.user for p in beaten], [p.share for p in beaten], s=44, zorder=3,
             facecolors="white", edgecolors=_GREY, linewidths=1.4, label="beaten by another level",
         )  # fmt: skip
-    axes.set_xlim(left=0, right=max(p.user for p in shown) * 1.16)
-    axes.set_ylim(bottom=0, top=max(p.share for p in shown) * 1.12)
+    axes.set(
+        xlim=(0, max(p.user for p in shown) * 1.16), ylim=(0, max(p.share for p in shown) * 1.12)
+    )
     _label_all(axes, shown)
     itl_ms = rows[0]["itl_target_ms"]
     if isinstance(itl_ms, float) and itl_ms > 0:
@@ -130,8 +127,8 @@ def _draw_pareto(axes: Any, rows: Sequence[Mapping[str, Figure]]) -> None:
             1000 / itl_ms, color=_MISSED, linewidth=1, linestyle=(0, (4, 3)), zorder=1,
             label=f"ITL target {itl_ms:g} ms",
         )  # fmt: skip
-    axes.set_xlabel("output tokens/s per user (1 / median ITL)")
-    axes.set_ylabel(f"output tokens/s {_PER[str(rows[0]['share'])]}")
+    axes.set(xlabel="output tokens/s per user (1 / median ITL)")
+    axes.set(ylabel=f"output tokens/s {_PER[str(rows[0]['share'])]}")
     _legend(axes, 3)
 
 
@@ -158,7 +155,7 @@ def _label_all(axes: Any, shown: Sequence[Point]) -> None:
 
 
 def _draw_ttft(axes: Any, rows: Sequence[Mapping[str, Figure]]) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator
 
     levels: list[Any] = [row["concurrency"] for row in rows]
     for quantile, colour in _TTFT.items():
@@ -177,17 +174,11 @@ def _draw_ttft(axes: Any, rows: Sequence[Mapping[str, Figure]]) -> None:
             target_ms, color=_MISSED, linewidth=1, linestyle=(0, (4, 3)),
             label=f"target {target_ms:g} ms",
         )  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(levels))
-    axes.xaxis.set_minor_locator(NullLocator())
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    axes.xaxis.set_major_formatter(plain)
-    axes.yaxis.set_major_formatter(plain)
+    axes.set(xscale="log", yscale="log", xlabel="requests at once", ylabel="TTFT (ms)")
+    axes.set_xticks(levels, levels)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("requests at once")
-    axes.set_ylabel("TTFT (ms)")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     _legend(axes, 4)
 
 

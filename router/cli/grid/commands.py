@@ -44,17 +44,14 @@ def select(
     fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool)
     if stage not in fleet.stages:
         fail(f"--stage must be one of {', '.join(fleet.stages)} in this file (got {stage!r})")
-    lines = select_lines(
-        fleet.stages[stage], sys.stdin, objectives=fleet.objectives, note=_note_class
-    )
-    for line in lines:
+
+    def note(name: str) -> None:
+        counts = f'is not in objectives, it counts as "{ANY_CLASS}"'
+        errors.print(f"slagate: note: class {shown(name)} {counts}")
+
+    grid, objectives = fleet.stages[stage], fleet.objectives
+    for line in select_lines(grid, sys.stdin, objectives=objectives, note=note):
         sys.stdout.write(line + "\n")
-
-
-def _note_class(name: str) -> None:
-    errors.print(
-        f'slagate: note: class {shown(name)} is not in objectives, it counts as "{ANY_CLASS}"'
-    )
 
 
 def select_lines(

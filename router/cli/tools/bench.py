@@ -6,8 +6,15 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from slagate.router.bench.bench import BenchPlan, Measured, progress_line, run_bench
-from slagate.router.bench.load import FixedPrompts, Prompts, TracePrompts
+from slagate.router.bench.bench import (
+    BenchPlan,
+    FixedPrompts,
+    Measured,
+    Prompts,
+    TracePrompts,
+    progress_line,
+    run_bench,
+)
 from slagate.router.bench.picture import kind_of, write_pareto
 from slagate.router.bench.report import (
     Figure,

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from slagate.proto.rpc.status import Status
 from slagate.router.cli.command import EXIT_FAILED
-from slagate.router.client import CallFailed, engine_at, why_not
+from slagate.router.client import CallFailed, engine_at, explain_failure
 from slagate.router.commands import cli
 from slagate.workers.runtime.probes import serve_probes
 from support.gateway.certificates import Ca, Pair
@@ -304,4 +304,4 @@ def test_what_a_server_answers_itself_is_told_as_it_is() -> None:
     """Also where that is about connecting, to others."""
     for words in ("cannot connect to (address): Connection refused", "draining"):
         status = Status(grpc.StatusCode.UNAVAILABLE, words)
-        assert why_not(status, "127.0.0.1:9", None, "a listener") == words
+        assert explain_failure(status, "127.0.0.1:9", None, "a listener") == words

@@ -21,8 +21,17 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Sink
 from slagate.proto.rpc.status import OK, Metadata, Status
 from slagate.router.bench import bench as bench_module
-from slagate.router.bench.bench import BenchPlan, Measured, NotReadyError, Sweep, wait_healthy
-from slagate.router.bench.load import VOCAB_SIZE, FixedPrompts, TracePrompts, load_requests
+from slagate.router.bench.bench import (
+    VOCAB_SIZE,
+    BenchPlan,
+    FixedPrompts,
+    Measured,
+    NotReadyError,
+    Sweep,
+    TracePrompts,
+    load_requests,
+    wait_healthy,
+)
 from slagate.router.bench.picture import Point, frontier, write_pareto
 from slagate.router.bench.report import (
     BROKEN,
@@ -191,19 +200,19 @@ def test_no_picture_of_nothing(tmp_path: Path) -> None:
 
 
 def test_fixed_prompts_are_of_one_size_and_never_alike() -> None:
-    asked = list(islice(FixedPrompts(40, 7).asked(random.Random(1)), 50))
+    asked = list(islice(FixedPrompts(40, 7).prompts(random.Random(1)), 50))
     assert {(len(prompt), osl) for prompt, osl in asked} == {(40, 7)}
     assert len({tuple(prompt) for prompt, _ in asked}) == 50
     assert all(0 <= token < VOCAB_SIZE for prompt, _ in asked for token in prompt)
-    assert asked == list(islice(FixedPrompts(40, 7).asked(random.Random(1)), 50))
-    other = next(FixedPrompts(40, 7).asked(random.Random(2)))
+    assert asked == list(islice(FixedPrompts(40, 7).prompts(random.Random(1)), 50))
+    other = next(FixedPrompts(40, 7).prompts(random.Random(2)))
     assert other[0] != asked[0][0]
 
 
 def test_a_trace_shares_within_a_pass_and_not_between_two() -> None:
     """Else the second level of a sweep would be answered from the caches that the first one filled."""
     trace = [TraceRequest(0, 600, 3, (7, 8)), TraceRequest(9, 700, 5, (7, 9))]
-    first, second, again, _ = islice(TracePrompts("t", trace).asked(random.Random(1)), 4)
+    first, second, again, _ = islice(TracePrompts("t", trace).prompts(random.Random(1)), 4)
     assert [len(prompt) for prompt, _ in (first, second, again)] == [600, 700, 600]
     assert [osl for _, osl in (first, second, again)] == [3, 5, 3]
     assert first[0][:512] == second[0][:512]
