@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.name import _ASN1Type
 
 from slagate.workers.runtime.clock import unix_s
-from slagate.workers.tls.context import client_context
 from slagate.workers.tls.files import Pems, TlsError, read, read_certificate
+from slagate.workers.tls.reloading import client_context
 from support.gateway.certificates import Ca, files
 
 
