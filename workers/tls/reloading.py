@@ -37,6 +37,7 @@ REFUSAL_LOG_S = 1.0
 
 _NOT_TLS = {"HTTP_REQUEST", "WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG"}
 
+
 class TlsSide:
     """The files of one side, and the content of them that is in use."""
 
@@ -86,6 +87,7 @@ class TlsSide:
         for warning in self.current.warnings:
             log.warning("tls.expired", extra={"side": self.side, "reason": warning})
 
+
 class ServerTls(TlsSide):
     """TLS of a process's listeners. With a CA bundle, clients need a certificate of it."""
 
@@ -128,6 +130,7 @@ class ServerTls(TlsSide):
     def _context(self) -> ssl.SSLContext:
         return server_context(self.handshake_refused)
 
+
 class ClientTls(TlsSide):
     """TLS for dialling: the server needs a certificate of the CA bundle, for the name that is dialled."""
 
@@ -158,9 +161,11 @@ class ClientTls(TlsSide):
     def _context(self) -> ssl.SSLContext:
         return client_context()
 
+
 def closed_hint(tls: ClientTls | None) -> str:
     """A hint for the user, where a server has closed a new connection without an error."""
     return "; it may want TLS" if tls is None else "; it may not take our certificate"
+
 
 @asynccontextmanager
 async def following(
@@ -179,10 +184,12 @@ async def following(
         yield reread
         tasks.cancel_scope.cancel()
 
+
 def _grpc_configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration(
         [(pems.key, pems.chain)], root_certificates=pems.ca or None
     )
+
 
 def server_context(refused: Callable[[str], None]) -> ssl.SSLContext:
     """The context of a server; `refused` is called with the reason of each failed handshake."""
@@ -194,11 +201,13 @@ def server_context(refused: Callable[[str], None]) -> ssl.SSLContext:
     context.num_tickets = 0
     return _hardened(context)
 
+
 def client_context() -> ssl.SSLContext:
     """The context of a client, which checks the server's certificate and name."""
     context = _Context(ssl.PROTOCOL_TLS_CLIENT)
     context.sslobject_class = _Dialled
     return _hardened(context)
+
 
 def explained(error: ssl.SSLError) -> str:
     """Why a handshake failed, for people."""
@@ -206,12 +215,14 @@ def explained(error: ssl.SSLError) -> str:
         return "the other end does not speak TLS"
     return reason(error)
 
+
 def _hardened(context: "_Context") -> ssl.SSLContext:
     """Set what HTTP/2 requires (RFC 9113, section 9.2); ciphers are OpenSSL's defaults."""
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["h2"])
     return context
+
 
 class Following(ssl.SSLContext):
     """Stands for the context that is current; event loops use nothing of a context but `wrap_bio`."""
@@ -228,14 +239,17 @@ class Following(ssl.SSLContext):
     def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
         return self._current().wrap_bio(*args, **options)
 
+
 class _Context(ssl.SSLContext):
     refused: Callable[[str], None]
+
 
 class _Dialled(ssl.SSLObject):
     def do_handshake(self) -> None:
         super().do_handshake()
         if self.selected_alpn_protocol() != "h2":
             raise ssl.SSLError(ssl.SSL_ERROR_SSL, "the peer does not speak HTTP/2 (ALPN h2)")
+
 
 class _Accepted(_Dialled):
     _refusal: ssl.SSLError | None = None
