@@ -5,8 +5,7 @@ from itertools import product
 
 from slagate.pools.fleet.fleet import Prepared
 from slagate.pools.fleet_file.models import Objective, PoolSpec
-from slagate.pools.grid.axis import AnyAxis, UnevenAxis
-from slagate.pools.grid.grid import PriorityRule, StageGrid
+from slagate.pools.grid.grid import AnyAxis, PriorityRule, StageGrid, UnevenAxis
 from slagate.pools.grid.json_text import named, shown
 
 MAX_CELLS = 64

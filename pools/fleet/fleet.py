@@ -6,11 +6,10 @@ from typing import NamedTuple
 from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool, PoolView
-from slagate.pools.fleet.ranks import Limits
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.fleet_file.models import Objective
 from slagate.pools.grid.grid import Stage, StageGrid
-from slagate.pools.inflight.table import UNLIMITED, LoadTable, State
+from slagate.pools.inflight.table import UNLIMITED, Limits, LoadTable, State
 from slagate.pools.prefix.overlap import Prompt
 from slagate.workers.profiles.profile import TpProfile
 from slagate.workers.runtime.clock import monotonic_s

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from slagate.pools.fleet.health import Health
-from slagate.pools.fleet.ranks import Limits, Ranks
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import UNLIMITED, LoadTable, State
+from slagate.pools.inflight.table import UNLIMITED, Limits, LoadTable, Ranks, State
 from slagate.pools.kv_events.view import EventView
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.worker import Worker

@@ -8,10 +8,9 @@ import msgspec
 
 from slagate.pools.estimator.estimator import Estimator, FrozenEstimator
 from slagate.pools.fleet.member import Member
-from slagate.pools.fleet.ranks import Limits
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.shared_counts import PoolCell
-from slagate.pools.inflight.table import LoadTable, Rows, RowView, Work
+from slagate.pools.inflight.table import DOWN, Limits, LoadTable, Rows, RowView, Work
 from slagate.pools.kv_events.follower import WorkerFollower
 from slagate.pools.prefix.holder import Holder
 from slagate.pools.prefix.match import Cached, nothing_cached
@@ -258,7 +257,7 @@ class Pool:
         """
         address, rank = self.table.names[row]
         member = self.members[address]
-        assert self.table.is_up(row), member
+        assert not self.table.unavailable[row] & DOWN, member
         before = self.table.newest_lease() if n_leases is None else n_leases
         self._newest_lease = max(self._newest_lease, before) + 1
         lease = Lease(member, row, work, number=self._newest_lease, rank=rank)

@@ -12,9 +12,8 @@ from pydantic import BaseModel
 from slagate.pools.fleet_file.check import Extras, checked
 from slagate.pools.fleet_file.keys import STAGES, AxisKeys, StageKeys
 from slagate.pools.fleet_file.models import AggFile, Objective, PoolSpec, PrefillFile
-from slagate.pools.grid.axis import Axis, UnevenAxis
 from slagate.pools.grid.errors import ConfigError, Problem
-from slagate.pools.grid.grid import PriorityRule, StageGrid
+from slagate.pools.grid.grid import Axis, PriorityRule, StageGrid, UnevenAxis
 from slagate.pools.grid.json_text import ROOT, ReadJson, read_json, shown
 from slagate.workers.profiles.profile import TpProfile
 

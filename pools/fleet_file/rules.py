@@ -10,7 +10,7 @@ from typing import NamedTuple
 from slagate.pools.fleet_file.keys import OVERRIDES, PREFILL, STAGES, AxisKeys, Form, StageKeys
 from slagate.pools.fleet_file.models import ANY_CLASS, is_number
 from slagate.pools.fleet_file.report import ABSENT, ConfigReport, Path, dicts_in
-from slagate.pools.grid.axis import Axis, Number
+from slagate.pools.grid.grid import Axis, Number
 from slagate.pools.grid.json_text import named, short_path, shown
 from slagate.workers.profiles.profile import Profile, TpProfile, load_profile
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from slagate.pools.grid.axis import number_text
+from slagate.pools.grid.grid import number_text
 from slagate.pools.grid_build.bands import Bands
 from slagate.pools.grid_build.build import BuiltFleet, BuiltStage
 from slagate.pools.grid_build.cells import BEYOND, INFEASIBLE, MET, BuiltCell

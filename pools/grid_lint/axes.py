@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from slagate.pools.fleet_file.models import ANY_CLASS, Objective, default_for
-from slagate.pools.grid.axis import Axis, Number, UnevenAxis, number_text
+from slagate.pools.grid.grid import Axis, Number, UnevenAxis, number_text
 from slagate.pools.grid.json_text import json_path
 from slagate.pools.grid_lint.view import LintedStage, band, band_words, share, word
 from slagate.workers.findings import Finding, warning

@@ -8,7 +8,7 @@ tight targets. A band of which no cell is met is one.
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from slagate.pools.grid.axis import number_text
+from slagate.pools.grid.grid import number_text
 from slagate.pools.grid_lint.times import BUSY, Times
 from slagate.pools.grid_lint.view import (
     Band,

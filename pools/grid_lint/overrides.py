@@ -4,8 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from slagate.pools.grid.axis import number_text
-from slagate.pools.grid.grid import INT32, PriorityRule
+from slagate.pools.grid.grid import INT32, PriorityRule, number_text
 from slagate.pools.grid_lint.view import Index, LintedStage, brackets
 from slagate.workers.findings import MAX_LISTED, Finding, Occurrence, Occurrences, warning
 

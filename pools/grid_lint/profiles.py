@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from slagate.pools.grid.axis import number_text
+from slagate.pools.grid.grid import number_text
 from slagate.pools.grid.json_text import json_path
 from slagate.pools.grid_lint.times import measured_tokens
 from slagate.pools.grid_lint.view import LintedStage

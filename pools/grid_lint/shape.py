@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from slagate.pools.grid.axis import Axis
+from slagate.pools.grid.grid import Axis
 from slagate.pools.grid_lint.view import Index, LintedStage, band_words, brackets, word
 from slagate.workers.findings import Finding, Occurrence, Occurrences, warning
 

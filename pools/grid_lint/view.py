@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from slagate.pools.fleet_file.keys import EPP_KEYS, OVERRIDES, STAGES, AxisKeys, form_of
 from slagate.pools.fleet_file.load import FleetConfig
-from slagate.pools.grid.axis import Axis, Number, UnevenAxis, number_text
+from slagate.pools.grid.grid import Axis, Number, UnevenAxis, number_text
 from slagate.pools.grid.json_text import json_path
 from slagate.pools.grid_lint.times import Deployment, PoolCurves, Times, measured_tokens, plan_of
 from slagate.workers.profiles.profile import TpProfile

@@ -49,6 +49,13 @@ class Work(NamedTuple):
     context_tokens: int = 0  # tokens whose KV the request reads at each decode step
 
 
+class Limits(NamedTuple):
+    """The most that a worker gets at once, as the fleet file says; None: it does not say."""
+
+    max_inflight: int | None = None
+    max_queued_tokens: int | None = None
+
+
 class RowView(msgspec.Struct, frozen=True, gc=False):
     """One worker and rank as the policy sees it, with what it has cached of one prompt."""
 
@@ -225,6 +232,7 @@ class LoadTable:
         # The same memory: this way single figures are read and written three times as fast.
         self._int = [cast("MutableSequence[int]", each.data) for each in ints]
         self._float = [cast("MutableSequence[float]", each.data) for each in floats]
+        self.unavailable = self._int[UNAVAILABLE]  # by row, as `Rows.unavailable`
 
     def __len__(self) -> int:
         return len(self.names)
@@ -264,10 +272,6 @@ class LoadTable:
 
     def _set_name(self, row: int, address: str, rank: int | None) -> None:
         self.names = (*self.names[:row], (address, rank), *self.names[row + 1 :])
-
-    def is_up(self, row: int) -> bool:
-        """Whether the row's worker is ready, and below its limit of requests."""
-        return not self._int[UNAVAILABLE][row] & DOWN
 
     def rename(self, row: int, rank: int | None) -> None:
         """Set the rank of a row, which is known once the worker was reached."""
@@ -421,6 +425,106 @@ class LoadTable:
             ints[BATCH],
             floats[LOAD_S],
         )
+
+
+class Ranks:
+    """The rows of one worker; where it comes back with fewer ranks, those left over take no new work."""
+
+    def __init__(self, address: str, table: LoadTable) -> None:
+        self._address = address
+        self.table = table
+        self.rows = [table.add_row(address, None)]
+        self.n_used = 1
+        self.inflight = 0  # leases, over all of them
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are leased and not prefilled yet."""
+        return sum(self.table.get("queued_tokens", row) for row in self.rows)
+
+    @property
+    def queued_s(self) -> float:
+        """The same as seconds of work."""
+        return sum(self.table.get_s("queued_s", row) for row in self.rows)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens whose KV the requests read at each decode step."""
+        return sum(self.table.get("context_tokens", row) for row in self.rows)
+
+    @property
+    def everywhere(self) -> tuple[int, int]:
+        """Leases, and prompt tokens not prefilled yet, of all processes of the gateway."""
+        inflight, queued_tokens = self.table.elsewhere(self.rows)
+        return self.inflight + inflight, self.queued_tokens + queued_tokens
+
+    def set_up(
+        self, n_ranks: int, *, limits: Limits, capacity_tokens: int, models: frozenset[str]
+    ) -> None:
+        """Bring the rows in line with what the worker says of itself.
+
+        `capacity_tokens` is the size of one rank's KV cache.
+        """
+        while len(self.rows) < n_ranks:
+            self.rows.append(self.table.add_row(self._address, len(self.rows)))
+        self.table.rename(self.rows[0], 0 if n_ranks > 1 else None)
+        self.n_used = n_ranks
+        for row in self.rows:
+            self.table.set(
+                row,
+                max_inflight=_or_unlimited(limits.max_inflight),
+                max_queued_tokens=_or_unlimited(limits.max_queued_tokens),
+                capacity_tokens=capacity_tokens,
+            )
+        self.set_models(models)
+        self.table.set_worker_inflight(self.rows, self.inflight)
+
+    def free_rows(self) -> None:
+        """Free the rows: the worker has left, and nothing is leased on it."""
+        for row in self.rows:
+            self.table.free_row(row)
+        self.rows = []
+        self.n_used = 0
+
+    def set_state(self, state: State, *, suspect: bool) -> None:
+        """Set whether the rows may take work."""
+        for at, row in enumerate(self.rows):
+            # A worker that came back with fewer ranks than it had.
+            of_row = state if at < self.n_used else State.NOT_READY
+            self.table.set_state(row, of_row, suspect=suspect)
+
+    def set_models(self, models: frozenset[str]) -> None:
+        """Set what the worker serves."""
+        for row in self.rows:
+            self.table.set_models(row, models)
+
+    def set_foreign(self, load: tuple[int, float] | None) -> None:
+        """Set how many requests others sent, and the seconds of work of their prompts; None: not known.
+
+        They are spread evenly over the ranks: reports say which rank has them one probe too late to matter.
+        """
+        rows = self.rows[: self.n_used]
+        for at, row in enumerate(rows):
+            share = None
+            if load is not None:
+                share = (load[0] + len(rows) - 1 - at) // len(rows), load[1] / len(rows)
+            self.table.set_foreign(row, share)
+
+    def add_lease(self, row: int, work: Work, *, number: int) -> None:
+        """Count a lease that was taken on a row, the pool's lease of that number."""
+        self.inflight += 1
+        self.table.add_lease(row, work, number=number)
+        self.table.set_worker_inflight(self.rows, self.inflight)
+
+    def end_lease(self, row: int, work: Work) -> None:
+        """Count a lease that has ended."""
+        self.inflight -= 1
+        self.table.end_lease(row, work)
+        self.table.set_worker_inflight(self.rows, self.inflight)
+
+
+def _or_unlimited(limit: int | None) -> int:
+    return UNLIMITED if limit is None else limit
 
 
 def rows_of(views: Iterable[RowView]) -> Rows:

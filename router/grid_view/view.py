@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.fleet_file.models import ANY_CLASS, default_for
-from slagate.pools.grid.axis import SIZE_FIELDS, AnyAxis, Axis, Number, number_text
-from slagate.pools.grid.grid import StageGrid
+from slagate.pools.grid.grid import SIZE_FIELDS, AnyAxis, Axis, Number, StageGrid, number_text
 from slagate.router.receipts.attainment import CellTraffic
 
 MAX_NAME = 60

@@ -15,8 +15,7 @@ import msgspec
 
 from slagate.pools.fleet.pool import PoolView
 from slagate.pools.fleet_file.models import ANY_CLASS
-from slagate.pools.grid.axis import AnyAxis
-from slagate.pools.grid.grid import Cell, Stage, StageGrid
+from slagate.pools.grid.grid import AnyAxis, Cell, Stage, StageGrid
 from slagate.pools.grid.json_text import shown
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.request.sla import Sla

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from slagate.pools.fleet_file.load import FleetConfig, load_config
-from slagate.pools.grid.axis import Axis
 from slagate.pools.grid.errors import ConfigError
-from slagate.pools.grid.grid import StageGrid
+from slagate.pools.grid.grid import Axis, StageGrid
 from support.fleet.dynamo_router import Answer, Router, write
 from support.fleet.random_fleets import AXES, damage, inputs, probes, random_file
 from support.gateway.processes import run_here

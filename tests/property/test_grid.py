@@ -8,8 +8,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
-from slagate.pools.grid.axis import Axis
 from slagate.pools.grid.errors import ConfigError
+from slagate.pools.grid.grid import Axis
 from slagate.router.cli.grid.commands import select_lines
 from support.fleet.files import agg_file, disagg_file
 from support.seeds import n_in

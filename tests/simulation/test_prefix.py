@@ -7,8 +7,8 @@ import anyio
 import pytest
 
 from slagate.pools.fleet.member import Member
-from slagate.pools.fleet.ranks import Limits
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.table import Limits
 from slagate.proto.rpc.sinks import BufferedSink
 from slagate.router.request.settings import Settings
 from support import virtual_loop

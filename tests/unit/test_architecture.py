@@ -519,7 +519,7 @@ def test_rooms_form_no_circle() -> None:
 def test_an_arrow_is_seen_however_it_is_written() -> None:
     sources = {
         "pools/grid/axis": "",
-        "pools/grid/errors": "from slagate.pools.grid.axis import Axis",
+        "pools/grid/errors": "from slagate.pools.grid.grid import Axis",
         "pools/fleet/pool": "def f():\n    from slagate.pools.grid import axis",
         "router/app": "import slagate.pools.fleet.pool as pool",
         "router/commands": "import_module('slagate.router.app')",

@@ -10,9 +10,8 @@ import typer
 
 from slagate.pools.fleet_file.models import ANY_CLASS, Objective, default_for
 from slagate.pools.fleet_file.schema import fleet_schema
-from slagate.pools.grid.axis import AXIS_FIELDS
 from slagate.pools.grid.errors import SelectError
-from slagate.pools.grid.grid import StageGrid
+from slagate.pools.grid.grid import AXIS_FIELDS, StageGrid
 from slagate.pools.grid.json_text import is_finite_number, read_json, short_path, shown
 from slagate.router.cli.command import errors, fail
 from slagate.router.cli.fleet_options import FleetFile, Lenient, PoolsFile, PoolWorkers, read_fleet

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from slagate.pools.fleet_file.load import load_config, parse_config
-from slagate.pools.grid.axis import Axis, UnevenAxis
 from slagate.pools.grid.errors import ConfigError
-from slagate.pools.grid.grid import PriorityRule
+from slagate.pools.grid.grid import Axis, PriorityRule, UnevenAxis
 from slagate.router.cli.grid.commands import select_lines
 from support.fleet.files import agg_file, disagg_file
 from support.fleet.problems import AGG, DECODE, MAPPING, PREFILL, lines

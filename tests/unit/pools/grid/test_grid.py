@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from slagate.pools.fleet_file.load import load_config, parse_config
-from slagate.pools.grid.axis import Axis
 from slagate.pools.grid.errors import SelectError
-from slagate.pools.grid.grid import PriorityRule, StageGrid
+from slagate.pools.grid.grid import Axis, PriorityRule, StageGrid
 from support.fleet.files import disagg_file
 from support.fleet.problems import PREFILL
 

@@ -127,7 +127,7 @@ def test_what_follows_from_the_figures_is_in_line_with_them_after_any_change() -
             assert found.batch[row] == each.inflight + each.foreign_requests + 1, seed
             mean = (each.context_tokens + 9) / (each.inflight + 1)
             assert found.mean_tokens(9)[row] == mean, seed
-            assert table.is_up(row) is not is_down, seed
+            assert bool(table.unavailable[row] & DOWN) is is_down, seed
 
 
 def test_what_others_are_taken_to_have_sent_counts_as_what_they_did() -> None:

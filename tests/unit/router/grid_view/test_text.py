@@ -2,7 +2,7 @@
 
 import pytest
 
-from slagate.pools.grid.axis import number_text
+from slagate.pools.grid.grid import number_text
 from slagate.router.grid_view.view import percent, printable
 
 

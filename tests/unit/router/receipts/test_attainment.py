@@ -8,8 +8,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from slagate.pools.grid.axis import Axis
-from slagate.pools.grid.grid import Stage, StageGrid
+from slagate.pools.grid.grid import Axis, Stage, StageGrid
 from slagate.pools.inflight.table import State
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK, Status

@@ -11,10 +11,9 @@ from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease, Pool
-from slagate.pools.fleet.ranks import Limits
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import LoadTable, State, Work
+from slagate.pools.inflight.table import Limits, LoadTable, State, Work
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe
 from slagate.router.scheduling.policy import choose
