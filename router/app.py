@@ -28,10 +28,16 @@ from slagate.router.generate import generate
 from slagate.router.legs.attempts import Gateway
 from slagate.router.legs.handoff import Releaser
 from slagate.router.metrics import Metrics, RefusedConnection
-from slagate.router.multiprocess.child import ProcessService, ProcessSlot, parent_watched
+from slagate.router.multiprocess.child import ChildService, ProcessSlot, parent_watched
 from slagate.router.multiprocess.peers import joined_peers
 from slagate.router.receipts.ring import ReceiptRing
-from slagate.router.reload.reload import FleetSource, Proposal, Reloader, put_in_process, reloading
+from slagate.router.reload.reload import (
+    FleetSource,
+    Proposal,
+    Reloader,
+    put_in_force_here,
+    reloading,
+)
 from slagate.router.request.errors import Draining
 from slagate.router.request.running import RunningRequests
 from slagate.router.request.settings import CUT_S, RECEIPTS_S, Settings
@@ -104,7 +110,7 @@ async def build(
     metrics = Metrics()
     metrics.watch(dispatcher)
     receipts = ReceiptRing(in_force.message, unix_s=unix_s, number=peers.receipt_number)
-    in_process = put_in_process(dispatcher, receipts)
+    in_process = put_in_force_here(dispatcher, receipts)
     reloader = Reloader(in_force, put_in_force=in_process, metrics=metrics, now_s=now_s)
     watching = watch_fleet(
         fleet,
@@ -217,7 +223,7 @@ def _operators_server(app: App, settings: Settings, source: FleetSource) -> grpc
 def _answer_parent(server: grpc.aio.Server, app: App, place: ProcessSlot) -> None:
     """Serve operators' calls, and those of the parent and the other processes, on this process's socket."""
     gateway = app.gateway
-    service = ProcessService(app.reloader, gateway.live, gateway.metrics, not_ready=app.not_ready)
+    service = ChildService(app.reloader, gateway.live, gateway.metrics, not_ready=app.not_ready)
     ps_grpc.add_ProcessServicer_to_server(service, server)
     server.add_insecure_port(f"unix:{place.path('admin')}")
 

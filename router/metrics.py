@@ -128,10 +128,8 @@ class Metrics:
             CollectorRegistry()
         )  # the gauges of these, for the parent of several processes
         self.connections = ConnectionCounts(registry, self.gauges)
-        counter, histogram = (
-            partial(Counter, registry=registry),
-            partial(_Histogram, registry=registry),
-        )
+        counter = partial(Counter, registry=registry)
+        histogram = partial(_Histogram, registry=registry)
         self.requests = counter("slagate_requests", "Requests by how they ended", ["outcome"])
         self._of_outcome = {each: self.requests.labels(outcome=each.value) for each in Outcome}
         ttft = histogram(

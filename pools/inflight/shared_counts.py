@@ -77,7 +77,7 @@ class GatewayCell(IntEnum):
     RECEIPTS = 5  # requests that have ended
 
 
-class OtherProcesses(NamedTuple):
+class OtherCounts(NamedTuple):
     """What all other processes have on some slots."""
 
     counts: Ints  # i64[N_COUNTS, n_slots], the sums of the first cells
@@ -183,14 +183,14 @@ class SharedCounts:
         firsts = np.array(self._others, dtype=np.int64) * N_SLOTS
         return firsts[:, None] + slots
 
-    def sum_of_others(self, places: Ints) -> OtherProcesses:
+    def sum_of_others(self, places: Ints) -> OtherCounts:
         """The sum of what the other processes have on slots of ranks, of `lines_of_others`."""
         found = self._lines.take(places, axis=0)
         queued_s = found.view(np.float64)[:, :, RankCell.QUEUED_S]
         if len(found) == 1:
             line = found[0].T
-            return OtherProcesses(line[:N_COUNTS], queued_s[0], line[RankCell.LAST_CHOSEN])
-        return OtherProcesses(
+            return OtherCounts(line[:N_COUNTS], queued_s[0], line[RankCell.LAST_CHOSEN])
+        return OtherCounts(
             found[:, :, :N_COUNTS].sum(axis=0).T,
             queued_s.sum(axis=0),
             found[:, :, RankCell.LAST_CHOSEN].max(axis=0, initial=0),

@@ -7,7 +7,7 @@ from typing_extensions import override
 from slagate.pools.inflight.shared_counts import (
     N_COUNTS,
     NOBODY,
-    OtherProcesses,
+    OtherCounts,
     PoolCell,
     RankCell,
     SharedCounts,
@@ -147,7 +147,7 @@ class SharedTable(LoadTable):
     def newest_lease(self) -> int:
         return max(super().newest_lease(), int(self._others().last_chosen.max(initial=0)))
 
-    def _others(self) -> OtherProcesses:
+    def _others(self) -> OtherCounts:
         if self._lines_of_others is None:
             self._lines_of_others = self._shared.lines_of_others(
                 np.array(self._slots, dtype=np.int64)

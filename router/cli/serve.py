@@ -23,7 +23,7 @@ from slagate.router.cli.command import (
 from slagate.router.cli.fleet_options import Lenient, PoolsFile, PoolWorkers, checked, pool_workers
 from slagate.router.cli.tls import Insecure, TlsCert, TlsClientCa, TlsKey, dial_tls, listener_tls
 from slagate.router.multiprocess.child import config_in_force, own_place
-from slagate.router.multiprocess.parent import MAX_PROCESSES, serve_processes
+from slagate.router.multiprocess.parent import MAX_PROCESSES, serve_as_parent
 from slagate.router.reload.reload import FleetSource
 from slagate.router.request.settings import Settings
 from slagate.router.services.admin import Listeners
@@ -150,7 +150,7 @@ def _run(
 
     async def main_coroutine() -> int:
         if is_parent:
-            return await serve_processes(
+            return await serve_as_parent(
                 source, fleet, settings, stamp=stamp, n_processes=n_processes,
                 arguments=sys.argv[1:], tls=tls, listeners=listeners,
             )  # fmt: skip

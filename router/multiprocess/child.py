@@ -107,7 +107,7 @@ async def parent_watched(
             loop.remove_reader(sys.stdin.fileno())
 
 
-class ProcessService(ps_grpc.ProcessServicer):
+class ChildService(ps_grpc.ProcessServicer):
     """Answers the parent and the other processes."""
 
     def __init__(

@@ -40,7 +40,7 @@ STOP_SLACK_S = 5.0
 """How much longer than its drain a process may take to end."""
 
 
-async def serve_processes(
+async def serve_as_parent(
     source: FleetSource,
     config: FleetConfig,
     settings: Settings,

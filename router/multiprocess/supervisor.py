@@ -234,19 +234,16 @@ class Supervisor:
 
     async def _wait(self, process: ChildProcess) -> None:
         """Wait until a process ends; kill it if it takes too long once all are to stop."""
-        with anyio.CancelScope() as scope:
-            async with anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as tasks:
 
-                async def limit() -> None:
-                    await self.stopping.wait()
-                    await anyio.sleep(self._stop_limit_s)
-                    scope.cancel()
+            async def kill_late() -> None:
+                await self.stopping.wait()
+                await anyio.sleep(self._stop_limit_s)
+                process.send_signal(signal.SIGKILL)
 
-                tasks.start_soon(limit)
-                await process.wait()
-                tasks.cancel_scope.cancel()
-        if process.returncode is None:
-            process.send_signal(signal.SIGKILL)
+            tasks.start_soon(kill_late)
+            await process.wait()
+            tasks.cancel_scope.cancel()
 
     async def _ended(self, place: ProcessSlot, process: ChildProcess) -> None:
         """Clear what a process that ends had in flight, so that nobody counts it or waits for it."""

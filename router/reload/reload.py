@@ -109,7 +109,7 @@ class Proposal(NamedTuple):
         return cls(prepared, config_message(prepared, policy=policy))
 
 
-def put_in_process(dispatcher: Dispatcher, receipts: ReceiptRing) -> Callable[[Proposal], None]:
+def put_in_force_here(dispatcher: Dispatcher, receipts: ReceiptRing) -> Callable[[Proposal], None]:
     """The step that puts a configuration in force in one process."""
 
     def put_in_force(found: Proposal) -> None:

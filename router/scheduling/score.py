@@ -129,6 +129,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     def row_values(self, row: int, excluded: str = "") -> ScoredRow:
         """The values of one row; `excluded` says why it may not be chosen."""
         pool, estimator = self.pool, self.pool.estimator
+        ttft_s, itl_s = self._ttft_s, self._itl_s
         number = row
         if pool.rows.counts.n_left:
             number -= int(np.count_nonzero(self._has_left[:row]))
@@ -138,8 +139,8 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
             pool.view(row),
             pool.name,
             self.score_s.item(row),
-            _at(self._ttft_s, row) if estimator.predicts_prefill else None,
-            _at(self._itl_s, row) if estimator.predicts_itl else None,
+            None if ttft_s is None or not estimator.predicts_prefill else ttft_s.item(row),
+            None if itl_s is None or not estimator.predicts_itl else itl_s.item(row),
             excluded,
         )
 
@@ -293,7 +294,3 @@ def _reasons(stage: Stage, ask: RoutingRequest, pool: PoolView) -> npt.NDArray[n
     down = rows.states != READY
     reasons[down] = rows.states[down] + 1
     return reasons
-
-
-def _at(seconds: Floats | None, row: int) -> float | None:
-    return None if seconds is None else seconds.item(row)

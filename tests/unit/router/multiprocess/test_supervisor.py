@@ -14,7 +14,7 @@ from slagate.proto import process_pb2_grpc as ps_grpc
 from slagate.router.metrics import Metrics
 from slagate.router.multiprocess import peers as process_peers
 from slagate.router.multiprocess.child import (
-    ProcessService,
+    ChildService,
     ProcessSlot,
     config_in_force,
     own_place,
@@ -22,7 +22,7 @@ from slagate.router.multiprocess.child import (
 from slagate.router.multiprocess.supervisor import Supervisor, write_config
 from slagate.router.receipts.config import UnusableReceipt, config_message, prepared_of
 from slagate.router.receipts.ring import ReceiptRing
-from slagate.router.reload.reload import Proposal, Reloader, put_in_process
+from slagate.router.reload.reload import Proposal, Reloader, put_in_force_here
 from slagate.router.request import errors
 from slagate.router.request.running import RunningRequests
 from slagate.router.scheduling.dispatcher import Dispatcher
@@ -116,11 +116,11 @@ class Running:
         metrics.watch(self.dispatcher)
         self.reloader = Reloader(
             Proposal(prepared_of(first), first),
-            put_in_force=put_in_process(self.dispatcher, self.receipts),
+            put_in_force=put_in_force_here(self.dispatcher, self.receipts),
             metrics=metrics,
             now_s=lambda: 0.0,
         )
-        self.service = ProcessService(
+        self.service = ChildService(
             self.reloader, self.live, metrics, not_ready=self.fleet.not_ready
         )
 

@@ -28,7 +28,7 @@ from slagate.router.reload.reload import (
     Proposal,
     Reloaded,
     Reloader,
-    put_in_process,
+    put_in_force_here,
     reloading,
 )
 from slagate.router.request.settings import Settings
@@ -65,7 +65,7 @@ class Running:
         self.metrics = Metrics()
         self.reloader = Reloader(
             in_force,
-            put_in_force=put_in_process(self.dispatcher, self.receipts),
+            put_in_force=put_in_force_here(self.dispatcher, self.receipts),
             metrics=self.metrics,
             now_s=lambda: self.clock,
         )

@@ -14,7 +14,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.router.metrics import Metrics
 from slagate.router.receipts.record import Record
 from slagate.router.receipts.ring import ReceiptRing
-from slagate.router.reload.reload import Proposal, Reloader, put_in_process
+from slagate.router.reload.reload import Proposal, Reloader, put_in_force_here
 from slagate.router.request.errors import Outcome
 from slagate.router.request.request import parse_request
 from slagate.router.request.settings import Settings
@@ -37,7 +37,7 @@ def service(
 ) -> AdminService:
     reloader = Reloader(
         Proposal(prepare(config()), CONFIG),
-        put_in_force=put_in_process(dispatcher, ring),
+        put_in_force=put_in_force_here(dispatcher, ring),
         metrics=Metrics(),
         now_s=lambda: 90.0,
     )
