@@ -50,13 +50,8 @@ class EngineWatch:
         self._times = times
         self._on_death = on_death
         self._leave = leave
-        self._is_dead = False
+        self.is_dead = False
         self._is_over = threading.Event()
-
-    @property
-    def alive(self) -> bool:
-        """Whether no sign of death was found so far."""
-        return not self._is_dead
 
     async def run(self) -> None:
         """Watch until the engine is dead, or until cancelled."""
@@ -70,7 +65,7 @@ class EngineWatch:
                 log.info("engine.no_health_check")
                 await anyio.sleep_forever()
                 return
-            while not self._is_dead:
+            while not self.is_dead:
                 await anyio.sleep(self._times.interval_s)
                 failure = await self._checked(check)
                 if failure is not None:
@@ -89,8 +84,8 @@ class EngineWatch:
         return None if is_well else RuntimeError("its health check failed")
 
     def _report_dead(self, error: Exception) -> None:
-        if not self._is_dead:
-            self._is_dead = True
+        if not self.is_dead:
+            self.is_dead = True
             log.error("engine.dead", extra={"reason": str(error) or type(error).__name__})
             self._on_death(error)
 

@@ -34,13 +34,13 @@ def death_of(engine: Any, times: WatchTimes = FAST) -> Exception:
             dead.set()
 
         watch = EngineWatch(engine, times=times, on_death=on_death, leave=_never)
-        assert watch.alive
+        assert not watch.is_dead
         with anyio.fail_after(HANG_S):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch.run)
                 await dead.wait()
                 tasks.cancel_scope.cancel()
-        assert not watch.alive
+        assert watch.is_dead
         (death,) = deaths
         return death
 
@@ -97,7 +97,7 @@ def test_an_engine_that_is_shut_down_has_no_executor_and_is_not_dead() -> None:
             for _ in range(3):
                 await anyio.to_thread.run_sync(checks.acquire)
             tasks.cancel_scope.cancel()
-        assert watch.alive
+        assert not watch.is_dead
 
     anyio.run(main)
 
@@ -111,7 +111,7 @@ def test_a_watch_that_is_off_asks_nobody() -> None:
         off = WatchTimes(interval_s=0.0)
         watch = EngineWatch(Engine(_raises), times=off, on_death=_died, leave=_never)
         await watch.run()
-        assert watch.alive
+        assert not watch.is_dead
 
     anyio.run(main)
 
