@@ -7,14 +7,14 @@ the wire, `TrtllmWorker` the engine's; `serve_worker` puts any worker behind gRP
 `kv_events` is the other stream, of serialised `SubscribeKvEventsResponse`s. Both keep this contract, which
 `tests/contract/test_worker.py` checks:
 
-    generate ──▶ message* ──▶ end          nothing after end; end exactly once, also after cancel
-         refusal before acceptance ──▶ end(non-OK) with no message before it
-         failure after acceptance ──▶ message(EngineError) ──▶ end(OK)
+    generate ──▶ message* ──▶ finish       nothing after finish, which comes exactly once, also after cancel
+         refusal before acceptance ──▶ finish(non-OK) with no message before it
+         failure after acceptance ──▶ message(EngineError) ──▶ finish(OK)
          pause() ──▶ no message until resume(); what was produced meanwhile is not lost
-         timeout_s passes ──▶ no further message, end(DEADLINE_EXCEEDED) unless it had ended; paused or not
-         cancel() ──▶ no further message, end(CANCELLED) unless it had ended; paused or not
+         timeout_s passes ──▶ no further message, finish(DEADLINE_EXCEEDED) unless finished before; paused or not
+         cancel() ──▶ no further message, finish(CANCELLED) unless finished before; paused or not
 
-All callbacks run on the event loop's thread. `end` may be called before `generate` returns.
+All callbacks run on the event loop's thread. `finish` may be called before `generate` returns.
 """
 
 from typing import Protocol

@@ -38,11 +38,11 @@ _OUTCOME_OF_CODE: dict[grpc.StatusCode, Outcome] = {
 class EngineStream(Call):
     """The call of one leg; `pump` is its task.
 
-    Sent to the sink:  refused            end(non-OK)
-                       accepted           [prompt] token* finished* end(OK), or
-                                          [prompt] prefill_ready end(OK)
-                       failed             error end(OK)
-                       cancelled, expired end(non-OK) at once; the engine's last result is awaited
+    Sent to the sink:  refused            finish(non-OK)
+                       accepted           [prompt] token* finished* finish(OK), or
+                                          [prompt] prefill_ready finish(OK)
+                       failed             error finish(OK)
+                       cancelled, expired finish(non-OK) at once; the engine's last result is awaited
     """
 
     def __init__(self, sink: Sink, handoffs: Handoffs) -> None:
