@@ -11,8 +11,8 @@ the wire, `TrtllmWorker` the engine's; `serve_worker` puts any worker behind gRP
          refusal before acceptance ──▶ finish(non-OK) with no message before it
          failure after acceptance ──▶ message(EngineError) ──▶ finish(OK)
          pause() ──▶ no message until resume(); what was produced meanwhile is not lost
-         timeout_s passes ──▶ no further message, finish(DEADLINE_EXCEEDED) unless finished before; paused or not
-         cancel() ──▶ no further message, finish(CANCELLED) unless finished before; paused or not
+         timeout_s passes ──▶ no message, finish(DEADLINE_EXCEEDED) unless finished before; paused or not
+         cancel() ──▶ no message, finish(CANCELLED) unless finished before; paused or not
 
 All callbacks run on the event loop's thread. `finish` may be called before `generate` returns.
 """
