@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 from typer.main import get_group
+from typing_extensions import override
 
 COMMANDS = {
     "serve": "slagate.router.cli.serve",
@@ -33,12 +34,12 @@ class _Commands(TyperGroup):
     Importing what only other commands need took a fifth of a worker's start.
     """
 
+    @override
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of all commands."""
         return list(COMMANDS)
 
+    @override
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of this name, or None."""
         if cmd_name not in self.commands:
             # For an unknown name typer looks for similar ones among all commands.
             self.commands.update(_built([cmd_name] if cmd_name in COMMANDS else COMMANDS))
@@ -84,15 +85,15 @@ def _built(names: Iterable[str]) -> dict[str, Any]:
         else:
             group.command(name)(command)
     commands = dict(get_group(group).commands)
-    _say_in_full(commands)
+    _show_whole_sentences(commands)
     return commands
 
 
-def _say_in_full(commands: dict[str, Any]) -> None:
+def _show_whole_sentences(commands: dict[str, Any]) -> None:
     """Have lists of commands show the first sentence of each, which typer would cut in the middle."""
     for command in commands.values():
         command.short_help = (command.help or "").partition("\n\n")[0]
-        _say_in_full(getattr(command, "commands", {}))
+        _show_whole_sentences(getattr(command, "commands", {}))
 
 
 def _imported(name: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typing_extensions import override
 
 from slagate.proto.rpc.address import Address
 from slagate.router.cli.command import (
@@ -53,11 +54,11 @@ MAX_KV_BLOCKS = 100_000_000
 _WATCH = WatchTimes()
 
 
-class _Worker(TyperGroup):
+class _WorkerCommands(TyperGroup):
     """A group that answers an option before the command's name with where options go."""
 
+    @override
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words of a call; an option before the command's name is a usage error."""
         if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
             option = args[0].partition("=")[0]
             fail(
@@ -68,7 +69,7 @@ class _Worker(TyperGroup):
 
 
 worker = typer.Typer(
-    cls=_Worker,
+    cls=_WorkerCommands,
     no_args_is_help=True,
     help="Run one worker until SIGTERM, or look at what one would run.",
 )
