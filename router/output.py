@@ -40,7 +40,7 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
 
 
 def guard_stdout() -> None:
-    """From now on a write to stdout fails with `OutputFailed` only, and for no character.
+    """From now on a write to stdout fails with `OutputFailed` only, never because of a character.
 
     A character that the encoding lacks is written as a JSON escape, so that JSON stays JSON.
     """

@@ -86,7 +86,7 @@ Prompts = FixedPrompts | TracePrompts
 def load_requests(
     prompts: Prompts, rng: random.Random, *, model: str, metadata: tuple[tuple[str, str], ...]
 ) -> Iterator[LoadRequest]:
-    """Requests without end, with ids of their own."""
+    """Requests of these prompts, without end, each with an id of its own."""
     run_id = f"{rng.getrandbits(64):016x}"
     for number, (prompt, osl_tokens) in enumerate(prompts.prompts(rng)):
         request_id = f"bench-{run_id}-{number}"

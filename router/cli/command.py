@@ -200,7 +200,7 @@ COLUMNS = 100
 
 
 def codes_to_ignore(codes: Iterable[str] | None, known: Iterable[str], *, page: str) -> set[str]:
-    """The codes that `--ignore` names; one that is not `known` ends the command, which names the `page`."""
+    """The codes that `--ignore` names; an unknown one ends the command with a pointer to the `page`."""
     ignored = {code.upper() for code in codes or ()}
     for code in sorted(ignored - set(known)):
         near = nearest(code, known, least=0.0)

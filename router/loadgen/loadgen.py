@@ -50,7 +50,7 @@ class ServedRequest:
 
     @property
     def failed(self) -> bool:
-        """Whether it got anything but a whole answer."""
+        """Whether it ended without a whole answer."""
         return self.status.code is not grpc.StatusCode.OK
 
 

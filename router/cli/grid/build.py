@@ -80,7 +80,7 @@ def build(
 
 
 def _refuse(error: ConfigError, *, has_margin: bool) -> NoReturn:
-    """End the command with what is wrong: with options, and with the spec, where they were not given."""
+    """End the command with the problems of options and, apart from them, those of the spec."""
     options: list[Problem] = []
     others: list[Problem] = []
     for path, message in error.problems:

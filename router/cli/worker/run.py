@@ -122,43 +122,47 @@ HealthCheckTimeout = Annotated[
 ShutdownTimeout = Annotated[float, seconds("Seconds for the engine to end by itself.", least=0.1)]
 
 
+Profile = Annotated[str, typer.Option(help="Timing profile: a packaged name, or a file.")]
+SimModel = Annotated[str | None, typer.Option(help="Served name; default: the profile's.")]
+TimeScale = Annotated[
+    float, typer.Option(min=0.0, callback=finite, help="Engine times are multiplied by this.")
+]
+KvBlockBytes = Annotated[int, typer.Option(min=16, max=1 << 28, help="Real bytes of a KV block.")]
+KvHostBlocks = Annotated[
+    int,
+    typer.Option(
+        min=0, max=MAX_KV_BLOCKS, help="KV blocks in host memory, for what the device evicts."
+    ),
+]
+KvTransferTimeout = Annotated[
+    float, seconds("Seconds that fetching one handoff may take.", least=0.1)
+]
+HandoffTimeout = Annotated[float, seconds("Seconds that a handoff is kept for decode.", least=0.1)]
+Api = Annotated[str, typer.Option(help="TensorRT-LLM's API: 1.2, 1.3rc or main.")]
+
+
 @worker.command()
 def sim(
     *,
     role: Annotated[str, typer.Option(help="prefill, decode or agg.")],
     listen: Annotated[Address, host_port("For the gateway: OpenEngine over gRPC.")],
-    profile: Annotated[
-        str, typer.Option(help="Timing profile: a packaged name, or a file.")
-    ] = "llama-3.1-8b-h100",
+    profile: Profile = "llama-3.1-8b-h100",
     tp: Annotated[int, options.TP] = 1,
-    model: Annotated[str | None, typer.Option(help="Served name; default: the profile's.")] = None,
-    time_scale: Annotated[
-        float, typer.Option(min=0.0, callback=finite, help="Engine times are multiplied by this.")
-    ] = 1.0,
+    model: SimModel = None,
+    time_scale: TimeScale = 1.0,
     kv_blocks: KvBlocks = None,
-    kv_block_bytes: Annotated[
-        int, typer.Option(min=16, max=1 << 28, help="Real bytes of a KV block.")
-    ] = 4096,
+    kv_block_bytes: KvBlockBytes = 4096,
     max_batch_size: Annotated[int, options.MAX_BATCH_SIZE] = 256,
     max_seq_len: Annotated[int, options.MAX_SEQ_LEN] = 131_072,
     attention_dp: Annotated[bool, options.ATTENTION_DP] = False,
-    kv_host_blocks: Annotated[
-        int,
-        typer.Option(
-            min=0, max=MAX_KV_BLOCKS, help="KV blocks in host memory, for what the device evicts."
-        ),
-    ] = 0,
+    kv_host_blocks: KvHostBlocks = 0,
     kv_events: Annotated[int, options.KV_EVENTS] = KV_EVENTS,
     stream_interval: Annotated[int, options.STREAM_INTERVAL] = 1,
     transport: options.Transport = "auto",
-    kv_transfer_timeout: Annotated[
-        float, seconds("Seconds that fetching one handoff may take.", least=0.1)
-    ] = KV_TRANSFER_TIMEOUT_S,
-    handoff_timeout: Annotated[
-        float, seconds("Seconds that a handoff is kept for decode.", least=0.1)
-    ] = HANDOFF_TIMEOUT_S,
+    kv_transfer_timeout: KvTransferTimeout = KV_TRANSFER_TIMEOUT_S,
+    handoff_timeout: HandoffTimeout = HANDOFF_TIMEOUT_S,
     handoff_key_file: HandoffKeyFile = None,
-    api: Annotated[str, typer.Option(help="TensorRT-LLM's API: 1.2, 1.3rc or main.")] = "main",
+    api: Api = "main",
     logits_processor: LogitsProcessor = None,
     allow_logits_processor: AllowLogitsProcessor = None,
     drain: Annotated[float, seconds(f"{DRAIN}.")] = DRAIN_S,
@@ -173,9 +177,7 @@ def sim(
     _check_listeners(listen, metrics_listen)
     tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     start_log(log_level)
-    logits = _logits_processors(logits_processor, allow_logits_processor)
-    options.check_transport(transport)
-    sim_options = SimOptions(
+    setup = SimOptions(
         role=role,
         profile=profile,
         tp=tp,
@@ -194,12 +196,11 @@ def sim(
         handoff_timeout_s=handoff_timeout,
         handoff_key_file=handoff_key_file,
         api=api,
-        logits=logits,
+        logits=_logits_processors(logits_processor, allow_logits_processor),
     )
+    options.check_transport(transport)
     run_to_exit(
-        lambda: run_sim_worker(
-            sim_options, listen, drain_s=drain, tls=tls, metrics_listen=metrics_listen
-        )
+        lambda: run_sim_worker(setup, listen, drain_s=drain, tls=tls, metrics_listen=metrics_listen)
     )
 
 
@@ -299,9 +300,7 @@ def trtllm(
             stuck_s=shutdown_timeout,
         ),
     )
-    if drain is None:
-        drain = PREFILL_DRAIN_S if role == "prefill" else DRAIN_S
-    drain_s = drain
+    drain_s = (PREFILL_DRAIN_S if role == "prefill" else DRAIN_S) if drain is None else drain
     run_to_exit(
         lambda: run_trtllm_worker(
             trtllm_options, listen, drain_s=drain_s, tls=tls, metrics_listen=metrics_listen
