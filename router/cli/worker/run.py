@@ -204,6 +204,7 @@ def sim(
     )
 
 
+# Longer than 60 lines because typer wants each of its 40 options as a parameter.
 @worker.command()
 def trtllm(
     context: typer.Context,
