@@ -4,7 +4,7 @@ It speaks OpenEngine like any client, over the `Worker` port. Times are the clie
 gateway's queues and relays in them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple
@@ -176,24 +176,17 @@ def mismatch(served: ServedRequest, expected: Sequence[int]) -> str:
     return ""
 
 
-class _Sender:
-    """Sends requests and keeps the live counts of a run."""
+def _sender(
+    timeout_s: float, on_change: Callable[[Progress], None], now_s: Callable[[], float]
+) -> Callable[[Worker, LoadRequest, float], Awaitable[ServedRequest]]:
+    """A function that sends one request, `late_s` after its time, and returns its result at the end."""
+    progress = Progress()
 
-    def __init__(
-        self, *, timeout_s: float, on_change: Callable[[Progress], None], now_s: Callable[[], float]
-    ) -> None:
-        self._progress = Progress()
-        self._timeout_s = timeout_s
-        self._on_change = on_change
-        self._now_s = now_s
-
-    async def send(self, target: Worker, request: LoadRequest, *, late_s: float) -> ServedRequest:
-        """Send one request; its result, once it has ended."""
-        progress = self._progress
-        probe = StreamProbe(request.request_id, now_s=self._now_s, progress=progress)
-        call = target.generate(request.data, request.metadata, probe, timeout_s=self._timeout_s)
+    async def send(target: Worker, request: LoadRequest, late_s: float) -> ServedRequest:
+        probe = StreamProbe(request.request_id, now_s=now_s, progress=progress)
+        call = target.generate(request.data, request.metadata, probe, timeout_s=timeout_s)
         progress.n_sent += 1
-        self._on_change(progress)
+        on_change(progress)
         try:
             await probe.ended.wait()
         finally:
@@ -201,8 +194,10 @@ class _Sender:
         served = probe.served(late_s=late_s)
         progress.n_done += 1
         progress.n_failed += served.failed
-        self._on_change(progress)
+        on_change(progress)
         return served
+
+    return send
 
 
 async def run_load(
@@ -219,12 +214,12 @@ async def run_load(
     request's deadline. `on_change` is called when a request starts or ends. `now_s` measures latencies.
     """
     results: dict[int, ServedRequest] = {}
-    sender = _Sender(timeout_s=timeout_s, on_change=on_change, now_s=now_s)
+    send = _sender(timeout_s, on_change, now_s)
     started_s = anyio.current_time()
 
     async def serve(number: int, target: Worker, request: LoadRequest) -> None:
         late_s = anyio.current_time() - started_s - request.at_s
-        results[number] = await sender.send(target, request, late_s=late_s)
+        results[number] = await send(target, request, late_s)
 
     async with anyio.create_task_group() as tasks:
         for number, (target, request) in enumerate(zip(cycle(targets), requests, strict=False)):
@@ -250,7 +245,7 @@ async def run_callers(
     Their own times (`at_s`) do not count. `results` gets each as it ends, so that a caller who cancels
     this has what was measured until then. The rest is as in `run_load`.
     """
-    sender = _Sender(timeout_s=timeout_s, on_change=on_change, now_s=now_s)
+    send = _sender(timeout_s, on_change, now_s)
     started_s = anyio.current_time()
 
     async def caller(target: Worker) -> None:
@@ -258,7 +253,7 @@ async def run_callers(
             request = next(requests, None)
             if request is None:
                 return
-            results.append(await sender.send(target, request, late_s=0.0))
+            results.append(await send(target, request, 0.0))
 
     async with anyio.create_task_group() as tasks:
         for _, target in zip(range(concurrency), cycle(targets), strict=False):

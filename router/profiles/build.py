@@ -132,17 +132,9 @@ class AiConfigurator:
         if not latest:
             raise UsageError(f"AIConfigurator has no TensorRT-LLM database for system {system!r}")
         self._version = str(latest)
-
-    @property
-    def engine(self) -> str:
-        """The engine whose times these are, with its version."""
-        return f"tensorrt-llm {self._version}"
-
-    @property
-    def source(self) -> str:
-        """Where the numbers come from."""
+        self.engine = f"tensorrt-llm {self._version}"
         modes = "silicon database, static context and generation modes"
-        return f"AIConfigurator {version('aiconfigurator')}, {modes}"
+        self.source = f"AIConfigurator {version('aiconfigurator')}, {modes}"
 
     def prefill_ms(self, tp: int, new_tokens: int, cached_tokens: int) -> float:
         """Milliseconds of one prompt on an idle worker."""
