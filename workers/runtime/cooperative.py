@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
 from typing import TypeVar
 
 import anyio.lowlevel
@@ -68,49 +69,44 @@ class Slices:
 
     def __init__(self) -> None:
         self._waiting: deque[Work] = deque()
-        self._turn: asyncio.Handle | None = None
+        self._handle: asyncio.Handle | None = None
 
     def start(self, work: Work) -> None:
         """Do the first slice now and the others later. Raises what the first one raises."""
         if _goes_on(work):
             self._waiting.append(work)
-            self._arm()
+            self._schedule()
 
     def cancel(self, work: Work) -> None:
         """Drop the slices that are not done yet, if any, and close the generator."""
         if work in self._waiting:
             self._waiting.remove(work)
             work.close()
-            self._rest()
+            self._schedule()
 
     def fail_all(self, error: Exception) -> None:
         """Raise `error` in every generator, where it stands; none goes on after it."""
         while self._waiting:
-            work = self._waiting.popleft()
-            try:
-                work.throw(error)
-            except StopIteration:
-                continue
-        self._rest()
+            with suppress(StopIteration):
+                self._waiting.popleft().throw(error)
+        self._schedule()
 
-    def _advance(self) -> None:
-        self._turn = None
+    def _turn(self) -> None:
+        self._handle = None
         work = self._waiting.popleft()
         try:
             if _goes_on(work):
                 self._waiting.append(work)
         finally:
-            if self._waiting:
-                self._arm()
+            self._schedule()
 
-    def _arm(self) -> None:
-        if self._turn is None:
-            self._turn = asyncio.get_running_loop().call_soon(self._advance)
-
-    def _rest(self) -> None:
-        if not self._waiting and self._turn is not None:
-            self._turn.cancel()
-            self._turn = None
+    def _schedule(self) -> None:
+        """Have a turn of the loop exactly while generators wait."""
+        if self._waiting and self._handle is None:
+            self._handle = asyncio.get_running_loop().call_soon(self._turn)
+        elif not self._waiting and self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
 
 
 def _goes_on(work: Work) -> bool:
