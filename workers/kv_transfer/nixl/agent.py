@@ -241,23 +241,23 @@ class NixlAgent:
         self._peers = Peers(self._nixl, self._agent, self.name)
 
     def _serve(self) -> None:
-        look_s = PULL_POLL_MIN_S
+        poll_s = PULL_POLL_MIN_S
         while not self._closing:
             try:
-                order = self._orders.get(timeout=self._rest_s(look_s))
+                order = self._orders.get(timeout=self._rest_s(poll_s))
             except Empty:
                 order = None
             if order is not None:
-                look_s = PULL_POLL_MIN_S
+                poll_s = PULL_POLL_MIN_S
                 self._start(order)
             if self._n_offers or not self._progresses:
                 self._collect_acks()
             self._check_reads()
-            look_s = min(look_s * 1.5, PULL_POLL_MAX_S)
+            poll_s = min(poll_s * 1.5, PULL_POLL_MAX_S)
 
-    def _rest_s(self, look_s: float) -> float | None:
+    def _rest_s(self, poll_s: float) -> float | None:
         if any(not read.order.abandoned for read in self._reads):
-            return look_s
+            return poll_s
         if self._n_offers:
             return OFFER_POLL_S if self._progresses else UNAIDED_POLL_S
         return ABANDONED_POLL_S if self._reads else None
