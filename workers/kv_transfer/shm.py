@@ -124,13 +124,13 @@ class SharedMemoryTransport(KvTransport):
 
     def _pull(self, descriptor: bytes, done: Done) -> Work:
         try:
-            blocks = yield from self._take(descriptor)
+            blocks = yield from self._take_blocks(descriptor)
         except KvTransferError as error:
             done(error)
         else:
             done(blocks)
 
-    def _take(self, descriptor: bytes) -> Generator[None, None, Blocks]:
+    def _take_blocks(self, descriptor: bytes) -> Generator[None, None, Blocks]:
         if self._closed:
             raise KvTransferError("transport is closed")
         wanted = _unpack_descriptor(descriptor)

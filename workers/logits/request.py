@@ -38,7 +38,7 @@ class RequestLogits:
         self._vocab_size = vocab_size
         self._on_stream = on_stream
 
-    def of(self, request: oe.GenerateRequest, *, n_outputs: int) -> list[Any] | None:
+    def processors_of(self, request: oe.GenerateRequest, *, n_outputs: int) -> list[Any] | None:
         """New processors for a request, or None. Raises `RequestRefused` naming the field."""
         asked = _asked(request)
         if asked and self._base is None:

@@ -93,7 +93,7 @@ POLL_S = 0.5
 """How often the time limits of handoffs are checked while no statistics come."""
 
 
-async def fetched(rows: NewestRows, handoffs: Handoffs) -> None:
+async def until_fetched(rows: NewestRows, handoffs: Handoffs) -> None:
     """Return when new statistics have no request, or every handoff is past its time limit.
 
     Without statistics, only the limit counts.

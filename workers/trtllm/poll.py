@@ -44,23 +44,23 @@ class Activity:
         self._idle_since_s = 0.0
         self._changed = anyio.Event()
 
-    def started(self) -> None:
+    def request_started(self) -> None:
         """Count a request that was submitted."""
         self._n_live += 1
         self._wake()
 
-    def answered(self) -> None:
+    def result_came(self) -> None:
         """Note that a result has come: the engine may be polled from now on."""
         if not self.has_answered:
             self.has_answered = True
             self._wake()
 
-    def ended(self) -> None:
+    def request_ended(self) -> None:
         """Count a request that has ended."""
         self._n_live -= 1
         self._idle_since_s = asyncio.get_running_loop().time()
 
-    async def rest(self, delay_s: float, *, may_stop: bool) -> None:
+    async def rest_between_polls(self, delay_s: float, *, may_stop: bool) -> None:
         """Wait `delay_s`, then until there was a result, and with `may_stop` until the engine works."""
         if not self._rests(may_stop=may_stop):
             await anyio.sleep(delay_s)
@@ -125,7 +125,7 @@ class Poller:
         """Poll until cancelled; an error of the engine does not end it."""
         delay_s = self._pace.first_s
         may_stop = False
-        await self._activity.rest(0, may_stop=True)
+        await self._activity.rest_between_polls(0, may_stop=True)
         while True:
             try:
                 is_news = await self._once()
@@ -139,7 +139,7 @@ class Poller:
                 grown_s = min(delay_s * self._pace.factor, self._pace.most_s)
                 delay_s = self._pace.first_s if is_news else grown_s
                 may_stop = not is_news
-            await self._activity.rest(delay_s, may_stop=may_stop)
+            await self._activity.rest_between_polls(delay_s, may_stop=may_stop)
 
     async def _once(self) -> bool:
         """Poll once, and pass on what it brought. Whether there was any."""

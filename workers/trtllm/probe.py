@@ -72,11 +72,11 @@ class InferenceProbe:
     async def _attempt(
         self, n_prompt: int, max_tokens: int, *, rank: int | None, limit_s: float
     ) -> str:
-        self._activity.started()
+        self._activity.request_started()
         try:
             with anyio.fail_after(limit_s):
                 await self._generate(n_prompt, max_tokens, rank)
-            self._activity.answered()
+            self._activity.result_came()
         except TimeoutError:
             log.error("probe.timeout", extra={"limit_s": limit_s})
             return f"no answer in {limit_s:g} s"
@@ -85,7 +85,7 @@ class InferenceProbe:
             log.exception("probe.failed")
             return str(error) or type(error).__name__
         finally:
-            self._activity.ended()
+            self._activity.request_ended()
         return ""
 
     async def _generate(self, n_prompt: int, max_tokens: int, rank: int | None) -> None:

@@ -101,7 +101,7 @@ class LegParser:
         guided = guided_params(request, engine)
         if guided is not None:
             values["guided_decoding"] = guided
-        values["logits_processor"] = self._logits.of(request, n_outputs=form.n_outputs)
+        values["logits_processor"] = self._logits.processors_of(request, n_outputs=form.n_outputs)
         return EngineRequest(
             request_id=request.request_id,
             kind=kind,

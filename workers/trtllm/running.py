@@ -58,12 +58,12 @@ class EngineRequests:
     def start(self, request_id: str, stream: EngineStream) -> None:
         """Run a stream that was started; no request with its id may be running."""
         self._live[request_id] = stream
-        self._activity.started()
+        self._activity.request_started()
         self._tasks.start_soon(self._run, request_id, stream)
 
     async def _run(self, request_id: str, stream: EngineStream) -> None:
         try:
-            await stream.pump(on_result=self._activity.answered)
+            await stream.pump(on_result=self._activity.result_came)
         except self._request_error as error:
             stream.fail(error)
         except Exception as error:
@@ -72,7 +72,7 @@ class EngineRequests:
             self._on_fatal(error)
         finally:
             stream.fail_engine_gone(RuntimeError(SHUTTING_DOWN))
-            self._activity.ended()
+            self._activity.request_ended()
             self._observer.leg_ended(stream.outcome, stream.result)
             del self._live[request_id]
             if not self._live:

@@ -125,24 +125,24 @@ async def health(
     """
     checks = [oe.HealthCheck(name="grpc", state=oe.HEALTH_STATE_READY)]
     if fatal:
-        checks.append(_check("model", oe.HEALTH_STATE_NOT_READY, fatal))
+        checks.append(_health_check("model", oe.HEALTH_STATE_NOT_READY, fatal))
     else:
-        checks.append(_check("model"))
+        checks.append(_health_check("model"))
     if identity.transfer_backend:
         state = oe.HEALTH_STATE_NOT_READY if kv_problem else oe.HEALTH_STATE_READY
-        checks.append(_check("kv_connector", state, kv_problem))
+        checks.append(_health_check("kv_connector", state, kv_problem))
     if request.role not in (oe.ENGINE_ROLE_UNSPECIFIED, identity.role):
         message = f"this is a {identity.role_name} worker"
-        checks.append(_check("role", oe.HEALTH_STATE_NOT_READY, message))
+        checks.append(_health_check("role", oe.HEALTH_STATE_NOT_READY, message))
     if probe is not None:
         failure = await probe()
         state = oe.HEALTH_STATE_DEGRADED if failure else oe.HEALTH_STATE_READY
-        checks.append(_check("inference_probe", state, failure))
+        checks.append(_health_check("inference_probe", state, failure))
     states = [check.state for check in checks if check.state != oe.HEALTH_STATE_READY]
     return oe.HealthResponse(state=states[0] if states else oe.HEALTH_STATE_READY, checks=checks)
 
 
-def _check(
+def _health_check(
     name: str, state: oe.HealthState.ValueType = oe.HEALTH_STATE_READY, message: str = ""
 ) -> oe.HealthCheck:
     return oe.HealthCheck(name=name, state=state, message=message)

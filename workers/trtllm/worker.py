@@ -26,7 +26,7 @@ from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.runtime.clock import unix_nanos
 from slagate.workers.trtllm.engine import Engine, EngineApi, EngineGoneError
 from slagate.workers.trtllm.events import EngineEvents
-from slagate.workers.trtllm.handoffs import Handoffs, fetched
+from slagate.workers.trtllm.handoffs import Handoffs, until_fetched
 from slagate.workers.trtllm.load import attribute, load_info, rank_loads
 from slagate.workers.trtllm.metrics import SILENT, Observer
 from slagate.workers.trtllm.poll import Activity, NewestRows
@@ -188,11 +188,11 @@ class TrtllmWorker(Worker):
             await collected()
         elif self._handoffs.n_parked:
             # Other workers read its memory: its statistics are polled on, as they count such requests.
-            self._activity.started()
+            self._activity.request_started()
             try:
-                await fetched(self._rows, self._handoffs)
+                await until_fetched(self._rows, self._handoffs)
             finally:
-                self._activity.ended()
+                self._activity.request_ended()
 
     async def warm_up(self, limit_s: float, *, on_canary: Callable[[], None]) -> str:
         """Have every rank generate a little, then the probe one token. Why that failed, or ""."""

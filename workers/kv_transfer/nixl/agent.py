@@ -73,7 +73,7 @@ class Peers:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def find(self, wanted: NixlDescriptor) -> Peer:
+    def find_peer(self, wanted: NixlDescriptor) -> Peer:
         """The peer that a descriptor names; its metadata is loaded at the first time.
 
         Raises `KvPeerGone`, `KvBadDescriptor` or `PoisonedMetadata`.
@@ -268,7 +268,7 @@ class NixlAgent:
             order.settled(KvTransferError("given up before it began"))
             return
         try:
-            peer = self._peers.find(order.wanted)
+            peer = self._peers.find_peer(order.wanted)
             read = _Read(order, peer, self._transfer(order, peer))
         except KvTransferError as error:
             order.settled(error)

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from slagate.workers.sim.request import DisaggregatedParams
-from slagate.workers.trtllm.handoffs import Handoffs, fetched
+from slagate.workers.trtllm.handoffs import Handoffs, until_fetched
 from slagate.workers.trtllm.poll import NewestRows
 from support import virtual_loop
 from support.engine.sim_llm import until
@@ -36,7 +36,7 @@ def drained_after(rows_at: list[tuple[float, dict[str, int]]], *, n_ranks: int =
         async with anyio.create_task_group() as tasks:
             await until(1.0)
             tasks.start_soon(tell)
-            await fetched(rows, handoffs)
+            await until_fetched(rows, handoffs)
             ended_s = asyncio.get_running_loop().time()
             tasks.cancel_scope.cancel()
         return ended_s
@@ -64,7 +64,7 @@ def test_a_prefill_worker_stays_until_nothing_is_active(
 
 def test_with_nothing_parked_there_is_nothing_to_wait_for() -> None:
     async def main() -> None:
-        await fetched(NewestRows(1), Handoffs(backend="X", limit_s=LIMIT_S))
+        await until_fetched(NewestRows(1), Handoffs(backend="X", limit_s=LIMIT_S))
         assert asyncio.get_running_loop().time() == 0
 
     virtual_loop.run(main)

@@ -66,8 +66,8 @@ def test_close_ends_every_stream_at_once_and_events_go_on_being_read() -> None:
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(events.run)
-            activity.started()
-            activity.answered()
+            activity.request_started()
+            activity.result_came()
             sinks = [Sink(), Sink()]
             calls = [events.subscribe(SNAPSHOT, (), sink) for sink in sinks]
             await until(1.0)

@@ -53,10 +53,10 @@ def play(scenario: Callable[[Activity, Source, Poller], Awaitable[None]]) -> Non
 
 def test_nothing_is_polled_before_the_first_result() -> None:
     async def scenario(activity: Activity, source: Source, _: Poller) -> None:
-        activity.started()
+        activity.request_started()
         await until(5.0)
         assert source.polled_at_s == []
-        activity.answered()
+        activity.result_came()
         await until(5.001)
         assert source.polled_at_s == [5.0]
 
@@ -65,8 +65,8 @@ def test_nothing_is_polled_before_the_first_result() -> None:
 
 def test_polls_slow_down_while_nothing_comes_and_speed_up_when_something_does() -> None:
     async def scenario(activity: Activity, source: Source, _: Poller) -> None:
-        activity.started()
-        activity.answered()
+        activity.request_started()
+        activity.result_came()
         await until(0.2)
         gaps = [b - a for a, b in zip(source.polled_at_s, source.polled_at_s[1:], strict=False)]
         assert gaps == pytest.approx([0.0075, 0.01125, 0.016875] + [0.02] * (len(gaps) - 3))
@@ -82,17 +82,17 @@ def test_polls_slow_down_while_nothing_comes_and_speed_up_when_something_does() 
 
 def test_an_idle_engine_is_left_alone_until_the_next_request() -> None:
     async def scenario(activity: Activity, source: Source, _: Poller) -> None:
-        activity.started()
-        activity.answered()
+        activity.request_started()
+        activity.result_came()
         await until(0.5)
-        activity.ended()
+        activity.request_ended()
         await until(0.5 + LINGER_S + 0.03)
         n_polls, n_waiting = len(source.polled_at_s), n_timers()
         assert n_waiting == 0
         assert source.polled_at_s[-1] == pytest.approx(0.5 + LINGER_S, abs=0.021)
         await until(1000.0)
         assert len(source.polled_at_s) == n_polls
-        activity.started()
+        activity.request_started()
         await until(1000.001)
         assert source.polled_at_s[n_polls:] == [1000.0]
 
@@ -104,9 +104,9 @@ def test_what_is_left_is_read_although_the_engine_is_idle() -> None:
     n_items = 3 * TURN_WORK // ROW_WORK + 1
 
     async def scenario(activity: Activity, source: Source, _: Poller) -> None:
-        activity.started()
-        activity.answered()
-        activity.ended()
+        activity.request_started()
+        activity.result_came()
+        activity.request_ended()
         source.queue += range(n_items)
         others_turns = 0
         while source.queue:
@@ -129,8 +129,8 @@ def test_of_a_poll_that_does_not_end_each_row_is_had_when_the_next_one_comes() -
                 yield row
 
         source._items = endless  # type: ignore[method-assign]
-        activity.started()
-        activity.answered()
+        activity.request_started()
+        activity.result_came()
         await until(0.0066 * 100 + 0.001)
         assert source.taken == list(range(99))
 
@@ -141,8 +141,8 @@ def test_an_error_is_counted_and_what_came_before_it_is_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario(activity: Activity, source: Source, poller: Poller) -> None:
-        activity.started()
-        activity.answered()
+        activity.request_started()
+        activity.result_came()
         source.queue += ["a", "b"]
         source.fails = 5
         await until(10.0)
@@ -174,8 +174,8 @@ def test_an_answer_that_is_no_iterator_is_passed_on_too(*, as_awaitable: bool) -
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(poller.run)
-            activity.started()
-            activity.answered()
+            activity.request_started()
+            activity.result_came()
             await until(0.001)
             tasks.cancel_scope.cancel()
         # (It polls until it is cancelled.)
@@ -217,8 +217,8 @@ class Turns:
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(poller.run)
-            activity.started()
-            activity.answered()
+            activity.request_started()
+            activity.result_came()
             for self.n_turns in range(n_turns):
                 await anyio.lowlevel.checkpoint()
             tasks.cancel_scope.cancel()

@@ -81,13 +81,13 @@ def wanted(name: str, metadata: bytes | None = None) -> NixlDescriptor:
 
 
 def test_metadata_is_loaded_once(peers: Peers, agent: FakeAgent) -> None:
-    assert peers.find(wanted("a")) is peers.find(wanted("a"))
-    peers.find(wanted("b"))
+    assert peers.find_peer(wanted("a")) is peers.find_peer(wanted("a"))
+    peers.find_peer(wanted("b"))
     assert agent.loaded == [b"a at home", b"b at home"]
 
 
 def test_an_agent_does_not_load_its_own(peers: Peers, agent: FakeAgent) -> None:
-    assert peers.find(wanted("me")).name == "me"
+    assert peers.find_peer(wanted("me")).name == "me"
     peers.disconnect_all()
     assert (agent.loaded, agent.removed) == ([], [])
 
@@ -95,16 +95,16 @@ def test_an_agent_does_not_load_its_own(peers: Peers, agent: FakeAgent) -> None:
 def test_a_peer_that_is_gone_is_forgotten_with_its_last_read(
     peers: Peers, agent: FakeAgent
 ) -> None:
-    peer = peers.find(wanted("a"))
+    peer = peers.find_peer(wanted("a"))
     peer.n_reads = 2
     peer.gone = True
     peers.read_ended(peer)
     with pytest.raises(KvPeerGone, match="a has dropped"):
-        peers.find(wanted("a"))
+        peers.find_peer(wanted("a"))
     assert agent.removed == []
     peers.read_ended(peer)
     assert agent.removed == ["a"]
-    assert peers.find(wanted("a")) is not peer
+    assert peers.find_peer(wanted("a")) is not peer
 
 
 def test_the_peer_unused_for_longest_is_forgotten_but_none_in_use(
@@ -112,11 +112,11 @@ def test_the_peer_unused_for_longest_is_forgotten_but_none_in_use(
 ) -> None:
     names = [f"p{i}" for i in range(MAX_PEERS)]
     for name in names:
-        peers.find(wanted(name))
-    peers.find(wanted("p1")).n_reads = 1
-    peers.find(wanted("p0"))
-    peers.find(wanted("one-more"))
-    peers.find(wanted("another"))
+        peers.find_peer(wanted(name))
+    peers.find_peer(wanted("p1")).n_reads = 1
+    peers.find_peer(wanted("p0"))
+    peers.find_peer(wanted("one-more"))
+    peers.find_peer(wanted("another"))
     assert agent.removed == ["p2", "p3"]
     assert len(peers) == MAX_PEERS
 
@@ -135,25 +135,25 @@ def test_each_failure_to_connect_says_what_to_do_about_it(
 ) -> None:
     agent.failure = failure
     with pytest.raises(expected) as caught:
-        peers.find(wanted("a"))
+        peers.find_peer(wanted("a"))
     assert caught.type is expected
     assert len(peers) == 0
     agent.failure = None
-    peers.find(wanted("a"))
+    peers.find_peer(wanted("a"))
 
 
 def test_metadata_of_another_name_does_not_stay_and_does_not_disturb(
     peers: Peers, agent: FakeAgent
 ) -> None:
-    peers.find(wanted("a"))
+    peers.find_peer(wanted("a"))
     for other, removed in ((b"b elsewhere", ["b"]), (b"a elsewhere", ["b"])):
         with pytest.raises(KvBadDescriptor, match="the metadata is of"):
-            peers.find(wanted("c", other))
+            peers.find_peer(wanted("c", other))
         assert agent.removed == removed
-    peers.find(wanted("a"))
+    peers.find_peer(wanted("a"))
 
 
 def test_a_peer_that_nixl_does_not_let_go_is_no_error(peers: Peers, agent: FakeAgent) -> None:
-    peers.find(wanted("stubborn"))
+    peers.find_peer(wanted("stubborn"))
     peers.disconnect_all()
     assert (agent.removed, len(peers)) == (["stubborn"], 0)
