@@ -11,12 +11,11 @@ had made themselves, late by the length of a queue: in overload that oscillates 
 
 import math
 from collections.abc import Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import structs
-from typing_extensions import override
 
 from slagate.pools.estimator.fit import MAX_OFFSET_S, Fit
 from slagate.workers.profiles.profile import HOST_LINK_BYTES_PER_S, TpProfile, tp_profile_from_json
@@ -50,45 +49,25 @@ UNCORRECTED = Coefficients()
 _WorkT = TypeVar("_WorkT", float, Floats)
 
 
-class TimingModel(Protocol):
-    """P(new, cached) and D(batch, context), for one point and for f64[n]."""
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Size of one token's KV cache."""
-
-    def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
-        """Seconds to prefill `new_tokens` behind `cached_tokens`."""
-
-    def itl_s(self, batch_size: float, context_tokens: float) -> float:
-        """Seconds of one decode step at this batch size and mean context."""
-
-    def prefill_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
-        """`prefill_s` of f64[n] each."""
-
-    def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
-        """`itl_s` of i64[n] batch sizes >= 1 and f64[n] contexts; it may differ in the last digits."""
-
-
-class NominalTiming(TimingModel):
+class NominalTiming:
     """Stands in for a profile. Workers of one pool are alike, so the right order of magnitude is enough."""
 
     kv_bytes_per_token = NOMINAL_KV_BYTES_PER_TOKEN
 
-    @override
     def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
+        """Seconds to prefill `new_tokens`, at 20,000 tokens/s."""
         return max(0.0, new_tokens) / 20_000
 
-    @override
     def itl_s(self, batch_size: float, context_tokens: float) -> float:
+        """Seconds of one decode step: a constant, and a share for each token of context that is read."""
         return 0.01 + max(0.0, batch_size) * max(0.0, context_tokens) * 1e-8
 
-    @override
     def prefill_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
+        """`prefill_s` of f64[n] each."""
         return np.maximum(0.0, new_tokens) / 20_000
 
-    @override
     def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
+        """`itl_s` of i64[n] batch sizes >= 1 and f64[n] contexts; it may differ in the last digits."""
         seconds: Floats = batch_size * context_tokens
         seconds *= 1e-8
         seconds += 0.01
@@ -96,6 +75,9 @@ class NominalTiming(TimingModel):
 
 
 NOMINAL = NominalTiming()
+
+TimingModel = TpProfile | NominalTiming
+"""P(new, cached) and D(batch, context), for one point and for arrays."""
 
 
 class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):

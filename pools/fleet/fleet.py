@@ -11,7 +11,6 @@ from slagate.pools.fleet_file.models import Objective
 from slagate.pools.grid.grid import Stage, StageGrid
 from slagate.pools.inflight.table import UNLIMITED, Limits, LoadTable, State
 from slagate.pools.prefix.overlap import Prompt
-from slagate.workers.profiles.profile import TpProfile
 from slagate.workers.runtime.clock import monotonic_s
 
 
@@ -25,7 +24,11 @@ class Prepared(NamedTuple):
 def prepare(config: FleetConfig) -> Prepared:
     """Make the estimators of a configuration, which was checked for serving."""
     assert config.profiles is not None, "it was read with serving=True"
-    return Prepared(config, _estimators(config, config.profiles))
+    estimators = {name: Estimator() for name in config.pools}
+    for name, profile in config.profiles.items():
+        spec = config.pools[name]
+        estimators[name] = Estimator(profile, source=f"profile {spec.profile} tp {spec.tp}")
+    return Prepared(config, estimators)
 
 
 class Fleet:
@@ -151,7 +154,7 @@ class Fleet:
         for pool in list(self.pools.values()):
             yield from list(pool.members.values())
 
-    def standing(self) -> Iterator[Member]:
+    def serving_members(self) -> Iterator[Member]:
         """Members, and for a stage with one that was not probed yet also those of the stage that drain.
 
         So a stage counts as ready while its new workers join: its requests wait a moment, and are served.
@@ -215,7 +218,7 @@ class Fleet:
         return [
             stage
             for stage in self.stages
-            if not any(member.is_up for member in self.standing() if member.stage is stage)
+            if not any(member.is_up for member in self.serving_members() if member.stage is stage)
         ]
 
     def not_ready(self) -> str:
@@ -223,7 +226,12 @@ class Fleet:
         if unready := self.unready_stages():
             return ", ".join(f"no {stage.value} worker is ready" for stage in unready)
         served = [
-            {name for m in self.standing() if m.stage is stage and m.is_up for name in m.models}
+            {
+                name
+                for m in self.serving_members()
+                if m.stage is stage and m.is_up
+                for name in m.models
+            }
             for stage in self.stages
         ]
         return "" if set.intersection(*served) else "no model is served by every stage"
@@ -240,11 +248,3 @@ class _Views(dict[str, PoolView]):
     def __missing__(self, name: str) -> PoolView:
         view = self[name] = self._pools[name].view(self._prompt)
         return view
-
-
-def _estimators(config: FleetConfig, profiles: Mapping[str, TpProfile]) -> dict[str, Estimator]:
-    found = {name: Estimator() for name in config.pools}
-    for name, profile in profiles.items():
-        spec = config.pools[name]
-        found[name] = Estimator(profile, source=f"profile {spec.profile} tp {spec.tp}")
-    return found

@@ -10,11 +10,12 @@ ended; parked KV is released by the requests that it belongs to.
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from slagate.pools.fleet.health import Health
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import UNLIMITED, Limits, LoadTable, Ranks, State
+from slagate.pools.inflight.table import UNLIMITED, Limits, LoadTable, State, WorkerRows
 from slagate.pools.kv_events.view import EventView
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.worker import Worker
@@ -114,7 +115,7 @@ class Member:
         self.server_info: oe.ServerInfo | None = None  # who it says it is
         self.capacity = WorkerCapacity()
         self.models: dict[str, oe.ModelInfo] = {}  # what it serves, by name
-        self.ranks = Ranks(address, table)
+        self.ranks = WorkerRows(address, table)
         # Whether a rank can be asked for; else none of their caches can be counted on.
         self.has_row_for_each_rank = True
         self._set_up()
@@ -244,20 +245,19 @@ class Member:
 
     def probe_ok(self) -> bool:
         """Count a good probe. True when the state changed."""
-        was_ready = self.health.state is State.READY
-        return self._health_changed(was_ready=was_ready, changed=self.health.ok())
+        return self._update(self.health.ok)
 
     def probe_failed(self, reason: str) -> bool:
         """Count a bad or missing probe. True when the state changed."""
-        was_ready = self.health.state is State.READY
-        return self._health_changed(was_ready=was_ready, changed=self.health.failed(reason))
+        return self._update(partial(self.health.failed, reason))
 
     def refuse(self, reason: str) -> bool:
         """Take it out: it is not what the configuration says it is. True when the state changed."""
-        was_ready = self.health.state is State.READY
-        return self._health_changed(was_ready=was_ready, changed=self.health.refuse(reason))
+        return self._update(partial(self.health.refuse, reason))
 
-    def _health_changed(self, *, was_ready: bool, changed: bool) -> bool:
+    def _update(self, change: Callable[[], bool]) -> bool:
+        was_ready = self.health.state is State.READY
+        changed = change()
         self._show_state()
         if changed:
             state, reason = self.health.state, self.health.reason

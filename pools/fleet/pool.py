@@ -223,7 +223,7 @@ class Pool:
             rng=rng,
         )
 
-    def identified(self, member: Member) -> None:
+    def worker_replaced(self, member: Member) -> None:
         """Forget what was sent to a member: its worker is another incarnation, with an empty cache."""
         if self.overlaps is None or member.server_info is None or member.has_left:
             return
@@ -233,10 +233,10 @@ class Pool:
                 row, block_tokens=member.capacity.block_tokens, capacity_blocks=n_blocks or None
             )
 
-    def tidy(self) -> None:
+    def expire_predictions(self) -> None:
         """Drop predictions that have expired. Called regularly, as there may be no prompts to do it."""
         if self.overlaps is not None:
-            self.overlaps.tidy()
+            self.overlaps.expire_predictions()
 
     def set_foreign(self, member: Member, load: tuple[int, int] | None) -> None:
         """Set how many requests others sent to a worker, and how many of their prompt tokens wait there.
@@ -263,5 +263,5 @@ class Pool:
         lease = Lease(member, row, work, number=self._newest_lease, rank=rank)
         # Where the worker chooses between its ranks, the next prompt may meet another cache.
         if self.overlaps is not None and prompt is not None and member.has_row_for_each_rank:
-            lease.on_prefill_end = self.overlaps.expect(row, prompt)
+            lease.on_prefill_end = self.overlaps.predict(row, prompt)
         return lease

@@ -135,7 +135,7 @@ async def _probe_forever(
                 follower.misfit()
             else:
                 follower.identified(member.server_info)
-        pool.tidy()
+        pool.expire_predictions()
         if member.has_drained_for(shared.drain_s, shared.now_s()) and member.cut():
             shared.on_cut()
         await anyio.sleep(interval_s * (1 + JITTER_RATIO * rng.uniform(-1, 1)))
@@ -215,7 +215,7 @@ async def _identify(pool: Pool, member: Member, worker: Worker) -> str:
     if is_another:
         # It gets no requests until it has said what it serves now.
         member.set_models({})
-        pool.identified(member)
+        pool.worker_replaced(member)
         member.set_models({name: await worker.model_info(name) for name in info.supported_models})
     return ""
 

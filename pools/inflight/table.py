@@ -427,7 +427,7 @@ class LoadTable:
         )
 
 
-class Ranks:
+class WorkerRows:
     """The rows of one worker; where it comes back with fewer ranks, those left over take no new work."""
 
     def __init__(self, address: str, table: LoadTable) -> None:

@@ -103,7 +103,7 @@ class RankFollower:
                 self._settle(end, again_s=now_s() + delay_s)
                 await anyio.sleep(delay_s)
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """Stop following, and free the rank's blocks. Idempotent."""
         self._has_left = True
         if self._stream is not None:
@@ -267,7 +267,7 @@ class WorkerFollower:
 
     def _forget(self) -> None:
         for rank in self._ranks:
-            rank.leave()
+            rank.stop()
         self._ranks = []
         self._served.clear()
         self._has_warned = False

@@ -140,7 +140,7 @@ class PoolCaches:
             cache.predictions.forget_row(row)
             cache.predictions.limit_row(row, None)
 
-    def tidy(self) -> None:
+    def expire_predictions(self) -> None:
         """Drop some expired predictions, as each prompt that comes does."""
         for cache in self._caches.values():
             cache.predictions.expire(self._now_s(), _TIDY_CLAIMS)
@@ -159,7 +159,7 @@ class PoolCaches:
             host = np.maximum(host, each.host_tokens)
         return cached_of(device, device + host)
 
-    def expect(self, row: int, prompt: Prompt) -> Callable[..., None]:
+    def predict(self, row: int, prompt: Prompt) -> Callable[..., None]:
         """Predict that a prompt will be cached at a row, as it is sent there.
 
         What is returned must be called with whether it was `processed`.

@@ -57,7 +57,7 @@ class ControlService(oe_grpc.ControlServicer):
 
     async def GetModelInfo(self, request: Any, context: Any) -> oe.ModelInfo:
         """What every worker of the model can do: the shortest context, the features that all have."""
-        members = [one for one in self._fleet.standing() if request.model in one.models]
+        members = [one for one in self._fleet.serving_members() if request.model in one.models]
         infos = [member.models[request.model] for member in members]
         # Decode workers see no prompt.
         prompted = [m.models[request.model] for m in members if m.stage is not Stage.DECODE]

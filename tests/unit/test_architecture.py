@@ -74,7 +74,7 @@ ARROWS: dict[str, set[str]] = {
     "workers/worker.py": {"proto/rpc"},
     "pools/estimator": {"workers/profiles"},
     "pools/fleet": {
-        "proto/rpc", "workers/errors.py", "workers/profiles", "workers/runtime", "workers/worker.py",
+        "proto/rpc", "workers/errors.py", "workers/runtime", "workers/worker.py",
         "pools/estimator", "pools/fleet_file", "pools/grid", "pools/inflight", "pools/kv_events",
         "pools/prefix",
     },

@@ -146,7 +146,7 @@ def test_a_restart_forgets_what_was_sent() -> None:
     of.lease(0, Work(100, 0.1, 0), prompt(100))
     of.lease(1, Work(100, 0.1, 0), prompt(100))
     of.members["w0:1"].set_server_info(oe.ServerInfo())
-    of.identified(of.members["w0:1"])
+    of.worker_replaced(of.members["w0:1"])
     assert cached(of, prompt(100)) == [(0, 0), (96, 0)]
 
 
@@ -155,7 +155,7 @@ def test_no_more_is_expected_of_a_worker_than_its_cache_holds() -> None:
     member = of.members["w0:1"]
     capacity = oe.DeploymentCapacity(total_kv_blocks=6, kv_block_size=BLOCK)
     member.set_server_info(oe.ServerInfo(capacity=capacity))
-    of.identified(member)
+    of.worker_replaced(member)
     for first in (0, 1000, 2000):
         of.lease(0, Work(100, 0.1, 0), prompt(100, first=first)).prefill_done()
     shown = [cached(of, prompt(100, first=first))[0] for first in (0, 1000, 2000)]
@@ -171,7 +171,7 @@ def test_what_is_expected_no_more_takes_no_memory_though_nobody_asks() -> None:
     (cache,) = of.overlaps._caches.values()
     assert len(cache.predictions) == 100
     clock.now_s += HISTORY_S + 1
-    of.tidy()
+    of.expire_predictions()
     assert (len(cache.predictions), cache.predictions.n_runs) == (0, 0)
 
 

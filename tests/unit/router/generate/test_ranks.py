@@ -54,7 +54,7 @@ def test_a_worker_that_stops_stating_its_block_size_costs_nothing_but_its_events
             index = pool.overlaps.index_of(32)
             pool.overlaps.set_holder(member.ranks.rows[0], index.join(), block_tokens=32)
             pool.overlaps.set_holder(member.ranks.rows[0], None, block_tokens=0)
-            pool.identified(member)
+            pool.worker_replaced(member)
             await b.call()
             await b.check_idle(Outcome.COMPLETED)
 

@@ -45,7 +45,7 @@ def make_ready(of: Fleet, *, n_ranks: int = 1) -> None:
                 info.parallelism.data_parallel_size = n_ranks
                 info.extra.update({"trtllm_supports_dp_rank_targeting": True})
                 member.set_server_info(info)
-                pool.identified(member)
+                pool.worker_replaced(member)
                 member.set_models({MODEL: model_info()})
                 member.probe_ok()
 
@@ -235,7 +235,7 @@ def test_rows_of_who_left_are_the_next_ones_without_anything_in_them(n_ranks: in
     old.probe_ok()
     old.probe_failed("gone")
     pool.set_foreign(old, (9, 9))
-    pool.identified(old)
+    pool.worker_replaced(old)
     done.prefill_done()
     unfinished.release()
     assert pool.view(PROMPT).view(new.ranks.rows[0]) == before
@@ -349,7 +349,7 @@ def test_who_reads_while_another_configuration_is_put_in_force_reads_on() -> Non
         for pool in of.pools.values():
             for member in pool.members.values():
                 lease(pool, member)
-        readers: list[Iterator[object]] = [of.members(), of.all_members(), of.standing()]
+        readers: list[Iterator[object]] = [of.members(), of.all_members(), of.serving_members()]
         readers += [of.all_pools, *(pool.all_members for pool in of.pools.values())]
         for reader in readers:
             next(reader)
@@ -392,16 +392,16 @@ def test_ops_03_a_fleet_whose_workers_are_all_replaced_is_ready_until_the_new_on
     new = list(of.members())
     assert {m.state for m in new} == {State.JOINING}
     assert (of.unready_stages(), of.not_ready()) == ([], "")
-    assert set(of.standing()) == {*new, *old}
+    assert set(of.serving_members()) == {*new, *old}
     # Of those that are joining one stage turns out to be down; the other one waits on.
     for member in new[:2]:
         assert of.unready_stages() == []
         member.probe_failed("connection refused")
     assert of.unready_stages() == [Stage.PREFILL]
     assert of.not_ready() == "no prefill worker is ready"
-    assert not any(m.stage is Stage.PREFILL for m in of.standing() if m.is_draining)
+    assert not any(m.stage is Stage.PREFILL for m in of.serving_members() if m.is_draining)
     make_ready(of)
-    assert (of.unready_stages(), set(of.standing())) == ([], set(new))
+    assert (of.unready_stages(), set(of.serving_members())) == ([], set(new))
 
 
 def test_workers_that_drain_and_are_down_stand_for_nobody() -> None:
