@@ -25,7 +25,7 @@ from slagate.proto.http2.interfaces import Http2Settings
 from slagate.proto.rpc.connection_pool import ConnectionPool, dial_unix
 from slagate.router.front.server import Front, serve_front
 from slagate.router.generate import generate
-from slagate.router.legs.attempts import Gateway
+from slagate.router.legs.active_request import Gateway
 from slagate.router.legs.handoff import Releaser
 from slagate.router.metrics import Metrics, RefusedConnection
 from slagate.router.multiprocess.child import ChildService, ProcessSlot, parent_watched
@@ -98,7 +98,6 @@ async def build(
     prefix = settings.policy == "prefix"
     fleet = Fleet(in_force.prepared, prefix=prefix, load_table=peers.load_table, now_s=now_s)
     instance_id = f"{rng.getrandbits(64):016x}"
-    numbers = itertools.count()
     dispatcher = Dispatcher(
         fleet,
         rng=rng,
@@ -129,7 +128,8 @@ async def build(
             receipts=receipts,
             releaser=Releaser(releases, metrics),
             live=RunningRequests(peers.show_running if peers.n_peers else None),
-            leg_id=lambda: f"{instance_id}-{next(numbers)}",
+            instance_id=instance_id,
+            leg_numbers=itertools.count(),
             now_s=now_s,
         )
         yield App(fleet, gateway, reloader, peers, instance_id)

@@ -1,11 +1,11 @@
 """One request, top to bottom.
 
     parse, SLA ──▶ decide, take leases ──▶ prefill leg ──▶ handoff guard ──▶ decode leg, relayed
-    ──▶ outcome, receipt, metrics; leases and handoff let go, however the request ends
+    ──▶ outcome, receipt, metrics, what it teaches; leases and handoff released, however the request ends
 
-Clean-up never waits: a cancelled request gives its leases back and cancels its leg at once, and a parked
-handoff is freed by a task that outlives it. How a leg is called, tried elsewhere and started over is in
-`legs/attempts.py`.
+Each leg is a loop over attempts: a worker is called, and where it fails another one is tried while that can
+help. Clean-up never waits: a cancelled request gives its leases back and cancels its leg at once, and a
+parked handoff is freed by a task that outlives the request.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ import logging
 
 from slagate.pools.grid.grid import Stage
 from slagate.proto.rpc.status import OK, Status
-from slagate.router.legs.attempts import ActiveRequest, Gateway
+from slagate.router.legs.active_request import ActiveRequest, Gateway
 from slagate.router.legs.handoff import Handoff, PrefillSink, guard
-from slagate.router.legs.relay import Relay
+from slagate.router.receipts.feedback import learn
 from slagate.router.receipts.record import Record
 from slagate.router.request.call import ClientCall
 from slagate.router.request.errors import (
@@ -93,16 +93,16 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
     gateway.live.add(call.peer, request.id, call.running)
     try:
         assignment = await _assigned(gateway, record, ask, request)
-        turn = ActiveRequest(call, gateway, record, request, ask, assignment, deadline_s)
+        active = ActiveRequest(call, gateway, record, request, ask, assignment, deadline_s)
         try:
             infos = [member.models.get(request.model) for member in assignment.members]
             record.max_tokens = output_budget(request, infos)
             if Stage.AGG in assignment.stages:
-                await _aggregate(turn)
+                await _aggregate(active)
             else:
-                await _disaggregate(turn)
+                await _disaggregate(active)
         finally:
-            turn.let_go()
+            active.release_all()
     finally:
         gateway.live.remove(call.peer, request.id, call.running)
 
@@ -123,66 +123,73 @@ async def _assigned(
             record.waited_s = gateway.now_s() - started_s
 
 
-async def _disaggregate(turn: ActiveRequest) -> None:
+async def _disaggregate(active: ActiveRequest) -> None:
     """Prefill, then decode; once more from the start where the handoff was lost before a token."""
-    while (handoff := await _prefill(turn)) is not None:
+    while (handoff := await _prefill(active)) is not None:
         try:
-            await _decode(turn, handoff)
+            await _decode(active, handoff)
         except LegFailed as failure:
-            await turn.start_over(failure)
+            await active.start_over(failure)
         else:
             return
 
 
-async def _prefill(turn: ActiveRequest) -> Handoff | None:
-    """The context-only leg. None: its first token ended the request, and the client has it."""
-    request = turn.request
+async def _prefill(active: ActiveRequest) -> Handoff | None:
+    """The context-only leg, on another worker while that can help.
 
-    def leg(leg_id: str) -> tuple[bytes, PrefillSink]:
-        data = prefill_leg(request.data, leg_id, min_tokens=request.min_tokens)
-        return data, PrefillSink(leg_id, turn.park, only_token=request.max_tokens == 1)
-
-    sink = await turn.leg(Stage.PREFILL, leg)
-    turn.preface = sink.preface
-    lease = turn.assignment.lease(Stage.PREFILL)
+    None: its first token ended the request, and the client has it.
+    """
+    gateway, request = active.gateway, active.request
+    while True:
+        lease, leg_id = active.assignment.lease(Stage.PREFILL), gateway.next_leg_id()
+        sink = PrefillSink(leg_id, active.park, only_token=request.max_tokens == 1)
+        leg = prefill_leg(request.data, leg_id, min_tokens=request.min_tokens)
+        failure = await active.call_worker(lease, leg, sink)
+        if failure is None:
+            break
+        await active.try_elsewhere(Stage.PREFILL, failure)
+    active.preface = sink.preface
     lease.prefill_done()
     lease.release()
-    turn.learn_prefill(Stage.PREFILL, sink.cached_tokens)
-    if turn.handoff is None:
-        splice = turn.splice(Stage.PREFILL, sink.leg_id, on_token=lease.prefill_done)
+    active.prefilled(Stage.PREFILL, gateway.now_s(), sink.cached_tokens)
+    if active.handoff is None:
+        relay = active.relay(Stage.PREFILL, leg_id, on_token=lease.prefill_done)
         for message in sink.answer:
-            splice.message(message)
-        if failure := splice.failure():
+            relay.message(message)
+        if failure := relay.failure():
             raise failure
-    return turn.handoff
+    return active.handoff
 
 
-async def _decode(turn: ActiveRequest, handoff: Handoff) -> None:
-    """The generation-only leg, relayed to the client."""
-
-    def leg(leg_id: str) -> tuple[bytes, Relay]:
-        guard(handoff.session, turn.assignment.lease(Stage.DECODE).member)
-        data = decode_leg(
-            turn.request.data, leg_id, session=handoff.session, max_tokens=turn.added_budget()
-        )
-        return data, turn.splice(Stage.DECODE, leg_id, on_token=handoff.used)
-
-    await turn.leg(Stage.DECODE, leg)
+async def _decode(active: ActiveRequest, handoff: Handoff) -> None:
+    """The generation-only leg, relayed to the client; on another worker while that can help."""
+    request, budget = active.request, active.added_budget()
+    while True:
+        lease, leg_id = active.assignment.lease(Stage.DECODE), active.gateway.next_leg_id()
+        guard(handoff.session, lease.member)
+        relay = active.relay(Stage.DECODE, leg_id, on_token=handoff.used)
+        leg = decode_leg(request.data, leg_id, session=handoff.session, max_tokens=budget)
+        failure = await active.call_worker(lease, leg, relay)
+        if failure is None:
+            break
+        await active.try_elsewhere(Stage.DECODE, failure)
     handoff.used()
-    turn.learn_itl(Stage.DECODE)
+    active.record.decoded = True
 
 
-async def _aggregate(turn: ActiveRequest) -> None:
-    """The one leg of an aggregated pool, relayed to the client."""
-
-    def leg(leg_id: str) -> tuple[bytes, Relay]:
-        done = turn.assignment.lease(Stage.AGG).prefill_done
-        data = agg_leg(turn.request.data, leg_id, max_tokens=turn.added_budget())
-        return data, turn.splice(Stage.AGG, leg_id, on_token=done)
-
-    await turn.leg(Stage.AGG, leg)
-    turn.learn_prefill(Stage.AGG, turn.record.tally.cached_tokens)
-    turn.learn_itl(Stage.AGG)
+async def _aggregate(active: ActiveRequest) -> None:
+    """The one leg of an aggregated pool, relayed to the client; on another worker while that can help."""
+    request, record, budget = active.request, active.record, active.added_budget()
+    while True:
+        lease, leg_id = active.assignment.lease(Stage.AGG), active.gateway.next_leg_id()
+        relay = active.relay(Stage.AGG, leg_id, on_token=lease.prefill_done)
+        leg = agg_leg(request.data, leg_id, max_tokens=budget)
+        failure = await active.call_worker(lease, leg, relay)
+        if failure is None:
+            break
+        await active.try_elsewhere(Stage.AGG, failure)
+    active.prefilled(Stage.AGG, record.stats.first_token_s, record.stats.cached_tokens)
+    record.decoded = True
 
 
 def _finish(
@@ -190,13 +197,14 @@ def _finish(
 ) -> None:
     """Everything a request leaves behind. Never waits."""
     now_s = gateway.now_s()
-    stamp = gateway.receipts.add_receipt(record, outcome, now_s)
+    number = gateway.receipts.add_receipt(record, outcome, now_s)
     if record.sla.receipt:
-        receipt = record.trailer(outcome, now_s, stamp)
+        receipt = record.trailer(outcome, now_s, number)
         trailer = (RECEIPT_TRAILER, receipt.SerializeToString())
         status = status._replace(trailers=(*status.trailers, trailer))
     call.out.finish(status)
     gateway.metrics.measure(record, outcome)
+    learn(record, gateway.dispatcher.fleet)
     note(
         log,
         "request.done",
@@ -207,6 +215,6 @@ def _finish(
             "ttft_s": record.ttft_s,
             "itl_s": record.itl_s,
             "total_s": now_s - record.started_s,
-            "output_tokens": record.tally.n_tokens,
+            "output_tokens": record.stats.n_tokens,
         },
     )

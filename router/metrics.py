@@ -185,7 +185,7 @@ class Metrics:
     def measure(self, record: Record, outcome: Outcome) -> None:
         """Count one request that has ended."""
         self._of_outcome[outcome].inc()
-        self.tokens.inc(record.tally.n_tokens)
+        self.tokens.inc(record.stats.n_tokens)
         if record.decision is None:
             return
         self.waits.observe(record.waited_s)

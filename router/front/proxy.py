@@ -79,7 +79,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
 
     def answered(self) -> None:
         """The client's answer has its end, which may be before that of the request."""
-        self.over()
+        self.detach()
         self._add_untaken()
         if not self._has_ended:
             # Nobody wants the rest; both are told so, the client behind its answer: RFC 9113, section 8.1.
@@ -98,8 +98,8 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
         front = self._front
         front.untaken.add(self, front.loop.time() + front.settings.default_timeout_s)
 
-    def over(self) -> None:
-        """Nothing more goes to the server."""
+    def detach(self) -> None:
+        """Send nothing more to the server."""
         self.is_over = True
         self._front.local.drop(self)
         self._front.untaken.discard(self)
@@ -137,7 +137,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
     @override
     def closed(self, _end: StreamEnd, /) -> None:
         """The client has all, or has left."""
-        self.over()
+        self.detach()
         if self.server is not None:
             self.server.reset()
 
@@ -211,7 +211,7 @@ class _Answer(StreamHandler):
             return
         self._is_last = True  # the headers that it may have begun with come too late
         if end.code is not None:
-            self._forward.over()
+            self._forward.detach()
             self._client.reset(end.code or INTERNAL_ERROR)
         elif self._has_answered:
             self._client.end_stream(status_headers(_LOST))

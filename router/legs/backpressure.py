@@ -31,7 +31,7 @@ class Backpressure:
         self._watch()
         return True
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """The stream is over. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
@@ -56,5 +56,5 @@ class Backpressure:
             self._left = left
             self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
         else:
-            self.close()
+            self.stop()
             self._stuck()

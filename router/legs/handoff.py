@@ -6,6 +6,7 @@ from collections.abc import Callable
 import anyio
 import grpc
 from anyio.abc import TaskGroup
+from typing_extensions import override
 
 from slagate.pools.fleet.member import Member
 from slagate.pools.grid.grid import Stage
@@ -57,12 +58,14 @@ class PrefillSink(LegSink):
         self._on_session = on_session
 
     @property
+    @override
     def may_have_parked(self) -> bool:
-        """As `LegSink.may_have_parked`: the answer may be lost where the leg did not end by itself."""
+        """Whether the answer may be lost: where the leg did not end by itself."""
         failure = self._failure
         return not self._terminal and (failure is None or failure.code in UNCERTAIN)
 
-    def take(self, response: oe.GenerateResponse, data: bytes) -> None:
+    @override
+    def take_response(self, response: oe.GenerateResponse, data: bytes) -> None:
         """Take one response of the leg."""
         event = response.WhichOneof("event")
         if event == "error":

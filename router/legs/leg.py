@@ -1,14 +1,15 @@
 """What every leg has in common: one call to a worker, read until it has ended or failed."""
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import grpc
 from google.protobuf.message import DecodeError
+from typing_extensions import override
 
 from slagate.pools.grid.grid import Stage
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto.rpc.sinks import Call
+from slagate.proto.rpc.sinks import Call, StreamSink
 from slagate.proto.rpc.status import Status
 from slagate.router.request.errors import GatewayError, LegFailed
 from slagate.workers.errors import scrub, status_of_engine_error
@@ -19,7 +20,7 @@ RETRYABLE = frozenset({UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 """A status after which another worker may do better; after any other it would say the same."""
 
 
-class LegSink(ABC):
+class LegSink(StreamSink):
     """The sink of a leg. `await completed()`, then `failure()` says how it went.
 
     It is complete by the terminal event, by a failure, or by the end of the call, whichever is first. What
@@ -43,7 +44,7 @@ class LegSink(ABC):
         self._failure: GatewayError | None = None
 
     @abstractmethod
-    def take(self, response: oe.GenerateResponse, data: bytes) -> None:
+    def take_response(self, response: oe.GenerateResponse, data: bytes) -> None:
         """Take one response of this leg, in both forms; calls `_finish` on the one that completes it."""
 
     def failure(self) -> GatewayError | None:
@@ -54,12 +55,12 @@ class LegSink(ABC):
         """Take the call whose sink this is; it may be paused."""
         return
 
-    def over(self) -> None:
-        """Nobody waits for it any more."""
+    def detach(self) -> None:
+        """Forget the call: nobody waits for the leg any more."""
         return
 
+    @override
     def message(self, data: bytes, /) -> None:
-        """As `Sink.message`."""
         if self._terminal or self._failure is not None:
             return
         try:
@@ -73,15 +74,16 @@ class LegSink(ABC):
         if response.request_id != self.leg_id:
             self._fail(Status(UNAVAILABLE, "answered with another request's id"))
             return
-        self.take(response, data)
+        self.take_response(response, data)
 
+    @override
     def batch(self, messages: list[bytes], /) -> None:
-        """As `StreamSink.batch`."""
         for data in messages:
             self.message(data)
 
+    @override
     def finish(self, status: Status, /) -> None:
-        """As `Sink.finish`. After the terminal event a status changes nothing."""
+        """Take the end of the call. After the terminal event a status changes nothing."""
         if not self._terminal and self._failure is None:
             if status.code is grpc.StatusCode.OK:
                 self._fail(Status(UNAVAILABLE, "ended without a terminal event"))

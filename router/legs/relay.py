@@ -10,6 +10,8 @@ with it. `plain_tokens` counts the tokens in its bytes; what is anything else is
 import re
 from collections.abc import Callable
 
+from typing_extensions import override
+
 from slagate.pools.grid.grid import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import Call, ResponseWriter
@@ -89,7 +91,7 @@ class Relay(LegSink):
         *,
         leg_id: str,
         client_id: str,
-        tally: StreamStats,
+        stats: StreamStats,
         max_buffer_bytes: int,
         stuck_s: float,
         now_s: Callable[[], float],
@@ -104,25 +106,25 @@ class Relay(LegSink):
         self._event_at = len(id_of_leg)
         self._is_flowing = False  # a token was passed on
         self._suffix = client_id_suffix(client_id)
-        self._tally = tally
+        self._stats = stats
         self._max_buffer_bytes = max_buffer_bytes
         self._stuck_s = stuck_s
         self._call: Call | None = None
-        self._valve: Backpressure | None = None  # once it was needed
-        self._is_shut_here = (
-            False  # by the batch that is being taken, the rest of which is taken too
-        )
+        self._backpressure: Backpressure | None = None  # once it was needed
+        # By the batch that is being taken, the rest of which is taken too.
+        self._is_shut_here = False
         self._now_s = now_s
         self._on_token = on_token
         self._on_answered = on_answered
         self._preface = preface
 
+    @override
     def message(self, data: bytes, /) -> None:
-        """As `Sink.message`."""
         self.batch([data])
 
+    @override
     def batch(self, messages: list[bytes], /) -> None:
-        """As `StreamSink.batch`. Nearly all are one token event and nothing else."""
+        """Pass responses on; nearly all are one token event and nothing else."""
         self._is_shut_here = False
         at = 0
         while at < len(messages):
@@ -149,31 +151,32 @@ class Relay(LegSink):
             n_tokens += n_plain
             found.append(data + suffix)
         if found:
-            self._tally.n_messages += len(found)
-            self._tally.tokens(n_tokens, self._now_s())
+            self._stats.n_messages += len(found)
+            self._stats.count_tokens(n_tokens, self._now_s())
             self._client.batch(found)
             if not self._is_flowing:
                 self._is_flowing = self._heard = self._committed = True
                 self._on_token()
         return len(found)
 
-    def take(self, response: oe.GenerateResponse, data: bytes) -> None:
+    @override
+    def take_response(self, response: oe.GenerateResponse, data: bytes) -> None:
         """Pass one response on."""
         event = response.WhichOneof("event")
         if event == "error":
             self._error(response.error, data)
         elif event in ("token", "finished", "prompt") and self._relay(data):
             if event == "token":
-                self._tally.tokens(len(response.token.tokens), self._now_s())
+                self._stats.count_tokens(len(response.token.tokens), self._now_s())
                 self._on_token()
                 self._is_flowing = True
             elif event == "finished":
                 self._finish()
             if response.HasField("usage") and response.usage.HasField("cached_prompt_tokens"):
-                self._tally.cached_tokens = response.usage.cached_prompt_tokens
+                self._stats.cached_tokens = response.usage.cached_prompt_tokens
 
     def _error(self, error: oe.EngineError, data: bytes) -> None:
-        if not self._tally.n_messages:
+        if not self._stats.n_messages:
             self._fail_by(error)
             return
         message = scrub(error.message)
@@ -209,29 +212,29 @@ class Relay(LegSink):
         self._on_answered()
         super()._finish()
 
+    @override
     def started(self, call: Call, /) -> None:
-        """As `LegSink.started`."""
         self._call = call
 
-    def over(self) -> None:
-        """As `LegSink.over`."""
+    @override
+    def detach(self) -> None:
         self._call = None
-        if self._valve is not None:
+        if self._backpressure is not None:
             # Which knows this one, too.
-            self._valve.close()
-            self._valve = None
+            self._backpressure.stop()
+            self._backpressure = None
 
     def _held_up(self) -> bool:
         """Have the worker wait for the client; false: it does already, or cannot."""
         if self._call is None:
             return False
-        if self._valve is None:
-            self._valve = Backpressure(
+        if self._backpressure is None:
+            self._backpressure = Backpressure(
                 self._client, self._call, limit_s=self._stuck_s, stuck=self._too_slow
             )
-        self._is_shut_here = self._is_shut_here or self._valve.shut()
+        self._is_shut_here = self._is_shut_here or self._backpressure.shut()
         return self._is_shut_here
 
     def _pass_on(self, data: bytes) -> None:
-        self._tally.n_messages += 1
+        self._stats.n_messages += 1
         self._client.message(data + self._suffix)

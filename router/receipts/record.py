@@ -33,7 +33,7 @@ class StreamStats(msgspec.Struct, gc=False):
     last_token_s: float | None = None
     cached_tokens: int | None = None  # of the prompt; None: the engine does not say
 
-    def tokens(self, n_tokens: int, now_s: float) -> None:
+    def count_tokens(self, n_tokens: int, now_s: float) -> None:
         """Count tokens that were just passed on."""
         self.n_tokens += n_tokens
         self.last_token_s = now_s
@@ -82,6 +82,14 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, eq=False):
         )
 
 
+class Prefilled(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """A prefill that went well."""
+
+    choice: StageChoice
+    cached_tokens: int  # as the engine found
+    seconds: float | None  # from the call to the first token, or to the handoff
+
+
 class Record(msgspec.Struct, gc=False, eq=False):
     """One request's record while it runs. Seconds are on the gateway's clock.
 
@@ -96,8 +104,10 @@ class Record(msgspec.Struct, gc=False, eq=False):
     decision: Decision | None = None
     attempts: tuple[Attempt, ...] = ()
     waited_s: float = 0.0  # for a worker below its limits
-    tally: StreamStats = msgspec.field(default_factory=StreamStats)
+    stats: StreamStats = msgspec.field(default_factory=StreamStats)
     cached_tokens: int | None = None
+    prefilled: tuple[Prefilled, ...] = ()  # more than one where prefill was done again
+    decoded: bool = False  # whether decoding went well
 
     def attempt(self, stage: Stage, status: Status) -> None:
         """Note how the call to the stage's chosen worker went."""
@@ -112,16 +122,16 @@ class Record(msgspec.Struct, gc=False, eq=False):
     @property
     def ttft_s(self) -> float | None:
         """From arrival to the first token; None without one."""
-        first_s = self.tally.first_token_s
+        first_s = self.stats.first_token_s
         return None if first_s is None else first_s - self.started_s
 
     @property
     def itl_s(self) -> float | None:
         """Mean between tokens; None for fewer than two."""
-        tally = self.tally
-        if tally.n_tokens < 2 or tally.first_token_s is None or tally.last_token_s is None:
+        stats = self.stats
+        if stats.n_tokens < 2 or stats.first_token_s is None or stats.last_token_s is None:
             return None
-        return (tally.last_token_s - tally.first_token_s) / (tally.n_tokens - 1)
+        return (stats.last_token_s - stats.first_token_s) / (stats.n_tokens - 1)
 
     def ttft_met(self) -> bool | None:
         """Whether the TTFT target was met; None without a target or a token."""
@@ -202,7 +212,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
                 outcome=outcome.value,
                 ttft_ms=in_ms(self.ttft_s),
                 itl_ms=in_ms(self.itl_s),
-                output_tokens=self.tally.n_tokens,
+                output_tokens=self.stats.n_tokens,
                 cached_tokens=self.cached_tokens,
                 predicted_cached_tokens=self.predicted_cached_tokens,
                 ttft_met=self.ttft_met(),

@@ -146,7 +146,7 @@ ARROWS: dict[str, set[str]] = {
         "workers/runtime", "pools/fleet_file", "pools/grid", "router/receipts", "router/tables.py",
     },
     "router/legs": {
-        "proto/rpc", "workers/errors.py", "workers/handoff", "workers/legs.py", "pools/estimator",
+        "proto/rpc", "workers/errors.py", "workers/handoff", "workers/legs.py",
         "pools/fleet", "pools/grid", "router/metrics.py", "router/receipts", "router/request",
         "router/scheduling",
     },

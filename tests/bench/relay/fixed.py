@@ -1,9 +1,9 @@
-"""The relay with a fixed choice: our front, channel and splice, and nothing between them.
+"""The relay with a fixed choice: our front, channel and relay, and nothing between them.
 
 python -m bench.relay.fixed WORKER...    each HOST:PORT, taken in turn; prints its own port
 
 A request is parsed and checked once, as in the gateway, goes to the next worker with an id of ours, and
-its answer is spliced to the client. No policy, no leases, no receipts, no metrics, no log.
+its answer is relayed to the client. No policy, no leases, no receipts, no metrics, no log.
 """
 
 import gc
@@ -61,12 +61,12 @@ class FixedChoice:
             return
         # As long as the gateway's own.
         leg_id = f"0123456789abcdef-{next(self._numbers)}"
-        splice = Relay(
+        relay = Relay(
             Stage.AGG,
             call.out,
             leg_id=leg_id,
             client_id=request.id,
-            tally=StreamStats(),
+            stats=StreamStats(),
             max_buffer_bytes=self.settings.max_buffer_bytes,
             stuck_s=self.settings.stuck_s,
             now_s=monotonic_s,
@@ -76,14 +76,14 @@ class FixedChoice:
         leg = next(self._channels).generate(
             agg_leg(request.data, leg_id, max_tokens=None),
             (),
-            splice,
+            relay,
             timeout_s=self.settings.default_timeout_s,
         )
         try:
-            await splice.ended(60.0)
+            await relay.ended(60.0)
         finally:
             leg.cancel()
-        failure = splice.failure()
+        failure = relay.failure()
         call.out.finish(OK if failure is None else failure.status())
 
 

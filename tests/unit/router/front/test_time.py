@@ -107,7 +107,7 @@ def test_a_bug_with_one_request_ends_that_one_and_is_logged(
         start(channel, other)
         await other.at_least(1)
         with monkeypatch.context() as patch:
-            patch.setattr(b.app.gateway.receipts, "add", fail)
+            patch.setattr(b.app.gateway.receipts, "add_receipt", fail)
             start(channel, failed)
             assert (await failed.done()).code is grpc.StatusCode.INTERNAL
         b.calls("agg")[0].say(finished(), OK)

@@ -4,7 +4,7 @@ import anyio
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK
-from slagate.router.legs.attempts import LEG_SLACK_S
+from slagate.router.legs.active_request import LEG_SLACK_S
 from slagate.router.request.errors import Outcome
 from slagate.router.request.metadata import RECEIPT_TRAILER
 from slagate.workers.legs import CONTEXT_ONLY, REQUEST_TYPE

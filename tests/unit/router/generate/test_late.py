@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from slagate.proto.rpc.status import OK
-from slagate.router.legs.attempts import TRAILER_LIMIT_S
+from slagate.router.legs.active_request import TRAILER_LIMIT_S
 from slagate.router.request.errors import Aborted, Outcome
 from slagate.router.request.running import CancelHandle
 from support.builders import finished, prefill_ready, token

@@ -11,7 +11,7 @@ from slagate.pools.fleet.watch import INTERVAL_S, JITTER_RATIO
 from slagate.pools.inflight.table import State
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK, Status
-from slagate.router.legs.attempts import TRAILER_LIMIT_S
+from slagate.router.legs.active_request import TRAILER_LIMIT_S
 from slagate.router.request.errors import Outcome
 from support.builders import engine_error, finished, prefill_ready, session, token
 from support.gateway.request_path import DECODE_OK, PREFILL_OK, Bench, bench

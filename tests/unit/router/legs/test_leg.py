@@ -20,13 +20,13 @@ from support.virtual_loop import run
 Code = grpc.StatusCode
 
 
-def splice(stage: Stage) -> Relay:
+def relay(stage: Stage) -> Relay:
     return Relay(
         stage,
         BufferedSink(),
         leg_id="leg",
         client_id="client",
-        tally=StreamStats(),
+        stats=StreamStats(),
         max_buffer_bytes=1 << 20,
         stuck_s=5.0,
         now_s=lambda: 0.0,
@@ -37,8 +37,8 @@ def splice(stage: Stage) -> Relay:
 
 SINKS: dict[Stage, Callable[[], LegSink]] = {
     Stage.PREFILL: lambda: PrefillSink("leg", lambda _session: None, only_token=False),
-    Stage.DECODE: lambda: splice(Stage.DECODE),
-    Stage.AGG: lambda: splice(Stage.AGG),
+    Stage.DECODE: lambda: relay(Stage.DECODE),
+    Stage.AGG: lambda: relay(Stage.AGG),
 }
 
 

@@ -15,25 +15,25 @@ Code = grpc.StatusCode
 
 
 class Leg:
-    """A splice between a leg that the test plays and a client's buffer."""
+    """A relay between a leg that the test plays and a client's buffer."""
 
     def __init__(
         self,
         *,
         max_buffer_bytes: int = 1 << 20,
-        tally: StreamStats | None = None,
+        stats: StreamStats | None = None,
         preface: bytes = b"",
     ) -> None:
         self.client = BufferedSink()
-        self.tally = tally or StreamStats()
+        self.stats = stats or StreamStats()
         self.now_s = 100.0
         self.n_on_token = 0
-        self.splice = Relay(
+        self.relay = Relay(
             Stage.DECODE,
             self.client,
             leg_id="leg-1",
             client_id="mine",
-            tally=self.tally,
+            stats=self.stats,
             max_buffer_bytes=max_buffer_bytes,
             stuck_s=5.0,
             now_s=lambda: self.now_s,
@@ -48,11 +48,11 @@ class Leg:
     def play(self, *steps: oe.GenerateResponse | Status, leg_id: str = "leg-1") -> "Leg":
         for step in steps:
             if isinstance(step, Status):
-                self.splice.finish(step)
+                self.relay.finish(step)
             else:
                 response = oe.GenerateResponse(request_id=leg_id)
                 response.MergeFrom(step)
-                self.splice.message(response.SerializeToString())
+                self.relay.message(response.SerializeToString())
         return self
 
     async def taken(self) -> list[oe.GenerateResponse]:
@@ -83,8 +83,8 @@ def test_what_passes_is_unchanged_but_for_the_id() -> None:
     async def main() -> None:
         sent = [token(1, 2), token(3), finished(cached=4)]
         leg = Leg().play(*sent, OK)
-        assert leg.splice.failure() is None
-        assert leg.splice.has_ended
+        assert leg.relay.failure() is None
+        assert leg.relay.has_ended
         for message in sent:
             message.request_id = "mine"
         assert await leg.taken() == sent
@@ -97,19 +97,19 @@ def test_prompt_output_passes_and_is_no_token() -> None:
         prompt = oe.GenerateResponse(prompt=oe.PromptOutput(tokens=[oe.TokenInfo(token_id=1)]))
         leg = Leg().play(prompt, token(2), finished(), OK)
         assert [r.WhichOneof("event") for r in await leg.taken()] == ["prompt", "token", "finished"]
-        assert leg.tally.n_tokens == 1
+        assert leg.stats.n_tokens == 1
 
     run(main)
 
 
-def test_the_tally_counts_tokens_times_and_what_was_cached() -> None:
+def test_the_stats_counts_tokens_times_and_what_was_cached() -> None:
     async def main() -> None:
         leg = Leg().play(token(1))
         leg.now_s = 102.0
         leg.play(token(2, 3), finished(cached=7), OK)
-        tally = leg.tally
-        assert (tally.n_tokens, tally.first_token_s, tally.last_token_s) == (3, 100.0, 102.0)
-        assert tally.cached_tokens == 7
+        stats = leg.stats
+        assert (stats.n_tokens, stats.first_token_s, stats.last_token_s) == (3, 100.0, 102.0)
+        assert stats.cached_tokens == 7
         assert leg.n_on_token == 1  # the first one says that the prompt is done
 
     run(main)
@@ -129,7 +129,7 @@ def test_a_failing_status_is_the_failure(
     after: tuple[oe.GenerateResponse, ...], code: grpc.StatusCode
 ) -> None:
     async def main() -> None:
-        failure = Leg().play(*after, Status(code, "at 10.0.0.1:5")).splice.failure()
+        failure = Leg().play(*after, Status(code, "at 10.0.0.1:5")).relay.failure()
         assert isinstance(failure, LegFailed)
         assert failure.code is code
         assert str(failure) == "decode: at (address)"
@@ -142,12 +142,12 @@ def test_an_error_event_is_held_back_before_the_first_message_and_relayed_after_
     async def main() -> None:
         error = engine_error(oe.ERROR_CODE_OVERLOADED, "full")
         early = Leg().play(error, OK)
-        failure = early.splice.failure()
+        failure = early.relay.failure()
         assert isinstance(failure, LegFailed)
         assert (failure.code, failure.retryable) == (Code.RESOURCE_EXHAUSTED, False)
         assert await early.taken() == []
         late = Leg().play(token(1), error, OK)
-        assert isinstance(late.splice.failure(), ErrorRelayed)
+        assert isinstance(late.relay.failure(), ErrorRelayed)
         assert [r.WhichOneof("event") for r in await late.taken()] == ["token", "error"]
 
     run(main)
@@ -157,7 +157,7 @@ def test_an_error_event_that_does_not_fit_is_a_slow_client_and_not_a_good_end() 
     async def main() -> None:
         error = engine_error(oe.ERROR_CODE_INTERNAL, "x" * 100)
         leg = Leg(max_buffer_bytes=60).play(token(1), error, OK)
-        assert isinstance(leg.splice.failure(), SlowClient)
+        assert isinstance(leg.relay.failure(), SlowClient)
 
     run(main)
 
@@ -165,12 +165,12 @@ def test_an_error_event_that_does_not_fit_is_a_slow_client_and_not_a_good_end() 
 def test_nothing_passes_behind_a_failure() -> None:
     async def main() -> None:
         leg = Leg()
-        leg.splice.message(b"\xff")
-        assert leg.splice.is_complete
-        assert not leg.splice.has_ended
+        leg.relay.message(b"\xff")
+        assert leg.relay.is_complete
+        assert not leg.relay.has_ended
         leg.play(token(1), finished(), OK)
-        assert isinstance(leg.splice.failure(), LegFailed)
-        assert leg.tally.n_tokens == 0
+        assert isinstance(leg.relay.failure(), LegFailed)
+        assert leg.stats.n_tokens == 0
         assert await leg.taken() == []
 
     run(main)
@@ -179,7 +179,7 @@ def test_nothing_passes_behind_a_failure() -> None:
 def test_i7_a_response_of_another_leg_never_reaches_the_client() -> None:
     async def main() -> None:
         leg = Leg().play(token(1)).play(token(666), leg_id="leg-2")
-        failure = leg.splice.failure()
+        failure = leg.relay.failure()
         assert isinstance(failure, LegFailed)
         assert failure.code is Code.UNAVAILABLE
         assert [r.token.tokens[0].token_id for r in await leg.taken()] == [1]
@@ -190,19 +190,19 @@ def test_i7_a_response_of_another_leg_never_reaches_the_client() -> None:
 def test_the_buffer_is_bounded_and_a_client_that_reads_may_have_far_more() -> None:
     async def main() -> None:
         leg = Leg(max_buffer_bytes=200)
-        while leg.splice.failure() is None:
+        while leg.relay.failure() is None:
             leg.play(token(*range(10)))
             assert leg.client.n_bytes <= 200 + len("mine") + 2
-        assert isinstance(leg.splice.failure(), SlowClient)
-        assert leg.splice.is_complete
+        assert isinstance(leg.relay.failure(), SlowClient)
+        assert leg.relay.is_complete
         assert leg.client.n_bytes == 0
 
         reading = Leg(max_buffer_bytes=200)
         for _ in range(1000):
             reading.play(token(*range(10)))
             await reading.client.next()
-        assert reading.play(finished(), OK).splice.failure() is None
-        assert reading.tally.n_tokens == 10_000
+        assert reading.play(finished(), OK).relay.failure() is None
+        assert reading.stats.n_tokens == 10_000
 
     run(main)
 
@@ -210,8 +210,8 @@ def test_the_buffer_is_bounded_and_a_client_that_reads_may_have_far_more() -> No
 def test_tokens_that_did_not_fit_are_not_counted_as_sent() -> None:
     async def main() -> None:
         leg = Leg(max_buffer_bytes=60).play(token(1), token(*range(100)))
-        assert isinstance(leg.splice.failure(), SlowClient)
-        assert leg.tally.n_tokens == 1
+        assert isinstance(leg.relay.failure(), SlowClient)
+        assert leg.stats.n_tokens == 1
 
     run(main)
 
@@ -219,14 +219,14 @@ def test_tokens_that_did_not_fit_are_not_counted_as_sent() -> None:
 def test_stream_07_one_message_over_the_limit_passes_to_a_client_that_has_taken_all() -> None:
     async def main() -> None:
         leg = Leg(max_buffer_bytes=60).play(token(*range(100)))
-        assert leg.splice.failure() is None
+        assert leg.relay.failure() is None
         assert leg.client.n_bytes > 60
-        assert leg.tally.n_tokens == 100
+        assert leg.stats.n_tokens == 100
         await leg.client.next()
-        assert leg.play(token(*range(100))).splice.failure() is None
+        assert leg.play(token(*range(100))).relay.failure() is None
         leg.play(token(1))
-        assert isinstance(leg.splice.failure(), SlowClient)
-        assert leg.tally.n_tokens == 200
+        assert isinstance(leg.relay.failure(), SlowClient)
+        assert leg.stats.n_tokens == 200
 
     run(main)
 
@@ -235,11 +235,11 @@ def test_stream_07_one_message_over_the_limit_passes_to_a_client_that_has_taken_
 def test_i7_nothing_passes_behind_the_terminal_event(late: oe.GenerateResponse) -> None:
     async def main() -> None:
         leg = Leg().play(token(1), finished())
-        assert leg.splice.is_complete
+        assert leg.relay.is_complete
         leg.play(late, OK)
-        assert leg.splice.failure() is None
+        assert leg.relay.failure() is None
         assert [r.WhichOneof("event") for r in await leg.taken()] == ["token", "finished"]
-        assert (leg.tally.n_tokens, leg.tally.n_messages) == (1, 2)
+        assert (leg.stats.n_tokens, leg.stats.n_messages) == (1, 2)
 
     run(main)
 
@@ -247,7 +247,7 @@ def test_i7_nothing_passes_behind_the_terminal_event(late: oe.GenerateResponse) 
 def test_nothing_passes_behind_a_relayed_error() -> None:
     async def main() -> None:
         leg = Leg().play(token(1), engine_error(oe.ERROR_CODE_INTERNAL, "x"), token(2), OK)
-        assert isinstance(leg.splice.failure(), ErrorRelayed)
+        assert isinstance(leg.relay.failure(), ErrorRelayed)
         assert [r.WhichOneof("event") for r in await leg.taken()] == ["token", "error"]
 
     run(main)

@@ -52,28 +52,28 @@ def test_what_came_together_across_the_bound_of_the_buffer_is_passed_on_and_the_
     n_together: int,
 ) -> None:
     async def main() -> None:
-        client, call, tally = BufferedSink(), Paused(), StreamStats()
-        splice = Relay(
+        client, call, stats = BufferedSink(), Paused(), StreamStats()
+        relay = Relay(
             Stage.DECODE,
             client,
             leg_id="leg-1",
             client_id="mine",
-            tally=tally,
+            stats=stats,
             max_buffer_bytes=1000,
             stuck_s=5.0,
             now_s=lambda: 1.0,
             on_token=lambda: None,
             on_answered=lambda: None,
         )
-        splice.started(call)
+        relay.started(call)
         messages = [one_token(number) for number in range(100)]
         n_given = 0
         while not call.n_pauses:
-            splice.batch(messages[n_given : n_given + n_together])
+            relay.batch(messages[n_given : n_given + n_together])
             n_given += n_together
-        assert splice.failure() is None
-        assert tally.n_messages == tally.n_tokens == min(n_given, 100)
-        splice.over()
+        assert relay.failure() is None
+        assert stats.n_messages == stats.n_tokens == min(n_given, 100)
+        relay.detach()
 
     run(main)
 

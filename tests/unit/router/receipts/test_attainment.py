@@ -67,7 +67,7 @@ def record(
     asked, config = ask(isl_tokens=isl_tokens, sla=sla), gw.GatewayConfig(version=version)
     made.decision = choose(asked, stages, POOLS, rng=rng(), config=config)
     for at_s in tokens_at_s:
-        made.tally.tokens(1, made.started_s + at_s)
+        made.stats.count_tokens(1, made.started_s + at_s)
     for stage, status in attempts:
         made.attempt(stage, status)
     return made

@@ -70,8 +70,8 @@ def test_a_receipt_says_what_was_decided_and_what_happened() -> None:
     of.cached_tokens = 0
     of.waited_s = 0.25
     of.attempt(Stage.PREFILL, OK)
-    of.tally.tokens(1, 10.25)
-    of.tally.tokens(4, 10.45)
+    of.stats.count_tokens(1, 10.25)
+    of.stats.count_tokens(4, 10.45)
     got = receipt(of)
     assert got.decision.sla == gw.Sla(
         ttft_ms=100, itl_ms=50, priority=3, objective="chat", fairness_id="acme", session_id="s-1"
@@ -117,17 +117,17 @@ def test_what_is_not_known_is_absent_and_not_zero() -> None:
 
 def test_a_mean_needs_two_tokens_and_a_verdict_needs_a_target() -> None:
     of = record(decision(), sla=Sla(ttft_ms=1000.0, itl_ms=1000.0))
-    of.tally.tokens(1, 10.5)
+    of.stats.count_tokens(1, 10.5)
     assert (of.ttft_met(), of.itl_s, of.itl_met()) == (True, None, None)
     of.sla = Sla()
-    of.tally.tokens(1, 10.6)
+    of.stats.count_tokens(1, 10.6)
     assert (of.ttft_met(), of.itl_met()) == (None, None)
     assert of.itl_s == pytest.approx(0.1)
 
 
 def test_a_target_that_is_hit_exactly_is_met_and_the_tightest_never_is() -> None:
     of = record(decision(), sla=Sla(ttft_ms=500.0))
-    of.tally.tokens(1, 10.5)
+    of.stats.count_tokens(1, 10.5)
     assert of.ttft_met() is True
     of.sla = Sla(ttft_ms=0.0)
     assert of.ttft_met() is False

@@ -1,15 +1,13 @@
-"""One request's hold on the fleet: its leases, its handoff, and the calls to its workers."""
+"""A request on its way: its leases, its handoff, calls to its workers, and other workers for a retry."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import grpc
 from msgspec.structs import replace
 
-from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease
 from slagate.pools.grid.grid import Stage
@@ -19,7 +17,7 @@ from slagate.router.legs.handoff import Handoff, Releaser
 from slagate.router.legs.leg import LegSink
 from slagate.router.legs.relay import Relay
 from slagate.router.metrics import Metrics
-from slagate.router.receipts.record import Record
+from slagate.router.receipts.record import Prefilled, Record
 from slagate.router.receipts.ring import ReceiptRing
 from slagate.router.request.call import ClientCall
 from slagate.router.request.errors import GatewayError, LegFailed
@@ -28,7 +26,6 @@ from slagate.router.request.request import Request
 from slagate.router.request.running import RunningRequests
 from slagate.router.request.settings import Settings
 from slagate.router.scheduling.dispatcher import Dispatcher
-from slagate.router.scheduling.policy import StageChoice
 from slagate.router.scheduling.score import RoutingRequest
 from slagate.router.scheduling.wait_queue import Assignment
 from slagate.workers.legs import DECODE_RANK, TARGET_RANK
@@ -58,16 +55,18 @@ class Gateway:
     receipts: ReceiptRing
     releaser: Releaser
     live: RunningRequests
-    leg_id: Callable[[], str]
+    instance_id: str
+    leg_numbers: Iterator[int]
     now_s: Callable[[], float]
 
-
-_SinkT = TypeVar("_SinkT", bound=LegSink)
+    def next_leg_id(self) -> str:
+        """The id of a call to a worker, which no other call of this gateway has."""
+        return f"{self.instance_id}-{next(self.leg_numbers)}"
 
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """What a request holds, and how it calls the workers that it holds."""
+    """What one request holds, and how it calls the workers that it holds."""
 
     call: ClientCall
     gateway: Gateway
@@ -81,109 +80,69 @@ class ActiveRequest:
     started_over: bool = False
     leg_started_s: float = 0.0
 
-    def learn_prefill(self, stage: Stage, cached_tokens: int | None) -> None:
-        """What a prefill that went well tells of prediction and truth; None: the engine does not say."""
-        record, lease = self.record, self.assignment.lease(stage)
-        record.cached_tokens = cached_tokens
-        if cached_tokens is None or record.decision is None:
-            return
-        choice = record.decision.stage(stage)
-        scored, row = choice.scored[-1], choice.row
-        assert row is not None
-        lease.member.prefix_error.add_prompt(
-            scored.pool.cached.cached_tokens.item(row), cached_tokens
-        )
-        done_s = self.gateway.now_s() if stage is Stage.PREFILL else record.tally.first_token_s
-        estimator = self._estimator(choice)
-        if done_s is None or estimator is None:
-            return
-        estimator.observe_prefill(
-            self.ask.isl_tokens - cached_tokens,
-            cached_tokens,
-            queued_s=scored.waiting_s(row),
-            seconds=done_s - self.leg_started_s,
-        )
-
-    def learn_itl(self, stage: Stage) -> None:
-        """What a decode that went well tells of its prediction."""
-        itl_s, decision = self.record.itl_s, self.record.decision
-        if itl_s is None or decision is None:
-            return
-        choice = decision.stage(stage)
-        estimator = self._estimator(choice)
-        assert choice.row is not None
-        if estimator is not None:
-            estimator.observe_itl(*choice.scored[-1].decoding(choice.row), seconds=itl_s)
-
-    def _estimator(self, choice: StageChoice) -> Estimator | None:
-        """What learns from a choice; None: its pool has gone, or is of other workers by now."""
-        pool = self.gateway.dispatcher.fleet.pool(choice.pool, choice.stage)
-        predicted_by = choice.scored[-1].pool.estimator.profile
-        if pool is None or pool.estimator.profile is not predicted_by:
-            return None
-        return pool.estimator
-
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """Give back whatever is still held. Idempotent, never waits."""
         if self.handoff is not None:
             self.handoff.release()
         self.assignment.release()
 
-    async def leg(self, stage: Stage, make: Callable[[str], tuple[bytes, _SinkT]]) -> _SinkT:
-        """Call the stage's worker, and others while that can help; the sink of the call that went well."""
-        while True:
-            data, sink = make(self.gateway.leg_id())
-            lease = self.assignment.lease(stage)
-            member = lease.member
-            self.leg_started_s = self.gateway.now_s()
-            try:
-                await self._run(lease, data, sink)
-            except asyncio.CancelledError:
-                self.record.attempt(stage, GIVEN_UP)
-                raise
-            finally:
-                if sink.may_have_parked:
-                    self.gateway.releaser.abort(sink.leg_id, member)
-            failure = sink.failure()
-            self.record.attempt(stage, OK if failure is None else failure.status())
-            if failure is None:
-                return sink
-            if sink.untaken:
-                member.probe_failed(f"refused a request: {failure}")
-            await self._try_elsewhere(stage, failure)
+    async def call_worker(self, lease: Lease, leg: bytes, sink: LegSink) -> GatewayError | None:
+        """Call the leased worker, and wait for the end; why it failed, None where it went well.
 
-    async def _run(self, lease: Lease, leg: bytes, sink: LegSink) -> None:
-        """One call to a worker, waited for; cancelled when this coroutine is."""
-        member = lease.member
+        The call is cancelled when this coroutine is. Every call is an attempt in the record.
+        """
+        record, stage, member = self.record, sink.stage, lease.member
         assert member.worker is not None, member
-        if not member.is_up:
-            # Leased when it was; a leg to it now would be waited for until the deadline.
-            sink.worker_lost(member.reason)
-            return
-        remaining_s = max(self.deadline_s - self.gateway.now_s(), 0.0)
-        leg_call = member.worker.generate(
-            leg, self._leg_metadata(lease), sink, timeout_s=remaining_s + LEG_SLACK_S
-        )
-        member.legs.add(sink)
-        sink.started(leg_call)
+        self.leg_started_s = now_s = self.gateway.now_s()
         try:
-            await sink.completed()
-            if not sink.has_ended and sink.failure() is None:
-                # The status behind the terminal event changes nothing, so it is not waited for long.
-                await sink.ended(TRAILER_LIMIT_S)
+            if not member.is_up:
+                # Leased when it was; a leg to it now would be waited for until the deadline.
+                sink.worker_lost(member.reason)
+            else:
+                limit_s = max(self.deadline_s - now_s, 0.0) + LEG_SLACK_S
+                metadata = self._leg_metadata(lease)
+                leg_call = member.worker.generate(leg, metadata, sink, timeout_s=limit_s)
+                member.legs.add(sink)
+                sink.started(leg_call)
+                try:
+                    await sink.completed()
+                    if not sink.has_ended and sink.failure() is None:
+                        # The status behind the terminal event changes nothing: not waited for long.
+                        await sink.ended(TRAILER_LIMIT_S)
+                finally:
+                    member.legs.discard(sink)
+                    sink.detach()
+                    if not sink.has_ended:
+                        leg_call.cancel()
+        except asyncio.CancelledError:
+            record.attempt(stage, GIVEN_UP)
+            raise
         finally:
-            member.legs.discard(sink)
-            sink.over()
-            leg_call.cancel()
+            if sink.may_have_parked:
+                self.gateway.releaser.abort(sink.leg_id, member)
+        failure = sink.failure()
+        record.attempt(stage, OK if failure is None else failure.status())
+        if sink.untaken:
+            member.probe_failed(f"refused a request: {failure}")
+        return failure
 
-    def splice(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Relay:
+    def prefilled(self, stage: Stage, done_s: float | None, cached_tokens: int | None) -> None:
+        """Note for the feedback that the stage's prompt was processed; None: the engine does not say."""
+        record = self.record
+        record.cached_tokens = cached_tokens
+        if cached_tokens is not None and record.decision is not None:
+            seconds = None if done_s is None else done_s - self.leg_started_s
+            choice = record.decision.stage(stage)
+            record.prefilled += (Prefilled(choice, cached_tokens, seconds),)
+
+    def relay(self, stage: Stage, leg_id: str, *, on_token: Callable[[], None]) -> Relay:
         """The sink of a leg whose output the client gets."""
         return Relay(
             stage,
             self.call.out,
             leg_id=leg_id,
             client_id=self.request.id,
-            tally=self.record.tally,
+            stats=self.record.stats,
             max_buffer_bytes=self.gateway.settings.max_buffer_bytes,
             stuck_s=self.gateway.settings.stuck_s,
             now_s=self.gateway.now_s,
@@ -217,7 +176,7 @@ class ActiveRequest:
         holder = self.assignment.lease(Stage.PREFILL).member
         self.handoff = Handoff(session, holder, self.gateway.releaser)
 
-    async def _try_elsewhere(self, stage: Stage, failure: GatewayError) -> None:
+    async def try_elsewhere(self, stage: Stage, failure: GatewayError) -> None:
         """Give the stage to another worker. Raises `failure` when that cannot help, or nobody is left."""
         may_retry = isinstance(failure, LegFailed) and failure.retryable
         if not may_retry or self.record.n_attempts(stage) >= self.gateway.settings.max_attempts:
@@ -238,13 +197,13 @@ class ActiveRequest:
         lost = (
             failure.stage is Stage.DECODE
             and failure.code is grpc.StatusCode.UNAVAILABLE
-            and not self.record.tally.n_messages
+            and not self.record.stats.n_messages
         )
         attempts = self.record.n_attempts(Stage.DECODE)
         if not lost or self.started_over or attempts >= self.gateway.settings.max_attempts:
             raise failure
         self.started_over = True
-        self.let_go()
+        self.release_all()
         lost_by = self.assignment.lease(Stage.DECODE).member
         self.assignment = await self._reassigned(lost_by, failure, self.assignment.stages)
         self.handoff = None

@@ -1,0 +1,49 @@
+"""What an ended request teaches: the estimators of its pools, and the error of predicted cache hits.
+
+All of it comes after the request, from its record, so that the way of a request shows none of it.
+"""
+
+from slagate.pools.estimator.estimator import Estimator
+from slagate.pools.fleet.fleet import Fleet
+from slagate.pools.fleet.pool import Pool
+from slagate.router.receipts.record import Prefilled, Record
+from slagate.router.scheduling.policy import StageChoice
+
+
+def learn(record: Record, fleet: Fleet) -> None:
+    """Hold what was predicted of each prefill and of the decode against what it was."""
+    for prefilled in record.prefilled:
+        if (pool := fleet.pool(prefilled.choice.pool, prefilled.choice.stage)) is not None:
+            _learn_prefill(prefilled, pool)
+    itl_s = record.itl_s
+    if record.decoded and itl_s is not None and record.decision is not None:
+        choice = record.decision.stages[-1]
+        estimator = _estimator(choice, fleet.pool(choice.pool, choice.stage))
+        assert choice.row is not None
+        if estimator is not None:
+            estimator.observe_itl(*choice.scored[-1].decoding(choice.row), seconds=itl_s)
+
+
+def _learn_prefill(prefilled: Prefilled, pool: Pool) -> None:
+    choice, cached_tokens = prefilled.choice, prefilled.cached_tokens
+    scored, row = choice.scored[-1], choice.row
+    assert row is not None
+    member = pool.members.get(choice.worker or "")
+    if member is not None:
+        member.prefix_error.add_prompt(scored.pool.cached.cached_tokens.item(row), cached_tokens)
+    estimator = _estimator(choice, pool)
+    if estimator is not None and prefilled.seconds is not None:
+        estimator.observe_prefill(
+            choice.ask.isl_tokens - cached_tokens,
+            cached_tokens,
+            queued_s=scored.waiting_s(row),
+            seconds=prefilled.seconds,
+        )
+
+
+def _estimator(choice: StageChoice, pool: Pool | None) -> Estimator | None:
+    """What learns from a choice; None: its pool has gone, or is of other workers by now."""
+    predicted_by = choice.scored[-1].pool.estimator.profile
+    if pool is None or pool.estimator.profile is not predicted_by:
+        return None
+    return pool.estimator
