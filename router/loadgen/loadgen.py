@@ -37,9 +37,8 @@ class ServedRequest:
     """One request with its answer, and how long that took."""
 
     request_id: str
-    late_s: (
-        float  # it was sent so much after its time: above a few ms, the client was the bottleneck
-    )
+    # Sent so much after its time; above a few ms the client was the bottleneck.
+    late_s: float
     ttft_s: float | None  # None: no token came
     itl_s: float | None  # mean; None: fewer than two tokens
     tokens: tuple[int, ...]

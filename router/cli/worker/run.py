@@ -212,8 +212,7 @@ def trtllm(
     role: Annotated[
         str | None, typer.Option(help="prefill, decode, agg or encode. Required.")
     ] = None,
-    # `role` and `listen` are checked below: after the package, and `listen` is not needed to print
-    # arguments.
+    # `role` and `listen` are checked below, once the package is there and no arguments are to be printed.
     listen: Annotated[
         Address | None, host_port("For the gateway: OpenEngine over gRPC. Required.")
     ] = None,
