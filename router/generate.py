@@ -97,7 +97,7 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
         try:
             infos = [member.models.get(request.model) for member in assignment.members]
             record.max_tokens = output_budget(request, infos)
-            if Stage.AGG in assignment.stages:
+            if Stage.AGG in assignment.leases:
                 await _aggregate(active)
             else:
                 await _disaggregate(active)
@@ -141,7 +141,7 @@ async def _prefill(active: ActiveRequest) -> Handoff | None:
     """
     gateway, request = active.gateway, active.request
     while True:
-        lease, leg_id = active.assignment.lease(Stage.PREFILL), gateway.next_leg_id()
+        lease, leg_id = active.assignment.leases[Stage.PREFILL], gateway.next_leg_id()
         sink = PrefillSink(leg_id, active.park, only_token=request.max_tokens == 1)
         leg = prefill_leg(request.data, leg_id, min_tokens=request.min_tokens)
         failure = await active.call_worker(lease, leg, sink)
@@ -165,7 +165,7 @@ async def _decode(active: ActiveRequest, handoff: Handoff) -> None:
     """The generation-only leg, relayed to the client; on another worker while that can help."""
     request, budget = active.request, active.added_budget()
     while True:
-        lease, leg_id = active.assignment.lease(Stage.DECODE), active.gateway.next_leg_id()
+        lease, leg_id = active.assignment.leases[Stage.DECODE], active.gateway.next_leg_id()
         guard(handoff.session, lease.member)
         relay = active.relay(Stage.DECODE, leg_id, on_token=handoff.used)
         leg = decode_leg(request.data, leg_id, session=handoff.session, max_tokens=budget)
@@ -181,7 +181,7 @@ async def _aggregate(active: ActiveRequest) -> None:
     """The one leg of an aggregated pool, relayed to the client; on another worker while that can help."""
     request, record, budget = active.request, active.record, active.added_budget()
     while True:
-        lease, leg_id = active.assignment.lease(Stage.AGG), active.gateway.next_leg_id()
+        lease, leg_id = active.assignment.leases[Stage.AGG], active.gateway.next_leg_id()
         relay = active.relay(Stage.AGG, leg_id, on_token=lease.prefill_done)
         leg = agg_leg(request.data, leg_id, max_tokens=budget)
         failure = await active.call_worker(lease, leg, relay)
@@ -205,6 +205,7 @@ def _finish(
     call.out.finish(status)
     gateway.metrics.measure(record, outcome)
     learn(record, gateway.dispatcher.fleet)
+    latencies = record.latencies()
     note(
         log,
         "request.done",
@@ -212,8 +213,8 @@ def _finish(
             "request_id": record.request_id,
             "outcome": outcome.value,
             "workers": [attempt.choice.worker for attempt in record.attempts],
-            "ttft_s": record.ttft_s,
-            "itl_s": record.itl_s,
+            "ttft_s": latencies.ttft_s,
+            "itl_s": latencies.itl_s,
             "total_s": now_s - record.started_s,
             "output_tokens": record.stats.n_tokens,
         },

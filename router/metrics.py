@@ -190,14 +190,15 @@ class Metrics:
             return
         self.waits.observe(record.waited_s)
         prefill_pool, decode_pool = record.decision.stages[0].pool, record.decision.stages[-1].pool
-        if (ttft_s := record.ttft_s) is not None:
+        ttft_s, itl_s, ttft_met, itl_met = record.latencies()
+        if ttft_s is not None:
             self._ttft[prefill_pool,].observe(ttft_s)
-            if (is_met := record.ttft_met()) is not None:
-                self._targets["ttft", prefill_pool, _LABEL[is_met]].inc()
-        if (itl_s := record.itl_s) is not None:
+        if ttft_met is not None:
+            self._targets["ttft", prefill_pool, _LABEL[ttft_met]].inc()
+        if itl_s is not None:
             self._itl[decode_pool,].observe(itl_s)
-            if (is_met := record.itl_met()) is not None:
-                self._targets["itl", decode_pool, _LABEL[is_met]].inc()
+        if itl_met is not None:
+            self._targets["itl", decode_pool, _LABEL[itl_met]].inc()
 
     def watch(self, dispatcher: Dispatcher) -> None:
         """Add the gauges that read the fleet, and how many requests wait for it, at scrape time."""

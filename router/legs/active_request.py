@@ -173,7 +173,7 @@ class ActiveRequest:
         """The prefill worker holds KV for this request, from this moment on and until told otherwise."""
         if self.handoff is not None:
             self.handoff.release()
-        holder = self.assignment.lease(Stage.PREFILL).member
+        holder = self.assignment.leases[Stage.PREFILL].member
         self.handoff = Handoff(session, holder, self.gateway.releaser)
 
     async def try_elsewhere(self, stage: Stage, failure: GatewayError) -> None:
@@ -181,7 +181,7 @@ class ActiveRequest:
         may_retry = isinstance(failure, LegFailed) and failure.retryable
         if not may_retry or self.record.n_attempts(stage) >= self.gateway.settings.max_attempts:
             raise failure
-        lease = self.assignment.lease(stage)
+        lease = self.assignment.leases[stage]
         lease.release()
         self.ask = replace(self.ask, excluded=self.ask.excluded | {lease.member.address})
         self.assignment.adopt(await self._reassigned(lease.member, failure, (stage,)))
@@ -204,8 +204,8 @@ class ActiveRequest:
             raise failure
         self.started_over = True
         self.release_all()
-        lost_by = self.assignment.lease(Stage.DECODE).member
-        self.assignment = await self._reassigned(lost_by, failure, self.assignment.stages)
+        lost_by = self.assignment.leases[Stage.DECODE].member
+        self.assignment = await self._reassigned(lost_by, failure, tuple(self.assignment.leases))
         self.handoff = None
         self.record.decision = self.assignment.decision
         self._note_retry(Stage.PREFILL, failure)

@@ -60,7 +60,7 @@ class Attainment:
         decision = record.decision
         if decision is None:
             return
-        ttft_met, itl_met = record.ttft_met(), record.itl_met()
+        _, _, ttft_met, itl_met = record.latencies()
         ended_in = failed_in = None
         if outcome is not Outcome.COMPLETED:
             ended_in = _ended_in(record, decision)

@@ -15,7 +15,7 @@ def learn(record: Record, fleet: Fleet) -> None:
     for prefilled in record.prefilled:
         if (pool := fleet.pool(prefilled.choice.pool, prefilled.choice.stage)) is not None:
             _learn_prefill(prefilled, pool)
-    itl_s = record.itl_s
+    itl_s = record.latencies().itl_s
     if record.decoded and itl_s is not None and record.decision is not None:
         choice = record.decision.stages[-1]
         estimator = _estimator(choice, fleet.pool(choice.pool, choice.stage))

@@ -1,7 +1,9 @@
-"""What each request leaves behind: the decision, the attempts, and what really happened.
+"""The record of one request: its decision, the calls to workers, and what really happened.
 
 Prompt text and token ids never appear in it.
 """
+
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,12 +22,11 @@ from slagate.router.receipts.messages import (
 from slagate.router.request.errors import Outcome
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.policy import Decision, StageChoice
-from slagate.router.scheduling.score import ScoredRow
 from slagate.workers.runtime.cooperative import Steps
 
 
 class StreamStats(msgspec.Struct, gc=False):
-    """What was sent to the client, and when (seconds on the gateway's clock)."""
+    """What was sent to the client, and when, in seconds on the gateway's clock."""
 
     n_messages: int = 0
     n_tokens: int = 0
@@ -49,7 +50,7 @@ MAX_MESSAGE = 200
 
 
 class ReceiptNumber(msgspec.Struct, frozen=True, gc=False):
-    """A receipt's place among the others of its gateway."""
+    """The number of a receipt among those of its gateway, with its time and configuration."""
 
     number: int  # from 1 on
     unix_s: float
@@ -63,22 +64,17 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, eq=False):
     status: str
     message: str
 
-    @property
-    def winner(self) -> ScoredRow:
-        """The row that was called."""
-        winner = self.choice.winner
-        assert winner is not None
-        return winner
-
     def to_message(self) -> gw.Attempt:
         """The attempt on the wire."""
+        winner = self.choice.winner
+        assert winner is not None, "it was called"
         return gw.Attempt(
             stage=WIRE_STAGE[self.choice.stage],
-            pool=self.winner.pool,
-            worker=self.winner.view.address,
+            pool=winner.pool,
+            worker=winner.view.address,
             status=self.status,
             message=self.message,
-            chosen=candidate_message(self.winner, model=self.choice.ask.model),
+            chosen=candidate_message(winner, model=self.choice.ask.model),
         )
 
 
@@ -88,6 +84,15 @@ class Prefilled(msgspec.Struct, frozen=True, gc=False, eq=False):
     choice: StageChoice
     cached_tokens: int  # as the engine found
     seconds: float | None  # from the call to the first token, or to the handoff
+
+
+class Latencies(NamedTuple):
+    """Latencies of a request in seconds, and whether they met its targets."""
+
+    ttft_s: float | None  # from arrival to the first token; None without a token
+    itl_s: float | None  # mean between tokens; None for fewer than two
+    ttft_met: bool | None  # None without a latency or a target
+    itl_met: bool | None
 
 
 class Record(msgspec.Struct, gc=False, eq=False):
@@ -119,39 +124,30 @@ class Record(msgspec.Struct, gc=False, eq=False):
         """Calls made to workers of one stage."""
         return sum(1 for attempt in self.attempts if attempt.choice.stage is stage)
 
-    @property
-    def ttft_s(self) -> float | None:
-        """From arrival to the first token; None without one."""
-        first_s = self.stats.first_token_s
-        return None if first_s is None else first_s - self.started_s
-
-    @property
-    def itl_s(self) -> float | None:
-        """Mean between tokens; None for fewer than two."""
-        stats = self.stats
-        if stats.n_tokens < 2 or stats.first_token_s is None or stats.last_token_s is None:
-            return None
-        return (stats.last_token_s - stats.first_token_s) / (stats.n_tokens - 1)
-
-    def ttft_met(self) -> bool | None:
-        """Whether the TTFT target was met; None without a target or a token."""
-        target_ms = self.sla.ttft_ms
-        return None if target_ms is None else _met(self.ttft_s, target_ms)
-
-    def itl_met(self) -> bool | None:
-        """Whether the ITL target was met; None without a target or two tokens."""
-        target_ms = self.sla.itl_ms
-        return None if target_ms is None else _met(self.itl_s, target_ms)
+    def latencies(self) -> Latencies:
+        """The latencies up to now, compared with the targets."""
+        stats, sla = self.stats, self.sla
+        first_s, last_s = stats.first_token_s, stats.last_token_s
+        ttft_s = itl_s = ttft_met = itl_met = None
+        if first_s is not None:
+            ttft_s = first_s - self.started_s
+            if sla.ttft_ms is not None:
+                ttft_met = ttft_s * 1000 <= sla.ttft_ms
+            if last_s is not None and stats.n_tokens > 1:
+                itl_s = (last_s - first_s) / (stats.n_tokens - 1)
+                if sla.itl_ms is not None:
+                    itl_met = itl_s * 1000 <= sla.itl_ms
+        return Latencies(ttft_s, itl_s, ttft_met, itl_met)
 
     @property
     def predicted_cached_tokens(self) -> int | None:
-        """Prompt tokens that its worker was taken to have cached; None without a worker for the prompt."""
+        """Prompt tokens that were predicted to be cached; None without a worker for the prompt."""
         winner = None if self.decision is None else self.decision.stages[0].winner
         return None if winner is None else winner.view.cached_tokens
 
     @property
     def choices(self) -> list[StageChoice]:
-        """Every choice made for it: those that a retry replaced, oldest first, then the last ones."""
+        """Every choice made for the request: those that retries replaced, oldest first, then the last."""
         if self.decision is None:
             return []
         last = self.decision.stages
@@ -203,6 +199,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
 
     def _receipt(self, outcome: Outcome, now_s: float, stamp: ReceiptNumber) -> gw.Receipt:
         """The receipt with what is known of a request that got no decision."""
+        ttft_s, itl_s, ttft_met, itl_met = self.latencies()
         return gw.Receipt(
             decision=gw.Decision(
                 request_id=self.request_id[:MAX_MESSAGE], sla=sla_message(self.sla)
@@ -210,19 +207,15 @@ class Record(msgspec.Struct, gc=False, eq=False):
             attempts=[attempt.to_message() for attempt in self.attempts],
             actual=gw.Actual(
                 outcome=outcome.value,
-                ttft_ms=in_ms(self.ttft_s),
-                itl_ms=in_ms(self.itl_s),
+                ttft_ms=in_ms(ttft_s),
+                itl_ms=in_ms(itl_s),
                 output_tokens=self.stats.n_tokens,
                 cached_tokens=self.cached_tokens,
                 predicted_cached_tokens=self.predicted_cached_tokens,
-                ttft_met=self.ttft_met(),
-                itl_met=self.itl_met(),
+                ttft_met=ttft_met,
+                itl_met=itl_met,
                 total_ms=(now_s - self.started_s) * 1000,
                 waited_ms=None if self.decision is None else self.waited_s * 1000,
             ),
             **msgspec.structs.asdict(stamp),
         )
-
-
-def _met(actual_s: float | None, target_ms: float) -> bool | None:
-    return None if actual_s is None else actual_s * 1000 <= target_ms

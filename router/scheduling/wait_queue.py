@@ -26,36 +26,27 @@ MAX_HINT_S = 30.0
 class Assignment:
     """The workers of one request: a lease for each stage."""
 
-    __slots__ = ("_leases", "decision")
+    __slots__ = ("decision", "leases")
 
     def __init__(self, decision: Decision, leases: dict[Stage, Lease]) -> None:
         self.decision = decision
-        self._leases = leases
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The stages the request goes through, in order."""
-        return tuple(self._leases)
+        self.leases = leases  # in the order of the stages
 
     @property
     def members(self) -> list[Member]:
         """The workers, in the order of the stages."""
-        return [lease.member for lease in self._leases.values()]
-
-    def lease(self, stage: Stage) -> Lease:
-        """The lease of a stage."""
-        return self._leases[stage]
+        return [lease.member for lease in self.leases.values()]
 
     def adopt(self, other: "Assignment") -> None:
         """Take over the other's leases for its stages, and release those held for them before."""
         for choice in other.decision.stages:
-            self._leases[choice.stage].release()
-            self._leases[choice.stage] = other.lease(choice.stage)
+            self.leases[choice.stage].release()
+            self.leases[choice.stage] = other.leases[choice.stage]
             self.decision = self.decision.replace(choice)
 
     def release(self) -> None:
         """Release every lease. Idempotent."""
-        for lease in self._leases.values():
+        for lease in self.leases.values():
             lease.release()
 
 

@@ -42,8 +42,8 @@ def finished_record() -> Record:
     stages = {s: one_cell(s, s.value) for s in (Stage.PREFILL, Stage.DECODE)}
     pools = {s.value: pool_view(s.value, [view()]) for s in stages}
     record.decision = choose(ask(), stages, pools, rng=rng())
-    record.stats.tokens(1, 0.05)
-    record.stats.tokens(4, 0.45)
+    record.stats.count_tokens(1, 0.05)
+    record.stats.count_tokens(4, 0.45)
     return record
 
 

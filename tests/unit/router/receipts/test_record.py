@@ -118,19 +118,19 @@ def test_what_is_not_known_is_absent_and_not_zero() -> None:
 def test_a_mean_needs_two_tokens_and_a_verdict_needs_a_target() -> None:
     of = record(decision(), sla=Sla(ttft_ms=1000.0, itl_ms=1000.0))
     of.stats.count_tokens(1, 10.5)
-    assert (of.ttft_met(), of.itl_s, of.itl_met()) == (True, None, None)
+    assert of.latencies()[1:] == (None, True, None)
     of.sla = Sla()
     of.stats.count_tokens(1, 10.6)
-    assert (of.ttft_met(), of.itl_met()) == (None, None)
-    assert of.itl_s == pytest.approx(0.1)
+    assert of.latencies()[2:] == (None, None)
+    assert of.latencies().itl_s == pytest.approx(0.1)
 
 
 def test_a_target_that_is_hit_exactly_is_met_and_the_tightest_never_is() -> None:
     of = record(decision(), sla=Sla(ttft_ms=500.0))
     of.stats.count_tokens(1, 10.5)
-    assert of.ttft_met() is True
+    assert of.latencies().ttft_met is True
     of.sla = Sla(ttft_ms=0.0)
-    assert of.ttft_met() is False
+    assert of.latencies().ttft_met is False
 
 
 def test_attempts_are_counted_by_stage_and_their_words_cut() -> None:

@@ -162,7 +162,7 @@ def test_another_mode_takes_over_who_waits_and_leaves_alone_who_runs(was: str) -
             make_ready(of)
             await anyio.sleep(1)
             for n, mode in enumerate([was, was, other, other]):
-                stages = tuple(stage.value for stage in requests.held[n].stages)
+                stages = tuple(stage.value for stage in requests.held[n].leases)
                 assert stages == STAGE_NAMES[mode], n
             # Who runs and loses a worker has no stage to go back to.
             gone = (Stage(STAGE_NAMES[was][0]),)
@@ -192,7 +192,7 @@ def test_who_waits_for_a_stage_that_goes_is_refused_and_the_others_are_not() -> 
             make_ready(of)
             await anyio.sleep(1)
             assert "no decode pools any more" in str(requests.failed[7])
-            assert requests.held[8].stages == (Stage.AGG,)
+            assert tuple(requests.held[8].leases) == (Stage.AGG,)
 
     run(main)
 

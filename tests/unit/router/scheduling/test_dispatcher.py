@@ -40,7 +40,7 @@ def inflight(of: Fleet) -> dict[str, int]:
 def test_load_counts_from_the_choice_and_is_gone_after_release() -> None:
     d = dispatcher()
     assignment = assign(d)
-    assert assignment.stages == (Stage.PREFILL, Stage.DECODE)
+    assert tuple(assignment.leases) == (Stage.PREFILL, Stage.DECODE)
     assert sorted(inflight(d.fleet).values()) == [1, 1]
     assert [m.stage for m in assignment.members] == [Stage.PREFILL, Stage.DECODE]
     assignment.release()
@@ -176,9 +176,9 @@ def test_another_worker_for_one_stage_moves_one_lease() -> None:
     prefill, decode = assignment.members
     asked = ask(excluded=frozenset({decode.address}))
     found = take_now(d, asked, stages=(Stage.DECODE,))
-    assert found.stages == (Stage.DECODE,)
+    assert tuple(found.leases) == (Stage.DECODE,)
     assignment.adopt(found)
-    other = assignment.lease(Stage.DECODE).member
+    other = assignment.leases[Stage.DECODE].member
     assert other is not decode
     assert inflight(d.fleet) == {prefill.address: 1, other.address: 1}
     winner = assignment.decision.stage(Stage.DECODE).winner
@@ -203,7 +203,7 @@ def test_cfg_11_enable_priority_retry_alone_sends_a_failed_request_to_the_faster
             member.probe_ok()
         d = dispatcher(of)
         assignment = assign(d)
-        failed = assignment.lease(Stage.PREFILL).member
+        failed = assignment.leases[Stage.PREFILL].member
         assert failed.address == "pb:1"
         asked = ask(excluded=frozenset({"pb:1"}))
         if wanted is None:

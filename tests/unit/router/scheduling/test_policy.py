@@ -206,7 +206,7 @@ def test_score_01_idle_workers_take_turns() -> None:
     served: list[str] = []
     for _ in range(100):
         assignment = take_now(dispatcher, ask(isl_tokens=5))
-        served.append(assignment.lease(Stage.AGG).member.address)
+        served.append(assignment.leases[Stage.AGG].member.address)
         assignment.release()
     assert abs(served.count("a1:1") - served.count("a2:1")) <= 1
 
@@ -217,9 +217,9 @@ def test_a_worker_whose_last_probe_failed_is_chosen_only_where_no_other_can_be()
     suspect.probe_failed("slow")
     dispatcher = Dispatcher(of, rng=rng(1))
     taken = [take_now(dispatcher, ask(), None) for _ in range(20)]
-    assert {one.lease(Stage.AGG).member for one in taken} == {other}
+    assert {one.leases[Stage.AGG].member for one in taken} == {other}
     other.refuse("gone")
-    assert take_now(dispatcher, ask(), None).lease(Stage.AGG).member is suspect
+    assert take_now(dispatcher, ask(), None).leases[Stage.AGG].member is suspect
 
 
 def pick(stage: Stage, *views: RowView, n_leases: int = 0) -> StageChoice:

@@ -156,11 +156,11 @@ def test_score_09_work_is_what_is_not_cached() -> None:
     index.stored(holder, range(1, 25), None, prompt(768).tokens)
     dispatcher = Dispatcher(of, rng=rng())
     warm = take_now(dispatcher, ask(isl_tokens=1024), prompt(1024))
-    assert warm.lease(Stage.PREFILL).row == 0
-    assert warm.lease(Stage.PREFILL).work.prefill_tokens == 256
+    assert warm.leases[Stage.PREFILL].row == 0
+    assert warm.leases[Stage.PREFILL].work.prefill_tokens == 256
     excluded = ask(isl_tokens=1024, excluded=frozenset({"p1:1"}))
     cold = take_now(dispatcher, excluded, prompt(1024))
-    assert cold.lease(Stage.PREFILL).work.prefill_tokens == 1024
+    assert cold.leases[Stage.PREFILL].work.prefill_tokens == 1024
 
 
 def test_score_11_decode_gets_no_credit_for_a_prompt_it_served() -> None:
@@ -168,7 +168,7 @@ def test_score_11_decode_gets_no_credit_for_a_prompt_it_served() -> None:
     dispatcher = Dispatcher(of, rng=rng())
     first = take_now(dispatcher, ask(isl_tokens=1024), prompt(1024))
     prefill, decode = first.members
-    first.lease(Stage.PREFILL).prefill_done()
+    first.leases[Stage.PREFILL].prefill_done()
     first.release()
     decision = dispatcher.explain(ask(isl_tokens=1024), prompt(1024))
     by_worker = [
