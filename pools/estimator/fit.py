@@ -46,7 +46,7 @@ MIN_S, MAX_S = 1e-4, 1e5
 
 
 class Fit:
-    """`scale` and `offset_s` are 1 and 0 until `min_observed` observations were made."""
+    """The coefficients `scale` and `offset_s`: 1 and 0 until there are `min_observed` observations."""
 
     __slots__ = (
         "_a",

@@ -79,7 +79,7 @@ class Leg(Protocol):
 class Member:
     """One worker of a pool. Changed by its watch loop and by leases, both on the event loop.
 
-    Its ranks have rows of the pool's table; one row as long as nobody can choose between its ranks.
+    Its ranks have rows of the pool's table; it has one row while the gateway cannot choose between ranks.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Member:
         self.capacity = WorkerCapacity()
         self.models: dict[str, oe.ModelInfo] = {}  # what it serves, by name
         self.ranks = WorkerRows(address, table)
-        # Whether a rank can be asked for; else none of their caches can be counted on.
+        # Whether a rank can be asked for; else no rank's cache can be relied on.
         self.has_row_for_each_rank = True
         self._set_up()
 
@@ -152,7 +152,7 @@ class Member:
         if self.limits.max_inflight is not None:
             return self.limits.max_inflight
         if self.stage is not Stage.PREFILL and self.capacity.running:
-            # What is more would wait in the engine, where nobody can give it to another worker.
+            # Further requests would wait in the engine, and could not go to another worker.
             return self.capacity.running
         return UNLIMITED
 
@@ -163,7 +163,7 @@ class Member:
         self.on_change()
 
     def set_server_info(self, info: oe.ServerInfo) -> None:
-        """Set who it says it is; its ranks and limits follow from that."""
+        """Set what it says of itself, from which its ranks and limits follow."""
         self.server_info = info
         self.capacity = capacity_of(info, decodes=self.stage is Stage.DECODE)
         self._set_up()
@@ -226,7 +226,7 @@ class Member:
         self._n_retained += 1
 
     def release(self) -> None:
-        """End one `hold`."""
+        """End one `retain`."""
         self._n_retained -= 1
         if self.draining_since_s is not None:
             self._leave_if_done()
@@ -266,6 +266,6 @@ class Member:
             if was_ready:
                 for leg in list(self.legs):
                     leg.worker_lost(reason)
-            # A worker less is news too for whoever waits: there may be nobody left to wait for.
+            # Waiting requests must know of a lost worker too: they may have none left to wait for.
             self.on_change()
         return changed

@@ -84,9 +84,9 @@ class Lease:
 
 
 class Pool:
-    """Owns its members: nobody else takes a lease on one.
+    """Owns its members, and gives all leases on them.
 
-    With `prefix` it knows what its workers have cached; decode pulls its KV, so there it is of no use.
+    With `prefix` it knows what its workers have cached. That is of no use to decode, which pulls its KV.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Pool:
 
     @property
     def spills_total(self) -> int:
-        """Legs that the pool got because one before it in the order had nobody."""
+        """Legs that the pool got because those before it in the order had no worker for them."""
         return self.table.totals[PoolCell.SPILLS]
 
     def count_retry(self) -> None:
@@ -186,7 +186,7 @@ class Pool:
         member.ranks.free_rows()
 
     def view(self, prompt: Prompt | None = None) -> PoolView:
-        """The pool as it stands now, for a prompt; None: nothing of it is cached anywhere."""
+        """The pool as it stands now, with what is cached of a prompt; None: nothing."""
         rows = self.table.rows()
         n_rows = len(rows.names)
         if self.overlaps is None or prompt is None:
@@ -201,7 +201,7 @@ class Pool:
     def follower(
         self, member: Member, worker: Worker, *, scheduler: CooperativeScheduler, rng: random.Random
     ) -> WorkerFollower | None:
-        """Make what follows the KV events of a member's worker; None: nobody needs them here."""
+        """Make the follower of a worker's KV events; None: they are not needed here."""
         overlaps = self.overlaps
         if overlaps is None or member.events is None:
             return None

@@ -258,7 +258,7 @@ class StageGrid:
         return self.order((cell.pool, *cell.spill))
 
     def order(self, pools: tuple[int, ...]) -> tuple[int, ...]:
-        """The order of pools for a request that has these by its cell or rule."""
+        """The pools of a cell or rule, followed by those of a retry."""
         retries = self.retry_order(pools[0])
         if len(pools) == 1:
             return retries

@@ -35,7 +35,7 @@ def overrides(view: LintedStage) -> Iterator[Finding]:
 
 
 def retry_changes_nothing(views: Sequence[LintedStage]) -> Iterator[Finding]:
-    """G505, which is about the whole file."""
+    """The finding G505: retry is on, and no request of the file has a pool to go on to."""
     if not any(view.grid.retry for view in views) or any(map(_goes_on, views)):
         return
     firsts = sum(len({pools[0] for pools in view.starts}) for view in views)

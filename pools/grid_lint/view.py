@@ -36,7 +36,7 @@ class JsonPaths:
         return json_path((*keys, *rest))
 
     def cell(self, index: tuple[int, ...]) -> str:
-        """The path of a cell of the mapping, or with no index of all of it."""
+        """The path of a cell of the mapping; with no index that of the mapping."""
         return self._path((self._keys.strategy, self._keys.mapping), *index)
 
     def bands(self, field: str) -> str:

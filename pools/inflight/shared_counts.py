@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 N_SLOTS = 1 << 14
 """Enough for two thousand workers of eight ranks, in a mebibyte for each process."""
 
-NOBODY = N_SLOTS - 1
+NO_SLOT = N_SLOTS - 1
 """The slot of claims for which there was no room: it is never written, so it adds nothing."""
 
 GATEWAY = "gateway"
@@ -130,7 +130,7 @@ class SharedCounts:
         """Claim the slot of that name for this process.
 
         It has what an earlier process of this number counted there and did not release. When all slots are
-        taken the result is `NOBODY`, and logged: other processes do not see what this one has there.
+        taken the result is `NO_SLOT`, and logged: other processes do not see what this one has there.
         """
         assert self.number is not None, "the parent has no row"
         key = _key(name)
@@ -138,7 +138,7 @@ class SharedCounts:
             slot = self._find(key)
             if slot is None:
                 slot = self._unused()
-                if slot == NOBODY:
+                if slot == NO_SLOT:
                     log.error("counts.full", extra={"slot_name": name, "slots": N_SLOTS})
                     return slot
                 self._cells[:, slot] = 0
@@ -149,7 +149,7 @@ class SharedCounts:
     def release_slot(self, slot: int) -> None:
         """Release a slot: this process has nothing there. The last process to do so frees it."""
         assert self.number is not None, "the parent has no row"
-        if slot == NOBODY:
+        if slot == NO_SLOT:
             return
         with self._locked():
             self._cells[self.number, slot] = 0
@@ -166,12 +166,12 @@ class SharedCounts:
 
     def set(self, slot: int, cell: int, value: int) -> None:
         """Store one figure of this process."""
-        if slot != NOBODY:
+        if slot != NO_SLOT:
             self._ints[slot * N_CELLS + cell] = value
 
     def set_s(self, slot: int, cell: int, seconds: float) -> None:
         """Store one figure of this process that is a float."""
-        if slot != NOBODY:
+        if slot != NO_SLOT:
             self._floats[slot * N_CELLS + cell] = seconds
 
     def get(self, slot: int, cell: int) -> int:
@@ -225,12 +225,12 @@ class SharedCounts:
         free = np.flatnonzero(self._keys[:n_given, 0] == 0)
         if len(free):
             return int(free[0])
-        if n_given < NOBODY:
+        if n_given < NO_SLOT:
             self._n_given[0] = n_given + 1
             return n_given
         # Slots that are left from processes which ended without releasing them.
-        left = np.flatnonzero(~self._held[:, :NOBODY].any(axis=0))
-        return int(left[0]) if len(left) else NOBODY
+        left = np.flatnonzero(~self._held[:, :NO_SLOT].any(axis=0))
+        return int(left[0]) if len(left) else NO_SLOT
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

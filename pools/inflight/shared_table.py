@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from slagate.pools.inflight.shared_counts import (
     N_COUNTS,
-    NOBODY,
+    NO_SLOT,
     OtherCounts,
     PoolCell,
     RankCell,
@@ -57,12 +57,12 @@ class SharedTable(LoadTable):
     @override
     def free_pool(self) -> None:
         self._shared.release_slot(self._pool_slot)
-        self._pool_slot = NOBODY
+        self._pool_slot = NO_SLOT
 
     @property
     def is_freed(self) -> bool:
         """Whether its pool is gone."""
-        return self._pool_slot == NOBODY
+        return self._pool_slot == NO_SLOT
 
     @override
     def count(self, total: PoolCell) -> None:
@@ -84,7 +84,7 @@ class SharedTable(LoadTable):
     def add_row(self, address: str, rank: int | None) -> int:
         row = super().add_row(address, rank)
         if row == len(self._slots):
-            self._slots.append(NOBODY)
+            self._slots.append(NO_SLOT)
         self._lines_of_others = None
         # The first row of a worker is for rank 0, or for whichever the worker takes.
         slot = self._slots[row] = self._shared.claim_slot(f"{self._name} {address} {rank or 0}")
@@ -95,7 +95,7 @@ class SharedTable(LoadTable):
     def free_row(self, row: int) -> None:
         super().free_row(row)
         self._shared.release_slot(self._slots[row])
-        self._slots[row] = NOBODY
+        self._slots[row] = NO_SLOT
         self._lines_of_others = None
 
     @override

@@ -334,7 +334,7 @@ class LoadTable:
             self._derive_unavailable(row)
 
     def end_prefill(self, row: int, work: Work) -> None:
-        """Take a lease's prompt out of the queue of a row: it is processed, or given up."""
+        """Take a lease's prompt out of the queue of a row: it is processed, or never will be."""
         queued = self._int[QUEUED_TOKENS]
         left_tokens = queued[row] = queued[row] - work.prefill_tokens
         seconds = self._float[QUEUED_S]

@@ -55,7 +55,7 @@ _MIN_RANK_BYTES = 512 * 1024
 
 
 class Incarnation(NamedTuple):
-    """What a worker's numbers and blocks belong to."""
+    """One life of a worker's process: the numbers of its batches and its blocks are of that life only."""
 
     instance_id: str
     n_ranks: int
@@ -74,7 +74,7 @@ class _WorkerContext(NamedTuple):
 
 
 class RankFollower:
-    """Follows one rank of one incarnation."""
+    """Follows the KV events of one rank, of one incarnation of a worker."""
 
     def __init__(self, rank: int, who: Incarnation, shared: _WorkerContext) -> None:
         self._rank = rank

@@ -11,7 +11,7 @@ Rules:
   than `max_pairs`, the holder `has_gap`: it has more than is known here, never less.
 * An event is one step: all its blocks are added, then those that were pending for them, oldest first.
 
-All of it is for one thread, that of the event loop: no method waits, so each is one step to all tasks.
+An index is for one thread, that of the event loop: no method waits, so each is one step to all tasks.
 """
 
 import hashlib

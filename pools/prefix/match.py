@@ -1,4 +1,4 @@
-"""The answer to a query: how much of a prompt each holder has, and what each row of a pool has of it."""
+"""Answers to queries: how much of a prompt each holder has cached, and each row of a pool."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ class Match(NamedTuple):
 
 
 def holders_of(steps: Steps, most: int) -> list[tuple[int, int]] | None:
-    """Holders with their depths; None: more than `most`. O(holders that are returned).
+    """The holders in some steps, with their depths; None: more than `most`. O(holders returned).
 
     In each step both lanes of a holder must agree.
     """
@@ -93,7 +93,7 @@ class Cached(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 def cached_of(device_tokens: Ints, cached_tokens: Ints) -> Cached:
-    """From what is cached on the device, and anywhere, i64[n_rows] each; they become read-only."""
+    """Make a `Cached` of the tokens on the device and anywhere, i64[n_rows] each; they become read-only."""
     ordered = np.sort(cached_tokens)
     # Rows share a few depths. `np.unique` takes twice as long.
     is_first = np.ones(len(ordered), dtype=np.bool_)
@@ -108,6 +108,6 @@ def cached_of(device_tokens: Ints, cached_tokens: Ints) -> Cached:
 
 @lru_cache(maxsize=64)
 def nothing_cached(n_rows: int) -> Cached:
-    """What rows have of a prompt that none has anything of."""
+    """The `Cached` of so many rows that have nothing of a prompt."""
     zeros = np.zeros(n_rows, np.int64)
     return cached_of(zeros, zeros)

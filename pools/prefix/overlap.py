@@ -59,7 +59,7 @@ class Prompt(NamedTuple):
 
     @property
     def n_tokens(self) -> int:
-        """Its length."""
+        """The length of the prompt in tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
 

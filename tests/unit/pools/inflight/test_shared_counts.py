@@ -18,7 +18,7 @@ from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight import shared_counts
 from slagate.pools.inflight.shared_counts import (
     N_SLOTS,
-    NOBODY,
+    NO_SLOT,
     GatewayCell,
     PoolCell,
     RankCell,
@@ -115,7 +115,7 @@ def test_what_a_dead_process_held_is_taken_when_nothing_else_is_left(
     several: Several, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shared_counts, "N_SLOTS", 4)
-    monkeypatch.setattr(shared_counts, "NOBODY", 3)
+    monkeypatch.setattr(shared_counts, "NO_SLOT", 3)
     opened = several(2)
     a, b = opened(0), opened(1)
     assert [a.claim_slot("a"), a.claim_slot("b"), b.claim_slot("c"), b.claim_slot("d")] == [
@@ -134,10 +134,10 @@ def test_what_a_dead_process_held_is_taken_when_nothing_else_is_left(
 def test_who_found_no_slot_writes_nowhere_and_adds_nothing(several: Several) -> None:
     opened = several(2)
     a, b = opened(0), opened(1)
-    a.set(NOBODY, RankCell.INFLIGHT, 9)
-    a.set_s(NOBODY, RankCell.QUEUED_S, 9.0)
-    a.release_slot(NOBODY)
-    others = b.sum_of_others(b.lines_of_others(np.array([NOBODY])))
+    a.set(NO_SLOT, RankCell.INFLIGHT, 9)
+    a.set_s(NO_SLOT, RankCell.QUEUED_S, 9.0)
+    a.release_slot(NO_SLOT)
+    others = b.sum_of_others(b.lines_of_others(np.array([NO_SLOT])))
     assert (others.counts[RankCell.INFLIGHT, 0], others.queued_s[0]) == (0, 0.0)
 
 
