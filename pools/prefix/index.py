@@ -52,11 +52,11 @@ class PrefixIndex:
             raise ValueError(f"blocks of {block_tokens} tokens, runs of {max_run_blocks} blocks")
         self.block_tokens = block_tokens
         self.max_pairs = max_pairs
-        self._trie = RunTrie(block_tokens, max_hops=max_hops, max_run_blocks=max_run_blocks)
-        self._slots = HolderSlots(self._trie)
-        self._block_bytes = self._trie.block_bytes
+        self.trie = RunTrie(block_tokens, max_hops=max_hops, max_run_blocks=max_run_blocks)
+        self._slots = HolderSlots(self.trie)
+        self._block_bytes = self.trie.block_bytes
         self._max_pending = max_pending
-        self._claims = BlockHolders(self._trie)
+        self._claims = BlockHolders(self.trie)
 
     @property
     def n_pairs(self) -> int:
@@ -64,24 +64,9 @@ class PrefixIndex:
         return self._claims.n_blocks + self._slots.n_retired_blocks
 
     @property
-    def n_runs(self) -> int:
-        """Runs of blocks."""
-        return self._trie.n_runs
-
-    @property
-    def n_distinct_blocks(self) -> int:
-        """Blocks whose tokens are kept: those that are held, and those above them."""
-        return self._trie.n_blocks
-
-    @property
-    def n_roots(self) -> int:
-        """Roots with blocks below them."""
-        return self._trie.n_roots
-
-    @property
     def n_bytes_estimate(self) -> int:
         """Bytes of memory, roughly: tokens of distinct blocks, claims, runs."""
-        trie = self._trie
+        trie = self.trie
         return trie.n_blocks * self._block_bytes + 90 * self.n_pairs + 1000 * trie.n_runs
 
     @property
@@ -193,7 +178,7 @@ class PrefixIndex:
         if keys:
             content = substituted(content, keys, self._block_bytes)
         slots = self._slots
-        return self._trie.match(content, root, lanes=slots.live, n_holders=slots.n_bits)
+        return self.trie.match(content, root, lanes=slots.live, n_holders=slots.n_bits)
 
     def sweep(self, n_blocks: int = 1000) -> bool:
         """Free about so many blocks of holders that left or were cleared. False when none are left."""

@@ -56,7 +56,7 @@ class Predictions:
     def __init__(
         self, block_tokens: int, *, max_predictions: int = 65_536, max_bytes: int = MAX_BYTES
     ) -> None:
-        self._trie = RunTrie(block_tokens, max_hops=_MAX_HOPS, max_run_blocks=_MAX_RUN_BLOCKS)
+        self.trie = RunTrie(block_tokens, max_hops=_MAX_HOPS, max_run_blocks=_MAX_RUN_BLOCKS)
         self._max_predictions = max_predictions
         self._max_bytes = max_bytes
         self._n_parts = 0  # of all predictions
@@ -70,16 +70,11 @@ class Predictions:
         return len(self._predictions)
 
     @property
-    def n_runs(self) -> int:
-        """Runs of blocks."""
-        return self._trie.n_runs
-
-    @property
     def n_bytes_estimate(self) -> int:
         """Bytes of memory, roughly: tokens of distinct blocks, runs, and the predictions on them."""
         return (
-            self._trie.n_blocks * self._trie.block_bytes
-            + self._trie.n_runs * _RUN_BYTES
+            self.trie.n_blocks * self.trie.block_bytes
+            + self.trie.n_runs * _RUN_BYTES
             + self._n_parts * _PART_BYTES
             + len(self._predictions) * _PREDICTION_BYTES
         )
@@ -88,8 +83,8 @@ class Predictions:
         """Predict the full blocks of a prompt at a row, up to the hop cap. O(runs of the prompt)."""
         parts: tuple[tuple[Run, int], ...] = ()
         n_blocks = 0
-        if len(tokens) >= self._trie.block_bytes:
-            segments = self._trie.grow(self._trie.root(root), 0, tokens, max_segments=_MAX_HOPS)
+        if len(tokens) >= self.trie.block_bytes:
+            segments = self.trie.grow(self.trie.root(root), 0, tokens, max_segments=_MAX_HOPS)
             # No run occurs twice.
             parts = tuple([(run, at + n) for run, at, n in segments])
             for _, _, n in segments:
@@ -156,7 +151,7 @@ class Predictions:
             if lead > now:
                 run.move(lanes, lead, now)
                 row.n_blocks -= lead - now
-                self._trie.trim(run)
+                self.trie.trim(run)
         if not row.predictions and row.max_blocks is None:
             del self._rows[prediction.row]
 
@@ -181,7 +176,7 @@ class Predictions:
         if self._step_heap and self._step_heap[0] * _STEP_S <= now_s:
             self.expire(now_s)
         lanes = (1 << 2 * self._n_rows) - 1
-        return self._trie.match(tokens, root, lanes=lanes, n_holders=self._n_rows)
+        return self.trie.match(tokens, root, lanes=lanes, n_holders=self._n_rows)
 
     def expire(self, now_s: float, n: int = 64) -> bool:
         """Drop up to `n` expired predictions. True when there may be more."""

@@ -11,7 +11,6 @@ many of it; blocks that a lane holds past a hole do not count in a query, and th
 Hashes only choose buckets: a match is a comparison of tokens, so it cannot be forged.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -218,18 +217,6 @@ class RunTrie:
             self.n_blocks -= len(run.tokens) // self.block_bytes
             self._unlink(run, parent)
             run = parent
-
-    def runs(self) -> Iterator[Run]:
-        """All runs but the roots, in no order. Slow, for tests of what is left."""
-        found: list[Run] = list(self._roots.values())
-        for run in found:
-            found += [child for shard in run.kids.values() for child in shard.values()]
-        return iter(found[len(self._roots) :])
-
-    @property
-    def n_roots(self) -> int:
-        """Roots with runs below them."""
-        return len(self._roots)
 
     def _child(self, run: Run, at: int, first: bytes) -> Run | None:
         shard = run.kids.get(at * _SHARDS + hash(first) % _SHARDS)

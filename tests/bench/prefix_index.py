@@ -247,7 +247,7 @@ def _at(n_pairs: int) -> dict[str, Any]:
         "longest_ms": {kind: round(s * 1e3, 2) for kind, s in sorted(pauses.longest_s.items())},
         "longest_pause_ms": round(max(pauses.longest_s.values()) * 1e3, 2),
         "full_collection_ms": round(pauses.longest_s["full_collection"] * 1e3, 2),
-        "runs": ours.index.n_runs,
+        "runs": ours.index.trie.n_runs,
     }
 
 

@@ -287,7 +287,7 @@ async def history(rng: random.Random) -> tuple[int, int, int]:
         counts = n_compared, of.events.n_resumes, of.events.n_resyncs
     while index.sweep():
         pass
-    assert (index.n_pairs, index.n_runs) == (0, 0)
+    assert (index.n_pairs, index.trie.n_runs) == (0, 0)
     return counts
 
 

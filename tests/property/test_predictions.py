@@ -132,7 +132,7 @@ def test_agrees_with_a_list_of_claims_and_leaks_nothing() -> None:
             world.check()
         for claim in [*world.claims, *world.ended]:
             world.predictions.end_prediction(claim)
-        assert len(world.predictions) == world.predictions.n_runs == 0
+        assert len(world.predictions) == world.predictions.trie.n_runs == 0
         assert world.predictions.n_bytes_estimate == 0
 
     each_seed(N_SEEDS, history)

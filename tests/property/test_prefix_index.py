@@ -139,7 +139,7 @@ class World:
         if self.sweeps_at_once:
             assert self.index.n_pairs == self.model.n_pairs
             if not self.model.has_holes:
-                assert self.index.n_distinct_blocks == self.model.n_distinct
+                assert self.index.trie.n_blocks == self.model.n_distinct
 
     def end(self) -> None:
         """Everything is given up, by removal or by leaving, and nothing is left."""
@@ -156,8 +156,8 @@ class World:
                 self.index.leave(holder)
         while self.index.sweep(3):
             pass
-        assert self.index.n_pairs == self.index.n_runs == self.index.n_distinct_blocks == 0
-        assert self.index.n_roots == 0
+        assert self.index.n_pairs == self.index.trie.n_runs == self.index.trie.n_blocks == 0
+        assert not self.index.trie._roots
 
 
 @pytest.mark.parametrize("max_run_blocks", [2, 1024])

@@ -589,7 +589,7 @@ def test_i9_nothing_is_left_when_following_ends() -> None:
         assert worker.kv_calls[0].cancelled
         assert of.holders[-1] == (0, None)
         await anyio.sleep(10 * PROBE_S)
-        assert (of.index.n_pairs, of.index.n_runs) == (0, 0)
+        assert (of.index.n_pairs, of.index.trie.n_runs) == (0, 0)
         assert starts(worker) == [None]
 
     run(main)

@@ -102,7 +102,7 @@ def test_kv_07_a_worker_joins_while_much_is_being_cleaned_up(index: PrefixIndex)
         assert left - index.n_pairs <= 100 // 20 * 1024 + 1024, "one step of a bounded size"
         left = index.n_pairs
     assert n_steps >= n_blocks // 100
-    assert index.n_pairs == index.n_distinct_blocks == 1
+    assert index.n_pairs == index.trie.n_blocks == 1
 
 
 def test_kv_08_clear_all_empties_all_tiers_of_its_worker_only(index: PrefixIndex) -> None:
@@ -133,7 +133,7 @@ def test_kv_14_signed_and_unsigned_hashes_are_the_same(index: PrefixIndex, tier:
     assert depths(index, [holder], blocks(1, 2)) == [1]
     index.removed(holder, [-1], tier=tier)
     assert depths(index, [holder], block(1)) == [0]
-    assert index.n_runs == 0
+    assert index.trie.n_runs == 0
 
 
 @pytest.mark.parametrize("hash_", [2**64, -(2**63) - 1])
@@ -331,7 +331,7 @@ def test_a_tail_that_a_hole_kept_goes_when_the_hole_is_filled(index: PrefixIndex
     index.removed(short, [2])
     index.removed(long, [5, 4, 3, 2, 1])
     index.stored(short, [2], 1, block(2))
-    assert index.n_distinct_blocks == 3
+    assert index.trie.n_blocks == 3
 
 
 @pytest.mark.parametrize("n_holders", [3, 40, 300])

@@ -63,7 +63,7 @@ def test_an_index_adds_next_to_nothing_for_the_collector_to_walk() -> None:
     before = tracked()
     holders = filled(index)
     added = tracked() - before
-    assert (index.n_pairs, index.n_runs) == (2 * N_RUNS * RUN_BLOCKS, N_RUNS)
+    assert (index.n_pairs, index.trie.n_runs) == (2 * N_RUNS * RUN_BLOCKS, N_RUNS)
     assert [len(holder.table) for holder in holders] == [N_RUNS, N_RUNS]
     assert added.total() <= N_RUNS // 5, added
 
@@ -82,7 +82,7 @@ def test_an_index_that_everyone_has_left_leaves_nothing_in_memory() -> None:
             pass
 
     check_nothing_stays(fill_and_empty)
-    assert (index.n_pairs, index.n_runs, index.n_distinct_blocks) == (0, 0, 0)
+    assert (index.n_pairs, index.trie.n_runs, index.trie.n_blocks) == (0, 0, 0)
 
 
 def test_predictions_that_have_ended_leave_nothing_in_memory() -> None:
@@ -101,7 +101,7 @@ def test_predictions_that_have_ended_leave_nothing_in_memory() -> None:
         predictions.expire(2.0)
 
     check_nothing_stays(claim_and_end)
-    assert (len(predictions), predictions.n_runs) == (0, 0)
+    assert (len(predictions), predictions.trie.n_runs) == (0, 0)
 
 
 def test_predictions_add_next_to_nothing_for_the_collector_to_walk() -> None:

@@ -172,7 +172,7 @@ def test_what_is_expected_no_more_takes_no_memory_though_nobody_asks() -> None:
     assert len(cache.predictions) == 100
     clock.now_s += HISTORY_S + 1
     of.expire_predictions()
-    assert (len(cache.predictions), cache.predictions.n_runs) == (0, 0)
+    assert (len(cache.predictions), cache.predictions.trie.n_runs) == (0, 0)
 
 
 def test_the_deeper_of_event_and_expectation_counts() -> None:
