@@ -16,7 +16,7 @@ COMMANDS = {
     "bench": "slagate.router.cli.tools.bench",
     "receipts": "slagate.router.cli.receipts",
     "recompute": "slagate.router.cli.receipts",
-    "reload": "slagate.router.cli.reload",
+    "reload": "slagate.router.cli.client",
     "generate": "slagate.router.cli.client",
     "explain": "slagate.router.cli.client",
     "pools": "slagate.router.cli.client",

@@ -42,7 +42,7 @@ def test_grpc_is_quiet_from_its_import_on_unless_the_user_wants_otherwise(
     ("command", "own", "of_others"),
     [
         (["worker", "sim", "--role", "agg"], "worker.run", {"slagate.pools.fleet_file.load"}),
-        (["reload"], "reload", {"numpy", "slagate.workers.profiles.profile"}),
+        (["reload"], "client", {"numpy", "slagate.workers.profiles.profile"}),
     ],
 )
 def test_a_command_imports_none_of_what_only_others_need(
