@@ -62,10 +62,6 @@ class ChildProcess:
             )
         return cls(name, process, log_path)
 
-    def __repr__(self) -> str:
-        """Name, process id and exit code, for people."""
-        return f"ChildProcess({self.name}, pid {self.pid}, exit code {self.returncode})"
-
     @property
     def pid(self) -> int:
         """The process id."""

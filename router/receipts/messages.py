@@ -62,15 +62,7 @@ def choice_steps(choice: StageChoice) -> Steps[gw.StageChoice]:
 
 def sla_message(sla: Sla) -> gw.Sla:
     """The SLA as it was parsed."""
-    return gw.Sla(
-        ttft_ms=sla.ttft_ms,
-        itl_ms=sla.itl_ms,
-        priority=sla.priority,
-        objective=sla.objective,
-        fairness_id=sla.fairness_id,
-        session_id=sla.session_id,
-        by_objective=sla.by_objective,
-    )
+    return gw.Sla(**{name: getattr(sla, name) for name in gw.Sla.DESCRIPTOR.fields_by_name})
 
 
 def candidate_message(candidate: ScoredRow, *, model: str) -> gw.Candidate:

@@ -36,17 +36,8 @@ from slagate.workers.runtime.cooperative import run_at_once
 TOLERANCE = 1e-9
 """Relative, of seconds: other processors and libraries may round exponentials otherwise in the last bit."""
 
-_TOKENS = (
-    "queued_tokens",
-    "context_tokens",
-    "last_chosen",
-    "max_inflight",
-    "max_queued_tokens",
-    "capacity_tokens",
-    "device_tokens",
-    "host_tokens",
-)
 _SECONDS = ("score_s", "queued_s", "foreign_s")
+_COUNTS = [name for name in (*FIGURES, *FIGURES_WITH_LIMIT) if name not in _SECONDS]
 
 
 class Mismatch(NamedTuple):
@@ -208,7 +199,7 @@ def _pools(
 
 
 def _view(where: str, candidate: gw.Candidate, model: str) -> RowView:
-    for name in _TOKENS:
+    for name in _COUNTS:
         if getattr(candidate, name) > UNLIMITED:
             raise UnusableReceipt(f"{where}.{name}: is too large")
     for name in _SECONDS:

@@ -76,12 +76,6 @@ class ReceiptRing:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __repr__(self) -> str:
-        """State in one line, for people and for tests."""
-        return (
-            f"ReceiptRing({len(self)} kept, {self._next_number - 1} in all, {self.n_bytes} bytes)"
-        )
-
     def put_in_force(self, config: gw.GatewayConfig) -> None:
         """From now on requests are decided under this configuration."""
         self.config = config

@@ -246,12 +246,10 @@ def _worker_status(member: Member, now_s: float) -> gw.WorkerStatus:
         inflight=member.ranks.inflight,
         queued_tokens=member.ranks.queued_tokens,
     )
-    if member.server_info is not None:
-        status.instance_id = member.server_info.instance_id
-        status.engine = (
-            f"{member.server_info.engine_name} {member.server_info.engine_version}".strip()
-        )
-        status.kv_transfer_backend = member.server_info.kv_connector.transfer_backend
+    if (server := member.server_info) is not None:
+        status.instance_id = server.instance_id
+        status.engine = f"{server.engine_name} {server.engine_version}".strip()
+        status.kv_transfer_backend = server.kv_connector.transfer_backend
     if member.load is not None:
         status.load.CopyFrom(member.load)
         status.load_age_ms = (now_s - member.load_at_s) * 1000
@@ -261,14 +259,10 @@ def _worker_status(member: Member, now_s: float) -> gw.WorkerStatus:
         if events.mode not in (EventMode.OFF, EventMode.NONE):
             status.event_lag_ms = events.lag_s * 1000
             status.index_blocks = events.n_blocks
-    truth = member.prefix_error
-    if truth.n_requests:
-        status.prefix.CopyFrom(
-            gw.PrefixTruth(
-                predicted_tokens=truth.predicted_tokens,
-                engine_cached_tokens=truth.engine_cached_tokens,
-                abs_error_tokens=truth.abs_error_tokens,
-                requests=truth.n_requests,
-            )
-        )
+    error = member.prefix_error
+    if error.n_requests:
+        status.prefix.predicted_tokens = error.predicted_tokens
+        status.prefix.engine_cached_tokens = error.engine_cached_tokens
+        status.prefix.abs_error_tokens = error.abs_error_tokens
+        status.prefix.requests = error.n_requests
     return status
