@@ -174,10 +174,10 @@ def check_apart(listeners: Mapping[str, Address | None]) -> None:
             fail(f"--{one} and --{other} are both {address}")
 
 
-def check_policy(policy: str) -> None:
-    """End the command unless there is such a policy."""
-    if policy not in POLICIES:
-        fail(f"--policy must be one of {', '.join(POLICIES)} (got {policy!r})")
+def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
+    """End the command unless the value is one of the choices."""
+    if value not in choices:
+        fail(f"{option} must be one of {', '.join(choices)} (got {value!r})")
 
 
 def start_log(level: str, **about: object) -> None:

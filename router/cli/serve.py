@@ -14,7 +14,7 @@ from slagate.router.cli.command import (
     LogLevel,
     Policy,
     check_apart,
-    check_policy,
+    check_choice,
     host_port,
     run_to_exit,
     seconds,
@@ -25,7 +25,7 @@ from slagate.router.cli.tls import Insecure, TlsCert, TlsClientCa, TlsKey, dial_
 from slagate.router.multiprocess.child import config_in_force, own_place
 from slagate.router.multiprocess.parent import MAX_PROCESSES, serve_as_parent
 from slagate.router.reload.reload import FleetSource
-from slagate.router.request.settings import Settings
+from slagate.router.request.settings import POLICIES, Settings
 from slagate.router.services.admin import Listeners
 from slagate.workers.runtime.listen import ignore_hangups
 from slagate.workers.tls.files import TlsFiles
@@ -102,7 +102,7 @@ def serve(
 ) -> None:
     """Run the gateway until SIGTERM."""
     ignore_hangups()  # until there is something that can reload
-    check_policy(policy)
+    check_choice("--policy", policy, POLICIES)
     listeners = Listeners(listen, admin, http)
     check_apart(listeners._asdict())
     tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)

@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from slagate.router.cli.command import Policy, check_policy, fail, run_to_exit
+from slagate.router.cli.command import Policy, check_choice, fail, run_to_exit
 from slagate.router.cli.worker.engine_args import Transport, check_transport
 from slagate.router.demo.demo import run_demo, serve_demo
-from slagate.router.request.settings import Settings
+from slagate.router.request.settings import POLICIES, Settings
 from slagate.router.tables import stdout_console
 
 
@@ -27,7 +27,7 @@ def demo(
 ) -> None:
     """Replay a real trace through a gateway and eight simulated workers on this machine."""
     check_transport(transport)
-    check_policy(policy)
+    check_choice("--policy", policy, POLICIES)
     if serve:
         if requests is not None:
             fail("--requests: --serve replays nothing")

@@ -8,6 +8,7 @@ import typer
 
 from slagate.router.cli.command import (
     EXIT_FINDINGS,
+    check_choice,
     ending_on_usage_error,
     errors,
     fail,
@@ -46,8 +47,8 @@ def convert(
 ) -> None:
     """Show what changes, and why; exit status 1 where the result has errors."""
     for option, value in (("--role", role), ("--to", to)):
-        if value not in (None, *CONVERTED_ROLES):
-            fail(f"{option} must be one of {', '.join(CONVERTED_ROLES)} (got {value!r})")
+        if value is not None:
+            check_choice(option, value, CONVERTED_ROLES)
     if to is None and tp is None:
         fail("--to or --tp is missing: what to convert to")
     with ending_on_usage_error():

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slagate.router.cli.command import ending_on_usage_error, errors, fail
+from slagate.router.cli.command import check_choice, ending_on_usage_error, errors, fail
 from slagate.workers.engine_args.build import EngineArgs, build_engine_args
 from slagate.workers.engine_args.model.merge import DEFAULT
 from slagate.workers.engine_args.model.model import INT32_MAX, MAX_RANKS
@@ -174,5 +174,4 @@ Transport = Annotated[
 
 def check_transport(transport: str) -> None:
     """End the command unless there is such a transport."""
-    if transport not in TRANSPORTS:
-        fail(f"--transport must be one of {', '.join(TRANSPORTS)} (got {transport!r})")
+    check_choice("--transport", transport, TRANSPORTS)
