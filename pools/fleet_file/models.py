@@ -8,7 +8,7 @@ between values are in `rules`; docs/grid.md is the page for operators. The descr
 import ipaddress
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -21,6 +21,7 @@ from pydantic import (
     WithJsonSchema,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import LiteralString
 
 from slagate.pools.grid.json_text import is_finite_number
 
@@ -38,70 +39,21 @@ def is_number(value: object) -> bool:
         return False
 
 
-def _number(value: object) -> object:
-    if not is_number(value):
-        if is_finite_number(value):
-            raise PydanticCustomError("double", "must be a number that a double can hold")
-        raise PydanticCustomError("number", "must be a finite number")
-    return value
+def _must(message: LiteralString, holds: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """A validator that lets a value pass where this holds; `message` says what must."""
 
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise PydanticCustomError("value", message)
+        return value
 
-def _any_number(value: object) -> object:
-    if not is_finite_number(value):
-        raise PydanticCustomError("number", "must be a finite number")
-    return value
-
-
-def _positive(value: object) -> object:
-    if not is_number(value) or not value > 0:  # type: ignore[operator]
-        raise PydanticCustomError("positive", "must be a finite number above 0")
-    return value
-
-
-def _target(value: object) -> object:
-    if not is_number(value) or value < 0:  # type: ignore[operator]
-        raise PydanticCustomError("target", "must be a finite number, 0 or above")
-    return value
-
-
-def _pool(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise PydanticCustomError("pool", "must be a pool number or the name of a pool")
-    return value
+    return check
 
 
 def _array(value: object) -> object:
     if not isinstance(value, list | tuple):
         raise PydanticCustomError("array", "must be a list")
     return tuple(value)
-
-
-def _given(value: object) -> object:
-    # A key is left out by its absence alone: null means "nothing" to some readers and "zero" to others.
-    if value is None:
-        raise PydanticCustomError("null", "must not be null, leave the key out instead")
-    return value
-
-
-def _whole(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise PydanticCustomError("integer", "must be an integer")
-    return value
-
-
-def _name(value: str) -> str:
-    if not value:
-        raise PydanticCustomError("blank", "must not be empty")
-    # Names travel in gRPC messages, which are UTF-8, and half a surrogate pair has no UTF-8.
-    if any("\ud800" <= char <= "\udfff" for char in value):
-        raise PydanticCustomError("surrogate", "must not have half of a surrogate pair")
-    return value
-
-
-def _word(value: str) -> str:
-    if not value.strip() or not value.isprintable():
-        raise PydanticCustomError("word", "must have printable characters, and some besides spaces")
-    return value
 
 
 def _address(value: str) -> str:
@@ -118,32 +70,68 @@ def _address(value: str) -> str:
     return value
 
 
+_FINITE = PlainValidator(_must("must be a finite number", is_finite_number))
+_POSITIVE = _must("must be a finite number above 0", lambda v: is_number(v) and v > 0)
+_TARGET = _must("must be a finite number, 0 or above", lambda v: is_number(v) and v >= 0)
+_POOL = _must(
+    "must be a pool number or the name of a pool",
+    lambda v: isinstance(v, int | str) and not isinstance(v, bool),
+)
+_INTEGER = _must("must be an integer", lambda v: isinstance(v, int) and not isinstance(v, bool))
+# A key is left out by its absence alone: null means "nothing" to some readers and "zero" to others.
+_GIVEN = _must("must not be null, leave the key out instead", lambda v: v is not None)
+
+# These are only compared, so that they need not fit a double.
+AnyNumber = Annotated[int | float, _FINITE, WithJsonSchema({"type": "number"})]
 # These are not converted to float, so that the arithmetic of integer bounds stays exact.
-Number = Annotated[int | float, PlainValidator(_number), WithJsonSchema({"type": "number"})]
+Number = Annotated[
+    int | float,
+    _FINITE,
+    AfterValidator(_must("must be a number that a double can hold", is_number)),
+    WithJsonSchema({"type": "number"}),
+]
 Positive = Annotated[
     int | float,
-    PlainValidator(_positive),
+    PlainValidator(_POSITIVE),
     WithJsonSchema({"type": "number", "exclusiveMinimum": 0}),
 ]
 TargetMs = Annotated[
-    int | float, PlainValidator(_target), WithJsonSchema({"type": "number", "minimum": 0})
+    int | float, PlainValidator(_TARGET), WithJsonSchema({"type": "number", "minimum": 0})
 ]
-# These are only compared, so that they need not fit a double.
-AnyNumber = Annotated[int | float, PlainValidator(_any_number), WithJsonSchema({"type": "number"})]
 # pydantic's own integer type limits the number of digits.
-Whole = Annotated[int, PlainValidator(_whole), WithJsonSchema({"type": "integer"})]
+Whole = Annotated[int, PlainValidator(_INTEGER), WithJsonSchema({"type": "integer"})]
 PoolRef = Annotated[
     int | str,
-    PlainValidator(_pool),
+    PlainValidator(_POOL),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}),
 ]
 Array = Annotated[tuple[T, ...], BeforeValidator(_array)]
-Maybe = Annotated[T | None, BeforeValidator(_given)]
+Maybe = Annotated[T | None, BeforeValidator(_GIVEN)]
 Count = Annotated[int, Field(ge=1)]
 # Tables of workers hold 64 bits; no sensible limit needs more than half of them.
 Limit = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Name = Annotated[str, AfterValidator(_name), Field(json_schema_extra={"minLength": 1})]
-Word = Annotated[str, AfterValidator(_word), Field(json_schema_extra={"pattern": r"\S"})]
+Name = Annotated[
+    str,
+    AfterValidator(_must("must not be empty", bool)),
+    # Names travel in gRPC messages, which are UTF-8, and half a surrogate pair has no UTF-8.
+    AfterValidator(
+        _must(
+            "must not have half of a surrogate pair",
+            lambda v: not any("\ud800" <= char <= "\udfff" for char in v),
+        )
+    ),
+    Field(json_schema_extra={"minLength": 1}),
+]
+Word = Annotated[
+    str,
+    AfterValidator(
+        _must(
+            "must have printable characters, and some besides spaces",
+            lambda v: v.isprintable() and v.strip() != "",
+        )
+    ),
+    Field(json_schema_extra={"pattern": r"\S"}),
+]
 Address = Annotated[
     str,
     AfterValidator(_address),

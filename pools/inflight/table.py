@@ -171,12 +171,6 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
         mean: Floats = (self._ints[CONTEXT_TOKENS] + more_tokens) / self._ints[WIDTH]
         return mean
 
-    def mean_tokens_at(self, row: int, more_tokens: int) -> float:
-        """`mean_tokens` of one row."""
-        tokens: int = self._ints.item(CONTEXT_TOKENS, row) + more_tokens
-        width: int = self._ints.item(WIDTH, row)
-        return tokens / width
-
     def serving(self, model: str) -> Flags | None:
         """Rows whose worker serves the model, bool[n_rows]; None when all do."""
         found = [flags for models, flags in self._models.items() if model in models]

@@ -164,7 +164,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     def decoding(self, row: int) -> tuple[int, float]:
         """The batch size on a row with this request in it, and the mean context there in tokens."""
         rows = self.pool.rows
-        return rows.batch.item(row), rows.mean_tokens_at(row, self.ask.isl_tokens)
+        return rows.batch.item(row), rows.mean_tokens(self.ask.isl_tokens).item(row)
 
     def pick(self, draw: float) -> tuple[int | None, bool]:
         """The row to take, and whether it goes first as a starved one; None: no row is open.
