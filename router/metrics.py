@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from slagate.pools.fleet.fleet import Fleet
 from slagate.pools.fleet.member import Member
+from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import State
 from slagate.pools.kv_events.view import EventMode, EventView
 from slagate.router.receipts.record import Record
@@ -332,7 +333,7 @@ def _of_pools(fleet: Fleet) -> Iterator[Metric]:
         for state in State:
             if state is not State.LEFT:
                 workers.add_metric([*of_pool, state.value], states[state])
-        spills.add_metric(of_pool, pool.spills_total)
+        spills.add_metric(of_pool, pool.table.totals[PoolCell.SPILLS])
         errors = {"ttft": pool.estimator.prefill_error, "itl": pool.estimator.itl_error}
         for latency, value in errors.items():
             if value is not None:

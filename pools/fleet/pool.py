@@ -119,27 +119,12 @@ class Pool:
         """State in one line, for people and for tests."""
         return f"Pool({self.name}, {list(self.members.values())})"
 
-    @property
-    def requests_total(self) -> int:
-        """Legs given to the pool, since the gateway started."""
-        return self.table.totals[PoolCell.REQUESTS]
-
-    @property
-    def retries_total(self) -> int:
-        """Legs of the pool that were tried again elsewhere."""
-        return self.table.totals[PoolCell.RETRIES]
-
-    @property
-    def spills_total(self) -> int:
-        """Legs that the pool got because those before it in the order had no worker for them."""
-        return self.table.totals[PoolCell.SPILLS]
-
     def count_retry(self) -> None:
-        """Count one more in `retries_total`."""
+        """Count a leg of the pool that is tried again elsewhere."""
         self.table.count(PoolCell.RETRIES)
 
     def count_spill(self) -> None:
-        """Count one more in `spills_total`."""
+        """Count a leg that the pool gets because those before it in the order had no worker for it."""
         self.table.count(PoolCell.SPILLS)
 
     @property

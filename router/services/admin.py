@@ -15,6 +15,7 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool
 from slagate.pools.grid.errors import ConfigError
 from slagate.pools.grid.grid import StageGrid
+from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import State
 from slagate.pools.kv_events.view import EventMode
 from slagate.proto import gateway_pb2 as gw
@@ -226,9 +227,9 @@ def _pool_status(pool: Pool, grid: StageGrid) -> gw.PoolStatus:
         inflight=sum(member.ranks.inflight for member in members),
         queued_tokens=sum(member.ranks.queued_tokens for member in members),
         estimator=pool.estimator.frozen.source,
-        requests_total=pool.requests_total,
-        retries_total=pool.retries_total,
-        spills_total=pool.spills_total,
+        requests_total=pool.table.totals[PoolCell.REQUESTS],
+        retries_total=pool.table.totals[PoolCell.RETRIES],
+        spills_total=pool.table.totals[PoolCell.SPILLS],
         pool_order=[grid.pool_names[index] for index in grid.retry_order(pool.index)],
         prefill_error=pool.estimator.prefill_error,
         itl_error=pool.estimator.itl_error,

@@ -25,7 +25,7 @@ def _pool(pool: Pool) -> dict[str, Any]:
         "id": id(pool),
         "about": (pool.name, pool.stage, pool.index, pool.limits),
         "estimator": (id(pool.estimator), pool.estimator.frozen, pool.estimator.n_observed),
-        "counts": (pool.requests_total, pool.retries_total, pool.spills_total),
+        "counts": dict(pool.table.totals),
         "members": {address: _member(member) for address, member in pool.members.items()},
         "leaving": {address: _member(member) for address, member in pool._leaving.items()},
         "rows": (list(table.names), list(table._row_models), list(table._free)),

@@ -7,6 +7,7 @@ from slagate.pools.fleet.health import FAILURES_TO_LEAVE
 from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Lease, Pool
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import UNLIMITED, LoadTable, State, Work
 from slagate.proto import openengine_pb2 as oe
 from support.builders import member, pool
@@ -133,7 +134,7 @@ def test_i3_a_pool_gives_no_lease_on_a_worker_that_may_not_take_work() -> None:
         probed(results, of.members["w:1"])
         with pytest.raises(AssertionError):
             of.lease(0, Work())
-        assert of.requests_total == 0
+        assert of.table.totals[PoolCell.REQUESTS] == 0
 
 
 def test_reprs_say_the_state_in_one_line() -> None:

@@ -203,7 +203,7 @@ def test_turns_go_on_over_all_processes_and_over_a_crash(several: Several) -> No
     assert again.view().rows.ints("last_chosen").tolist() == [3, 4]
     again.lease(0, Work()).release()
     assert b.view().rows.ints("last_chosen").tolist() == [5, 4]
-    assert (again.requests_total, b.requests_total) == (3, 2)
+    assert (again.table.totals[PoolCell.REQUESTS], b.table.totals[PoolCell.REQUESTS]) == (3, 2)
 
 
 def test_counts_of_a_pool_survive_a_crash_and_not_the_pool(several: Several) -> None:
@@ -216,11 +216,17 @@ def test_counts_of_a_pool_survive_a_crash_and_not_the_pool(several: Several) -> 
         a.pools["decode"].count_retry()
     opened(None).clear(0)
     again = shared_fleet(opened(0), two)
-    assert (again.pools["prefill"].spills_total, again.pools["decode"].retries_total) == (2, 3)
+    assert (
+        again.pools["prefill"].table.totals[PoolCell.SPILLS],
+        again.pools["decode"].table.totals[PoolCell.RETRIES],
+    ) == (2, 3)
     again.apply(prepare(AGG))
     again.apply(prepare(AGG))
     again.apply(prepare(two))
-    assert (again.pools["prefill"].spills_total, again.pools["decode"].retries_total) == (0, 0)
+    assert (
+        again.pools["prefill"].table.totals[PoolCell.SPILLS],
+        again.pools["decode"].table.totals[PoolCell.RETRIES],
+    ) == (0, 0)
 
 
 def test_requests_of_sibling_processes_are_nobody_elses(several: Several) -> None:

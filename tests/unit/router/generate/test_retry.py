@@ -3,6 +3,7 @@
 import grpc
 import pytest
 
+from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK, Status
 from slagate.router.request.errors import OUTCOME_OF_WORKER_CODE, RETRY_PUSHBACK, Outcome
@@ -71,7 +72,7 @@ def test_a_second_worker_saves_the_request(mode: str, stage: str, code: grpc.Sta
             labels = {"stage": stage, "code": code.name}
             registry = b.app.gateway.metrics.registry
             assert registry.get_sample_value("slagate_retries_total", labels) == 1
-            assert b.app.fleet.pools[stage].retries_total == 1
+            assert b.app.fleet.pools[stage].table.totals[PoolCell.RETRIES] == 1
             await b.check_idle(Outcome.COMPLETED)
             assert b.released == []
 

@@ -6,6 +6,7 @@ import pytest
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
+from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import State
 from slagate.router.request.errors import RETRY_PUSHBACK, NoWorker, Overloaded, UnknownModel
 from slagate.router.request.sla import Sla
@@ -232,15 +233,14 @@ def test_i8_a_leg_that_goes_to_another_pool_is_counted_there_and_logged(
     caplog.set_level(logging.WARNING, logger="slagate.router.scheduling.dispatcher")
     d = spilling()
     assign(d).release()
-    assert {pool.spills_total for pool in d.fleet.pools.values()} == {0}
+    assert {pool.table.totals[PoolCell.SPILLS] for pool in d.fleet.pools.values()} == {0}
     assert caplog.records == []
     put_in(d.fleet.pools["p-bulk"].members["pb:1"], State.NOT_READY)
     d.explain(ask())
-    assert {pool.spills_total for pool in d.fleet.pools.values()} == {0}
+    assert {pool.table.totals[PoolCell.SPILLS] for pool in d.fleet.pools.values()} == {0}
     assign(d)
-    assert {p.name: p.spills_total for p in d.fleet.pools.values() if p.spills_total} == {
-        "p-fast": 1
-    }
+    spills = {name: pool.table.totals[PoolCell.SPILLS] for name, pool in d.fleet.pools.items()}
+    assert {name: n for name, n in spills.items() if n} == {"p-fast": 1}
     (line,) = caplog.records
     assert line.getMessage() == "request.spilled"
     about = vars(line)
@@ -251,7 +251,7 @@ def test_i8_a_second_attempt_in_another_pool_is_a_spill_too() -> None:
     d = spilling()
     assign(d)
     take_now(d, ask(excluded=frozenset({"pb:1"})), stages=(Stage.PREFILL,))
-    assert d.fleet.pools["p-fast"].spills_total == 1
+    assert d.fleet.pools["p-fast"].table.totals[PoolCell.SPILLS] == 1
 
 
 def test_a_decision_without_a_winner_is_shown_by_explain_and_refused_when_it_is_taken() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet_file.load import parse_config
+from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import Work
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto import openengine_pb2 as oe
@@ -67,7 +68,7 @@ def test_explain_takes_nothing_and_says_the_same_twice() -> None:
     assert [choice.worker for choice in first.stages] != ["", ""]
     assert first.sla.ttft_ms == 500
     assert all(member.ranks.inflight == 0 for member in of.members())
-    assert all(pool.requests_total == 0 for pool in of.pools.values())
+    assert all(pool.table.totals[PoolCell.REQUESTS] == 0 for pool in of.pools.values())
 
 
 def test_explain_names_the_budget_that_generate_would_give() -> None:
