@@ -90,7 +90,7 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
     request = parse_request(call.data, max_bytes=gateway.settings.max_request_bytes)
     record.request_id = request.id
     ask = RoutingRequest(request.model, request.isl_tokens, sla)
-    gateway.live.add(call.peer, request.id, call.running)
+    gateway.live.register(call.peer, request.id, call.running)
     try:
         assignment = await _assigned(gateway, record, ask, request)
         active = ActiveRequest(call, gateway, record, request, ask, assignment, deadline_s)
@@ -104,7 +104,7 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
         finally:
             active.release_all()
     finally:
-        gateway.live.remove(call.peer, request.id, call.running)
+        gateway.live.unregister(call.peer, request.id, call.running)
 
 
 async def _assigned(

@@ -111,7 +111,7 @@ class RunTrie:
                 if at == 0 and content.startswith(run.tokens, position):
                     n_blocks = len(run.tokens) // block_bytes
                 else:
-                    n_blocks = self._n_common(run, at, content, position)
+                    n_blocks = self._n_shared(run, at, content, position)
                 if n_blocks:
                     segments.append(Segment(run, at, n_blocks))
                     at += n_blocks
@@ -179,7 +179,7 @@ class RunTrie:
             if content.startswith(run.tokens, position):
                 at = len(run.tokens) // block_bytes
             else:
-                at = self._n_common(run, 0, content, position)
+                at = self._n_shared(run, 0, content, position)
             kept, gone = 0, lanes
             for lead, group in run.groups.items():
                 group &= lanes
@@ -243,7 +243,7 @@ class RunTrie:
         run.parent = None
         self.n_runs -= 1
 
-    def _n_common(self, run: Run, at: int, content: bytes, position: int) -> int:
+    def _n_shared(self, run: Run, at: int, content: bytes, position: int) -> int:
         """Leading blocks that are equal, from block `at` of a run and a byte of `content` on."""
         block_bytes = self.block_bytes
         tokens, start = run.tokens, at * block_bytes

@@ -361,7 +361,7 @@ class H2Connection(asyncio.Protocol):
         self._lose(reason)
 
     def abandon(self, reason: str) -> None:
-        """As `close`, without a word to the peer: the transport may be gone already."""
+        """Close without a word to the peer: the transport may be gone already."""
         self._abort(reason)
         self.is_broken = False
 

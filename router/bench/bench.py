@@ -68,7 +68,7 @@ class TracePrompts(NamedTuple):
     trace: Sequence[TraceRequest]
 
     def prompts(self, rng: random.Random) -> Iterator[tuple[list[int], int]]:
-        """As `FixedPrompts.prompts`; a pass has other tokens than the one before."""
+        """Prompts as those of `FixedPrompts`; each pass has other tokens than the one before."""
         while True:
             # Without a salt a level would find in the caches what the level before it has left there.
             salt = rng.getrandbits(64)

@@ -45,7 +45,7 @@ from slagate.router.request.settings import Settings
 log = logging.getLogger(__name__)
 
 READ_TIMES = 2
-"""Of the limit of a request: so much is read to say which of its fields is too large."""
+"""A request is read up to so many times its limit, to say which of its fields is too large."""
 
 _ANSWER = ((b":status", b"200"), (b"content-type", CONTENT_TYPE))
 _EMPTY = Status(grpc.StatusCode.INTERNAL, "the call has no request message")
@@ -137,7 +137,7 @@ class ClientStream(StreamHandler, ResponseWriter, PendingResponse, IncomingReque
         if refusal is not None:
             self.refuse(refusal)
             return
-        if not front.intake.begin(self):
+        if not front.intake.admit(self):
             self.refuse(full())
             return
         try:
@@ -193,7 +193,7 @@ class ClientStream(StreamHandler, ResponseWriter, PendingResponse, IncomingReque
 
     @override
     def ended(self) -> None:
-        """The request is whole."""
+        """Parse the whole request's headers, and start the task that serves it."""
         self._is_whole = True
         if self._is_refused:
             return
@@ -253,7 +253,7 @@ class ClientStream(StreamHandler, ResponseWriter, PendingResponse, IncomingReque
             front.requests.discard(task)
 
     def refuse(self, error: GatewayError, /) -> None:
-        """As `IncomingRequest.refuse`: nothing of the request is kept, and nothing more of it is wanted.
+        """Keep nothing of the request, and take no more of it.
 
         It ends by way of whoever serves requests, and counts there as any other.
         """
@@ -262,7 +262,7 @@ class ClientStream(StreamHandler, ResponseWriter, PendingResponse, IncomingReque
             front.requests.add(front.loop.create_task(self._serve(b"", (), error)))
 
     def _drop(self) -> bool:
-        """False: it is refused already, or served."""
+        """Drop the request. False: it is refused already, or is being served."""
         if self._is_refused or self._is_served:
             return False
         self._is_refused = True
@@ -280,7 +280,7 @@ class ClientStream(StreamHandler, ResponseWriter, PendingResponse, IncomingReque
 
     @override
     def unsent(self) -> tuple[int, int]:
-        """Of it, and what its connection must write before it can take more."""
+        """Bytes that wait here, and those that the connection must write before it can take more."""
         return self.n_bytes, self._stream.ahead_bytes
 
     @override
@@ -325,7 +325,7 @@ class ClientStream(StreamHandler, ResponseWriter, PendingResponse, IncomingReque
         limit_s = self._timeout_s
         if limit_s is None:
             limit_s = front.settings.default_timeout_s
-        front.untaken.add(self, max(self._began_s + limit_s, front.loop.time() + FLUSH_S))
+        front.untaken.start_timeout(self, max(self._began_s + limit_s, front.loop.time() + FLUSH_S))
         if answer is None:
             self._pass_on()
         else:

@@ -1,4 +1,4 @@
-"""Limits of what clients may keep waiting: requests that arrive in part, and answers that they do not read.
+"""Limits on what clients may keep waiting: requests that arrive in part, and answers that they do not read.
 
 `TimeoutQueue` has one limit for all of its items, `SlowReaderTimeouts` gives up answers that nobody takes,
 `IncomingRequestLimit` bounds the bytes and the time of requests that are not whole.
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class TimeoutQueue(Generic[T]):
-    """Calls `late` with what was added and not discarded within `limit_s`. One timer for all of it."""
+    """One timer for many items with the same limit: `late` gets each that is not discarded in time."""
 
     def __init__(self, limit_s: float, late: Callable[[T], None]) -> None:
         self._limit_s = limit_s
@@ -29,30 +29,30 @@ class TimeoutQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._due_s)
 
-    def add(self, item: T) -> None:
-        """Its time begins now."""
+    def start_timeout(self, item: T) -> None:
+        """The item's time begins now."""
         self._due_s[item] = due_s = self._loop.time() + self._limit_s
         if self._timer is None:
-            self._timer = self._loop.call_at(due_s, self._look)
+            self._timer = self._loop.call_at(due_s, self._check)
 
     def discard(self, item: T) -> bool:
-        """It is done; false: it was not there."""
+        """The item is done. False: it was not there."""
         return self._due_s.pop(item, None) is not None
 
-    def close(self) -> None:
-        """Forget all of it."""
+    def clear(self) -> None:
+        """Forget every item."""
         self._due_s.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         now_s = self._loop.time()
         late = []
         for item, due_s in self._due_s.items():
             if due_s > now_s:
-                self._timer = self._loop.call_at(due_s, self._look)
+                self._timer = self._loop.call_at(due_s, self._check)
                 break
             late.append(item)
         for item in late:
@@ -60,35 +60,34 @@ class TimeoutQueue(Generic[T]):
                 self._late(item)
 
 
-LOOK_S = 0.5
-"""Between two looks at what may be untaken."""
+CHECK_S = 0.5
+"""Seconds between two checks of responses that nobody may be reading."""
 
 FLUSH_S = 2.0
-"""For a client to take the last of its answer, when the request itself took all its time; and again, for
-one that took some of it meanwhile."""
+"""Seconds that a client has for the rest of its answer where the request itself took all its time; again
+so many for one that read some of it meanwhile."""
 
 MOST_S = 30.0
-"""Of that, behind its own time."""
+"""How long after its deadline a client that still makes progress is waited for."""
 
 
 class PendingResponse(Protocol):
-    """What a client is to take."""
+    """A response that a client has still to read."""
 
     __slots__ = ()
 
     def unsent(self) -> tuple[int, ...]:
-        """How much is untaken, by each count that falls when some of it is taken."""
+        """How many bytes are unread, by each count that falls when the client reads some."""
 
     def give_up(self) -> None:
-        """Its client has not taken it in time."""
+        """Reset the response: its client has not read it in time."""
 
 
 class SlowReaderTimeouts:
-    """Gives up what was not discarded by its own time, give or take `LOOK_S`.
+    """Gives up responses whose clients stopped reading, within `CHECK_S` of the response's deadline.
 
-    What became less within its time, and then within the last `FLUSH_S`, has until `MOST_S` later.
-
-    Nearly all of it is discarded at once, so that it is not worth a timer for each, nor an order.
+    A client that still makes progress gets up to `MOST_S` beyond the deadline, checked every `FLUSH_S`.
+    Nearly every response is discarded at once, so that a timer or an order for each is not worth its cost.
     """
 
     def __init__(self) -> None:
@@ -101,34 +100,34 @@ class SlowReaderTimeouts:
     def __len__(self) -> int:
         return len(self._due_s)
 
-    def add(self, item: PendingResponse, due_s: float) -> None:
-        """It has until then, on the loop's clock."""
+    def start_timeout(self, item: PendingResponse, due_s: float) -> None:
+        """The response has until `due_s`, on the loop's clock."""
         self._due_s[item] = due_s
         if self._timer is None:
-            self._timer = self._loop.call_later(LOOK_S, self._look)
+            self._timer = self._loop.call_later(CHECK_S, self._check)
 
     def discard(self, item: PendingResponse) -> None:
-        """It was taken. Harmless when it was not there."""
+        """The response was read. Harmless when it was not there."""
         self._due_s.pop(item, None)
         if self._slow:
             self._slow.pop(item, None)
 
-    def close(self) -> None:
-        """Forget all of it."""
+    def clear(self) -> None:
+        """Forget every item."""
         self._due_s.clear()
         self._slow.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now_s = self._loop.time()
         late = [
             item for item, due_s in self._due_s.items() if not self._has_time(item, due_s, now_s)
         ]
         for item in late:
             self.discard(item)
-        self._timer = self._loop.call_later(LOOK_S, self._look) if self._due_s else None
+        self._timer = self._loop.call_later(CHECK_S, self._check) if self._due_s else None
         for item in late:
             item.give_up()
 
@@ -147,28 +146,28 @@ class SlowReaderTimeouts:
 
 
 EACH_BYTES = 4 << 10
-"""What a request takes that has only begun, about: its headers, its stream and its handler."""
+"""Estimated memory of a request that has only begun: its headers, its stream and its handler."""
 
 
 def full() -> GatewayError:
-    """Why a request is refused that there is no room for."""
+    """The error of a request for which there is no room."""
     return Overloaded("too much of other requests is arriving at the gateway")
 
 
 class IncomingRequest(Protocol):
-    """A request of which more is to come."""
+    """A request that has not arrived whole."""
 
     __slots__ = ()
 
     def refuse(self, error: GatewayError, /) -> None:
-        """End it, with what it holds."""
+        """End the request, and free what it holds."""
 
 
 class IncomingRequestLimit:
-    """Counts what has arrived of requests that are not whole. `refuse` is called from a timer only."""
+    """Bounds bytes and time of requests that are not whole; a timer refuses the late ones."""
 
     def __init__(self, *, max_bytes: int, limit_s: float) -> None:
-        """`max_bytes` is for all of them together, `limit_s` for each."""
+        """`max_bytes` bounds all such requests together, `limit_s` each."""
         self._max_bytes = max_bytes
         self._held_bytes: dict[IncomingRequest, int] = {}
         self._limit_s = limit_s
@@ -179,17 +178,17 @@ class IncomingRequestLimit:
     def __len__(self) -> int:
         return len(self._held_bytes)
 
-    def begin(self, request: IncomingRequest) -> bool:
-        """Count it from here on; false: there is no room for it."""
+    def admit(self, request: IncomingRequest) -> bool:
+        """Count the request from here on. False: there is no room for it."""
         if self.n_bytes + EACH_BYTES > self._max_bytes:
             return False
         self.n_bytes += EACH_BYTES
         self._held_bytes[request] = EACH_BYTES
-        self._overdue.add(request)
+        self._overdue.start_timeout(request)
         return True
 
     def holds(self, request: IncomingRequest, n_bytes: int) -> bool:
-        """So much of its body waits for the rest of it; false: that is more than there is room for."""
+        """So many bytes of the body have arrived. False: that is more than there is room for."""
         before_bytes = self._held_bytes.get(request)
         if before_bytes is None:
             return True
@@ -201,7 +200,7 @@ class IncomingRequestLimit:
         return True
 
     def done(self, request: IncomingRequest) -> None:
-        """It is whole, or over. Idempotent."""
+        """The request is whole, or over. Idempotent."""
         held_bytes = self._held_bytes.pop(request, None)
         if held_bytes is None:
             return
@@ -213,15 +212,15 @@ class IncomingRequestLimit:
                 tell()
 
     async def emptied(self) -> None:
-        """Wait until none is left."""
+        """Wait until no request is arriving."""
         while self._held_bytes:
             event = anyio.Event()
             self._emptied.append(event.set)
             await event.wait()
 
-    def close(self) -> None:
-        """No timer is left behind."""
-        self._overdue.close()
+    def stop_timeouts(self) -> None:
+        """Leave no timer behind."""
+        self._overdue.clear()
 
     def _is_late(self, request: IncomingRequest) -> None:
         self.done(request)

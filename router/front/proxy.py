@@ -1,4 +1,4 @@
-"""A client's call that is not Generate, passed on to the local server as it is, both ways."""
+"""A reverse proxy for one call that is not Generate: to the local server and back, as it is."""
 
 import asyncio
 
@@ -22,14 +22,14 @@ from slagate.router.front.limits import PendingResponse
 from slagate.router.request.metadata import PEER
 
 HIGH_WATER_BYTES = 64 << 10
-"""Unsent in one direction: the other end of it is asked to wait."""
+"""Unsent bytes in one direction above which the sender is asked to wait."""
 
 _PEER = PEER.encode()
 _LOST = Status(grpc.StatusCode.UNAVAILABLE, "the gateway is shutting down")
 
 
 class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
-    """The handler of the client's stream; `_Answer` is that of the stream to the local server."""
+    """Handles the client's stream of one call; `_Answer` handles the stream to the local server."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
         peer: str,
         refusal: Status | None = None,
     ) -> None:
-        """With a `refusal` it is answered by that, and goes nowhere."""
+        """With a `refusal`, that is the answer, and the local server hears nothing of the call."""
         self._client = client
         self._headers = [*(field for field in headers if field[0] != _PEER), (_PEER, peer.encode())]
         self._front = front
@@ -48,7 +48,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
         self._early: list[bytes] = []  # before there is a stream to the server
         self._has_ended = False
         self.is_over = False
-        self._is_blocked = False  # the answer, by the client
+        self._is_blocked = False  # the client does not read its answer
         if refusal is None:
             front.local.start(self)
         else:
@@ -72,7 +72,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
 
     @override
     def end_call(self, status: Status, /) -> None:
-        """The local server cannot be had, or is not to be asked."""
+        """Answer with a status: the local server cannot be reached, or is not to be asked."""
         fields = [(b":status", b"200"), (b"content-type", CONTENT_TYPE), *status_headers(status)]
         self._client.respond(fields, last=True)
         self.answered()
@@ -96,7 +96,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
 
     def _add_untaken(self) -> None:
         front = self._front
-        front.untaken.add(self, front.loop.time() + front.settings.default_timeout_s)
+        front.untaken.start_timeout(self, front.loop.time() + front.settings.default_timeout_s)
 
     def detach(self) -> None:
         """Send nothing more to the server."""

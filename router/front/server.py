@@ -69,21 +69,23 @@ class Front(StreamContext):
             resets=limits.resets,
             chatter=limits.chatter,
         )
-        self._untold: set[_Client] = set()  # may send something new, though it was asked not to
-        self._all_told = UntilEmpty(self._untold)
+        self._may_send: set[_Client] = (
+            set()
+        )  # that may still send new requests, though asked not to
+        self._none_may_send = UntilEmpty(self._may_send)
         self._all_gone = UntilEmpty(self.clients)
         self._is_leaving = False
         self._n_broken = 0
         self._told_of_broken = TokenBucket(10, 0.2)  # lines of the log, at once and each second
 
     def protocol(self) -> asyncio.Protocol:
-        """The end of a new connection."""
+        """The protocol object for a new connection."""
         return _Client(self).connection
 
     def joined(self, client: "_Client") -> bool:
-        """A client is connected: with TLS, only once it has shown who it is.
+        """A client has connected, with TLS once its handshake is done.
 
-        False: it comes too late, or is one too many.
+        False: the gateway is draining, or has as many connections as it may have.
         """
         if self._is_leaving:
             self.counts.refused(RefusedConnection.DRAINING)
@@ -92,24 +94,24 @@ class Front(StreamContext):
             self.counts.refused(RefusedConnection.LIMIT)
             return False
         self.clients.add(client)
-        self.silent.add(client)
+        self.silent.start_timeout(client)
         self.counts.accepted()
         return True
 
     def retire(self) -> None:
-        """Ask for nothing new; what runs, or was on its way, goes on. Idempotent."""
+        """Ask every client for no new requests; those that run or are on their way go on. Idempotent."""
         if self._is_leaving:
             return
         self._is_leaving = True
         if self.server is not None:
             self.server.close()
-        self._untold |= self.clients
+        self._may_send |= self.clients
         for client in list(self.clients):
-            client.connection.retire(partial(self._told, client))
+            client.connection.retire(partial(self._retired, client))
 
     async def settled(self) -> None:
         """After `retire`: wait until every request that was on its way has arrived."""
-        await self._all_told.wait()
+        await self._none_may_send.wait()
         await self.intake.emptied()
 
     async def emptied(self) -> None:
@@ -121,8 +123,8 @@ class Front(StreamContext):
         while self.requests:
             await asyncio.wait(self.requests)
 
-    def left(self, client: "_Client") -> None:
-        """A client's connection is over."""
+    def client_gone(self, client: "_Client") -> None:
+        """Count and forget a client whose connection is over."""
         if client in self.clients:
             how = ConnectionEnd.DRAINED if self._is_leaving else ConnectionEnd.CLIENT
             self.counts.ended(ConnectionEnd.BROKEN if client.connection.is_broken else how)
@@ -132,24 +134,24 @@ class Front(StreamContext):
             self._all_gone.set()
 
     def broken(self, peer: str, reason: str) -> None:
-        """A connection was ended for what its client did, or did not do."""
+        """Log, at a bounded rate, a connection that was ended for what its client did or did not do."""
         self._n_broken += 1
         if self._told_of_broken.take_token(self.loop.time()):
             about = {"peer": peer, "reason": reason, "connections": self._n_broken}
             log.warning("client.broken", extra=about)
 
-    def _told(self, client: "_Client") -> None:
-        self._untold.discard(client)
-        if not self._untold:
-            self._all_told.set()
+    def _retired(self, client: "_Client") -> None:
+        self._may_send.discard(client)
+        if not self._may_send:
+            self._none_may_send.set()
 
     def close(self) -> None:
-        """End every connection, and with it the requests of it."""
+        """Close every connection, which ends its requests."""
         for client in list(self.clients):
             client.connection.close("the gateway is shutting down")
-        self.silent.close()
-        self.intake.close()
-        self.untaken.close()
+        self.silent.clear()
+        self.intake.stop_timeouts()
+        self.untaken.clear()
 
 
 class _Client(Owner):
@@ -173,7 +175,7 @@ class _Client(Owner):
         return ProxiedCall(stream, headers, front, peer=peer, refusal=status)
 
     def connected(self) -> bool:
-        """The connection is made. False: it is not wanted."""
+        """The connection was made. False: the gateway does not want it."""
         return self._front.joined(self)
 
     @override
@@ -184,7 +186,7 @@ class _Client(Owner):
     def lost(self, reason: str, /) -> None:
         if self.connection.is_broken:
             self._front.broken(self.connection.peer, reason)
-        self._front.left(self)
+        self._front.client_gone(self)
 
 
 class _ClientConnection(H2Connection):

@@ -7,9 +7,9 @@ from slagate.proto.rpc.sinks import Call, ResponseWriter, was_taken
 
 
 class Backpressure:
-    """Shut when no more may wait, and open again when nothing does.
+    """Pauses a worker's stream when too much waits for the client, and resumes it when nothing does.
 
-    A client that takes nothing for `limit_s` meanwhile is stuck: `stuck` is called, once.
+    A client that reads nothing for `limit_s` meanwhile is stuck: `stuck` is called, once.
     """
 
     def __init__(
@@ -19,26 +19,26 @@ class Backpressure:
         self._call: Call | None = call  # None: the stream is over
         self._limit_s = limit_s
         self._stuck = stuck
-        self._left: tuple[int, ...] | None = None  # when it was last looked at
-        self._timer: asyncio.TimerHandle | None = None  # while it is shut
+        self._left: tuple[int, ...] | None = None  # unsent bytes at the last check
+        self._timer: asyncio.TimerHandle | None = None  # while the worker waits
 
-    def shut(self) -> bool:
-        """Let nothing more come; false: it does all the same."""
+    def pause_worker(self) -> bool:
+        """Have the worker wait. False: it does already, or its stream is over."""
         if self._call is None or self._timer is not None:
             return False
         self._call.pause()
-        self._client.on_room(self._open)
+        self._client.on_room(self._resume_worker)
         self._watch()
         return True
 
     def stop(self) -> None:
-        """The stream is over. Idempotent."""
+        """The worker's stream is over. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._call = None
 
-    def _open(self) -> None:
+    def _resume_worker(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -46,15 +46,15 @@ class Backpressure:
                 self._call.resume()
 
     def _watch(self) -> None:
-        # With what is passed on right now.
+        # Not counted yet: what is being passed on right now belongs to it.
         self._left = None
-        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         left = self._client.unsent()
         if self._left is None or was_taken(self._left, left):
             self._left = left
-            self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
+            self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._check)
         else:
             self.stop()
             self._stuck()

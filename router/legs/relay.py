@@ -232,7 +232,7 @@ class Relay(LegSink):
             self._backpressure = Backpressure(
                 self._client, self._call, limit_s=self._stuck_s, stuck=self._too_slow
             )
-        self._is_shut_here = self._is_shut_here or self._backpressure.shut()
+        self._is_shut_here = self._is_shut_here or self._backpressure.pause_worker()
         return self._is_shut_here
 
     def _pass_on(self, data: bytes) -> None:

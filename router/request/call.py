@@ -1,4 +1,4 @@
-"""One client call, as the code that serves it sees it."""
+"""One client's call, as the front hands it to the code that serves it."""
 
 from dataclasses import dataclass, field
 
@@ -10,12 +10,12 @@ from slagate.router.request.running import CancelHandle
 
 @dataclass(slots=True)
 class ClientCall:
-    """One Generate call as the front hands it over."""
+    """One Generate call: its request, what its client may do to it, and where its answer goes."""
 
     data: bytes
     metadata: Metadata
-    peer: str  # who may abort it
-    timeout_s: float | None  # what is left of the client's deadline
+    peer: str  # the client's address: only the same client may abort it
+    timeout_s: float | None  # until the client's deadline; None without one
     out: ResponseWriter  # what the front writes to the client
     running: CancelHandle = field(default_factory=CancelHandle)
     refusal: GatewayError | None = None  # the front's: there is no request to serve

@@ -1,4 +1,4 @@
-"""Requests that are running, by who sent them: what a client's own Abort, a limit, or a drain may end.
+"""The running requests, by the client that sent them: an Abort, a time limit or a drain may cancel them.
 
 The request path uses the event loop's own tasks and futures: cancel scopes and task groups around each
 request cost more than relaying its messages (docs/decisions/0015-the-data-plane.md).
@@ -12,7 +12,7 @@ from slagate.workers.runtime.waiting import UntilEmpty
 
 
 class CancelHandle:
-    """One request, as those see it who may end it: its task is cancelled, once, and not when answered."""
+    """Cancels one request's task, at most once, and never after its answer was sent."""
 
     __slots__ = ("_has_ended", "_task", "ended_by", "is_answered")
 
@@ -20,16 +20,16 @@ class CancelHandle:
         self._task: asyncio.Task[object] | None = None
         self._has_ended = False
         self.ended_by: GatewayError | None = None  # None also where the client has left
-        self.is_answered = False  # nobody needs it to end any more
+        self.is_answered = False  # there is nothing left to cancel
 
     def start(self) -> None:
-        """The current task serves it. Raises `asyncio.CancelledError` where it was ended before."""
+        """The current task serves the request. Raises `asyncio.CancelledError` if cancelled before."""
         self._task = asyncio.current_task()
         if self._has_ended:
             raise asyncio.CancelledError
 
     def cancel(self, error: GatewayError | None = None) -> None:
-        """Have it end, by `error`, or because nobody waits for it."""
+        """Cancel the request, with `error` for its client, or because its client has left."""
         if not self._has_ended and not self.is_answered:
             self._has_ended = True
             self.ended_by = error
@@ -41,22 +41,22 @@ class CancelHandle:
         self.is_answered = True
 
     def finish(self) -> None:
-        """The task is about to be done."""
+        """The task is about to return."""
         self.is_answered = True
         self._task = None
 
     def absorb(self) -> GatewayError | None:
-        """What it was ended by, if anything; its task then goes on, as if it had not been cancelled."""
+        """The error that cancelled the request, if any; its task then goes on as if never cancelled."""
         if self.ended_by is not None and self._task is not None and hasattr(self._task, "uncancel"):
             self._task.uncancel()  # from Python 3.11 on
         return self.ended_by
 
 
 class RunningRequests:
-    """Ids are the clients' and need not be unique; an entry belongs to the peer that sent it."""
+    """Running requests by peer and id. Clients choose the ids, so one may be there several times."""
 
     def __init__(self, tell: Callable[[int], None] | None = None) -> None:
-        """`tell` gets the number of them with each change."""
+        """`tell` gets the number of running requests with each change."""
         self._running: dict[tuple[str, str], list[CancelHandle]] = {}
         self._n_running = 0
         self._tell = tell
@@ -70,13 +70,13 @@ class RunningRequests:
         if self._tell is not None:
             self._tell(self._n_running)
 
-    def add(self, peer: str, request_id: str, one: CancelHandle) -> None:
-        """List a request, until `remove`."""
+    def register(self, peer: str, request_id: str, one: CancelHandle) -> None:
+        """List a request, until `unregister`."""
         self._running.setdefault((peer, request_id), []).append(one)
         self._count(1)
 
-    def remove(self, peer: str, request_id: str, one: CancelHandle) -> None:
-        """It is not to be ended from here any more."""
+    def unregister(self, peer: str, request_id: str, one: CancelHandle) -> None:
+        """The request cannot be cancelled from here any more."""
         several = self._running[peer, request_id]
         several.remove(one)
         if not several:
@@ -99,5 +99,5 @@ class RunningRequests:
                 one.cancel(error)
 
     async def none_left(self) -> None:
-        """Wait until nothing runs."""
+        """Wait until no request is running."""
         await self._all_ended.wait()

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from bench import (
+    calls,
     cancel,
     channel,
     decisions,
@@ -22,6 +23,7 @@ from bench import (
 )
 
 BENCHMARKS = {
+    "calls": calls.measure,
     "cancel": cancel.measure,
     "channel": channel.measure,
     "double": double.measure,

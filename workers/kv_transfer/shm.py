@@ -87,10 +87,10 @@ class SharedMemoryTransport(KvTransport):
         if root is None:
             shm = Path("/dev/shm")
             root = shm if shm.is_dir() else Path(tempfile.gettempdir())
-        self._base = root / f"slagate-kv-{os.geteuid()}"
-        self._open_base()
+        self._parent_folder = root / f"slagate-kv-{os.geteuid()}"
+        self._open_parent_folder()
         self._instance_id = os.urandom(16).hex()
-        self._folder = self._base / self._instance_id
+        self._folder = self._parent_folder / self._instance_id
         self._lock_fd = self._start()
         self._slices = Slices()
         self._offered: set[int] = set()
@@ -134,7 +134,7 @@ class SharedMemoryTransport(KvTransport):
         if self._closed:
             raise KvTransferError("transport is closed")
         wanted = _unpack_descriptor(descriptor)
-        offered = self._base / wanted.instance_id / f"{wanted.session_id}.kv"
+        offered = self._parent_folder / wanted.instance_id / f"{wanted.session_id}.kv"
         taken = offered.with_suffix(".pull")
         try:
             offered.rename(taken)
@@ -198,23 +198,23 @@ class SharedMemoryTransport(KvTransport):
     def counters(self) -> dict[str, int]:
         return {"kv_sessions_offered": len(self._offered)}
 
-    def _open_base(self) -> None:
+    def _open_parent_folder(self) -> None:
         # Anybody may write to /dev/shm, and make a directory with this name.
         try:
-            self._base.mkdir(mode=0o700, exist_ok=True)
-            found = self._base.lstat()
+            self._parent_folder.mkdir(mode=0o700, exist_ok=True)
+            found = self._parent_folder.lstat()
         except OSError as error:
-            raise KvUnavailable(f"cannot use {self._base}: {error}") from error
+            raise KvUnavailable(f"cannot use {self._parent_folder}: {error}") from error
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise KvUnavailable(f"{self._base} is not a directory of this user")
+            raise KvUnavailable(f"{self._parent_folder} is not a directory of this user")
 
     def _start(self) -> int:
         """Remove dead directories, create and lock our own, with other transports locked out; our lock."""
         try:
-            base_fd = os.open(self._base, os.O_RDONLY | os.O_CLOEXEC)
+            base_fd = os.open(self._parent_folder, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 fcntl.flock(base_fd, fcntl.LOCK_EX)
-                for folder in self._base.iterdir():
+                for folder in self._parent_folder.iterdir():
                     if _INSTANCE_ID.fullmatch(folder.name):
                         _remove_if_dead(folder)
                 self._folder.mkdir(mode=0o700)
@@ -222,7 +222,7 @@ class SharedMemoryTransport(KvTransport):
             finally:
                 os.close(base_fd)
         except OSError as error:
-            raise KvUnavailable(f"cannot use {self._base}: {error}") from error
+            raise KvUnavailable(f"cannot use {self._parent_folder}: {error}") from error
 
 
 def _lock(folder: Path) -> int:

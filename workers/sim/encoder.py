@@ -87,11 +87,11 @@ class MultimodalEncoder12:
         images = (inputs.get("multi_modal_data") or {}).get("image") or []
         params = self.params_type(request_type="context_only")
         if images and self._gives_handles:
-            params.multimodal_embedding_handles = [self._handle(image) for image in images]
+            params.multimodal_embedding_handles = [self._descriptor(image) for image in images]
             params.multimodal_hashes = [_hash(image) for image in images]
         return EncoderOutput(inputs.get("prompt"), params)
 
-    def _handle(self, image: Any) -> dict[str, Any]:
+    def _descriptor(self, image: Any) -> dict[str, Any]:
         """A dict in the shape of a descriptor of a tensor shared on this host, with no tensor behind it."""
         self._n_handles += 1
         return {

@@ -12,7 +12,7 @@ def listed(live: RunningRequests, peer: str, request_id: str) -> Iterator[None]:
     """For the time of the block. Raises the error that it was ended by."""
     one = CancelHandle()
     one.start()
-    live.add(peer, request_id, one)
+    live.register(peer, request_id, one)
     try:
         yield
     except asyncio.CancelledError:
@@ -22,4 +22,4 @@ def listed(live: RunningRequests, peer: str, request_id: str) -> Iterator[None]:
         raise ended_by from None
     finally:
         one.finish()
-        live.remove(peer, request_id, one)
+        live.unregister(peer, request_id, one)

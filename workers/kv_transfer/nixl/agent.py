@@ -234,7 +234,7 @@ class NixlAgent:
 
     def _open(self) -> None:
         self._agent, self._progresses = make_agent(self._nixl, self.name)
-        region = (self.pool.base, self.pool.memory.nbytes, 0, "")
+        region = (self.pool.start_address, self.pool.memory.nbytes, 0, "")
         self._region = self._agent.register_memory([region], "DRAM")
         # The metadata lists the regions that are registered already.
         self.metadata = bytes(self._agent.get_agent_metadata())
@@ -282,7 +282,7 @@ class NixlAgent:
 
     def _transfer(self, order: ReadOrder, peer: Peer) -> Any:
         wanted = order.wanted
-        here = self._rows(self.pool.base, order.slots, self.pool.stride_bytes, wanted)
+        here = self._rows(self.pool.start_address, order.slots, self.pool.stride_bytes, wanted)
         there = self._rows(wanted.base, wanted.slots, wanted.stride_bytes, wanted)
         try:
             return self._agent.initialize_xfer(

@@ -75,7 +75,7 @@ class Generation:
                 session_id=session_id,
                 tag=offer.tag,
                 tags_digest=tags_digest(self.pool.tags(offer.slots[1:])),
-                base=self.pool.base,
+                base=self.pool.start_address,
                 block_bytes=blocks.shape[1],
                 stride_bytes=self.pool.stride_bytes,
                 crc=checksum(blocks),

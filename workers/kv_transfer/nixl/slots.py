@@ -54,7 +54,7 @@ class SlotPool:
         return len(self._free)
 
     @property
-    def base(self) -> int:
+    def start_address(self) -> int:
         """The address of slot 0."""
         return int(self.memory.ctypes.data)
 

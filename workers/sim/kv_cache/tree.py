@@ -62,7 +62,7 @@ class BlockTree:
             return 0
         at = bisect_left(parent.children, wanted)
         neighbours = parent.children[max(0, at - 1) : at + 1]
-        return max([_n_common_tokens(wanted, tokens) for tokens in neighbours])
+        return max([_n_shared_tokens(wanted, tokens) for tokens in neighbours])
 
     def insert(
         self, state: bytes, parent: BlockNode | None, *, seed: bytes, tokens: bytes
@@ -113,7 +113,7 @@ class BlockTree:
         del siblings[bisect_left(siblings, node.tokens)]
 
 
-def _n_common_tokens(a: bytes, b: bytes) -> int:
+def _n_shared_tokens(a: bytes, b: bytes) -> int:
     """Length of the common prefix of two packed token strings, in tokens."""
     n = min(len(a), len(b))
     difference = int.from_bytes(a[:n], "little") ^ int.from_bytes(b[:n], "little")

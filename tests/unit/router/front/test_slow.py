@@ -9,7 +9,7 @@ import pytest
 from slagate.proto.http2.interfaces import CANCEL
 from slagate.proto.rpc.frames import prefix
 from slagate.proto.rpc.status import OK
-from slagate.router.front.limits import FLUSH_S, LOOK_S, MOST_S, SlowReaderTimeouts
+from slagate.router.front.limits import CHECK_S, FLUSH_S, MOST_S, SlowReaderTimeouts
 from slagate.router.request.settings import Settings
 from support.builders import finished, request, token
 from support.gateway.front_path import Served, served
@@ -93,7 +93,7 @@ def test_a_client_that_stops_taking_its_answer_is_given_up() -> None:
                 permit(raw, 25_000)
                 await anyio.sleep(1)
             assert raw.said(RST_STREAM) == []
-            await anyio.sleep(2 * FLUSH_S + LOOK_S)
+            await anyio.sleep(2 * FLUSH_S + CHECK_S)
             assert raw.said(RST_STREAM) == [CANCEL.to_bytes(4, "big")]
             assert not has_all(raw)
 
@@ -107,7 +107,7 @@ def test_a_client_does_not_get_for_ever_to_take_its_answer() -> None:
                 permit(raw, 5000)
                 await anyio.sleep(1)
                 assert raw.said(RST_STREAM) == []
-            await anyio.sleep(FLUSH_S + LOOK_S)
+            await anyio.sleep(FLUSH_S + CHECK_S)
             assert raw.said(RST_STREAM) == [CANCEL.to_bytes(4, "big")]
 
     run(main)
@@ -169,7 +169,7 @@ def test_an_answer_that_was_passed_on_is_given_up_as_any_other() -> None:
             (local,) = s.local.streams
             assert local.end is not None  # all of it is here, and nothing of it was permitted
             (client,) = [each for each in s.front.clients if each.connection.n_streams]
-            await anyio.sleep(TIMEOUT_S + LOOK_S)
+            await anyio.sleep(TIMEOUT_S + CHECK_S)
             assert len(raw.said(RST_STREAM)) == 2
             assert client.connection.n_streams == 0
 
@@ -186,7 +186,7 @@ def test_what_is_taken_in_time_is_never_asked_about() -> None:
                 raise AssertionError
 
         untaken, taken = SlowReaderTimeouts(), Taken()
-        untaken.add(taken, 0.0)
+        untaken.start_timeout(taken, 0.0)
         untaken.discard(taken)
         await anyio.sleep(5)
         assert len(untaken) == 0

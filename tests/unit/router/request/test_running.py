@@ -124,12 +124,12 @@ def test_a_request_that_is_answered_is_not_ended_any_more() -> None:
         live = RunningRequests()
         one = CancelHandle()
         one.start()
-        live.add("p", "r", one)
+        live.register("p", "r", one)
         one.answered()
         assert live.abort("p", "r", ABORTED)
         await anyio.sleep(1.0)
         assert one.ended_by is None
-        live.remove("p", "r", one)
+        live.unregister("p", "r", one)
 
     run(main)
 
