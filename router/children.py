@@ -93,7 +93,7 @@ class ChildProcess:
         return ready
 
     async def wait(self) -> int:
-        """Wait until it has ended; its `returncode`."""
+        """Wait until the process has ended; its exit status, as `returncode` has it."""
         return await self._process.wait()
 
     def send_signal(self, number: signal.Signals) -> None:

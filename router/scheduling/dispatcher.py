@@ -89,7 +89,7 @@ class Dispatcher:
         return self._queue.n_waiting
 
     def explain(self, ask: RoutingRequest, prompt: Prompt | None = None) -> Decision:
-        """The decision that would be made now; the random generator is kept. Raises like `submit`."""
+        """The decision that would be made now; no random number is used up. Raises like `submit`."""
         rng = random.Random()
         rng.setstate(self._rng.getstate())
         return self._choose(ask, prompt, None, rng)
