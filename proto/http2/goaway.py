@@ -1,4 +1,4 @@
-"""How a connection ends: a server's goodbye in two steps, that loses no request on its way; the close."""
+"""How a connection ends: a GOAWAY in two steps that loses no request on its way, and the close."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,20 +7,20 @@ from weakref import WeakKeyDictionary
 import anyio
 
 ANSWER_LIMIT_S = 1.0
-"""For the client to have read the first notice. Then it is told the end of it all the same."""
+"""Seconds for the client to answer the first notice. Then the last word is sent all the same."""
 
 LINGER_S = 5.0
-"""For a peer to take what was written to it when its connection is closed, and with that the reason."""
+"""Seconds for a peer to read what was written to it, the reason included, before its connection is closed."""
 
 _ASKED = b"farewell"
 
 
 END_LIMIT_S = 1.0
-"""For those whose connections are closed at the end of everything: a process does not stay for them."""
+"""Seconds for peers at the end of a process, which does not stay for them."""
 
 
 class ClosingTransport:
-    """A connection that is closed, until its transport is."""
+    """A transport that is being closed, until it is."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._all = _closing.setdefault(asyncio.get_running_loop(), set())
@@ -40,9 +40,9 @@ _closing: WeakKeyDictionary[asyncio.AbstractEventLoop, set[ClosingTransport]] = 
 
 
 def close_in_time(transport: asyncio.Transport) -> ClosingTransport | None:
-    """Close it when all is written. One whose peer reads no more would keep its socket for ever.
+    """Close a transport when all is written, and abort it after `LINGER_S`: its peer may not read.
 
-    What is returned is for whoever is told that it is closed to end.
+    Whoever hears that the transport is closed calls `transport_closed` of what is returned.
     """
     # One of TLS waits for the peer's goodbye too, half a minute by default. It does not count what waits
     # below it, and nothing at all once it is closed.

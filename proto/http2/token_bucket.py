@@ -1,8 +1,8 @@
-"""How often a peer may do what costs it nothing and us something."""
+"""Token bucket: how often a peer may do something that is cheap for the peer and not for us."""
 
 
 class TokenBucket:
-    """`burst` at once, and `per_s` more each second."""
+    """Holds `burst` tokens, and gets `per_s` more each second."""
 
     __slots__ = ("_burst", "_left", "_per_s", "_since_s")
 
@@ -13,7 +13,7 @@ class TokenBucket:
         self._since_s = 0.0
 
     def take_token(self, now_s: float) -> bool:
-        """Take one; false: there is none left.
+        """Take one token. False: there is none left.
 
         >>> bucket = TokenBucket(2, 1.0)
         >>> [bucket.take_token(now_s) for now_s in (5.0, 5.0, 5.0, 6.0, 6.0)]

@@ -17,14 +17,14 @@ from slagate.proto.rpc.backoff import Backoff
 from slagate.proto.rpc.status import Status
 
 MAX_CONNECTIONS = 8
-"""To one worker, at a time. A second one only where the first has as many streams as the worker permits."""
+"""To one worker at a time. A second one is made only where the first has all streams that it may have."""
 
 CONNECT_LIMIT_S = 5.0
-"""For a connection and the worker's first word on it."""
+"""Seconds for a connection and the first SETTINGS of the worker on it."""
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-"""Between two attempts. A worker that restarts must be found again in seconds."""
+"""Seconds between two attempts. A worker that restarts must be found again in seconds."""
 
 MAX_PING_AFTER_S = 7200.0
 
@@ -33,18 +33,18 @@ _TOO_MANY_PINGS = b"too_many_pings"
 
 MakeProtocol = Callable[[], asyncio.Protocol]
 Dial = Callable[[str, MakeProtocol], Awaitable[Any]]
-"""Connects a protocol to an address. Raises `OSError` or `ValueError` saying why it cannot."""
+"""Connects a protocol to an address. Raises `OSError` or `ValueError` with the reason."""
 
 
 async def dial_tcp(address: str, make: MakeProtocol) -> None:
-    """In plain text. As `Dial`."""
+    """Dial over TCP in plaintext."""
     host, port = parse_address(address)
     # Without Nagle's delay: event loops switch it off for TCP.
     await asyncio.get_running_loop().create_connection(make, host, port)
 
 
 async def dial_unix(path: str, make: MakeProtocol) -> None:
-    """A socket of this machine. As `Dial`."""
+    """Dial a Unix socket of this machine."""
     await asyncio.get_running_loop().create_unix_connection(make, path)
 
 
@@ -54,14 +54,14 @@ class PendingCall(Protocol):
     __slots__ = ()
 
     def start(self, connection: H2Connection, /) -> bool:
-        """Open its stream there; false: the connection takes no more."""
+        """Open the call's stream on it. False: the connection takes no more."""
 
     def end_call(self, status: Status, /) -> None:
-        """Take the end of it: no connection can be had. Calls `ConnectionPool.drop` first, if at all."""
+        """End the call: no connection can be had. Calls `ConnectionPool.drop` first, if at all."""
 
 
 class ConnectionPool:
-    """Connects when there is something to send. The task group that owns the connecting is the caller's.
+    """The connections to one address, made when there is a call to send, in the caller's task group.
 
     While the address cannot be reached, calls fail at once with UNAVAILABLE until the next attempt is due.
     """
@@ -69,7 +69,7 @@ class ConnectionPool:
     def __init__(
         self, address: str, tasks: TaskGroup, *, settings: Http2Settings, dial: Dial, hint: str = ""
     ) -> None:
-        """`hint` is said behind the reason where a new connection is lost before the peer's first word."""
+        """`hint` follows the reason where a new connection is lost before the peer's first SETTINGS."""
         self._address = address
         self._hint = hint
         self._tasks = tasks
@@ -94,7 +94,7 @@ class ConnectionPool:
         return [pooled.connection for pooled in self._connections]
 
     def start(self, call: PendingCall) -> None:
-        """Start it as soon as there is room."""
+        """Start the call as soon as a connection has room for it."""
         if not self.waiting:
             for pooled in self._connections:
                 if pooled.connection.room > 0 and call.start(pooled.connection):
@@ -103,7 +103,7 @@ class ConnectionPool:
         self.serve()
 
     def drop(self, call: PendingCall) -> None:
-        """It does not wait any more. Harmless when it did not."""
+        """The call does not wait any more. Harmless when it did not."""
         self.waiting.pop(call, None)
 
     def reachable(self) -> None:
@@ -200,7 +200,7 @@ class ConnectionPool:
 
 
 class _PooledConnection(Owner):
-    """One connection: its `Owner`."""
+    """One connection of the pool, as its owner."""
 
     def __init__(self, pool: ConnectionPool, settings: Http2Settings) -> None:
         self._pool = pool

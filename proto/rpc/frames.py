@@ -1,4 +1,4 @@
-"""gRPC's messages in the bytes of a stream. Pure: no transport, no clock.
+"""Length-prefixed gRPC messages in the bytes of a stream. Pure: no transport, no clock.
 
 The source of the format is gRPC's own page, https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
 """
@@ -16,22 +16,22 @@ Headers = Iterable[tuple[bytes, bytes]]
 IDENTITY = b"identity"
 
 _PREFIX = struct.Struct(">BI")
-"""In front of each message: whether it is compressed, and its length."""
+"""Before each message: whether it is compressed, and its length in bytes."""
 
 PREFIX_BYTES = _PREFIX.size
 
 
 class WireError(Exception):
-    """A peer broke the format, or a limit; `status` is what the call ends with."""
+    """A peer broke the format or a limit; `status` is the status of the call."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
         self.status = Status(code, message)
-        self.whole: list[bytes] = []  # messages that came with what is wrong, in front of it
+        self.whole: list[bytes] = []  # messages in front of the bad one, from the same bytes
 
 
 def prefix(message: bytes) -> bytes:
-    """What goes in front of a message that is not compressed.
+    """The prefix of a message that is not compressed.
 
     >>> prefix(b"abc").hex()
     '0000000003'
@@ -40,7 +40,7 @@ def prefix(message: bytes) -> bytes:
 
 
 def framed(messages: list[bytes]) -> bytes:
-    """Messages with their prefixes, none of them compressed.
+    """Messages, none of them compressed, each behind its prefix.
 
     >>> framed([b"abc", b""]).hex()
     '00000000036162630000000000'
@@ -50,7 +50,7 @@ def framed(messages: list[bytes]) -> bytes:
 
 
 def is_one_message(data: bytes, max_bytes: int) -> bool:
-    """Whether this is one message with its prefix, not compressed, as most frames are.
+    """Whether these bytes are one message with its prefix, not compressed, as most frames are.
 
     >>> is_one_message(framed([b"abc"]), 3), is_one_message(framed([b"abc"]), 2)
     (True, False)
@@ -60,12 +60,12 @@ def is_one_message(data: bytes, max_bytes: int) -> bool:
 
 
 class MessageReader:
-    """Cuts the bytes of one direction of a call into messages, wherever the frames end."""
+    """Splits the bytes of one direction of a call into messages, wherever the frames end."""
 
     __slots__ = ("_encoding", "_max_bytes", "_need_bytes", "_waiting")
 
     def __init__(self, max_bytes: int, *, encoding: bytes = b"identity") -> None:
-        """`max_bytes` bounds one message, before and after it was decompressed."""
+        """`max_bytes` bounds one message, compressed and decompressed."""
         self._max_bytes = max_bytes
         self._encoding = encoding
         self._waiting = bytearray()  # the beginning of one message, its prefix included
@@ -73,11 +73,11 @@ class MessageReader:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of a message that is not complete; at the end of a call there must be none."""
+        """Bytes of a message that is not complete; at the end of a call there must be none."""
         return len(self._waiting)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that are complete now. Raises `WireError`, with those in front of what is wrong."""
+        """The messages that these bytes complete. Raises `WireError`, with those in front of the bad one."""
         waiting = self._waiting
         if waiting:
             waiting += data
@@ -98,7 +98,7 @@ class MessageReader:
         return messages
 
     def _cut(self, data: bytes, messages: list[bytes]) -> int:
-        """Append the whole messages of these bytes; where the rest begins."""
+        """Append the whole messages in these bytes; returns where the rest begins."""
         at, n_bytes = 0, len(data)
         while n_bytes - at >= PREFIX_BYTES:
             is_compressed, length = _PREFIX.unpack_from(data, at)
@@ -140,7 +140,7 @@ class MessageReader:
 
 
 def supported_encoding(headers: Headers) -> bytes:
-    """How compressed messages of this call are compressed. Raises `WireError` for what we cannot read."""
+    """The encoding of compressed messages of this call. Raises `WireError` for one that we cannot read."""
     encoding = next((value for name, value in headers if name == b"grpc-encoding"), b"identity")
     if encoding not in (b"identity", b"gzip", b"deflate"):
         raise WireError(

@@ -1,4 +1,4 @@
-"""gRPC over HTTP/2, as bytes: what the framing, the headers and the trailers of a call say.
+"""Headers and trailers of gRPC over HTTP/2, to and from bytes.
 
 Pure: no transport, no clock. The source of every format is gRPC's own page on it,
 https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md.
@@ -66,7 +66,7 @@ _ESCAPED = re.compile(rb"%([0-9a-fA-F]{2})")
 
 
 def is_grpc(content_type: bytes) -> bool:
-    """Whether a `content-type` is gRPC's, with or without what it says of the messages.
+    """Whether a `content-type` is gRPC's, with or without a suffix for the encoding of messages.
 
     >>> [is_grpc(each) for each in (b"application/grpc", b"application/grpc+proto", b"application/grpcfoo")]
     [True, True, False]
@@ -78,7 +78,7 @@ def is_grpc(content_type: bytes) -> bool:
 
 
 def encode_timeout(timeout_s: float) -> bytes:
-    """A `grpc-timeout`, rounded up: whoever sends it gives up first.
+    """Encode seconds as a `grpc-timeout`, rounded up: the sender gives up first.
 
     >>> encode_timeout(1.5), encode_timeout(200.0001), encode_timeout(1e9), encode_timeout(-1.0)
     (b'1500000u', b'200001m', b'99999999S', b'0n')
@@ -95,7 +95,7 @@ def encode_timeout(timeout_s: float) -> bytes:
 
 
 def decode_timeout(value: bytes) -> float:
-    """Seconds of a `grpc-timeout`. Raises `ValueError`.
+    """Decode a `grpc-timeout` to seconds. Raises `ValueError`.
 
     >>> decode_timeout(b"1500000u"), decode_timeout(b"2H")
     (1.5, 7200.0)
@@ -110,7 +110,7 @@ def decode_timeout(value: bytes) -> float:
 
 
 def to_headers(metadata: Metadata) -> list[tuple[bytes, bytes]]:
-    """Metadata as header fields. Raises `ValueError` naming the key."""
+    """Encode metadata as header fields. Raises `ValueError` naming the key."""
     return [(_key(key), _value(key, value)) for key, value in metadata]
 
 
@@ -135,7 +135,7 @@ def _value(key: str, value: str | bytes) -> bytes:
 
 
 def to_metadata(headers: Headers) -> tuple[tuple[str, str | bytes], ...]:
-    """The metadata among header fields. Raises `WireError` naming a key whose value cannot be read."""
+    """The metadata among header fields. Raises `WireError` naming a key with an unreadable value."""
     metadata: list[tuple[str, str | bytes]] = []
     for name, value in headers:
         if name in _OWN:
@@ -162,7 +162,7 @@ def _from_base64(key: str, text: bytes) -> bytes:
 
 
 def encode_message(message: str) -> bytes:
-    """A `grpc-message`: UTF-8, with everything but printable ASCII percent-encoded.
+    """Encode a `grpc-message`: UTF-8, with everything but printable ASCII percent-encoded.
 
     >>> encode_message("100% né")
     b'100%25 n%C3%A9'
@@ -174,7 +174,7 @@ def encode_message(message: str) -> bytes:
 
 
 def decode_message(value: bytes) -> str:
-    """The text of a `grpc-message`; what is encoded wrongly is kept as it is.
+    """Decode a `grpc-message`; bytes that are encoded wrongly are kept as they are.
 
     >>> decode_message(b"100%25 n%C3%A9"), decode_message(b"5%")
     ('100% né', '5%')
@@ -187,7 +187,7 @@ _OK_TRAILERS = ((b"grpc-status", b"0"),)
 
 
 def status_headers(status: Status) -> list[tuple[bytes, bytes]]:
-    """The trailers of a call that ends so. Raises `ValueError` naming a key of bad metadata."""
+    """The trailers of a call with this status. Raises `ValueError` naming a key of bad metadata."""
     if status is OK:
         return [*_OK_TRAILERS]
     headers = [(b"grpc-status", b"%d" % status.code.value[0])]
@@ -197,7 +197,7 @@ def status_headers(status: Status) -> list[tuple[bytes, bytes]]:
 
 
 def status_of_headers(headers: Headers) -> Status:
-    """How a call ended, by its trailers (or by its only headers)."""
+    """The status of a call, from its trailers, or from headers that have none behind them."""
     fields = tuple(headers)
     if fields == _OK_TRAILERS:
         return OK
@@ -219,7 +219,7 @@ def status_of_headers(headers: Headers) -> Status:
 
 
 def refused_by_http(headers: Headers) -> Status | None:
-    """What is wrong with the headers of an answer, unless it is an answer of gRPC."""
+    """The error of an answer whose headers are not gRPC's; None where they are."""
     fields = dict(headers)
     http = fields.get(b":status", b"")
     if http == b"200" and is_grpc(fields.get(b"content-type", b"")):
@@ -237,13 +237,13 @@ def refused_by_http(headers: Headers) -> Status | None:
 
 
 def status_of_reset(code: int, reason: str) -> Status:
-    """What a call ends with whose stream was reset with an HTTP/2 error code."""
+    """The status of a call whose stream was reset with this HTTP/2 error code."""
     return Status(_CODE_OF_RESET.get(code, grpc.StatusCode.INTERNAL), reason)
 
 
 @lru_cache(maxsize=64)
 def answer_of(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[Status | None, bytes]:
-    """What is wrong with the headers of an answer, if anything, and how its messages are compressed.
+    """The error of an answer by its headers, None where there is none, and its message encoding.
 
     Remembered: a server's answers mostly begin with the same headers.
     """

@@ -1,4 +1,4 @@
-"""A sink that an async writer drains: the joint between callbacks and a coroutine that must wait."""
+"""Where the messages of a call go: the callbacks of a stream, and a buffer between them and a coroutine."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,21 +11,21 @@ from slagate.proto.rpc.status import OK, Status
 
 
 class Sink(Protocol):
-    """Where one call's output goes."""
+    """Takes the messages of one call, and its end, by callbacks."""
 
     __slots__ = ()
 
     def message(self, data: bytes, /) -> None:
-        """Take one serialised response of the stream."""
+        """Take one serialised response."""
 
     def finish(self, status: Status, /) -> None:
-        """Take the end of the call; the last thing a sink is told."""
+        """Take the status of the call. The last callback."""
 
 
 class StreamSink(Sink, Protocol):
-    """A sink that takes what came together together, where there is a wire to come over.
+    """A sink that takes messages that arrived in one read together.
 
-    Of what it was given at once it takes all: to pause is about what comes after.
+    It takes all of them, even if it pauses the call meanwhile.
     """
 
     __slots__ = ()
@@ -35,7 +35,7 @@ class StreamSink(Sink, Protocol):
 
 
 class Call(Protocol):
-    """One running stream: what its consumer may ask of the producer."""
+    """One running call, as its consumer controls it."""
 
     __slots__ = ()
 
@@ -50,7 +50,7 @@ class Call(Protocol):
 
 
 class ResponseWriter(StreamSink, Protocol):
-    """A sink whose owner may look at what waits in it. `BufferedSink` is one."""
+    """A sink that writes to a client, and says how much waits in it. `BufferedSink` plays one."""
 
     __slots__ = ()
 
@@ -69,14 +69,14 @@ class ResponseWriter(StreamSink, Protocol):
 
 
 class BufferedSink:
-    """Holds what a call produced until one reader has written it out.
+    """Buffers the messages of a call for one reader, a coroutine.
 
-    `n_bytes` is what waits. The owner decides what a full buffer means: the worker's server pauses the
-    engine's stream, the gateway ends a client's stream. One reader only.
+    `n_bytes` are waiting. The owner decides what a full buffer means: the worker's server pauses the
+    engine's stream, the gateway ends a client's stream.
     """
 
     def __init__(self, on_message: Callable[["BufferedSink"], None] | None = None) -> None:
-        """`on_message` is told after each message that was queued, whatever the reader does."""
+        """`on_message` is called after each message that was queued, whatever the reader does."""
         self._on_message = on_message
         self.n_bytes: int = 0
         self.status: Status | None = None
@@ -146,7 +146,7 @@ def was_taken(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
 
 
 class PauseGate:
-    """Where a producer waits while its consumer wants silence: open, until `pause`."""
+    """A gate where a producer waits while its consumer has paused it. Open until `pause`."""
 
     def __init__(self) -> None:
         self._open = anyio.Event()
@@ -162,7 +162,7 @@ class PauseGate:
         self._open.set()
 
     async def wait(self) -> None:
-        """Give others a turn, and return when the gate is open then."""
+        """Yield to other tasks once, and return when the gate is open."""
         await self._open.wait()
         # A waiter wakes in a later turn than the `resume`, and may find the gate closed again.
         while not self._open.is_set():

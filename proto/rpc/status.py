@@ -7,7 +7,7 @@ import grpc
 
 
 class Status(NamedTuple):
-    """How a call ended, with the trailing metadata that came along."""
+    """The status of an ended call, with its trailing metadata."""
 
     code: grpc.StatusCode
     message: str = ""
