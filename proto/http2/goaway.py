@@ -10,7 +10,7 @@ ANSWER_LIMIT_S = 1.0
 """Seconds for the client to answer the first notice. Then the last word is sent all the same."""
 
 LINGER_S = 5.0
-"""Seconds for a peer to read what was written to it, the reason included, before its connection is closed."""
+"""Seconds for a peer to read what was written to it, the reason included, before its connection closes."""
 
 _ASKED = b"farewell"
 

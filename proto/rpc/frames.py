@@ -50,7 +50,7 @@ def framed(messages: list[bytes]) -> bytes:
 
 
 def is_one_message(data: bytes, max_bytes: int) -> bool:
-    """Whether these bytes are one message with its prefix, not compressed, as most frames are.
+    """Whether these bytes are one message with its prefix, not compressed, as most are.
 
     >>> is_one_message(framed([b"abc"]), 3), is_one_message(framed([b"abc"]), 2)
     (True, False)
@@ -77,7 +77,7 @@ class MessageReader:
         return len(self._waiting)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that these bytes complete. Raises `WireError`, with those in front of the bad one."""
+        """The messages that these bytes complete. Raises `WireError`, with those before the bad one."""
         waiting = self._waiting
         if waiting:
             waiting += data

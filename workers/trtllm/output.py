@@ -119,7 +119,7 @@ class StopOverlap:
     def follow(self, sequence: Sequence[Any]) -> int:
         """The overlap of the sequence, which is the one of the last call with more items at its end.
 
-        >>> [Overlap("hello").follow(text) for text in ("say hel", "hello", "hellhe")]
+        >>> [StopOverlap("hello").follow(text) for text in ("say hel", "hello", "hellhe")]
         [3, 0, 2]
         """
         for i in range(self._n_seen, len(sequence)):

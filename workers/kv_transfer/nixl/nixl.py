@@ -338,7 +338,14 @@ class NixlTransport(KvTransport):
         self._agents[:] = [agent for agent in self._agents if not agent.join(0.0)]
 
 
-def self_check(transport: NixlTransport, *, loopback: bool, limit_s: float = 5.0) -> None:
+SELF_CHECK_LIMIT_S = 30.0
+"""Seconds for a transfer of one block. A busy machine may need some of them, and where only one worker of a
+pair falls back to shared memory, every handoff between the two fails."""
+
+
+def self_check(
+    transport: NixlTransport, *, loopback: bool, limit_s: float = SELF_CHECK_LIMIT_S
+) -> None:
     """Have a second agent read a block from the transport. Raises `KvUnavailable` if that fails."""
     pool = SlotPool(2, TAG_BYTES)
     probe = NixlAgent(f"probe.{os.urandom(8).hex()}", pool, loopback=loopback)
