@@ -98,9 +98,8 @@ class Member:
         self.worker: Worker | None = None
         self.health = Health()
         self.legs: set[Leg] = set()  # called when it stops being ready, and when it is cut
-        self.on_change: Callable[[], None] = lambda: (
-            None
-        )  # called when it may take more than before
+        # Called when it may take more than before.
+        self.on_change: Callable[[], None] = lambda: None
         self.on_left: list[Callable[[], None]] = []  # called once when it has left
         self.draining_since_s: float | None = None
         self.has_left = False
