@@ -125,9 +125,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.gauges = (
-            CollectorRegistry()
-        )  # the gauges of these, for the parent of several processes
+        # Has the gauges alone, for the parent of several processes.
+        self.gauges = CollectorRegistry()
         self.connections = ConnectionCounts(registry, self.gauges)
         counter = partial(Counter, registry=registry)
         histogram = partial(_Histogram, registry=registry)

@@ -69,9 +69,8 @@ class Front(StreamContext):
             resets=limits.resets,
             chatter=limits.chatter,
         )
-        self._may_send: set[_Client] = (
-            set()
-        )  # that may still send new requests, though asked not to
+        # Clients that may still send new requests, though asked not to.
+        self._may_send: set[_Client] = set()
         self._none_may_send = UntilEmpty(self._may_send)
         self._all_gone = UntilEmpty(self.clients)
         self._is_leaving = False

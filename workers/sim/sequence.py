@@ -118,9 +118,8 @@ class SimSequence:
         token = next_token(state, vocab_size, self.branch)
         if not self.processors:
             return token
-        logits = np.full(
-            (1, 1, vocab_size), _OTHER_LOGIT, dtype=np.float32
-        )  # f32[1, beams, vocabulary]
+        # As the engine passes them: f32[1, beams, vocabulary].
+        logits = np.full((1, 1, vocab_size), _OTHER_LOGIT, dtype=np.float32)
         logits[0, 0, token] = 0.0
         token_ids = [*self.feed.result.prompt_token_ids, *self.generated]
         for processor in self.processors:
