@@ -172,21 +172,21 @@ class H2Stream:
         self.parts_bytes = self.unsent_bytes = 0
 
     def tell_closed(self, end: StreamEnd) -> None:
-        """Tell the handler the end, and let go of it: the two refer to each other."""
+        """Call `closed` of the handler, and drop it: the two refer to each other."""
         self.drop_unsent()
         handler, self.handler = self.handler, None
         if handler is not None:
             handler.closed(end)
 
     def reset(self, code: int = CANCEL) -> None:
-        """Close the stream both ways, now. Its handler is told nothing any more."""
+        """Reset the stream now. Its handler is not called any more."""
         if self._connection.forget(self):
             self.drop_unsent()
             self.handler = None
             self._connection.submit(self._connection.engine.reset_stream, self.id, code)
 
     def reset_behind(self, code: int) -> None:
-        """Reset it when what was said so far is written; then its handler is told that it is closed."""
+        """Reset it when what was sent so far is written; then its handler's `closed` is called."""
         self._connection.reset_behind(self, code)
 
     def tell_writable(self) -> None:
@@ -206,7 +206,7 @@ class H2Stream:
             self.apply_window()
 
     def apply_window(self) -> None:
-        """Tell the engine how much of this stream may arrive."""
+        """Set the stream's receive window: 0 while it is paused."""
         connection = self._connection
         window_bytes = 0 if self.is_paused else connection.settings.stream_window_bytes
         connection.submit(connection.engine.set_local_window_size, window_bytes, stream_id=self.id)
@@ -229,14 +229,14 @@ class WriteCoalescer:
         self.held: list[Callable[[], None]] = []  # writes that wait for the end of those reads
 
     def soon(self, loop: asyncio.AbstractEventLoop, write: Callable[[], None]) -> None:
-        """Have it called in the next turn of this loop, which is always the same one."""
+        """Call `write` in the loop's next turn; `loop` is the same one in every call."""
         if self.n_reading:
             self.held.append(write)
         else:
             loop.call_soon(write)
 
     def release(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Everything was read, and everybody knows: the held writes are for the next turn."""
+        """Schedule the held writes for the next turn: what was read has been handed over."""
         held, self.held = self.held, []
         for write in held:
             loop.call_soon(write)
@@ -246,7 +246,7 @@ _coalescers: WeakKeyDictionary[asyncio.AbstractEventLoop, WriteCoalescer] = Weak
 
 
 def write_coalescer(loop: asyncio.AbstractEventLoop) -> WriteCoalescer:
-    """The one that all connections of a loop share."""
+    """The coalescer that all connections of a loop share."""
     found = _coalescers.get(loop)
     if found is None:
         found = _coalescers[loop] = WriteCoalescer()
@@ -349,7 +349,7 @@ class H2Connection(asyncio.Protocol):
         self._goaway.start(on_retired)
 
     def close(self, reason: str, code: int = NO_ERROR) -> None:
-        """Say goodbye and close the transport. Streams that are open are closed for this reason."""
+        """Send GOAWAY and close the transport; streams that are open are closed for `reason`."""
         self.is_broken = self.is_broken or code != NO_ERROR
         if self.state is not ConnectionState.LOST and self._transport is not None:
             # What was said before goes out before.
@@ -361,14 +361,14 @@ class H2Connection(asyncio.Protocol):
         self._lose(reason)
 
     def abandon(self, reason: str) -> None:
-        """Close without a word to the peer: the transport may be gone already."""
+        """Close without a GOAWAY: the transport may be gone already."""
         self._abort(reason)
         self.is_broken = False
 
     # --- what the streams call
 
     def submit(self, action: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Ask something of the engine, and see that it is sent."""
+        """Call a method of the engine, and send what it queues."""
         try:
             action(*args, **options)
         except EngineError:
@@ -378,7 +378,7 @@ class H2Connection(asyncio.Protocol):
         self.flush_soon()
 
     def forget(self, stream: H2Stream) -> bool:
-        """Tell this stream nothing any more; false: it was closed. The engine makes room for another."""
+        """Call the stream's handler no more; False: it was closed. The engine makes room for another."""
         if self._streams.pop(stream.id, None) is None:
             return False
         self._n_forgotten += 1
@@ -393,12 +393,12 @@ class H2Connection(asyncio.Protocol):
             self._coalescer.soon(self._loop, self._flush)
 
     def reset_behind(self, stream: H2Stream, code: int) -> None:
-        """Reset it when what it has said is written: a reset would overtake that."""
+        """Reset a stream when its unsent bytes are written: a reset would overtake them."""
         self._last_words[stream] = code
         self.flush_soon()
 
     def tell_writable(self, stream: H2Stream) -> None:
-        """Tell its handler when little of it is unsent."""
+        """Have `writable` of its handler called when few bytes are unsent."""
         if stream.id in self._streams:
             self._watched.add(stream)
         self.flush_soon()

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import anyio
 
 ANSWER_LIMIT_S = 1.0
-"""Seconds for the client to answer the first notice. Then the last word is sent all the same."""
+"""Seconds for the client to answer the ping. Then the final GOAWAY is sent all the same."""
 
 LINGER_S = 5.0
 """Seconds for a peer to read what was written to it, the reason included, before its connection closes."""
@@ -20,7 +20,7 @@ END_LIMIT_S = 1.0
 
 
 class ClosingTransport:
-    """A transport that is being closed, until it is."""
+    """A transport between `close` and the end of its connection."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._all = _closing.setdefault(asyncio.get_running_loop(), set())
@@ -68,10 +68,10 @@ async def all_closed() -> None:
 
 
 class GracefulGoaway:
-    """The notice names no stream, so everything that comes is taken; the last word names the last taken.
+    """A GOAWAY in two steps: the notice admits all streams, the final one names the last that was taken.
 
-    In between goes a ping: its answer shows that the client has read the notice, and what it sent before is
-    here by then. RFC 9113, section 6.8.
+    Between them goes a ping: its ACK shows that the client has read the notice, and that all it sent before
+    has arrived. RFC 9113, section 6.8.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class GracefulGoaway:
         self._timer = asyncio.get_running_loop().call_later(ANSWER_LIMIT_S, self._finish)
 
     def answered(self, about: bytes) -> None:
-        """Take the answer to a ping."""
+        """Take the ACK of a ping; of ours, it is time for the final GOAWAY."""
         if self._timer is not None and about == _ASKED:
             self._finish()
 
     def stop(self) -> None:
-        """The connection is over: nobody is left to be told."""
+        """Send nothing more: the connection is over. Calls `on_retired`."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

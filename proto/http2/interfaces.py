@@ -33,7 +33,7 @@ RESET_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Http2Settings:
-    """What one end permits the other, and how it finds out that the other has vanished."""
+    """Limits that one end sets its peer (windows, streams, headers, floods), and its keepalive."""
 
     stream_window_bytes: int = 256 << 10  # what may arrive of a stream that is paused
     connection_window_bytes: int = 16 << 20  # never what limits: it is opened again as bytes arrive
@@ -54,7 +54,7 @@ class StreamEnd(NamedTuple):
 
 
 class StreamHandler(Protocol):
-    """What a stream tells its user. Never raises: the connection carries others too.
+    """Callbacks of one stream. They must not raise: the connection carries other streams too.
 
     headers ──▶ data* ──▶ trailers? ──▶ ended ──▶ closed        closed may come at any point, once
     """
@@ -62,39 +62,39 @@ class StreamHandler(Protocol):
     __slots__ = ()
 
     def headers(self, headers: Headers, /) -> None:
-        """Take a server's answer. A client's request comes to `Accept` instead."""
+        """Take the headers of a response. Those of a request go to `Accept` instead."""
         return
 
     def data(self, data: bytes, /) -> None:
         """Take bytes of the body."""
 
     def trailers(self, headers: Headers, /) -> None:
-        """Take the headers behind the body."""
+        """Take the trailers, the headers behind the body."""
         return
 
     def ended(self) -> None:
-        """Take the end of the peer's direction."""
+        """The peer has sent END_STREAM: no more comes from it."""
 
     def writable(self) -> None:
-        """Most of what was unsent has gone; told once for each `H2Stream.tell_writable`."""
+        """Few bytes are left to send; called once for each `H2Stream.tell_writable`."""
 
     def closed(self, end: StreamEnd, /) -> None:
-        """Take the end of the stream. The last call; not made after the user's own `reset`."""
+        """The stream is closed. The last callback; not made after our own `H2Stream.reset`."""
 
 
 class Owner(Protocol):
-    """Who has a connection; told what concerns more than one stream of it. Never raises."""
+    """Callbacks of a connection, for what is not about one stream. They must not raise."""
 
     def ready(self) -> None:
-        """The peer has said what it permits: streams may be opened."""
+        """The peer's first SETTINGS have come: streams may be opened."""
 
     def freed(self) -> None:
-        """There may be room for one more stream."""
+        """One more stream may fit: one has closed, or the peer permits more."""
         return
 
     def retiring(self, code: int, about: bytes, /) -> None:
-        """The peer takes no new streams, with its reason and what it says of that; the open ones go on."""
+        """The peer's GOAWAY, with its error code and debug data: no new streams, the open ones go on."""
         return
 
     def lost(self, reason: str, /) -> None:
-        """The connection is over, and each of its streams was told."""
+        """The connection is lost, after `closed` of each of its streams."""

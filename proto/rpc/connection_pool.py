@@ -103,11 +103,11 @@ class ConnectionPool:
         self.serve()
 
     def drop(self, call: PendingCall) -> None:
-        """The call does not wait any more. Harmless when it did not."""
+        """Take a call out of the waiting ones. Harmless when it is none."""
         self.waiting.pop(call, None)
 
     def reachable(self) -> None:
-        """The address was reached in another way: the next call need not wait for its turn to try."""
+        """Forget the backoff: the address was reached in another way, so the next call may connect."""
         self._backoff.reset()
         self._retry_at_s = 0.0
 
@@ -119,7 +119,7 @@ class ConnectionPool:
         self._fail_waiting(reason)
 
     def serve(self) -> None:
-        """Start the calls that wait, as far as there is room, and connect where there is none."""
+        """Start the calls that wait, as far as connections have room, and connect where none has."""
         while self.waiting:
             pooled = next(
                 (pooled for pooled in self._connections if pooled.connection.room > 0), None
@@ -178,10 +178,10 @@ class ConnectionPool:
         for call in waiting:
             call.end_call(status)
 
-    # --- what its connections tell
+    # --- what its connections call
 
     def opened(self, pooled: "_PooledConnection") -> None:
-        """A connection is ready."""
+        """Add a connection that is ready."""
         if self._closed_by is not None:
             return  # and who dialled it closes it
         self._backoff.reset()
@@ -189,12 +189,12 @@ class ConnectionPool:
         self.serve()
 
     def asked_for_calm(self) -> None:
-        """The peer was pinged too often."""
+        """Ping half as often on later connections: the peer had too many pings."""
         after_s = min(self._settings.ping_after_s * 2, MAX_PING_AFTER_S)
         self._settings = replace(self._settings, ping_after_s=after_s)
 
     def dropped(self, pooled: "_PooledConnection") -> None:
-        """A connection is over."""
+        """Remove a connection that is over."""
         if pooled in self._connections:
             self._connections.remove(pooled)
 

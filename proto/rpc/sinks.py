@@ -56,13 +56,13 @@ class ResponseWriter(StreamSink, Protocol):
 
     @property
     def n_bytes(self) -> int:
-        """What waits for the reader."""
+        """Bytes that wait for the reader."""
 
     def unsent(self) -> tuple[int, ...]:
-        """How much its reader has still to take, by each count that falls when some of it is taken."""
+        """Bytes that the client has not read, by each count that falls when it reads some."""
 
     def discard(self) -> None:
-        """Drop what waits: its reader does not take it."""
+        """Drop what waits: the client does not read it."""
 
     def on_room(self, tell: Callable[[], None], /) -> None:
         """Call this once when nothing waits any more."""
@@ -109,7 +109,7 @@ class BufferedSink:
             self._wake.set()
 
     def unsent(self) -> tuple[int, ...]:
-        """How many bytes its reader has still to take."""
+        """Bytes that the reader has not taken yet."""
         return (self.n_bytes,)
 
     def discard(self) -> None:
@@ -137,7 +137,7 @@ class BufferedSink:
 
 
 def was_taken(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
-    """Whether one of the counts of `unsent` has fallen.
+    """Whether the reader took some: one of the counts of `unsent` fell.
 
     >>> was_taken((5, 100), (5, 90)), was_taken((5, 100), (5, 120))
     (True, False)
@@ -153,12 +153,12 @@ class PauseGate:
         self._open.set()
 
     def pause(self) -> None:
-        """Close. Idempotent."""
+        """Close the gate. Idempotent."""
         if self._open.is_set():
             self._open = anyio.Event()
 
     def resume(self) -> None:
-        """Open. Idempotent."""
+        """Open the gate. Idempotent."""
         self._open.set()
 
     async def wait(self) -> None:
@@ -170,7 +170,7 @@ class PauseGate:
 
 
 class EndedCall(Call):
-    """What a refused request gets: there is nothing to ask of it any more."""
+    """The call of a request that was refused at once; its methods do nothing."""
 
     @override
     def cancel(self) -> None:
