@@ -50,7 +50,7 @@ def capacity_of(info: oe.ServerInfo, *, decodes: bool) -> WorkerCapacity:
 
 
 class PrefixPredictionError:
-    """Prompt tokens that were predicted to be cached, beside those that the engine then found."""
+    """Prompt tokens that were predicted to be cached, and those that the engine found cached."""
 
     def __init__(self) -> None:
         self.n_requests = 0
@@ -67,17 +67,17 @@ class PrefixPredictionError:
 
 
 class Leg(Protocol):
-    """A call to the worker that is under way. The router's legs are such; rooms here may not import it."""
+    """A running call to the worker. `router.legs` implements it, which `pools` may not import."""
 
     def worker_lost(self, reason: str) -> None:
-        """The worker is out of service."""
+        """Fail the call if it can be retried: the worker is out of service."""
 
     def cut_off(self, reason: str) -> None:
-        """The worker has to go now."""
+        """Fail the call in any case: the worker has drained for too long."""
 
 
 class Member:
-    """One worker of a pool. Changed by its watch loop and by leases, both on the event loop.
+    """One worker of a pool. Its watch loop and leases change it, both on the event loop.
 
     Its ranks have rows of the pool's table; it has one row while the gateway cannot choose between ranks.
     """
@@ -147,7 +147,7 @@ class Member:
 
     @property
     def max_inflight(self) -> int:
-        """Requests it gets at once: what the fleet file says, else for decode what its engine runs."""
+        """Most requests at once: of the fleet file, else (not for prefill) what its engine runs."""
         if self.limits.max_inflight is not None:
             return self.limits.max_inflight
         if self.stage is not Stage.PREFILL and self.capacity.running:
@@ -162,7 +162,7 @@ class Member:
         self.on_change()
 
     def set_server_info(self, info: oe.ServerInfo) -> None:
-        """Set what it says of itself, from which its ranks and limits follow."""
+        """Set the worker's `ServerInfo`, which gives its ranks and limits."""
         self.server_info = info
         self.capacity = capacity_of(info, decodes=self.stage is Stage.DECODE)
         self._set_up()
@@ -191,7 +191,7 @@ class Member:
         self.ranks.set_state(self.state, suspect=self.health.is_suspect)
 
     def drain(self, now_s: float) -> None:
-        """Take no new work, and leave once the old is done."""
+        """Take no new requests, and leave once those that it has are done."""
         self.draining_since_s = now_s
         self._show_state()
         self._leave_if_done()
@@ -205,12 +205,12 @@ class Member:
             self.on_change()
 
     def has_drained_for(self, seconds: float, now_s: float) -> bool:
-        """Whether it has been draining for so long."""
+        """Whether it has been draining for at least `seconds`."""
         since_s = self.draining_since_s
         return since_s is not None and now_s - since_s >= seconds
 
     def cut(self) -> bool:
-        """End the legs that still run there: it has drained for long enough. True the first time."""
+        """Fail the calls that still run there, as it has drained too long. True the first time."""
         assert self.is_draining, self
         was_cut, self._is_cut = self._is_cut, True
         self._show_state()
@@ -225,13 +225,13 @@ class Member:
         self._n_retained += 1
 
     def release(self) -> None:
-        """End one `retain`."""
+        """Undo one `retain`; it leaves if it drains and has nothing else to do."""
         self._n_retained -= 1
         if self.draining_since_s is not None:
             self._leave_if_done()
 
     def lease_ended(self) -> None:
-        """A lease on it has ended."""
+        """Note that a lease on it has ended; it leaves if it drains and that was the last."""
         self.on_change()
         if self.draining_since_s is not None:
             self._leave_if_done()
@@ -251,7 +251,7 @@ class Member:
         return self._update(partial(self.health.failed, reason))
 
     def refuse(self, reason: str) -> bool:
-        """Take it out: it is not what the configuration says it is. True when the state changed."""
+        """Give it no work: it is not what the configuration says. True when the state changed."""
         return self._update(partial(self.health.refuse, reason))
 
     def _update(self, change: Callable[[], bool]) -> bool:

@@ -57,7 +57,7 @@ class Lease:
         member.ranks.add_lease(row, work, number=number)
 
     def prefill_done(self) -> None:
-        """The prompt is processed: the worker's queue is shorter, the request goes on. Idempotent."""
+        """Take the processed prompt off the worker's queue; the lease stays. Idempotent."""
         if self._prefill_open:
             self._prefill_open = False
             member = self.member
@@ -145,7 +145,7 @@ class Pool:
                 member.set_limits(limits)
 
     def join(self, address: str) -> Member | None:
-        """Make the worker of an address a member; None: it was draining, and goes on as it was."""
+        """Make the worker at `address` a member; None: it was draining, and is a member again."""
         member = self._leaving.pop(address, None)
         if member is not None:
             self.members[address] = member
@@ -159,7 +159,7 @@ class Pool:
         return member
 
     def drain(self, address: str) -> None:
-        """Let a member go: it takes no new work from now on, and leaves when the old is done."""
+        """Drain a member: it gets no new requests, and leaves when those that it has are done."""
         member = self._leaving[address] = self.members.pop(address)
         member.drain(self._now_s())
 
@@ -171,7 +171,7 @@ class Pool:
         member.ranks.free_rows()
 
     def view(self, prompt: Prompt | None = None) -> PoolView:
-        """The pool as it stands now, with what is cached of a prompt; None: nothing."""
+        """A frozen copy of the pool, with what is cached of `prompt`; None: nothing."""
         rows = self.table.rows()
         n_rows = len(rows.names)
         if self.overlaps is None or prompt is None:
@@ -209,7 +209,7 @@ class Pool:
         )
 
     def worker_replaced(self, member: Member) -> None:
-        """Forget what was sent to a member: its worker is another incarnation, with an empty cache."""
+        """Forget the prompts sent to a member: its worker has restarted, with an empty cache."""
         if self.overlaps is None or member.server_info is None or member.has_left:
             return
         n_blocks = member.server_info.capacity.total_kv_blocks // member.ranks.n_used
@@ -224,7 +224,7 @@ class Pool:
             self.overlaps.expire_predictions()
 
     def set_foreign(self, member: Member, load: tuple[int, int] | None) -> None:
-        """Set how many requests others sent to a worker, and how many of their prompt tokens wait there.
+        """Set a worker's foreign load: requests, and their prompt tokens that wait for prefill.
 
         None: that is not known now.
         """

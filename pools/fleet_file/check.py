@@ -32,7 +32,7 @@ _REASONS = {
 
 
 class Extras(NamedTuple):
-    """The options and further sources that a fleet file is checked with."""
+    """How to check a fleet file, and the pools and workers to merge into it."""
 
     lenient: bool = False
     serving: bool = False

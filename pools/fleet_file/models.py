@@ -271,7 +271,7 @@ class PoolSpec(_FileObject):
 
     @property
     def planned_workers(self) -> int:
-        """How many workers plans count with."""
+        """The number of workers that plans assume."""
         return self.replicas or len(self.workers) or 1
 
     @property

@@ -45,7 +45,7 @@ class ConfigReport:
         self._places[path] = prefix, there
 
     def derive(self, path: Path, value: object) -> None:
-        """Add a key of the top level that the file does not have, so that no problem is at it."""
+        """Add a top-level key that the file does not have; problems at it are not reported."""
         self.content[path[0]] = value
         self._derived.add(path)
 
@@ -67,7 +67,7 @@ class ConfigReport:
             )
 
     def get(self, *path: str | int) -> Any:
-        """The value at `path`; None when it is absent, or it or something around it was refused.
+        """The value at `path`; None when it is absent, or it or a parent of it was refused.
 
         Parts of the value may have been refused.
         """

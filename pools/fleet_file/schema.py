@@ -39,7 +39,7 @@ _FILES = {"DisaggFile": (PREFILL, DECODE), "AggFile": (AGG,)}
 
 
 def fleet_schema() -> Schema:
-    """The schema of every form of a fleet file."""
+    """The JSON schema of all forms of a fleet file."""
     _, made = models_json_schema([(DisaggFile, "validation"), (AggFile, "validation")])
     defs: Schema = _tidy(made["$defs"])
     for name, keys in _STRATEGIES.items():

@@ -122,7 +122,7 @@ class UnevenAxis(_Bands):
         object.__setattr__(self, "resolution", len(self.edges) - 1)
 
     def index(self, value: Number | None) -> int:
-        """The band of `value`, under the conditions of `Axis.index`."""
+        """The band of `value`, clamped; raises the errors of `Axis.index`."""
         # The outer edges are left out of the search, which clamps.
         return bisect_right(self.edges, self._checked(value), 1, self.resolution) - 1
 

@@ -60,7 +60,7 @@ class Load:
     variability: float = 0.0
 
     def wait(self, busy: float) -> float:
-        """Mean time in a queue for one of the replicas, as a multiple of one prompt's time.
+        """Mean queueing time at utilisation `busy` of the replicas, in units of one prompt's time.
 
         Sakasegawa's approximation for M/G/c (Ann. Inst. Stat. Math. 29, 1977), which has Poisson arrivals:
         `(1 + variability) / 2 * busy^(sqrt(2 (c + 1)) - 1) / (c (1 - busy))`. For one replica that is the

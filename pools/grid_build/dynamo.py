@@ -22,7 +22,7 @@ Version = Literal["dynamo", "dynamo-first"]
 
 
 class Range(NamedTuple):
-    """`resolution` equal bands from `low` to `high`."""
+    """`resolution` equal bands from `low` to `high`, in tokens or ms."""
 
     low: float
     high: float

@@ -100,7 +100,7 @@ class PoolBuildSpec(_SpecObject):
 
     @property
     def planned_workers(self) -> int:
-        """How many workers the plan counts with."""
+        """The number of workers that the plan assumes."""
         return self.replicas or len(self.workers) or 1
 
 

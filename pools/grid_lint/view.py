@@ -187,7 +187,7 @@ class LintedStage:
             yield from (size for size in curves.knots(field) if low < size < high)
 
     def times_ms(self, pool: int, size_tokens: float, field: str) -> Times | None:
-        """The times of the pool's workers; None without a profile."""
+        """Predicted TTFT or ITL of the pool's workers, ms; None without a profile."""
         curves = self._curves_of(pool)
         return None if curves is None else curves.times(size_tokens, field)
 

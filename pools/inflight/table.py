@@ -57,7 +57,7 @@ class Limits(NamedTuple):
 
 
 class RowView(msgspec.Struct, frozen=True, gc=False):
-    """One worker and rank as the policy sees it, with what it has cached of one prompt."""
+    """One worker and rank as the policy sees it, with what is cached there of one prompt."""
 
     address: str
     rank: int | None  # None: the worker itself chooses between its ranks, or has but one
@@ -122,7 +122,7 @@ class Counts(msgspec.Struct, frozen=True, gc=False, eq=False):
     n_unavailable: int  # rows with a bit of `Rows.unavailable`
     n_suspect: int
     n_left: int
-    n_foreign_unknown: int  # rows whose external load is not known
+    n_foreign_unknown: int  # rows whose foreign load is not known
     least_capacity_tokens: int
 
 
@@ -235,11 +235,11 @@ class LoadTable:
         """Free what is allocated for the pool itself, which is gone; its rows were freed before."""
 
     def count(self, total: PoolCell) -> None:
-        """Count one more, in `totals`."""
+        """Add 1 to one of `totals`."""
         self.totals[total] += 1
 
     def add_row(self, address: str, rank: int | None) -> int:
-        """Add a row with all figures 0; its number."""
+        """Add a row with all figures 0, and return its number."""
         row = self._free.pop() if self._free else self._appended()
         self._ints[:, row] = 0
         self._floats[:, row] = 0.0
@@ -305,7 +305,7 @@ class LoadTable:
         self._derive(row)
 
     def set_foreign(self, row: int, load: tuple[int, float] | None) -> None:
-        """Set the requests and predicted seconds of work on a row that others sent; None: not known."""
+        """Set a row's foreign load: requests, and predicted prefill seconds; None: not known."""
         self._int[FOREIGN_UNKNOWN][row] = load is None
         requests, seconds = (0, 0.0) if load is None else load
         self._int[FOREIGN_REQUESTS][row] = requests
@@ -422,7 +422,7 @@ class LoadTable:
 
 
 class WorkerRows:
-    """The rows of one worker; where it comes back with fewer ranks, those left over take no new work."""
+    """The rows of one worker. If it restarts with fewer ranks, the rows beyond them take no new work."""
 
     def __init__(self, address: str, table: LoadTable) -> None:
         self._address = address
@@ -438,7 +438,7 @@ class WorkerRows:
 
     @property
     def queued_s(self) -> float:
-        """The same as seconds of work."""
+        """`queued_tokens` as predicted prefill seconds."""
         return sum(self.table.get_s("queued_s", row) for row in self.rows)
 
     @property
@@ -493,9 +493,9 @@ class WorkerRows:
             self.table.set_models(row, models)
 
     def set_foreign(self, load: tuple[int, float] | None) -> None:
-        """Set how many requests others sent, and the seconds of work of their prompts; None: not known.
+        """Set the worker's foreign load: requests, and predicted prefill seconds; None: not known.
 
-        They are spread evenly over the ranks: reports say which rank has them one probe too late to matter.
+        It is spread evenly over the ranks: by the next probe a report on each rank is out of date.
         """
         rows = self.rows[: self.n_used]
         for at, row in enumerate(rows):

@@ -116,7 +116,7 @@ class EventStream(Sink):
         self._scheduler.add_step(self._step)
 
     async def follow(self, worker: Worker, request: bytes, metadata: Metadata) -> StreamOutcome:
-        """Subscribe, and apply until the end. The call has ended when this returns or is cancelled."""
+        """Subscribe, apply messages until the stream ends, and return how. Always ends the call."""
         self._call = worker.kv_events(request, metadata, self)
         self._pause_or_resume()
         try:

@@ -20,7 +20,7 @@ _HELD_RUN_COST = 20
 
 
 class HeldPart(NamedTuple):
-    """What queries see of a holder's part of a run."""
+    """Which blocks of a run a holder has, as queries see it."""
 
     lead: int  # leading blocks, in any tier
     device_lead: int  # leading blocks that are all on the device
@@ -31,7 +31,7 @@ NOTHING = HeldPart(0, 0, 0)
 
 
 def held_part(held: HeldRun) -> HeldPart:
-    """What queries see of a held run as it is now."""
+    """A frozen copy of what queries read of a held run."""
     return HeldPart(held.lead, held.device_lead, held.past)
 
 
@@ -88,7 +88,7 @@ class HolderSlots:
             self._retired.append(_RetiredHolder(holder))
 
     def sweep(self, n_blocks: int) -> bool:
-        """Free about so many blocks of retired holders. False when none are left."""
+        """Free about `n_blocks` blocks of retired holders. False when none are left."""
         while self._retired and n_blocks > 0:
             retired = self._retired[0]
             while retired.held_runs and n_blocks > 0:
