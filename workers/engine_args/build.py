@@ -90,7 +90,7 @@ class EngineArgs:
 
     @property
     def errors(self) -> list[Finding]:
-        """The findings that forbid to start the engine."""
+        """The findings that keep the engine from starting."""
         return [finding for finding in self.findings if finding.is_error]
 
     def refuse_errors(self) -> None:
@@ -157,7 +157,7 @@ def assemble(
 def check_pair(one: EngineArgs, other: EngineArgs) -> list[Finding]:
     """The findings about a prefill and a decode engine as a pair, besides those about each.
 
-    None where one of them has wrong values. Raises `UsageError` unless one is prefill and one decode.
+    No findings where one has wrong values. Raises `UsageError` unless one is prefill and one decode.
     """
     by_role = {one.role: one, other.role: other}
     if by_role.keys() != {"prefill", "decode"}:

@@ -4,7 +4,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Block(NamedTuple):
-    """A full block: its tokens as `wire.token_field` encodes them, and the other inputs of its hash."""
+    """A full KV block: its hash, its tokens as `wire.token_field` encodes them, and its extra keys."""
 
     hash: int
     tokens: bytes
@@ -23,7 +23,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Blocks are not cached any more, on whatever level they were."""
+    """Blocks are no longer cached, on any level."""
 
     rank: int
     hashes: tuple[int, ...]
@@ -38,7 +38,7 @@ class Moved(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """Nothing is known to be cached any more."""
+    """All blocks of a rank are gone from its cache."""
 
     rank: int
 

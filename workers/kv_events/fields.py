@@ -38,7 +38,7 @@ def unusable(counter: str = "decode_errors") -> NoReturn:
 
 
 def work_of(event: object) -> int:
-    """The work of reading and publishing an event, whatever it is, in tokens of stored blocks."""
+    """The work of reading and publishing any event, in units of one token of a stored block."""
     data = event.get("data") if isinstance(event, dict) else None
     if not isinstance(data, dict):
         return _EVENT_WORK
@@ -73,7 +73,7 @@ def _is_word(value: object) -> TypeGuard[int]:
 
 
 def text_of(value: object) -> str:
-    """A text that can go over the wire; None is the empty one."""
+    """The value as a string for a message; None becomes the empty one."""
     if value is None:
         return ""
     if not isinstance(value, str):

@@ -80,7 +80,7 @@ class LogitsProcessors:
 
     @property
     def is_used(self) -> bool:
-        """Whether a request may have a processor at all."""
+        """Whether any request may have a processor."""
         return bool(self._factories)
 
     def check(self, *, end_id: int, vocab_size: int | None) -> None:

@@ -133,7 +133,7 @@ def ignore_hangups() -> None:
 
 @asynccontextmanager
 async def on_sighup(act: Callable[[], None]) -> AsyncIterator[None]:
-    """Within the block, call `act` at each SIGHUP; after the block, ignore SIGHUP."""
+    """Within the block, call `act` at each SIGHUP; after it, ignore SIGHUP."""
     # Not by the loop's own handlers: when one is removed, the loop restores the default for a moment, in
     # which a SIGHUP would end the process.
     loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
 """Results of the simulated engine, in the shape of TensorRT-LLM's `RequestOutput`.
 
-The engine writes to one `OutputFeed` a sequence. The caller reads the `RequestOutput`, which has a
+The engine writes to one `OutputFeed` per sequence. The caller reads the `RequestOutput`, which has a
 `CompletionOutput` for each sequence.
 """
 
@@ -34,7 +34,7 @@ class TimingMetrics:
 
 @dataclass(slots=True)
 class KvCacheMetrics:
-    """KV blocks that the request took, and how many of its prompt's blocks were found."""
+    """KV blocks that the request took, and how many of its prompt's were found in the cache."""
 
     num_total_allocated_blocks: int = 0
     num_new_allocated_blocks: int = 0
@@ -117,7 +117,7 @@ class CompletionOutput:
         return self.text[self._n_text_seen :]
 
     def mark_seen(self) -> None:
-        """Note a yield: what is there now is not new any more."""
+        """Note a yield: what is there now is in no later diff."""
         self._n_seen, self._n_text_seen = len(self.token_ids), len(self.text)
 
     def extend(
@@ -208,7 +208,7 @@ class RequestOutput:
         return outputs[:n]
 
     def abort(self) -> None:
-        """Cancel the request; one last yield says "cancelled". No-op once it has ended."""
+        """Cancel the request; the last yield has reason "cancelled". No-op once it has ended."""
         self._aborted = True
         if self.on_abort is not None:
             self.on_abort()

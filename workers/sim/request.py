@@ -1,8 +1,8 @@
-"""Requests to the simulated engine, in the shape of TensorRT-LLM's LLM API of three ages.
+"""Requests to the simulated engine, in the shape of three versions of TensorRT-LLM's LLM API.
 
 Field names, defaults and errors follow `tensorrt_llm.SamplingParams`, `DisaggregatedParams` and
 `SchedulingParams`, so that code written for those runs here. A class with a version in its name belongs to
-that version, one without to the newest. Each age has all fields of the one before it.
+that version, one without to the newest. Each version has all fields of the one before.
 """
 
 import os
@@ -137,7 +137,7 @@ class DisaggregatedParams12:
 
 @dataclass(slots=True, kw_only=True)
 class DisaggregatedParams13(DisaggregatedParams12):
-    """The parameters of the 1.3 candidates: with ids of both phases, and where the context is."""
+    """Those of the 1.3 candidates: with ids of both phases, and the prefill rank and endpoint."""
 
     first_gen_log_probs: list[Any] | None = None
     first_gen_logits: list[Any] | None = None
@@ -149,7 +149,7 @@ class DisaggregatedParams13(DisaggregatedParams12):
 
 @dataclass(slots=True, kw_only=True)
 class DisaggregatedParams(DisaggregatedParams13):
-    """The newest parameters, with usage, conversation and media that are passed along."""
+    """The newest version's, with usage, conversation and media that are passed along."""
 
     multimodal_item_runs: list[Any] | None = None
     ctx_usage: dict[str, Any] | None = None
@@ -176,7 +176,7 @@ class SchedulingParams12:
 
 @dataclass(slots=True, kw_only=True)
 class SchedulingParams(SchedulingParams12):
-    """The newest parameters, with a hint at the subagent's rank."""
+    """The newest version's, with an id that keeps a subagent on a rank."""
 
     subagent_affinity_id: str | None = None
 

@@ -62,7 +62,7 @@ class RequestChecker:
     capacity_tokens: int  # of one rank's KV cache
 
     def checked_request(self, request_id: int, call: Submission) -> list[SimSequence]:
-        """A request's sequences, one an output, with `max_tokens` cut to the context window.
+        """A request's sequences, one per output, with `max_tokens` cut to the context window.
 
         Raises `TypeError` or `ValueError`, the version's error for a prompt that is too long, and
         `NotImplementedError` for what is not simulated.

@@ -229,7 +229,7 @@ class NewestRows:
         await Poller("stats", poll, take, pace=STATS_PACE, activity=activity).run()
 
     async def changed(self) -> None:
-        """Return when new rows have come."""
+        """Wait until new rows have come."""
         await self._changed.wait()
 
     def say_idle(self) -> bool:
