@@ -91,7 +91,7 @@ async def build(
 
     `config` was checked for serving. `now_s` measures, `unix_s` dates receipts and tells how late KV events
     are. `peers` are the other gateways that send to the same workers, if there are any. At the end of the
-    block, handoffs that are being released get their chance first, then the watch loops stop.
+    block, releases of handoffs that have begun are waited for, then the watch loops stop.
     """
     peers = peers or PeerGateways()
     in_force = Proposal.of(config, policy=settings.policy)

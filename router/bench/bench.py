@@ -131,14 +131,14 @@ class Measured:
 
 
 class ProgressLine:
-    """How far a run is: a line on stderr that changes, or one for each phase where that is no terminal."""
+    """Progress on stderr: one line that changes, or a line for each phase where it is no terminal."""
 
     def __init__(self, bar: rich.progress.Progress) -> None:
         self._bar = bar
         self._task: rich.progress.TaskID | None = None
 
     def start_phase(self, what: str, total: float | None) -> None:
-        """Another phase begins, of `total` requests or seconds; None: it is not known how many."""
+        """Begin a phase of `total` requests or seconds; None: it is not known how many."""
         if self._task is not None:
             self._bar.remove_task(self._task)
         self._task = self._bar.add_task(what, total=total, state="")

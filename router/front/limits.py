@@ -30,13 +30,13 @@ class TimeoutQueue(Generic[T]):
         return len(self._due_s)
 
     def start_timeout(self, item: T) -> None:
-        """The item's time begins now."""
+        """Start the item's timeout now."""
         self._due_s[item] = due_s = self._loop.time() + self._limit_s
         if self._timer is None:
             self._timer = self._loop.call_at(due_s, self._check)
 
     def discard(self, item: T) -> bool:
-        """The item is done. False: it was not there."""
+        """Stop the item's timeout. False: it had none."""
         return self._due_s.pop(item, None) is not None
 
     def clear(self) -> None:
@@ -101,13 +101,13 @@ class SlowReaderTimeouts:
         return len(self._due_s)
 
     def start_timeout(self, item: PendingResponse, due_s: float) -> None:
-        """The response has until `due_s`, on the loop's clock."""
+        """Set the response's deadline `due_s`, on the loop's clock."""
         self._due_s[item] = due_s
         if self._timer is None:
             self._timer = self._loop.call_later(CHECK_S, self._check)
 
     def discard(self, item: PendingResponse) -> None:
-        """The response was read. Harmless when it was not there."""
+        """Forget a response that was read. Harmless when it has no timeout."""
         self._due_s.pop(item, None)
         if self._slow:
             self._slow.pop(item, None)
@@ -146,7 +146,7 @@ class SlowReaderTimeouts:
 
 
 EACH_BYTES = 4 << 10
-"""Estimated memory of a request that has only begun: its headers, its stream and its handler."""
+"""Estimated memory of a request without a body: its headers, its stream and its handler."""
 
 
 def full() -> GatewayError:
@@ -188,7 +188,7 @@ class IncomingRequestLimit:
         return True
 
     def holds(self, request: IncomingRequest, n_bytes: int) -> bool:
-        """So many bytes of the body have arrived. False: that is more than there is room for."""
+        """Set how many bytes of the body have arrived. False: there is no room for so many."""
         before_bytes = self._held_bytes.get(request)
         if before_bytes is None:
             return True
@@ -200,7 +200,7 @@ class IncomingRequestLimit:
         return True
 
     def done(self, request: IncomingRequest) -> None:
-        """The request is whole, or over. Idempotent."""
+        """Stop counting a request that is whole, or over. Idempotent."""
         held_bytes = self._held_bytes.pop(request, None)
         if held_bytes is None:
             return
@@ -219,7 +219,7 @@ class IncomingRequestLimit:
             await event.wait()
 
     def stop_timeouts(self) -> None:
-        """Leave no timer behind."""
+        """Stop the timer; late requests are not refused any more."""
         self._overdue.clear()
 
     def _is_late(self, request: IncomingRequest) -> None:

@@ -40,7 +40,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
         peer: str,
         refusal: Status | None = None,
     ) -> None:
-        """With a `refusal`, that is the answer, and the local server hears nothing of the call."""
+        """With a `refusal`, that is the response, and the call is not sent to the local server."""
         self._client = client
         self._headers = [*(field for field in headers if field[0] != _PEER), (_PEER, peer.encode())]
         self._front = front
@@ -72,13 +72,13 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
 
     @override
     def end_call(self, status: Status, /) -> None:
-        """Answer with a status: the local server cannot be reached, or is not to be asked."""
+        """Respond with a status: the local server cannot be reached, or is not to be called."""
         fields = [(b":status", b"200"), (b"content-type", CONTENT_TYPE), *status_headers(status)]
         self._client.respond(fields, last=True)
         self.answered()
 
     def answered(self) -> None:
-        """The client's answer has its end, which may be before that of the request."""
+        """The whole response is queued: time its reader, and reset an unfinished request."""
         self.detach()
         self._add_untaken()
         if not self._has_ended:
@@ -88,7 +88,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
                 self.server.reset()
 
     def blocked(self) -> None:
-        """The client has not taken what came so far of its answer: its time to do so begins."""
+        """Start the timeout of a client that does not read its response, until `writable`."""
         if not self._is_blocked:
             self._is_blocked = True
             self._client.tell_writable()
@@ -127,7 +127,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
 
     @override
     def writable(self) -> None:
-        """Of the answer."""
+        """The client's stream has room for more of the response."""
         self._is_blocked = False
         if not self.is_over:
             self._front.untaken.discard(self)
@@ -136,7 +136,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
 
     @override
     def closed(self, _end: StreamEnd, /) -> None:
-        """The client has all, or has left."""
+        """The client has the whole response, or has left."""
         self.detach()
         if self.server is not None:
             self.server.reset()
@@ -202,7 +202,7 @@ class _Answer(StreamHandler):
 
     @override
     def writable(self) -> None:
-        """Of the request."""
+        """The server's stream has room for more of the request."""
         self._client.resume()
 
     @override

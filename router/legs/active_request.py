@@ -66,7 +66,7 @@ class Gateway:
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """What one request holds, and how it calls the workers that it holds."""
+    """One request's leases and handoff, and its calls to the leased workers."""
 
     call: ClientCall
     gateway: Gateway
@@ -81,7 +81,7 @@ class ActiveRequest:
     leg_started_s: float = 0.0
 
     def release_all(self) -> None:
-        """Give back whatever is still held. Idempotent, never waits."""
+        """Release its leases and its handoff. Idempotent, never waits."""
         if self.handoff is not None:
             self.handoff.release()
         self.assignment.release()
@@ -170,14 +170,14 @@ class ActiveRequest:
         return metadata
 
     def park(self, session: oe.KvSessionRef) -> None:
-        """The prefill worker holds KV for this request, from this moment on and until told otherwise."""
+        """Own the handoff in `session`: the prefill worker keeps its KV until it is pulled or released."""
         if self.handoff is not None:
             self.handoff.release()
         holder = self.assignment.leases[Stage.PREFILL].member
         self.handoff = Handoff(session, holder, self.gateway.releaser)
 
     async def try_elsewhere(self, stage: Stage, failure: GatewayError) -> None:
-        """Give the stage to another worker. Raises `failure` when that cannot help, or nobody is left."""
+        """Lease another worker for the stage. Raises `failure` when that cannot help, or there is none."""
         may_retry = isinstance(failure, LegFailed) and failure.retryable
         if not may_retry or self.record.n_attempts(stage) >= self.gateway.settings.max_attempts:
             raise failure

@@ -48,7 +48,7 @@ class LegSink(StreamSink):
         """Take one response of this leg, in both forms; calls `_finish` on the one that completes it."""
 
     def failure(self) -> GatewayError | None:
-        """Why the leg did not do what it was for; None when it did."""
+        """Why the leg failed; None when it did not."""
         return self._failure
 
     def started(self, call: Call, /) -> None:
@@ -110,13 +110,13 @@ class LegSink(StreamSink):
                 timer.cancel()
 
     def worker_lost(self, reason: str) -> None:
-        """The worker is out of service: a leg that can be repeated elsewhere does not wait for it."""
+        """Fail the leg if it can be repeated elsewhere: the worker is out of service."""
         if not self._committed and not self._terminal and self._failure is None:
             self._lost = True
             self._fail(Status(UNAVAILABLE, f"is out of service: {reason}"))
 
     def cut_off(self, reason: str) -> None:
-        """The worker's time is up: the leg ends here, whatever it has said."""
+        """Fail the leg, whatever was received: the worker has drained for too long."""
         if not self._terminal and self._failure is None:
             self._lost = True
             self._fail(Status(UNAVAILABLE, reason))
@@ -128,7 +128,7 @@ class LegSink(StreamSink):
 
     @property
     def untaken(self) -> bool:
-        """Whether the leg failed with UNAVAILABLE before the worker had said anything."""
+        """Whether the leg failed with UNAVAILABLE before the worker had sent anything."""
         failure = self._failure
         unheard = not self._heard and not self._lost
         return failure is not None and failure.code is UNAVAILABLE and unheard

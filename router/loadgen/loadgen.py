@@ -82,7 +82,7 @@ class StreamProbe:
         self._status = OK
 
     def message(self, data: bytes, /) -> None:
-        """Take one response."""
+        """Take one serialised `GenerateResponse`."""
         now_s = self._now_s()
         try:
             response = oe.GenerateResponse.FromString(data)

@@ -147,7 +147,7 @@ async def _read(call: Any) -> gw.WatchReceiptsResponse | None:
 
 
 class WholeGateway(ReloadService):
-    """Asks every process that runs, and merges their answers."""
+    """`slagate.v1.Gateway` for several processes: asks those that run, and merges the answers."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class WholeGateway(ReloadService):
         await abort(context, *_NOBODY)
 
     async def ListPools(self, request: Any, context: Any) -> gw.ListPoolsResponse:
-        """Every pool with its live numbers."""
+        """Every pool with its load and counts."""
         answers = await self._ask("ListPools", request, context)
         pools = _merged(
             [pool for answer in answers for pool in answer.pools], lambda pool: pool.name, _add_pool
@@ -211,7 +211,7 @@ class WholeGateway(ReloadService):
         )
 
     async def ListCells(self, request: Any, context: Any) -> gw.ListCellsResponse:
-        """What became of the requests of each grid cell, and the configuration that has the grid."""
+        """How many requests each grid cell had and how many met their targets, with the configuration."""
         answers = await self._ask("ListCells", request, context)
         version = self._reloader.version
         # All but the moment of a reload are of one version.
@@ -234,7 +234,7 @@ class WholeGateway(ReloadService):
         return [child for _, child in sorted(self._supervisor.running.items())]
 
     async def _ask(self, method: str, request: Any, context: Any) -> Sequence[Any]:
-        """What each process answers, in the order of their numbers; at least one does."""
+        """The answers of the processes, in the order of their numbers; there is at least one."""
         found: dict[int, Any] = {}
 
         async def ask(child: GatewayChild) -> None:

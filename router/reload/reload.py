@@ -104,7 +104,7 @@ class Proposal(NamedTuple):
 
     @classmethod
     def of(cls, config: FleetConfig, *, policy: str) -> "Proposal":
-        """For a configuration that was checked for serving."""
+        """The proposal of a configuration that was checked for serving."""
         prepared = prepare(config)
         return cls(prepared, config_message(prepared, policy=policy))
 
@@ -152,7 +152,7 @@ class Reloader:
         return self._current.prepared.config.warnings
 
     async def reload(self, read: Callable[[], FleetConfig], *, dry_run: bool = False) -> Reloaded:
-        """Put in force what `read` gives. Raises `ConfigError`: then nothing has changed."""
+        """Put what `read` returns in force. Raises `ConfigError`: then nothing has changed."""
         async with self._one_at_a_time:
             try:
                 found = await run_in_daemon_thread(lambda: self.propose(read))
@@ -180,11 +180,11 @@ class Reloader:
             return result
 
     def propose(self, read: Callable[[], FleetConfig]) -> Proposal:
-        """Check what `read` gives, and give it its version. Raises `ConfigError`."""
+        """Check what `read` returns, and compute its version. Raises `ConfigError`."""
         return self._compared(Proposal.of(read(), policy=self._current.message.policy))
 
     def put(self, found: Proposal, *, dry_run: bool = False) -> Reloaded:
-        """Put a configuration in force, in one step, unless it is already."""
+        """Put a configuration in force, unless it is; `dry_run` changes nothing."""
         old = self._current
         result = Reloaded(
             version=old.message.version if dry_run else found.message.version,
@@ -209,7 +209,7 @@ class Reloader:
             await self._agree(found)
 
     def _compared(self, found: Proposal) -> Proposal:
-        """With the changes. Not for the event loop: a grid may have a million cells to compare."""
+        """Add the changes. Not for the event loop: a grid may have a million cells to compare."""
         return found._replace(changes=tuple(changes(self._current.prepared, found.prepared)))
 
     def _refused(self, error: ConfigError) -> None:

@@ -35,14 +35,14 @@ RETRY_PUSHBACK = "grpc-retry-pushback-ms"
 
 
 class GatewayError(Exception):
-    """A request that ends without its answer; subclasses say which way."""
+    """An error that ends a request; subclasses set its status and outcome."""
 
     code = grpc.StatusCode.INTERNAL
     outcome = Outcome.INTERNAL
     retry_after_ms: int | None = None
 
     def status(self) -> Status:
-        """What the client is told."""
+        """The gRPC status for the client."""
         pushback = self.retry_after_ms
         trailers = () if pushback is None else ((RETRY_PUSHBACK, str(pushback)),)
         return Status(self.code, str(self), trailers)
@@ -60,7 +60,7 @@ class InvalidRequest(GatewayError):
 
 
 class Malformed(GatewayError):
-    """What arrived is no call of gRPC's; `code` is what gRPC says of it, INTERNAL for most."""
+    """What arrived is no valid gRPC call; `code` is the one that gRPC defines, mostly INTERNAL."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     outcome = Outcome.INVALID
@@ -170,7 +170,7 @@ class ErrorRelayed(GatewayError):
     outcome = Outcome.WORKER_FAILED
 
     def status(self) -> Status:
-        """OK, without words: the client has them already."""
+        """OK without a message: the client has the error event already."""
         return Status(self.code)
 
 

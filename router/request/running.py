@@ -23,7 +23,7 @@ class CancelHandle:
         self.is_answered = False  # there is nothing left to cancel
 
     def start(self) -> None:
-        """The current task serves the request. Raises `asyncio.CancelledError` if cancelled before."""
+        """Make this task the one to cancel. Raises `asyncio.CancelledError` if cancelled before."""
         self._task = asyncio.current_task()
         if self._has_ended:
             raise asyncio.CancelledError
@@ -37,11 +37,11 @@ class CancelHandle:
                 self._task.cancel()
 
     def answered(self) -> None:
-        """The client has its whole answer: neither a deadline nor an abort changes anything any more."""
+        """Ignore a deadline or abort from now on: the client has its whole answer."""
         self.is_answered = True
 
     def finish(self) -> None:
-        """The task is about to return."""
+        """Ignore later cancels: the task returns."""
         self.is_answered = True
         self._task = None
 
@@ -76,7 +76,7 @@ class RunningRequests:
         self._count(1)
 
     def unregister(self, peer: str, request_id: str, one: CancelHandle) -> None:
-        """The request cannot be cancelled from here any more."""
+        """Remove the request from those that can be cancelled."""
         several = self._running[peer, request_id]
         several.remove(one)
         if not several:

@@ -72,7 +72,7 @@ class Sla(msgspec.Struct, frozen=True, gc=False):
     is_final: bool = False  # it was decided by, and no default is looked up again
 
     def with_defaults(self, objectives: Mapping[str, Objective]) -> "Sla":
-        """What it asks for, with what its class means by saying nothing."""
+        """This SLA with the defaults of its class for all that it leaves out."""
         if self.is_final:
             return self
         is_unlisted = bool(self.objective) and self.objective not in objectives

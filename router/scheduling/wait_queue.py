@@ -20,7 +20,7 @@ from slagate.router.scheduling.policy import Decision
 from slagate.router.scheduling.score import LIMITS, RoutingRequest
 
 MAX_HINT_S = 30.0
-"""A client is never told to come back later than this."""
+"""The longest retry delay, in seconds, that a refused client is given."""
 
 
 class Assignment:
@@ -135,7 +135,7 @@ class _WaitLine:
 
     @property
     def reserved(self) -> set[str]:
-        """Pools that younger requests of other lines leave to it."""
+        """Pools reserved for it, against younger requests of other lines."""
         # A request with excluded workers may not go everywhere in its pools, so what it cannot take is left
         # to others. So are pools that it waits for only until a worker that has just joined is known.
         if not self.requests or self.requests[0].ask.excluded or self._only_joining:
@@ -162,8 +162,8 @@ class _WaitLine:
 class WaitQueue:
     """The waiting requests of one gateway.
 
-    `elsewhere` gives the pools that a request waits for in another gateway which came before a time; None:
-    there is no other gateway.
+    `elsewhere` gives, for a time, the pools that requests in other gateways wait for which came before it.
+    None: there is no other gateway.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class WaitQueue:
         self.n_waiting = 0
 
     def reserved_before(self, new: PendingAssignment) -> Set[str]:
-        """Pools that a new request leaves to those that came before it."""
+        """Pools reserved for requests that came before a new one."""
         reserved = frozenset() if self._elsewhere is None else self._elsewhere(new.since_s)
         if not self.n_waiting:
             return reserved
@@ -189,7 +189,7 @@ class WaitQueue:
         return reserved | self.reserved()
 
     def reserved(self) -> set[str]:
-        """Pools that younger requests of other lines leave to those that wait."""
+        """Pools reserved for waiting requests, against younger ones of other lines."""
         return set().union(*(line.reserved for line in self._waiting()))
 
     def append(self, new: PendingAssignment) -> None:
@@ -201,7 +201,7 @@ class WaitQueue:
         self.n_waiting += 1
 
     def remove(self, pending: PendingAssignment) -> None:
-        """A request stops waiting."""
+        """Remove a request: it waits no more."""
         line = next(line for line in self._waiting() if pending in line.requests)
         line.requests.remove(pending)
         self._removed(line, pending)
@@ -214,7 +214,7 @@ class WaitQueue:
         return sorted(found, key=lambda pending: pending.since_s)
 
     def hint_ms(self, pending: PendingAssignment) -> int:
-        """When one more request like this would have its turn, as things go."""
+        """Milliseconds until one more request like this would get a worker, at the present rate."""
         line = self._lines.get(pending.line)
         return Overloaded.default_retry_ms if line is None else line.hint_ms()
 
@@ -267,7 +267,7 @@ class WaitQueue:
         return (line for line in self._lines.values() if line.requests)
 
     def oldest_s(self) -> dict[str, float]:
-        """Since when the oldest request waits for a pool that younger ones leave to it."""
+        """When the oldest request for each reserved pool came, in seconds of `now_s`."""
         found: dict[str, float] = {}
         for line in self._waiting():
             since_s = line.requests[0].since_s

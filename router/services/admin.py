@@ -49,7 +49,7 @@ class Listeners(NamedTuple):
         return self._replace(listen=self.listen._replace(port=port))
 
     def print_ready_line(self, **fields: list[int]) -> None:
-        """Say that all of them are bound."""
+        """Print the ready line: all of them are bound."""
         addresses = {name: str(address) for name, address in self._asdict().items()}
         ready_line(**addresses, pid=os.getpid(), **fields)
 
@@ -113,7 +113,7 @@ class ReloadService(gw_grpc.GatewayServicer):
 
 
 class AdminService(ReloadService):
-    """The whole service, for a gateway of one process."""
+    """`slagate.v1.Gateway`, for a gateway of one process."""
 
     def __init__(
         self,
