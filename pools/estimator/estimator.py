@@ -32,7 +32,7 @@ MIN_OBSERVED_NOMINAL = 32
 
 
 class Coefficients(msgspec.Struct, frozen=True, gc=False):
-    """What a profile is corrected by. The defaults correct nothing."""
+    """Corrections of a profile's times. The defaults change nothing."""
 
     prefill_scale: float = 1.0
     prefill_offset_s: float = 0.0

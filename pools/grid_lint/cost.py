@@ -29,7 +29,7 @@ _TO_SPARE = 0.1
 
 
 def cost(view: LintedStage) -> Iterator[Finding]:
-    """The findings of G3. There are none about pools without a profile."""
+    """Findings G301 to G304: cells against predictions; none about pools without a profile."""
     if all(profile is not None for profile in view.profiles):
         yield from _unmet(view)
     yield from _misses(view)

@@ -10,7 +10,7 @@ from slagate.workers.findings import MAX_LISTED, Finding, Occurrence, Occurrence
 
 
 def overrides(view: LintedStage) -> Iterator[Finding]:
-    """The findings of G5 about one stage."""
+    """Findings G501 to G506 but G505: overrides and retries of one stage."""
     grid = view.grid
     for at, (rule, left) in enumerate(zip(grid.rules, grid.matched(), strict=True)):
         if not grid.sendable(rule):

@@ -9,7 +9,7 @@ from slagate.workers.findings import Finding, Occurrence, Occurrences, warning
 
 
 def shape(view: LintedStage) -> Iterator[Finding]:
-    """The findings of G1."""
+    """Findings G101 to G109: contradictions in the mapping of cells to pools."""
     if view.n_pools == 1:
         return  # there is no choice to be wrong
     yield from _tighter_is_slower(view)

@@ -70,14 +70,14 @@ class SharedTable(LoadTable):
         self._shared.set(self._pool_slot, total, self.totals[total])
 
     def set_oldest_s(self, since_s: float) -> bool:
-        """Set since when the oldest request here waits for the pool; 0: none. True when that is new."""
+        """Set when the oldest request that waits here for the pool came; 0: none. True if that changed."""
         is_new, self._oldest_s = since_s != self._oldest_s, since_s
         if is_new:
             self._shared.set_s(self._pool_slot, PoolCell.OLDEST_S, since_s)
         return is_new
 
     def oldest_elsewhere(self) -> list[tuple[int, float]]:
-        """Since when the oldest request of each other process waits for the pool, with its number."""
+        """When the oldest request for the pool in each other process came, behind its number."""
         return self._shared.each_other_s(self._pool_slot, PoolCell.OLDEST_S)
 
     @override

@@ -42,7 +42,7 @@ READY, LEFT = STATES.index(State.READY), STATES.index(State.LEFT)
 
 
 class Work(NamedTuple):
-    """What one lease puts on a row."""
+    """The load that one lease adds to a row."""
 
     prefill_tokens: int = 0  # prompt tokens to prefill, until `Lease.prefill_done`
     work_s: float = 0.0  # the same as seconds of work, see `FrozenEstimator.work_s`

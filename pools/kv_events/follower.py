@@ -221,7 +221,7 @@ class WorkerFollower:
         return f"Follower({self._who}, {self._events})"
 
     def identified(self, info: oe.ServerInfo) -> None:
-        """Note who the worker has just said it is; all that is known of another incarnation is dropped."""
+        """Note the worker's identity; all that is known of another incarnation is dropped."""
         who = Incarnation(
             info.instance_id,
             max(1, info.parallelism.data_parallel_size),

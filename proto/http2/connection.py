@@ -120,7 +120,7 @@ class H2Stream:
 
     @property
     def ahead_bytes(self) -> int:
-        """What waits in the transport of all streams while it takes no more."""
+        """Bytes of all streams in the transport's buffer while it is full; else 0."""
         return self._connection.blocked_bytes
 
     def respond(self, headers: Headers, *, last: bool = False) -> None:
@@ -321,7 +321,7 @@ class H2Connection(asyncio.Protocol):
 
     @property
     def blocked_bytes(self) -> int:
-        """What waits in the transport while it takes no more."""
+        """Bytes in the transport's buffer while it is full; else 0."""
         if self._transport is None or not self._is_blocked or self.state is ConnectionState.LOST:
             return 0
         return self._transport.get_write_buffer_size()

@@ -72,7 +72,7 @@ def new_engine(settings: Http2Settings, *, is_server: bool) -> Connection:
 
 
 def begin(engine: Connection, settings: Http2Settings, *, is_server: bool) -> None:
-    """Say what HTTP/2 begins with."""
+    """Queue the preface and SETTINGS, and set the connection's window."""
     said = {
         Setting.INITIAL_WINDOW_SIZE: settings.stream_window_bytes,
         Setting.MAX_HEADER_LIST_SIZE: settings.max_header_bytes,

@@ -18,11 +18,11 @@ class Backoff:
         self._delay_s = first_s
 
     def next_s(self) -> float:
-        """How long to wait now; the next call says more, until `reset`."""
+        """Seconds to wait now; longer with each call, until `reset`."""
         delay_s = self._delay_s
         self._delay_s = min(delay_s * self._ratio, self._most_s)
         return delay_s
 
     def reset(self) -> None:
-        """An attempt went well: begin with `first_s` again."""
+        """Begin with `first_s` again: an attempt went well."""
         self._delay_s = self._first_s

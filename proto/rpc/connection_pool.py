@@ -90,7 +90,7 @@ class ConnectionPool:
 
     @property
     def connections(self) -> list[H2Connection]:
-        """Those that are open."""
+        """The open connections."""
         return [pooled.connection for pooled in self._connections]
 
     def start(self, call: PendingCall) -> None:

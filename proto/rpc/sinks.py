@@ -43,10 +43,10 @@ class Call(Protocol):
         """Give the call up. Idempotent, harmless after the end; never waits."""
 
     def pause(self) -> None:
-        """Ask for silence until `resume`; the producer keeps its place. Idempotent."""
+        """Ask for no messages until `resume`; none are lost. Idempotent."""
 
     def resume(self) -> None:
-        """Take up again after `pause`. Idempotent."""
+        """Let messages come again after `pause`. Idempotent."""
 
 
 class ResponseWriter(StreamSink, Protocol):

@@ -140,7 +140,7 @@ Changes: TypeAlias = Iterator[Change | None]
 
 
 class Normaliser:
-    """Turns what an engine tells into checked changes of its ranks. It never raises, whatever it is given.
+    """Turns an engine's events into checked changes of its ranks. Never raises, whatever they are.
 
     `counts` has what was lost or left out.
     """

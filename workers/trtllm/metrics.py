@@ -21,7 +21,7 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 class Observer:
-    """Hears of the work of an engine, on the event loop, and must not raise. This one ignores it."""
+    """Callbacks about an engine's work, on the event loop; must not raise. These do nothing."""
 
     wants_perf_metrics: bool = False
     """Whether the engine is to measure each request, which costs it a little."""
