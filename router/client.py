@@ -58,9 +58,9 @@ class CallFailed(Exception):
 
 
 def explain_failure(status: Status, target: str, tls: TlsFiles | None, where: str) -> str:
-    """Why a call of `target`, which should be `where`, failed; for a connection that failed, what to do.
+    """Why a call of `target` failed; for a connection, what to do. `where` is the listener it should be.
 
-    `tls` is what the options said; None is plaintext.
+    `tls` is of the options; None is plaintext.
     """
     words = status.message
     _, is_ours, cause = words.partition(f"cannot connect to {target}: ")

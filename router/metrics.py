@@ -36,7 +36,7 @@ class ConnectionEnd(Enum):
 
 
 class RefusedConnection(Enum):
-    """Why a connection was not even taken. The value is the label."""
+    """Why a connection was not accepted. The value is the label."""
 
     LIMIT = "limit"  # there were `max_connections` already
     DRAINING = "draining"

@@ -85,7 +85,7 @@ class Recomputer:
         return self.n_choices > 0 and not self.n_mismatches
 
     def read(self, lines: Iterable[bytes]) -> Iterator[str]:
-        """A text for each choice that comes out otherwise. Raises `UsageError` naming line and field."""
+        """Decide again, and yield each choice that differs. Raises `UsageError` naming line and field."""
         n_lines = 0
         for line in lines:
             n_lines += 1

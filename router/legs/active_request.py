@@ -47,7 +47,7 @@ TRAILER_LIMIT_S = 1.0
 
 @dataclass(slots=True)
 class Gateway:
-    """What every request needs."""
+    """The parts of a gateway that requests use."""
 
     dispatcher: Dispatcher
     settings: Settings

@@ -32,7 +32,7 @@ class Backpressure:
         return True
 
     def stop(self) -> None:
-        """The worker's stream is over. Idempotent."""
+        """Stop watching: the worker's stream is over. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

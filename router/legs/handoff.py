@@ -125,14 +125,14 @@ class Handoff:
         holder.retain()
 
     def used(self) -> None:
-        """A decode worker has pulled it. Idempotent."""
+        """Note that a decode worker has pulled it. Idempotent."""
         if self._open:
             self._open = False
             self._releaser.n_open -= 1
             self._holder.release()
 
     def release(self) -> None:
-        """No decode worker will: free it on its holder, in the background. Idempotent."""
+        """Free it on its prefill worker, in the background: nobody will pull it. Idempotent."""
         if self._open:
             self._open = False
             self._releaser.start(self.session, self._holder)

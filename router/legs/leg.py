@@ -123,7 +123,7 @@ class LegSink(StreamSink):
 
     @property
     def may_have_parked(self) -> bool:
-        """Whether the worker may hold a handoff of this leg that nobody knows of."""
+        """Whether the worker may hold a handoff of this leg that the gateway has not got."""
         return False
 
     @property

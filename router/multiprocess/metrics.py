@@ -139,7 +139,7 @@ def merged(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
 
 
 def looks(supervisor: Supervisor, request: ps.LookRequest) -> list[ps.LookResponse]:
-    """Answers of the processes that run. To be called on any thread but that of the event loop."""
+    """`Look` responses of the running processes. For any thread but that of the event loop."""
     asked = []
     for _, child in sorted(supervisor.running.items()):
         with suppress(ValueError):  # it has just ended, and its channel is closed

@@ -45,7 +45,7 @@ class PeerProcesses(PeerGateways):
         now_s: Callable[[], float],
         admin_path: Callable[[int], Path],
     ) -> None:
-        """`wake` has the process of that number look again; `admin_path` is the socket it answers on."""
+        """`wake` wakes the process of that number; `admin_path` is the socket that it answers on."""
         super().__init__()
         assert counts.number is not None, "the parent has no peers"
         self.n_peers = counts.n_processes - 1

@@ -55,7 +55,7 @@ class TimedStream:
     ended: anyio.Event = field(default_factory=anyio.Event)
 
     def message(self, data: bytes, /) -> None:
-        """Take one response."""
+        """Take one serialised `GenerateResponse`."""
         now_s = self.now_s()
         response = oe.GenerateResponse.FromString(data)
         event = response.WhichOneof("event")
@@ -216,7 +216,7 @@ class DecodeRow(NamedTuple):
 
 
 def capacity(server: oe.ServerInfo, model: oe.ModelInfo, kv_tokens: int | None) -> MeasurableRange:
-    """The limits that a worker tells; `kv_tokens`, if given, takes the place of the KV cache that it tells.
+    """The limits that a worker reports; `kv_tokens`, if given, replaces the KV cache that it reports.
 
     Raises `UsageError` where neither is known.
     """

@@ -11,7 +11,7 @@ from slagate.router.scheduling.policy import StageChoice
 
 
 def learn(record: Record, fleet: Fleet) -> None:
-    """Hold what was predicted of each prefill and of the decode against what it was."""
+    """Correct the estimators by an ended request's prefills and ITL, and count its cache hits."""
     for prefilled in record.prefilled:
         if (pool := fleet.pool(prefilled.choice.pool, prefilled.choice.stage)) is not None:
             _learn_prefill(prefilled, pool)

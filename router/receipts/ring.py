@@ -77,7 +77,7 @@ class ReceiptRing:
         return len(self._entries)
 
     def put_in_force(self, config: gw.GatewayConfig) -> None:
-        """From now on requests are decided under this configuration."""
+        """Set the configuration that requests are decided under from now on."""
         self.config = config
         self.attainment.restart(config.version)
 
@@ -104,7 +104,7 @@ class ReceiptRing:
         return stamp
 
     def end_watches(self) -> None:
-        """Let those that follow end, once they have read what is there."""
+        """End each `watch` that follows, once it has given all entries."""
         self._closed = True
         self._wake_watchers()
 

@@ -14,10 +14,10 @@ POLICIES = ("prefix", "least_loaded")
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """What clients may do to the gateway that is not yet a request."""
+    """Limits of clients' connections, and of requests not yet whole."""
 
     max_connections: int = 4096
-    """At once; one more is closed before it has said anything."""
+    """At once; one more is closed when it is accepted."""
     max_streams: int = 1000
     """Calls at once on one connection (SETTINGS_MAX_CONCURRENT_STREAMS): clients queue what is more."""
     max_header_bytes: int = 16 << 10
@@ -25,9 +25,9 @@ class ClientLimits:
     max_arriving_bytes: int = 256 << 20
     """Of requests that are not whole, in all: one that needs more is refused (RESOURCE_EXHAUSTED)."""
     arrival_s: float = 60.0
-    """For a request to arrive whole."""
+    """Seconds for a request to arrive whole."""
     handshake_s: float = 10.0
-    """For a connection to say what HTTP/2 begins with."""
+    """Seconds for a connection to send the preface of HTTP/2."""
     resets: tuple[int, int] = (1000, 100)
     """Calls given up on one connection: at once, and each second. With more of them it takes no new ones
     (ENHANCE_YOUR_CALM)."""
@@ -38,7 +38,7 @@ class ClientLimits:
 
 @dataclass(frozen=True)
 class Settings:
-    """Set once at start; what the command line has no flag for is not meant to be turned."""
+    """Settings, fixed at start; those without a command-line option are not meant to be tuned."""
 
     max_request_bytes: int = 8 << 20
     """A serialised request: about 2.7 million tokens, above any context window of today."""

@@ -50,7 +50,7 @@ _HINT = re.compile(
 
 @lru_cache(maxsize=256)
 def looks_like_ours(key: str) -> bool:
-    """Whether whoever wrote this key meant it for a gateway such as this one.
+    """Whether a metadata key looks like one of this gateway, perhaps misspelt.
 
     Clients send the same few keys again and again, so answers are kept.
     """

@@ -1,6 +1,6 @@
 """What a gateway needs of the other gateways that send to the same workers and answer the same clients.
 
-Pools ask what is in flight elsewhere, the dispatcher who waits elsewhere, `Control` for requests elsewhere.
+Pools use it for load in the others, the dispatcher for requests that wait there, `Control` to abort there.
 The one implementation is `multiprocess/peers.py`, over memory that processes of one host share.
 """
 
@@ -10,12 +10,12 @@ from slagate.pools.inflight.table import LoadTable
 
 
 class PeerGateways:
-    """The other gateways. As it is here: there are none. Pools are named by their `Pool.key`."""
+    """The other gateways; in this base class there are none. Pools are named by their `Pool.key`."""
 
     n_peers = 0
 
     def __init__(self) -> None:
-        # Called when a request that waits here may have its turn for what has changed elsewhere.
+        # Called when a change in a peer may let a request that waits here go on.
         self.on_change: Callable[[], None] = lambda: None
 
     def load_table(self, pool: str) -> LoadTable:
@@ -33,17 +33,17 @@ class PeerGateways:
         return 0
 
     def waited_for(self, since_s: float) -> Set[str]:
-        """Pools that a request waits for in a peer which came before `since_s`."""
+        """Pools that requests in peers wait for which came before `since_s`."""
         return frozenset()
 
     def show_running(self, n_requests: int) -> None:
-        """Tell the peers how many requests this gateway serves."""
+        """Publish to the peers how many requests this gateway serves."""
 
     def show_waiting(self, n_requests: int, oldest_s: Mapping[str, float]) -> None:
-        """Tell the peers how many requests wait here, and since when the oldest does for each pool."""
+        """Publish to the peers how many requests wait here, and when the oldest for each pool came."""
 
     def wake(self) -> None:
-        """Have those peers look again in which somebody waits: something was given back."""
+        """Wake the peers in which requests wait: a lease was released here."""
 
     async def abort(self, peer: str, request_id: str) -> bool:
         """End the requests of a client with this id in whichever peer has them; False: none has."""
