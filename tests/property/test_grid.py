@@ -71,9 +71,8 @@ def test_a_band_is_the_exact_one_unless_the_value_is_at_an_edge(
 ) -> None:
     """Against rationals: rounding moves a value by one band at most, and only at an inner edge."""
     low, high, resolution = bounds
-    assume(
-        (high - low) / resolution > 1e-290
-    )  # below, a double has too few digits left to say this
+    # Below, a double has too few digits left to say this.
+    assume((high - low) / resolution > 1e-290)
     exact = (Fraction(value) - Fraction(low)) * resolution / (Fraction(high) - Fraction(low))
     band = max(0, min(int(exact), resolution - 1))
     found = Axis("isl", *bounds).index(value)

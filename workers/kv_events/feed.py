@@ -180,9 +180,8 @@ class KvFeed:
         )
         limits = {"history_batches": history_batches, "history_bytes": history_bytes}
         self._logs = [RankLog(r, block_tokens=block_tokens, **limits) for r in range(ranks)]
-        self._last_s = [
-            0.0
-        ] * ranks  # when each rank published last; kept while there are subscribers
+        # When each rank published last; kept while there are subscribers.
+        self._last_s = [0.0] * ranks
         self._subscriptions: dict[Subscription, None] = {}
         self._queue: deque[Subscription] = deque()  # there may be messages for these
         self._turn: asyncio.Handle | None = None

@@ -68,9 +68,8 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.codes: list[CodeType] = []
-        self._running: dict[
-            int, FrameType
-        ] = {}  # of generators and coroutines; kept, so that no id is used twice
+        # Of generators and coroutines; kept, so that no id is used twice.
+        self._running: dict[int, FrameType] = {}
 
     @contextmanager
     def on(self) -> Iterator[None]:
