@@ -184,7 +184,7 @@ class Reloader:
         return self._compared(Proposal.of(read(), policy=self._current.message.policy))
 
     def put(self, found: Proposal, *, dry_run: bool = False) -> Reloaded:
-        """Put a configuration in force, unless it is; `dry_run` changes nothing."""
+        """Put a configuration in force, unless it is already; `dry_run` only reports."""
         old = self._current
         result = Reloaded(
             version=old.message.version if dry_run else found.message.version,

@@ -267,7 +267,7 @@ class WaitQueue:
         return (line for line in self._lines.values() if line.requests)
 
     def oldest_s(self) -> dict[str, float]:
-        """When the oldest request for each reserved pool came, in seconds of `now_s`."""
+        """For each reserved pool, when its oldest request came, in seconds of `now_s`."""
         found: dict[str, float] = {}
         for line in self._waiting():
             since_s = line.requests[0].since_s

@@ -38,7 +38,7 @@ class Moved(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """All blocks of a rank are gone from its cache."""
+    """No block of the rank is known to be cached any more."""
 
     rank: int
 

@@ -176,7 +176,7 @@ class SchedulingParams12:
 
 @dataclass(slots=True, kw_only=True)
 class SchedulingParams(SchedulingParams12):
-    """The newest version's, with an id that keeps a subagent on a rank."""
+    """The newest version's, with an id that hints to keep a subagent on one rank."""
 
     subagent_affinity_id: str | None = None
 
