@@ -155,7 +155,10 @@ class Dispatcher:
         """Decide anew for a request that waits, and settle it if that can be."""
         try:
             pending.decision = self._choose(pending.ask, pending.prompt, pending.stages, self._rng)
-            self._settle(pending, reserved)
+            choices = pending.decision.stages
+            # Not refused before its turn: workers that are down now may be back by then.
+            if not any(choice.row is not None and choice.pool in reserved for choice in choices):
+                self._settle(pending, reserved)
         except GatewayError as error:
             pending.settle(error)  # another configuration, that has no place for it
         except Exception:

@@ -368,3 +368,28 @@ def test_nobody_stands_in_line_for_workers_that_are_down() -> None:
         w.held.pop(0).release()
 
     waiting(test, of=two_kinds(max_inflight=1))
+
+
+def test_one_who_waits_behind_an_older_request_is_not_refused_for_a_worker_that_is_down_now() -> None:
+    """Which workers are there counts when the request's turn has come."""
+
+    async def test(w: Waiting, tasks: anyio.abc.TaskGroup) -> None:
+        of = w.dispatcher.fleet
+        (decode,) = of.pools["d-bulk"].members.values()
+        (prefill,) = of.pools["p-fast"].members.values()
+        capacity = oe.DeploymentCapacity(total_kv_blocks=100, kv_block_size=32)
+        decode.set_server_info(oe.ServerInfo(capacity=capacity))
+        for number, (sla, isl_tokens) in enumerate([(FAST, 2000), (BULK, 3000), (FAST, 150)]):
+            tasks.start_soon(lambda n=number, s=sla, i=isl_tokens: w.submit(n, sla=s, isl_tokens=i))
+            await anyio.sleep(0.001)
+        assert (w.done, w.dispatcher.n_waiting) == ([0], 2)
+        prefill.refuse("gone")
+        w.dispatcher.step()
+        assert (w.failed, w.dispatcher.n_waiting) == ({}, 2)
+        prefill.probe_ok()
+        prefill.probe_ok()
+        w.held.pop(0).release()
+        await settle()
+        assert w.done == [0, 1, 2]
+
+    waiting(test, of=two_kinds())
