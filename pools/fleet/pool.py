@@ -243,10 +243,14 @@ class Pool:
         address, rank = self.table.names[row]
         member = self.members[address]
         assert not self.table.unavailable[row] & DOWN, member
+        on_prefill_end = None
+        # Where the worker chooses between its ranks, the next prompt may meet another cache.
+        if self.overlaps is not None and prompt is not None and member.has_row_for_each_rank:
+            on_prefill_end = self.overlaps.predict(row, prompt)
+        # From here on nothing may raise: a lease that is counted must get to its owner.
         before = self.table.newest_lease() if n_leases is None else n_leases
         self._newest_lease = max(self._newest_lease, before) + 1
         lease = Lease(member, row, work, number=self._newest_lease, rank=rank)
-        # Where the worker chooses between its ranks, the next prompt may meet another cache.
-        if self.overlaps is not None and prompt is not None and member.has_row_for_each_rank:
-            lease.on_prefill_end = self.overlaps.predict(row, prompt)
+        if on_prefill_end is not None:
+            lease.on_prefill_end = on_prefill_end
         return lease

@@ -1,6 +1,7 @@
 import logging
 
 import grpc
+import numpy as np
 import pytest
 
 from slagate.pools.fleet.fleet import Fleet, prepare
@@ -8,6 +9,7 @@ from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.pools.inflight.table import State
+from slagate.pools.prefix.overlap import PoolCaches, Prompt
 from slagate.router.request.errors import RETRY_PUSHBACK, NoWorker, Overloaded, UnknownModel
 from slagate.router.request.sla import Sla
 from slagate.router.scheduling.dispatcher import Dispatcher
@@ -168,6 +170,17 @@ def test_disagg_03_a_missing_decode_worker_leaves_no_prefill_lease() -> None:
         member.refuse("gone")
     with pytest.raises(NoWorker, match="decode"):
         assign(d)
+    assert inflight(d.fleet) == {}
+
+
+def test_a_prediction_that_fails_leaves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(PoolCaches, "predict", fail)
+    d = dispatcher()
+    with pytest.raises(MemoryError):
+        d.submit(ask(), Prompt(np.arange(100, dtype="<u4").tobytes()))
     assert inflight(d.fleet) == {}
 
 
