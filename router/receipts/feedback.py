@@ -5,6 +5,7 @@ All of it comes after the request, from its record, so that the way of a request
 
 from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.fleet import Fleet
+from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool
 from slagate.router.receipts.record import Prefilled, Record
 from slagate.router.scheduling.policy import StageChoice
@@ -13,8 +14,7 @@ from slagate.router.scheduling.policy import StageChoice
 def learn(record: Record, fleet: Fleet) -> None:
     """Correct the estimators by an ended request's prefills and ITL, and count its cache hits."""
     for prefilled in record.prefilled:
-        if (pool := fleet.pool(prefilled.choice.pool, prefilled.choice.stage)) is not None:
-            _learn_prefill(prefilled, pool)
+        _learn_prefill(prefilled, fleet)
     itl_s = record.latencies().itl_s
     if record.decoded and itl_s is not None and record.decision is not None:
         choice = record.decision.stages[-1]
@@ -24,12 +24,12 @@ def learn(record: Record, fleet: Fleet) -> None:
             estimator.observe_itl(*choice.scored[-1].decoding(choice.row), seconds=itl_s)
 
 
-def _learn_prefill(prefilled: Prefilled, pool: Pool) -> None:
+def _learn_prefill(prefilled: Prefilled, fleet: Fleet) -> None:
     choice, cached_tokens = prefilled.choice, prefilled.cached_tokens
     scored, row = choice.scored[-1], choice.row
     assert row is not None
-    member = pool.members.get(choice.worker or "")
-    if member is not None:
+    pool = fleet.pool(choice.pool, choice.stage)
+    if (member := _member(choice, pool, fleet)) is not None:
         member.prefix_error.add_prompt(scored.pool.cached.cached_tokens.item(row), cached_tokens)
     estimator = _estimator(choice, pool)
     if estimator is not None and prefilled.seconds is not None:
@@ -39,6 +39,17 @@ def _learn_prefill(prefilled: Prefilled, pool: Pool) -> None:
             queued_s=scored.waiting_s(row),
             seconds=prefilled.seconds,
         )
+
+
+def _member(choice: StageChoice, pool: Pool | None, fleet: Fleet) -> Member | None:
+    """The chosen worker; None: it has left."""
+    member = None if pool is None else pool.members.get(choice.worker or "")
+    if member is None:
+        # It may drain, and its pool with it.
+        wanted = (choice.stage, choice.pool, choice.worker)
+        found = (each for each in fleet.all_members() if each.is_draining)
+        member = next((m for m in found if (m.stage, m.pool, m.address) == wanted), None)
+    return member
 
 
 def _estimator(choice: StageChoice, pool: Pool | None) -> Estimator | None:

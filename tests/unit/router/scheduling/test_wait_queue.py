@@ -370,7 +370,9 @@ def test_nobody_stands_in_line_for_workers_that_are_down() -> None:
     waiting(test, of=two_kinds(max_inflight=1))
 
 
-def test_one_who_waits_behind_an_older_request_is_not_refused_for_a_worker_that_is_down_now() -> None:
+def test_one_who_waits_behind_an_older_request_is_not_refused_for_a_worker_that_is_down_now() -> (
+    None
+):
     """Which workers are there counts when the request's turn has come."""
 
     async def test(w: Waiting, tasks: anyio.abc.TaskGroup) -> None:
