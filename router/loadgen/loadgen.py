@@ -49,7 +49,7 @@ class ServedRequest:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended without a whole answer."""
+        """Whether its status is not OK; a `fault` alone is no failure."""
         return self.status.code is not grpc.StatusCode.OK
 
 
