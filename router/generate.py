@@ -15,7 +15,7 @@ from slagate.pools.grid.grid import Stage
 from slagate.proto.rpc.status import OK, Status
 from slagate.router.legs.active_request import ActiveRequest, Gateway
 from slagate.router.legs.handoff import Handoff, PrefillSink, guard
-from slagate.router.receipts.feedback import learn
+from slagate.router.receipts.feedback import update_estimators
 from slagate.router.receipts.record import Record
 from slagate.router.request.call import ClientCall
 from slagate.router.request.errors import (
@@ -142,7 +142,7 @@ async def _prefill(active: ActiveRequest) -> Handoff | None:
     gateway, request = active.gateway, active.request
     while True:
         lease, leg_id = active.assignment.leases[Stage.PREFILL], gateway.next_leg_id()
-        sink = PrefillSink(leg_id, active.park, only_token=request.max_tokens == 1)
+        sink = PrefillSink(leg_id, active.hold_handoff, only_token=request.max_tokens == 1)
         leg = prefill_leg(request.data, leg_id, min_tokens=request.min_tokens)
         failure = await active.call_worker(lease, leg, sink)
         if failure is None:
@@ -204,7 +204,6 @@ def _finish(
         status = status._replace(trailers=(*status.trailers, trailer))
     call.out.finish(status)
     gateway.metrics.measure(record, outcome)
-    learn(record, gateway.dispatcher.fleet)
     latencies = record.latencies()
     note(
         log,
@@ -219,3 +218,4 @@ def _finish(
             "output_tokens": record.stats.n_tokens,
         },
     )
+    update_estimators(record, gateway.dispatcher.fleet)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.member import Member
-from slagate.pools.fleet.pool import Pool, PoolView
+from slagate.pools.fleet.pool import Pool, PoolSnapshot
 from slagate.pools.fleet_file.load import FleetConfig
 from slagate.pools.fleet_file.models import Objective
 from slagate.pools.grid.grid import Stage, StageGrid
@@ -170,7 +170,7 @@ class Fleet:
         for pool in self.all_pools:
             yield from pool.all_members
 
-    def views(self, prompt: Prompt | None = None) -> Mapping[str, PoolView]:
+    def views(self, prompt: Prompt | None = None) -> Mapping[str, PoolSnapshot]:
         """Views of the pools by name, each made at its first use: for use within one step."""
         return _Views(self.pools, prompt)
 
@@ -237,7 +237,7 @@ class Fleet:
         return "" if set.intersection(*served) else "no model is served by every stage"
 
 
-class _Views(dict[str, PoolView]):
+class _Views(dict[str, PoolSnapshot]):
     """Views of pools, made when they are needed: most decisions need one a stage."""
 
     def __init__(self, pools: Mapping[str, Pool], prompt: Prompt | None) -> None:
@@ -245,6 +245,6 @@ class _Views(dict[str, PoolView]):
         self._pools = pools
         self._prompt = prompt
 
-    def __missing__(self, name: str) -> PoolView:
-        view = self[name] = self._pools[name].view(self._prompt)
+    def __missing__(self, name: str) -> PoolSnapshot:
+        view = self[name] = self._pools[name].snapshot(self._prompt)
         return view

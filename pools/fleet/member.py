@@ -72,7 +72,7 @@ class Leg(Protocol):
     def worker_lost(self, reason: str) -> None:
         """Fail the call if it can be retried: the worker is out of service."""
 
-    def cut_off(self, reason: str) -> None:
+    def drain_timed_out(self, reason: str) -> None:
         """Fail the call in any case: the worker has drained for too long."""
 
 
@@ -209,7 +209,7 @@ class Member:
         since_s = self.draining_since_s
         return since_s is not None and now_s - since_s >= seconds
 
-    def cut(self) -> bool:
+    def force_drain(self) -> bool:
         """Fail the calls that still run there, as it has drained too long. True the first time."""
         assert self.is_draining, self
         was_cut, self._is_cut = self._is_cut, True
@@ -217,14 +217,14 @@ class Member:
         if not was_cut:
             log.warning("member.cut", extra={"worker": self.address, "pool": self.pool})
             for leg in list(self.legs):
-                leg.cut_off(TOO_LONG)
+                leg.drain_timed_out(TOO_LONG)
         return not was_cut
 
-    def retain(self) -> None:
+    def add_hold(self) -> None:
         """Keep it from leaving: a handoff is parked there, or an abort is under way."""
         self._n_retained += 1
 
-    def release(self) -> None:
+    def remove_hold(self) -> None:
         """Undo one `retain`; it leaves if it drains and has nothing else to do."""
         self._n_retained -= 1
         if self.draining_since_s is not None:

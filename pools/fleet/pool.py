@@ -20,7 +20,7 @@ from slagate.workers.runtime.cooperative import CooperativeScheduler
 from slagate.workers.worker import Worker
 
 
-class PoolView(msgspec.Struct, frozen=True, gc=False, eq=False):
+class PoolSnapshot(msgspec.Struct, frozen=True, gc=False, eq=False):
     """A pool as the policy sees it for one prompt: frozen, so that a decision can be made again from it."""
 
     name: str
@@ -170,7 +170,7 @@ class Pool:
                 self.overlaps.forget_row(row)
         member.ranks.free_rows()
 
-    def view(self, prompt: Prompt | None = None) -> PoolView:
+    def snapshot(self, prompt: Prompt | None = None) -> PoolSnapshot:
         """A frozen copy of the pool, with what is cached of `prompt`; None: nothing."""
         rows = self.table.rows()
         n_rows = len(rows.names)
@@ -181,7 +181,7 @@ class Pool:
         newest = self._newest_lease
         if self.table.is_shared:
             newest = max(newest, int(rows.last_chosen.max(initial=0)))
-        return PoolView(self.name, self.estimator.frozen, rows, cached, newest)
+        return PoolSnapshot(self.name, self.estimator.frozen, rows, cached, newest)
 
     def follower(
         self, member: Member, worker: Worker, *, scheduler: CooperativeScheduler, rng: random.Random
@@ -223,15 +223,15 @@ class Pool:
         if self.overlaps is not None:
             self.overlaps.expire_predictions()
 
-    def set_foreign(self, member: Member, load: tuple[int, int] | None) -> None:
+    def set_foreign_load(self, member: Member, load: tuple[int, int] | None) -> None:
         """Set a worker's foreign load: requests, and their prompt tokens that wait for prefill.
 
         None: that is not known now.
         """
         if load is None:
-            member.ranks.set_foreign(None)
+            member.ranks.set_foreign_load(None)
         else:
-            member.ranks.set_foreign((load[0], self.estimator.frozen.work_s(load[1], 0)))
+            member.ranks.set_foreign_load((load[0], self.estimator.frozen.work_s(load[1], 0)))
 
     def lease(
         self, row: int, work: Work, prompt: Prompt | None = None, *, n_leases: int | None = None

@@ -126,7 +126,7 @@ async def _probe_forever(
             backoff.reset()
         else:
             # What it reported before may be wrong by now.
-            pool.set_foreign(member, None)
+            pool.set_foreign_load(member, None)
             n_unanswered += 1
             if n_unanswered >= PATIENT_PROBES:
                 interval_s = backoff.next_s()
@@ -136,7 +136,7 @@ async def _probe_forever(
             else:
                 follower.identified(member.server_info)
         pool.expire_predictions()
-        if member.has_drained_for(shared.drain_s, shared.now_s()) and member.cut():
+        if member.has_drained_for(shared.drain_s, shared.now_s()) and member.force_drain():
             shared.on_cut()
         await anyio.sleep(interval_s * (1 + JITTER_RATIO * rng.uniform(-1, 1)))
 
@@ -175,10 +175,10 @@ async def _load(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], 
         # TensorRT-LLM's own server has no figures when it is idle, and old ones have no such method, so
         # this error says nothing about its health.
         member.load = None
-        pool.set_foreign(member, None)
+        pool.set_foreign_load(member, None)
     else:
         member.load, member.load_at_s = load, now_s()
-        pool.set_foreign(member, _foreign(member, load, most_ours=before))
+        pool.set_foreign_load(member, _foreign(member, load, most_ours=before))
 
 
 def _foreign(member: Member, load: oe.LoadInfo, *, most_ours: int) -> tuple[int, int] | None:

@@ -31,7 +31,7 @@ _REASONS = {
 }
 
 
-class Extras(NamedTuple):
+class CheckOptions(NamedTuple):
     """How to check a fleet file, and the pools and workers to merge into it."""
 
     lenient: bool = False
@@ -52,7 +52,7 @@ class CheckedFile(NamedTuple):
     profiles: Mapping[str, TpProfile] | None  # by pool; None: not asked for
 
 
-def checked(content: Mapping[str, Any], extras: Extras) -> CheckedFile:
+def checked(content: Mapping[str, Any], extras: CheckOptions) -> CheckedFile:
     """Check everything. Nothing is raised: `report` has all problems."""
     report = ConfigReport()
     form = form_of(content)
@@ -80,7 +80,7 @@ def checked(content: Mapping[str, Any], extras: Extras) -> CheckedFile:
 
 
 def _merged(
-    content: Mapping[str, Any], form: Form, report: ConfigReport, extras: Extras
+    content: Mapping[str, Any], form: Form, report: ConfigReport, extras: CheckOptions
 ) -> dict[str, Any]:
     """The content as it is written, with other sources laid over it, and without ignored keys."""
     kept = deepcopy(dict(content))

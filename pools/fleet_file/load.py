@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from pydantic import BaseModel
 
-from slagate.pools.fleet_file.check import Extras, checked
+from slagate.pools.fleet_file.check import CheckOptions, checked
 from slagate.pools.fleet_file.keys import STAGES, AxisKeys, StageKeys
 from slagate.pools.fleet_file.models import AggFile, Objective, PoolSpec, PrefillFile
 from slagate.pools.grid.errors import ConfigError, Problem
@@ -116,7 +116,7 @@ def load_config(
     more = _NOTHING if pools is None else _read(pools, f"{os.fspath(pools)}: ", problems)
     if problems:
         raise ConfigError(source, problems)
-    extras = Extras(
+    extras = CheckOptions(
         lenient=lenient,
         serving=serving,
         repeated=read.repeated,
@@ -131,7 +131,7 @@ def parse_config(
     obj: object, *, source: str, lenient: bool = False, serving: bool = False
 ) -> FleetConfig:
     """The fleet file with the content `obj`, which `source` names. Raises `ConfigError`."""
-    return _parsed(obj, source, Extras(lenient=lenient, serving=serving))
+    return _parsed(obj, source, CheckOptions(lenient=lenient, serving=serving))
 
 
 def _read(path: str | os.PathLike[str], prefix: str, problems: list[Problem]) -> ReadJson:
@@ -153,7 +153,7 @@ def _json(text: str, prefix: str, problems: list[Problem]) -> ReadJson:
     return read
 
 
-def _parsed(content: object, source: str, extras: Extras) -> FleetConfig:
+def _parsed(content: object, source: str, extras: CheckOptions) -> FleetConfig:
     if not isinstance(content, dict):
         raise ConfigError(source, [Problem(ROOT, f"must be an object (got {shown(content)})")])
     found = checked(content, extras)

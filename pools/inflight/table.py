@@ -252,7 +252,7 @@ class LoadTable:
         self._set_name(row, "", None)
         self.set_models(row, frozenset())
         self.set_state(row, State.LEFT, suspect=False)
-        self.set_foreign(row, None)
+        self.set_foreign_load(row, None)
         self._free.append(row)
 
     def _appended(self) -> int:
@@ -304,7 +304,7 @@ class LoadTable:
             self._float[FIGURE_INDEX[name]][row] = value
         self._derive(row)
 
-    def set_foreign(self, row: int, load: tuple[int, float] | None) -> None:
+    def set_foreign_load(self, row: int, load: tuple[int, float] | None) -> None:
         """Set a row's foreign load: requests, and predicted prefill seconds; None: not known."""
         self._int[FOREIGN_UNKNOWN][row] = load is None
         requests, seconds = (0, 0.0) if load is None else load
@@ -492,7 +492,7 @@ class WorkerRows:
         for row in self.rows:
             self.table.set_models(row, models)
 
-    def set_foreign(self, load: tuple[int, float] | None) -> None:
+    def set_foreign_load(self, load: tuple[int, float] | None) -> None:
         """Set the worker's foreign load: requests, and predicted prefill seconds; None: not known.
 
         It is spread evenly over the ranks: by the next probe a report on each rank is out of date.
@@ -502,7 +502,7 @@ class WorkerRows:
             share = None
             if load is not None:
                 share = (load[0] + len(rows) - 1 - at) // len(rows), load[1] / len(rows)
-            self.table.set_foreign(row, share)
+            self.table.set_foreign_load(row, share)
 
     def add_lease(self, row: int, work: Work, *, number: int) -> None:
         """Count a lease that was taken on a row, the pool's lease of that number."""

@@ -52,9 +52,9 @@ from slagate.proto.http2.interfaces import (
     NO_ERROR,
     REFUSED_STREAM,
     RESET_NAMES,
+    ConnectionCallbacks,
     Headers,
     Http2Settings,
-    Owner,
     StreamEnd,
     StreamHandler,
 )
@@ -119,7 +119,7 @@ class H2Stream:
         self.unsent_bytes = 0  # of the body, not taken by the peer's windows and the transport yet
 
     @property
-    def ahead_bytes(self) -> int:
+    def transport_bytes(self) -> int:
         """Bytes of all streams in the transport's buffer while it is full; else 0."""
         return self._connection.blocked_bytes
 
@@ -145,7 +145,7 @@ class H2Stream:
         if not self.is_queued:
             self._connection.queue(self)
 
-    def give(self, engine: Any) -> None:
+    def flush_to(self, engine: Any) -> None:
         """Give the engine what was collected. Raises its error where it has closed the stream."""
         stream_id, parts, trailers = self.id, self._parts, self._trailers
         self.is_queued = False
@@ -257,7 +257,7 @@ class H2Connection(asyncio.Protocol):
     """One connection. With `accept` it is a server's, and the peer opens streams; else a client's."""
 
     def __init__(
-        self, owner: Owner, settings: Http2Settings, *, accept: Accept | None = None
+        self, owner: ConnectionCallbacks, settings: Http2Settings, *, accept: Accept | None = None
     ) -> None:
         self.settings = settings
         self.engine = new_engine(settings, is_server=accept is not None)
@@ -280,7 +280,7 @@ class H2Connection(asyncio.Protocol):
         self._behind: set[H2Stream] = set()  # of which the engine has something unsent
         self._watched: set[H2Stream] = set()  # to be told when they are writable
         self._last_words: dict[H2Stream, int] = {}  # to be reset with this code when all is written
-        self._chatter = TokenBucket(*settings.chatter)
+        self._control_frames = TokenBucket(*settings.control_frames)
         self._resets = TokenBucket(*settings.resets)
         # Runs until a peer that was turned away can have been told so.
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -385,7 +385,7 @@ class H2Connection(asyncio.Protocol):
         return True
 
     def queue(self, stream: H2Stream) -> None:
-        """Have `H2Stream.give` called before the next write. Once, until it was."""
+        """Have `H2Stream.flush_to` called before the next write. Once, until it was."""
         stream.is_queued = True
         self._queued.append(stream)
         if not self._will_flush:
@@ -567,7 +567,7 @@ class H2Connection(asyncio.Protocol):
 
     def _control_frame(self, event: Event) -> None:
         """A frame that libnghttp2 does not count, as it does empty and unknown ones and resets."""
-        if not self._chatter.take_token(self._loop.time()):
+        if not self._control_frames.take_token(self._loop.time()):
             self.close("the peer talks too much", ENHANCE_YOUR_CALM)
         elif isinstance(event, SettingsReceived):
             self._permitted(event)
@@ -575,7 +575,7 @@ class H2Connection(asyncio.Protocol):
             self._enter(ConnectionState.RETIRING)
             self._owner.retiring(event.error_code, event.debug_data)
         elif isinstance(event, PingAcknowledged):
-            self._goaway.answered(event.opaque_data)
+            self._goaway.ping_acked(event.opaque_data)
 
     def _permitted(self, event: SettingsReceived) -> None:
         said = event.settings.get(Setting.MAX_CONCURRENT_STREAMS)
@@ -648,7 +648,7 @@ class H2Connection(asyncio.Protocol):
                 stream.drop_unsent()
                 continue
             try:
-                stream.give(self.engine)
+                stream.flush_to(self.engine)
             except EngineError:
                 # The engine has closed the stream, and the event that says so is on its way.
                 stream.drop_unsent()

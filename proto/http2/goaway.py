@@ -94,7 +94,7 @@ class GracefulGoaway:
         self._ping(_ASKED)
         self._timer = asyncio.get_running_loop().call_later(ANSWER_LIMIT_S, self._finish)
 
-    def answered(self, about: bytes) -> None:
+    def ping_acked(self, about: bytes) -> None:
         """Take the ACK of a ping; of ours, it is time for the final GOAWAY."""
         if self._timer is not None and about == _ASKED:
             self._finish()

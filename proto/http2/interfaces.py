@@ -41,7 +41,10 @@ class Http2Settings:
     max_header_bytes: int = 64 << 10  # of one header list; more of them end the connection
     # By the peer, of a server's streams: at once, and each second; more get ENHANCE_YOUR_CALM.
     resets: tuple[int, int] = (1000, 100)
-    chatter: tuple[int, int] = (200, 20)  # pings, settings and the like of the peer: as `resets`
+    control_frames: tuple[int, int] = (
+        200,
+        20,
+    )  # pings, settings and the like of the peer: as `resets`
     ping_after_s: float = 30.0  # of silence, while streams are open
     ping_limit_s: float = 10.0  # of silence behind a ping: the peer has vanished
 
@@ -82,7 +85,7 @@ class StreamHandler(Protocol):
         """The stream is closed. The last callback; not made after our own `H2Stream.reset`."""
 
 
-class Owner(Protocol):
+class ConnectionCallbacks(Protocol):
     """Callbacks of a connection, for what is not about one stream. They must not raise."""
 
     def ready(self) -> None:

@@ -11,7 +11,7 @@ from anyio.abc import TaskGroup
 from typing_extensions import override
 
 from slagate.proto.http2.connection import H2Connection
-from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM, Http2Settings, Owner
+from slagate.proto.http2.interfaces import ENHANCE_YOUR_CALM, ConnectionCallbacks, Http2Settings
 from slagate.proto.rpc.address import parse_address
 from slagate.proto.rpc.backoff import Backoff
 from slagate.proto.rpc.status import Status
@@ -199,7 +199,7 @@ class ConnectionPool:
             self._connections.remove(pooled)
 
 
-class _PooledConnection(Owner):
+class _PooledConnection(ConnectionCallbacks):
     """One connection of the pool, as its owner."""
 
     def __init__(self, pool: ConnectionPool, settings: Http2Settings) -> None:

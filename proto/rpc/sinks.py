@@ -136,10 +136,10 @@ class BufferedSink:
         return data
 
 
-def was_taken(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
+def made_progress(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
     """Whether the reader took some: one of the counts of `unsent` fell.
 
-    >>> was_taken((5, 100), (5, 90)), was_taken((5, 100), (5, 120))
+    >>> made_progress((5, 100), (5, 90)), made_progress((5, 100), (5, 120))
     (True, False)
     """
     return any(after < count for count, after in zip(before, now, strict=True))

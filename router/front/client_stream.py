@@ -281,7 +281,7 @@ class ClientStream(StreamHandler, ResponseWriter, PendingResponse, IncomingReque
     @override
     def unsent(self) -> tuple[int, int]:
         """Bytes that wait here, and those that the connection must write before it can take more."""
-        return self.n_bytes, self._stream.ahead_bytes
+        return self.n_bytes, self._stream.transport_bytes
 
     @override
     def message(self, data: bytes, /) -> None:

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 import anyio
 
-from slagate.proto.rpc.sinks import was_taken
+from slagate.proto.rpc.sinks import made_progress
 from slagate.router.request.errors import DeadlineExceeded, GatewayError, Overloaded
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class SlowReaderTimeouts:
             return True
         before, last_s = self._slow[item]
         left = item.unsent()
-        if now_s >= last_s or not was_taken(before, left):
+        if now_s >= last_s or not made_progress(before, left):
             return False
         self._slow[item] = (left, last_s)
         self._due_s[item] = now_s + FLUSH_S

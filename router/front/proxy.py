@@ -75,9 +75,9 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
         """Respond with a status: the local server cannot be reached, or is not to be called."""
         fields = [(b":status", b"200"), (b"content-type", CONTENT_TYPE), *status_headers(status)]
         self._client.respond(fields, last=True)
-        self.answered()
+        self.response_ended()
 
-    def answered(self) -> None:
+    def response_ended(self) -> None:
         """The whole response is queued: time its reader, and reset an unfinished request."""
         self.detach()
         self._add_untaken()
@@ -87,7 +87,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
             if self.server is not None:
                 self.server.reset()
 
-    def blocked(self) -> None:
+    def response_blocked(self) -> None:
         """Start the timeout of a client that does not read its response, until `writable`."""
         if not self._is_blocked:
             self._is_blocked = True
@@ -145,7 +145,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
 
     @override
     def unsent(self) -> tuple[int, int]:
-        return self._client.unsent_bytes, self._client.ahead_bytes
+        return self._client.unsent_bytes, self._client.transport_bytes
 
     @override
     def give_up(self) -> None:
@@ -177,7 +177,7 @@ class _Answer(StreamHandler):
         server = self._forward.server
         if server is not None and self._client.unsent_bytes > HIGH_WATER_BYTES:
             server.pause()
-            self._forward.blocked()
+            self._forward.response_blocked()
 
     def _respond(self) -> None:
         if not self._has_answered and self._first is not None and not self._is_last:
@@ -198,7 +198,7 @@ class _Answer(StreamHandler):
         else:
             self._is_last = True
             self._client.respond(self._first, last=True)
-        self._forward.answered()
+        self._forward.response_ended()
 
     @override
     def writable(self) -> None:
@@ -215,6 +215,6 @@ class _Answer(StreamHandler):
             self._client.reset(end.code or INTERNAL_ERROR)
         elif self._has_answered:
             self._client.end_stream(status_headers(_LOST))
-            self._forward.answered()
+            self._forward.response_ended()
         else:
             self._forward.end_call(_LOST)

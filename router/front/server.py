@@ -20,9 +20,9 @@ from typing_extensions import override
 from slagate.proto.http2.connection import Accept, H2Connection, H2Stream
 from slagate.proto.http2.interfaces import (
     ENHANCE_YOUR_CALM,
+    ConnectionCallbacks,
     Headers,
     Http2Settings,
-    Owner,
     StreamHandler,
 )
 from slagate.proto.http2.token_bucket import TokenBucket
@@ -67,7 +67,7 @@ class Front(StreamContext):
             max_streams=limits.max_streams,
             max_header_bytes=limits.max_header_bytes,
             resets=limits.resets,
-            chatter=limits.chatter,
+            control_frames=limits.control_frames,
         )
         # Clients that may still send new requests, though asked not to.
         self._may_send: set[_Client] = set()
@@ -153,8 +153,8 @@ class Front(StreamContext):
         self.untaken.clear()
 
 
-class _Client(Owner):
-    """One connection of a client: its `Owner`."""
+class _Client(ConnectionCallbacks):
+    """One connection of a client: its `ConnectionCallbacks`."""
 
     def __init__(self, front: Front) -> None:
         self._front = front

@@ -169,7 +169,7 @@ class ActiveRequest:
                 metadata.append((PRIORITY, str(priority)))
         return metadata
 
-    def park(self, session: oe.KvSessionRef) -> None:
+    def hold_handoff(self, session: oe.KvSessionRef) -> None:
         """Own the handoff in `session`: the prefill worker keeps its KV until it is pulled or released."""
         if self.handoff is not None:
             self.handoff.release()

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from slagate.proto.rpc.sinks import Call, ResponseWriter, was_taken
+from slagate.proto.rpc.sinks import Call, ResponseWriter, made_progress
 
 
 class Backpressure:
@@ -52,7 +52,7 @@ class Backpressure:
 
     def _check(self) -> None:
         left = self._client.unsent()
-        if self._left is None or was_taken(self._left, left):
+        if self._left is None or made_progress(self._left, left):
             self._left = left
             self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._check)
         else:

@@ -122,14 +122,14 @@ class Handoff:
         self._releaser = releaser
         self._open = True
         releaser.n_open += 1
-        holder.retain()
+        holder.add_hold()
 
     def used(self) -> None:
         """Note that a decode worker has pulled it. Idempotent."""
         if self._open:
             self._open = False
             self._releaser.n_open -= 1
-            self._holder.release()
+            self._holder.remove_hold()
 
     def release(self) -> None:
         """Free it on its prefill worker, in the background: nobody will pull it. Idempotent."""
@@ -156,7 +156,7 @@ class Releaser:
         Cancelling its stream is enough while it runs. This frees the handoff of one that had finished
         with its answer still under way.
         """
-        worker.retain()
+        worker.add_hold()
         self._tasks.start_soon(self._abort, oe.AbortRequest(request_id=leg_id), worker)
 
     async def _release(self, session: oe.KvSessionRef, holder: Member) -> None:
@@ -183,5 +183,5 @@ class Releaser:
             log.exception("handoff.abort", extra={"worker": member.address})
             return "failed"
         finally:
-            member.release()
+            member.remove_hold()
         return "released"

@@ -115,7 +115,7 @@ class LegSink(StreamSink):
             self._lost = True
             self._fail(Status(UNAVAILABLE, f"is out of service: {reason}"))
 
-    def cut_off(self, reason: str) -> None:
+    def drain_timed_out(self, reason: str) -> None:
         """Fail the leg, whatever was received: the worker has drained for too long."""
         if not self._terminal and self._failure is None:
             self._lost = True

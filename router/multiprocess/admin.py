@@ -146,7 +146,7 @@ async def _read(call: Any) -> gw.WatchReceiptsResponse | None:
     return None
 
 
-class WholeGateway(ReloadService):
+class MultiprocessAdminService(ReloadService):
     """`slagate.v1.Gateway` for several processes: asks those that run, and merges the answers."""
 
     def __init__(

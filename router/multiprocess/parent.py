@@ -21,7 +21,7 @@ from slagate.pools.inflight.shared_counts import SharedCounts, create
 from slagate.proto import gateway_pb2_grpc as gw_grpc
 from slagate.proto.rpc.address import Address
 from slagate.router.metrics import Metrics
-from slagate.router.multiprocess.admin import WholeGateway
+from slagate.router.multiprocess.admin import MultiprocessAdminService
 from slagate.router.multiprocess.child import ProcessSlot
 from slagate.router.multiprocess.metrics import MergedMetrics, not_ready
 from slagate.router.multiprocess.supervisor import Supervisor, write_config
@@ -73,7 +73,7 @@ async def serve_as_parent(
             in_force, put_in_force=lambda _: None, agree=agree, metrics=metrics, now_s=monotonic_s
         )
         operators = grpc.aio.server(options=SERVER_OPTIONS)
-        service = WholeGateway(
+        service = MultiprocessAdminService(
             supervisor, counts, reloader=reloader, source=source, now_s=monotonic_s
         )
         gw_grpc.add_GatewayServicer_to_server(service, operators)

@@ -11,7 +11,7 @@ from slagate.router.receipts.record import Prefilled, Record
 from slagate.router.scheduling.policy import StageChoice
 
 
-def learn(record: Record, fleet: Fleet) -> None:
+def update_estimators(record: Record, fleet: Fleet) -> None:
     """Correct the estimators by an ended request's prefills and ITL, and count its cache hits."""
     for prefilled in record.prefilled:
         _learn_prefill(prefilled, fleet)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import asdict
 
-from slagate.pools.fleet.pool import PoolView
+from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.table import UNLIMITED
 from slagate.proto import gateway_pb2 as gw
@@ -137,6 +137,6 @@ def _every_candidate(choice: StageChoice) -> Iterator[ScoredRow]:
                 yield candidate
 
 
-def _pool_look(pool: PoolView) -> gw.PoolLook:
+def _pool_look(pool: PoolSnapshot) -> gw.PoolLook:
     coefficients = gw.Coefficients(**asdict(pool.estimator.coefficients))
     return gw.PoolLook(name=pool.name, leases=pool.n_leases, coefficients=coefficients)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slagate.pools.fleet.pool import PoolView
+from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.inflight.table import UNLIMITED, RowView, State, rows_of
 from slagate.pools.prefix.match import cached_of
 from slagate.proto import gateway_pb2 as gw
@@ -93,8 +93,8 @@ class _NotLookedAt(Exception):
     """The policy asks for a pool that is not in the receipt."""
 
 
-class _Pools(dict[str, PoolView]):
-    def __missing__(self, name: str) -> PoolView:
+class _Pools(dict[str, PoolSnapshot]):
+    def __missing__(self, name: str) -> PoolSnapshot:
         raise _NotLookedAt(name)
 
 
@@ -153,7 +153,7 @@ def _ask(recorded: gw.StageChoice, decision: gw.Decision) -> RoutingRequest:
 
 def _pools(
     place: str, recorded: gw.StageChoice, decision: gw.Decision, rules: RecordedConfig
-) -> dict[str, PoolView]:
+) -> dict[str, PoolSnapshot]:
     """The pools that were looked at, as they were then."""
     if len(recorded.candidates) != recorded.candidates_total:
         raise UnusableReceipt(
@@ -188,7 +188,7 @@ def _pools(
         rows = [by_row[row] for row in range(len(by_row))]
         device_tokens = np.array([view.device_tokens for view in rows], dtype=np.int64)
         host_tokens = np.array([view.host_tokens for view in rows], dtype=np.int64)
-        pools[look.name] = PoolView(
+        pools[look.name] = PoolSnapshot(
             look.name,
             estimator,
             rows_of(rows),

@@ -31,7 +31,7 @@ class ClientLimits:
     resets: tuple[int, int] = (1000, 100)
     """Calls given up on one connection: at once, and each second. With more of them it takes no new ones
     (ENHANCE_YOUR_CALM)."""
-    chatter: tuple[int, int] = (200, 20)
+    control_frames: tuple[int, int] = (200, 20)
     """Pings, settings and the like on one connection: at once, and each second; grpcio, which measures
     bandwidth with them, sends ten. More of them end the connection (ENHANCE_YOUR_CALM)."""
 

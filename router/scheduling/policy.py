@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from slagate.pools.fleet.pool import PoolView
+from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.fleet_file.models import ANY_CLASS
 from slagate.pools.grid.grid import AnyAxis, Cell, Stage, StageGrid
 from slagate.pools.grid.json_text import shown
@@ -128,7 +128,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
 def choose(
     ask: RoutingRequest,
     stages: Mapping[Stage, StageGrid],
-    pools: Mapping[str, PoolView],
+    pools: Mapping[str, PoolSnapshot],
     *,
     rng: random.Random,
     config: gw.GatewayConfig = NO_CONFIG,
@@ -145,7 +145,7 @@ def choose_stage(
     stage: Stage,
     ask: RoutingRequest,
     grid: StageGrid,
-    pools: Mapping[str, PoolView],
+    pools: Mapping[str, PoolSnapshot],
     *,
     rng: random.Random,
     config: gw.GatewayConfig = NO_CONFIG,

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slagate.pools.fleet.pool import PoolView
+from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.table import (
     LEFT,
@@ -95,7 +95,7 @@ class ScoredRow(msgspec.Struct, frozen=True, gc=False):
 class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
     """The rows of one pool with their scores, as arrays; values of one row are made when asked for."""
 
-    pool: PoolView
+    pool: PoolSnapshot
     stage: Stage
     ask: RoutingRequest
     score_s: Floats  # f64[n_rows]
@@ -239,7 +239,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         return has_left
 
 
-def score_pool(stage: Stage, ask: RoutingRequest, pool: PoolView) -> ScoredPool:
+def score_pool(stage: Stage, ask: RoutingRequest, pool: PoolSnapshot) -> ScoredPool:
     """Score every row of a pool."""
     rows, estimator = pool.rows, pool.estimator
     score_s: Floats
@@ -255,7 +255,7 @@ def score_pool(stage: Stage, ask: RoutingRequest, pool: PoolView) -> ScoredPool:
     return ScoredPool(pool, stage, ask, score_s, work_s, ttft_s, itl_s)
 
 
-def _work_s(ask: RoutingRequest, pool: PoolView) -> Floats:
+def _work_s(ask: RoutingRequest, pool: PoolSnapshot) -> Floats:
     """Seconds of `FrozenEstimator.work_s` that the prompt costs each row."""
     estimator, cached, isl_tokens = pool.estimator, pool.cached, ask.isl_tokens
     depths = cached.depths
@@ -270,7 +270,7 @@ def _work_s(ask: RoutingRequest, pool: PoolView) -> Floats:
     return work_s
 
 
-def _reasons(stage: Stage, ask: RoutingRequest, pool: PoolView) -> npt.NDArray[np.int8]:
+def _reasons(stage: Stage, ask: RoutingRequest, pool: PoolSnapshot) -> npt.NDArray[np.int8]:
     """Why each row may not be chosen, as a place in `_REASONS`; the reason written last counts."""
     rows = pool.rows
     reasons = np.zeros(len(rows), dtype=np.int8)  # i8[n_rows], 0: it may be chosen

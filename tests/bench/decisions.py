@@ -159,7 +159,7 @@ def prefill_decision(scene: Scene) -> Callable[[Prompt], Any]:
     ask = RoutingRequest(MODEL, scene.prompts[0].n_tokens, Sla())
 
     def decide(prompt: Prompt) -> Any:
-        return choose_stage(Stage.PREFILL, ask, grid, {"prefill": pool.view(prompt)}, rng=rng)
+        return choose_stage(Stage.PREFILL, ask, grid, {"prefill": pool.snapshot(prompt)}, rng=rng)
 
     return decide
 
@@ -175,7 +175,7 @@ class _Row:
     """What a balancer without arrays has of a worker."""
 
     def __init__(self, scene: Scene, row: int) -> None:
-        view = scene.pool.view().view(row)
+        view = scene.pool.snapshot().view(row)
         self.models = view.models
         self.is_ready = True
         self.inflight, self.max_inflight = view.worker_inflight, view.max_inflight

@@ -82,7 +82,7 @@ class Leases(RuleBasedStateMachine):
             if not waiting:
                 assert member.ranks.queued_s == 0.0
             row = ADDRESSES.index(address)
-            assert self.pool.view().view(row).inflight == member.ranks.inflight
+            assert self.pool.snapshot().view(row).inflight == member.ranks.inflight
 
 
 TestLeases = Leases.TestCase

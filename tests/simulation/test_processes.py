@@ -49,7 +49,7 @@ class Gateway:
 
     def inflight_seen(self, number: int) -> dict[str, int]:
         """The same as a decision of one process sees it."""
-        rows = self.fleets[number].app.fleet.pools["agg-pool"].view().rows
+        rows = self.fleets[number].app.fleet.pools["agg-pool"].snapshot().rows
         return {rows.names[at][0]: rows.view(at).inflight for at in range(len(rows))}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from slagate.pools.estimator.estimator import Estimator
 from slagate.pools.fleet.fleet import Fleet, prepare
 from slagate.pools.fleet.member import Member
-from slagate.pools.fleet.pool import Pool, PoolView
+from slagate.pools.fleet.pool import Pool, PoolSnapshot
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.grid import Axis, Stage, StageGrid
 from slagate.pools.inflight.table import UNLIMITED, Limits, LoadTable, RowView, State, Work, rows_of
@@ -95,7 +95,7 @@ def view(
 
 def pool_view(
     name: str, views: Iterable[RowView], *, speed: Estimator | None = None, n_leases: int = 0
-) -> PoolView:
+) -> PoolSnapshot:
     """A pool of these workers."""
     found = list(views)
     device, host = (
@@ -103,7 +103,9 @@ def pool_view(
         for field in ("device_tokens", "host_tokens")
     )
     speed = speed or Estimator()
-    return PoolView(name, speed.frozen, rows_of(found), cached_of(device, device + host), n_leases)
+    return PoolSnapshot(
+        name, speed.frozen, rows_of(found), cached_of(device, device + host), n_leases
+    )
 
 
 def profiled() -> Estimator:

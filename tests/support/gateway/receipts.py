@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from slagate.pools.estimator.estimator import Coefficients
 from slagate.pools.fleet.fleet import Fleet, prepare
-from slagate.pools.fleet.pool import PoolView
+from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.fleet_file.load import parse_config
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.table import RowView, State
@@ -73,7 +73,7 @@ class RandomFleet:
         stamp = ReceiptNumber(number, 1.5, self.config.version)
         return run_at_once(record.full(Outcome.COMPLETED, 1.0, stamp))
 
-    def _pool(self, name: str, rng: random.Random) -> PoolView:
+    def _pool(self, name: str, rng: random.Random) -> PoolSnapshot:
         decodes = self._fleet.pools[name].stage is Stage.DECODE
         views: list[RowView] = []
         for worker in range(rng.randint(1, 3)):

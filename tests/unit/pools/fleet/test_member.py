@@ -82,11 +82,11 @@ def test_the_reason_says_why_it_is_not_ready() -> None:
 
 def test_a_view_is_a_copy_of_that_moment() -> None:
     of = pool("w:1", max_inflight=2)
-    before = of.view()
+    before = of.snapshot()
     of.lease(0, Work(10, 0.5, 20))
     view = before.view(0)
     assert (view.inflight, view.queued_tokens, view.queued_s, view.context_tokens) == (0, 0, 0.0, 0)
-    view = of.view().view(0)
+    view = of.snapshot().view(0)
     assert (view.inflight, view.queued_tokens, view.queued_s, view.context_tokens) == (
         1,
         10,
@@ -154,7 +154,7 @@ class Leg:
         if self._tell_once:
             self._of.legs.discard(self)
 
-    def cut_off(self, reason: str) -> None:
+    def drain_timed_out(self, reason: str) -> None:
         self.told.append(f"cut: {reason}")
 
 
@@ -198,9 +198,9 @@ def test_every_change_of_state_is_logged_by_the_member_itself(
 def test_a_view_follows_the_models_that_are_set() -> None:
     in_pool = pool("w:1")
     of = in_pool.members["w:1"]
-    assert in_pool.view().view(0).models == {"llama"}
+    assert in_pool.snapshot().view(0).models == {"llama"}
     of.set_models({name: oe.ModelInfo() for name in ("a", "b")})
-    assert in_pool.view().view(0).models == {"a", "b"}
+    assert in_pool.snapshot().view(0).models == {"a", "b"}
     assert set(of.models) == {"a", "b"}
 
 
@@ -213,7 +213,7 @@ def told(n_ranks: int, *, takes_rank: bool, capacity: oe.DeploymentCapacity | No
 
 
 def ranks(of: Pool) -> list[tuple[str, int | None, bool]]:
-    rows = of.view().rows
+    rows = of.snapshot().rows
     shown = [rows.view(at) for at in range(len(rows))]
     return [(each.address, each.rank, each.state is State.READY) for each in shown]
 
@@ -228,7 +228,7 @@ def test_each_rank_that_can_be_asked_for_is_a_row_and_its_lease_asks_for_it() ->
     assert ranks(of) == [("w:1", 0, True), ("x:1", None, True), ("w:1", 1, True)]
     lease = of.lease(2, Work(5, 0.1, 0))
     assert (lease.member, lease.rank) == (member, 1)
-    first, _, second = (of.view().view(row) for row in range(3))
+    first, _, second = (of.snapshot().view(row) for row in range(3))
     assert (first.inflight, second.inflight) == (0, 1)
     assert first.worker_inflight == second.worker_inflight == member.ranks.inflight == 1
     # Back with fewer ranks: what is leased on the one that is gone is still given back.
@@ -251,8 +251,8 @@ def test_limits_are_those_of_the_file_then_what_the_engine_runs_at_once() -> Non
     ):
         of = pool("w:1", stage=stage, max_inflight=configured)
         of.members["w:1"].set_server_info(told(1, takes_rank=True, capacity=capacity))
-        row = of.view().view(0)
+        row = of.snapshot().view(0)
         assert row.max_inflight == of.members["w:1"].max_inflight == wanted
         assert row.capacity_tokens == 32_000
     of.members["w:1"].set_server_info(told(2, takes_rank=True, capacity=capacity))
-    assert of.view().view(1).capacity_tokens == 16_000
+    assert of.snapshot().view(1).capacity_tokens == 16_000

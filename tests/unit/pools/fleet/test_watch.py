@@ -195,7 +195,7 @@ def test_a_refused_worker_without_instance_id_says_what_its_cache_holds_once_it_
             prompts = [Prompt(bytes([n]) * 4 * 100) for n in range(3)]
             for prompt in prompts:
                 pool.lease(row, Work(100, 0.1, 0), prompt)
-            found = [int(pool.view(prompt).cached.device_tokens[row]) for prompt in prompts]
+            found = [int(pool.snapshot(prompt).cached.device_tokens[row]) for prompt in prompts]
             assert found == [0, 96, 96]
 
     run(main)

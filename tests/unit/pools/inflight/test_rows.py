@@ -78,14 +78,14 @@ def test_who_does_not_tell_has_the_mean_of_those_who_do() -> None:
     table = LoadTable()
     for at in range(4):
         table.add_row(f"w{at}:1", None)
-    table.set_foreign(0, (4, 2.0))
-    table.set_foreign(1, (8, 4.0))
-    table.set_foreign(2, None)
-    table.set_foreign(3, None)
+    table.set_foreign_load(0, (4, 2.0))
+    table.set_foreign_load(1, (8, 4.0))
+    table.set_foreign_load(2, None)
+    table.set_foreign_load(3, None)
     shown = [table.rows().view(at) for at in range(4)]
     assert [each.foreign_requests for each in shown] == [4, 8, 6, 6]
     assert [each.foreign_s for each in shown] == [2.0, 4.0, 3.0, 3.0]
-    table.set_foreign(2, (1, 0.0))
+    table.set_foreign_load(2, (1, 0.0))
     assert table.rows().view(2).foreign_requests == 1
 
 
@@ -105,7 +105,7 @@ def test_what_follows_from_the_figures_is_in_line_with_them_after_any_change() -
         lambda row: table.set_state(
             row, rng.choice([State.READY, *State]), suspect=rng.random() < 0.3
         ),
-        lambda row: table.set_foreign(row, (rng.randrange(4), rng.random())),
+        lambda row: table.set_foreign_load(row, (rng.randrange(4), rng.random())),
         lambda row: table.set(row, last_chosen=rng.randrange(9)),
         lambda row: table.set(row, capacity_tokens=rng.randrange(900, 1100)),
         lambda row: table.set(row, max_inflight=rng.randrange(1, 5)),
@@ -135,7 +135,7 @@ def test_what_others_are_taken_to_have_sent_counts_as_what_they_did() -> None:
     for at in range(3):
         table.add_row(f"w{at}:1", None)
         table.add_lease(at, Work(1, 1.0, 1), number=1)
-    table.set_foreign(0, (4, 2.0))
-    table.set_foreign(2, None)
+    table.set_foreign_load(0, (4, 2.0))
+    table.set_foreign_load(2, None)
     assert table.rows().batch.tolist() == [6, 2, 4]
     assert table.rows().load_s.tolist() == [3.0, 1.0, 2.0]

@@ -52,7 +52,7 @@ def several(tmp_path: Path) -> Iterator[Several]:
 
 def rows_of_pool(of: Fleet, pool: str = "agg") -> dict[str, RowView]:
     """By address, those of workers that have not left."""
-    rows = of.pools[pool].view().rows
+    rows = of.pools[pool].snapshot().rows
     views = [rows.view(at) for at in range(len(rows))]
     return {each.address: each for each in views if each.state is not State.LEFT}
 
@@ -170,7 +170,7 @@ def test_decisions_see_what_the_other_processes_have_on_a_worker(several: Severa
     seen = rows_of_pool(fleets[0])["a1:1"]
     assert (seen.inflight, seen.worker_inflight, seen.queued_tokens) == (3, 3, 123)
     assert (seen.queued_s, seen.context_tokens, seen.last_chosen) == (0.875, 1340, 3)
-    assert a.view().n_leases == 3
+    assert a.snapshot().n_leases == 3
     assert rows_of_pool(fleets[0])["a2:1"].inflight == 0
     held[0].prefill_done()
     held[1].release()
@@ -197,12 +197,12 @@ def test_turns_go_on_over_all_processes_and_over_a_crash(several: Several) -> No
     a, b = (shared_fleet(opened(number), AGG).pools["agg"] for number in range(2))
     for of, row in ((a, 0), (b, 1), (b, 0), (a, 1)):
         of.lease(row, Work()).release()
-    assert a.view().rows.ints("last_chosen").tolist() == [3, 4]
+    assert a.snapshot().rows.ints("last_chosen").tolist() == [3, 4]
     opened(None).clear(0)
     again = shared_fleet(opened(0), AGG).pools["agg"]
-    assert again.view().rows.ints("last_chosen").tolist() == [3, 4]
+    assert again.snapshot().rows.ints("last_chosen").tolist() == [3, 4]
     again.lease(0, Work()).release()
-    assert b.view().rows.ints("last_chosen").tolist() == [5, 4]
+    assert b.snapshot().rows.ints("last_chosen").tolist() == [5, 4]
     assert (again.table.totals[PoolCell.REQUESTS], b.table.totals[PoolCell.REQUESTS]) == (3, 2)
 
 
@@ -260,7 +260,7 @@ def history(rng: random.Random, opened: Opened) -> None:
         of, held = fleets[number], leases[number]
         does = rng.choice(["lease", "lease", "lease", "release", "prefilled", "reload", "crash"])
         if does == "lease":
-            rows = of.pools["agg"].view().rows
+            rows = of.pools["agg"].snapshot().rows
             ready = [at for at in range(len(rows)) if rows.view(at).state is State.READY]
             work = Work(rng.randrange(1, 100), rng.random(), rng.randrange(1000))
             held.append(of.pools["agg"].lease(rng.choice(ready), work))

@@ -6,7 +6,7 @@ from tempfile import mkdtemp
 
 from msgspec.structs import astuple
 
-from slagate.pools.fleet.pool import PoolView
+from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.shared_table import SharedTable
 from slagate.pools.inflight.table import DOWN, QUEUE_FULL, UNAVAILABLE, LoadTable, Rows, State, Work
@@ -24,7 +24,7 @@ LIMITS = ("max_inflight", "max_queued_tokens", "capacity_tokens")
 
 def decided(stage: Stage, rows: Rows) -> StageChoice:
     n_leases = int(rows.last_chosen.max())
-    only = PoolView("only", ESTIMATOR, rows, nothing_cached(len(rows)), n_leases)
+    only = PoolSnapshot("only", ESTIMATOR, rows, nothing_cached(len(rows)), n_leases)
     grid = one_cell(stage, "only")
     return choose_stage(stage, ask(isl_tokens=700), grid, {"only": only}, rng=random.Random(1))
 
@@ -73,7 +73,7 @@ def compare(rng: random.Random, opened: Opened) -> set[int]:
         elif does == "foreign":
             load = rng.choice([None, (rng.randrange(4), rng.random())])
             for each in (here, plain):
-                each.set_foreign(row, load)
+                each.set_foreign_load(row, load)
         for row in range(N_ROWS):
             plain.set(row, **{name: sum(t.get(name, row) for t in tables) for name in SUMMED})
             plain.set(row, **{name: here.get(name, row) for name in LIMITS})

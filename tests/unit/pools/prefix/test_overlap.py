@@ -57,7 +57,7 @@ def follow(of: Pool, row: int, n_tokens: int, *, tier: int = DEVICE, first: int 
 
 
 def cached(of: Pool, asked: Prompt | None) -> list[tuple[int, int]]:
-    view = of.view(asked)
+    view = of.snapshot(asked)
     return list(
         zip(view.cached.device_tokens.tolist(), view.cached.host_tokens.tolist(), strict=True)
     )
@@ -216,7 +216,7 @@ def test_a_row_has_the_deeper_of_its_events_and_of_what_is_expected(
             on_device[row] = max(sent, on_device[row])
             anywhere[row] = max(sent, anywhere[row])
         n_asked = BLOCK * chance.randrange(1, 6) + chance.randrange(2)
-        found = of.view(prompt(n_asked)).cached
+        found = of.snapshot(prompt(n_asked)).cached
         assert found.device_tokens.tolist() == shown_of(on_device, n_asked), seed
         assert found.cached_tokens.tolist() == shown_of(anywhere, n_asked), seed
         depths = [found.depths[at] for at in found.places]
@@ -233,8 +233,8 @@ def shown_of(tokens: list[int], n_asked: int) -> list[int]:
 def test_answers_that_are_kept_are_nobodys_to_change_and_end_with_what_they_came_from() -> None:
     of = pool()
     follow(of, 0, 64)
-    first = of.view(prompt(100)).cached
-    assert of.view(prompt(100)).cached is first
+    first = of.snapshot(prompt(100)).cached
+    assert of.snapshot(prompt(100)).cached is first
     with pytest.raises(ValueError, match="read-only"):
         first.cached_tokens[0] = 1
     assert cached(of, prompt(64)) == [(63, 0), (0, 0)]

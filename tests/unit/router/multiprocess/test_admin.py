@@ -13,7 +13,7 @@ import pytest
 from slagate.pools.inflight.shared_counts import PoolCell
 from slagate.proto import gateway_pb2 as gw
 from slagate.router.metrics import Metrics
-from slagate.router.multiprocess.admin import WholeGateway, watch_all
+from slagate.router.multiprocess.admin import MultiprocessAdminService, watch_all
 from slagate.router.receipts.config import config_message
 from slagate.router.reload.reload import Proposal, Reloader, prepare
 from support.builders import config
@@ -96,7 +96,7 @@ class Children:
 
 
 @contextmanager
-def whole(folder: Path, children: Children) -> Iterator[WholeGateway]:
+def whole(folder: Path, children: Children) -> Iterator[MultiprocessAdminService]:
     opened = Opened(folder, 2)
     for number in range(2):
         counts = opened(number)
@@ -110,7 +110,7 @@ def whole(folder: Path, children: Children) -> Iterator[WholeGateway]:
         metrics=Metrics(),
         now_s=lambda: 5.0,
     )
-    yield WholeGateway(
+    yield MultiprocessAdminService(
         children,  # type: ignore[arg-type]
         opened(None),
         reloader=reloader,

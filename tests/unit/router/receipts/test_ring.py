@@ -3,7 +3,7 @@
 import anyio
 from msgspec.structs import astuple
 
-from slagate.pools.fleet.pool import PoolView
+from slagate.pools.fleet.pool import PoolSnapshot
 from slagate.pools.grid.grid import Stage
 from slagate.proto import gateway_pb2 as gw
 from slagate.proto.rpc.status import OK
@@ -64,7 +64,7 @@ def test_the_oldest_go_when_they_take_too_much() -> None:
 def test_the_estimate_is_no_less_than_the_arrays_take() -> None:
     choice = decision(1000).stages[0]
     (scored,) = choice.scored
-    view: PoolView = scored.pool
+    view: PoolSnapshot = scored.pool
     rows, cached = view.rows, view.cached
     # The other arrays of `rows` are parts of these two.
     fields = (rows._ints, rows._floats, *astuple(scored))

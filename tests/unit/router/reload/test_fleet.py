@@ -63,7 +63,7 @@ def lease(pool: Pool, member: Member, *, at: int = 0) -> Lease:
 
 
 def cached(pool: Pool, member: Member) -> int:
-    return int(pool.view(PROMPT).cached.cached_tokens[member.ranks.rows[0]])
+    return int(pool.snapshot(PROMPT).cached.cached_tokens[member.ranks.rows[0]])
 
 
 def test_who_stays_is_the_same_object_with_all_that_is_known() -> None:
@@ -106,10 +106,10 @@ def test_who_goes_takes_nothing_new_and_leaves_with_its_last_lease() -> None:
 def test_who_is_idle_leaves_at_once_and_who_has_kv_parked_there_does_not() -> None:
     of = running("disagg")
     idle, parked = of.pools["prefill"].members.values()
-    parked.retain()
+    parked.add_hold()
     put(of, "disagg", prefill=workers("p9:1"))
     assert (idle.state, parked.state) == (State.LEFT, State.DRAINING)
-    parked.release()
+    parked.remove_hold()
     assert parked.state is State.LEFT
 
 
@@ -145,7 +145,7 @@ def test_who_comes_back_after_it_was_cut_may_work_again() -> None:
     held = lease(pool, member)
     put(of, agg=workers("a2:1"))
     assert [member.has_drained_for(30.0, now_s) for now_s in (79.0, 80.0)] == [False, True]
-    assert member.cut()
+    assert member.force_drain()
     assert not member.is_up
     put(of, agg=workers("a1:1", "a2:1"))
     assert (member.is_up, member.reason, member.has_drained_for(0.0, 80.0)) == (True, "", False)
@@ -186,7 +186,7 @@ def test_a_pool_of_another_stage_or_name_is_another_pool() -> None:
     assert {m.pool for m in of.all_members() if m.address == "x:1"} == {"prefill", "agg"}
     assert (new.members["x:1"].ranks.inflight, new.members["x:1"].state) == (0, State.JOINING)
     make_ready(of)
-    assert (len(new.view().rows), old.members) == (2, {})
+    assert (len(new.snapshot().rows), old.members) == (2, {})
     of.pools["agg"].lease(new.members["x:1"].ranks.rows[0], Work()).release()
     held.release()
     assert [m.pool for m in of.all_members()] == ["agg", "agg"]
@@ -202,25 +202,25 @@ def test_rows_of_who_left_are_the_next_ones_without_anything_in_them(n_ranks: in
     done = lease(pool, old, at=n_ranks - 1)
     done.prefill_done()
     unfinished = lease(pool, old)
-    pool.set_foreign(old, (7, 30_000))
+    pool.set_foreign_load(old, (7, 30_000))
     old.probe_failed("slow")  # suspect
     rows = list(old.ranks.rows)
-    busy = pool.view(PROMPT)
+    busy = pool.snapshot(PROMPT)
     assert busy.view(rows[-1]).cached_tokens > 0
     assert busy.view(rows[0]).suspect
     put(of, agg=workers("a2:1"))
     unfinished.release()
     done.release()
     assert old.state is State.LEFT
-    gone = pool.view(PROMPT)
+    gone = pool.snapshot(PROMPT)
     assert {gone.view(row).state for row in rows} == {State.LEFT}
     put(of, agg=workers("a2:1", "a3:1"))
     new = pool.members["a3:1"]
     assert set(new.ranks.rows) <= set(rows)
-    assert pool.view().view(new.ranks.rows[0]).state is State.JOINING
+    assert pool.snapshot().view(new.ranks.rows[0]).state is State.JOINING
     make_ready(of, n_ranks=n_ranks)
     assert sorted(new.ranks.rows) == sorted(rows)
-    view = pool.view(PROMPT)
+    view = pool.snapshot(PROMPT)
     for row in rows:
         fresh = view.view(row)
         assert (fresh.address, fresh.state, fresh.suspect) == ("a3:1", State.READY, False)
@@ -229,16 +229,16 @@ def test_rows_of_who_left_are_the_next_ones_without_anything_in_them(n_ranks: in
         assert (fresh.context_tokens, fresh.foreign_requests, fresh.foreign_s) == (0, 0, 0.0)
         assert (fresh.cached_tokens, fresh.last_chosen) == (0, 0)
     # Nor does what the old one is told late reach the new one.
-    before = pool.view(PROMPT).view(new.ranks.rows[0])
+    before = pool.snapshot(PROMPT).view(new.ranks.rows[0])
     old.set_server_info(oe.ServerInfo(instance_id="late"))
     old.set_models({"other": model_info("other")})
     old.probe_ok()
     old.probe_failed("gone")
-    pool.set_foreign(old, (9, 9))
+    pool.set_foreign_load(old, (9, 9))
     pool.worker_replaced(old)
     done.prefill_done()
     unfinished.release()
-    assert pool.view(PROMPT).view(new.ranks.rows[0]) == before
+    assert pool.snapshot(PROMPT).view(new.ranks.rows[0]) == before
     assert old.state is State.LEFT
 
 
@@ -251,7 +251,7 @@ def test_limits_cost_and_places_change_in_place_and_learn_nothing_anew() -> None
     changed = {"profile": PROFILE, "tp": 1, "max_inflight": 5, "max_queued_tokens": 700, "cost": 3}
     put(of, agg=workers("a1:1", **changed))
     assert (pool.estimator, pool.estimator.frozen) == (estimator, frozen)
-    rows = pool.view().rows
+    rows = pool.snapshot().rows
     assert list(rows.ints("max_inflight")) == [5, 5], "who drains has them too, should it come back"
     assert list(rows.ints("max_queued_tokens")) == [700, 700]
     put(of, agg=workers("a1:1", "a2:1", "a3:1", profile=PROFILE, tp=1))
@@ -272,7 +272,7 @@ def test_another_profile_begins_to_learn_anew(tp: int | None) -> None:
     assert pool.estimator.frozen == prepared.estimators["agg"].frozen
     # What is queued was counted by the old one's seconds, and goes by them.
     held.release()
-    assert pool.view().view(0).queued_s == 0.0
+    assert pool.snapshot().view(0).queued_s == 0.0
 
 
 def test_the_models_of_workers_that_went_are_still_known() -> None:
@@ -412,7 +412,7 @@ def test_workers_that_drain_and_are_down_stand_for_nobody() -> None:
     put(of, agg=workers("a9:1"))
     members[0].refuse("another model")
     assert of.not_ready() == ""
-    members[1].cut()
+    members[1].force_drain()
     assert of.not_ready() == "no agg worker is ready"
 
 
@@ -422,7 +422,7 @@ def test_a_table_gives_rows_that_were_given_up_to_the_next_the_last_first() -> N
     for row in rows:
         table.set_models(row, frozenset({"m"}))
         table.set_state(row, State.READY, suspect=False)
-        table.set_foreign(row, (4, 1.0))
+        table.set_foreign_load(row, (4, 1.0))
     table.set(1, inflight=3, last_chosen=9)
     table.set_s(1, queued_s=1.5)
     before = table.rows()
@@ -437,8 +437,8 @@ def test_a_table_gives_rows_that_were_given_up_to_the_next_the_last_first() -> N
     assert list(serving) == [False, False, True]
     # What was said of those that left is not taken for those of whom nobody can tell.
     table.add_row("told:1", None)
-    table.set_foreign(1, (8, 1.0))
-    table.set_foreign(2, None)
+    table.set_foreign_load(1, (8, 1.0))
+    table.set_foreign_load(2, None)
     assert table.rows().view(2).foreign_requests == 8
     table.free_row(1)
     table.set_s(1, queued_s=1.5)

@@ -372,6 +372,6 @@ def test_ops_04_a_thousand_reloads_between_arrival_and_assignment_cost_no_reques
         assert not any(member.ranks.inflight for member in members)
         assert [m.address for m in of.all_members()] == [m.address for m in of.members()]
         # No more rows than workers at once: those that left gave theirs back.
-        assert len(of.pools["agg"].view().rows) <= 2 * len(WORKERS)
+        assert len(of.pools["agg"].snapshot().rows) <= 2 * len(WORKERS)
 
     run(main)

@@ -166,7 +166,7 @@ class Cut:
     def worker_lost(self, reason: str) -> None:
         raise AssertionError(reason)
 
-    def cut_off(self, reason: str) -> None:
+    def drain_timed_out(self, reason: str) -> None:
         self.told.append(reason)
         self.lease.release()
 
@@ -207,7 +207,7 @@ def test_ops_01_with_no_time_to_drain_who_drains_is_cut_at_the_next_look_and_nob
             await anyio.sleep(LOOK_S)
             assert (of.n_cut, [len(leg.told) for leg in legs]) == (1, [0, 1])
             with pytest.raises(AssertionError):
-                of.member("w1:1").cut()
+                of.member("w1:1").force_drain()
             assert of.member("w1:1").is_up
 
     run(main)
@@ -249,7 +249,7 @@ def test_who_comes_back_keeps_its_index_and_a_row_that_was_anothers_starts_empty
             row = member.ranks.rows[0]
 
             def cached() -> list[int]:
-                return [int(each) for each in pool.view(prompt).cached.cached_tokens]
+                return [int(each) for each in pool.snapshot(prompt).cached.cached_tokens]
 
             assert cached() == [2 * BLOCK_TOKENS] * 2
             held = pool.lease(row, WORK)
@@ -327,7 +327,7 @@ def test_ops_01_a_request_without_a_token_yet_goes_elsewhere_when_its_worker_is_
                 (first,) = (w for w, worker in at.workers.items() if worker.calls)
                 drained.append(at.app.fleet.pools["agg"].members[first])
                 put(at, listing(*(address for address in at.workers if address != first)))
-                drained[0].cut()
+                drained[0].force_drain()
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(cut)

@@ -46,7 +46,7 @@ def n_calls(n_workers: int, *, n_leases: int) -> int:
         decide()
     finally:
         sys.setprofile(None)
-    assert pool.view(PROMPT).cached.cached_tokens.max() == PROMPT.n_tokens - 1
+    assert pool.snapshot(PROMPT).cached.cached_tokens.max() == PROMPT.n_tokens - 1
     assert {Stage.PREFILL, Stage.DECODE} == set(of.grids)
     return calls[0]
 

@@ -109,10 +109,10 @@ def test_score_07_a_worker_that_does_not_report_is_unknown_and_not_idle() -> Non
     of = fleet("agg", pools={"agg": {"workers": workers, **PROFILED}})
     pool = of.pools["agg"]
     stale, *fresh = pool.members.values()
-    pool.set_foreign(stale, None)
+    pool.set_foreign_load(stale, None)
     for member in fresh:
-        pool.set_foreign(member, (32, 0))
-    assert [pool.view().view(row).foreign_requests for row in range(3)] == [32, 32, 32]
+        pool.set_foreign_load(member, (32, 0))
+    assert [pool.snapshot().view(row).foreign_requests for row in range(3)] == [32, 32, 32]
     dispatcher = Dispatcher(of, rng=rng())
     for _ in range(30):
         assign(dispatcher, isl_tokens=1000)
@@ -124,7 +124,7 @@ def test_score_07_where_nobody_reports_only_our_own_requests_count() -> None:
     pool = of.pools["agg"]
     one, two = pool.members.values()
     for member in (one, two):
-        pool.set_foreign(member, None)
+        pool.set_foreign_load(member, None)
     pool.lease(0, Work(100, 0.1, 100))
     assert {assign(Dispatcher(of, rng=rng())).members[0] for _ in range(1)} == {two}
 

@@ -238,11 +238,11 @@ def test_score_06_the_queue_limit_counts_where_the_prefix_is_too() -> None:
     def winner(limit: dict[str, int]) -> str:
         of = fleet("disagg", pools={"prefill": limit})
         pool = of.pools["prefill"]
-        view = pool.view()
+        view = pool.snapshot()
         one, two = pool.members.values()
         one.ranks.add_lease(one.ranks.rows[0], Work(25_000, 0.5), number=1)
         two.ranks.add_lease(two.ranks.rows[0], Work(1_000, 1.0), number=2)
-        view, depths = pool.view(), np.array([8191, 0])
+        view, depths = pool.snapshot(), np.array([8191, 0])
         choice = choose_stage(
             Stage.PREFILL,
             ask(isl_tokens=8192),
