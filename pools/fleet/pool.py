@@ -10,7 +10,8 @@ from slagate.pools.estimator.estimator import Estimator, FrozenEstimator
 from slagate.pools.fleet.member import Member
 from slagate.pools.grid.grid import Stage
 from slagate.pools.inflight.shared_counts import PoolCell
-from slagate.pools.inflight.table import DOWN, Limits, LoadTable, Rows, RowView, Work
+from slagate.pools.inflight.table import DOWN, LoadTable, Rows, RowView, Work
+from slagate.pools.inflight.worker_rows import Limits
 from slagate.pools.kv_events.follower import WorkerFollower
 from slagate.pools.prefix.holder import Holder
 from slagate.pools.prefix.match import Cached, nothing_cached

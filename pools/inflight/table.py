@@ -49,13 +49,6 @@ class Work(NamedTuple):
     context_tokens: int = 0  # tokens whose KV the request reads at each decode step
 
 
-class Limits(NamedTuple):
-    """The most that a worker gets at once, as the fleet file says; None: it does not say."""
-
-    max_inflight: int | None = None
-    max_queued_tokens: int | None = None
-
-
 class RowView(msgspec.Struct, frozen=True, gc=False):
     """One worker and rank as the policy sees it, with what is cached there of one prompt."""
 
@@ -419,106 +412,6 @@ class LoadTable:
             ints[BATCH],
             floats[LOAD_S],
         )
-
-
-class WorkerRows:
-    """The rows of one worker. If it restarts with fewer ranks, the rows beyond them take no new work."""
-
-    def __init__(self, address: str, table: LoadTable) -> None:
-        self._address = address
-        self.table = table
-        self.rows = [table.add_row(address, None)]
-        self.n_used = 1
-        self.inflight = 0  # leases, over all of them
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens that are leased and not prefilled yet."""
-        return sum(self.table.get("queued_tokens", row) for row in self.rows)
-
-    @property
-    def queued_s(self) -> float:
-        """`queued_tokens` as predicted prefill seconds."""
-        return sum(self.table.get_s("queued_s", row) for row in self.rows)
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens whose KV the requests read at each decode step."""
-        return sum(self.table.get("context_tokens", row) for row in self.rows)
-
-    @property
-    def everywhere(self) -> tuple[int, int]:
-        """Leases, and prompt tokens not prefilled yet, of all processes of the gateway."""
-        inflight, queued_tokens = self.table.elsewhere(self.rows)
-        return self.inflight + inflight, self.queued_tokens + queued_tokens
-
-    def set_up(
-        self, n_ranks: int, *, limits: Limits, capacity_tokens: int, models: frozenset[str]
-    ) -> None:
-        """Bring the rows in line with what the worker says of itself.
-
-        `capacity_tokens` is the size of one rank's KV cache.
-        """
-        while len(self.rows) < n_ranks:
-            self.rows.append(self.table.add_row(self._address, len(self.rows)))
-        self.table.rename(self.rows[0], 0 if n_ranks > 1 else None)
-        self.n_used = n_ranks
-        for row in self.rows:
-            self.table.set(
-                row,
-                max_inflight=_or_unlimited(limits.max_inflight),
-                max_queued_tokens=_or_unlimited(limits.max_queued_tokens),
-                capacity_tokens=capacity_tokens,
-            )
-        self.set_models(models)
-        self.table.set_worker_inflight(self.rows, self.inflight)
-
-    def free_rows(self) -> None:
-        """Free the rows: the worker has left, and nothing is leased on it."""
-        for row in self.rows:
-            self.table.free_row(row)
-        self.rows = []
-        self.n_used = 0
-
-    def set_state(self, state: State, *, suspect: bool) -> None:
-        """Set whether the rows may take work."""
-        for at, row in enumerate(self.rows):
-            # A worker that came back with fewer ranks than it had.
-            of_row = state if at < self.n_used else State.NOT_READY
-            self.table.set_state(row, of_row, suspect=suspect)
-
-    def set_models(self, models: frozenset[str]) -> None:
-        """Set what the worker serves."""
-        for row in self.rows:
-            self.table.set_models(row, models)
-
-    def set_foreign_load(self, load: tuple[int, float] | None) -> None:
-        """Set the worker's foreign load: requests, and predicted prefill seconds; None: not known.
-
-        It is spread evenly over the ranks: by the next probe a report on each rank is out of date.
-        """
-        rows = self.rows[: self.n_used]
-        for at, row in enumerate(rows):
-            share = None
-            if load is not None:
-                share = (load[0] + len(rows) - 1 - at) // len(rows), load[1] / len(rows)
-            self.table.set_foreign_load(row, share)
-
-    def add_lease(self, row: int, work: Work, *, number: int) -> None:
-        """Count a lease that was taken on a row, the pool's lease of that number."""
-        self.inflight += 1
-        self.table.add_lease(row, work, number=number)
-        self.table.set_worker_inflight(self.rows, self.inflight)
-
-    def end_lease(self, row: int, work: Work) -> None:
-        """Count a lease that has ended."""
-        self.inflight -= 1
-        self.table.end_lease(row, work)
-        self.table.set_worker_inflight(self.rows, self.inflight)
-
-
-def _or_unlimited(limit: int | None) -> int:
-    return UNLIMITED if limit is None else limit
 
 
 def rows_of(views: Iterable[RowView]) -> Rows:

@@ -8,7 +8,7 @@ import pytest
 
 from slagate.pools.fleet.member import Member
 from slagate.pools.grid.grid import Stage
-from slagate.pools.inflight.table import Limits
+from slagate.pools.inflight.worker_rows import Limits
 from slagate.proto.rpc.sinks import BufferedSink
 from slagate.router.request.settings import Settings
 from support import virtual_loop

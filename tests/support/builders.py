@@ -12,7 +12,8 @@ from slagate.pools.fleet.member import Member
 from slagate.pools.fleet.pool import Pool, PoolSnapshot
 from slagate.pools.fleet_file.load import FleetConfig, parse_config
 from slagate.pools.grid.grid import Axis, Stage, StageGrid
-from slagate.pools.inflight.table import UNLIMITED, Limits, LoadTable, RowView, State, Work, rows_of
+from slagate.pools.inflight.table import UNLIMITED, LoadTable, RowView, State, Work, rows_of
+from slagate.pools.inflight.worker_rows import Limits
 from slagate.pools.prefix.match import cached_of
 from slagate.pools.prefix.overlap import Prompt
 from slagate.proto import openengine_pb2 as oe

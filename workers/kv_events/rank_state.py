@@ -6,6 +6,7 @@ operator must hear of that, in at most one line of the log for each rank and min
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -139,7 +140,7 @@ Changes: TypeAlias = Iterator[Change | None]
 """None where a turn's work is done."""
 
 
-class Normaliser:
+class Normaliser(ABC):
     """Turns an engine's events into checked changes of its ranks. Never raises, whatever they are.
 
     `counts` has what was lost or left out.
@@ -176,12 +177,13 @@ class Normaliser:
         for rank in self._ranks:
             rank.losses.report(now_s)
 
+    @abstractmethod
     def _items(self, polled: object) -> Iterable[Any]:
-        raise NotImplementedError
+        """The items of a poll, in order."""
 
+    @abstractmethod
     def _changes_of(self, item: Any) -> Changes:
         """The changes in an item. Raises `UnusableError` for one that is left out."""
-        raise NotImplementedError
 
     def _check_number(self, rank: RankState, number: int) -> Iterator[Cleared]:
         """Clears the rank where numbers are missing. Raises `UnusableError` for an old one."""

@@ -97,14 +97,6 @@ class TpProfile:
         seconds *= new_tokens >= 1
         return seconds
 
-    def itl_many(self, batch_size: Floats, context_tokens: Floats) -> Floats:
-        """`itl_s` of each of n pairs, all f64[n]."""
-        if len(batch_size) <= _FEW:
-            return _each(self.itl_s, batch_size, context_tokens)
-        seconds = self._decode.many(np.maximum(batch_size, 1.0), np.maximum(context_tokens, 1.0))
-        seconds *= batch_size >= 1
-        return seconds
-
     def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
         """`itl_s` of each of n whole batch sizes >= 1, i64[n], and their contexts, f64[n]."""
         return self._decode.many_whole(batch_size, np.maximum(context_tokens, 1.0))

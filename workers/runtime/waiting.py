@@ -27,7 +27,7 @@ async def run_in_daemon_thread(call: Callable[[], T]) -> T:
             future.set_exception(error)
 
     future.set_running_or_notify_cancel()  # from here on a caller that is cancelled does not cancel it
-    threading.Thread(target=run, name="slagate aside", daemon=True).start()
+    threading.Thread(target=run, name="slagate call", daemon=True).start()
     return await asyncio.wrap_future(future)
 
 

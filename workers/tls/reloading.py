@@ -10,6 +10,7 @@ refused.
 import asyncio
 import logging
 import ssl
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -38,7 +39,7 @@ REFUSAL_LOG_S = 1.0
 _NOT_TLS = {"HTTP_REQUEST", "WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG"}
 
 
-class TlsSide:
+class TlsSide(ABC):
     """The files of one side, and the content of them that is in use."""
 
     def __init__(self, side: str, files: TlsFiles, *, unix_s: Callable[[], float] = unix_s) -> None:
@@ -50,8 +51,9 @@ class TlsSide:
         self.current = self._read()
         self._log_current("tls.loaded")
 
+    @abstractmethod
     def _context(self) -> ssl.SSLContext:
-        raise NotImplementedError
+        """A context with what the files have now. Raises `TlsError`."""
 
     async def follow(self, poll_s: float) -> None:
         """Read the files whenever they have changed, or after `reread`, until cancelled."""

@@ -11,6 +11,7 @@ around it. So every version of Python counts the same.
 """
 
 import asyncio
+import inspect
 import itertools
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -24,7 +25,7 @@ import ngh2
 
 import slagate
 from slagate.proto import openengine_pb2 as oe
-from slagate.proto.http2.interfaces import Http2Settings as Http2Settings
+from slagate.proto.http2.interfaces import Http2Settings
 from slagate.proto.rpc.connection_pool import ConnectionPool
 from slagate.router.app import build
 from slagate.router.front.server import Front
@@ -38,6 +39,8 @@ from support.worker.fake import ROLES, FakeWorker
 
 WARM_REQUESTS = 2
 N_TOKENS = 8
+
+_MAY_GO_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 PARTS_OF_FUNCTIONS = frozenset(("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"))
 
@@ -97,9 +100,6 @@ class _Recorder:
         codes = self.codes[since:until]
         changes = sum(a.co_filename != b.co_filename for a, b in itertools.pairwise(codes))
         return Count(len(codes), changes)
-
-
-_MAY_GO_ON = 0x20 | 0x80 | 0x200  # CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR
 
 
 class _End(asyncio.Protocol):

@@ -136,7 +136,8 @@ def test_contexts_below_the_first_row_take_what_that_row_takes(tmp_path: Path) -
     """The slope between the first two rows would make a batch faster than one request."""
     profile = load(tmp_path, small())
     assert profile.itl_s(4, 1) == profile.itl_s(4, 511) == profile.itl_s(4, 512) == 0.008
-    assert profile.itl_many(np.full(9, 4.0), np.full(9, 1.0)).tolist() == [0.008] * 9
+    batches = profile.itl_of_batches(np.full(9, 4), np.full(9, 1.0))
+    np.testing.assert_allclose(batches, 0.008, rtol=1e-12)
 
 
 def test_time_below_the_first_row_of_cached_tokens_is_never_negative(tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_whole_batch_sizes_give_what_any_give(profile: TpProfile) -> None:
     for largest in (MAX_WHOLE, MAX_WHOLE + 3):
         sizes = np.repeat(np.arange(1, largest + 1), 40)
         contexts = np.tile(np.geomspace(0.1, 2e6, 40), largest)
-        known = profile.itl_many(sizes.astype(np.float64), contexts)
+        known = [profile.itl_s(*each) for each in zip(sizes, contexts, strict=True)]
         np.testing.assert_allclose(profile.itl_of_batches(sizes, contexts), known, rtol=1e-12)
     assert len(profile.itl_of_batches(sizes[:0], contexts[:0])) == 0
 
