@@ -14,7 +14,7 @@ import pytest
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.kv_transfer.transport import Blocks, Done
 from slagate.workers.legs import decode_leg
-from slagate.workers.sim.api import Llm12WithoutTraceHeaders, sim_api
+from slagate.workers.sim.api import Llm11
 from slagate.workers.sim.outputs import RequestOutput
 from support import virtual_loop
 from support.engine.sim_llm import until
@@ -171,7 +171,7 @@ def test_disagg_09_handoffs_that_nobody_collects_end_at_their_limit(setup: Setup
                 parked_s.append(loop.time())
             load = await at.worker.load(oe.GetLoadRequest())
             assert (load.active_kv_sessions, load.used_kv_blocks) == (50, 200)
-            assert load.total_kv_blocks or setup.version == "1.2"
+            assert load.total_kv_blocks or setup.version in ("1.1", "1.2")
             await hand_off(at.worker, request("r", prompt_of(50)))
             assert loop.time() == pytest.approx(parked_s[0] + 60.0, abs=0.1)
             assert (at.llm.n_expired, at.llm.n_parked) == (1, 50)
@@ -222,26 +222,26 @@ def test_disagg_09_a_handoff_that_decode_refuses_can_go_elsewhere_or_be_released
 TRACE = [("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")]
 
 
-def test_an_engine_of_before_there_were_trace_headers_is_never_given_them(
+def test_an_engine_without_trace_headers_is_never_given_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its signature says so, and nothing is tried: each leg is one call."""
     early = DIRECT[0]
     calls = []
-    submit = sim_api(early.version, trace_headers=False).LLM.generate_async
+    submit = Llm11.generate_async
 
     @wraps(submit)
     def counted(*args: Any, **keywords: Any) -> RequestOutput:
         calls.append(keywords.keys())
         return submit(*args, **keywords)
 
-    monkeypatch.setattr(Llm12WithoutTraceHeaders, "generate_async", counted)
+    monkeypatch.setattr(Llm11, "generate_async", counted)
 
     async def scenario() -> None:
         async with (
-            early.engine("agg", trace_headers=False) as agg,
-            early.engine("prefill", trace_headers=False) as prefill,
-            early.engine("decode", trace_headers=False) as decode,
+            early.engine("agg") as agg,
+            early.engine("prefill") as prefill,
+            early.engine("decode") as decode,
         ):
             leg = request("r", prompt_of(1))
             assert (await ask(agg.worker, leg, TRACE)).tokens == expected(prompt_of(1), 8)

@@ -227,7 +227,7 @@ def test_a_request_that_never_fits_is_wrong_and_then_cut(inside: Play, role: str
                     return await ask(at.worker, leg)
                 return await resume(at.worker, leg, await hand_off(prefill.worker, leg))
 
-            if setup.version == "1.2":
+            if setup.version in ("1.1", "1.2"):
                 error = (await answer(plain(n=5000))).messages[-1].error
                 assert (error.code, error.retryable) == (oe.ERROR_CODE_INVALID_ARGUMENT, False)
                 while not (await at.worker.load(oe.GetLoadRequest())).total_kv_blocks:
@@ -336,7 +336,7 @@ def test_load_is_that_of_the_ranks(inside: Play) -> None:
             sink = KeepingSink()
             data = plain(n=3000).SerializeToString()
             start(worker, data, sink, metadata=[(TARGET, "1")])
-            if setup.version == "1.2":
+            if setup.version in ("1.1", "1.2"):
                 # Its rows do not say which rank they are of.
                 await sink.at_least(100)
                 busy = await worker.load(oe.GetLoadRequest(include_per_rank=True))

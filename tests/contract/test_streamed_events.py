@@ -14,7 +14,7 @@ from slagate.proto.rpc.status import Status
 from slagate.workers.client.client import connect_worker
 from slagate.workers.profiles.profile import load_profile
 from slagate.workers.server import serve_worker
-from slagate.workers.sim.api import sim_api
+from slagate.workers.sim.api import NEWEST, sim_api
 from slagate.workers.sim.args import END_ID, VOCAB_SIZE, SimSettings
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.trtllm.server_info import WorkerIdentity
@@ -114,13 +114,13 @@ class Cached:
 @asynccontextmanager
 async def streaming_worker(config: dict[str, Any]) -> AsyncIterator[tuple[Worker, StreamingLLM]]:
     """Behind a real server and channel."""
-    api = sim_api("main")
+    api = sim_api()
     cache = {"event_buffer_max_size": 1000, "max_tokens": N_BLOCKS * BLOCK_TOKENS}
     sim = SimSettings(profile=load_profile(PROFILE).tp(1), time_scale=0.1)
     llm = api.LLM(MODEL, sim=sim, skip_tokenizer_init=True, kv_cache_config=cache)
     streaming = StreamingLLM(llm, {"enable_kv_cache_events": True, **config})
     identity = WorkerIdentity(
-        oe.ENGINE_ROLE_AGGREGATED, MODEL, "i", "main", "", 1, end_id=END_ID, vocab_size=VOCAB_SIZE
+        oe.ENGINE_ROLE_AGGREGATED, MODEL, "i", NEWEST, "", 1, end_id=END_ID, vocab_size=VOCAB_SIZE
     )
     async with AsyncExitStack() as stack:
         stack.callback(llm.shutdown)

@@ -16,7 +16,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.client.client import WorkerClient, connect_worker
 from slagate.workers.errors import WorkerError
 from slagate.workers.legs import prefill_leg
-from slagate.workers.sim.api import VERSIONS
+from slagate.workers.sim.api import NEWEST, VERSIONS
 from support.engine.double import Fault
 from support.engine.process import arguments, trtllm_worker
 from support.engine.workers import expected, request
@@ -270,9 +270,9 @@ QUICK_CHECKS *= is_long_run()
 @pytest.mark.parametrize(
     ("fault", "version", "options"),
     [
-        (Fault.DIE, "main", ()),
+        (Fault.DIE, NEWEST, ()),
         *((Fault.DIE_SILENTLY, version, ()) for version in VERSIONS),
-        *((Fault.CHECK_HANGS, "main", options) for options in QUICK_CHECKS),
+        *((Fault.CHECK_HANGS, NEWEST, options) for options in QUICK_CHECKS),
     ],
 )
 def test_the_death_of_the_engine_ends_every_request_and_the_process(

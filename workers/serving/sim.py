@@ -26,7 +26,7 @@ from slagate.workers.runtime.listen import on_sighup, stopped
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.server import serve_worker
 from slagate.workers.serving.serve import FLUSH_S, metrics_served, tell_ready, until_stopped
-from slagate.workers.sim.api import SimApi, sim_api
+from slagate.workers.sim.api import NEWEST, SimApi, sim_api
 from slagate.workers.sim.args import END_ID, VOCAB_SIZE, SimSettings
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.tls.files import TlsFiles
@@ -72,7 +72,7 @@ class SimOptions:
     kv_transfer_timeout_s: float = KV_TRANSFER_TIMEOUT_S
     handoff_timeout_s: float = HANDOFF_TIMEOUT_S
     handoff_key_file: Path | None = None
-    api: str = "main"
+    api: str = NEWEST
     logits: LogitsProcessors = field(default_factory=LogitsProcessors)
 
     def load_tp_profile(self) -> TpProfile:

@@ -1,10 +1,11 @@
 """The TensorRT-LLM versions that can be imitated, each with the names that a caller would import.
 
-    version  like                   in comparison
-    1.2      1.1 and 1.2            no priority, no `_check_health`, no `get_kv_cache_capacity`;
-                                    1.1 and early 1.2 candidates: no `trace_headers` either
-    1.3rc    early 1.3 candidates   flat KV events, ids of both phases in the disaggregated params
-    main     1.3.0rc27 and later    conversations, `preprocess`, newest keys of events and stats
+    version  like                        in comparison
+    1.1      1.1 and 1.2 candidates      no priority, no `trace_headers`, no `_check_health`, no
+                                         `get_kv_cache_capacity`; polled through queues
+    1.2      1.2                         `trace_headers`; polled by calls to the engine's process
+    1.3rc    early 1.3 candidates        ids of both phases in the disaggregated params, priority
+    1.4rc    late 1.3 candidates, main   conversations, `preprocess`, newest keys of events and stats
 
 Signatures really differ: an argument that a version does not have is a `TypeError`, as it is there.
 """
@@ -19,7 +20,7 @@ from typing_extensions import override
 from slagate.workers.sim.encoder import (
     MultimodalEncoder12,
     MultimodalEncoder13,
-    MultimodalEncoderMain,
+    MultimodalEncoder14,
 )
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.outputs import RequestOutput
@@ -92,11 +93,11 @@ def _without(*names: str) -> Callable[..., RequestOutput]:
     return generate_async
 
 
-class Llm12(SimLLM):
-    """`tensorrt_llm.LLM` of 1.2."""
+class Llm11(SimLLM):
+    """`tensorrt_llm.LLM` of 1.1 and of the candidates of 1.2."""
 
     traits = ApiTraits(
-        version="1.2",
+        version="1.1",
         sampling_params=SamplingParams12,
         disaggregated_params=DisaggregatedParams12,
         scheduling_params=SchedulingParams12,
@@ -105,26 +106,24 @@ class Llm12(SimLLM):
         newest_events=False,
         counts_kv_tokens=False,
     )
-    generate_async = _without("conversation_params", "priority")
-
-
-class Llm12WithoutTraceHeaders(Llm12):
-    """`tensorrt_llm.LLM` of 1.1 and early candidates of 1.2."""
-
     generate_async = _without("trace_headers", "conversation_params", "priority")
 
 
-class Llm13(SimLLM):
+class Llm12(Llm11):
+    """`tensorrt_llm.LLM` of 1.2."""
+
+    traits = replace(Llm11.traits, version="1.2", nests_events=False)
+    generate_async = _without("conversation_params", "priority")
+
+
+class Llm13(Llm12):
     """`tensorrt_llm.LLM` of early 1.3 candidates."""
 
-    traits = ApiTraits(
+    traits = replace(
+        Llm12.traits,
         version="1.3rc",
-        sampling_params=SamplingParams12,
         disaggregated_params=DisaggregatedParams13,
-        scheduling_params=SchedulingParams12,
         overlong_error=RequestError,
-        nests_events=False,
-        newest_events=False,
         counts_kv_tokens=True,
     )
     generate_async = _without("conversation_params")
@@ -142,12 +141,12 @@ class Llm13(SimLLM):
         }
 
 
-class LlmMain(Llm13):
+class Llm14(Llm13):
     """`tensorrt_llm.LLM` of the newest source."""
 
     traits = replace(
         Llm13.traits,
-        version="main",
+        version="1.4rc",
         sampling_params=SamplingParams,
         disaggregated_params=DisaggregatedParams,
         scheduling_params=SchedulingParams,
@@ -189,7 +188,7 @@ class SimApi13(SimApi):
 
 
 @dataclass(slots=True)
-class SimApiMain(SimApi13):
+class SimApi14(SimApi13):
     """The importable names of the newest source."""
 
     ConversationParams: type[ConversationParams] = ConversationParams
@@ -208,23 +207,20 @@ def _api(kind: type[SimApi], llm: type[SimLLM], encoder: type[MultimodalEncoder1
 
 
 _APIS: dict[str, SimApi] = {
+    "1.1": _api(SimApi, Llm11, MultimodalEncoder12),
     "1.2": _api(SimApi, Llm12, MultimodalEncoder12),
     "1.3rc": _api(SimApi13, Llm13, MultimodalEncoder13),
-    "main": _api(SimApiMain, LlmMain, MultimodalEncoderMain),
+    "1.4rc": _api(SimApi14, Llm14, MultimodalEncoder14),
 }
 
 VERSIONS = tuple(_APIS)
 
 
-def sim_api(version: str = "main", *, trace_headers: bool = True) -> SimApi:
-    """The names of one version; without `trace_headers`, of 1.2 before it had that argument.
+NEWEST = VERSIONS[-1]
 
-    Raises `ValueError` for a version that is not imitated.
-    """
+
+def sim_api(version: str = NEWEST) -> SimApi:
+    """The names of one version. Raises `ValueError` for a version that is not imitated."""
     if version not in _APIS:
         raise ValueError(f"version must be one of {', '.join(_APIS)}: {version}")
-    if trace_headers:
-        return _APIS[version]
-    if version != "1.2":
-        raise ValueError(f"trace_headers: every {version} has them")
-    return replace(_APIS[version], LLM=Llm12WithoutTraceHeaders)
+    return _APIS[version]

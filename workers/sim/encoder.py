@@ -107,7 +107,7 @@ class MultimodalEncoder13(MultimodalEncoder12):
     params_type = DisaggregatedParams13
 
 
-class MultimodalEncoderMain(MultimodalEncoder13):
+class MultimodalEncoder14(MultimodalEncoder13):
     """`tensorrt_llm.MultimodalEncoder` of the newest source."""
 
     params_type = DisaggregatedParams

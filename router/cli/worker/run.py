@@ -138,7 +138,7 @@ KvTransferTimeout = Annotated[
     float, seconds("Seconds that fetching one handoff may take.", least=0.1)
 ]
 HandoffTimeout = Annotated[float, seconds("Seconds that a handoff is kept for decode.", least=0.1)]
-Api = Annotated[str, typer.Option(help="TensorRT-LLM's API: 1.2, 1.3rc or main.")]
+Api = Annotated[str, typer.Option(help="TensorRT-LLM's API: 1.1, 1.2, 1.3rc or 1.4rc.")]
 
 
 @worker.command()
@@ -162,7 +162,7 @@ def sim(
     kv_transfer_timeout: KvTransferTimeout = KV_TRANSFER_TIMEOUT_S,
     handoff_timeout: HandoffTimeout = HANDOFF_TIMEOUT_S,
     handoff_key_file: HandoffKeyFile = None,
-    api: Api = "main",
+    api: Api = "1.4rc",
     logits_processor: LogitsProcessor = None,
     allow_logits_processor: AllowLogitsProcessor = None,
     drain: Annotated[float, seconds(f"{DRAIN}.")] = DRAIN_S,

@@ -20,7 +20,7 @@ import prometheus_client
 
 from slagate.workers.kv_transfer.shm import SharedMemoryTransport
 from slagate.workers.profiles.profile import load_profile
-from slagate.workers.sim.api import SimApi, sim_api
+from slagate.workers.sim.api import NEWEST, SimApi, sim_api
 from slagate.workers.sim.args import SimSettings
 from slagate.workers.sim.handoff import DisaggIds
 from slagate.workers.sim.outputs import RequestOutput
@@ -104,7 +104,7 @@ class DoubleLLM:
         self.get_kv_cache_events_async = sim.get_kv_cache_events_async
         self.generate_async = _with_faults(sim)
         self.get_stats_async = lambda timeout=2: _with_parked(sim, timeout)
-        if self.api.version != "1.2":
+        if self.api.version not in ("1.1", "1.2"):
             self.get_kv_cache_capacity = sim.get_kv_cache_capacity  # type: ignore[attr-defined]
             self._check_health = lambda: _check(sim)
         self._executor = _Executor(sim)
@@ -253,7 +253,7 @@ class OldCollector(DoubleCollector):
 
 
 def _ids(version: str) -> Callable[..., int] | None:
-    """`get_global_disagg_request_id` of a version; 1.2 has none."""
+    """`get_global_disagg_request_id` of a version; None before 1.3."""
     makers: dict[tuple[int, int], DisaggIds] = {}
 
     def new(place: tuple[int, int]) -> int:
@@ -266,13 +266,14 @@ def _ids(version: str) -> Callable[..., int] | None:
     def of_process(node_id: int, process_id: int = 0) -> int:
         return new((node_id, process_id))
 
-    return {"1.2": None, "1.3rc": of_machine, "main": of_process}[version]
+    makers_of: dict[str, Callable[..., int]] = {"1.3rc": of_machine, "1.4rc": of_process}
+    return makers_of.get(version)
 
 
 def install(package: ModuleType) -> None:
     """Fill the package, and put what is below it into `sys.modules`, as the environment says."""
     settings = json.loads(os.environ.get(ENVIRONMENT, "{}"))
-    api = sim_api(settings.pop("api", "main"))
+    api = sim_api(settings.pop("api", NEWEST))
     llm = type("LLM", (DoubleLLM,), {"api": api, "settings": settings})
     names: dict[str, dict[str, Any]] = {
         "": {"LLM": llm, "MultimodalEncoder": api.MultimodalEncoder, "__version__": api.version},
@@ -283,7 +284,9 @@ def install(package: ModuleType) -> None:
         "executor.utils": {"RequestError": api.RequestError},
         "sampling_params": {"LogitsProcessor": api.LogitsProcessor},
         "scheduling_params": {"SchedulingParams": api.SchedulingParams},
-        "metrics": {"MetricsCollector": OldCollector if api.version == "1.2" else DoubleCollector},
+        "metrics": {
+            "MetricsCollector": OldCollector if api.version in ("1.1", "1.2") else DoubleCollector
+        },
     }
     make_id = _ids(api.version)
     if make_id is not None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from slagate.workers.sim.api import NEWEST
 from support.engine.double import ENVIRONMENT
 from support.engine.workers import MODEL
 from support.gateway.processes import LOOPBACK, Process, starting
@@ -56,7 +57,7 @@ def trtllm_worker(
     folder: Path,
     role: str,
     *options: str,
-    version: str = "main",
+    version: str = NEWEST,
     settings: Mapping[str, Any] | None = None,
     name: str = "worker",
     **engine: Any,

@@ -9,7 +9,7 @@ import pytest
 
 from slagate.workers.kv_transfer.shm import SharedMemoryTransport
 from slagate.workers.profiles.profile import load_profile
-from slagate.workers.sim.api import sim_api
+from slagate.workers.sim.api import NEWEST, sim_api
 from slagate.workers.sim.args import SimSettings
 from slagate.workers.sim.kv_cache.blocks import continuation
 from slagate.workers.sim.llm import SimLLM
@@ -29,7 +29,7 @@ _SETTINGS = {field.name for field in fields(SimSettings)}
 
 def llm(
     *,
-    api: str = "main",
+    api: str = NEWEST,
     kv_cache_blocks: int | None = None,
     handoff_timeout_s: float = 60.0,
     tokens_per_block: int = 32,
@@ -68,7 +68,7 @@ class Pair:
     `changed` are arguments of `llm` for both.
     """
 
-    def __init__(self, root: Path, *, api: str = "main", **changed: Any) -> None:
+    def __init__(self, root: Path, *, api: str = NEWEST, **changed: Any) -> None:
         self.root = root
         self.api = sim_api(api)
         self.transports = [SharedMemoryTransport(root) for _ in range(2)]

@@ -14,7 +14,7 @@ from slagate.workers.kv_transfer.transport import KvTransport
 from slagate.workers.profiles.profile import load_profile
 from slagate.workers.server import serve_worker
 from slagate.workers.serving.sim import SimOptions, sim_worker
-from slagate.workers.sim.api import sim_api
+from slagate.workers.sim.api import NEWEST, sim_api
 from slagate.workers.sim.args import END_ID, VOCAB_SIZE, SimSettings
 from slagate.workers.sim.kv_cache.blocks import continuation
 from slagate.workers.sim.llm import SimLLM
@@ -55,8 +55,7 @@ async def engine_worker(
     role: str,
     *,
     served: bool = False,
-    version: str = "main",
-    trace_headers: bool = True,
+    version: str = NEWEST,
     ranks: int = 1,
     transport: KvTransport | None = None,
     worker_options: Mapping[str, Any] | None = None,
@@ -65,11 +64,10 @@ async def engine_worker(
 ) -> AsyncIterator[SimWorker]:
     """A worker over an engine of this TensorRT-LLM version, with KV events on.
 
-    `trace_headers` False is 1.2 of the time before there were any; `ranks` over 1 is attention DP; without
-    a `transport` it is shared memory, where there is need of one. `args` are the engine's, nested ones as
-    dicts; `worker_options` are `TrtllmWorker`'s.
+    `ranks` over 1 is attention DP; without a `transport` it is shared memory, where there is need of one.
+    `args` are the engine's, nested ones as dicts; `worker_options` are `TrtllmWorker`'s.
     """
-    api = sim_api(version, trace_headers=trace_headers)
+    api = sim_api(version)
     if role != "agg":
         transport = transport or SharedMemoryTransport()
     transceiver = {"backend": "DEFAULT", "kv_transfer_timeout_ms": 60_000}

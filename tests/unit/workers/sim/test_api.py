@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slagate.workers.sim.api import VERSIONS, sim_api
+from slagate.workers.sim.api import NEWEST, VERSIONS, sim_api
 from support.engine.sim_llm import Pair, expected, llm, prompt_of
 from support.virtual_loop import run
 
@@ -27,14 +27,15 @@ OLD = [
 ]
 
 PARAMETERS = {
+    "1.1": [*(name for name in OLD if name != "trace_headers"), "cache_salt"],
     "1.2": [*OLD, "cache_salt"],
     "1.3rc": [*OLD, "cache_salt", "priority"],
-    "main": [*OLD, "conversation_params", "cache_salt", "priority"],
+    "1.4rc": [*OLD, "conversation_params", "cache_salt", "priority"],
 }
 
 
 def test_an_unknown_version_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"1\.2, 1\.3rc, main: 2"):
+    with pytest.raises(ValueError, match=r"1\.1, 1\.2, 1\.3rc, 1\.4rc: 2"):
         sim_api("2")
 
 
@@ -44,20 +45,9 @@ def test_a11_generate_async_has_the_parameters_of_its_version_in_order(api: str)
     assert parameters[1:] == PARAMETERS[api]
 
 
-def test_a11_early_1_2_has_no_trace_headers() -> None:
-    early = sim_api("1.2", trace_headers=False)
-    parameters = list(inspect.signature(early.LLM.generate_async).parameters)
-    assert parameters[1:] == [name for name in PARAMETERS["1.2"] if name != "trace_headers"]
-    assert (early.version, early.SamplingParams) == ("1.2", sim_api("1.2").SamplingParams)
-    assert early.LLM.traits == sim_api("1.2").LLM.traits
-    for version in VERSIONS[1:]:
-        with pytest.raises(ValueError, match="trace_headers"):
-            sim_api(version, trace_headers=False)
-
-
 @pytest.mark.parametrize(
-    ("api", "keyword"), [("1.2", "priority"), ("1.2", "conversation_params"),
-                         ("1.3rc", "conversation_params")]
+    ("api", "keyword"), [("1.1", "trace_headers"), ("1.2", "priority"),
+                         ("1.2", "conversation_params"), ("1.3rc", "conversation_params")]
 )  # fmt: skip
 def test_a11_a_keyword_that_came_later_is_a_type_error(api: str, keyword: str) -> None:
     async def scenario() -> None:
@@ -68,22 +58,23 @@ def test_a11_a_keyword_that_came_later_is_a_type_error(api: str, keyword: str) -
 
 
 @pytest.mark.parametrize("name", ["_check_health", "get_kv_cache_capacity"])
-def test_a11_what_1_2_cannot_be_asked(name: str) -> None:
-    assert [hasattr(llm(api=api), name) for api in VERSIONS] == [False, True, True]
+def test_a11_what_1_1_and_1_2_cannot_be_asked(name: str) -> None:
+    assert [hasattr(llm(api=api), name) for api in VERSIONS] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("name", ["ConversationParams", "PreprocessedInputs"])
 def test_a11_what_only_the_newest_exports(name: str) -> None:
-    assert [hasattr(sim_api(api), name) for api in VERSIONS] == [False, False, True]
-    assert [hasattr(llm(api=api), "preprocess") for api in VERSIONS] == [False, False, True]
+    assert [hasattr(sim_api(api), name) for api in VERSIONS] == [False, False, False, True]
+    assert [hasattr(llm(api=api), "preprocess") for api in VERSIONS] == [False, False, False, True]
     priorities = [hasattr(sim_api(api), "DEFAULT_REQUEST_PRIORITY") for api in VERSIONS]
-    assert priorities == [False, True, True]
+    assert priorities == [False, False, True, True]
 
 
 def test_a11_each_version_of_the_params_has_the_fields_of_the_one_before() -> None:
-    old, middle, new = (
+    oldest, old, middle, new = (
         {field.name for field in fields(sim_api(api).DisaggregatedParams)} for api in VERSIONS
     )
+    assert oldest == old
     assert {"request_type", "first_gen_tokens", "ctx_request_id", "opaque_state"} < old
     assert middle - old == {
         "first_gen_log_probs",
@@ -154,19 +145,19 @@ def test_a9_events_come_nested_from_old_executors_and_with_keys_from_the_newest(
                 polls.append(engine.get_kv_cache_events(0))
         assert polls[0] == polls[1]
         (got, _) = polls
-        if api == "1.2":
+        if api == "1.1":
             (got,) = got
         assert [event["event_id"] for event in got] == list(range(len(got)))
         assert {event["data"]["type"] for event in got} == {"created", "stored"}
         newest = {"layer_group_id", "hash_algo"}
-        assert all(newest <= {*event} for event in got) is (api == "main")
-        assert any(newest & {*event} for event in got) is (api == "main")
+        assert all(newest <= {*event} for event in got) is (api == NEWEST)
+        assert any(newest & {*event} for event in got) is (api == NEWEST)
 
     run(scenario)
 
 
 @every_version
-def test_a10_stats_of_1_2_lack_the_kv_token_counts(api: str) -> None:
+def test_a10_stats_of_1_1_and_1_2_lack_the_kv_token_counts(api: str) -> None:
     keys = {"numCtxKvTokens", "numGenKvTokens", "numPausedKvTokens"}
 
     async def scenario() -> None:
@@ -176,7 +167,7 @@ def test_a10_stats_of_1_2_lack_the_kv_token_counts(api: str) -> None:
         rows = engine.get_stats()
         assert rows
         for row in rows:
-            assert (keys <= {*row["inflightBatchingStats"]}) is (api != "1.2")
+            assert (keys <= {*row["inflightBatchingStats"]}) is (api not in ("1.1", "1.2"))
         assert engine.get_stats() == []
 
     run(scenario)
@@ -195,7 +186,7 @@ def test_a10_stats_must_be_switched_on(api: str) -> None:
 
 def test_only_the_newest_says_whether_there_are_events() -> None:
     cache = {"event_buffer_max_size": 100}
-    engines = [llm(api=api, kv_cache_config=cache) for api in ("1.3rc", "main")]
+    engines = [llm(api=api, kv_cache_config=cache) for api in VERSIONS[-2:]]
     capacities = [engine.get_kv_cache_capacity() for engine in engines]  # type: ignore[attr-defined]
     assert capacities[1].pop("kvEventsEnabled") is True
     assert capacities[0] == capacities[1]

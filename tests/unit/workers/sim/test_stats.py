@@ -59,7 +59,9 @@ COUNTED_SINCE_13 = {
 }
 
 
-@pytest.mark.parametrize(("api", "has_new_keys"), [("1.2", False), ("1.3rc", True), ("main", True)])
+@pytest.mark.parametrize(
+    ("api", "has_new_keys"), [("1.1", False), ("1.2", False), ("1.3rc", True), ("1.4rc", True)]
+)
 def test_the_oldest_version_has_neither_a_rank_nor_kv_token_counts(
     api: str,
     has_new_keys: bool,  # noqa: FBT001

@@ -182,7 +182,7 @@ def test_a_block_that_changes_its_tier_is_updated_and_keeps_its_priority(api: st
             await engine.generate_async(prompt_of(32 * 4 + 2, first), sampling)
             polled = engine.get_kv_cache_events()
             moved = []
-            for event in chain.from_iterable(polled) if api == "1.2" else polled:
+            for event in chain.from_iterable(polled) if api == "1.1" else polled:
                 data = event["data"]
                 consumer.take(data)
                 stored.extend(block["block_hash"] for block in data.get("blocks", ()))

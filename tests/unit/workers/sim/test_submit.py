@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slagate.workers.sim.api import VERSIONS, sim_api
+from slagate.workers.sim.api import NEWEST, VERSIONS, sim_api
 from slagate.workers.sim.request import (
     DisaggregatedParams,
     DisaggregatedParams12,
@@ -129,7 +129,7 @@ def test_a4_without_a_tokenizer_text_and_stop_strings_and_no_end_id_are_refused(
 @every_version
 def test_a4_a_prompt_above_max_num_tokens_without_chunked_prefill(api: str) -> None:
     """1.2 calls it a bad value, later versions a request's error; both say it at submit."""
-    error = ValueError if api == "1.2" else RequestError
+    error = ValueError if api in ("1.1", "1.2") else RequestError
 
     async def scenario() -> None:
         engine = llm(api=api, enable_chunked_prefill=False, max_num_tokens=64)
@@ -225,7 +225,7 @@ def test_a6_a_context_only_request_gives_one_token_and_a_handoff(api: str, tmp_p
         assert params.first_gen_tokens == output.token_ids
         assert params.ctx_request_id == result.request_id
         assert isinstance(params.opaque_state, bytes)
-        assert hasattr(params, "disagg_request_id") is (api != "1.2")
+        assert hasattr(params, "disagg_request_id") is (api not in ("1.1", "1.2"))
         assert asked.ctx_request_id is None
         assert (result.sampling_params.max_tokens, sampling.max_tokens) == (1, 20)
         pair.prefill.shutdown()
@@ -288,7 +288,7 @@ def test_a4_after_a_fatal_error_and_after_shutdown_requests_are_refused_at_once(
         with pytest.raises(RuntimeError, match="shutting down"):
             closed.generate_async([1])
         for engine in (dead, closed):
-            if api != "1.2":
+            if api not in ("1.1", "1.2"):
                 assert not engine._check_health()
 
     run(scenario)
@@ -307,7 +307,7 @@ def test_every_form_of_a_prompt_is_the_same_prompt(api: str) -> None:
 
     async def scenario() -> None:
         engine = llm(api=api)
-        if api == "main":
+        if api == NEWEST:
             forms.append(engine.preprocess(text))
         for inputs in forms:
             sampling = sim_api(api).SamplingParams(max_tokens=3)

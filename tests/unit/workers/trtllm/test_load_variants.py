@@ -44,7 +44,7 @@ def merged(*parts: oe.LoadInfo) -> oe.LoadInfo:
     [
         pytest.param(early_row(), KNOWN, id="1.2"),
         pytest.param(row(), merged(KNOWN, TOKENS), id="since-13199"),
-        pytest.param(main_row(), merged(KNOWN, TOKENS), id="main"),
+        pytest.param(main_row(), merged(KNOWN, TOKENS), id="1.4rc"),
         pytest.param(main_row(kvCacheStats=None), merged(KNOWN, TOKENS), id="main-windows-only"),
         pytest.param(row(attentionDpRank=None), merged(KNOWN, TOKENS), id="rank-null"),
         pytest.param(
