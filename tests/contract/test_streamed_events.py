@@ -36,8 +36,7 @@ class StreamingLLM:
         self._llm = llm
         cache = SimpleNamespace(**llm.args.kv_cache_config.model_dump())
         cache.event_buffer_max_size, cache.kv_events_config = 0, config
-        names = type(llm.args).model_fields
-        self.args = SimpleNamespace(**{name: getattr(llm.args, name) for name in names})
+        self.args = SimpleNamespace(**dict(llm.args))
         self.args.kv_cache_config = cache
 
     def __getattr__(self, name: str) -> Any:

@@ -1,15 +1,15 @@
 """Constructor arguments of the simulated engine, with TensorRT-LLM's names and defaults, and its settings.
 
 `TorchLlmArgs` has the fields that a worker sets or reads, whether or not they change what is simulated. Any
-other keyword is refused, as TensorRT-LLM refuses it. Nested configurations are strict, and may come as a
-dict. `SimSettings` has what a real engine has no argument for.
+other keyword is refused, as TensorRT-LLM refuses it, and so is what a version lacks (`LACKS`). Nested
+configurations are strict, and may come as a dict. `SimSettings` has what a real engine has no argument for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
 
 from slagate.workers.kv_transfer.transport import KvTransport
 from slagate.workers.profiles.profile import TpProfile
@@ -58,7 +58,7 @@ class CacheTransceiverConfig(_Strict):
     transceiver_runtime: Literal["CPP", "PYTHON"] | None = None
     max_tokens_in_buffer: PositiveInt | None = None
     kv_transfer_timeout_ms: PositiveInt | None = None
-    kv_transfer_sender_future_timeout_ms: PositiveInt = 1000
+    kv_transfer_sender_future_timeout_ms: PositiveInt | None = 1000
 
 
 class DynamicBatchConfig(_Strict):
@@ -95,6 +95,52 @@ class CudaGraphConfig(_Strict):
     batch_sizes: list[PositiveInt] | None = None
     max_batch_size: int = Field(default=0, ge=0)
     enable_padding: bool = False
+
+
+class MoeLoadBalancerConfig(_Strict):
+    """`moe_config.load_balancer`, where it is not the path of a file with the same content."""
+
+    num_slots: int | None = None
+    initial_global_assignments: dict[int, list[int]] | None = None
+    layer_updates_per_iter: int = 0
+
+
+class MoeConfig(_Strict):
+    """`moe_config`; without effect here."""
+
+    backend: Literal[
+        "AUTO", "CUTLASS", "CUTEDSL", "WIDEEP", "TRTLLM", "DEEPGEMM", "VANILLA", "TRITON"
+    ] = "AUTO"
+    max_num_tokens: int | None = None
+    load_balancer: MoeLoadBalancerConfig | str | None = None
+    disable_finalize_fusion: bool = False
+    use_low_precision_moe_combine: bool = False
+
+
+class EagleDecodingConfig(_Strict):
+    """`speculative_config` of Eagle and Eagle3, which are one to this back-end; nothing is drafted."""
+
+    decoding_type: Literal["Eagle", "Eagle3"]
+    max_draft_len: PositiveInt
+    max_total_draft_tokens: int | None = None
+    speculative_model: str = Field(
+        validation_alias=AliasChoices("speculative_model", "speculative_model_dir")
+    )
+    max_concurrency: int | None = None
+    draft_len_schedule: dict[int, int] | None = None
+    load_format: str | None = None
+    acceptance_window: int | None = None
+    acceptance_length_threshold: float | None = None
+    allow_advanced_sampling: bool = False
+    eagle3_one_model: bool | None = True
+    eagle3_layers_to_capture: set[int] | None = None
+    eagle3_model_arch: Literal["llama3", "mistral_large3"] = "llama3"
+
+
+def _checked_if_eagle(value: Any) -> Any:
+    """A section of another type is not looked into."""
+    is_eagle = isinstance(value, dict) and value.get("decoding_type") in ("Eagle", "Eagle3")
+    return EagleDecodingConfig(**value) if is_eagle else value
 
 
 def _or_default(default: int) -> BeforeValidator:
@@ -142,7 +188,7 @@ class TorchLlmArgs(_Strict):
     kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
     scheduler_config: SchedulerConfig = Field(default_factory=SchedulerConfig)
     cache_transceiver_config: CacheTransceiverConfig | None = None
-    speculative_config: Any = None
+    speculative_config: Annotated[Any, BeforeValidator(_checked_if_eagle)] = None
     sparse_attention_config: Any = None
     gather_generation_logits: bool = False
     return_perf_metrics: bool = False
@@ -158,7 +204,7 @@ class TorchLlmArgs(_Strict):
     env_overrides: dict[str, str] | None = None
     cuda_graph_config: CudaGraphConfig | None = Field(default_factory=CudaGraphConfig)
     disable_overlap_scheduler: bool = False
-    moe_config: dict[str, Any] | None = None
+    moe_config: MoeConfig = Field(default_factory=MoeConfig)
     attn_backend: str = "TRTLLM"
     sampler_type: str = "auto"
     enable_iter_perf_stats: bool = False
@@ -194,12 +240,79 @@ class TorchLlmArgs(_Strict):
         return transceiver is not None and transceiver.backend is not None
 
 
-def parse_args(model: object, **values: Any) -> TorchLlmArgs:
-    """Validated arguments. Raises `ValueError` naming the class and an unknown keyword or the field."""
-    for name in values:
-        if name not in TorchLlmArgs.model_fields:
-            raise ValueError(f"{TorchLlmArgs.__name__} has no argument {name!r}")
-    return TorchLlmArgs(model=str(model), **values)
+_NOT_IN_13 = frozenset(
+    {
+        "attention_dp_config.kv_cache_routing_conversation_affinity",
+        "kv_cache_config.use_kv_cache_manager_v2=auto",
+    }
+)
+DECODING_TYPE = "speculative_config.decoding_type"
+_NOT_IN_12 = _NOT_IN_13 | {
+    DECODING_TYPE,
+    "custom_tokenizer",
+    "model_kwargs",
+    "env_overrides",
+    "enable_sleep",
+    "max_stats_len",
+    "kv_cache_config.use_kv_cache_manager_v2",
+    "kv_cache_config.max_util_for_resume",
+    "cache_transceiver_config.backend=MOONCAKE",
+    "cache_transceiver_config.transceiver_runtime",
+    "cache_transceiver_config.kv_transfer_sender_future_timeout_ms",
+    "scheduler_config.waiting_queue_policy",
+    "moe_config.backend=AUTO",
+}
+
+LACKS: Mapping[str, frozenset[str]] = {
+    "1.1": _NOT_IN_12 | {"otlp_traces_endpoint"},
+    "1.2": _NOT_IN_12,
+    "1.3rc": _NOT_IN_13,
+    "1.4rc": frozenset({"enable_sleep", "kv_cache_config.onboard_blocks"}),
+}
+"""What a version does not have of the arguments here, and of their choices (`name=choice`).
+
+Read in TensorRT-LLM's `llmapi/llm_args.py`: id 1090804222 for 1.1 (a candidate of 1.2, October 2025), id
+7019226376 for 1.3rc (after pull request #11158 of February 2026), id 55143598664 for 1.4rc. No file of 1.2
+was found: it is taken to have what 1.1 has, and the address for the traces of its `trace_headers`.
+"""
+
+
+def parse_args(
+    model: object, *, lacks: frozenset[str] = LACKS["1.4rc"], **values: Any
+) -> TorchLlmArgs:
+    """Validated arguments of a version that `lacks` some; the result does not have these either.
+
+    Raises `ValueError` naming the class and an unknown keyword or the field. 1.1 and 1.2 raise `AttributeError`
+    for a `speculative_config` that is a dict with a `decoding_type`: that is a class variable there, and
+    `EagleDecodingConfig.__init__` (id 1090804222) sets whatever it is given.
+    """
+    for path in _paths(values):
+        name = path.partition("=")[0]
+        if path in lacks and path == DECODING_TYPE:
+            raise AttributeError(
+                "'decoding_type' is a ClassVar of `EagleDecodingConfig` and cannot be set on an instance"
+            )
+        if path in lacks or ("." not in path and name not in TorchLlmArgs.model_fields):
+            raise ValueError(f"{TorchLlmArgs.__name__} has no argument {path!r}")
+    args = TorchLlmArgs(model=str(model), **values)
+    for path in lacks:
+        section, _, name = path.rpartition(".")
+        of = getattr(args, section) if section else args
+        if isinstance(of, BaseModel):
+            vars(of).pop(name, None)
+    return args
+
+
+def _paths(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """The dotted names of all arguments that are given, and `name=text` for those that are texts."""
+    for name, value in values.items():
+        yield above + name
+        if isinstance(value, str):
+            yield f"{above}{name}={value}"
+        elif isinstance(value, dict):
+            yield from _paths(value, f"{above}{name}.")
+        elif isinstance(value, BaseModel):
+            yield from _paths(value.model_dump(exclude_unset=True), f"{above}{name}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,8 @@ def build_engine(
         cache = _kv_cache(config, settings.profile, recorder)
         ranks.append(SimRank(index, cache, limits, recorder=recorder))
     timeout_ms = None if transceiver is None else transceiver.kv_transfer_timeout_ms
+    # Versions that do not let it be chosen have the default.
+    max_stats_len = getattr(args, "max_stats_len", 1000)
     return SimEngine(
         limits,
         timing=EngineTiming(
@@ -68,7 +70,7 @@ def build_engine(
             total_blocks=ranks[0].cache.total_blocks,
             newest=traits.counts_kv_tokens,
             # As many iterations as that, each with a row a rank.
-            max_records=args.max_stats_len * n_ranks if args.enable_iter_perf_stats else 0,
+            max_records=max_stats_len * n_ranks if args.enable_iter_perf_stats else 0,
         ),
         transport=settings.transport if args.has_transceiver else None,
         # Without a limit TensorRT-LLM keeps a handoff until it is fetched.
@@ -105,7 +107,7 @@ def primary_blocks(profile: TpProfile, config: KvCacheConfig) -> int:
 
 def host_blocks(profile: TpProfile, config: KvCacheConfig) -> int:
     """KV blocks of one rank in host memory, at the true size of a token's KV cache."""
-    if not config.onboard_blocks:
+    if not getattr(config, "onboard_blocks", True):
         return 0
     block_bytes = config.tokens_per_block * profile.kv_bytes_per_token
     return (config.host_cache_size or 0) // block_bytes

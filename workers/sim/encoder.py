@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, ClassVar
 
-from slagate.workers.sim.args import parse_args
+from slagate.workers.sim.args import LACKS, parse_args
 from slagate.workers.sim.request import (
     DisaggregatedParams,
     DisaggregatedParams12,
@@ -40,6 +40,7 @@ class MultimodalEncoder12:
     """
 
     params_type: ClassVar[type[DisaggregatedParams12]] = DisaggregatedParams12
+    lacks: ClassVar[frozenset[str]] = LACKS["1.2"]
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class MultimodalEncoder12:
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
             mm_encoder_only=True,
+            lacks=self.lacks,
             **{"max_num_tokens": _MAX_NUM_TOKENS, **kwargs},
         )
         self._gives_handles = gives_handles
@@ -105,12 +107,14 @@ class MultimodalEncoder13(MultimodalEncoder12):
     """`tensorrt_llm.MultimodalEncoder` of early 1.3 candidates."""
 
     params_type = DisaggregatedParams13
+    lacks = LACKS["1.3rc"]
 
 
 class MultimodalEncoder14(MultimodalEncoder13):
     """`tensorrt_llm.MultimodalEncoder` of the newest source."""
 
     params_type = DisaggregatedParams
+    lacks = LACKS["1.4rc"]
 
 
 def _content(image: Any) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from slagate.workers.sim.args import SimSettings, parse_args
+from slagate.workers.sim.args import LACKS, SimSettings, parse_args
 from slagate.workers.sim.build import build_engine
 from slagate.workers.sim.kv_cache.events import PollResult
 from slagate.workers.sim.outputs import RequestOutput
@@ -88,6 +88,7 @@ class SimLLM:
             dtype=dtype,
             revision=revision,
             tokenizer_revision=tokenizer_revision,
+            lacks=LACKS[self.traits.version],
             **kwargs,
         )
         if args.world_size > sim.n_gpus:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from slagate.workers.sim.api import VERSIONS, sim_api
-from slagate.workers.sim.args import KvCacheConfig, SimSettings, parse_args
+from slagate.workers.sim.args import LACKS, KvCacheConfig, SimSettings, parse_args
 from slagate.workers.sim.build import attention_windows, host_blocks, primary_blocks
 from slagate.workers.sim.kv_cache.events import KvEventRecorder
 from slagate.workers.sim.request import SamplingParams
@@ -58,6 +58,51 @@ def test_a12_an_unknown_keyword_names_class_and_key(api: str) -> None:
 def test_a12_a_bad_argument_is_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_args("m", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("version", "arguments", "named"),
+    [
+        ("1.1", {"otlp_traces_endpoint": "http://127.0.0.1"}, "otlp_traces_endpoint"),
+        ("1.2", {"max_stats_len": 7}, "max_stats_len"),
+        ("1.2", {"kv_cache_config": {"use_kv_cache_manager_v2": True}}, "use_kv_cache_manager_v2"),
+        ("1.2", {"cache_transceiver_config": {"backend": "MOONCAKE"}}, "backend=MOONCAKE"),
+        ("1.2", {"moe_config": {"backend": "AUTO"}}, "moe_config.backend=AUTO"),
+        ("1.3rc", {"kv_cache_config": {"use_kv_cache_manager_v2": "auto"}}, "manager_v2=auto"),
+        ("1.4rc", {"enable_sleep": True}, "enable_sleep"),
+        ("1.4rc", {"kv_cache_config": {"onboard_blocks": True}}, "onboard_blocks"),
+        ("1.4rc", {"kv_cache_config": KvCacheConfig(onboard_blocks=True)}, "onboard_blocks"),
+    ],
+)
+def test_w08_an_argument_that_a_version_does_not_have_is_refused(
+    version: str, arguments: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=f"TorchLlmArgs has no argument '.*{named}'"):
+        parse_args("m", lacks=LACKS[version], **arguments)
+    assert parse_args("m", lacks=frozenset(), **arguments)
+
+
+@every_version
+def test_w08_what_a_version_does_not_have_its_arguments_do_not_have_either(api: str) -> None:
+    args = sim_api(api).LLM("m", sim=SETTINGS).args
+    cache = args.kv_cache_config
+    assert hasattr(args, "max_stats_len") == (api in ("1.3rc", "1.4rc"))
+    assert hasattr(cache, "use_kv_cache_manager_v2") == (api in ("1.3rc", "1.4rc"))
+    assert hasattr(cache, "onboard_blocks") == (api != "1.4rc")
+
+
+@every_version
+def test_w08_drafting_is_configured_by_a_dict_since_the_candidates_of_1_3(api: str) -> None:
+    eagle = {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "draft"}
+    if api in ("1.1", "1.2"):
+        with pytest.raises(AttributeError, match="'decoding_type' is a ClassVar"):
+            sim_api(api).LLM("m", sim=SETTINGS, speculative_config=eagle)
+        return
+    args = sim_api(api).LLM("m", sim=SETTINGS, speculative_config=eagle).args
+    assert args.speculative_config.speculative_model == "draft"
+    for wrong in ({"max_draft_len": 0}, {"speculative_model": None}, {"colour": "red"}):
+        with pytest.raises(ValueError, match=f"speculative_config.{next(iter(wrong))}"):
+            sim_api(api).LLM("m", sim=SETTINGS, speculative_config=eagle | wrong)
 
 
 @pytest.mark.parametrize(
