@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import grpc
+from anyio.abc import TaskGroup
 from typing_extensions import override
 
 from slagate.proto import openengine_pb2 as oe
@@ -19,9 +20,17 @@ from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.runtime.waiting import run_in_daemon_thread
 from slagate.workers.trtllm.engine import setting
-from slagate.workers.trtllm.package import EnginePackage, as_usage, load_package, shut_down
+from slagate.workers.trtllm.metrics import SILENT, Observer
+from slagate.workers.trtllm.package import (
+    EnginePackage,
+    as_usage,
+    handoff_ids,
+    load_package,
+    shut_down,
+)
 from slagate.workers.trtllm.server_info import ROLES, WorkerIdentity
 from slagate.workers.trtllm.watch import WatchTimes
+from slagate.workers.trtllm.worker import TrtllmWorker
 from slagate.workers.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -221,6 +230,31 @@ async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phas
         await shut_down(llm, limit_s=options.shutdown_limit_s)
         raise
     return Started(package, llm, identity)
+
+
+def worker_over(
+    started: Started,
+    options: TrtllmOptions,
+    *,
+    tasks: TaskGroup,
+    handoff_key: bytes | None,
+    observer: Observer = SILENT,
+    is_watched: bool = False,
+) -> TrtllmWorker:
+    """The worker of a constructed engine; its tasks run in `tasks`, which the caller cancels at the end."""
+    package, llm, identity = started
+    return TrtllmWorker(
+        llm,
+        api=package,
+        identity=identity,
+        tasks=tasks,
+        release_session=None,
+        handoff_key=handoff_key,
+        new_handoff_id=handoff_ids(package, identity.instance_id),
+        observer=observer,
+        is_watched=is_watched,
+        logits=options.logits,
+    )
 
 
 def identity_of(

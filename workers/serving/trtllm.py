@@ -19,6 +19,7 @@ from slagate.workers.serving.start import (
     StartingWorker,
     TrtllmOptions,
     start_engine,
+    worker_over,
 )
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ServerTls, following
@@ -27,7 +28,6 @@ from slagate.workers.trtllm.engine import setting
 from slagate.workers.trtllm.metrics import SILENT, WorkerMetrics
 from slagate.workers.trtllm.package import (
     check_installed,
-    handoff_ids,
     set_engine_log_level,
     shut_down,
 )
@@ -115,22 +115,18 @@ class _WorkerLife:
         signals: anyio.Event,
         metrics_at: str,
     ) -> int:
-        package, llm, identity = started
+        package, llm, _ = started
         is_fine = False
         if self._is_measured:
             self.metrics.collect_from(package.MetricsCollector)
         async with anyio.create_task_group() as tasks:
-            worker = TrtllmWorker(
-                llm,
-                api=package,
-                identity=identity,
+            worker = worker_over(
+                started,
+                self._options,
                 tasks=tasks,
-                release_session=None,
                 handoff_key=self._key,
-                new_handoff_id=handoff_ids(package, self._instance_id),
                 observer=self.metrics if self._is_measured else SILENT,
                 is_watched=self._options.watch.interval_s > 0,
-                logits=self._options.logits,
             )
             times = self._options.watch
             watch = EngineWatch(llm, times=times, on_death=worker.declare_dead, leave=_leave)
