@@ -60,7 +60,7 @@ class Cache:
         self.cache = SimKvCache(
             rng.randint(4, 14),
             BLOCK_TOKENS,
-            host_blocks=rng.choice([0, 3, 8]),
+            lower_blocks=rng.choice([(), (3,), (8,), (2, 4)]),
             recorder=self.recorder,
         )
         self.running: list[tuple[Allocation, list[bytes], bytes]] = []

@@ -44,7 +44,7 @@ class Rank:
         self.cache = SimKvCache(
             rng.randint(4, 12),
             BLOCK_TOKENS,
-            host_blocks=rng.choice([0, 3, 8]),
+            lower_blocks=rng.choice([(), (3,), (8,), (2, 4)]),
             recorder=self.recorder,
         )
         self.held: list[tuple[Allocation, list[bytes], bytes]] = []  # with states, tokens to store

@@ -1,6 +1,8 @@
 """The block pool against a dumb model: lists of token tuples, looked through from the start each time."""
 
 import random
+from collections import ChainMap
+from operator import le
 from typing import Any
 
 from slagate.workers.sim.kv_cache.blocks import CachePrompt, block_states, seed_state, token_bytes
@@ -20,15 +22,15 @@ Key = tuple[str, tuple[int, ...]]
 
 
 class Model:
-    """What is where: `device` and `host` hold keys in order of release, `held` lists of keys."""
+    """What is where: `idle` and each of `lower` are keys in order of release, `held` the sequences."""
 
     def __init__(self, rng: random.Random) -> None:
         self.total = rng.randint(2, 30)
-        self.host_total = rng.choice([0, 0, 1, 4, 20])
+        self.lower_totals = rng.choice([(), (), (1,), (4,), (20,), (1, 3), (4, 20)])
         self.block_tokens = rng.randint(1, 3)
         self.partial = rng.random() < 0.7
         self.idle: list[Key] = []
-        self.host: list[Key] = []
+        self.lower: list[list[Key]] = [[] for _ in self.lower_totals]
         self.held: list[Held] = []
 
     def referenced(self) -> set[Key]:
@@ -42,7 +44,8 @@ class Model:
 
     def stored(self) -> dict[Key, int]:
         on_device = self.referenced() | {*self.idle}
-        return dict.fromkeys(on_device, 0) | dict.fromkeys(self.host, 1)
+        levels = [dict.fromkeys(keys, level) for level, keys in enumerate(self.lower, 1)]
+        return dict(ChainMap(dict.fromkeys(on_device, 0), *levels))
 
     def path_of(self, salt: str, tokens: list[int]) -> list[Key]:
         """Keys of the blocks of these tokens, a partial last one included."""
@@ -81,16 +84,21 @@ class Model:
         return best if self.partial else 0
 
     def make_room(self) -> tuple[int, int]:
-        """Evict from the device, and from the host for it; how many were moved and forgotten."""
+        """Evict from the device, and from lower levels for it; how many left the device, and the cache."""
         n_moved = n_forgotten = 0
         while self.used() + len(self.idle) > self.total:
             key = self.idle.pop(0)
             assert not self.children(key, level=0), "the device is not leaf first"
-            self.host.append(key)
-            n_moved += self.host_total > 0
-            if len(self.host) > self.host_total:
-                gone = self.host.pop(0)
-                assert not self.children(gone, level=1), "the host is not leaf first"
+            n_moved += len(self.lower) > 0
+            for level, (keys, total) in enumerate(
+                zip(self.lower, self.lower_totals, strict=True), 1
+            ):
+                keys.append(key)
+                if len(keys) <= total:
+                    break
+                key = keys.pop(0)
+                assert not self.children(key, level=level), "a level is not leaf first"
+            else:
                 n_forgotten += 1
         return n_moved, n_forgotten
 
@@ -125,7 +133,7 @@ class World:
         self.cache = SimKvCache(
             model.total,
             model.block_tokens,
-            host_blocks=model.host_total,
+            lower_blocks=model.lower_totals,
             partial_reuse=model.partial,
             recorder=self.recorder,
         )
@@ -188,7 +196,9 @@ class World:
         assert allocation.reused_tokens == len(path) * size + copied <= len(reusable)
         assert allocation.reused_blocks == len(path) + (copied > 0)
         assert allocation.missed_blocks == n_looked_up - allocation.reused_blocks
-        assert allocation.onboarded_blocks == sum(key in model.host for key in path)
+        assert allocation.onboarded_blocks == sum(
+            key in keys for key in path for keys in model.lower
+        )
         held = Held(allocation, salt, prompt)
         held.n_private = len(states) - len(path)
         held.n_reserved = n_reserved
@@ -201,7 +211,7 @@ class World:
         model = self.model
         held.path += path
         model.idle = [key for key in model.idle if key not in path]
-        model.host = [key for key in model.host if key not in path]
+        model.lower = [[key for key in keys if key not in path] for keys in model.lower]
 
     def make_room(self) -> None:
         n_moved, n_forgotten = self.model.make_room()
@@ -245,7 +255,8 @@ class World:
         stored = model.stored()
         assert cache.used_blocks == model.used()
         assert cache.cached_blocks == len(model.idle)
-        assert cache.host_used_blocks == len(model.host) <= model.host_total
+        assert cache.lower_used_blocks == sum(map(len, model.lower))
+        assert all(map(le, map(len, model.lower), model.lower_totals))
         assert cache.available_blocks == model.available() >= 0
         assert cache.used_blocks + cache.cached_blocks <= model.total
         assert cache.n_evicted_blocks == self.n_forgotten
@@ -263,7 +274,7 @@ class World:
         assert small.items() <= largest.items()
         for key, level in stored.items():
             parent = model.parent(key)
-            assert not parent[1] or stored[parent] <= level, "a device block under a host block"
+            assert not parent[1] or stored[parent] <= level, "a block above its parent"
 
     def check_stored(self, data: dict[str, Any], keys: dict[int, Key]) -> None:
         """Every block of the event has the tokens of its key, and follows the one it says."""
@@ -274,7 +285,7 @@ class World:
             assert parent_hash == (self.hash_of(before) if before[1] else None)
             own = [token["token_id"] for token in block["tokens"]]
             assert own == [*tokens[len(before[1]) :]]
-            assert block.get("cache_salt", "") == salt
+            assert block["cache_salt"] == (salt or None)
             parent_hash = block["block_hash"]
 
 

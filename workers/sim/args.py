@@ -7,9 +7,18 @@ configurations are strict, and may come as a dict. `SimSettings` has what a real
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from os.path import isdir
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    model_validator,
+)
 
 from slagate.workers.kv_transfer.transport import KvTransport
 from slagate.workers.profiles.profile import TpProfile
@@ -47,15 +56,24 @@ class KvCacheConfig(_Strict):
     dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
     tokens_per_block: PositiveInt = 32
-    use_kv_cache_manager_v2: bool | Literal["auto"] = False
+    use_kv_cache_manager_v2: bool | Literal["auto"] = "auto"
+    kv_cache_event_hash_algo: Literal["auto", "v1_block_key", "v2_sha256", "v2_sha256_64"] = "auto"
     max_util_for_resume: float = 0.95
+    disk_cache_size: int | None = Field(default=None, ge=0)
+    disk_cache_path: str | None = None
+
+    @model_validator(mode="after")
+    def _disk_has_a_folder(self) -> "KvCacheConfig":
+        if self.disk_cache_size and not (self.disk_cache_path and isdir(self.disk_cache_path)):
+            raise ValueError("disk_cache_path must be a folder when disk_cache_size is above 0")
+        return self
 
 
 class CacheTransceiverConfig(_Strict):
     """`cache_transceiver_config`: handoffs need one that names a back-end."""
 
     backend: Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"] | None = None
-    transceiver_runtime: Literal["CPP", "PYTHON"] | None = None
+    transceiver_runtime: Literal["CPP", "PYTHON", "auto"] | None = "auto"
     max_tokens_in_buffer: PositiveInt | None = None
     kv_transfer_timeout_ms: PositiveInt | None = None
     kv_transfer_sender_future_timeout_ms: PositiveInt | None = 1000
@@ -244,6 +262,10 @@ _NOT_IN_13 = frozenset(
     {
         "attention_dp_config.kv_cache_routing_conversation_affinity",
         "kv_cache_config.use_kv_cache_manager_v2=auto",
+        "kv_cache_config.kv_cache_event_hash_algo",
+        "kv_cache_config.disk_cache_size",
+        "kv_cache_config.disk_cache_path",
+        "cache_transceiver_config.transceiver_runtime=auto",
     }
 )
 DECODING_TYPE = "speculative_config.decoding_type"
@@ -276,6 +298,12 @@ Read in TensorRT-LLM's `llmapi/llm_args.py`: id 1090804222 for 1.1 (a candidate 
 was found: it is taken to have what 1.1 has, and the address for the traces of its `trace_headers`.
 """
 
+EARLIER_DEFAULTS: Mapping[str, object] = {
+    "kv_cache_config.use_kv_cache_manager_v2=auto": False,
+    "cache_transceiver_config.transceiver_runtime=auto": None,
+}
+"""Defaults of versions without the choice that is the newest's default (pull request #15823)."""
+
 
 def parse_args(
     model: object, *, lacks: frozenset[str] = LACKS["1.4rc"], **values: Any
@@ -299,7 +327,11 @@ def parse_args(
         section, _, name = path.rpartition(".")
         of = getattr(args, section) if section else args
         if isinstance(of, BaseModel):
-            vars(of).pop(name, None)
+            name, _, choice = name.partition("=")
+            if not choice:
+                vars(of).pop(name, None)
+            elif path in EARLIER_DEFAULTS and vars(of).get(name) == choice:
+                vars(of)[name] = EARLIER_DEFAULTS[path]
     return args
 
 
@@ -323,7 +355,8 @@ class SimSettings:
     `END_ID`, or the last token of a smaller vocabulary. `instance_salt` makes this engine's block hashes
     differ from those of others. The constructor waits `init_s` seconds by `pause`, then raises `fail_init`
     if that is set. With `handoff_on_stop` a context_only request whose first token ends it still gives a
-    handoff. Raises `ValueError` naming the field.
+    handoff. With `prefers_cache_v2` the model's choice of a KV cache manager is the V2 one, as Llama's is
+    since TensorRT-LLM's pull request #19004. Raises `ValueError` naming the field.
     """
 
     profile: TpProfile
@@ -344,6 +377,7 @@ class SimSettings:
     fail_init: Exception | None = None
     logprob_form: LogprobForm = "dict"
     handoff_on_stop: bool = False
+    prefers_cache_v2: bool = True
 
     def __post_init__(self) -> None:
         if not self.vocab_size > 0:

@@ -7,7 +7,7 @@ from slagate.workers.sim.args import KvCacheConfig, SimSettings, TorchLlmArgs
 from slagate.workers.sim.engine import SimEngine
 from slagate.workers.sim.handoff import DisaggIds
 from slagate.workers.sim.kv_cache.cache import SimKvCache
-from slagate.workers.sim.kv_cache.events import KvEventQueue, KvEventRecorder
+from slagate.workers.sim.kv_cache.events import V1_BLOCK_KEY, KvEventQueue, KvEventRecorder
 from slagate.workers.sim.rank import SimRank
 from slagate.workers.sim.request import ApiTraits
 from slagate.workers.sim.sequence import EngineLimits
@@ -21,7 +21,10 @@ _PROFILE_MEMORY_RATIO = 0.9
 def build_engine(
     args: TorchLlmArgs, settings: SimSettings, *, traits: ApiTraits, max_seq_len: int
 ) -> SimEngine:
-    """The engine with its ranks and queues. Raises `ValueError` naming arguments that do not fit."""
+    """The engine with its ranks and queues.
+
+    Raises `ValueError` naming arguments that do not fit, and `RuntimeError` as `uses_cache_v2`.
+    """
     config, transceiver = args.kv_cache_config, args.cache_transceiver_config
     if args.has_transceiver and settings.transport is None:
         raise ValueError("cache_transceiver_config needs a transport in the settings")
@@ -37,6 +40,7 @@ def build_engine(
     )
     # With attention DP one buffer takes the events of all ranks, and is as many times as large.
     events = KvEventQueue(config.event_buffer_max_size * n_ranks)
+    is_v2 = uses_cache_v2(args, settings)
     windows = attention_windows(args, max_seq_len)
     ranks = []
     for index in range(n_ranks):
@@ -49,8 +53,17 @@ def build_engine(
                 block_tokens=limits.block_tokens,
                 salt=settings.instance_salt,
                 newest=traits.newest_events,
+                is_v2=is_v2,
+                hash_algo=event_hash_algo(config, is_v2=is_v2),
             )
-        cache = _kv_cache(config, settings.profile, recorder)
+        cache = SimKvCache(
+            primary_blocks(settings.profile, config),
+            config.tokens_per_block,
+            lower_blocks=lower_blocks(settings.profile, config, is_v2=is_v2),
+            reuse=config.enable_block_reuse,
+            partial_reuse=config.enable_partial_reuse,
+            recorder=recorder,
+        )
         ranks.append(SimRank(index, cache, limits, recorder=recorder))
     timeout_ms = None if transceiver is None else transceiver.kv_transfer_timeout_ms
     # Versions that do not let it be chosen have the default.
@@ -79,18 +92,30 @@ def build_engine(
     )
 
 
-def _kv_cache(
-    config: KvCacheConfig, profile: TpProfile, recorder: KvEventRecorder | None
-) -> SimKvCache:
-    """The cache of one rank."""
-    return SimKvCache(
-        primary_blocks(profile, config),
-        config.tokens_per_block,
-        host_blocks=host_blocks(profile, config),
-        reuse=config.enable_block_reuse,
-        partial_reuse=config.enable_partial_reuse,
-        recorder=recorder,
-    )
+def uses_cache_v2(args: TorchLlmArgs, settings: SimSettings) -> bool:
+    """Whether the engine's cache manager is V2, which it works out in its own process, on its own copy.
+
+    "auto" is what the model prefers (llm_utils.py id 54619642641 `_resolve_kv_cache_manager_v2_auto`), and
+    V1 where handoffs take another way than NIXL with the Python runtime (by the text of TensorRT-LLM's pull
+    request #16942). Raises `RuntimeError`, as what fails in that process ends the constructor, for V2 with
+    the C++ transceiver, which moves V1 caches only (README id 57362347703).
+    """
+    setting: bool | str = getattr(args.kv_cache_config, "use_kv_cache_manager_v2", False)
+    transceiver = args.cache_transceiver_config
+    moves_v2 = not args.has_transceiver
+    if transceiver is not None and transceiver.backend in ("DEFAULT", "NIXL"):
+        moves_v2 = getattr(transceiver, "transceiver_runtime", None) == "PYTHON"
+    if setting == "auto":
+        return settings.prefers_cache_v2 and moves_v2
+    if setting and not moves_v2:
+        raise RuntimeError("the C++ cache transceiver does not support the V2 KV cache manager")
+    return bool(setting)
+
+
+def event_hash_algo(config: KvCacheConfig, *, is_v2: bool) -> str:
+    """The algorithm of the hashes in events; "auto" is V1's (kv_cache_hash.py id 52211798789)."""
+    algorithm: str = getattr(config, "kv_cache_event_hash_algo", "auto")
+    return algorithm if is_v2 and algorithm != "auto" else V1_BLOCK_KEY
 
 
 def primary_blocks(profile: TpProfile, config: KvCacheConfig) -> int:
@@ -105,12 +130,19 @@ def primary_blocks(profile: TpProfile, config: KvCacheConfig) -> int:
     return blocks
 
 
-def host_blocks(profile: TpProfile, config: KvCacheConfig) -> int:
-    """KV blocks of one rank in host memory, at the true size of a token's KV cache."""
-    if not getattr(config, "onboard_blocks", True):
-        return 0
+def lower_blocks(profile: TpProfile, config: KvCacheConfig, *, is_v2: bool) -> list[int]:
+    """KV blocks of one rank on the host and, of the V2 manager, on disk, without levels that have none.
+
+    A block has the true size of its tokens' KV cache. Without a host the disk is the first level below
+    (kv_cache_manager_v2.py id 56023105518). Where `host_cache_size` is None, V2 would take a part of the
+    machine's memory for the host's level; here it has none then.
+    """
+    sizes = [config.host_cache_size if getattr(config, "onboard_blocks", True) else 0]
+    if is_v2:
+        sizes.append(getattr(config, "disk_cache_size", None))
     block_bytes = config.tokens_per_block * profile.kv_bytes_per_token
-    return (config.host_cache_size or 0) // block_bytes
+    blocks = [(size or 0) // block_bytes for size in sizes]
+    return [n_blocks for n_blocks in blocks if n_blocks]
 
 
 def attention_windows(args: TorchLlmArgs, max_seq_len: int) -> tuple[int, ...]:

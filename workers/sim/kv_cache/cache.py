@@ -1,4 +1,4 @@
-"""The simulated KV cache: a paged pool that shares blocks by prefix, with a second tier on the host.
+"""The simulated KV cache: a paged pool that shares blocks by prefix, with lower tiers on host and disk.
 
 Follows TensorRT-LLM's KV cache manager with its defaults (`enable_block_reuse`, `enable_partial_reuse`,
 `copy_on_partial_reuse`, GUARANTEED_NO_EVICT); contents and states of blocks are those of `blocks`.
@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 from slagate.workers.sim.kv_cache.blocks import STATE_BYTES, TOKEN_BYTES, CachePrompt
 from slagate.workers.sim.kv_cache.events import KvEventRecorder
-from slagate.workers.sim.kv_cache.tree import DEVICE, HOST, BlockNode, BlockTree
+from slagate.workers.sim.kv_cache.tree import DEVICE, BlockNode, BlockTree
 
 
 @dataclass(slots=True, eq=False)
@@ -19,8 +19,8 @@ class Allocation:
     """One sequence's blocks: those it refers to in the tree, its own, and those it may still take.
 
     `reused_tokens` leading prompt tokens need no compute. Their `reused_blocks` are shared, but for a last
-    one that was copied in part; `onboarded_blocks` of them came back from the host. At first the sequence
-    took `allocated_blocks` of the pool, to fill or to copy into, of which `new_blocks` held nothing.
+    one that was copied in part; `onboarded_blocks` of them came back from a lower level. At first it took
+    `allocated_blocks` of the pool, to fill or to copy into, of which `new_blocks` held nothing.
     """
 
     prompt: CachePrompt
@@ -38,7 +38,7 @@ class Allocation:
 
 
 class SimKvCache:
-    """A pool of `total_blocks` blocks on the device and `host_blocks` on the host.
+    """A pool of `total_blocks` blocks on the device and `lower_blocks` on each lower level, highest first.
 
         total = referenced stored + private (used) | unreferenced stored (evictable) | never filled
 
@@ -46,8 +46,8 @@ class SimKvCache:
 
     * a sequence that refers to a block refers to its whole prefix, and releases its last block first. So in
       the order of release, which is the order of eviction, every child on the device precedes its parent;
-    * eviction moves blocks to the host in that same order, so children come first there too, and a match
-      brings blocks back root first: no block on the device has a parent on the host;
+    * eviction moves blocks one level down in that same order, so children come first there too, and a match
+      brings blocks back root first: no block on the device has a parent below it;
     * a block that two sequences computed is stored once. The later one refers to it, to keep the prefix of
       what it stores next, and keeps its own copy, as TensorRT-LLM does. Where no other sequence refers to
       the stored block, the later one's copy takes its place, so that storing never needs room.
@@ -61,7 +61,7 @@ class SimKvCache:
         total_blocks: int,
         block_tokens: int,
         *,
-        host_blocks: int = 0,
+        lower_blocks: Sequence[int] = (),
         reuse: bool = True,
         partial_reuse: bool = True,
         recorder: KvEventRecorder | None = None,
@@ -70,19 +70,20 @@ class SimKvCache:
             raise ValueError(
                 f"total_blocks {total_blocks} and block_tokens {block_tokens} must be > 0"
             )
-        if host_blocks < 0:
-            raise ValueError(f"host_blocks must be >= 0, got {host_blocks}")
+        if any(n_blocks < 1 for n_blocks in lower_blocks):
+            raise ValueError(f"lower_blocks must be > 0, got {lower_blocks}")
         self.total_blocks = total_blocks
         self.block_tokens = block_tokens
-        self.host_blocks = host_blocks
+        self.lower_blocks = lower_blocks
         self._reuse = reuse
         self._partial_reuse = partial_reuse
         self._recorder = recorder if reuse else None
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._tree = BlockTree(block_tokens)
-        # Both in order of release, the first to go in front.
-        self._evictable: OrderedDict[BlockNode, None] = OrderedDict()
-        self._on_host: OrderedDict[BlockNode, None] = OrderedDict()
+        # By level, in order of release, the first to go in front; on the device the unreferenced ones.
+        self._idle: list[OrderedDict[BlockNode, None]] = [
+            OrderedDict() for _ in range(1 + len(lower_blocks))
+        ]
         self._private_blocks = 0
         self._reserved_blocks = 0
         self.n_allocated_blocks = 0
@@ -93,17 +94,17 @@ class SimKvCache:
         self.n_offloaded_blocks = 0
         self.n_onboarded_blocks = 0
         if self._recorder is not None:
-            self._recorder.created(total_blocks, host_blocks)
+            self._recorder.created((total_blocks, *lower_blocks))
 
     @property
     def used_blocks(self) -> int:
         """Device blocks that some sequence refers to."""
-        return self._filled_blocks - len(self._evictable)
+        return self._filled_blocks - self.cached_blocks
 
     @property
     def cached_blocks(self) -> int:
         """Stored device blocks that no sequence refers to: reusable until evicted."""
-        return len(self._evictable)
+        return len(self._idle[DEVICE])
 
     @property
     def available_blocks(self) -> int:
@@ -111,13 +112,13 @@ class SimKvCache:
         return self.total_blocks - self.used_blocks - self._reserved_blocks
 
     @property
-    def host_used_blocks(self) -> int:
-        """Stored blocks in the host tier."""
-        return len(self._on_host)
+    def lower_used_blocks(self) -> int:
+        """Stored blocks on all levels below the device."""
+        return sum(map(len, self._idle[1:]))
 
     @property
     def _filled_blocks(self) -> int:
-        return len(self._tree) - len(self._on_host) + self._private_blocks
+        return len(self._tree) - self.lower_used_blocks + self._private_blocks
 
     def allocate(
         self, prompt: CachePrompt, *, n_blocks: int, reserve_blocks: int = 0, reusable_tokens: int
@@ -228,11 +229,11 @@ class SimKvCache:
 
     def release(self, allocation: Allocation) -> None:
         """Give all blocks back; stored ones stay reusable. No-op the second time."""
-        evictable = self._evictable
+        idle = self._idle[DEVICE]
         for node in reversed(allocation.path):
             node.references -= 1
             if not node.references:
-                evictable[node] = None
+                idle[node] = None
         self._private_blocks -= allocation.private_blocks
         self._reserved_blocks -= allocation.reserved_blocks
         allocation.path = []
@@ -240,7 +241,7 @@ class SimKvCache:
         allocation.closed = True
 
     def resident(self) -> dict[int, int]:
-        """Engine hash -> tier (0 device, 1 host) of every full block stored, as events announce it."""
+        """Engine hash -> level (0 device, then those below) of every full block, as events announce it."""
         assert self._recorder is not None, "hashes are the recorder's"
         engine_hash = self._recorder.engine_hash
         return {engine_hash(node.state): node.level for node in self._tree.full_blocks()}
@@ -261,31 +262,36 @@ class SimKvCache:
         node.references += 1
         if node.references > 1:
             return False
-        if node.level == DEVICE:
-            del self._evictable[node]
+        level = node.level
+        del self._idle[level][node]
+        if level == DEVICE:
             return False
-        del self._on_host[node]
         self._tree.to_device(node)
         if self._recorder is not None:
-            self._recorder.moved(node.state, HOST, DEVICE)
+            self._recorder.moved(node.state, level, DEVICE)
         return True
 
     def _evict_overflow(self) -> int:
         """Evict blocks until the filled ones fit the pool again; returns how many."""
         n_over = max(0, self._filled_blocks - self.total_blocks)
         for _ in range(n_over):
-            node, _ = self._evictable.popitem(last=False)
-            if not self.host_blocks:
-                self._forget(node)
-                continue
-            if len(self._on_host) == self.host_blocks:
-                self._forget(self._on_host.popitem(last=False)[0])
-            self._on_host[node] = None
-            self._tree.to_host(node)
-            self.n_offloaded_blocks += 1
-            if self._recorder is not None:
-                self._recorder.moved(node.state, DEVICE, HOST)
+            self._move_down(DEVICE)
         return n_over
+
+    def _move_down(self, level: int) -> None:
+        """Move the block that is unused for longest one level down; forget it on the lowest."""
+        node, _ = self._idle[level].popitem(last=False)
+        lower = level + 1
+        if lower == len(self._idle):
+            self._forget(node)
+            return
+        if len(self._idle[lower]) == self.lower_blocks[level]:
+            self._move_down(lower)
+        self._idle[lower][node] = None
+        self._tree.to_lower(node)
+        self.n_offloaded_blocks += level == DEVICE
+        if self._recorder is not None:
+            self._recorder.moved(node.state, level, lower)
 
     def _forget(self, node: BlockNode) -> None:
         self._tree.remove(node)

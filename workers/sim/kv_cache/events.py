@@ -18,19 +18,18 @@ from slagate.workers.sim.kv_cache.blocks import TOKEN_BYTES
 
 # The retention priority that TensorRT-LLM gives a block when the request names none.
 DEFAULT_PRIORITY = 35
-HASH_ALGO = "v1_block_key"
+V1_BLOCK_KEY = "v1_block_key"
 
 
 class _Created(NamedTuple):
     window: int
-    primary_blocks: int
-    host_blocks: int
+    n_blocks: Sequence[int]
 
     def fields(self, recorder: "KvEventRecorder") -> dict[str, Any]:
         del recorder
         return {
             "type": "created",
-            "num_blocks_per_cache_level": [self.primary_blocks, self.host_blocks],
+            "num_blocks_per_cache_level": list(self.n_blocks),
         }
 
 
@@ -46,9 +45,9 @@ class _Stored(NamedTuple):
         tokens = struct.unpack(f"<{len(self.packed) // TOKEN_BYTES}I", self.packed)
         blocks = []
         for i, state in enumerate(self.states):
-            block = {
+            block: dict[str, Any] = {
                 "type": "stored_block",
-                "block_hash": recorder.engine_hash(state),
+                "block_hash": recorder.spelled_hash(state),
                 "tokens": [
                     {"type": "unique_token", "token_id": token, "token_extra_id": 0}
                     for token in tokens[i * size : (i + 1) * size]
@@ -56,10 +55,12 @@ class _Stored(NamedTuple):
                 "cache_level": 0,
                 "priority": DEFAULT_PRIORITY,
             }
-            if recorder.newest and self.cache_salt:
-                block["cache_salt"] = self.cache_salt
+            if recorder.newest:
+                block["mm_keys"] = []
+                # The field is there with the V2 manager too, which never fills it in.
+                block["cache_salt"] = None if recorder.is_v2 else self.cache_salt or None
             blocks.append(block)
-        parent_hash = None if self.parent is None else recorder.engine_hash(self.parent)
+        parent_hash = None if self.parent is None else recorder.spelled_hash(self.parent)
         return {"type": "stored", "parent_hash": parent_hash, "blocks": blocks}
 
 
@@ -68,7 +69,7 @@ class _Removed(NamedTuple):
     states: Sequence[bytes]
 
     def fields(self, recorder: "KvEventRecorder") -> dict[str, Any]:
-        hashes = [recorder.engine_hash(state) for state in self.states]
+        hashes = [recorder.spelled_hash(state) for state in self.states]
         return {"type": "removed", "block_hashes": hashes}
 
 
@@ -81,7 +82,7 @@ class _Moved(NamedTuple):
     def fields(self, recorder: "KvEventRecorder") -> dict[str, Any]:
         return {
             "type": "updated",
-            "block_hash": recorder.engine_hash(self.state),
+            "block_hash": recorder.spelled_hash(self.state),
             "cache_level": {
                 "type": "event_diff",
                 "old_value": self.old_level,
@@ -162,7 +163,11 @@ class KvEventRecorder:
     A model with sliding-window layers has several `windows`; the largest covers the whole context. Every
     window announces the same blocks; a smaller one at once announces those in front of it as removed.
     `salt` makes this engine's hashes differ from those of others, and `rank` None leaves
-    `attention_dp_rank` out. `newest` adds the keys of TensorRT-LLM 1.3 and later.
+    `attention_dp_rank` out. `newest` adds the keys of the newest TensorRT-LLM.
+
+    With `is_v2` the events are those of the V2 cache manager: it names the group of layers, which is one
+    for each window, never a salt, and spells hashes as `hash_algo` says (`_event_manager.py` id 68808230685
+    `KVCacheEventManager`): `v2_sha256` are 64 hex digits, `v2_sha256_64` their first 16 as a number.
     """
 
     def __init__(
@@ -174,6 +179,8 @@ class KvEventRecorder:
         block_tokens: int,
         salt: bytes,
         newest: bool,
+        is_v2: bool = False,
+        hash_algo: str = V1_BLOCK_KEY,
     ) -> None:
         if not windows or min(windows) < 1 or len({*windows}) < len(windows):
             raise ValueError(f"windows must be different and > 0, got {windows}")
@@ -181,6 +188,8 @@ class KvEventRecorder:
         self.windows = windows
         self.block_tokens = block_tokens
         self.newest = newest
+        self.is_v2 = is_v2
+        self.hash_algo = hash_algo
         self._queue = queue
         self._key = blake2b(salt, digest_size=32).digest()
         self._next_id = 0
@@ -193,12 +202,24 @@ class KvEventRecorder:
 
     def engine_hash(self, state: bytes) -> int:
         """This engine's unsigned 64-bit hash of a block."""
-        return int.from_bytes(blake2b(state, key=self._key, digest_size=8).digest(), "little")
+        return int.from_bytes(self._digest(state)[:8], "big")
 
-    def created(self, primary_blocks: int, host_blocks: int) -> None:
-        """Record that the pools exist, with this many blocks on the device and on the host."""
+    def spelled_hash(self, state: bytes) -> int | str:
+        """The hash as events have it."""
+        return (
+            self._digest(state).hex() if self.hash_algo == "v2_sha256" else self.engine_hash(state)
+        )
+
+    def _digest(self, state: bytes) -> bytes:
+        return blake2b(state, key=self._key, digest_size=32).digest()
+
+    def created(self, n_blocks: Sequence[int]) -> None:
+        """Record that the pools exist, with this many blocks on each level: device, host, disk."""
+        if not self.is_v2:
+            # The V1 manager always has the two levels.
+            n_blocks = (*n_blocks, 0)[:2]
         for window in self.windows:
-            self._add(_Created(window, primary_blocks, host_blocks))
+            self._add(_Created(window, n_blocks))
 
     def stored(
         self,
@@ -233,7 +254,7 @@ class KvEventRecorder:
                 removed.append(state)
 
     def moved(self, state: bytes, old_level: int, new_level: int) -> None:
-        """Record that a block moved between the tiers: 0 is the device, 1 the host."""
+        """Record that a block moved between levels: 0 is the device, below it are the host and the disk."""
         for window in self.windows:
             live = self._sliding.get(window)
             if live is None or state in live:
@@ -266,9 +287,10 @@ def _as_dict(recorder: KvEventRecorder, event_id: int, record: _Record) -> dict[
     }
     if recorder.rank is not None:
         shown["attention_dp_rank"] = recorder.rank
-    if recorder.newest:
+    if recorder.is_v2:
         shown["layer_group_id"] = recorder.windows.index(record.window)
-        shown["hash_algo"] = HASH_ALGO
+    if recorder.newest:
+        shown["hash_algo"] = recorder.hash_algo
     return shown
 
 

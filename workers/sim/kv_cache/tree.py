@@ -1,4 +1,4 @@
-"""The blocks that the simulated KV cache has stored: a tree by prefix, over both tiers."""
+"""The blocks that the simulated KV cache has stored: a tree by prefix, over all tiers."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
@@ -6,14 +6,15 @@ from itertools import islice
 
 from slagate.workers.sim.kv_cache.blocks import TOKEN_BYTES
 
-DEVICE, HOST = 0, 1
+DEVICE = 0
+"""The first level of the cache; those below it, in order, are the host and the disk, where it has them."""
 
 
 class BlockNode:
     """A stored block with its packed tokens, or the root of one seed, which has none.
 
     `children` are the packed tokens of the children on the device, sorted: those that share most with
-    other tokens are the neighbours of the place where these would be. `n_children` counts both tiers.
+    other tokens are the neighbours of the place where these would be. `n_children` counts all tiers.
     """
 
     __slots__ = ("children", "level", "n_children", "parent", "references", "state", "tokens")
@@ -40,7 +41,7 @@ class BlockTree:
         return len(self._nodes)
 
     def get(self, state: bytes) -> BlockNode | None:
-        """The block in this state, in either tier."""
+        """The block in this state, in any tier."""
         return self._nodes.get(state)
 
     def match(self, states: Sequence[bytes], n_blocks: int) -> list[BlockNode]:
@@ -77,10 +78,11 @@ class BlockTree:
         parent.n_children += 1
         return node
 
-    def to_host(self, node: BlockNode) -> None:
-        """Move a block without children on the device to the host."""
-        self._leave_device(node)
-        node.level = HOST
+    def to_lower(self, node: BlockNode) -> None:
+        """Move a block without children on the device one level down."""
+        if node.level == DEVICE:
+            self._leave_device(node)
+        node.level += 1
 
     def to_device(self, node: BlockNode) -> None:
         """Move a block whose prefix is on the device back there."""

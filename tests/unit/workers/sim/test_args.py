@@ -1,13 +1,21 @@
 """The TensorRT-LLM double's constructor: names, defaults, strictness, sizes and failures."""
 
 import pickle
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slagate.workers.sim.api import VERSIONS, sim_api
 from slagate.workers.sim.args import LACKS, KvCacheConfig, SimSettings, parse_args
-from slagate.workers.sim.build import attention_windows, host_blocks, primary_blocks
+from slagate.workers.sim.build import (
+    attention_windows,
+    event_hash_algo,
+    lower_blocks,
+    primary_blocks,
+    uses_cache_v2,
+)
 from slagate.workers.sim.kv_cache.events import KvEventRecorder
 from slagate.workers.sim.request import SamplingParams
 from support.engine.sim_llm import PROFILE, expected, llm, prompt_of
@@ -177,11 +185,89 @@ def test_a_kv_cache_of_less_than_a_block_is_refused() -> None:
         llm(kv_cache_config={"max_tokens": 31})
 
 
-def test_the_host_tier_has_the_true_size_of_a_block() -> None:
+def test_lower_levels_have_the_true_size_of_a_block(tmp_path: Path) -> None:
     block_bytes = 32 * PROFILE.kv_bytes_per_token
-    assert host_blocks(PROFILE, KvCacheConfig()) == 0
-    assert host_blocks(PROFILE, KvCacheConfig(host_cache_size=block_bytes * 3 - 1)) == 2
-    assert host_blocks(PROFILE, KvCacheConfig(host_cache_size=block_bytes * 3)) == 3
+
+    def blocks(*, is_v2: bool = True, **config: Any) -> list[int]:
+        return lower_blocks(PROFILE, KvCacheConfig(**config), is_v2=is_v2)
+
+    assert blocks() == []
+    assert blocks(host_cache_size=block_bytes * 3 - 1) == [2]
+    host = {"host_cache_size": block_bytes * 3}
+    disk = {"disk_cache_size": block_bytes * 9, "disk_cache_path": str(tmp_path)}
+    assert blocks(**host) == [3]
+    assert blocks(**host, **disk) == [3, 9]
+    assert blocks(**disk) == [9]
+    assert blocks(**host, **disk, is_v2=False) == [3]
+
+
+@pytest.mark.parametrize("path", [None, "/nowhere/at/all"])
+def test_t2_6_a_disk_tier_needs_a_folder(path: str | None) -> None:
+    with pytest.raises(ValueError, match="disk_cache_path"):
+        llm(kv_cache_config={"disk_cache_size": 1 << 30, "disk_cache_path": path})
+
+
+def test_w11_the_newest_leaves_the_cache_manager_to_the_model_and_does_not_tell() -> None:
+    """What "auto" comes to is known in the engine's process only."""
+    for version, said in (("1.3rc", (False, None)), ("1.4rc", ("auto", "auto"))):
+        transceiver = {"backend": "NIXL"}
+        args = parse_args("m", lacks=LACKS[version], cache_transceiver_config=transceiver)
+        assert args.cache_transceiver_config is not None
+        runtime = args.cache_transceiver_config.transceiver_runtime
+        assert (args.kv_cache_config.use_kv_cache_manager_v2, runtime) == said
+    for name in ("kv_cache_event_hash_algo", "disk_cache_size"):
+        with pytest.raises(ValueError, match=name):
+            llm(api="1.3rc", kv_cache_config={name: None})
+
+
+NIXL = {"backend": "NIXL", "transceiver_runtime": "PYTHON"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "transceiver", "is_v2"),
+    [
+        ("auto", None, True),
+        ("auto", {"backend": None}, True),
+        ("auto", NIXL, True),
+        ("auto", NIXL | {"backend": "DEFAULT"}, True),
+        ("auto", {"backend": "NIXL"}, False),
+        ("auto", NIXL | {"transceiver_runtime": None}, False),
+        ("auto", NIXL | {"backend": "UCX"}, False),
+        (False, NIXL, False),
+        (True, NIXL, True),
+    ],
+)
+def test_w11_auto_is_the_second_manager_where_handoffs_can_move_its_caches(
+    setting: object,
+    transceiver: object,
+    is_v2: bool,  # noqa: FBT001
+) -> None:
+    cache = {"use_kv_cache_manager_v2": setting, "kv_cache_event_hash_algo": "v2_sha256"}
+    args = parse_args("m", kv_cache_config=cache, cache_transceiver_config=transceiver)
+    assert uses_cache_v2(args, SETTINGS) == is_v2
+    algorithm = event_hash_algo(args.kv_cache_config, is_v2=is_v2)
+    assert algorithm == ("v2_sha256" if is_v2 else "v1_block_key")
+    if setting == "auto":
+        assert not uses_cache_v2(args, replace(SETTINGS, prefers_cache_v2=False))
+
+
+@pytest.mark.parametrize("transceiver", [{"backend": "UCX"}, NIXL | {"transceiver_runtime": None}])
+def test_w11_the_second_manager_fails_with_a_transceiver_that_moves_only_the_first_ones_caches(
+    transceiver: dict[str, Any],
+) -> None:
+    args = parse_args(
+        "m",
+        kv_cache_config={"use_kv_cache_manager_v2": True},
+        cache_transceiver_config=transceiver,
+    )
+    with pytest.raises(RuntimeError, match="does not support the V2"):
+        uses_cache_v2(args, SETTINGS)
+
+
+def test_w11_without_a_choice_the_hashes_are_the_first_managers() -> None:
+    assert event_hash_algo(KvCacheConfig(), is_v2=True) == "v1_block_key"
+    early = parse_args("m", lacks=LACKS["1.3rc"]).kv_cache_config
+    assert event_hash_algo(early, is_v2=True) == "v1_block_key"
 
 
 def test_attention_windows_are_distinct_and_inside_the_sequence() -> None:

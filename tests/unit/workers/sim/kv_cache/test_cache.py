@@ -194,20 +194,20 @@ def test_a_sequence_stores_once_however_often_it_is_told() -> None:
 
 
 def test_a_block_that_must_go_waits_on_the_host() -> None:
-    cache = recorded(host_blocks=2)
+    cache = recorded(lower_blocks=[2])
     run(cache, A[:13])
     before = cache.resident()
     assert [*before.values()] == [0, 0, 0]
     run(cache, B[:12])
     assert sorted(level for name, level in cache.resident().items() if name in before) == [0, 1, 1]
-    assert (cache.n_offloaded_blocks, cache.n_evicted_blocks, cache.host_used_blocks) == (2, 0, 2)
+    assert (cache.n_offloaded_blocks, cache.n_evicted_blocks, cache.lower_used_blocks) == (2, 0, 2)
 
 
 def test_a_match_on_the_host_comes_back_and_takes_a_block() -> None:
-    cache = recorded(host_blocks=8)
+    cache = recorded(lower_blocks=[8])
     run(cache, A[:13])
     run(cache, B[:16])
-    assert cache.host_used_blocks == 3
+    assert cache.lower_used_blocks == 3
     other = allocate(cache, list(range(300, 304)), reserve_blocks=1)
     assert other is not None
     assert allocate(cache, A[:9]) is None
@@ -218,11 +218,29 @@ def test_a_match_on_the_host_comes_back_and_takes_a_block() -> None:
     assert cache.used_blocks == 3
 
 
+def test_t2_6_what_leaves_the_host_goes_to_disk_and_a_match_brings_it_back_from_there() -> None:
+    cache = recorded(lower_blocks=[1, 3])
+    run(cache, A[:13])
+    before = cache.resident()
+    run(cache, B[:16])
+    levels = cache.resident()
+    # Last block out first: the root of the chain is the one that is still on the host.
+    assert [levels[name] for name in before] == [1, 2, 2]
+    run(cache, list(range(300, 304)))
+    run(cache, list(range(400, 404)))
+    # The disk has room for three, and the last of the first chain is the oldest there.
+    assert [cache.resident().get(name) for name in before] == [2, 2, None]
+    held = allocate(cache, A[:13])
+    assert held is not None
+    assert (held.reused_tokens, held.onboarded_blocks) == (8, 2)
+    assert [cache.resident().get(name) for name in before] == [0, 0, None]
+
+
 def test_nothing_is_copied_from_the_host() -> None:
-    cache = SimKvCache(4, 4, host_blocks=8)
+    cache = SimKvCache(4, 4, lower_blocks=[8])
     run(cache, A[:5])
     run(cache, B[:16])
-    assert cache.host_used_blocks == 1
+    assert cache.lower_used_blocks == 1
     assert run(cache, A[:3]).reused_tokens == 0
 
 
@@ -290,11 +308,11 @@ def test_prefixes_of_other_salts_are_never_reused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "host_blocks", "problem"),
-    [((0, 4), 0, "total_blocks 0"), ((4, 0), 0, "block_tokens 0"), ((4, 4), -1, "host_blocks")],
+    ("sizes", "lower_blocks", "problem"),
+    [((0, 4), [], "total_blocks 0"), ((4, 0), [], "block_tokens 0"), ((4, 4), [0], "lower_blocks")],
 )
 def test_an_impossible_pool_is_refused(
-    sizes: tuple[int, int], host_blocks: int, problem: str
+    sizes: tuple[int, int], lower_blocks: list[int], problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
-        SimKvCache(*sizes, host_blocks=host_blocks)
+        SimKvCache(*sizes, lower_blocks=lower_blocks)

@@ -24,7 +24,7 @@ def told(**changed: Any) -> tuple[KvEventRecorder, list[dict[str, Any]]]:
     """Events of a prompt of nine tokens, of which one block then goes away and one to the host."""
     queue = KvEventQueue(100)
     recorder = recorder_of(queue, **changed)
-    recorder.created(50, 7)
+    recorder.created((50, 7))
     recorder.stored(None, STATES[:1], packed=PACKED[:16], cache_salt="s")
     recorder.stored(STATES[0], STATES[1:], packed=PACKED[16:], cache_salt="s")
     recorder.removed(STATES[2])
@@ -78,15 +78,57 @@ def test_the_dicts_are_those_of_tensorrt_llm() -> None:
     ]
 
 
+def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one for event in events for one in event["data"].get("blocks", [])]
+
+
 def test_newer_versions_say_more() -> None:
     _, events = told(newest=True, windows=(4, 100))
-    assert {(e["window_size"], e["layer_group_id"], e["hash_algo"]) for e in events} == {
-        (4, 0, "v1_block_key"),
-        (100, 1, "v1_block_key"),
+    assert {(e["window_size"], e["hash_algo"]) for e in events} == {
+        (4, "v1_block_key"),
+        (100, "v1_block_key"),
     }
-    blocks = [one for event in events for one in event["data"].get("blocks", [])]
-    assert {one["cache_salt"] for one in blocks} == {"s"}
-    assert not any("cache_salt" in one for e in told()[1] for one in e["data"].get("blocks", []))
+    assert not any("layer_group_id" in event for event in events)
+    assert {(one["cache_salt"], *one["mm_keys"]) for one in blocks_of(events)} == {("s",)}
+    assert not any("cache_salt" in one for one in blocks_of(told()[1]))
+
+
+def test_w11_the_second_manager_names_groups_of_layers_and_no_salt() -> None:
+    _, events = told(newest=True, is_v2=True, windows=(4, 100))
+    assert {(e["window_size"], e["layer_group_id"]) for e in events} == {(4, 0), (100, 1)}
+    assert {one["cache_salt"] for one in blocks_of(events)} == {None}
+    assert events[0]["data"]["num_blocks_per_cache_level"] == [50, 7]
+
+
+@pytest.mark.parametrize(("is_v2", "told_levels"), [(False, [5, 0]), (True, [5])])
+def test_the_first_manager_always_tells_of_two_levels(
+    is_v2: bool,  # noqa: FBT001
+    told_levels: list[int],
+) -> None:
+    queue = KvEventQueue(10)
+    recorder = recorder_of(queue, newest=True, is_v2=is_v2)
+    recorder.created((5,))
+    recorder.flush()
+    (event,) = queue.take_events()
+    assert event["data"]["num_blocks_per_cache_level"] == told_levels
+
+
+def test_w11_a_hash_is_a_digest_its_first_digits_or_a_number() -> None:
+    """`v2_sha256_64` is made of the first half of the first 32 digits of `v2_sha256`, unsigned."""
+
+    def hashes(algorithm: str) -> list[Any]:
+        _, events = told(newest=True, is_v2=True, hash_algo=algorithm)
+        assert {event["hash_algo"] for event in events} == {algorithm}
+        named = [one["block_hash"] for one in blocks_of(events)]
+        parents = [event["data"]["parent_hash"] for event in events[1:3]]
+        assert parents == [None, named[0]]
+        assert events[3]["data"]["block_hashes"] == named[:0:-1]
+        assert events[4]["data"]["block_hash"] == named[0]
+        return named
+
+    digests, numbers = hashes("v2_sha256"), hashes("v2_sha256_64")
+    assert {len(one) for one in digests} == {64}
+    assert [int(one[:16], 16) for one in digests] == numbers
 
 
 def test_a_rank_is_named_where_there_is_one() -> None:
@@ -107,7 +149,7 @@ def test_hashes_are_unsigned_64_bit_and_of_this_engine() -> None:
 def test_nothing_is_readable_before_the_flush() -> None:
     queue = KvEventQueue(10)
     recorder = recorder_of(queue)
-    recorder.created(1, 0)
+    recorder.created((1,))
     recorder.removed(STATES[0])
     assert queue.take_events() == []
     recorder.flush()
@@ -136,7 +178,7 @@ def test_the_oldest_are_dropped_and_the_ids_show_it() -> None:
 
     def iteration() -> None:
         for recorder in ranks:
-            recorder.created(1, 0)
+            recorder.created((1,))
             recorder.removed(STATES[0])
             recorder.flush()
 
@@ -157,7 +199,7 @@ def test_a_batch_larger_than_the_buffer_keeps_its_end() -> None:
     queue = KvEventQueue(3)
     recorder = recorder_of(queue)
     for _ in range(10):
-        recorder.created(1, 0)
+        recorder.created((1,))
     recorder.flush()
     assert [event["event_id"] for event in queue.take_events(2)] == [7, 8]
     assert [event["event_id"] for event in queue.take_events(2)] == [9]
@@ -167,7 +209,7 @@ def test_a_batch_larger_than_the_buffer_keeps_its_end() -> None:
 def test_a_buffer_of_no_size_keeps_and_counts_nothing() -> None:
     queue = KvEventQueue(0)
     recorder = recorder_of(queue)
-    recorder.created(1, 0)
+    recorder.created((1,))
     recorder.flush()
     assert (queue.take_events(), queue.n_dropped) == ([], 0)
 
@@ -186,7 +228,7 @@ def test_every_window_tells_and_a_small_one_forgets_what_slid_out_of_it() -> Non
             consumers[event["window_size"]].take(event["data"])
         return [(event["window_size"], event["data"]["type"]) for event in events]
 
-    recorder.created(50, 0)
+    recorder.created((50,))
     assert consume() == [(4, "created"), (100, "created")]
     recorder.stored(None, STATES, packed=PACKED)
     # Nine tokens: the first block ends before the last four, the second does not.
@@ -230,12 +272,12 @@ def test_a_reader_waits_for_the_flush_but_not_for_ever() -> None:
         assert loop.time() == 0.0
         assert await poll(5.0) == []
         assert loop.time() == 5.0
-        recorder.created(1, 0)
+        recorder.created((1,))
         loop.call_at(7.0, recorder.flush)
         assert len(await poll(5.0)) == 1
         # (After what came it has waited for more.)
         assert loop.time() == 12.0
-        recorder.created(1, 0)
+        recorder.created((1,))
         recorder.flush()
         assert len(await poll(0.0)) == 1
         assert loop.time() == 12.0
