@@ -311,8 +311,8 @@ def parse_args(
     """Validated arguments of a version that `lacks` some; the result does not have these either.
 
     Raises `ValueError` naming the class and an unknown keyword or the field. 1.1 and 1.2 raise
-    `AttributeError` for a `speculative_config` that is a dict with a `decoding_type`: a class variable there,
-    and `EagleDecodingConfig.__init__` (id 1090804222) sets whatever it is given.
+    `AttributeError` for a `speculative_config` dict with a `decoding_type`, a class variable there, as
+    `EagleDecodingConfig.__init__` (id 1090804222) sets whatever it is given.
     """
     for path in _paths(values):
         name = path.partition("=")[0]
