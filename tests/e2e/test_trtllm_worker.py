@@ -271,14 +271,14 @@ QUICK_CHECKS *= is_long_run()
     ("fault", "version", "options"),
     [
         (Fault.DIE, NEWEST, ()),
-        *((Fault.DIE_SILENTLY, version, ()) for version in VERSIONS),
+        *((Fault.QUIT, version, ()) for version in VERSIONS),
         *((Fault.CHECK_HANGS, NEWEST, options) for options in QUICK_CHECKS),
     ],
 )
 def test_the_death_of_the_engine_ends_every_request_and_the_process(
     tmp_path: Path, fault: Fault, version: str, options: tuple[str, ...]
 ) -> None:
-    """HEALTH-01: with what it says, what its flag says, or what it does not say any more.
+    """HEALTH-01, w05: with what it says, what its process says, or what it does not say any more.
 
     The double's own shutdown would wait for dead ranks for ever.
     """
@@ -300,7 +300,9 @@ def test_the_death_of_the_engine_ends_every_request_and_the_process(
 
         talk(worker.address, conversation)
         assert worker.popen.wait(HANG_S) == 1
-        assert logged(worker, "engine.dead" if fault != Fault.DIE else "engine.fatal")
+        # By a result, which in the newest version tells of a process that has quit, or by the watch.
+        told = fault is Fault.DIE or (fault is Fault.QUIT and version == NEWEST)
+        assert logged(worker, "engine.fatal" if told else "engine.dead")
 
 
 def test_a_prefill_worker_stays_until_its_handoff_was_fetched(tmp_path: Path) -> None:

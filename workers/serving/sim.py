@@ -171,6 +171,8 @@ def _sim_llm(
             max_seq_len=options.max_seq_len,
             enable_chunked_prefill=True,
             enable_iter_perf_stats=True,
+            # Early versions do not survive a context-only request otherwise.
+            disable_overlap_scheduler=options.role == "prefill",
             stream_interval=options.stream_interval,
             kv_cache_config=kv_cache,
             cache_transceiver_config=transceiver,

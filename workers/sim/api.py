@@ -31,6 +31,7 @@ from slagate.workers.sim.request import (
     DisaggregatedParams,
     DisaggregatedParams12,
     DisaggregatedParams13,
+    EngineDeadError,
     PreprocessedInputs,
     RequestError,
     SamplingParams,
@@ -105,6 +106,9 @@ class Llm11(SimLLM):
         nests_events=True,
         newest_events=False,
         counts_kv_tokens=False,
+        dies_of_overlap=True,
+        flags_death=False,
+        tells_death=False,
     )
     generate_async = _without("trace_headers", "conversation_params", "priority")
 
@@ -125,6 +129,8 @@ class Llm13(Llm12):
         disaggregated_params=DisaggregatedParams13,
         overlong_error=RequestError,
         counts_kv_tokens=True,
+        dies_of_overlap=False,
+        flags_death=True,
     )
     generate_async = _without("conversation_params")
 
@@ -151,6 +157,7 @@ class Llm14(Llm13):
         disaggregated_params=DisaggregatedParams,
         scheduling_params=SchedulingParams,
         newest_events=True,
+        tells_death=True,
     )
     generate_async = _generate_async
 
@@ -193,6 +200,7 @@ class SimApi14(SimApi13):
 
     ConversationParams: type[ConversationParams] = ConversationParams
     PreprocessedInputs: type[PreprocessedInputs] = PreprocessedInputs
+    EngineDeadError: type[EngineDeadError] = EngineDeadError
 
 
 def _api(kind: type[SimApi], llm: type[SimLLM], encoder: type[MultimodalEncoder12]) -> SimApi:

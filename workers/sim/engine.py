@@ -104,11 +104,12 @@ class SimEngine:
             sequence.feed.result.fail(RequestError(text))
         return bool(found)
 
-    def fail_all(self, error: BaseException) -> None:
-        """End every sequence with `error` and withdraw parked handoffs."""
+    def fail_all(self, error: BaseException | None) -> None:
+        """End every sequence with `error`, or in silence, and withdraw parked handoffs."""
         for sequence in self.group.sequences():
             self._end(sequence)
-            sequence.feed.result.fail(error)
+            if error is not None:
+                sequence.feed.result.fail(error)
         if self.parked is not None:
             self.parked.clear()
         self._cancel_wake()

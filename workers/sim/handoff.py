@@ -81,9 +81,14 @@ def _pack(state: OpaqueState) -> bytes:
     return _OPAQUE.pack(_OPAQUE_MAGIC, *state[1:6], len(name)) + name + state.descriptor
 
 
+def is_well_formed(raw: bytes) -> bool:
+    """Whether a simulated prefill engine made these bytes, as far as can be told without its blocks."""
+    return len(raw) >= _OPAQUE.size and raw.startswith(_OPAQUE_MAGIC)
+
+
 def _unpack(raw: bytes) -> OpaqueState:
-    if len(raw) < _OPAQUE.size or not raw.startswith(_OPAQUE_MAGIC):
-        raise KvBadDescriptor("opaque_state is truncated or not ours")
+    if not is_well_formed(raw):
+        raise KvBadDescriptor("opaque_state has no bytes in it")
     _, ctx_request_id, prompt_tokens, block_tokens, first_token, last_state, n_name = (
         _OPAQUE.unpack_from(raw)
     )
@@ -327,8 +332,8 @@ class Pulls:
         """
         params, block_tokens = sequence.params, self._limits.block_tokens
         assert params is not None
-        assert params.opaque_state is not None, "checked at submit"
-        opaque = _unpack(params.opaque_state)
+        # Other malformed bytes have ended the engine before; none at all fail here, in the transceiver.
+        opaque = _unpack(params.opaque_state or b"")
         if opaque.transport != self._transport.name:
             problem = f"prefill used {opaque.transport}, this worker uses {self._transport.name}"
         elif opaque.block_tokens != block_tokens:

@@ -9,6 +9,7 @@ lets a stop token pass instead of drawing another one. `api` has the versions of
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -16,7 +17,7 @@ from slagate.workers.sim.args import LACKS, SimSettings, parse_args
 from slagate.workers.sim.build import build_engine
 from slagate.workers.sim.kv_cache.events import PollResult
 from slagate.workers.sim.outputs import RequestOutput
-from slagate.workers.sim.request import ApiTraits, RequestError
+from slagate.workers.sim.request import ApiTraits, EngineDeadError, RequestError
 from slagate.workers.sim.submit import RequestChecker, Submission
 from slagate.workers.sim.tokenizer import SimTokenizer, SimVocabulary
 
@@ -26,20 +27,65 @@ log = logging.getLogger(__name__)
 _BATCH_EVENTS = 256
 
 
-class SimExecutor:
-    """`llm._executor`: the part of it that a worker uses."""
+_MONITOR_S = 5.0
+"""How often a thread of newer engines looks for processes that have died (proxy.py @0ae93999)."""
 
-    def __init__(self) -> None:
-        self._fatal_error: BaseException | None = None
+
+class SimExecutor:
+    """`llm._executor`: the part of it that a worker uses, and what it knows of the engine's process.
+
+    A process that quits ends the one future in `mpi_futures`, with the error, and the error is kept for the
+    next submission. Before 1.3 nothing else tells of it: pending results never come (executor/proxy.py id
+    3493716097 `mpi_done_callback`, executor/executor.py id 697825693 `_handle_background_error`). Since 1.3
+    `check_health` looks for it, and a thread every 5 s, and `_fatal_error` is set (proxy.py @0ae93999
+    `_check_mpi_futures`, `_error_monitor_loop`). The newest raises `EngineDeadError` out of results and
+    submissions besides (unit tests id 55080434933).
+    """
+
+    _fatal_error: BaseException | None
+    """Absent before 1.3."""
+
+    def __init__(self, traits: ApiTraits) -> None:
+        self._traits = traits
+        if traits.flags_death:
+            self._fatal_error = None
+        self.doing_shutdown = False
+        self.mpi_futures: list[Future[None]] = [Future()]
+        self._error: Exception | None = None  # not raised yet
         self._results: WeakValueDictionary[int, RequestOutput] = WeakValueDictionary()
 
     def is_shutdown(self) -> bool:
-        """Whether an error has ended it."""
-        return self._fatal_error is not None
+        """Whether it takes no request any more, as far as it has noticed."""
+        return self.doing_shutdown or getattr(self, "_fatal_error", None) is not None
 
     def check_health(self) -> bool:
-        """Whether it takes requests."""
-        return self._fatal_error is None
+        """Whether it takes requests. Looks for a process that has died."""
+        self._look_for_death()
+        return not self.is_shutdown()
+
+    def mark_dead(self, error: BaseException) -> None:
+        """Take no request any more, because of an error that somebody has met."""
+        self.doing_shutdown = True
+        if self._traits.flags_death and self._fatal_error is None:
+            self._fatal_error = error
+
+    def process_quit(self, error: Exception) -> None:
+        """The engine's process has ended, with this error; needs a running loop."""
+        self._error = error
+        self.mpi_futures[0].set_exception(error)
+        if self._traits.flags_death:
+            asyncio.get_running_loop().call_later(_MONITOR_S, self._look_for_death)
+
+    def raise_error(self) -> None:
+        """Raise what the process died of, once; in the newest version `EngineDeadError`, always."""
+        error = self._error
+        if error is None:
+            return
+        if self._traits.tells_death:
+            raise EngineDeadError(error)
+        self._error = None
+        self.mark_dead(error)
+        raise error
 
     def abort_request(self, client_id: int) -> None:
         """Cancel a request by its id; an unknown or finished one is only logged."""
@@ -48,6 +94,13 @@ class SimExecutor:
             log.warning("request.abort_unknown", extra={"client_id": client_id})
         else:
             result.abort()
+
+    def _look_for_death(self) -> None:
+        (process,) = self.mpi_futures
+        if process.done():
+            error = process.exception()
+            assert error is not None, "it ends with an error only"
+            self.mark_dead(error)
 
 
 class SimLLM:
@@ -118,7 +171,7 @@ class SimLLM:
             max_seq_len=max_seq_len,
             capacity_tokens=self._ranks[0].cache.total_blocks * self._block_tokens,
         )
-        self._executor: SimExecutor | None = SimExecutor()
+        self._executor: SimExecutor | None = SimExecutor(self.traits)
         # TensorRT-LLM's client ids start at 2 too.
         self._last_id = 1
 
@@ -135,15 +188,21 @@ class SimLLM:
         """Check and submit a request, for every version's `generate_async`; needs a running loop.
 
         Raises at once: `ValueError` or `TypeError` on bad arguments, `NotImplementedError` on what is
-        not simulated, `RuntimeError` when the engine is shut down or dead.
+        not simulated, `RuntimeError` when the engine is shut down or dead, and `SimExecutor.raise_error`'s.
         """
-        if self._executor is None:
+        executor = self._executor
+        if executor is None or executor.is_shutdown():
             raise RuntimeError("LLM is shutting down")
-        if self._executor._fatal_error is not None:
-            raise RuntimeError(f"executor died: {self._executor._fatal_error}")
         sequences = self._checker.checked_request(self._last_id + 1, submission)
+        executor.raise_error()
         self._last_id += 1
         result = sequences[0].feed.result
+        executor._results[self._last_id] = result
+        fatal = self._checker.fatal_problem(sequences[0])
+        if fatal is not None:
+            # Its process finds that later, when it has got the request.
+            asyncio.get_running_loop().call_soon(self.kill_process, fatal, result)
+            return result
         problem = self._checker.enqueue_problem(sequences[0])
         if problem is not None:
             result.fail(RequestError(problem))
@@ -154,7 +213,6 @@ class SimLLM:
                 self._engine.abort(sequence)
 
         result.on_abort = abort
-        self._executor._results[self._last_id] = result
         for sequence in sequences:
             self._engine.submit(sequence)
         return result
@@ -295,7 +353,20 @@ class SimLLM:
         return self._engine.inject_request_error(request_id, text)
 
     def inject_fatal(self, error: BaseException) -> None:
-        """Kill the engine as a fatal executor error does: every pending result raises `error`."""
+        """Kill the engine as an error of a thread of this process does: every pending result raises it."""
         if self._executor is not None:
-            self._executor._fatal_error = error
+            self._executor.mark_dead(error)
         self._engine.fail_all(error)
+
+    def kill_process(self, error: Exception, culprit: RequestOutput | None = None) -> None:
+        """End the engine's process with this error; `culprit` is the result of the request that did it.
+
+        Who learns of it, and when, depends on the version: see `SimExecutor`.
+        """
+        if self._executor is None or self._executor.mpi_futures[0].done():
+            return
+        self._executor.process_quit(error)
+        death = EngineDeadError(error) if self.traits.tells_death else None
+        self._engine.fail_all(death)
+        if culprit is not None and death is not None:
+            culprit.fail(death)

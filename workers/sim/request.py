@@ -19,6 +19,18 @@ class RequestError(RuntimeError):
     """One request failed; the engine stays usable."""
 
 
+class EngineDeadError(RuntimeError):
+    """The engine's process has died: every pending result and every later submission raises it.
+
+    It is a sibling of `RequestError`, not one of its kind (TensorRT-LLM executor/utils.py id 55322852865).
+    """
+
+    def __init__(self, root_cause: BaseException | None = None) -> None:
+        why = "" if root_cause is None else f": {type(root_cause).__name__}: {root_cause}"
+        super().__init__(f"the engine has died{why}")
+        self.root_cause = root_cause
+
+
 class SimLogitsProcessor(ABC):
     """Changes one request's logits in place, before a token is drawn from them."""
 
@@ -205,6 +217,9 @@ class ApiTraits:
     With `nests_events` a poll for KV events yields lists of events, not events. `newest_events` adds keys
     to events, `counts_kv_tokens` to iteration stats those of TensorRT-LLM's pull request #13199.
     `overlong_error` is raised for a prompt above `max_num_tokens` without chunked prefill.
+    With `dies_of_overlap` a context_only request ends an engine whose overlap scheduler is on.
+    Of the death of the engine's process an engine with `flags_death` has a flag and a health check, and one
+    with `tells_death` raises `EngineDeadError`; `SimExecutor` says what the others do.
     """
 
     version: str
@@ -215,3 +230,6 @@ class ApiTraits:
     nests_events: bool
     newest_events: bool
     counts_kv_tokens: bool
+    dies_of_overlap: bool
+    flags_death: bool
+    tells_death: bool

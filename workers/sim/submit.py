@@ -1,8 +1,8 @@
 """Checks of a request to the simulated engine: its prompt, its parameters, its size.
 
 TensorRT-LLM raises some errors out of `generate_async`. Others its executor process finds later, and they
-come while the result is iterated. `checked_request` raises the first kind, `enqueue_problem` names the
-second.
+come while the result is iterated. Some of these its process does not survive. `checked_request` raises the
+first kind, `enqueue_problem` names the second, `fatal_problem` makes the third.
 """
 
 import logging
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from slagate.workers.sim.args import SimSettings, TorchLlmArgs
+from slagate.workers.sim.handoff import is_well_formed
 from slagate.workers.sim.kv_cache.blocks import CachePrompt, block_states, seed_state, token_bytes
 from slagate.workers.sim.outputs import RequestOutput, SimOutputForm
 from slagate.workers.sim.request import (
@@ -233,12 +234,40 @@ class RequestChecker:
             or (kind == "context_only" and self.settings.handoff_on_stop),
         )
 
+    def fatal_problem(self, sequence: SimSequence) -> Exception | None:
+        """What ends the engine's process when it takes a request, given its first sequence; else None.
+
+        TensorRT-LLM executor/base_worker.py @7b437aaa and @0ae93999, `_enqueue_request`: the assertion of a
+        transceiver, the overlap scheduler's ValueError (1.1 and 1.2 only) and
+        `get_context_phase_params()` stand before its `try`, and `worker_main` catches `RequestError` only.
+        The binding raises TypeError for a missing id, RuntimeError for bytes that it cannot read
+        (contextPhaseParams.cpp id 200485786, serializeUtils.h id 814487773); empty bytes pass. A rank that
+        is not there is an IndexError in the executor's loop (adp_router id 56141410210).
+        """
+        kind, params = sequence.request_type, sequence.params
+        n_ranks, rank = self.args.attention_dp_size, sequence.rank_wanted
+        if self.args.enable_attention_dp and rank is not None and not 0 <= rank < n_ranks:
+            return IndexError(f"attention_dp_rank {rank} is not one of {n_ranks} ranks")
+        if kind == "context_and_generation":
+            return None
+        if not self.args.has_transceiver:
+            return AssertionError("disaggregated requests need cache_transceiver_config")
+        if kind == "context_only":
+            overlaps = not self.args.disable_overlap_scheduler
+            if overlaps and self.traits.dies_of_overlap:
+                return ValueError("context_only requests need disable_overlap_scheduler")
+            return None
+        assert params is not None
+        if params.ctx_request_id is None and getattr(params, "disagg_request_id", None) is None:
+            return TypeError("incompatible arguments: the request id is None")
+        if params.opaque_state and not is_well_formed(params.opaque_state):
+            return RuntimeError("opaque_state cannot be read")
+        return None
+
     def enqueue_problem(self, sequence: SimSequence) -> str | None:
         """Why the executor refuses a request, of which this is the first sequence; None if it does not."""
         config = self.args.kv_cache_config
         sampling = sequence.feed.result.sampling_params
-        if sequence.request_type != "context_and_generation" and not self.args.has_transceiver:
-            return "disaggregated requests need cache_transceiver_config"
         if sequence.n_prompt >= self.max_seq_len:
             return (
                 f"prompt of {sequence.n_prompt} tokens does not fit max_seq_len {self.max_seq_len}"
@@ -247,9 +276,6 @@ class RequestChecker:
             return f"max_tokens must be > 0, got {sequence.max_tokens}"
         if sampling.use_beam_search and (sampling.best_of or 1) > self.args.max_beam_width:
             return f"beam width {sampling.best_of} is above max_beam_width"
-        n_ranks, rank = self.args.attention_dp_size, sequence.rank_wanted
-        if self.args.enable_attention_dp and rank is not None and not 0 <= rank < n_ranks:
-            return f"attention_dp_rank {rank} is not one of {n_ranks} ranks"
         n_tokens = sequence.n_prompt + sequence.max_tokens - 1
         if n_tokens > self.capacity_tokens:
             return (
@@ -287,9 +313,5 @@ def _processors(sampling: SamplingParams12) -> tuple[SimLogitsProcessor, ...]:
 
 
 def _check_handoff(params: DisaggregatedParams12) -> None:
-    if params.ctx_request_id is None and getattr(params, "disagg_request_id", None) is None:
-        raise ValueError("generation_only needs ctx_request_id or disagg_request_id")
-    if not isinstance(params.opaque_state, bytes) or not params.opaque_state:
-        raise ValueError("generation_only needs opaque_state, as bytes")
     if params.multimodal_embedding_handles is not None:
         raise ValueError("generation_only must not have multimodal_embedding_handles")

@@ -48,7 +48,7 @@ class Fault(IntEnum):
     """First token of a prompt -> what the engine does about it."""
 
     DIE = 90_001  # a fatal error, of which the result tells
-    DIE_SILENTLY = 90_002  # a fatal error that only the flag and the health check tell of
+    QUIT = 90_002  # the engine's process quits
     HANG = 90_003  # no result, ever
     REFUSE = 90_004  # ValueError at submit
     FAIL = 90_005  # RequestError from the result
@@ -107,23 +107,13 @@ class DoubleLLM:
         if self.api.version not in ("1.1", "1.2"):
             self.get_kv_cache_capacity = sim.get_kv_cache_capacity  # type: ignore[attr-defined]
             self._check_health = lambda: _check(sim)
-        self._executor = _Executor(sim)
+        self._executor = sim._executor
         self.shutdown = lambda: _shut_down(sim, transport)
 
 
-class _Executor:
-    """`llm._executor`, before and after the end."""
-
-    def __init__(self, sim: Any) -> None:
-        self._sim = sim
-
-    @property
-    def _fatal_error(self) -> BaseException | None:
-        return None if self._sim._executor is None else self._sim._executor._fatal_error
-
-
 def _shut_down(sim: Any, transport: SharedMemoryTransport | None) -> None:
-    if sim._executor is not None and sim._executor._fatal_error is not None:
+    executor = sim._executor
+    if executor is not None and (executor.is_shutdown() or executor.mpi_futures[0].done()):
         threading.Event().wait()  # for ranks that are dead
     sim.shutdown()
     if transport is not None:
@@ -154,15 +144,15 @@ def _with_faults(sim: Any) -> Callable[..., Any]:
         first = inputs[0] if isinstance(inputs, list) else None
         if first == Fault.REFUSE:
             raise ValueError("the prompt is refused")
-        if first == Fault.DIE_SILENTLY:
-            sim._executor._fatal_error = RuntimeError("rank 0 died")
         if first == Fault.CHECK_HANGS:
             sim.check_hangs = True
-        if first in (Fault.HANG, Fault.EMPTY, Fault.DIE_SILENTLY, Fault.CHECK_HANGS):
+        if first in (Fault.HANG, Fault.EMPTY, Fault.CHECK_HANGS):
             return _Stuck(ends=first == Fault.EMPTY)
         result = sim.generate_async(inputs, *args, **kwargs)
         if first == Fault.FAIL:
             sim.inject_request_error(result.request_id, "the request failed")
+        if first == Fault.QUIT:
+            sim.kill_process(RuntimeError("rank 0 died"))
         if first == Fault.DIE:
             sim.inject_fatal(RuntimeError("the event loop of rank 0 was terminated"))
         return _WithoutHandoff(result) if first == Fault.NO_HANDOFF else result
@@ -281,7 +271,11 @@ def install(package: ModuleType) -> None:
         "llmapi.llm": {"SamplingParams": api.SamplingParams},
         "llmapi.disagg_utils": {},
         "executor": {},
-        "executor.utils": {"RequestError": api.RequestError},
+        "executor.utils": {
+            name: getattr(api, name)
+            for name in ("RequestError", "EngineDeadError")
+            if hasattr(api, name)
+        },
         "sampling_params": {"LogitsProcessor": api.LogitsProcessor},
         "scheduling_params": {"SchedulingParams": api.SchedulingParams},
         "metrics": {

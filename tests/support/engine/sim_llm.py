@@ -45,6 +45,7 @@ def llm(
         "max_batch_size": 256,
         "enable_chunked_prefill": True,
         "enable_iter_perf_stats": True,
+        "disable_overlap_scheduler": True,  # early versions hand nothing off otherwise
         "kv_cache_config": {},
     }
     if "transport" in changed:

@@ -78,6 +78,7 @@ async def engine_worker(
         "max_batch_size": 256,
         "enable_chunked_prefill": True,
         "enable_iter_perf_stats": True,
+        "disable_overlap_scheduler": role == "prefill",
         **args,
         "kv_cache_config": {"event_buffer_max_size": 10_000} | args.get("kv_cache_config", {}),
     }

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from slagate.workers.kv_transfer.transport import Blocks, Done, KvTransferError, KvTransport
-from slagate.workers.sim.request import DisaggregatedParams, RequestError, SamplingParams
+from slagate.workers.sim.request import RequestError, SamplingParams
 from support.engine.sim_llm import (
     CONTEXT_ONLY,
     PROFILE,
@@ -129,22 +129,6 @@ def test_a_parked_session_can_be_released_once(pair: Pair) -> None:
         assert not pair.prefill.release_session(params.ctx_request_id)
         assert (pair.prefill.used_blocks, n_timers()) == (0, 0)
         assert "released" in await pair.refused(prompt, params)
-
-    run(scenario)
-
-
-def test_an_engine_without_transceiver_fails_disaggregated_requests_while_iterating() -> None:
-    async def scenario() -> None:
-        decode = DisaggregatedParams(
-            request_type="generation_only", ctx_request_id=2, opaque_state=b"x"
-        )
-        for params in (CONTEXT_ONLY, decode):
-            result = llm().generate_async(prompt_of(8), disaggregated_params=params)
-            with pytest.raises(RequestError, match="cache_transceiver_config"):
-                await result
-        local = DisaggregatedParams(request_type="context_and_generation")
-        result = llm().generate_async(prompt_of(8), disaggregated_params=local)
-        assert await tokens_of(result) == expected(prompt_of(8), 32)
 
     run(scenario)
 

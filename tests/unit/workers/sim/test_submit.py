@@ -13,9 +13,8 @@ from slagate.workers.sim.request import (
     RequestError,
     SamplingParams,
     SamplingParams12,
-    SchedulingParams,
 )
-from support.engine.sim_llm import VOCAB, Pair, expected, llm, prompt_of, tokens_of
+from support.engine.sim_llm import VOCAB, Pair, expected, llm, prompt_of
 from support.virtual_loop import run
 
 every_version = pytest.mark.parametrize("api", VERSIONS)
@@ -53,20 +52,6 @@ every_version = pytest.mark.parametrize("api", VERSIONS)
             },
             ValueError,
             "n must be 1",
-        ),
-        (
-            {"disaggregated_params": DisaggregatedParams(request_type="generation_only")},
-            ValueError,
-            "ctx_request_id",
-        ),
-        (
-            {
-                "disaggregated_params": DisaggregatedParams(
-                    request_type="GENERATION_ONLY", disagg_request_id=1
-                )
-            },
-            ValueError,
-            "opaque_state",
         ),
     ],
 )
@@ -186,26 +171,6 @@ def test_a5_too_many_tokens_are_cut_to_the_context_window(
 
 
 @every_version
-@pytest.mark.parametrize("kind", ["context_only", "generation_only"])
-def test_a6_a_disaggregated_request_without_transceiver_fails_while_iterating(
-    api: str, kind: str
-) -> None:
-    params = sim_api(api).DisaggregatedParams(
-        request_type=kind, ctx_request_id=1, opaque_state=b"s"
-    )
-
-    async def scenario() -> None:
-        engine = llm(api=api)
-        result = engine.generate_async([1], disaggregated_params=params)
-        with pytest.raises(RequestError, match="cache_transceiver_config"):
-            await result
-        local = sim_api(api).DisaggregatedParams(request_type="context_and_generation")
-        assert await tokens_of(engine.generate_async([1], disaggregated_params=local))
-
-    run(scenario)
-
-
-@every_version
 def test_a6_a_context_only_request_gives_one_token_and_a_handoff(api: str, tmp_path: Any) -> None:
     """Whatever `max_tokens` says, which the caller's object keeps."""
     pair = Pair(tmp_path, api=api)
@@ -276,10 +241,11 @@ def test_a4_after_a_fatal_error_and_after_shutdown_requests_are_refused_at_once(
         dead.inject_fatal(OSError("event loop terminated"))
         with pytest.raises(OSError, match="terminated"):
             await pending
-        with pytest.raises(RuntimeError, match="terminated"):
+        with pytest.raises(RuntimeError, match="shutting down"):
             dead.generate_async([1])
         assert dead._executor is not None
-        assert isinstance(dead._executor._fatal_error, OSError)
+        has_flag = api not in ("1.1", "1.2")
+        assert isinstance(getattr(dead._executor, "_fatal_error", None), OSError) is has_flag
         assert dead._executor.is_shutdown()
         assert not dead._executor.check_health()
         with closed:
@@ -314,17 +280,6 @@ def test_every_form_of_a_prompt_is_the_same_prompt(api: str) -> None:
             result = await engine.generate_async(inputs, sampling)
             assert result.outputs[0].token_ids == expected(prompt_of(40), 3)
             assert result.prompt_token_ids == prompt_of(40)
-
-    run(scenario)
-
-
-def test_an_attention_dp_rank_that_is_not_there_is_an_executor_error() -> None:
-    async def scenario() -> None:
-        engine = llm(tensor_parallel_size=2, enable_attention_dp=True)
-        result = engine.generate_async([1], scheduling_params=SchedulingParams(attention_dp_rank=2))
-        with pytest.raises(RequestError, match="attention_dp_rank 2"):
-            await result
-        await engine.generate_async([1], scheduling_params=SchedulingParams(attention_dp_rank=1))
 
     run(scenario)
 
