@@ -24,7 +24,7 @@ OVERLAP_ON_PREFILL_SINCE = (1, 3)
 
 
 def check_transceiver(case: EngineCase) -> Iterator[Finding]:
-    """Yields E201 or E202 if prefill or decode lacks a transceiver, E208 if an agg has one."""
+    """Yields E201 or E202 if prefill or decode lacks a transceiver, E208 if agg has one."""
     section = case.args.cache_transceiver_config
     if not case.is_disaggregated:
         if section is not None and section.backend is not None and case.role == "agg":
