@@ -39,7 +39,7 @@ class FirstLogprob(NamedTuple):
 def session_of_params(
     params: Any, *, transfer_backend: str, rank: int | None = None
 ) -> oe.KvSessionRef:
-    """The reference that a prefill leg returns; `params` is the engine's, with a handoff in it.
+    """The session that a prefill leg returns, from the engine's `DisaggregatedParams`.
 
     `rank` is the attention-DP rank the leg was sent to, for engines that do not say which one they took.
     """
