@@ -29,7 +29,7 @@ class StagePools(NamedTuple):
 
     pools: list[BuildPool]
     for_dynamo: list[Curve]
-    profiled: list[bool]
+    profiled: list[bool]  # by pool: whether it has a profile
 
     @property
     def longest_tokens(self) -> float:

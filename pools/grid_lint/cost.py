@@ -28,8 +28,8 @@ _TO_SPARE = 0.1
 """The share of its target that a cheaper pool must keep free, as plans do."""
 
 
-def cost(view: LintedStage) -> Iterator[Finding]:
-    """Findings G301 to G304: cells against predictions; none about pools without a profile."""
+def cost_findings(view: LintedStage) -> Iterator[Finding]:
+    """Yield G301 to G304: cells and latency axes that predictions of profiles contradict."""
     if all(profile is not None for profile in view.profiles):
         yield from _unmet(view)
     yield from _misses(view)

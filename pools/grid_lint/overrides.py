@@ -9,8 +9,8 @@ from slagate.pools.grid_lint.view import Index, LintedStage, brackets
 from slagate.workers.findings import MAX_LISTED, Finding, FindingPlace, FindingPlaces, warning
 
 
-def overrides(view: LintedStage) -> Iterator[Finding]:
-    """Findings G501 to G506 but G505: overrides and retries of one stage."""
+def override_findings(view: LintedStage) -> Iterator[Finding]:
+    """Yield G501 to G504 and G506: overrides and pool priorities that do harm in one stage."""
     grid = view.grid
     for at, (rule, left) in enumerate(zip(grid.rules, grid.matched(), strict=True)):
         if not grid.sendable(rule):
@@ -34,8 +34,8 @@ def overrides(view: LintedStage) -> Iterator[Finding]:
     yield from _contradictions(view)
 
 
-def retry_changes_nothing(views: Sequence[LintedStage]) -> Iterator[Finding]:
-    """The finding G505: retry is on, and no request of the file has a pool to go on to."""
+def retry_findings(views: Sequence[LintedStage]) -> Iterator[Finding]:
+    """Yield G505 if retry is on, and no request of any stage has a pool to go on to."""
     if not any(view.grid.retry for view in views) or any(map(_goes_on, views)):
         return
     firsts = sum(len({pools[0] for pools in view.starts}) for view in views)

@@ -8,8 +8,8 @@ from slagate.pools.grid_lint.view import Index, LintedStage, band_words, bracket
 from slagate.workers.findings import Finding, FindingPlace, FindingPlaces, warning
 
 
-def shape(view: LintedStage) -> Iterator[Finding]:
-    """Findings G101 to G109: contradictions in the mapping of cells to pools."""
+def shape_findings(view: LintedStage) -> Iterator[Finding]:
+    """Yield G101 to G109: contradictions in the mapping of cells to pools."""
     if view.n_pools == 1:
         return  # there is no choice to be wrong
     yield from _tighter_is_slower(view)
