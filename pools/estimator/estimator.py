@@ -163,7 +163,7 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
         return max(0.0, tokens) * self._speed.kv_bytes_per_token / HOST_LINK_BYTES_PER_S
 
     def table_json(self) -> dict[str, object]:
-        """Profile and source as JSON values: what predictions need beside `coefficients`."""
+        """What `from_json` takes beside `coefficients`: "source", from `profile_source`, and "profile"."""
         profile = None if self.profile is None else self.profile.to_json()
         return {"source": self.profile_source, "profile": profile}
 

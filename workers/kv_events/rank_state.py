@@ -31,7 +31,11 @@ class SequenceCheck(NamedTuple):
 
 
 class SequenceNumbers:
-    """Checks numbers that are each one more than the last, of which some may be lost or come again."""
+    """Checks a stream's numbers, each one more than the last, of which some are lost or come again.
+
+    `next` is the number expected next. A smaller one is old; after `MAX_OLD` old ones in a row the sender
+    must count anew, and the number behind them is a gap of unknown size, from which counting goes on.
+    """
 
     __slots__ = ("_n_old", "next")
 

@@ -80,7 +80,7 @@ class KvTransport(Protocol):
 
 
 def block_shape(blocks: Blocks) -> tuple[int, int]:
-    """(n_blocks, block_bytes) of an export. Raises `KvTransferError` for arrays that are not blocks."""
+    """(n_blocks, block_bytes) of an export. Raises `KvTransferError` but for u8[n > 0, bytes > 0]."""
     if blocks.ndim != 2 or blocks.dtype != np.uint8 or 0 in blocks.shape:
         raise KvTransferError(
             f"blocks must be u8[n > 0, bytes > 0], not {blocks.dtype}{blocks.shape}"

@@ -185,9 +185,10 @@ class TimingTable:
         return lines
 
     def is_finite(self, far: float) -> bool:
-        """Whether times stay numbers out to `far` on both axes, however steep the last rows are."""
+        """Whether `at` is finite for every x and y up to `far`, however steep the last rows are."""
         xs = [1.0, *(math.exp(log_x) for log_x in self._log_xs), far]
+        ys = [float(self._log_y), *(math.exp(y) if self._log_y else y for y in self._ys), far]
         try:
-            return all(math.isfinite(self.at(x, y)) for x in xs for y in (float(self._log_y), far))
+            return all(math.isfinite(self.at(x, y)) for x in xs for y in ys)
         except ArithmeticError:
             return False
