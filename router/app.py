@@ -25,7 +25,7 @@ from slagate.proto.http2.interfaces import Http2Settings
 from slagate.proto.rpc.connection_pool import ConnectionPool, dial_unix
 from slagate.router.front.server import Front, serve_front
 from slagate.router.generate import generate
-from slagate.router.legs.active_request import Gateway
+from slagate.router.legs.active_request import RequestServices
 from slagate.router.legs.handoff import Releaser
 from slagate.router.metrics import Metrics, RefusedConnection
 from slagate.router.multiprocess.child import ChildService, ProcessSlot, parent_watched
@@ -65,7 +65,7 @@ class App:
     """The objects of a running gateway, without its listeners."""
 
     fleet: Fleet
-    gateway: Gateway
+    gateway: RequestServices
     reloader: Reloader
     peers: PeerGateways
     instance_id: str
@@ -87,11 +87,11 @@ async def build(
     unix_s: Callable[[], float] = unix_s,
     peers: PeerGateways | None = None,
 ) -> AsyncIterator[App]:
-    """Build a gateway, and watch its workers, for the time of the block.
+    """Build a gateway, and watch its workers, within the `with`.
 
-    `config` was checked for serving. `now_s` measures, `unix_s` dates receipts and tells how late KV events
-    are. `peers` are the other gateways that send to the same workers, if there are any. At the end of the
-    block, releases of handoffs that have begun are waited for, then the watch loops stop.
+    `config` was checked for serving. `connect` makes the client of a worker. `now_s` measures, `unix_s`
+    dates receipts and tells how late KV events are. `peers` are the other gateways that send to the same
+    workers. At the end, releases of handoffs that have begun are waited for, then the watch loops stop.
     """
     peers = peers or PeerGateways()
     in_force = Proposal.of(config, policy=settings.policy)
@@ -121,7 +121,7 @@ async def build(
         on_cut=metrics.drains_cut.inc,
     )
     async with watching, anyio.create_task_group() as releases:
-        gateway = Gateway(
+        gateway = RequestServices(
             dispatcher=dispatcher,
             settings=settings,
             metrics=metrics,
@@ -266,15 +266,15 @@ async def _clients_served(
 def _spare_collector() -> None:
     """Exempt the objects that exist now from garbage collection, and collect new ones less often.
 
-    What exists by now stays, modules above all, and full collections took 10 ms to walk it. Objects that
-    come later and live long are no work for them either (docs/decisions/0011-no-work-for-the-collector.md).
+    They stay anyway, modules above all. Objects that come later and live long are no work for the collector
+    either (docs/decisions/0011-no-work-for-the-collector.md).
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
 
 
-async def _drain(front: Front, gateway: Gateway, drain_s: float) -> None:
+async def _drain(front: Front, gateway: RequestServices, drain_s: float) -> None:
     """Take no new request, give running ones `drain_s` to finish, and end the rest with our own status."""
     front.retire()
     with anyio.move_on_after(drain_s):

@@ -52,9 +52,9 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         log_path: Path | None = None,
     ) -> "ChildProcess":
-        """Start `slagate` with `arguments`.
+        """Start `slagate` with `arguments`; its stderr goes to the file at `log_path`.
 
-        Without a `log_path` its stderr is this process's, and without them so are stdin and environment.
+        Whatever is None of `stdin`, `environment` and `log_path`, the child shares this process's.
         """
         with nullcontext() if log_path is None else log_path.open("wb") as log:
             process = await anyio.open_process(
@@ -73,7 +73,7 @@ class ChildProcess:
         return self._process.returncode
 
     async def wait_ready(self, *, limit_s: float) -> Mapping[str, str]:
-        """Wait for its ready line, at most `limit_s`. Raises `ChildError`."""
+        """Wait at most `limit_s` for the child's ready line, and return its fields. Raises `ChildError`."""
         try:
             with anyio.fail_after(limit_s):
                 line = await self._stdout.receive_until(b"\n", MAX_READY_LINE_BYTES)
@@ -93,7 +93,7 @@ class ChildProcess:
         return ready
 
     async def wait(self) -> int:
-        """Wait until the process has ended; its exit status, as `returncode` has it."""
+        """Wait until the process has ended, and return its exit status, as in `returncode`."""
         return await self._process.wait()
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -106,7 +106,7 @@ class ChildProcess:
         await self._process.aclose()
 
     def error(self, what: str) -> ChildError:
-        """An error that says what happened to this child, with the end of its log."""
+        """Make the error for what happened to this child, with the end of its log."""
         if self._log_path is None:
             return ChildError(f"{self.name} {what}")
         lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
@@ -123,7 +123,7 @@ class ChildProcess:
 
 
 class Cluster:
-    """A gateway and its workers. Its owner calls `stop` in the end, in a shielded scope."""
+    """The processes of a gateway and its workers. In the end, await `stop` in a shielded scope."""
 
     def __init__(self, log_folder: Path) -> None:
         log_folder.mkdir(parents=True, exist_ok=True)
@@ -131,14 +131,14 @@ class Cluster:
         self._children: list[ChildProcess] = []
 
     async def start(self, name: str, arguments: Sequence[str]) -> ChildProcess:
-        """Start `slagate` with `arguments`; its standard error goes to a log file named after it."""
+        """Start `slagate` with `arguments`; its stderr goes to NAME.log in the folder of logs."""
         log_path = self._log_folder / f"{name}.log"
         child = await ChildProcess.start(name, arguments, log_path=log_path)
         self._children.append(child)
         return child
 
     async def during(self, work: Callable[[], Awaitable[_T]]) -> _T:
-        """The result of `work`, which is cancelled when a child ends: then `ChildError` is raised.
+        """Run `work` and return its result; if a child ends meanwhile, cancel it and raise `ChildError`.
 
         Exceptions of `work` arrive in an exception group.
         """
@@ -160,12 +160,12 @@ class Cluster:
         raise ended[0].ended_early()
 
     def kill(self) -> None:
-        """End every child now; `stop` has yet to be called, or is waiting for them."""
+        """Send every child SIGKILL; `stop` still has to be awaited."""
         for child in self._children:
             child.send_signal(signal.SIGKILL)
 
     async def stop(self) -> list[str]:
-        """End every child, at the latest after `STOP_GRACE_S`; the names of those that were killed."""
+        """End every child, after `STOP_GRACE_S` by SIGKILL; returns the names of those killed."""
         alive = [child for child in self._children if child.returncode is None]
         for child in alive:
             child.send_signal(signal.SIGTERM)

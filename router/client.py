@@ -58,9 +58,9 @@ class CallFailed(Exception):
 
 
 def explain_failure(status: Status, target: str, tls: TlsFiles | None, where: str) -> str:
-    """Why a call of `target` failed; for a connection, what to do. `where` is the listener it should be.
+    """Why a call of `target` failed, in words; if no connection was made, with what to do about it.
 
-    `tls` is of the options; None is plaintext.
+    `tls` is what the options name (None: plaintext), `where` says which listener `target` should be.
     """
     words = status.message
     _, is_ours, cause = words.partition(f"cannot connect to {target}: ")
@@ -94,7 +94,7 @@ def explain_failure(status: Status, target: str, tls: TlsFiles | None, where: st
 
 @asynccontextmanager
 async def admin_at(target: str, tls: TlsFiles | None) -> AsyncIterator[Any]:
-    """The admin service of a gateway, in plaintext without `tls`; a call that fails is a `CallFailed`."""
+    """A stub of a gateway's admin service (no `tls`: plaintext). Failed calls raise `CallFailed`."""
     async with (
         channel_to(target, _client_tls(tls)) as channel,
         _explaining(target, tls, _ADMIN_LISTENER),
@@ -104,7 +104,7 @@ async def admin_at(target: str, tls: TlsFiles | None) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def engine_at(target: str, tls: TlsFiles | None) -> AsyncIterator[WorkerClient]:
-    """A gateway or a worker, as clients see it; else as `admin_at`."""
+    """A client of a gateway or of a worker; else as `admin_at`."""
     async with (
         connect_worker(target, tls=_client_tls(tls)) as engine,
         _explaining(target, tls, CLIENT_LISTENER),
@@ -118,7 +118,7 @@ def _client_tls(tls: TlsFiles | None) -> ClientTls | None:
 
 @asynccontextmanager
 async def _explaining(target: str, tls: TlsFiles | None, where: str) -> AsyncIterator[None]:
-    """Turn the error of a call in the block into a `CallFailed`; `where` is what `target` should be."""
+    """Turn errors of calls within the `with` into `CallFailed`; `where` is what `target` should be."""
     try:
         yield
         return
@@ -126,7 +126,7 @@ async def _explaining(target: str, tls: TlsFiles | None, where: str) -> AsyncIte
         status = Status(error.code(), error.details() or "")
     except WorkerError as error:
         status = error.status
-        # A command may have two of them, with the same options, and be in the block of both.
+        # A command may have two of them, with the same options, and be in the `with` of both.
         target = error.address or target
     words = status.message
     if status.code is grpc.StatusCode.UNAVAILABLE:
@@ -137,12 +137,12 @@ async def _explaining(target: str, tls: TlsFiles | None, where: str) -> AsyncIte
 
 
 async def only_model(gateway: WorkerClient) -> str:
-    """The one model that is served. Raises `UsageError` where there are others, else `CallFailed`."""
+    """The only model that is served. Raises `UsageError` if there are others, `CallFailed` if none is."""
     return only_one_of(list((await gateway.server_info()).supported_models))
 
 
 def only_one_of(models: Sequence[str]) -> str:
-    """The model that is served. Raises `CallFailed` where it is none, `UsageError` where it is several."""
+    """The one of `models`. Raises `UsageError` if there are several, `CallFailed` if there is none."""
     if not models:
         raise CallFailed(
             "no worker of the gateway has been reached yet, so no model is known: slagate pools says why"

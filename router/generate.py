@@ -1,6 +1,6 @@
 """One request, top to bottom.
 
-    parse, SLA ──▶ decide, take leases ──▶ prefill leg ──▶ handoff guard ──▶ decode leg, relayed
+    parse, SLA ──▶ decide, take leases ──▶ prefill leg ──▶ handoff check ──▶ decode leg, relayed
     ──▶ outcome, receipt, metrics, what it teaches; leases and handoff released, however the request ends
 
 Each leg is a loop over attempts: a worker is called, and where it fails another one is tried while that can
@@ -13,8 +13,8 @@ import logging
 
 from slagate.pools.grid.grid import Stage
 from slagate.proto.rpc.status import OK, Status
-from slagate.router.legs.active_request import ActiveRequest, Gateway
-from slagate.router.legs.handoff import Handoff, PrefillSink, guard
+from slagate.router.legs.active_request import ActiveRequest, RequestServices
+from slagate.router.legs.handoff import Handoff, PrefillSink, check_handoff
 from slagate.router.receipts.feedback import update_estimators
 from slagate.router.receipts.record import Record
 from slagate.router.request.call import ClientCall
@@ -38,7 +38,7 @@ from slagate.workers.runtime.logs import note
 log = logging.getLogger(__name__)
 
 
-async def generate(call: ClientCall, gateway: Gateway) -> None:
+async def generate(call: ClientCall, gateway: RequestServices) -> None:
     """Serve one request; `call.out` is always ended, and exactly one outcome is recorded."""
     record = Record(gateway.now_s())
     outcome, status = Outcome.INTERNAL, INTERNAL
@@ -85,7 +85,9 @@ def _slack_s(limit_s: float) -> float:
     return max(min(0.25, 0.1 * limit_s), 0.01 * limit_s)
 
 
-async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s: float) -> None:
+async def _serve(
+    call: ClientCall, gateway: RequestServices, record: Record, deadline_s: float
+) -> None:
     record.sla = sla = parse_sla(call.metadata, receipts=gateway.settings.client_receipts)
     request = parse_request(call.data, max_bytes=gateway.settings.max_request_bytes)
     record.request_id = request.id
@@ -108,7 +110,7 @@ async def _serve(call: ClientCall, gateway: Gateway, record: Record, deadline_s:
 
 
 async def _assigned(
-    gateway: Gateway, record: Record, ask: RoutingRequest, request: Request
+    gateway: RequestServices, record: Record, ask: RoutingRequest, request: Request
 ) -> Assignment:
     """Workers for every stage, waited for where all are at their limits."""
     # Before it waits, and holds up others, for what no worker could ever do.
@@ -135,10 +137,7 @@ async def _disaggregate(active: ActiveRequest) -> None:
 
 
 async def _prefill(active: ActiveRequest) -> Handoff | None:
-    """The context-only leg, on another worker while that can help.
-
-    None: its first token ended the request, and the client has it.
-    """
+    """The context-only leg, with other workers while they can help; None: a first token was all."""
     gateway, request = active.gateway, active.request
     while True:
         lease, leg_id = active.assignment.leases[Stage.PREFILL], gateway.next_leg_id()
@@ -166,7 +165,7 @@ async def _decode(active: ActiveRequest, handoff: Handoff) -> None:
     request, budget = active.request, active.added_budget()
     while True:
         lease, leg_id = active.assignment.leases[Stage.DECODE], active.gateway.next_leg_id()
-        guard(handoff.session, lease.member)
+        check_handoff(handoff.session, lease.member)
         relay = active.relay(Stage.DECODE, leg_id, on_token=handoff.used)
         leg = decode_leg(request.data, leg_id, session=handoff.session, max_tokens=budget)
         failure = await active.call_worker(lease, leg, relay)
@@ -193,7 +192,7 @@ async def _aggregate(active: ActiveRequest) -> None:
 
 
 def _finish(
-    call: ClientCall, gateway: Gateway, record: Record, outcome: Outcome, status: Status
+    call: ClientCall, gateway: RequestServices, record: Record, outcome: Outcome, status: Status
 ) -> None:
     """Everything a request leaves behind. Never waits."""
     now_s = gateway.now_s()

@@ -27,7 +27,7 @@ from slagate.workers.tls.reloading import TlsSide
 
 
 class ConnectionEnd(Enum):
-    """How a connection ended. The value is the label."""
+    """How a client's connection ended. The value is the label of the metric."""
 
     CLIENT = "client"  # closed by the client, or lost on the way
     # For what its client did, or did not do: `client.broken` in the log says what.
@@ -36,7 +36,7 @@ class ConnectionEnd(Enum):
 
 
 class RefusedConnection(Enum):
-    """Why a connection was not accepted. The value is the label."""
+    """Why a client's connection was not accepted. The value is the label of the metric."""
 
     LIMIT = "limit"  # there were `max_connections` already
     DRAINING = "draining"
@@ -44,10 +44,10 @@ class RefusedConnection(Enum):
 
 
 class ConnectionCounts:
-    """Connections of one listener for clients."""
+    """The metrics on clients' connections."""
 
     def __init__(self, registry: CollectorRegistry, gauges: CollectorRegistry) -> None:
-        """`gauges` is a second registry for the gauge."""
+        """`registry` gets all of them, `gauges` also the gauge of open connections."""
         counter = partial(Counter, registry=registry)
         self._n_open = 0
         n_open = Gauge(
@@ -183,7 +183,7 @@ class Metrics:
         self.gauges.register(self.certificates)
 
     def measure(self, record: Record, outcome: Outcome) -> None:
-        """Count one request that has ended."""
+        """Count one request that has ended, with its tokens, latencies and targets."""
         self._of_outcome[outcome].inc()
         self.tokens.inc(record.stats.n_tokens)
         if record.decision is None:
@@ -201,13 +201,13 @@ class Metrics:
             self._targets["itl", decode_pool, _LABEL[itl_met]].inc()
 
     def watch(self, dispatcher: Dispatcher) -> None:
-        """Add the gauges that read the fleet, and how many requests wait for it, at scrape time."""
+        """Add the gauges of workers, pools and waiting requests, which are read at scrape time."""
         collector = _FleetCollector(dispatcher)
         self.registry.register(collector)
         self.gauges.register(collector)
 
     def watch_certificate(self, side: TlsSide) -> None:
-        """Add the gauge of when this side's own certificate expires, if it has one."""
+        """Add the gauge of when the own certificate of this TLS side expires, if it has one."""
         if side.files.cert is not None:
             gauge = self.certificates.labels(side=side.side)
             gauge.set_function(lambda: side.current.own.ends_at_s if side.current.own else 0.0)

@@ -35,7 +35,7 @@ class _Size(NamedTuple):
 
 
 def print_table(console: Console, table: Table, *, n_keys: int = 1) -> None:
-    """Print a table of text; if it is too wide, in parts, each with the first `n_keys` columns."""
+    """Print a table, or if it is too wide several, each with the first `n_keys` columns."""
     sizes = [_size(console, column) for column in table.columns]
     room = console.width - 1
     if sum(size.most + BORDER for size in sizes) <= room:
@@ -69,7 +69,7 @@ def _size(console: Console, column: Column) -> _Size:
 
 
 def blocks(widths: Sequence[int], room: int) -> Iterator[range]:
-    """Columns in order, cut into blocks: as many in each as there is room for, but at least one."""
+    """Divide columns of these widths into ranges: as many in each as `room` allows, at least one."""
     start, used = 0, 0
     for at, width in enumerate(widths):
         if at > start and used + width > room:

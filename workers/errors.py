@@ -21,13 +21,13 @@ STATUS_OF_ENGINE_ERROR: dict[int, grpc.StatusCode] = {
     oe.ERROR_CODE_CANCELLED: grpc.StatusCode.CANCELLED,
     oe.ERROR_CODE_INTERNAL: grpc.StatusCode.INTERNAL,
 }
-"""OpenEngine defines only a part of this table; both ends of our wire use this one."""
+"""The status for each code of an `EngineError`; OpenEngine itself has it for only some codes."""
 
 
 class WorkerError(Exception):
-    """A worker refused or failed a call: with `status`, from the worker or from the transport to it.
+    """A call to a worker failed; `status` says why. It is the worker's, or that of the connection.
 
-    `address` is the worker's, or empty where it was not called over the network.
+    `address` is the worker's, host:port, or empty where it was not called over the network.
     """
 
     def __init__(self, status: Status, *, address: str = "") -> None:
@@ -37,7 +37,10 @@ class WorkerError(Exception):
 
 
 class RequestRefused(WorkerError):
-    """A worker does not accept a request; raised while it is validated."""
+    """A worker does not take on a call, and has started nothing for it.
+
+    The call is wrong (INVALID_ARGUMENT, ...) or cannot be served now (UNAVAILABLE, ...).
+    """
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(Status(code, message))
@@ -82,15 +85,15 @@ def cut(message: str) -> str:
 
 
 def invalid(field: str, reason: str) -> RequestRefused:
-    """The refusal of a request that no worker could take: `field` is wrong."""
+    """An error to raise, INVALID_ARGUMENT, for a `field` that no worker could take."""
     return RequestRefused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: {reason}")
 
 
 def unsupported(field: str, reason: str) -> RequestRefused:
-    """The refusal of a request that asks in `field` for what this worker cannot do."""
+    """An error to raise, UNIMPLEMENTED, for a `field` that asks for what this worker cannot do."""
     return RequestRefused(grpc.StatusCode.UNIMPLEMENTED, f"{field}: {reason}")
 
 
 def not_found(field: str, reason: str) -> RequestRefused:
-    """The refusal of a request whose `field` names what this worker does not have."""
+    """An error to raise, NOT_FOUND, for a `field` that names what this worker does not have."""
     return RequestRefused(grpc.StatusCode.NOT_FOUND, f"{field}: {reason}")

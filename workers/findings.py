@@ -11,7 +11,7 @@ _P = ParamSpec("_P")
 
 
 class Finding(NamedTuple):
-    """One finding. With an error an engine does not start, or does not work."""
+    """What a linter found wrong, and advice. With an error an engine does not start or work."""
 
     code: str
     severity: Literal["error", "warning"]
@@ -22,7 +22,7 @@ class Finding(NamedTuple):
 
     @property
     def is_error(self) -> bool:
-        """Whether an engine must not be started with it."""
+        """Whether the severity is "error": an engine must not be started with it."""
         return self.severity == "error"
 
     def __str__(self) -> str:
@@ -39,35 +39,35 @@ def warning(code: str, place: str, message: str, advice: str) -> Finding:
     return Finding(code, "warning", place, message, advice)
 
 
-class Occurrence(NamedTuple):
-    """One of several places with the same finding; `short` names it in a list of them."""
+class FindingPlace(NamedTuple):
+    """One of several places that have the same finding."""
 
-    place: str
-    short: str
-    message: str
+    place: str  # the finding's, if it is reported at this place
+    short: str  # names this place in a finding that is reported at another one
+    message: str  # the finding's, if it is reported at this place
 
 
 MAX_LISTED = 6
-"""As many further places are named in a finding that is about several."""
+"""The most places that a finding names besides its own."""
 
 
-class Occurrences:
-    """The places with the same finding, of which only as many are put in words as the finding names."""
+class FindingPlaces:
+    """Counts the places that have the same finding, and reports them in a single warning."""
 
     def __init__(self) -> None:
-        self._described: list[Occurrence] = []
+        self._described: list[FindingPlace] = []
         self._n = 0
 
     def count(
-        self, describe: Callable[_P, Occurrence], *args: _P.args, **kwargs: _P.kwargs
+        self, describe: Callable[_P, FindingPlace], *args: _P.args, **kwargs: _P.kwargs
     ) -> None:
-        """Add a place; `describe` is called with the other arguments at once, or never."""
+        """Count a place; `describe(*args, **kwargs)` makes it, if the warning will name it."""
         self._n += 1
         if len(self._described) <= MAX_LISTED:
             self._described.append(describe(*args, **kwargs))
 
     def warnings(self, code: str, advice: str) -> list[Finding]:
-        """One warning at the first place that names and counts the others; none without a place."""
+        """One warning at the first place, which counts the others and names some; [] if none."""
         if not self._described:
             return []
         first, *others = self._described

@@ -25,7 +25,7 @@ _HEADS = tuple(bytes((1 << 3 | 2, n_bytes)) for n_bytes in range(_PLAIN_ID_BYTES
 
 
 def prefill_leg(request: bytes, leg_id: str, *, min_tokens: int = 0) -> bytes:
-    """The context-only leg, of one token, which ends in `prefill_ready`.
+    """The bytes of a prefill (context-only) leg: it makes one token and ends in `prefill_ready`.
 
     `min_tokens` is the client's. One of them counts for this leg: else an end of text as its one token
     would end a request that has to go on (docs/decisions/0005-min-tokens-on-prefill.md).
@@ -39,7 +39,7 @@ def prefill_leg(request: bytes, leg_id: str, *, min_tokens: int = 0) -> bytes:
 def decode_leg(
     request: bytes, leg_id: str, *, session: oe.KvSessionRef, max_tokens: int | None
 ) -> bytes:
-    """The generation-only leg; `max_tokens` is None where the client gave its own budget."""
+    """The bytes of a decode (generation-only) leg; `max_tokens` None keeps the client's limit."""
     added = oe.GenerateRequest(request_id=leg_id, kv=oe.KvOptions(session=session))
     if max_tokens is not None:
         added.stopping.max_tokens = max_tokens
@@ -47,7 +47,7 @@ def decode_leg(
 
 
 def agg_leg(request: bytes, leg_id: str, *, max_tokens: int | None) -> bytes:
-    """The one leg of an aggregated worker; `max_tokens` as in `decode_leg`."""
+    """The bytes of the one leg to an aggregated worker; `max_tokens` as in `decode_leg`."""
     if max_tokens is None:
         return request + _id_field(leg_id)
     added = oe.GenerateRequest(request_id=leg_id)
@@ -56,7 +56,7 @@ def agg_leg(request: bytes, leg_id: str, *, max_tokens: int | None) -> bytes:
 
 
 def client_id_suffix(client_id: str) -> bytes:
-    """What is appended to a relayed response, so that it has the client's own id: the last value wins."""
+    """Bytes that, appended to a worker's response, replace the leg's id in it by the client's."""
     return _id_field(client_id)
 
 

@@ -45,7 +45,7 @@ _RULES: Mapping[str, _Rule] = MappingProxyType(
 
 
 def sampling_fault(sampling: oe.SamplingParams) -> SamplingFault | None:
-    """The first field that is set to a value out of its range, if any."""
+    """The first field that is set to a value out of its range; None if there is none."""
     for descriptor, value in sampling.ListFields():
         rule = _RULES.get(descriptor.name)
         if rule is None:
@@ -59,7 +59,7 @@ def sampling_fault(sampling: oe.SamplingParams) -> SamplingFault | None:
 
 
 def stopping_fault(stopping: oe.StoppingOptions) -> SamplingFault | None:
-    """The fault of stop conditions that are too many for an engine, if any."""
+    """The fault of more than `MAX_STOP_CONDITIONS` stop conditions; None if there are fewer."""
     if len(stopping.conditions) > MAX_STOP_CONDITIONS:
         return SamplingFault("stopping.conditions", f"more than {MAX_STOP_CONDITIONS} are given")
     return None

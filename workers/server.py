@@ -42,10 +42,10 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 async def serve_worker(
     worker: Worker, listen: Address, *, grace_s: float, tls: ServerTls | None = None
 ) -> AsyncIterator[Address]:
-    """Serve on `listen`, in plaintext without `tls`, and yield the address that was bound.
+    """Context manager: serve on `listen`, in plaintext without `tls`; yields the bound address.
 
-    At the end of the block no new call is accepted, and running ones get `grace_s` to finish. Raises
-    `OSError` when the address cannot be bound.
+    When it exits, no new call is accepted, and running ones get `grace_s` seconds to finish.
+    Raises `OSError` when the address cannot be bound.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     control = _Control(worker)

@@ -35,7 +35,7 @@ class Worker(Protocol):
     def generate(
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
     ) -> Call:
-        """Start one leg. `timeout_s` limits the whole call; None means no limit."""
+        """Start one leg, which answers to `sink`. `timeout_s` limits all of it; None: no limit."""
 
     def kv_events(self, request: bytes, metadata: Metadata, sink: Sink) -> Call:
         """Subscribe to KV-cache events with a serialised `SubscribeKvEventsRequest`, until cancelled.
@@ -52,7 +52,7 @@ class Worker(Protocol):
         """Abort one request or free one parked handoff. Raises `WorkerError`."""
 
     async def load(self, request: oe.GetLoadRequest) -> oe.LoadInfo:
-        """The load at this moment. Raises `WorkerError`."""
+        """Requests that run and wait now, and KV blocks in use. Raises `WorkerError`."""
 
     async def health(self, request: oe.HealthRequest) -> oe.HealthResponse:
         """The state of the worker and of its parts. Raises `WorkerError`."""

@@ -40,7 +40,7 @@ class Coefficients(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def prefill(self) -> tuple[float, float]:
-        """The scale and the offset in seconds of prefills."""
+        """The pair (`prefill_scale`, `prefill_offset_s`)."""
         return self.prefill_scale, self.prefill_offset_s
 
 
@@ -50,24 +50,24 @@ _WorkT = TypeVar("_WorkT", float, Floats)
 
 
 class NominalTiming:
-    """Stands in for a profile. Workers of one pool are alike, so the right order of magnitude is enough."""
+    """Assumed times of a pool without a profile: enough to rank its workers, which are alike."""
 
     kv_bytes_per_token = NOMINAL_KV_BYTES_PER_TOKEN
 
     def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
-        """Seconds to prefill `new_tokens`, at 20,000 tokens/s."""
+        """Seconds to prefill `new_tokens` at 20,000 tokens/s; `cached_tokens` take no time."""
         return max(0.0, new_tokens) / 20_000
 
     def itl_s(self, batch_size: float, context_tokens: float) -> float:
-        """Seconds of one decode step: a constant, and a share for each token of context that is read."""
+        """Seconds of one decode step: 10 ms, and 10 ns for each token of context in the batch."""
         return 0.01 + max(0.0, batch_size) * max(0.0, context_tokens) * 1e-8
 
     def prefill_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
-        """`prefill_s` of f64[n] each."""
+        """`prefill_s` for f64[n] token counts each: seconds, f64[n]."""
         return np.maximum(0.0, new_tokens) / 20_000
 
     def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
-        """`itl_s` of i64[n] batch sizes >= 1 and f64[n] contexts; it may differ in the last digits."""
+        """`itl_s` for i64[n] batch sizes >= 1 and f64[n] contexts, but for the last digits."""
         seconds: Floats = batch_size * context_tokens
         seconds *= 1e-8
         seconds += 0.01
@@ -81,7 +81,7 @@ TimingModel = TpProfile | NominalTiming
 
 
 class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
-    """A pool's speed as known at one moment: the same point always gives the same number."""
+    """A pool's speed as known at one moment. It never changes, so decisions can be made again."""
 
     profile: TpProfile | None = None
     profile_source: str = "none"
@@ -105,24 +105,24 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def source(self) -> str:
-        """Where the numbers come from, for people; "none" when they are nominal."""
+        """What predictions come from, for people: a profile, "learned", or "none" if nominal."""
         if self.profile is None:
             return "learned" if self.predicts else "none"
         return self.profile_source
 
     @property
     def predicts_prefill(self) -> bool:
-        """Whether prefill seconds mean anything as seconds; else they only rank workers of the pool."""
+        """Whether prefill times are real seconds; else they only rank workers of the pool."""
         return self.profile is not None or self.coefficients.prefill != UNCORRECTED.prefill
 
     @property
     def predicts_itl(self) -> bool:
-        """Whether inter-token seconds mean anything as seconds; else they only rank workers of the pool."""
+        """Whether inter-token times are real seconds; else they only rank workers of the pool."""
         return self.profile is not None or self.coefficients.itl_scale != UNCORRECTED.itl_scale
 
     @property
     def predicts(self) -> bool:
-        """Whether some of the numbers mean anything as seconds."""
+        """Whether prefill or inter-token times are real seconds."""
         return self.predicts_prefill or self.predicts_itl
 
     def work_s(self, new_tokens: float, cached_tokens: float) -> float:
@@ -130,16 +130,16 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
         return self._speed.prefill_s(new_tokens, cached_tokens)
 
     def work_many(self, new_tokens: Floats, cached_tokens: Floats) -> Floats:
-        """`work_s` of f64[n] each."""
+        """`work_s` for f64[n] token counts each: seconds, f64[n]."""
         return self._speed.prefill_many(new_tokens, cached_tokens)
 
     def ttft_s(self, work_s: _WorkT) -> _WorkT:
-        """Seconds from a leg's start to its first answer, for the work in the queue and its own."""
+        """Seconds from a leg's start to its first response, for work in the queue and its own."""
         scale, offset_s = self.coefficients.prefill
         return work_s * scale + offset_s
 
     def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
-        """`ttft_s` on an idle worker."""
+        """Seconds from a leg's start to its first response on an idle worker."""
         return self.ttft_s(self.work_s(new_tokens, cached_tokens))
 
     def itl_s(self, batch_size: float, context_tokens: float) -> float:
@@ -147,23 +147,23 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
         return self.coefficients.itl_scale * self._speed.itl_s(batch_size, context_tokens)
 
     def ttft_many(self, work_s: Floats) -> Floats:
-        """`ttft_s` of f64[n], in place."""
+        """`ttft_s` for f64[n] of work; `work_s` itself is overwritten and returned."""
         work_s *= self.coefficients.prefill_scale
         work_s += self.coefficients.prefill_offset_s
         return work_s
 
     def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
-        """`itl_s` of i64[n] batch sizes >= 1 and f64[n] contexts; it may differ in the last digits."""
+        """`itl_s` for i64[n] batch sizes >= 1 and f64[n] contexts, but for the last digits."""
         seconds = self._speed.itl_of_batches(batch_size, context_tokens)
         seconds *= self.coefficients.itl_scale
         return seconds
 
     def host_s(self, tokens: float) -> float:
-        """Nominal seconds to bring the KV cache of `tokens` back from the host, as part of a prefill."""
+        """Nominal seconds of a prefill to copy the KV of `tokens` from host to device."""
         return max(0.0, tokens) * self._speed.kv_bytes_per_token / HOST_LINK_BYTES_PER_S
 
     def table_json(self) -> dict[str, object]:
-        """What it predicts from besides the coefficients, as JSON values; constant for a pool."""
+        """What `from_json` takes beside `coefficients`: "source", from `profile_source`, and "profile"."""
         profile = None if self.profile is None else self.profile.to_json()
         return {"source": self.profile_source, "profile": profile}
 
@@ -171,7 +171,7 @@ class FrozenEstimator(msgspec.Struct, frozen=True, gc=False):
     def from_json(
         cls, table: Mapping[str, object], coefficients: Coefficients
     ) -> "FrozenEstimator":
-        """The inverse of `table_json` and `coefficients`: it gives the same numbers to the last bit.
+        """The estimator with this `table_json` and `coefficients`; it predicts exactly the same.
 
         Raises `ValueError` naming the field that is wrong.
         """
@@ -196,15 +196,15 @@ class Estimator:
         self.frozen = FrozenEstimator(profile, source)
 
     def starts_as(self, other: "Estimator") -> bool:
-        """Whether both began with the same profile, whatever they have learnt since."""
+        """Whether both were made with the same profile and source; they may have learnt since."""
         return self.frozen.table_json() == other.frozen.table_json()
 
     def observe_prefill(
         self, new_tokens: int, cached_tokens: int, queued_s: float, seconds: float
     ) -> None:
-        """Learn that a leg's first answer came after `seconds`, behind queued work of `queued_s`.
+        """Learn that a leg's first response took `seconds`, with `queued_s` of work before it.
 
-        Numbers that are no time (negative, not finite) are ignored, also by `observe_itl`.
+        Times that are negative, not finite or above `fit.MAX_S` are ignored, also by `observe_itl`.
         """
         own_s = self._speed.prefill_s(new_tokens, cached_tokens)
         work_s = own_s + queued_s
@@ -226,17 +226,17 @@ class Estimator:
 
     @property
     def prefill_error(self) -> float | None:
-        """Recent mean |predicted - actual| / actual of TTFT, predicted before it was learnt from."""
+        """Recent mean |predicted - actual| / actual of TTFT, before learning from it; or None."""
         return self._prefill.error
 
     @property
     def itl_error(self) -> float | None:
-        """Recent mean |predicted - actual| / actual of ITL, predicted before it was learnt from."""
+        """Recent mean |predicted - actual| / actual of ITL, before learning from it; or None."""
         return self._itl.error
 
     @property
     def n_observed(self) -> int:
-        """Observations of both kinds that were learnt from."""
+        """How many observations of TTFT and ITL were not ignored."""
         return self._prefill.n_observed + self._itl.n_observed
 
 

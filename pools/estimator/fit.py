@@ -76,9 +76,9 @@ class Fit:
         self._a = self._b = self._c = self._d = self._e = 0.0
 
     def observe(self, work_s: float, seconds: float, *, weight: float = 1.0) -> bool:
-        """Learn that `work_s` took `seconds`; numbers that are no time are ignored.
+        """Learn that `work_s` took `seconds`; ignored if negative, NaN or above `MAX_S`.
 
-        `weight` in [0, 1] is how far `work_s` can be trusted. True when `scale` and `offset_s` were set.
+        `weight` in [0, 1] is how far `work_s` can be trusted. True: the coefficients were set.
         """
         if not (0.0 <= work_s <= MAX_S and 0.0 <= seconds <= MAX_S):
             return False

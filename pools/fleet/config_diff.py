@@ -13,7 +13,7 @@ MAX_CELLS = 64
 
 
 def changes(old: Prepared, new: Prepared) -> Iterator[str]:
-    """A line for each change; changes of order or spelling alone give none."""
+    """Yield a line of text for each change in meaning from `old` to `new`, not in spelling."""
     was, now = old.config, new.config
     yield from _changed("mode", was.mode, now.mode)
     for stage in _either(was.stages, now.stages):

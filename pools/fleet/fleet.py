@@ -23,7 +23,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: FleetConfig) -> Prepared:
-    """Make the estimators of a configuration, which was checked for serving."""
+    """A configuration that was loaded with `serving=True`, and a new estimator for each pool."""
     assert config.profiles is not None, "it was read with serving=True"
     estimators = {name: Estimator() for name in config.pools}
     for name, profile in config.profiles.items():
@@ -35,8 +35,8 @@ def prepare(config: FleetConfig) -> Prepared:
 class Fleet:
     """The grids and pools of the configuration in force, and workers of earlier ones that still drain.
 
-    Without `prefix` workers are chosen by their load alone, whatever they have cached. `load_table` makes
-    the table of a pool, which may show what other gateways send to the same workers.
+    Without `prefix` workers are chosen by their load alone, and not by what they have cached.
+    `load_table` makes the table of a pool from `Pool.key`; processes of a gateway may share it.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Fleet:
         self.apply(prepared)
 
     def apply(self, prepared: Prepared) -> None:
-        """Put a configuration in force, in one step.
+        """Put a configuration in force, without an await.
 
-        Pools and workers that stay keep their requests and all that is known of them. Those that go take
-        no new requests, and leave once theirs have ended.
+        Pools and workers that stay keep their requests and state, but a pool with another profile
+        learns anew. Those that go take no new requests, and leave once theirs have ended.
         """
         config = prepared.config
         self.models()  # the models of workers that go now are kept
@@ -113,7 +113,7 @@ class Fleet:
         self._n_applied += 1
 
     def on_join(self, joined: Callable[[Pool, Member], None]) -> None:
-        """Have `joined` called with every member, now and whenever one joins."""
+        """Call `joined` with each worker of the configuration now, and with each new one later."""
         self._on_join.append(joined)
         for pool in self.pools.values():
             for member in pool.members.values():
@@ -146,19 +146,20 @@ class Fleet:
 
     @property
     def all_pools(self) -> Iterator[Pool]:
-        """Every pool of the configuration, and earlier ones whose workers still drain."""
+        """Yield every pool of the configuration, and earlier ones whose workers still drain."""
         yield from list(self.pools.values())
         yield from [pool for pool in list(self._leaving) if not pool.is_empty]
 
     def members(self) -> Iterator[Member]:
-        """Every worker of the configuration, pool by pool."""
+        """Yield every worker of the configuration, pool by pool."""
         for pool in list(self.pools.values()):
             yield from list(pool.members.values())
 
     def serving_members(self) -> Iterator[Member]:
-        """Members, and for a stage with one that was not probed yet also those of the stage that drain.
+        """Yield the workers that can make a stage ready: `members`, and at times draining ones.
 
-        So a stage counts as ready while its new workers join: its requests wait a moment, and are served.
+        Draining workers count while a member of their stage waits for its first probe, so that a
+        reload does not make the stage unready: its requests wait for the new worker.
         """
         members = list(self.members())
         yield from members
@@ -167,29 +168,29 @@ class Fleet:
             yield from (m for m in self.all_members() if m.is_draining and m.stage in joining)
 
     def all_members(self) -> Iterator[Member]:
-        """Every worker of the configuration, and those that drain."""
+        """Yield every worker of the configuration, and those that drain."""
         for pool in self.all_pools:
             yield from pool.all_members
 
     def views(self, prompt: Prompt | None = None) -> Mapping[str, PoolSnapshot]:
-        """Views of the pools by name, each made at its first use: for use within one step."""
+        """Pool name to snapshot for one decision, with what each row has cached of `prompt`.
+
+        Only `[name]` makes a snapshot, at its first use. Use them before the next await.
+        """
         return _Views(self.pools, prompt)
 
     def models(self) -> set[str]:
-        """Models that some worker serves or has served: they stay known while all workers are down."""
+        """Names of the models that a worker serves, or was found to serve at some time before."""
         for member in self.members():
             self._models.update(member.models)
         return self._models
 
     def serves(self, model: str) -> bool:
-        """Whether `models` has this one; a model that was found before is found without a search."""
+        """Whether a worker serves the model, or was found to serve it at some time before."""
         return model in self._models or model in self.models()
 
     def context_window(self, model: str) -> int | None:
-        """The longest context, in tokens, that every stage has a worker for; None: not known.
-
-        It is computed once for each change of what workers serve.
-        """
+        """The longest context, in tokens, that every stage has a worker for; None: not known."""
         n_changes = 0
         for pool in self.pools.values():
             n_changes += pool.table.n_model_changes
@@ -215,7 +216,7 @@ class Fleet:
         return None if shortest == UNLIMITED else shortest
 
     def unready_stages(self) -> list[Stage]:
-        """Stages without a single ready worker; empty means that a request can be served."""
+        """The stages without a ready worker, in the order in which a request goes through them."""
         return [
             stage
             for stage in self.stages
@@ -223,7 +224,7 @@ class Fleet:
         ]
 
     def not_ready(self) -> str:
-        """Why no request at all can be served; empty when one can."""
+        """Why no request at all can be served, for people; an empty string when one can."""
         if unready := self.unready_stages():
             return ", ".join(f"no {stage.value} worker is ready" for stage in unready)
         served = [

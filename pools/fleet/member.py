@@ -37,7 +37,7 @@ class WorkerCapacity(NamedTuple):
 
 
 def capacity_of(info: oe.ServerInfo, *, decodes: bool) -> WorkerCapacity:
-    """The capacity that `info` reports; prefill and decode ranks are announced under different keys."""
+    """The capacity in `info`; a worker that `decodes` announces its ranks under another key."""
     said = info.capacity
     n_ranks = max(1, info.parallelism.data_parallel_size)
     key = "slagate_supports_decode_dp_rank" if decodes else "trtllm_supports_dp_rank_targeting"
@@ -51,7 +51,7 @@ def capacity_of(info: oe.ServerInfo, *, decodes: bool) -> WorkerCapacity:
 
 
 class PrefixPredictionError:
-    """Prompt tokens that were predicted to be cached, and those that the engine found cached."""
+    """Sums of one worker: prompt tokens predicted to be cached, and found cached by its engine."""
 
     def __init__(self) -> None:
         self.n_requests = 0
@@ -60,7 +60,7 @@ class PrefixPredictionError:
         self.abs_error_tokens = 0  # summed over the requests, so that errors do not cancel out
 
     def add_prompt(self, predicted_tokens: int, cached_tokens: int) -> None:
-        """Count one prompt."""
+        """Add one prompt: its cached tokens as predicted, and as the engine found."""
         self.n_requests += 1
         self.predicted_tokens += predicted_tokens
         self.engine_cached_tokens += cached_tokens
@@ -129,26 +129,26 @@ class Member:
 
     @property
     def state(self) -> State:
-        """Whether it may take work."""
+        """`LEFT`, `DRAINING`, or else the state of its health; only `READY` takes work."""
         if self.has_left:
             return State.LEFT
         return State.DRAINING if self.is_draining else self.health.state
 
     @property
     def reason(self) -> str:
-        """Why it is not ready; empty when it is."""
+        """Why it is not healthy, was cut or has left, for people; else empty."""
         if self.has_left:
             return "is not in the configuration any more"
         return TOO_LONG if self._is_cut else self.health.reason
 
     @property
     def is_draining(self) -> bool:
-        """Whether it is no longer in the configuration."""
+        """Whether it was dropped from the configuration, and not taken back since."""
         return self.draining_since_s is not None
 
     @property
     def max_inflight(self) -> int:
-        """Most requests at once: of the fleet file, else (not for prefill) what its engine runs."""
+        """Most requests at once: the fleet file's, else (not for prefill) what its engine runs."""
         if self.limits.max_inflight is not None:
             return self.limits.max_inflight
         if self.stage is not Stage.PREFILL and self.capacity.running:
@@ -157,13 +157,13 @@ class Member:
         return UNLIMITED
 
     def set_models(self, models: dict[str, oe.ModelInfo]) -> None:
-        """Set what it serves, by name."""
+        """Set the models that it serves, by name."""
         self.models = models
         self.ranks.set_models(frozenset(models))
         self.on_change()
 
     def set_server_info(self, info: oe.ServerInfo) -> None:
-        """Set the worker's `ServerInfo`, which gives its ranks and limits."""
+        """Set the worker's `ServerInfo`, from which its rows and their limits follow."""
         self.server_info = info
         self.capacity = capacity_of(info, decodes=self.stage is Stage.DECODE)
         self._set_up()
@@ -222,11 +222,11 @@ class Member:
         return not was_cut
 
     def add_hold(self) -> None:
-        """Keep it from leaving: a handoff is parked there, or an abort is under way."""
+        """Keep it from leaving: KV is parked there, or an abort under way, until `remove_hold`."""
         self._n_retained += 1
 
     def remove_hold(self) -> None:
-        """Undo one `retain`; it leaves if it drains and has nothing else to do."""
+        """Undo one `add_hold`; the worker leaves if it drains and has nothing else to do."""
         self._n_retained -= 1
         if self.draining_since_s is not None:
             self._leave_if_done()

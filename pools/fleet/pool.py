@@ -31,7 +31,7 @@ class PoolSnapshot(msgspec.Struct, frozen=True, gc=False, eq=False):
     n_leases: int  # all that were ever taken, `last_chosen` of the newest
 
     def view(self, row: int) -> RowView:
-        """One row, as plain values."""
+        """The figures of one row as plain values, with what it has cached of the prompt."""
         cached = self.cached
         return self.rows.view(
             row,
@@ -46,7 +46,7 @@ class Lease:
     def __init__(
         self, member: Member, row: int, work: Work, *, number: int, rank: int | None = None
     ) -> None:
-        """`number` counts the leases of the pool; `rank` is to be asked for, None: the worker chooses."""
+        """`number` is the lease's in its pool; `rank` is to be asked for, None: any."""
         self.member = member
         self.row = row
         self.rank = rank
@@ -70,7 +70,7 @@ class Lease:
                 member.on_change()
 
     def release(self) -> None:
-        """Give everything back. Idempotent."""
+        """Take all load of the lease off its row and worker. Idempotent."""
         if not self._open:
             return
         was_prefilling, self._prefill_open, self._open = self._prefill_open, False, False
@@ -85,9 +85,9 @@ class Lease:
 
 
 class Pool:
-    """Owns its members, and gives all leases on them.
+    """Workers that serve one stage. It owns them as members, and gives all leases on them.
 
-    With `prefix` it knows what its workers have cached. That is of no use to decode, which pulls its KV.
+    With `prefix` it tracks what they have cached, unless it is a decode pool, which pulls its KV.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Pool:
         load_table: Callable[[str], LoadTable] = lambda _: LoadTable(),
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
-        """`load_table` makes its table, by the pool's `key`."""
+        """`index` is its number in the stage's grid; `load_table` makes its table, given `key`."""
         self._now_s = now_s
         self.name = name
         self.stage = stage
@@ -121,32 +121,32 @@ class Pool:
         return f"Pool({self.name}, {list(self.members.values())})"
 
     def count_retry(self) -> None:
-        """Count a leg of the pool that is tried again elsewhere."""
+        """Count a leg of the pool that is tried again on another worker."""
         self.table.count(PoolCell.RETRIES)
 
     def count_spill(self) -> None:
-        """Count a leg that the pool gets because those before it in the order had no worker for it."""
+        """Count a leg that the pool gets as earlier ones of its order had no worker for it."""
         self.table.count(PoolCell.SPILLS)
 
     @property
     def all_members(self) -> Iterator[Member]:
-        """Members, and those that drain."""
+        """Yield the members, and the workers that drain."""
         yield from [*self.members.values(), *self._leaving.values()]
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no worker, none that drains either."""
+        """Whether it has no workers at all, not even one that drains."""
         return not self.members and not self._leaving
 
     def set_limits(self, limits: Limits) -> None:
-        """Set the most that a worker gets at once."""
+        """Set the limits of every worker of the pool."""
         if limits != self.limits:
             self.limits = limits
             for member in self.all_members:
                 member.set_limits(limits)
 
     def join(self, address: str) -> Member | None:
-        """Make the worker at `address` a member; None: it was draining, and is a member again."""
+        """Make a member of the worker at `address`; None: it was draining, and is one again."""
         member = self._leaving.pop(address, None)
         if member is not None:
             self.members[address] = member
@@ -172,7 +172,7 @@ class Pool:
         member.ranks.free_rows()
 
     def snapshot(self, prompt: Prompt | None = None) -> PoolSnapshot:
-        """A frozen copy of the pool, with what is cached of `prompt`; None: nothing."""
+        """A frozen copy of the pool, with what each row has cached of `prompt` (None: nothing)."""
         rows = self.table.rows()
         n_rows = len(rows.names)
         if self.overlaps is None or prompt is None:
@@ -187,7 +187,7 @@ class Pool:
     def follower(
         self, member: Member, worker: Worker, *, scheduler: CooperativeScheduler, rng: random.Random
     ) -> WorkerFollower | None:
-        """Make the follower of a worker's KV events; None: they are not needed here."""
+        """Make the follower of a worker's KV events; None: the pool does not use them."""
         overlaps = self.overlaps
         if overlaps is None or member.events is None:
             return None
@@ -220,15 +220,12 @@ class Pool:
             )
 
     def expire_predictions(self) -> None:
-        """Drop predictions that have expired. Called regularly, as there may be no prompts to do it."""
+        """Drop some expired predictions. Call it regularly: without prompts nothing else does."""
         if self.overlaps is not None:
             self.overlaps.expire_predictions()
 
     def set_foreign_load(self, member: Member, load: tuple[int, int] | None) -> None:
-        """Set a worker's foreign load: requests, and their prompt tokens that wait for prefill.
-
-        None: that is not known now.
-        """
+        """Set a worker's foreign load: (requests, prompt tokens to prefill); None: not known."""
         if load is None:
             member.ranks.set_foreign_load(None)
         else:
@@ -237,9 +234,9 @@ class Pool:
     def lease(
         self, row: int, work: Work, prompt: Prompt | None = None, *, n_leases: int | None = None
     ) -> Lease:
-        """Take capacity on a ready row with room: the policy's choice, in the same step, no await.
+        """Lease the row that was chosen, with no await since the snapshot that it was chosen from.
 
-        `n_leases` is that of the view that was decided on.
+        `n_leases` is that snapshot's; None: look it up. `prompt` is predicted to be cached there.
         """
         address, rank = self.table.names[row]
         member = self.members[address]

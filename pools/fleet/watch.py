@@ -67,10 +67,11 @@ async def watch_fleet(
     drain_s: float = math.inf,
     on_cut: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[None]:
-    """Probe every worker of the fleet and follow its KV events, for the time of the block.
+    """Probe every worker of the fleet and follow its KV events while the `async with` runs.
 
-    `now_s` is the gateway's clock, `unix_s` the one that workers stamp their events by. When a worker
-    drains for longer than `drain_s` its requests are ended, and `on_cut` is called.
+    `connect` opens the worker at an address. `now_s` is the gateway's clock, `unix_s` the one that
+    workers stamp their events by. When a worker drains for longer than `drain_s` its requests are
+    ended, and `on_cut` is called.
     """
     shared = _WatchContext(connect, CooperativeScheduler(), now_s, drain_s, on_cut)
     async with anyio.create_task_group() as tasks:
@@ -168,7 +169,7 @@ async def _probe(pool: Pool, member: Member, worker: Worker, now_s: Callable[[],
 
 
 async def _load(pool: Pool, member: Member, worker: Worker, now_s: Callable[[], float]) -> None:
-    before, _ = member.ranks.everywhere
+    before, _ = member.ranks.gateway_load
     try:
         load = await worker.load(oe.GetLoadRequest())
     except WorkerError:
@@ -189,7 +190,7 @@ def _foreign(member: Member, load: oe.LoadInfo, *, most_ours: int) -> tuple[int,
     """
     if not load.HasField("running_requests"):
         return None
-    ours, our_tokens = member.ranks.everywhere
+    ours, our_tokens = member.ranks.gateway_load
     requests = max(0, load.running_requests - max(ours, most_ours))
     tokens = max(0, load.waiting_tokens - our_tokens) if requests else 0
     return requests, tokens

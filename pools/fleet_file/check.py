@@ -34,12 +34,12 @@ _REASONS = {
 class CheckOptions(NamedTuple):
     """How to check a fleet file, and the pools and workers to merge into it."""
 
-    lenient: bool = False
-    serving: bool = False
-    repeated: Sequence[Path] = ()
+    lenient: bool = False  # leave unknown keys out, with a warning
+    serving: bool = False  # check workers too, and read profiles
+    repeated: Sequence[Path] = ()  # keys that are given more than once
     pools_name: str | None = None  # of the file with further pools
     pools: ReadJson = ReadJson(None, None, ())
-    workers: Mapping[str, Sequence[str]] = MappingProxyType({})
+    workers: Mapping[str, Sequence[str]] = MappingProxyType({})  # addresses by pool
 
 
 class CheckedFile(NamedTuple):
@@ -53,7 +53,7 @@ class CheckedFile(NamedTuple):
 
 
 def checked(content: Mapping[str, Any], extras: CheckOptions) -> CheckedFile:
-    """Check everything. Nothing is raised: `report` has all problems."""
+    """Check the content of a fleet file. Problems are not raised: `report` has all of them."""
     report = ConfigReport()
     form = form_of(content)
     kept = _merged(content, form, report, extras)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class AxisKeys(NamedTuple):
-    """The keys of one axis in a strategy: `edges`, or the other three."""
+    """The keys of one axis in a strategy, which has `edges`, or `low`, `high` and `resolution`."""
 
     field: str
     low: str
@@ -113,7 +113,7 @@ class Form(NamedTuple):
 
     @property
     def stages(self) -> Iterable[StageKeys]:
-        """The stages a file of this form has."""
+        """The keys of each stage that a file of this form has."""
         return STAGES[self.mode].values()
 
 

@@ -19,7 +19,7 @@ from slagate.workers.profiles.profile import TpProfile
 
 
 def stage_grid(file: PrefillFile | AggFile, keys: StageKeys, *, epp: bool) -> StageGrid:
-    """The grid of the stage with `keys`; with `epp` read as the endpoint picker reads it."""
+    """The grid of one stage of a valid file; with `epp` as the endpoint picker understands it."""
     strategy = getattr(file, keys.strategy)
     names: tuple[str, ...] = getattr(file, keys.names)
     axes = [axis for each in keys.axes if (axis := _axis(strategy, each, doubles=epp)) is not None]
@@ -104,11 +104,11 @@ def load_config(
     serving: bool = False,
     text: str | None = None,
 ) -> FleetConfig:
-    """The fleet file at `path`. Raises `ConfigError` when it cannot be read or used.
+    """Load the fleet file at `path`. Raises `ConfigError` when it cannot be read or used.
 
-    `pools` is a file with a `pools` section, and `workers` has addresses by pool; each overrides what comes
-    before it. With `lenient` unknown keys are left out. With `serving` what a gateway needs is checked too:
-    workers for each pool, and profiles that can be read. `text` replaces the content of the file.
+    The `pools` section of the file `pools` overrides the fleet file's, and `workers`, addresses by
+    pool, override both. With `lenient` unknown keys are left out. With `serving` each pool must
+    have workers, and profiles are read. `text` is used in place of the content of the file.
     """
     source = os.fspath(path)
     problems: list[Problem] = []
@@ -130,7 +130,7 @@ def load_config(
 def parse_config(
     obj: object, *, source: str, lenient: bool = False, serving: bool = False
 ) -> FleetConfig:
-    """The fleet file with the content `obj`, which `source` names. Raises `ConfigError`."""
+    """Check parsed JSON as a fleet file, which errors call `source`. Raises `ConfigError`."""
     return _parsed(obj, source, CheckOptions(lenient=lenient, serving=serving))
 
 

@@ -271,17 +271,17 @@ class PoolSpec(_FileObject):
 
     @property
     def planned_workers(self) -> int:
-        """The number of workers that plans assume."""
+        """How many workers plans count with: `replicas`, else those listed, else 1."""
         return self.replicas or len(self.workers) or 1
 
     @property
     def gpus(self) -> int | float:
-        """What one worker costs, in GPUs."""
+        """What one worker costs, in GPUs: `cost`, else `tp`, else 1."""
         return self.cost if self.cost is not None else self.tp or 1
 
 
 class Objective(_FileObject):
-    """What a request of one class asks for where it does not say."""
+    """Targets and priority of a request of one class, each where the request names none."""
 
     ttft_ms: Annotated[Maybe[TargetMs], _says("TTFT target, milliseconds.")] = None
     itl_ms: Annotated[Maybe[TargetMs], _says("ITL target, milliseconds.")] = None
@@ -291,11 +291,13 @@ class Objective(_FileObject):
 
 
 def default_for(objectives: Mapping[str, Objective], name: str) -> Objective | None:
-    """What requests of class `name` (empty: of none) ask for where they do not say; None: nothing."""
+    """The defaults of class `name` (empty: no class), or else of `ANY_CLASS`, if there are any."""
     return objectives.get(name) or objectives.get(ANY_CLASS)
 
 
 class _File(_FileObject):
+    """What all fleet files have. Validation checks values one by one, `rules` how they agree."""
+
     enable_priority_retry: Annotated[
         bool, _says("Whether a request that failed before its first output may go to faster pools.")
     ] = False
@@ -311,7 +313,7 @@ class _File(_FileObject):
 
 
 class PrefillFile(_File):
-    """The prefill half of a fleet."""
+    """The content of a file with the prefill half of a fleet, without a mode."""
 
     num_prefill_pools: NPools
     prefill_pool_dynamo_namespaces: Names
@@ -320,7 +322,7 @@ class PrefillFile(_File):
 
 
 class DisaggFile(PrefillFile):
-    """A fleet of prefill and decode pools."""
+    """The content of a fleet file with mode "disagg": prefill pools and decode pools."""
 
     mode: Literal["disagg"] = "disagg"
     num_decode_pools: NPools
@@ -330,7 +332,7 @@ class DisaggFile(PrefillFile):
 
 
 class AggFile(_File):
-    """A fleet of pools that do both phases."""
+    """The content of a fleet file with mode "agg": pools that do both phases."""
 
     mode: Literal["agg"]
     num_agg_pools: NPools

@@ -16,7 +16,7 @@ ABSENT = object()
 
 
 class ConfigReport:
-    """Problems, warnings and ignored keys; `content` is what is being checked."""
+    """The problems, warnings and ignored keys that are found in `content`."""
 
     def __init__(self) -> None:
         self.content: Any = None
@@ -28,7 +28,7 @@ class ConfigReport:
         self._derived: set[Path] = set()
 
     def place(self, path: Path) -> str:
-        """The place of `path` in the file, for people."""
+        """Where the value at `path` was given, for people: a file or option, and a path in it."""
         for at in range(len(path), 0, -1):
             if path[:at] in self._places:
                 prefix, start = self._places[path[:at]]
@@ -36,12 +36,12 @@ class ConfigReport:
         return short_path(path)
 
     def written(self, *path: str | int) -> str:
-        """The last key of `path` as it is spelled."""
+        """The last key of `path`, as it is spelled where the value was given."""
         _, there = self._places.get(path, ("", path))
         return str(there[-1])
 
     def move(self, path: Path, there: Path, *, prefix: str = "") -> None:
-        """Note that the value at `path` is from `there` in the file, or of the source `prefix`."""
+        """Note that the value at `path` was given at `there`, in the source named by `prefix`."""
         self._places[path] = prefix, there
 
     def derive(self, path: Path, value: object) -> None:
@@ -50,7 +50,7 @@ class ConfigReport:
         self._derived.add(path)
 
     def warn(self, path: Path, message: str) -> None:
-        """Warn the operator of something that loads."""
+        """Add a warning about the value at `path`, which loads all the same."""
         self.warnings.append(f"{self.place(path)}: {message}")
 
     def ignore(self, path: Path) -> None:
@@ -59,7 +59,7 @@ class ConfigReport:
         self.warn(path, "unknown key, ignored")
 
     def refuse(self, path: Path, reason: str, got: object) -> None:
-        """Add a problem: `got` is not valid at `path`."""
+        """Add a problem: `got`, or that nothing is there (`ABSENT`), is not valid at `path`."""
         self._bad.add(path)
         if path not in self._derived:
             self._found.append(
@@ -89,7 +89,7 @@ class ConfigReport:
 
 
 def dicts_in(value: object) -> Iterable[tuple[str | int, dict[str, Any]]]:
-    """Those entries of a list or object that are objects, with their keys."""
+    """(key or position, entry) for the entries of a list or object that are objects."""
     entries: Iterable[tuple[str | int, object]] = ()
     if isinstance(value, list | tuple):
         entries = enumerate(value)

@@ -16,7 +16,7 @@ from slagate.workers.profiles.profile import Profile, TpProfile, load_profile
 
 
 class MappingSide(NamedTuple):
-    """How many entries the mapping has along one axis; None when the file does not say."""
+    """How many entries the mapping must have along one axis (None: not known); `key` says so."""
 
     key: str
     resolution: int | None
@@ -31,13 +31,13 @@ class PoolNames(NamedTuple):
     elsewhere: Mapping[str, str]  # pool to stage, of the other stages
 
     def number(self, entry: object) -> int | None:
-        """The number of the pool that `entry` names, if it names one."""
+        """The number of the pool that `entry` names; None: of none. A number is not checked."""
         if isinstance(entry, str):
             return list(self.names or ()).index(entry) if entry in (self.names or ()) else None
         return entry if isinstance(entry, int) else None
 
     def fault(self, entry: object) -> str | None:
-        """Why `entry` names no pool of this stage."""
+        """Why `entry` names no pool of this stage; None: it does, or the names are not known."""
         if isinstance(entry, str):
             if self.names is None or entry in self.names:
                 return None
@@ -56,14 +56,14 @@ class PoolNames(NamedTuple):
 
 
 class MappingCheck(NamedTuple):
-    """The mapping of one stage: its sides from the outermost in, and the pools there are."""
+    """Checks the mapping of one stage, with these sides from the outermost in, and these pools."""
 
     report: ConfigReport
     sides: Sequence[MappingSide]
     pools: PoolNames
 
     def check(self, path: Path, entry: object, place: tuple[int, ...] = ()) -> None:
-        """Check `entry`, which is at `place` in the mapping, and all entries in it."""
+        """Report the problems of `entry`, at `place` in the mapping, and of all entries in it."""
         if len(place) == len(self.sides):
             self._check_cell(path, entry, place)
         elif not isinstance(entry, list | tuple):
@@ -113,7 +113,7 @@ class MappingCheck(NamedTuple):
 
 
 def check_rules(report: ConfigReport, form: Form) -> None:
-    """Add to `report` each problem between values of a file of this form."""
+    """Add a problem to `report` for each rule between values that the file breaks."""
     roles: dict[str, str] = {}
     for stage, keys in STAGES[form.mode].items():
         _check_lengths(report, keys)
@@ -261,7 +261,7 @@ HALF = "is the prefill half of a fleet; add the decode keys to serve requests"
 
 
 class FleetFault(NamedTuple):
-    """One problem of the pools."""
+    """Why a gateway cannot serve with the value `got` at `path`, or with nothing there."""
 
     path: Path
     reason: str
@@ -271,7 +271,7 @@ class FleetFault(NamedTuple):
 def worker_faults(
     roles: Mapping[str, str], addresses: Mapping[str, Sequence[object] | None]
 ) -> Iterator[FleetFault]:
-    """Why the gateway cannot serve with these `addresses` by pool.
+    """Yield each reason why a gateway cannot serve with these `addresses` by pool.
 
     They are None for a pool whose addresses were refused already, and () for one without the key. `roles`
     has the stage of each pool of the grids.
@@ -300,10 +300,11 @@ def worker_faults(
 def read_profiles(
     specs: Mapping[str, tuple[str, int | None]],
 ) -> tuple[dict[str, TpProfile], list[FleetFault]]:
-    """The usable profiles by pool, and faults at `pools.NAME.profile` or `pools.NAME.tp` for the others.
+    """Read the profiles that pools name: those that can be used, by pool, and faults.
 
-    `specs` has for each pool the name or path of its profile, and its tensor parallel size; None: that was
-    refused already.
+    `specs` has for each pool the name or path of its profile, and its tensor parallel size. Faults
+    are at `pools.NAME.profile` or `pools.NAME.tp`. A size of None was refused already: such a pool
+    gets no profile, and a fault only where its profile cannot be read.
     """
     found: dict[str, TpProfile] = {}
     faults: list[FleetFault] = []

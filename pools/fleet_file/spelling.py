@@ -21,7 +21,7 @@ from slagate.pools.grid.json_text import is_finite_number, shown
 
 
 def drop_second_spellings(kept: dict[str, Any], form: Form, report: ConfigReport) -> None:
-    """Drop old keys from `kept` where the current ones are there too."""
+    """Drop old keys from `kept` where the current ones are there too, with a warning."""
     for keys in form.stages:
         strategy = kept.get(keys.strategy)
         if not isinstance(strategy, dict):
@@ -33,7 +33,7 @@ def drop_second_spellings(kept: dict[str, Any], form: Form, report: ConfigReport
 
 
 def respelled(kept: Mapping[str, Any], form: Form, report: ConfigReport) -> dict[str, Any]:
-    """The content of a file under the current long keys; `report` gets the place of each value."""
+    """A copy of a file's content under the current long keys; `report` notes where values were."""
     content = dict(kept)
     report.content = content
     for keys in form.stages:

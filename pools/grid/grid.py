@@ -38,7 +38,7 @@ class _Bands:
 
     @property
     def required(self) -> bool:
-        """Whether a request must have a value: there is no sensible default for a size."""
+        """Whether a request must give a value: a size, for which no default is sensible."""
         return self.field in SIZE_FIELDS
 
     @property
@@ -65,7 +65,7 @@ class _Bands:
 
 @dataclass(frozen=True, slots=True)
 class Axis(_Bands):
-    """Bands of equal width."""
+    """An axis with `resolution` bands of equal width, from `low` to `high`."""
 
     field: str
     low: Number
@@ -74,19 +74,19 @@ class Axis(_Bands):
 
     @property
     def step(self) -> float:
-        """The width of a band."""
+        """The width of a band, in tokens or milliseconds."""
         return (self.high - self.low) / self.resolution
 
     @property
     def edges(self) -> tuple[Number, ...]:
-        """Where each band begins, and where the last one ends; for people, as `index` rounds otherwise."""
+        """The edges of the bands, one more than bands, for people: `index` may round otherwise."""
         step = self.step
         if not math.isfinite(step):  # the ends are further apart than the largest double
             step = self.high / self.resolution - self.low / self.resolution
         return (*(self.low + at * step for at in range(self.resolution)), self.high)
 
     def index(self, value: Number | None) -> int:
-        """The band of `value`; the first or the last one when it lies outside.
+        """The number of the band of `value` (None: of `midpoint`), the first or last if outside.
 
         Raises `SelectError` when a required value is missing, and when `value` is not a finite number.
         """
@@ -108,7 +108,7 @@ class Axis(_Bands):
 
 @dataclass(frozen=True, slots=True)
 class UnevenAxis(_Bands):
-    """Bands between ascending `edges`; a value on an inner edge belongs to the band above it."""
+    """An axis with bands between ascending `edges`; an inner edge belongs to the band above it."""
 
     field: str
     edges: tuple[Number, ...]
@@ -122,7 +122,7 @@ class UnevenAxis(_Bands):
         object.__setattr__(self, "resolution", len(self.edges) - 1)
 
     def index(self, value: Number | None) -> int:
-        """The band of `value`, clamped; raises the errors of `Axis.index`."""
+        """The number of the band of `value`, found and raising as `Axis.index` does."""
         # The outer edges are left out of the search, which clamps.
         return bisect_right(self.edges, self._checked(value), 1, self.resolution) - 1
 
@@ -160,7 +160,7 @@ class Stage(Enum):
 
 
 class PriorityRule(NamedTuple):
-    """Sends the priorities from `low` to `high`, both included, to one pool."""
+    """Sends requests of priority `low` to `high`, both included, to the pool of number `pool`."""
 
     low: Number
     high: Number
@@ -168,8 +168,9 @@ class PriorityRule(NamedTuple):
 
 
 class Cell(msgspec.Struct, frozen=True, gc=False):
-    """The cell of a request: its band on each axis, and the pools of the grid and of priority rules.
+    """The cell of a request: its band on each axis, and numbers of the pools for it.
 
+    `base_pool` is the grid's first choice, and `pool` that of a priority rule, or else the same.
     `spill` has the further pools of the cell, in order; none where a rule named the pool.
     """
 
@@ -180,12 +181,12 @@ class Cell(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def row(self) -> int:
-        """The band of the last axis but one."""
+        """The number of the band on the last axis but one."""
         return self.index[-2]
 
     @property
     def col(self) -> int:
-        """The band of the last axis."""
+        """The number of the band on the last axis."""
         return self.index[-1]
 
 
@@ -229,7 +230,7 @@ class StageGrid:
     ) -> tuple[Cell, tuple[str, ...]]:
         """The cell as `select` finds it, and the names of all pools that the request may use, in order.
 
-        Unknown fields are not refused, to save time: those of the policy are always the same.
+        Raises `SelectError` as `select` does, but ignores names that are no axis field.
         """
         if self.size_optional or self.negative_is_none:
             values = {axis.field: self._given(axis, values) for axis in self.axes}
@@ -247,18 +248,18 @@ class StageGrid:
         return place
 
     def pools_at(self, index: tuple[int, ...]) -> tuple[int, ...]:
-        """The pools of the cell with these bands, one for each axis: first choice, then spill order."""
+        """Pool numbers of the cell at `index`, a band for each axis: first choice, then spill."""
         at = 0
         for axis, band in zip(self.axes, index, strict=True):
             at = at * axis.resolution + band
         return self.cells[at]
 
     def pool_order(self, cell: Cell) -> tuple[int, ...]:
-        """All pools a request of this cell may use, in order: those of the cell, then those of a retry."""
+        """Numbers of all pools for a request of `cell`, in order: the cell's, then a retry's."""
         return self.order((cell.pool, *cell.spill))
 
     def order(self, pools: tuple[int, ...]) -> tuple[int, ...]:
-        """The pools of a cell or rule, followed by those of a retry."""
+        """The given pool numbers, of a cell or rule, followed by those that a retry may go to."""
         retries = self.retry_order(pools[0])
         if len(pools) == 1:
             return retries
@@ -277,12 +278,12 @@ class StageGrid:
         return (pool_index, *sorted(faster, key=lambda at: (-self.priorities[at], at)))
 
     def starts(self) -> list[tuple[int, ...]]:
-        """The lists of pools of all cells, and of all rules that can match."""
+        """The pool numbers of each cell (first choice, spill), and of each rule that can match."""
         live = [rule for rule, left in zip(self.rules, self.matched(), strict=True) if left]
         return [*self.cells, *((rule.pool,) for rule in live)]
 
     def reached(self) -> set[int]:
-        """The pools that some request can reach, by cell, by rule or by retry."""
+        """Numbers of the pools that some request can reach, by cell, by rule or by retry."""
         starts = set(self.starts())
         listed = {pool for pools in starts for pool in pools}
         if not self.retry:
@@ -291,13 +292,13 @@ class StageGrid:
         return listed | {at for at, priority in enumerate(self.priorities) if priority < slowest}
 
     def sendable(self, rule: PriorityRule) -> _Range | None:
-        """The range of a rule's priorities that a request can have; None: there are none."""
+        """The first and last priority of a rule that a request can have; None: there is none."""
         least = 0 if self.negative_is_none else INT32[0]
         low, high = max(math.ceil(rule.low), least), min(math.floor(rule.high), INT32[1])
         return (low, high) if low <= high else None
 
     def matched(self) -> Iterator[list[_Range]]:
-        """For each rule the ranges of priorities that match it and none of the rules before it."""
+        """Yield for each rule the ranges of priorities, ends included, that earlier ones leave."""
         free: list[_Range] = [INT32]
         for rule in self.rules:
             sendable = self.sendable(rule)

@@ -74,7 +74,7 @@ def is_finite_number(value: object) -> TypeGuard[int | float]:
 
 
 def read_json(text: str) -> ReadJson:
-    """Read one JSON document as Python does: the last of equal keys counts, and 1e400 is infinity."""
+    """Read a JSON document; a problem is returned. The last of equal keys counts, 1e400 is inf."""
     if not text.strip():
         return ReadJson(None, Problem(ROOT, "is empty"), ())
     try:

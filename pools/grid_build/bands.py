@@ -31,9 +31,9 @@ straight lines between these sizes; with 4 of them it is 18 % off, with 1 more t
 class Bands:
     """The bands of axis `field`, between `edges`; those outside of `asked` were added.
 
-    With `uniform` those that were asked for are of equal width. Sizes above the last edge are judged up to
-    `far_tokens`, as far as they were measured. No added edge is above `profiled_tokens`, the largest size
-    that every profile has measured.
+    With `uniform` all bands are of equal width. Sizes above the last edge are judged up to
+    `far_tokens`, as far as they were measured. No added edge is above `profiled_tokens`, the
+    largest size that every profile has measured.
     """
 
     field: str
@@ -55,11 +55,11 @@ class Bands:
 
     @property
     def beyond(self) -> tuple[int, ...]:
-        """The bands outside of what was asked for, all on one side."""
+        """Numbers of the bands outside of what was asked for, all at one end of the axis."""
         return tuple(band for band in range(self.resolution) if self.is_beyond(band))
 
     def keys(self) -> dict[str, object]:
-        """The axis as the keys of a strategy."""
+        """The keys of the axis in a fleet file: its edges, or min, max and resolution."""
         name = self.field.removesuffix("_ms")
         unit = "_ms" if self.field.endswith("_ms") else ""
         if not self.uniform:
@@ -71,7 +71,7 @@ class Bands:
         }
 
     def split(self, edges: Collection[int]) -> "Bands":
-        """These bands with further edges."""
+        """A copy with further `edges`, for which an outermost edge may move out."""
         # All smaller sizes belong to the first band and all larger ones to the last, so that their outer
         # edges may move.
         first, last = self.edges[0], self.edges[-1]
@@ -83,7 +83,7 @@ class Bands:
         return replace(self, edges=all_edges, uniform=False)
 
     def joined(self, groups: Sequence[range]) -> "Bands":
-        """One band for each of these groups; an outer one is cut to what was asked for of it."""
+        """A copy with one band for each group of bands; outer ones are cut to what was asked."""
         low, high = self.asked
         edges = [self.edges[group.start] for group in groups] + [self.edges[-1]]
         far_tokens = self.far_tokens
@@ -111,7 +111,7 @@ class Bands:
         return sorted(found)
 
     def targets(self, band: int) -> tuple[float, float]:
-        """The tightest target of `band`, and the first that is too loose for it."""
+        """The tightest target of `band` in ms, and the first that is too loose for it."""
         low = 0.0 if self.is_beyond(band) else self.edges[band]
         return low, math.inf if band == self.resolution - 1 else self.edges[band + 1]
 
@@ -119,9 +119,10 @@ class Bands:
 def size_bands(
     field: str, axis: AxisSpec, *, longest_tokens: float, profiled_tokens: float = math.inf
 ) -> Bands:
-    """The bands of sizes: smaller sizes than asked for are in the first, larger ones have their own.
+    """The bands of a size axis: sizes below those asked for are in the first, above in their own.
 
-    `longest_tokens` is the largest size known of every pool, `profiled_tokens` of those with a profile.
+    `longest_tokens` is the largest size of which times are known for every pool, `profiled_tokens`
+    for every pool with a profile.
     """
     edges, uniform = _edges(axis)
     asked = (0.0, edges[-1])
@@ -139,7 +140,7 @@ def size_bands(
 
 
 def target_bands(field: str, axis: AxisSpec) -> Bands:
-    """The bands of latency targets, none of which is below 0."""
+    """The bands of a latency axis: those asked for, and one of tighter targets if there can be."""
     edges, uniform = _edges(axis)
     asked = (edges[0], edges[-1])
     if not axis.beyond or edges[0] <= 0:
@@ -181,7 +182,7 @@ _NEAR_EDGE = 0.01
 def assumed_targets(
     objectives: Mapping[str, Objective], axes: Iterable[Bands]
 ) -> dict[str, int | float]:
-    """Default targets in ms by field (`ttft_ms`, `itl_ms`), for those that `objectives` has none for."""
+    """By field the middle of the targets asked for, in ms, where `objectives` has no default."""
     given = objectives.get(ANY_CLASS, Objective())
     return {axis.field: _middle_ms(axis) for axis in axes if getattr(given, axis.field) is None}
 

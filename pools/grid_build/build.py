@@ -95,11 +95,11 @@ def build_fleet(
     spill: bool = False,
     split: bool = True,
 ) -> BuiltFleet:
-    """The fleet of `spec`, which `source` names; it loads as a fleet file.
+    """Build the fleet file of `spec`, which errors call `source`; it was loaded as a check.
 
-    With `spill` a cell lists the further pools that meet it. With `split` bands are split where curves
-    cross in a cell that no pool meets. Dynamo's algorithms have neither, and no margin. Raises
-    `ConfigError`.
+    With `spill` a cell lists the further pools that meet it. With `split` bands are split where
+    curves cross in a cell that no pool meets. Raises `ConfigError` for profiles that cannot be
+    used, and for what the chosen one of Dynamo's algorithms does not support, as `spill`.
     """
     if algorithm != "slagate":
         check_for_dynamo(spec, source, algorithm, spill=spill, split=split)
@@ -147,9 +147,9 @@ def build_fleet(
 
 
 def priorities(stage: BuiltStage, sizes: Sequence[float]) -> list[int]:
-    """The rank of each used pool by speed, 0 the fastest: by the mean logarithm of its latencies.
+    """The rank of each used pool by speed, 0 the fastest; equal pools share a rank.
 
-    These are taken at the given sizes; equal pools share a rank.
+    A pool's speed is the mean logarithm of its latencies at `sizes`, in tokens.
     """
     slowness = [
         sum(math.log(curve.ms(tokens)) for curve in stage.pools[at].curves for tokens in sizes)

@@ -76,7 +76,7 @@ class _Cell(NamedTuple):
 def build_cells(
     pools: Sequence[BuildPool], size: Bands, targets: Sequence[Bands], *, margin: float
 ) -> list[BuiltCell]:
-    """All cells, the last axis running fastest; `margin` is the share of each target to keep free."""
+    """Decide all cells, the last axis fastest; `margin` is the share of targets to spare."""
     cells = []
     for band in range(size.resolution):
         row = _row(pools, size, band)
@@ -95,9 +95,9 @@ def build_cells(
 def crossings(
     pools: Sequence[BuildPool], size: Bands, target: Bands, cells: Sequence[BuiltCell]
 ) -> set[int]:
-    """Sizes at which to split the bands of contested cells: there another pool becomes the fastest.
+    """Sizes in tokens at which another pool becomes the fastest in a contested cell.
 
-    The grid must have one latency.
+    Splitting bands there helps such cells. The grid must have one latency.
     """
     found: set[int] = set()
     contested = [cell for cell in cells if cell.contested_tokens is not None]

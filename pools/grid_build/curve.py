@@ -22,7 +22,7 @@ Function = Callable[[float], float]
 
 
 def planned_batch(*limits: int | None) -> int:
-    """Requests that a worker is planned to run at once: the least of its limits."""
+    """Requests that a plan has a worker run at once: the least limit, else `DEFAULT_BATCH`."""
     return min((limit for limit in limits if limit is not None), default=DEFAULT_BATCH)
 
 
@@ -91,7 +91,7 @@ def linear_curve(points: Sequence[Sequence[float]]) -> Curve:
 
 
 def profile_prefill(profile: TpProfile) -> Curve:
-    """TTFT of one prompt on an idle worker, with nothing cached; infinite where the cache is too small."""
+    """TTFT over ISL of a single uncached prompt; infinite where the KV cache is too small."""
     capacity = profile.kv_capacity_tokens
 
     def at(tokens: float) -> float:
@@ -103,7 +103,7 @@ def profile_prefill(profile: TpProfile) -> Curve:
 
 
 def queued_prefill(idle: Curve, load: Load) -> Curve:
-    """TTFT of a prefill pool: the prompt's own time, and the wait for a worker."""
+    """TTFT over ISL of a prefill pool: the prompt's own time, and the wait for a worker."""
     wait = load.wait(load.utilisation)
     if load.isl_tokens is None:
         return replace(idle, raw_ms=lambda tokens: idle.ms(tokens) * (1.0 + wait))
@@ -112,7 +112,7 @@ def queued_prefill(idle: Curve, load: Load) -> Curve:
 
 
 def idle_decode(profile: TpProfile) -> Curve:
-    """ITL of a single request over context."""
+    """ITL over context of a single request on an idle worker."""
     return profile_decode(profile, Load(0.0, replicas=1, batch=1))
 
 
@@ -130,7 +130,7 @@ def _step_ms(profile: TpProfile, batch: float, context_tokens: float) -> float:
 
 
 def profile_decode(profile: TpProfile, load: Load) -> Curve:
-    """ITL over context, at the batch that the utilisation and the size of the cache give."""
+    """ITL over context, at the batch that `decode_batch` gives for this load."""
 
     def at(context_tokens: float) -> float:
         return _step_ms(profile, decode_batch(profile, load, context_tokens), context_tokens)

@@ -30,7 +30,7 @@ class Range(NamedTuple):
 
 
 def range_of(axis: AxisSpec) -> Range:
-    """The range of an axis, whose spec was checked for these algorithms."""
+    """The range of an axis of a spec that `check_for_dynamo` let pass."""
     # The spec's rules guarantee these three where there are no edges.
     assert axis.min is not None
     assert axis.max is not None
@@ -76,10 +76,12 @@ def dynamo_mapping(
     latency: Range,
     version: Version,
 ) -> list[list[int]]:
-    """Pool numbers as `[size][latency]`; a curve is milliseconds over tokens.
+    """For each cell, as `[size][latency]`, the position in `curves` of the pool that gets it.
 
-    Raises `ValueError` for no curves and for another number of costs; the current version also for a
-    range without extent and a resolution below 1.
+    That is the cheapest pool that meets the cell's target at its size, or else the fastest there.
+    `curves` are by pool, milliseconds over tokens; `costs` by pool, such as GPUs per worker.
+    Raises `ValueError` where `curves` is empty or `costs` has another length; with version
+    "dynamo" also where a range ends at or below its start, or a resolution is below 1.
     """
     if not curves:
         raise ValueError("curves must not be empty")

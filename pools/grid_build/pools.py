@@ -22,14 +22,15 @@ from slagate.workers.profiles.profile import TpProfile
 
 
 class StagePools(NamedTuple):
-    """The pools of one stage, and for each the curve that Dynamo's builders use.
+    """The pools of one stage, and lists in the same order.
 
-    It is TTFT on an idle worker for a prefill pool, and ITL under the planned load for a decode pool.
+    `for_dynamo` has the curve that Dynamo's builders use: TTFT on an idle worker for a prefill pool, ITL
+    under the planned load for a decode pool. They take no aggregated pools, whose curve nobody uses.
     """
 
     pools: list[BuildPool]
     for_dynamo: list[Curve]
-    profiled: list[bool]
+    profiled: list[bool]  # whether it has a profile
 
     @property
     def longest_tokens(self) -> float:

@@ -26,7 +26,7 @@ def report_json(fleet: BuiltFleet, spec: BuildSpec, algorithm: str) -> dict[str,
 
 
 def report_lines(fleet: BuiltFleet, spec: BuildSpec) -> Iterator[str]:
-    """The lines that an operator must see."""
+    """Yield what an operator must see: defaults, how many cells are met, which are not and why."""
     if not any(stage.cells for stage in fleet.stages.values()):
         yield (
             "Dynamo's algorithms do not look for cells that no pool meets; utilisation"

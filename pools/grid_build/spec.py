@@ -95,17 +95,17 @@ class PoolBuildSpec(_SpecObject):
 
     @property
     def gpus(self) -> float:
-        """The cost of one worker in GPUs."""
+        """What one worker costs, in GPUs: `cost`, else `tp`, else 1."""
         return self.cost if self.cost is not None else float(self.tp or 1)
 
     @property
     def planned_workers(self) -> int:
-        """The number of workers that the plan assumes."""
+        """How many workers the plan counts with: `replicas`, else those listed, else 1."""
         return self.replicas or len(self.workers) or 1
 
 
 class TrafficSpec(_SpecObject):
-    """The traffic: mean tokens of prompts and answers, and how much the time of prompts varies."""
+    """Mean tokens of prompts and answers; squared coefficient of variation of prompts' times."""
 
     isl: Maybe[Count] = None
     osl: Count = 256
@@ -133,7 +133,7 @@ class DecodeSpec(StageSpec):
 
 
 class AggSpec(StageSpec):
-    """The pools that do both, and their grid; without `isl` it has two axes."""
+    """The pools that do both phases, and their grid, which has two axes without `isl`."""
 
     isl: Maybe[AxisSpec] = None
     ttft_ms: AxisSpec
@@ -149,7 +149,7 @@ class _Spec(_SpecObject):
 
 
 class DisaggBuildSpec(_Spec):
-    """A fleet with prefill pools and decode pools."""
+    """A spec of prefill pools and decode pools."""
 
     mode: Literal["disagg"] = "disagg"
     prefill: PrefillSpec
@@ -157,7 +157,7 @@ class DisaggBuildSpec(_Spec):
 
 
 class AggBuildSpec(_Spec):
-    """A fleet of pools that do both phases."""
+    """A spec of pools that do both phases."""
 
     mode: Literal["agg"]
     agg: AggSpec
@@ -177,12 +177,12 @@ AXES = {
 
 
 def stages_of(spec: BuildSpec) -> dict[str, StageSpec]:
-    """The stages of a spec by name."""
+    """The parts of a spec by stage: "prefill" and "decode", or "agg"."""
     return {stage: getattr(spec, stage) for stage in STAGES[spec.mode]}
 
 
 def parse_spec(text: str, source: str) -> BuildSpec:
-    """The spec that `text` holds; `source` names it. Raises `ConfigError` with all that is wrong."""
+    """Parse and check a spec, its profiles too. Raises `ConfigError`: all problems of `source`."""
     content, problem, repeated = read_json(text)
     if problem is not None:
         raise ConfigError(source, [problem])
@@ -235,9 +235,10 @@ def _unknown(path: tuple[str | int, ...], mode: str) -> str:
 def stage_profiles(
     stage: str, named: Mapping[int, tuple[str, int | None]]
 ) -> tuple[dict[int, TpProfile], list[Problem]]:
-    """The usable profiles by the number of the pool in the spec, and the problems of the others.
+    """Read the profiles of a stage: by number of the pool in the spec, and problems.
 
-    `named` has the name or path of a profile and its tensor parallel size; None: that was refused already.
+    `named` has the name or path of a profile and its tensor parallel size. A size of None was
+    refused already: the pool gets no profile, and a problem only where that cannot be read.
     """
     found, faults = read_profiles({str(at): value for at, value in named.items()})
     problems = [
@@ -248,7 +249,7 @@ def stage_profiles(
 
 
 def profile_problems(content: Mapping[str, Any], stages: Sequence[str]) -> list[Problem]:
-    """The problems of the profiles that a spec names, whatever else is wrong with it."""
+    """The problems of profiles that a spec names, read from disk; malformed pools are skipped."""
     problems = []
     for stage in stages:
         part = content.get(stage)

@@ -21,7 +21,7 @@ MAX_EDGE = 2**31 - 1
 def contradictions(
     content: Mapping[str, Any], stages: Sequence[str], axes: Mapping[str, Sequence[str]]
 ) -> list[Problem]:
-    """The problems between values of these `stages`, whose axes are named in `axes`."""
+    """A problem for each broken rule between values of `stages`; `axes` has the axes by stage."""
     return list(_all(content, stages, axes))
 
 

@@ -16,10 +16,10 @@ from slagate.workers.findings import Finding, warning
 _NARROW_MS = {"ttft_ms": 1.0, "itl_ms": 0.1}
 
 
-def axes(
+def axis_findings(
     view: LintedStage, objectives: Mapping[str, Objective], *, has_traffic: bool
 ) -> Iterator[Finding]:
-    """Findings G201 to G206. With traffic G204 is left out, as G402 is more exact."""
+    """Yield G201 to G206: bands and default targets; no G204 with traffic, as G402 is better."""
     for axis_at, axis in enumerate(view.grid.axes):
         if axis.field.endswith("_ms"):
             yield from _no_target(view, axis_at, objectives)
@@ -158,7 +158,7 @@ _LISTED = 6
 
 
 def traffic_findings(view: LintedStage, traffic: Sequence[int]) -> Iterator[Finding]:
-    """Findings G401 to G403: prompts of these lengths (tokens) against the size axis."""
+    """Yield G401 to G403: where prompts of these lengths (tokens) do not fit the size axis."""
     if view.size_axis is None or not traffic:
         return
     axis = view.grid.axes[view.size_axis]

@@ -22,14 +22,14 @@ from slagate.pools.grid_lint.view import (
     tokens,
     word,
 )
-from slagate.workers.findings import Finding, Occurrence, Occurrences
+from slagate.workers.findings import Finding, FindingPlace, FindingPlaces
 
 _TO_SPARE = 0.1
 """The share of its target that a cheaper pool must keep free, as plans do."""
 
 
-def cost(view: LintedStage) -> Iterator[Finding]:
-    """Findings G301 to G304: cells against predictions; none about pools without a profile."""
+def cost_findings(view: LintedStage) -> Iterator[Finding]:
+    """Yield G301 to G304: cells and latency axes that predictions of profiles contradict."""
     if all(profile is not None for profile in view.profiles):
         yield from _unmet(view)
     yield from _misses(view)
@@ -51,7 +51,7 @@ class _Rival(NamedTuple):
 
 def _unmet(view: LintedStage) -> Iterator[Finding]:
     shortest = min(band.low for band in view.size_bands)
-    never, long = Occurrences(), Occurrences()
+    never, long = FindingPlaces(), FindingPlaces()
     for axis_at in view.latency_axes:
         axis = view.grid.axes[axis_at]
         time_ms, pool = _fastest(view, shortest, axis.field)
@@ -82,28 +82,28 @@ def _fastest(view: LintedStage, size: float, field: str) -> tuple[float, int]:
 
 def _never_met(
     view: LintedStage, axis_at: int, at: int, size: float, time_ms: float, pool: int
-) -> Occurrence:
+) -> FindingPlace:
     axis = view.grid.axes[axis_at]
     message = (
         f"no request of the {word(axis.field)} band {band_words(axis, at)} is ever met; {view.names[pool]},"
         f" the fastest, takes {ms(time_ms)} for {tokens(size)} on an idle worker"
     )
-    return Occurrence(view.paths.bands(axis.field), f"{band_words(axis, at)}", message)
+    return FindingPlace(view.paths.bands(axis.field), f"{band_words(axis, at)}", message)
 
 
 def _too_long(
     view: LintedStage, axis_at: int, size: float, time_ms: float, pool: int
-) -> Occurrence:
+) -> FindingPlace:
     axis = view.grid.axes[axis_at]
     message = (
         f"the {word(axis.field)} axis ends at {number_text(axis.high)} ms; {view.names[pool]}, the fastest,"
         f" takes {ms(time_ms)} for {tokens(size)} on an idle worker"
     )
-    return Occurrence(view.paths.axis_end(axis.field, last=True), tokens(size), message)
+    return FindingPlace(view.paths.axis_end(axis.field, last=True), tokens(size), message)
 
 
 def _misses(view: LintedStage) -> list[Finding]:
-    hits = Occurrences()
+    hits = FindingPlaces()
     rivals: dict[tuple[Band, int], list[_Rival]] = {}
     for index, (own, *_) in view.cells.items():
         key = view.sizes(index), view.kinds[own]
@@ -162,7 +162,7 @@ def _missed(rival: _Rival, targets: Mapping[str, Band]) -> int | None:
     return found
 
 
-def _missed_at(view: LintedStage, index: Index, rival: _Rival, at: int) -> Occurrence:
+def _missed_at(view: LintedStage, index: Index, rival: _Rival, at: int) -> FindingPlace:
     field, (low_ms, _) = list(view.targets(index).items())[at]
     own_times, other_times = rival.times[at]
     message = (
@@ -170,11 +170,11 @@ def _missed_at(view: LintedStage, index: Index, rival: _Rival, at: int) -> Occur
         f" {ms(own_times.idle)} {word(field)} for {tokens(rival.size)}; {view.names[rival.pool]} meets"
         f" targets from {ms(max(low_ms, other_times.idle))}"
     )
-    return Occurrence(view.paths.cell(index), brackets(index), message)
+    return FindingPlace(view.paths.cell(index), brackets(index), message)
 
 
 def _expensive(view: LintedStage) -> list[Finding]:
-    hits = Occurrences()
+    hits = FindingPlaces()
     by_cost = sorted(
         {
             (view.gpus[pool], kind): pool for pool, kind in reversed([*enumerate(view.kinds)])
@@ -197,7 +197,7 @@ def _expensive(view: LintedStage) -> list[Finding]:
     return hits.warnings("G304", advice)
 
 
-def _cheaper(view: LintedStage, index: Index, pool: int) -> Occurrence:
+def _cheaper(view: LintedStage, index: Index, pool: int) -> FindingPlace:
     own, size = view.cells[index][0], view.sizes(index).high
     busy = {field: view.times_ms(pool, size, field) for field in view.fields}
     takes = " and ".join(f"{ms(t.busy)} {word(field)}" for field, t in busy.items() if t)
@@ -206,4 +206,4 @@ def _cheaper(view: LintedStage, index: Index, pool: int) -> Occurrence:
         f" worker; {view.names[pool]} at {number_text(view.gpus[pool])} takes {takes} for {tokens(size)},"
         " even when busy"
     )
-    return Occurrence(view.paths.cell(index), brackets(index), message)
+    return FindingPlace(view.paths.cell(index), brackets(index), message)

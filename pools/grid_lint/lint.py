@@ -7,11 +7,11 @@ and retry, G6 profiles. docs/lint.md has a section for each.
 from collections.abc import Mapping, Sequence
 
 from slagate.pools.fleet_file.load import FleetConfig
-from slagate.pools.grid_lint.axes import axes, traffic_findings
-from slagate.pools.grid_lint.cost import cost
-from slagate.pools.grid_lint.overrides import overrides, retry_changes_nothing
+from slagate.pools.grid_lint.axes import axis_findings, traffic_findings
+from slagate.pools.grid_lint.cost import cost_findings
+from slagate.pools.grid_lint.overrides import override_findings, retry_findings
 from slagate.pools.grid_lint.profiles import profile_findings
-from slagate.pools.grid_lint.shape import shape
+from slagate.pools.grid_lint.shape import shape_findings
 from slagate.pools.grid_lint.view import LintedStage
 from slagate.workers.findings import Finding
 from slagate.workers.profiles.profile import TpProfile
@@ -66,11 +66,11 @@ def lint(
     ]
     found: list[Finding] = []
     for view in views:
-        found += shape(view)
-        found += axes(view, config.objectives, has_traffic=bool(traffic))
-        found += cost(view)
+        found += shape_findings(view)
+        found += axis_findings(view, config.objectives, has_traffic=bool(traffic))
+        found += cost_findings(view)
         found += traffic_findings(view, traffic)
-        found += overrides(view)
-    found += retry_changes_nothing(views)
+        found += override_findings(view)
+    found += retry_findings(views)
     found += profile_findings(views)
     return sorted(found, key=lambda finding: finding.code)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from slagate.pools.grid.grid import INT32, PriorityRule, number_text
 from slagate.pools.grid_lint.view import Index, LintedStage, brackets
-from slagate.workers.findings import MAX_LISTED, Finding, Occurrence, Occurrences, warning
+from slagate.workers.findings import MAX_LISTED, Finding, FindingPlace, FindingPlaces, warning
 
 
-def overrides(view: LintedStage) -> Iterator[Finding]:
-    """Findings G501 to G506 but G505: overrides and retries of one stage."""
+def override_findings(view: LintedStage) -> Iterator[Finding]:
+    """Yield G501 to G504 and G506: overrides and pool priorities that do harm in one stage."""
     grid = view.grid
     for at, (rule, left) in enumerate(zip(grid.rules, grid.matched(), strict=True)):
         if not grid.sendable(rule):
@@ -34,8 +34,8 @@ def overrides(view: LintedStage) -> Iterator[Finding]:
     yield from _contradictions(view)
 
 
-def retry_changes_nothing(views: Sequence[LintedStage]) -> Iterator[Finding]:
-    """The finding G505: retry is on, and no request of the file has a pool to go on to."""
+def retry_findings(views: Sequence[LintedStage]) -> Iterator[Finding]:
+    """Yield G505 if retry is on, and no request of any stage has a pool to go on to."""
     if not any(view.grid.retry for view in views) or any(map(_goes_on, views)):
         return
     firsts = sum(len({pools[0] for pools in view.starts}) for view in views)
@@ -61,7 +61,7 @@ def _goes_on(view: LintedStage) -> bool:
 def _demotion(view: LintedStage, at: int, rule: PriorityRule) -> Iterator[Finding]:
     if rule.low <= 0:
         return  # less important requests may well get a slower pool
-    hits = Occurrences()
+    hits = FindingPlaces()
     for index, (own, *_) in view.cells.items():
         if own != rule.pool and view.slower_in(index, rule.pool, own):
             hits.count(_demoted, view, at, rule, index)
@@ -69,14 +69,14 @@ def _demotion(view: LintedStage, at: int, rule: PriorityRule) -> Iterator[Findin
     yield from hits.warnings("G503", advice)
 
 
-def _demoted(view: LintedStage, at: int, rule: PriorityRule, index: Index) -> Occurrence:
+def _demoted(view: LintedStage, at: int, rule: PriorityRule, index: Index) -> FindingPlace:
     own = view.cells[index][0]
     message = (
         f"{_range(rule)} goes to {view.names[rule.pool]}, but in {view.cell_words(index)} requests without"
         f" a priority get the faster {view.names[own]}:"
         f" {view.why_slower(rule.pool, own, view.sizes(index).high)}"
     )
-    return Occurrence(view.paths.rule(at), brackets(index), message)
+    return FindingPlace(view.paths.rule(at), brackets(index), message)
 
 
 def _equals(view: LintedStage) -> Iterator[Finding]:
@@ -135,7 +135,7 @@ def _contradictions(view: LintedStage) -> list[Finding]:
         a: [slowest[b] for b in slowest if all(view.slower(a, b, size) for size in sizes)]
         for a in slowest
     }
-    hits = Occurrences()
+    hits = FindingPlaces()
     for a in measured:
         b = max(faster[view.kinds[a]], key=lambda pool: numbers[pool], default=a)
         if numbers[a] < numbers[b]:
@@ -143,13 +143,13 @@ def _contradictions(view: LintedStage) -> list[Finding]:
     return hits.warnings("G506", "Number the pools from fast to slow.")
 
 
-def _contradicted(view: LintedStage, a: int, b: int, size: float) -> Occurrence:
+def _contradicted(view: LintedStage, a: int, b: int, size: float) -> FindingPlace:
     message = (
         f"pool {view.names[a]} has priority {view.grid.priorities[a]}, faster than"
         f" {view.grid.priorities[b]} of {view.names[b]}, but is slower at every size:"
         f" {view.why_slower(a, b, size)}; a retry would go to it from there"
     )
-    return Occurrence(view.paths.priorities(), f"{view.names[a]} before {view.names[b]}", message)
+    return FindingPlace(view.paths.priorities(), f"{view.names[a]} before {view.names[b]}", message)
 
 
 def _range(rule: PriorityRule) -> str:

@@ -10,7 +10,7 @@ from slagate.workers.findings import Finding, warning
 
 
 def profile_findings(views: Sequence[LintedStage]) -> Iterator[Finding]:
-    """Findings G601 to G605: profiles that do not fit the grids or each other."""
+    """Yield G601 to G605: profiles that are missing, or do not fit the grids or each other."""
     for view in views:
         yield from _sizes(view)
         yield from _missing(view)

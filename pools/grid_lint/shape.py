@@ -5,11 +5,11 @@ from itertools import pairwise
 
 from slagate.pools.grid.grid import Axis
 from slagate.pools.grid_lint.view import Index, LintedStage, band_words, brackets, word
-from slagate.workers.findings import Finding, Occurrence, Occurrences, warning
+from slagate.workers.findings import Finding, FindingPlace, FindingPlaces, warning
 
 
-def shape(view: LintedStage) -> Iterator[Finding]:
-    """Findings G101 to G109: contradictions in the mapping of cells to pools."""
+def shape_findings(view: LintedStage) -> Iterator[Finding]:
+    """Yield G101 to G109: contradictions in the mapping of cells to pools."""
     if view.n_pools == 1:
         return  # there is no choice to be wrong
     yield from _tighter_is_slower(view)
@@ -20,7 +20,7 @@ def shape(view: LintedStage) -> Iterator[Finding]:
 
 
 def _tighter_is_slower(view: LintedStage) -> list[Finding]:
-    hits = Occurrences()
+    hits = FindingPlaces()
     for axis_at in view.latency_axes:
         fields = (view.grid.axes[axis_at].field,)
         for line in view.lines(axis_at):
@@ -32,19 +32,21 @@ def _tighter_is_slower(view: LintedStage) -> list[Finding]:
     return hits.warnings("G101", advice)
 
 
-def _tighter(view: LintedStage, tight: Index, loose: Index, fields: tuple[str, ...]) -> Occurrence:
+def _tighter(
+    view: LintedStage, tight: Index, loose: Index, fields: tuple[str, ...]
+) -> FindingPlace:
     a, b, size = view.cells[tight][0], view.cells[loose][0], view.sizes(tight).high
     message = (
         f"{view.cell_words(tight)} goes to {view.names[a]}, which is slower than {view.names[b]} of the"
         f" looser {brackets(loose)}: {view.why_slower(a, b, size, fields)}"
     )
-    return Occurrence(view.paths.cell(tight), brackets(tight), message)
+    return FindingPlace(view.paths.cell(tight), brackets(tight), message)
 
 
 def _longer_is_slower(view: LintedStage) -> list[Finding]:
     if view.size_axis is None:
         return []
-    hits = Occurrences()
+    hits = FindingPlaces()
     for line in view.lines(view.size_axis):
         for short, long in pairwise(line):
             a, b = view.cells[long][0], view.cells[short][0]
@@ -57,14 +59,14 @@ def _longer_is_slower(view: LintedStage) -> list[Finding]:
     return hits.warnings("G102", advice)
 
 
-def _longer(view: LintedStage, short: Index, long: Index) -> Occurrence:
+def _longer(view: LintedStage, short: Index, long: Index) -> FindingPlace:
     a, b = view.cells[long][0], view.cells[short][0]
     message = (
         f"{view.cell_words(long)} goes to {view.names[a]}, which is slower than {view.names[b]} of the"
         f" shorter {brackets(short)} with the same target:"
         f" {view.why_slower(a, b, view.sizes(long).high)}"
     )
-    return Occurrence(view.paths.cell(long), brackets(long), message)
+    return FindingPlace(view.paths.cell(long), brackets(long), message)
 
 
 def _reach(view: LintedStage) -> Iterator[Finding]:
@@ -143,9 +145,9 @@ def _sameness(view: LintedStage) -> Iterator[Finding]:
                     f"the {name} bands {band_words(axis, at)} and {band_words(axis, at + 1)}"
                     " have the same pools"
                 )
-                hits = Occurrences()
+                hits = FindingPlaces()
                 for at in same:
-                    hits.count(Occurrence, where, f"bands {at} and {at + 1}", message)
+                    hits.count(FindingPlace, where, f"bands {at} and {at + 1}", message)
                 yield from hits.warnings(
                     "G107", "Join the two bands, unless the finer statistics are wanted."
                 )
@@ -162,7 +164,7 @@ def _coarser(slices: Sequence[object]) -> int | None:
 
 
 def _spill_order(view: LintedStage) -> list[Finding]:
-    hits = Occurrences()
+    hits = FindingPlaces()
     for index, pools in view.cells.items():
         own = pools[0]
         for before, after in pairwise(pools[1:]):
@@ -175,10 +177,10 @@ def _spill_order(view: LintedStage) -> list[Finding]:
     return hits.warnings("G109", advice)
 
 
-def _spilled(view: LintedStage, index: Index, before: int, after: int) -> Occurrence:
+def _spilled(view: LintedStage, index: Index, before: int, after: int) -> FindingPlace:
     own = view.cells[index][0]
     message = (
         f"{view.cell_words(index)} spills from {view.names[own]} to the slower {view.names[before]} before"
         f" the faster {view.names[after]}: {view.why_slower(before, own, view.sizes(index).high)}"
     )
-    return Occurrence(view.paths.cell(index), brackets(index), message)
+    return FindingPlace(view.paths.cell(index), brackets(index), message)

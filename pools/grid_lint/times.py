@@ -43,7 +43,7 @@ class Deployment(NamedTuple):
 
 
 def measured_tokens(profile: TpProfile, stage: str) -> int:
-    """The longest prompt or context that the profile has rows for."""
+    """The longest prompt or context, for agg of both, that the profile has rows for."""
     rows = cast("dict[str, list[list[int]]]", profile.to_json())
     cold = (new_tokens for new_tokens, cached, _ in rows["prefill"] if not cached)
     prefill = max(cold, default=0)
@@ -71,7 +71,7 @@ class Times(NamedTuple):
     busy: float
 
     def at_most(self, other: "Times") -> bool:
-        """Whether it is no slower than `other` under any load."""
+        """Whether none of its times is above that of `other`."""
         mine, others = (self.idle, *self.loaded, self.busy), (other.idle, *other.loaded, other.busy)
         return all(map(le, mine, others))
 
@@ -82,7 +82,7 @@ class Times(NamedTuple):
 
 
 class PoolCurves:
-    """The curves of one pool for the latencies of its grid; times are computed once for each size."""
+    """The TTFT and ITL of one pool's workers at each load, by its profile."""
 
     def __init__(
         self, profile: TpProfile, plan: Deployment, fields: Sequence[str], *, longest_tokens: float
@@ -107,14 +107,14 @@ class PoolCurves:
         self._times: dict[tuple[float, str], Times] = {}
 
     def times(self, size_tokens: float, field: str) -> Times:
-        """The times of its workers for a prompt or context of this size."""
+        """A worker's times for this prompt or context; `field` is "ttft_ms" or "itl_ms"."""
         key = size_tokens, field
         if key not in self._times:
             self._times[key] = self._computed(size_tokens, field)
         return self._times[key]
 
     def knots(self, field: str) -> tuple[float, ...]:
-        """The sizes between which the time of busy workers is monotone."""
+        """Sizes in tokens, in any order, between which the time of busy workers is monotone."""
         return self._curves[field][-1].knots
 
     def _computed(self, size_tokens: float, field: str) -> Times:

@@ -40,7 +40,7 @@ class JsonPaths:
         return self._path((self._keys.strategy, self._keys.mapping), *index)
 
     def bands(self, field: str) -> str:
-        """The path of what cuts an axis into bands: its edges, or its resolution."""
+        """The path of the key that cuts an axis into bands: its edges, or its resolution."""
         axis = self._axes[field]
         key = axis.edges if axis.edges in self._strategy else axis.resolution
         return self._path((self._keys.strategy, key))
@@ -88,7 +88,7 @@ class Band(NamedTuple):
 
 
 class LintedStage:
-    """A grid with its paths in the file and the profiles of its pools."""
+    """One stage of a file as rules see it: its grid, JSON paths, and the times of its pools."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class LintedStage:
         self.size_axis = latencies.index(False) if False in latencies else None
         indices = product(*(range(axis.resolution) for axis in grid.axes))
         self.cells = dict(zip(indices, grid.cells, strict=True))
-        self.starts = frozenset(grid.starts())
-        self.kinds = _kinds(self.profiles, self._plans)
+        self.starts = frozenset(grid.starts())  # pools of cells and live rules
+        self.kinds = _kinds(self.profiles, self._plans)  # by pool; equal: same times
         self._bands = tuple(_bands(axis) for axis in grid.axes)
         self._longest_seen_tokens = max(traffic, default=0)
         self._typical_tokens = median(traffic) if traffic else TYPICAL_TOKENS
@@ -132,7 +132,7 @@ class LintedStage:
         return tuple(self.grid.axes[at].field for at in self.latency_axes)
 
     def lines(self, axis_at: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """The lines of cells along one axis, each in the order of its bands."""
+        """Yield the lines of cells along an axis: indices that differ in its band, in order."""
         n_bands, *inner = (axis.resolution for axis in self.grid.axes[axis_at:])
         step = math.prod(inner)
         indices = tuple(self.cells)
@@ -141,11 +141,11 @@ class LintedStage:
                 yield indices[first : block + n_bands * step : step]
 
     def sizes(self, index: tuple[int, ...]) -> Band:
-        """The sizes of a cell; one size where the grid has no axis for it."""
+        """The sizes of a cell in tokens; a typical one where the grid has no size axis."""
         return self.size_bands[0 if self.size_axis is None else index[self.size_axis]]
 
     def targets(self, index: tuple[int, ...]) -> dict[str, Band]:
-        """The latency targets of a cell by field."""
+        """The latency targets of a cell in ms, by field."""
         key = index[self.latency_axes[0] :]  # a size comes first, if there is one
         if key not in self._targets:
             self._targets[key] = {
@@ -168,10 +168,7 @@ class LintedStage:
         return is_last and not 0 < self._longest_seen_tokens <= axis.high
 
     def is_met_when_busy(self, pool: int, index: tuple[int, ...], *, to_spare: float) -> bool:
-        """Whether busy workers of the pool meet all of the cell, with this share of targets to spare.
-
-        False without a profile.
-        """
+        """Whether a busy pool with a profile is below a cell's targets by the share `to_spare`."""
         limits_ms = {f: band.low * (1 - to_spare) for f, band in self.targets(index).items()}
         return all(
             (times := self.times_ms(pool, size, field)) is not None and times.busy <= limit_ms
@@ -187,7 +184,7 @@ class LintedStage:
             yield from (size for size in curves.knots(field) if low < size < high)
 
     def times_ms(self, pool: int, size_tokens: float, field: str) -> Times | None:
-        """Predicted TTFT or ITL of the pool's workers, ms; None without a profile."""
+        """Predicted TTFT or ITL (`field`) of a pool's workers, in ms; None without a profile."""
         curves = self._curves_of(pool)
         return None if curves is None else curves.times(size_tokens, field)
 
@@ -258,7 +255,7 @@ class LintedStage:
         return is_slower
 
     def why_slower(self, a: int, b: int, size_tokens: float, fields: Sequence[str] = ()) -> str:
-        """The figures behind `slower`, in words."""
+        """Why pool `a` is slower than `b`, where `slower` is true: the figures, as text."""
         parts = []
         for field in fields or self.fields:
             a_ms, b_ms = (self.times_ms(pool, size_tokens, field) for pool in (a, b))
@@ -269,7 +266,7 @@ class LintedStage:
         return f"{' and '.join(parts)} for {tokens(size_tokens)}"
 
     def cell_words(self, index: tuple[int, ...]) -> str:
-        """A cell and its bands, in words."""
+        """The index of a cell and its bands on all axes, as text."""
         parts = [
             f"{word(axis.field)} {band_words(axis, at)}"
             for axis, at in zip(self.grid.axes, index, strict=True)
@@ -278,31 +275,31 @@ class LintedStage:
 
 
 def sampled_sizes(sizes: Band) -> tuple[float, ...]:
-    """Some sizes of a band, the longest first."""
+    """Some sizes of a band with its ends, the longest first."""
     low, high = sizes
     n_steps = _N_SAMPLES - 1 if high > low else 1
     return tuple(int(low + (high - low) * step / n_steps) for step in range(n_steps, -1, -1))
 
 
 def band(axis: Axis | UnevenAxis, at: int) -> Band:
-    """The edges of a band of an axis."""
+    """The edges of band number `at` of an axis."""
     return Band(axis.edges[at], axis.edges[at + 1])
 
 
 def band_words(axis: Axis | UnevenAxis, at: int) -> str:
-    """The edges of a band, in words."""
+    """The edges of a band of an axis with their unit, as text."""
     unit = " ms" if axis.field.endswith("_ms") else ""
     low, high = band(axis, at)
     return f"{number_text(low)} to {number_text(high)}{unit}"
 
 
 def brackets(index: tuple[int, ...]) -> str:
-    """The index of a cell as it is written behind the mapping's name."""
+    """The index of a cell as in a JSON path: `[0][1]`."""
     return "".join(f"[{at}]" for at in index)
 
 
 def word(field: str) -> str:
-    """The word for an axis field."""
+    """An axis field as people write it: "ISL", "TTFT", "context"."""
     return {"context_length": "context"}.get(field, field.removesuffix("_ms").upper())
 
 

@@ -49,7 +49,7 @@ _HEADER_BYTES, _KEY_BYTES, _CELL_BYTES = 64, 16, 8
 
 
 class RankCell(IntEnum):
-    """The cells of a worker's rank."""
+    """The cells in the line of a worker's rank."""
 
     INFLIGHT = 0  # the first of the `N_COUNTS` that are summed over processes
     WORKER_INFLIGHT = 1
@@ -60,7 +60,7 @@ class RankCell(IntEnum):
 
 
 class PoolCell(IntEnum):
-    """The cells of a pool."""
+    """The cells in the line of a pool."""
 
     OLDEST_S = 4  # a float: when the oldest request came that waits for it; 0: none does
     REQUESTS = 5  # legs that the pool was given
@@ -69,16 +69,16 @@ class PoolCell(IntEnum):
 
 
 class GatewayCell(IntEnum):
-    """The cells of the gateway."""
+    """The cells in the line of the gateway."""
 
-    RUNNING = 0
-    WAITING = 1
+    RUNNING = 0  # requests that have begun and not ended
+    WAITING = 1  # those of them that wait for a worker
     SEEN_S = 4  # a float: when the process last showed that it is alive
     RECEIPTS = 5  # requests that have ended
 
 
 class OtherCounts(NamedTuple):
-    """What all other processes have on some slots."""
+    """What all other processes of the gateway have on some slots."""
 
     counts: Ints  # i64[N_COUNTS, n_slots], the sums of the first cells
     queued_s: Floats
@@ -86,7 +86,7 @@ class OtherCounts(NamedTuple):
 
 
 def create(path: Path, n_processes: int) -> None:
-    """Make the file, all zeros. Raises `OSError`.
+    """Make the file at `path`, all zeros. Raises `OSError`, also if it exists.
 
     The zeros are written, so that no process is killed later for want of a page.
     """
@@ -165,12 +165,12 @@ class SharedCounts:
             self._held[number, :n_given] = 0
 
     def set(self, slot: int, cell: int, value: int) -> None:
-        """Store one figure of this process."""
+        """Store one figure of this process; for `NO_SLOT` nothing is done."""
         if slot != NO_SLOT:
             self._ints[slot * N_CELLS + cell] = value
 
     def set_s(self, slot: int, cell: int, seconds: float) -> None:
-        """Store one figure of this process that is a float."""
+        """Store one figure of this process that is a float; for `NO_SLOT` nothing is done."""
         if slot != NO_SLOT:
             self._floats[slot * N_CELLS + cell] = seconds
 
@@ -184,7 +184,7 @@ class SharedCounts:
         return firsts[:, None] + slots
 
     def sum_of_others(self, places: Ints) -> OtherCounts:
-        """The sum of what the other processes have on slots of ranks, of `lines_of_others`."""
+        """Per slot of a rank the sums over the other processes; `places` is `lines_of_others`."""
         found = self._lines.take(places, axis=0)
         queued_s = found.view(np.float64)[:, :, RankCell.QUEUED_S]
         if len(found) == 1:
@@ -197,11 +197,11 @@ class SharedCounts:
         )
 
     def each_other(self, slot: int, cell: int) -> list[tuple[int, int]]:
-        """One figure of each other process, with its number."""
+        """(process number, figure) of each other process, for one cell of a slot."""
         return [(number, int(self._cells[number, slot, cell])) for number in self._others]
 
     def each_other_s(self, slot: int, cell: int) -> list[tuple[int, float]]:
-        """One figure that is a float of each other process, with its number."""
+        """(process number, figure) of each other process, for a cell of a slot that is a float."""
         cells = self._cells.view(np.float64)
         return [(number, float(cells[number, slot, cell])) for number in self._others]
 

@@ -61,7 +61,7 @@ class SharedTable(LoadTable):
 
     @property
     def is_freed(self) -> bool:
-        """Whether its pool is gone."""
+        """Whether `free_pool` was called: the pool is gone."""
         return self._pool_slot == NO_SLOT
 
     @override
@@ -77,7 +77,7 @@ class SharedTable(LoadTable):
         return is_new
 
     def oldest_elsewhere(self) -> list[tuple[int, float]]:
-        """When the oldest request for the pool in each other process came, behind its number."""
+        """(number, when its oldest request for the pool came; 0: none) of each other process."""
         return self._shared.each_other_s(self._pool_slot, PoolCell.OLDEST_S)
 
     @override

@@ -42,7 +42,7 @@ READY, LEFT = STATES.index(State.READY), STATES.index(State.LEFT)
 
 
 class Work(NamedTuple):
-    """The load that one lease adds to a row."""
+    """The load of one leg on a rank, which its lease adds to the row: prefill and decode."""
 
     prefill_tokens: int = 0  # prompt tokens to prefill, until `Lease.prefill_done`
     work_s: float = 0.0  # the same as seconds of work, see `FrozenEstimator.work_s`
@@ -73,7 +73,7 @@ class RowView(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def cached_tokens(self) -> int:
-        """Leading prompt tokens that need no compute."""
+        """Leading prompt tokens that are cached, on the device or the host."""
         return self.device_tokens + self.host_tokens
 
 
@@ -159,7 +159,7 @@ class Rows(msgspec.Struct, frozen=True, gc=False, eq=False):
         return unavailable
 
     def mean_tokens(self, more_tokens: int) -> Floats:
-        """Mean context of our requests at each row, with one of `more_tokens` more, f64[n_rows]."""
+        """Mean context of our requests at each row, if one of `more_tokens` joins, f64[n_rows]."""
         # The contexts of foreign requests are not known; they are taken to be like ours.
         mean: Floats = (self._ints[CONTEXT_TOKENS] + more_tokens) / self._ints[WIDTH]
         return mean
@@ -225,7 +225,7 @@ class LoadTable:
         return len(self.names)
 
     def free_pool(self) -> None:
-        """Free what is allocated for the pool itself, which is gone; its rows were freed before."""
+        """Free what the table holds for the pool itself, which is gone; free its rows before."""
 
     def count(self, total: PoolCell) -> None:
         """Add 1 to one of `totals`."""
@@ -260,39 +260,39 @@ class LoadTable:
     def _set_name(self, row: int, address: str, rank: int | None) -> None:
         self.names = (*self.names[:row], (address, rank), *self.names[row + 1 :])
 
-    def rename(self, row: int, rank: int | None) -> None:
+    def set_rank(self, row: int, rank: int | None) -> None:
         """Set the rank of a row, which is known once the worker was reached."""
         self._set_name(row, self.names[row][0], rank)
 
     def set_state(self, row: int, state: State, *, suspect: bool) -> None:
-        """Set whether the row may take work."""
+        """Set the state of the row's worker: only one that is `READY` takes work."""
         self._int[STATE][row] = STATES.index(state)
         self._int[SUSPECT][row] = suspect
         self._derive(row)
 
     def set_models(self, row: int, models: frozenset[str]) -> None:
-        """Set what the row's worker serves."""
+        """Set the names of the models that the row's worker serves."""
         self.n_model_changes += 1
         if self._row_models[row] != models:
             self._row_models[row] = models
             self._models = None
 
     def get(self, name: str, row: int) -> int:
-        """One figure of a row."""
+        """One figure of a row; `name` is an int field of `RowView`."""
         return self._int[FIGURE_INDEX[name]][row]
 
     def set(self, row: int, **figures: int) -> None:
-        """Set figures of a row."""
+        """Set figures of a row, by int field of `RowView`."""
         for name, value in figures.items():
             self._int[FIGURE_INDEX[name]][row] = value
         self._derive(row)
 
     def get_s(self, name: str, row: int) -> float:
-        """One figure of a row that is seconds."""
+        """One figure of a row that is seconds; `name` is a float field of `RowView`."""
         return self._float[FIGURE_INDEX[name]][row]
 
     def set_s(self, row: int, **seconds: float) -> None:
-        """Set figures of a row that are seconds."""
+        """Set figures of a row that are seconds, by float field of `RowView`."""
         for name, value in seconds.items():
             self._float[FIGURE_INDEX[name]][row] = value
         self._derive(row)
@@ -340,7 +340,7 @@ class LoadTable:
         ints[BATCH][row] = min(inflight + 1 + ints[FOREIGN_REQUESTS][row], UNLIMITED)
 
     def set_worker_inflight(self, rows: list[int], n_leases: int) -> None:
-        """Set how many leases there are on all rows of a worker."""
+        """Set in each of a worker's `rows` how many leases it has on all of them."""
         ints = self._int
         for row in rows:
             ints[WORKER_INFLIGHT][row] = n_leases
@@ -379,7 +379,7 @@ class LoadTable:
         )
 
     def elsewhere(self, rows: list[int]) -> tuple[int, int]:
-        """Leases, and queued prompt tokens, that other processes of the gateway have on some rows."""
+        """Leases, and queued prompt tokens, that other processes of the gateway have on `rows`."""
         return 0, 0
 
     def newest_lease(self) -> int:
@@ -415,7 +415,7 @@ class LoadTable:
 
 
 def rows_of(views: Iterable[RowView]) -> Rows:
-    """The inverse of `Rows.view`, for decisions that are made again from what was written down."""
+    """Rows with these views, the inverse of `Rows.view`: to make recorded decisions again."""
     table = LoadTable()
     for view in views:
         row = table.add_row(view.address, view.rank)

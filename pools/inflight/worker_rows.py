@@ -8,8 +8,8 @@ from slagate.pools.inflight.table import UNLIMITED, LoadTable, State, Work
 class Limits(NamedTuple):
     """The most that a worker gets at once, as the fleet file says; None: it does not say."""
 
-    max_inflight: int | None = None
-    max_queued_tokens: int | None = None
+    max_inflight: int | None = None  # requests, over all ranks
+    max_queued_tokens: int | None = None  # prompt tokens not prefilled yet, of each row
 
 
 class WorkerRows:
@@ -19,12 +19,12 @@ class WorkerRows:
         self._address = address
         self.table = table
         self.rows = [table.add_row(address, None)]
-        self.n_used = 1
-        self.inflight = 0  # leases, over all of them
+        self.n_used = 1  # rows that take work: the first ones
+        self.inflight = 0  # leases of this process, over all rows
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that are leased and not prefilled yet."""
+        """Prompt tokens that this process has leased and that are not prefilled yet."""
         return sum(self.table.get("queued_tokens", row) for row in self.rows)
 
     @property
@@ -34,26 +34,28 @@ class WorkerRows:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens whose KV the requests read at each decode step."""
+        """Tokens whose KV the requests of this process read at each decode step."""
         return sum(self.table.get("context_tokens", row) for row in self.rows)
 
     @property
-    def everywhere(self) -> tuple[int, int]:
-        """Leases, and prompt tokens not prefilled yet, of all processes of the gateway."""
+    def gateway_load(self) -> tuple[int, int]:
+        """(leases, prompt tokens not prefilled yet), over all processes of the gateway."""
         inflight, queued_tokens = self.table.elsewhere(self.rows)
         return self.inflight + inflight, self.queued_tokens + queued_tokens
 
     def set_up(
-        self, n_ranks: int, *, limits: Limits, capacity_tokens: int, models: frozenset[str]
+        self, n_rows: int, *, limits: Limits, capacity_tokens: int, models: frozenset[str]
     ) -> None:
-        """Bring the rows in line with what the worker says of itself.
+        """Have `n_rows` rows in use, each with these limits, KV capacity and models.
 
-        `capacity_tokens` is the size of one rank's KV cache.
+        There is a row for each rank that can be asked for, else 1. `limits` are the fleet file's,
+        but where that has no `max_inflight`, it may be the number of requests that the engine
+        runs at once. `capacity_tokens` is the size of one row's KV cache.
         """
-        while len(self.rows) < n_ranks:
+        while len(self.rows) < n_rows:
             self.rows.append(self.table.add_row(self._address, len(self.rows)))
-        self.table.rename(self.rows[0], 0 if n_ranks > 1 else None)
-        self.n_used = n_ranks
+        self.table.set_rank(self.rows[0], 0 if n_rows > 1 else None)
+        self.n_used = n_rows
         for row in self.rows:
             self.table.set(
                 row,
@@ -72,14 +74,14 @@ class WorkerRows:
         self.n_used = 0
 
     def set_state(self, state: State, *, suspect: bool) -> None:
-        """Set whether the rows may take work."""
+        """Set the state of the rows; those not in use are `NOT_READY`."""
         for at, row in enumerate(self.rows):
             # A worker that came back with fewer ranks than it had.
             of_row = state if at < self.n_used else State.NOT_READY
             self.table.set_state(row, of_row, suspect=suspect)
 
     def set_models(self, models: frozenset[str]) -> None:
-        """Set what the worker serves."""
+        """Set the names of the models that the worker serves."""
         for row in self.rows:
             self.table.set_models(row, models)
 

@@ -50,7 +50,7 @@ class MismatchError(Exception):
 
 
 class BlockWriter:
-    """Applies one rank's events. A step may end wherever `apply` yields."""
+    """Applies one rank's events to the index, in parts between which other tasks may run."""
 
     def __init__(self, index: PrefixIndex, holder: Holder, *, block_tokens: int) -> None:
         self._index = index
@@ -67,7 +67,7 @@ class BlockWriter:
         return self._holder.has_gap
 
     def apply(self, events: Iterable[oe.KvEvent]) -> Iterator[int]:
-        """Apply events in order; yields how much work each part took. Raises `MismatchError`."""
+        """Apply events, yielding the work of each part in 20 ns. Raises `MismatchError`."""
         for event in events:
             self.n_events += 1
             if event.HasField("block_stored"):

@@ -57,10 +57,7 @@ class EventSlice(NamedTuple):
 
 
 def read_head(message: bytes) -> BatchHeader | oe.EngineError:
-    """The head of a serialised `SubscribeKvEventsResponse`, or the error that it is.
-
-    Raises `UndecodableError`.
-    """
+    """The head, or the error, of a `SubscribeKvEventsResponse`. Raises `UndecodableError`."""
     if message[:1] == bytes([_ERROR]) and len(message) <= MAX_EVENT_BYTES:
         return _parsed(oe.SubscribeKvEventsResponse, message).error
     if message[:1] != bytes([_BATCH]):
@@ -78,7 +75,7 @@ def read_head(message: bytes) -> BatchHeader | oe.EngineError:
 
 
 def pieces(message: bytes, head: BatchHeader) -> Iterator[EventSlice]:
-    """Split the events of a batch into pieces, in order. Raises `UndecodableError`, maybe behind some."""
+    """Yield the events of a batch in pieces. `UndecodableError` may be raised after some."""
     at = start = head.events_at
     end = len(message)
     n_events = 0

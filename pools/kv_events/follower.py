@@ -91,7 +91,7 @@ class RankFollower:
         self._backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
 
     async def run(self) -> None:
-        """Subscribe again and again. Each round of the loop waits, so that it cannot spin."""
+        """Subscribe again and again until `stop`, with a delay after the end of each stream."""
         now_s = asyncio.get_running_loop().time
         while not self._has_left:
             began_s = now_s()
@@ -221,7 +221,7 @@ class WorkerFollower:
         return f"Follower({self._who}, {self._events})"
 
     def identified(self, info: oe.ServerInfo) -> None:
-        """Note the worker's identity; all that is known of another incarnation is dropped."""
+        """Note who the worker is, at each probe; all that is of another incarnation is dropped."""
         who = Incarnation(
             info.instance_id,
             max(1, info.parallelism.data_parallel_size),
@@ -248,7 +248,7 @@ class WorkerFollower:
             self._changed.set()
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """Follow all ranks of the identified worker, until cancelled."""
         try:
             while True:
                 self._changed = anyio.Event()

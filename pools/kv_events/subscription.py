@@ -75,8 +75,8 @@ class EventStream(Sink):
     ) -> None:
         """`state.next_number` is that of the first batch; None: any, as a snapshot is asked for.
 
-        `writer` is called for each batch; from `resync_from_s` on, a holder that lacks blocks is a reason
-        to start over.
+        `writer` is called for each batch. From `resync_from_s` on, by the event loop's clock, the
+        stream ends as `STALE` where the index lacks blocks of the rank.
         """
         self._rank = rank
         self._events = events
@@ -116,7 +116,7 @@ class EventStream(Sink):
         self._scheduler.add_step(self._step)
 
     async def follow(self, worker: Worker, request: bytes, metadata: Metadata) -> StreamOutcome:
-        """Subscribe, apply messages until the stream ends, and return how. Always ends the call."""
+        """Subscribe, apply messages, and return how the stream ended. Always ends the call."""
         self._call = worker.kv_events(request, metadata, self)
         self._pause_or_resume()
         try:
@@ -131,7 +131,7 @@ class EventStream(Sink):
             self._call.cancel()
 
     def stop(self) -> None:
-        """Apply no more messages."""
+        """Apply no more messages, and have `follow` return."""
         self._finish(StreamEndKind.LOST, "is left")
 
     def _step(self) -> bool:

@@ -26,7 +26,7 @@ _WORST_FIRST = (EventMode.NONE, EventMode.RESYNC, EventMode.STARTING, EventMode.
 
 
 class RankEvents:
-    """The events of one rank. Written by its follower."""
+    """The state of one rank's event stream, written by its follower."""
 
     def __init__(self) -> None:
         self.mode = EventMode.STARTING
@@ -41,7 +41,7 @@ class RankEvents:
 
 
 class EventView:
-    """The events of one worker."""
+    """The state of a worker's event streams, by rank, and counts over all of them."""
 
     def __init__(self, worker: str, *, unix_s: Callable[[], float]) -> None:
         """`worker` is its name in the log, `unix_s` the clock that workers stamp their batches by."""

@@ -31,7 +31,7 @@ class TriePosition(NamedTuple):
 
 
 class BlockHolders:
-    """The claims of all holders. Each step must end with `free_emptied`: nothing is freed before."""
+    """The claims of all holders. Call `free_emptied` after each event: nothing is freed before."""
 
     def __init__(self, trie: RunTrie) -> None:
         self.n_blocks = 0  # held, of all holders together
@@ -41,7 +41,7 @@ class BlockHolders:
     def find_position(
         self, holder: Holder, tier: int, parent: int | None, root: Root
     ) -> TriePosition | None:
-        """Find where a child of `parent` goes; None when the holder does not have that block."""
+        """Find where a child of block `parent` goes; None when the holder does not have it."""
         if parent is None:
             return TriePosition(self._trie.root(root), 0)
         for one in (tier, 1 - tier):
@@ -58,7 +58,7 @@ class BlockHolders:
         hashes: "array[int]",
         content: bytes,
     ) -> None:
-        """Claim a chain of full blocks from a position on."""
+        """Claim a chain of full blocks, which begins at a position; `content` is their tokens."""
         segments = self._trie.grow(position.run, position.at, content)
         numbers = [holder.number(run) for run, _, _ in segments]
         if not self._add_new_blocks(holder, tier, hashes, segments, numbers):
@@ -99,9 +99,9 @@ class BlockHolders:
         return True
 
     def append_block(self, holder: Holder, hash_: int, parent: int, block: Tokens) -> bool:
-        """Claim the block behind the last one of a held run, on the device: a decode step.
+        """Claim the block behind the last one of a held run, on the device: a step of decoding.
 
-        False: the held run has holes, blocks on the host or of several claims; nothing is done.
+        False, and nothing is done, where that is not so simple: then use `add_blocks`.
         """
         shards = holder.maps[DEVICE]
         key = parent & FOLD
@@ -128,7 +128,7 @@ class BlockHolders:
         return True
 
     def evict_last(self, holder: Holder, hash_: int) -> bool:
-        """Remove the last block of a held run. False: as `append_block`, or it is not the last."""
+        """Remove the last block of a held run. False, and nothing is done: use `release`."""
         key = hash_ & FOLD
         claims = holder.maps[DEVICE][key >> SHARD_SHIFT]
         number = claims.get(key)
@@ -154,7 +154,7 @@ class BlockHolders:
         return True
 
     def evict(self, holder: Holder, hashes: "array[int]") -> Sequence[int]:
-        """Remove blocks that are the end of a held run, the last one first; the others are returned."""
+        """Remove blocks that end a held run, last first; returns hashes left for `release`."""
         if holder.odd[DEVICE]:
             return hashes
         shards, table, folded = holder.maps[DEVICE], holder.table, fold(hashes)
@@ -179,7 +179,7 @@ class BlockHolders:
         return others
 
     def release(self, holder: Holder, tier: int, hash_: int) -> None:
-        """Remove any claim. No-op for one that is not there."""
+        """Remove one claim of a holder. No-op for one that is not there."""
         number, at = holder.find(tier, hash_)
         if number < 0:
             return
@@ -220,10 +220,7 @@ class BlockHolders:
 
 
 def unsigned(hashes: Hashes) -> "array[int]":
-    """64-bit hashes as numbers from 0 to 2**64 - 1; producers spell them signed or unsigned.
-
-    Raises `ValueError` for a number that is neither.
-    """
+    """64-bit hashes, signed or not, as unsigned numbers. Raises `ValueError` for any others."""
     if isinstance(hashes, np.ndarray):
         return array("Q", hashes.astype(np.uint64).tobytes())
     try:

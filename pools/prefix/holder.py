@@ -37,14 +37,10 @@ _ONE_EACH: dict[int, list[BlockRef]] = {}
 
 
 class HeldRun(msgspec.Struct, gc=False, eq=False):
-    """A holder's part of one run.
-
-    Hashes are 8 bytes each, in the machine's order. The garbage collector tracks neither them nor the held
-    run itself (`gc=False`); no cycle goes through one, as runs do not refer to held runs.
-    """
+    """A holder's part of one run. No cycle goes through it, so the collector need not see it."""
 
     run: Run
-    # By block number, up to the last block held; in a hole the bytes have no meaning.
+    # 8 bytes by block number, in the machine's order, up to the last one held; in a hole, any.
     hashes: bytearray = msgspec.field(default_factory=bytearray)
     # Block -> its claims, where it has several. Held runs without such blocks share one dict.
     multi: dict[int, list[BlockRef]] = msgspec.field(default_factory=lambda: _ONE_EACH)
@@ -54,7 +50,7 @@ class HeldRun(msgspec.Struct, gc=False, eq=False):
 
     @property
     def n_blocks(self) -> int:
-        """Blocks held."""
+        """How many blocks of the run are held."""
         return self.lead + bin(self.past).count("1")
 
     @property
@@ -64,11 +60,11 @@ class HeldRun(msgspec.Struct, gc=False, eq=False):
         return min(self.lead, (colder & -colder).bit_length() - 1) if colder else self.lead
 
     def holds(self, at: int) -> bool:
-        """Whether a block is held."""
+        """Whether block number `at` of the run is held."""
         return at < self.lead or bool(self.past >> at & 1)
 
     def find(self, tier: int, hash_: int) -> int:
-        """The block that a claim is on; -1: it is on none of this run."""
+        """The number of the block in the run that a claim is on; -1: it is on none of this run."""
         wanted = hash_.to_bytes(8, ORDER)
         last = len(self.hashes) // 8 - 1
         # Decoding goes on from the last block, and engines evict leaves first.
@@ -108,7 +104,7 @@ class HeldRun(msgspec.Struct, gc=False, eq=False):
         ]
 
     def extend(self, hashes: bytes, tier: int) -> None:
-        """Add blocks behind the last one. There must be no hole."""
+        """Add blocks behind the last one, by hashes of 8 bytes each. There must be no hole."""
         n_blocks = len(hashes) // 8
         if tier:
             self.colder |= (1 << n_blocks) - 1 << self.lead
@@ -116,7 +112,7 @@ class HeldRun(msgspec.Struct, gc=False, eq=False):
         self.lead += n_blocks
 
     def add_claim(self, at: int, claim: BlockRef) -> bool:
-        """Add a claim on a block. True when the block was not held."""
+        """Add a claim on block number `at`. True when the block was not held."""
         tier, hash_ = claim
         bit = 1 << at
         if self.holds(at):
@@ -137,7 +133,7 @@ class HeldRun(msgspec.Struct, gc=False, eq=False):
         return True
 
     def drop_claim(self, at: int, claim: BlockRef) -> bool:
-        """Drop a claim on a block. True when the block is not held any more."""
+        """Drop a claim on block number `at`. True when the block is not held any more."""
         bit = 1 << at
         claims = [one for one in self.multi.pop(at, ()) if one != claim] if self.multi else []
         if claims:
@@ -209,7 +205,7 @@ class PendingBlocks:
                 del self._children[block.parent]
 
     def children_of(self, parent: int) -> list[tuple[int, BlockRef]]:
-        """Arrival number and claim of the blocks that wait for a parent."""
+        """(arrival number, claim) of each block that waits for the parent with this hash."""
         return [(self.blocks[claim].number, claim) for claim in self._children.get(parent, ())]
 
 
@@ -223,7 +219,7 @@ Shards = tuple[dict[int, int], ...]
 
 
 class Holder:
-    """One worker's attention-DP rank; changed by its `PrefixIndex` only."""
+    """An attention-DP rank of a worker, with its blocks; only its `PrefixIndex` changes it."""
 
     __slots__ = (
         "_free",
@@ -266,7 +262,7 @@ class Holder:
         return len(self.pending)
 
     def find(self, tier: int, hash_: int) -> tuple[int, int]:
-        """Number of the held run and block that a claim is on; (-1, -1): there is no such claim."""
+        """(number of the held run, block in it) that a claim is on; (-1, -1): no such claim."""
         number = self.odd[tier].get(hash_) if self.odd[tier] else None
         if number is None:
             key = hash_ & FOLD
@@ -284,7 +280,7 @@ class Holder:
         return held
 
     def number(self, run: Run) -> int:
-        """The number of its part of a run; an empty one is made where it has none."""
+        """The number of its held run of `run`; an empty one is made where it has none."""
         number = self.by_run.get(run)
         if number is None:
             if self._free:
@@ -345,7 +341,7 @@ def _shards() -> Shards:
 
 
 def fold(hashes: "array[int]") -> list[int]:
-    """Hashes as keys of a holder's maps."""
+    """Hashes as keys of a holder's maps: folded to 60 bits."""
     if len(hashes) < 16:
         return [hash_ & FOLD for hash_ in hashes]
     keys: list[int] = (np.frombuffer(hashes, np.uint64) & np.uint64(FOLD)).tolist()

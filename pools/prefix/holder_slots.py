@@ -36,7 +36,7 @@ def held_part(held: HeldRun) -> HeldPart:
 
 
 def show_part(bit: int, run: Run, old: HeldPart, new: HeldPart) -> None:
-    """Update a run where the part that the holder of a bit has changes from `old` to `new`."""
+    """Tell a run that the part of it which the holder of `bit` has changes from `old` to `new`."""
     if old.lead == old.device_lead and new.lead == new.device_lead:
         if old.lead != new.lead:
             run.move(BOTH << 2 * bit, old.lead, new.lead)

@@ -71,11 +71,11 @@ class PrefixIndex:
 
     @property
     def n_changes(self) -> int:
-        """Times that the bit of a holder changed."""
+        """Times that the bit of a holder changed: with it, what is kept by bit is out of date."""
         return self._slots.n_changes
 
     def join(self) -> Holder:
-        """Add a holder, of no blocks."""
+        """Make a new holder, without blocks."""
         return Holder(self._slots.allocate(), self._max_pending)
 
     def leave(self, holder: Holder) -> None:
@@ -173,7 +173,7 @@ class PrefixIndex:
     def match(
         self, tokens: Tokens, root: Root = _BASE, *, keys: Mapping[int, bytes] | None = None
     ) -> Match:
-        """How much of a prompt each holder has. Raises `ValueError` for a negative block number in keys."""
+        """How much of a prompt each holder has; `ValueError` for a negative number in `keys`."""
         content = tokens if type(tokens) is bytes else bytes(tokens)
         if keys:
             content = substituted(content, keys, self._block_bytes)
@@ -181,7 +181,7 @@ class PrefixIndex:
         return self.trie.match(content, root, lanes=slots.live, n_holders=slots.n_bits)
 
     def sweep(self, n_blocks: int = 1000) -> bool:
-        """Free about so many blocks of holders that left or were cleared. False when none are left."""
+        """Free about `n_blocks` blocks of holders that left or were cleared. False: no more."""
         return self._slots.sweep(n_blocks)
 
     def _content(self, tokens: Tokens, n_blocks: int) -> bytes:

@@ -19,7 +19,10 @@ _MANY_STEPS = 16
 
 
 class Match(NamedTuple):
-    """How deep each holder has a query. Holder `b` has lane `2b` for any tier, `2b + 1` for the device."""
+    """How many leading blocks of a query each holder has, in masks of lanes.
+
+    The holder of bit b has lane 2b for blocks in any tier, and 2b + 1 for those on the device.
+    """
 
     n_blocks: int  # full blocks of the query
     steps: Steps = ()
@@ -27,12 +30,12 @@ class Match(NamedTuple):
     capped: bool = False  # the hop cap was reached, so that depths may be too low
 
     def depths(self, bits: Bits) -> NDArray[np.int32]:
-        """Leading blocks that are held in any tier, i32[n_bits]; 0 where a bit is -1."""
+        """Leading blocks that are held in any tier, i32[len(bits)]; 0 where a bit is -1."""
         depths: NDArray[np.int32] = self.both_depths(bits)[0]
         return depths
 
     def both_depths(self, bits: Bits) -> NDArray[np.int32]:
-        """Leading blocks that are held in any tier, and those all on the device, i32[2, n_bits]."""
+        """Leading blocks held in any tier, and those all on the device, i32[2, len(bits)]."""
         if not self.steps:
             return np.zeros((2, len(bits)), np.int32)
         steps = self.steps
@@ -57,7 +60,7 @@ class Match(NamedTuple):
 
 
 def holders_of(steps: Steps, most: int) -> list[tuple[int, int]] | None:
-    """The holders in some steps, with their depths; None: more than `most`. O(holders returned).
+    """(bit, depth) of each holder in some steps; None: more than `most`. O(holders returned).
 
     In each step both lanes of a holder must agree.
     """
@@ -108,6 +111,6 @@ def cached_of(device_tokens: Ints, cached_tokens: Ints) -> Cached:
 
 @lru_cache(maxsize=64)
 def nothing_cached(n_rows: int) -> Cached:
-    """The `Cached` of so many rows that have nothing of a prompt."""
+    """The `Cached` of `n_rows` rows that have nothing of a prompt."""
     zeros = np.zeros(n_rows, np.int64)
     return cached_of(zeros, zeros)

@@ -108,7 +108,7 @@ class PoolCaches:
         self._n_set = 0
 
     def index_of(self, block_tokens: int) -> PrefixIndex:
-        """The index for workers with blocks of so many tokens."""
+        """The index for workers whose KV blocks have `block_tokens` tokens."""
         return self._cache(block_tokens).index
 
     def set_holder(self, row: int, holder: Holder | None, *, block_tokens: int) -> None:
@@ -141,7 +141,7 @@ class PoolCaches:
             cache.predictions.limit_row(row, None)
 
     def expire_predictions(self) -> None:
-        """Drop some expired predictions, as each prompt that comes does."""
+        """Drop some expired predictions; each prompt that is looked up does so too."""
         for cache in self._caches.values():
             cache.predictions.expire(self._now_s(), _TIDY_CLAIMS)
 
@@ -162,7 +162,7 @@ class PoolCaches:
     def predict(self, row: int, prompt: Prompt) -> Callable[..., None]:
         """Predict that a prompt will be cached at a row, as it is sent there.
 
-        What is returned must be called with whether it was `processed`.
+        Call what is returned once the prefill has ended, with whether the prompt was `processed`.
         """
         cache = self._cache_of.get(row) or self._cache(DEFAULT_BLOCK_TOKENS)
         claim = cache.predictions.predict(

@@ -30,7 +30,7 @@ _BOTH = 0b11  # the lanes of a row: what was sent there is expected on the devic
 
 
 class Prediction(msgspec.Struct, gc=False, eq=False):
-    """A prompt at a row. The garbage collector does not track it, nor runs, which do not refer to it."""
+    """A prompt that a row should have. Runs do not refer to it, so no cycle goes through it."""
 
     row: int
     # Runs from the root on, with the leading blocks of each.
@@ -51,7 +51,7 @@ class _RowPredictions:
 
 
 class Predictions:
-    """At most `max_predictions`, of about `max_bytes`: the oldest go first. For one thread only."""
+    """Predictions for rows with one block size, within limits: the oldest go. For one thread."""
 
     def __init__(
         self, block_tokens: int, *, max_predictions: int = 65_536, max_bytes: int = MAX_BYTES

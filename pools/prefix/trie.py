@@ -26,7 +26,7 @@ Tokens = bytes | bytearray | memoryview
 
 
 class Root(msgspec.Struct, frozen=True, gc=False):
-    """What makes prompts of equal tokens different."""
+    """What besides tokens must be equal for prompts to share KV: adapter and salt."""
 
     lora_name: str = ""
     cache_salt: str = ""
@@ -69,7 +69,7 @@ class _RootRun(Run, kw_only=True):
 
 
 class Segment(NamedTuple):
-    """Blocks `at` to `at + n_blocks` of a run."""
+    """`n_blocks` consecutive blocks of a run, from block number `at` on."""
 
     run: Run
     at: int
@@ -198,7 +198,7 @@ class RunTrie:
         return Match(n_blocks, tuple(steps), n_holders)
 
     def trim(self, run: Run) -> None:
-        """Drop the tail that no lane holds and no child needs; an empty run too, and up from there."""
+        """Drop the tail that no lane holds and no child needs; empty runs and parents go, too."""
         while not run.n_past:
             keep = max(run.groups) if run.groups else 0
             if run.kid_top > keep:

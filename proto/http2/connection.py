@@ -84,7 +84,7 @@ class ConnectionState(IntEnum):
 
 
 class H2Stream:
-    """One stream, as its user drives it. Nothing raises, and all is harmless once the stream is closed.
+    """One stream, as its user drives it. Only `flush_to` raises; a closed stream ignores calls.
 
     What is to be sent is collected here and given to the engine in one piece before the next write: to
     call it for each message would cost more than all the rest of a short stream.
@@ -106,7 +106,7 @@ class H2Stream:
     def __init__(
         self, connection: "H2Connection", stream_id: int, handler: StreamHandler | None
     ) -> None:
-        """`handler` is None only as long as a server makes up its mind about the request."""
+        """`handler` is None only until a server's `Accept` has returned one."""
         self._connection = connection
         self._answer: Headers | None = None
         self._parts: list[bytes] = []
@@ -124,7 +124,7 @@ class H2Stream:
         return self._connection.blocked_bytes
 
     def respond(self, headers: Headers, *, last: bool = False) -> None:
-        """Answer a request; the body follows, unless these are the `last` words."""
+        """Send the headers of a response; the body follows, unless `last` ends our direction."""
         self._answer = headers
         if last:
             self._trailers = ()
@@ -140,7 +140,7 @@ class H2Stream:
             self._connection.queue(self)
 
     def end_stream(self, trailers: Headers = ()) -> None:
-        """End our direction behind what is queued, with these headers if there are any."""
+        """End our direction of the stream behind what is queued, with these trailers if any."""
         self._trailers = trailers
         if not self.is_queued:
             self._connection.queue(self)
@@ -179,7 +179,7 @@ class H2Stream:
             handler.closed(end)
 
     def reset(self, code: int = CANCEL) -> None:
-        """Reset the stream now. Its handler is not called any more."""
+        """Reset the stream now with an HTTP/2 error code. Its handler is not called any more."""
         if self._connection.forget(self):
             self.drop_unsent()
             self.handler = None
@@ -190,7 +190,7 @@ class H2Stream:
         self._connection.reset_behind(self, code)
 
     def tell_writable(self) -> None:
-        """Have `StreamHandler.writable` called when few bytes are unsent."""
+        """Have `StreamHandler.writable` called once at most `LOW_WATER_BYTES` are unsent."""
         self._connection.tell_writable(self)
 
     def pause(self) -> None:
@@ -219,9 +219,9 @@ Accept = Callable[[H2Stream, Headers], StreamHandler]
 class WriteCoalescer:
     """Delays each connection's write by one turn of the event loop.
 
-    What a read brings for others wakes tasks that have last words for them, statuses and trailers say.
-    Those tasks run in the loop's next turn, and the writes that the read has led to run in that turn
-    behind them: one write then carries it all.
+    What is read from one connection wakes tasks that write to others, such as trailers. Those
+    tasks run in the loop's next turn, and the delayed writes in that turn behind them: so one
+    write carries it all.
     """
 
     def __init__(self) -> None:
@@ -304,7 +304,7 @@ class H2Connection(asyncio.Protocol):
 
     @property
     def is_retiring(self) -> bool:
-        """Whether it takes no new streams of ours, by the peer's word or by our own."""
+        """Whether we can open no more streams on it: either end has said so, or it is lost."""
         return self.state >= ConnectionState.RETIRING
 
     @property
@@ -327,7 +327,7 @@ class H2Connection(asyncio.Protocol):
         return self._transport.get_write_buffer_size()
 
     def open(self, headers: Headers, handler: StreamHandler) -> H2Stream | None:
-        """Open a stream with a request's headers; the body follows. None: the connection takes no more."""
+        """Open a stream with a request's headers; the body follows. None: none can be opened."""
         try:
             stream_id = self.engine.send_request(headers)
         except EngineError:
@@ -338,7 +338,7 @@ class H2Connection(asyncio.Protocol):
         return self._opened(stream_id, handler)
 
     def retire(self, on_retired: Callable[[], None] = lambda: None) -> None:
-        """A server's: ask for no new streams; the open ones go on, and the connection ends with the last.
+        """Ask a client for no new streams; open ones go on, and the connection ends with them.
 
         `on_retired` is called, once, when no new one can come any more.
         """
@@ -349,7 +349,7 @@ class H2Connection(asyncio.Protocol):
         self._goaway.start(on_retired)
 
     def close(self, reason: str, code: int = NO_ERROR) -> None:
-        """Send GOAWAY and close the transport; streams that are open are closed for `reason`."""
+        """Send GOAWAY with `code`, close the transport, and close open streams for `reason`."""
         self.is_broken = self.is_broken or code != NO_ERROR
         if self.state is not ConnectionState.LOST and self._transport is not None:
             # What was said before goes out before.
@@ -378,14 +378,14 @@ class H2Connection(asyncio.Protocol):
         self.flush_soon()
 
     def forget(self, stream: H2Stream) -> bool:
-        """Call the stream's handler no more; False: it was closed. The engine makes room for another."""
+        """Call the stream's handler no more; it takes `room` until closed. False: it is closed."""
         if self._streams.pop(stream.id, None) is None:
             return False
         self._n_forgotten += 1
         return True
 
     def queue(self, stream: H2Stream) -> None:
-        """Have `H2Stream.flush_to` called before the next write. Once, until it was."""
+        """Have `H2Stream.flush_to` called once, before the next write."""
         stream.is_queued = True
         self._queued.append(stream)
         if not self._will_flush:
@@ -398,7 +398,7 @@ class H2Connection(asyncio.Protocol):
         self.flush_soon()
 
     def tell_writable(self, stream: H2Stream) -> None:
-        """Have `writable` of its handler called when few bytes are unsent."""
+        """Have `writable` of its handler called once at most `LOW_WATER_BYTES` are unsent."""
         if stream.id in self._streams:
             self._watched.add(stream)
         self.flush_soon()

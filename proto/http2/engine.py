@@ -86,5 +86,5 @@ def begin(engine: Connection, settings: Http2Settings, *, is_server: bool) -> No
 
 
 def unindexed(name: bytes, value: bytes) -> tuple[bytes, bytes]:
-    """A field whose value is a new one each time: it takes no place in the table of header fields."""
+    """A header field that HPACK does not index, as its value is another one each time."""
     return NeverIndexedHeader(name, value)

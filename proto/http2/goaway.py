@@ -68,10 +68,10 @@ async def all_closed() -> None:
 
 
 class GracefulGoaway:
-    """A GOAWAY in two steps: the notice admits all streams, the final one names the last that was taken.
+    """A GOAWAY in two steps: the notice admits all streams, the final one names the last taken.
 
-    Between them goes a ping: its ACK shows that the client has read the notice, and that all it sent before
-    has arrived. RFC 9113, section 6.8.
+    Between them goes a ping: its ACK shows that the client has read the notice, and that all it
+    sent before has arrived (RFC 9113, section 6.8). The callbacks send the three frames.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class GracefulGoaway:
         self._timer = asyncio.get_running_loop().call_later(ANSWER_LIMIT_S, self._finish)
 
     def ping_acked(self, about: bytes) -> None:
-        """Take the ACK of a ping; of ours, it is time for the final GOAWAY."""
+        """Take the ACK of a ping; if it is the one of `start`, send the final GOAWAY."""
         if self._timer is not None and about == _ASKED:
             self._finish()
 

@@ -41,10 +41,7 @@ class Http2Settings:
     max_header_bytes: int = 64 << 10  # of one header list; more of them end the connection
     # By the peer, of a server's streams: at once, and each second; more get ENHANCE_YOUR_CALM.
     resets: tuple[int, int] = (1000, 100)
-    control_frames: tuple[int, int] = (
-        200,
-        20,
-    )  # pings, settings and the like of the peer: as `resets`
+    control_frames: tuple[int, int] = (200, 20)  # as `resets`: the peer's pings, settings and such
     ping_after_s: float = 30.0  # of silence, while streams are open
     ping_limit_s: float = 10.0  # of silence behind a ping: the peer has vanished
 
@@ -79,7 +76,7 @@ class StreamHandler(Protocol):
         """The peer has sent END_STREAM: no more comes from it."""
 
     def writable(self) -> None:
-        """Few bytes are left to send; called once for each `H2Stream.tell_writable`."""
+        """At most `LOW_WATER_BYTES` are unsent; called once for each `H2Stream.tell_writable`."""
 
     def closed(self, end: StreamEnd, /) -> None:
         """The stream is closed. The last callback; not made after our own `H2Stream.reset`."""

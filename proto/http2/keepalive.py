@@ -13,9 +13,8 @@ RARE_S = 300.0
 class Keepalive:
     """Pings after `after_s` of silence; a peer that then says nothing for `limit_s` is dead.
 
-    One that answers, and says nothing else for long, is pinged rarely in the end.
-
-    It runs from `watch` on for as long as `wanted` says so when its timer fires.
+    One that answers, and says nothing else for long, is pinged rarely in the end. The keepalive
+    runs from `watch` on, until `stop`, or until its timer fires while `wanted` is false.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Address(NamedTuple):
-    """Where to listen; port 0 lets the kernel choose."""
+    """Where to listen or connect; to listen on port 0 lets the kernel choose."""
 
     host: str
     port: int

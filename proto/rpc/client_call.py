@@ -53,7 +53,7 @@ def call_headers(path: str, authority: bytes, *, scheme: bytes) -> Headers:
 
 
 class ServerStreamCall(StreamHandler, PendingCall, Call):
-    """The handler of the call's HTTP/2 stream, and what the call's consumer asks of it.
+    """One call: the handler of its HTTP/2 stream, and the `Call` that its consumer controls.
 
         waiting ──start──▶ sent ──headers──▶ answered ──▶ ended     each of them may end it
 
@@ -94,9 +94,9 @@ class ServerStreamCall(StreamHandler, PendingCall, Call):
         timeout_s: float | None,
         running: set["ServerStreamCall"],
     ) -> None:
-        """`base` are the headers of all such calls, from `call_headers`; `running` has it until its end.
+        """`base` is what `call_headers` returns; the call is in `running` until its end.
 
-        The owner has `pool` start the call, which does so again itself if the worker has not looked at it.
+        The owner calls `pool.start` next; the call does so again, once, if refused unseen.
         """
         self._base = base
         self._request = request

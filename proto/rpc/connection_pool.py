@@ -57,7 +57,7 @@ class PendingCall(Protocol):
         """Open the call's stream on it. False: the connection takes no more."""
 
     def end_call(self, status: Status, /) -> None:
-        """End the call: no connection can be had. Calls `ConnectionPool.drop` first, if at all."""
+        """End the call with this status: no connection can be had."""
 
 
 class ConnectionPool:
@@ -94,7 +94,7 @@ class ConnectionPool:
         return [pooled.connection for pooled in self._connections]
 
     def start(self, call: PendingCall) -> None:
-        """Start the call as soon as a connection has room for it."""
+        """Start the call once a connection has room for it, or end it if none can be had."""
         if not self.waiting:
             for pooled in self._connections:
                 if pooled.connection.room > 0 and call.start(pooled.connection):

@@ -77,7 +77,7 @@ class MessageReader:
         return len(self._waiting)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that these bytes complete. Raises `WireError`, with those before the bad one."""
+        """Messages that these bytes complete. Raises `WireError`, earlier ones in its `whole`."""
         waiting = self._waiting
         if waiting:
             waiting += data

@@ -197,7 +197,7 @@ def status_headers(status: Status) -> list[tuple[bytes, bytes]]:
 
 
 def status_of_headers(headers: Headers) -> Status:
-    """The status of a call, from its trailers, or from headers that have none behind them."""
+    """The status of a call, from its trailers, or from the headers of an answer without any."""
     fields = tuple(headers)
     if fields == _OK_TRAILERS:
         return OK
@@ -219,7 +219,7 @@ def status_of_headers(headers: Headers) -> Status:
 
 
 def refused_by_http(headers: Headers) -> Status | None:
-    """The error of an answer whose headers are not gRPC's; None where they are."""
+    """The status for a response whose headers are not gRPC's; None where they are."""
     fields = dict(headers)
     http = fields.get(b":status", b"")
     if http == b"200" and is_grpc(fields.get(b"content-type", b"")):
@@ -241,12 +241,9 @@ def status_of_reset(code: int, reason: str) -> Status:
     return Status(_CODE_OF_RESET.get(code, grpc.StatusCode.INTERNAL), reason)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # a server's answers mostly begin with the same headers
 def answer_of(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[Status | None, bytes]:
-    """The error of an answer by its headers, None where there is none, and its message encoding.
-
-    Remembered: a server's answers mostly begin with the same headers.
-    """
+    """(None, message encoding) for the headers of a gRPC response, else (error, identity)."""
     refusal = refused_by_http(headers)
     if refusal is not None:
         return refusal, IDENTITY

@@ -23,10 +23,7 @@ class Sink(Protocol):
 
 
 class StreamSink(Sink, Protocol):
-    """A sink that takes messages that arrived in one read together.
-
-    It takes all of them, even if it pauses the call meanwhile.
-    """
+    """A sink that takes all messages of one read together, even if it pauses the call."""
 
     __slots__ = ()
 
@@ -50,7 +47,7 @@ class Call(Protocol):
 
 
 class ResponseWriter(StreamSink, Protocol):
-    """A sink that writes to a client, and says how much waits in it. `BufferedSink` plays one."""
+    """A sink that writes to a client, and says how much waits in it. `BufferedSink` is one."""
 
     __slots__ = ()
 
@@ -59,13 +56,13 @@ class ResponseWriter(StreamSink, Protocol):
         """Bytes that wait for the reader."""
 
     def unsent(self) -> tuple[int, ...]:
-        """Bytes that the client has not read, by each count that falls when it reads some."""
+        """Counts of bytes that the client has not read: when it reads some, one of them falls."""
 
     def discard(self) -> None:
         """Drop what waits: the client does not read it."""
 
     def on_room(self, tell: Callable[[], None], /) -> None:
-        """Call this once when nothing waits any more."""
+        """Have `tell` called once, when nothing waits any more."""
 
 
 class BufferedSink:
@@ -76,7 +73,7 @@ class BufferedSink:
     """
 
     def __init__(self, on_message: Callable[["BufferedSink"], None] | None = None) -> None:
-        """`on_message` is called after each message that was queued, whatever the reader does."""
+        """`on_message` is called with the sink after each message that was queued."""
         self._on_message = on_message
         self.n_bytes: int = 0
         self.status: Status | None = None
@@ -118,7 +115,7 @@ class BufferedSink:
         self.n_bytes = 0
 
     def on_room(self, tell: Callable[[], None], /) -> None:
-        """Call this once when nothing waits any more."""
+        """Have `tell` called once, when the reader has taken all that waited."""
         self._on_room = tell
 
     async def next(self) -> bytes | None:

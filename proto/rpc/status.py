@@ -25,6 +25,6 @@ async def abort(
     message: str,
     trailers: tuple[tuple[str, str | bytes], ...] = (),
 ) -> NoReturn:
-    """End a call that grpc.aio serves. Its own `context.abort` raises, too, and is not typed so."""
+    """End a call that grpc.aio serves. It never returns: `context.abort` raises."""
     await context.abort(code, message, trailers)
     raise AssertionError("context.abort raises")

@@ -68,7 +68,7 @@ class TracePrompts(NamedTuple):
     trace: Sequence[TraceRequest]
 
     def prompts(self, rng: random.Random) -> Iterator[tuple[list[int], int]]:
-        """Prompts as those of `FixedPrompts`; each pass has other tokens than the one before."""
+        """Yield prompts as `FixedPrompts.prompts` does; each pass has other tokens than the one before."""
         while True:
             # Without a salt a level would find in the caches what the level before it has left there.
             salt = rng.getrandbits(64)
@@ -106,7 +106,7 @@ class NotReadyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """A run of `slagate bench`: its levels, and what each asks."""
+    """A run of `slagate bench`: its levels of concurrency, and what is sent at each."""
 
     levels: Sequence[int]  # callers at once
     prompts: Prompts
@@ -146,7 +146,7 @@ class ProgressLine:
             self.note(what)
 
     def update(self, done: float, state: str) -> None:
-        """Show how much of the phase is done."""
+        """Show how much of the phase's total is done, and a text on its state."""
         assert self._task is not None
         self._bar.update(self._task, completed=done, state=state)
 
@@ -157,7 +157,7 @@ class ProgressLine:
 
 @contextmanager
 def progress_line() -> Iterator[ProgressLine]:
-    """A line of progress, for the time of the block."""
+    """Show a line of progress on stderr within the `with`."""
     columns = (
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
@@ -180,10 +180,10 @@ async def run_bench(
     *,
     tls: TlsFiles | None,
 ) -> str:
-    """Measure into `measured`; returns why it could not, or "".
+    """Run a plan against a gateway, with results into `measured`; returns why it could not, or "".
 
-    Whoever cancels this has the results so far. Raises `UsageError` where the gateway serves several
-    models and none is named.
+    A caller who cancels this keeps the results so far. Raises `UsageError` where the gateway serves several
+    models and the plan names none.
     """
     side = None if tls is None else ClientTls("command", tls)
     async with AsyncExitStack() as stack:
@@ -226,9 +226,10 @@ async def wait_healthy(
     on_state: Callable[[str], None],
     explain: Callable[[WorkerError], str] = str,
 ) -> int | None:
-    """Wait until the gateway says that it is ready and, with an `admin` stub, every worker; their number.
+    """Wait until the gateway is ready and, with an `admin` stub, all its workers; returns their number.
 
-    `explain` says why a call failed. Raises `NotReadyError` after `limit_s`, with the last reason.
+    Without `admin` that is None. `on_state` gets the reason whenever it is not ready, `explain` turns an
+    error into such a reason. Raises `NotReadyError` after `limit_s`, with the last one.
     """
     why = "no answer yet"
     with anyio.move_on_after(limit_s):
@@ -301,7 +302,7 @@ class Sweep:
             raise NotReadyError("no request of the warm-up was answered")
 
     async def measure_level(self, concurrency: int) -> None:
-        """Measure one level; its results so far are kept when this is cancelled."""
+        """Measure one level of concurrency; what has ended so far is kept when this is cancelled."""
         plan = self._plan
         n_requests = plan.n_requests
         if n_requests is None and plan.seconds is None:

@@ -31,7 +31,7 @@ _PER = {"gpu": "per GPU", "worker": "per worker", "fleet": "of the fleet"}
 
 
 class Point(NamedTuple):
-    """One level: tokens/s of the median user, and of each GPU, worker or the fleet."""
+    """One level: tokens/s of the median user, tokens/s of each GPU, worker or the fleet, and SLA met."""
 
     concurrency: int
     user: float
@@ -40,7 +40,7 @@ class Point(NamedTuple):
 
 
 def points(rows: Sequence[Mapping[str, Figure]]) -> list[Point]:
-    """The points of the rows that have both figures."""
+    """A point for each row (of `report.figures`) in which both throughputs are known."""
     found = []
     for row in rows:
         user, share, met = (
@@ -54,7 +54,7 @@ def points(rows: Sequence[Mapping[str, Figure]]) -> list[Point]:
 
 
 def frontier(of: Sequence[Point]) -> list[Point]:
-    """The points that no other one beats in one figure and equals in the other; by user's speed.
+    """The Pareto frontier: points that no other is better than or equal to in both speeds; by `user`.
 
     >>> levels = [Point(1, 90, 5, None), Point(2, 80, 9, None), Point(4, 79, 8, None)]
     >>> [point.concurrency for point in frontier(levels)]
@@ -72,7 +72,7 @@ def frontier(of: Sequence[Point]) -> list[Point]:
 
 
 def kind_of(path: Path) -> str:
-    """The format that a file's name asks for. Raises `UsageError`, also where nothing can draw it."""
+    """A picture's format, by its file's name. Raises `UsageError` for others, and without matplotlib."""
     kind = path.suffix.removeprefix(".").lower()
     if kind not in KINDS:
         raise UsageError(f"--plot {path}: must end in .png or .svg")
@@ -83,7 +83,7 @@ def kind_of(path: Path) -> str:
 def write_pareto(
     rows: Sequence[Mapping[str, Figure]], path: Path, *, title: str, subtitle: str
 ) -> None:
-    """Draw the picture into `path`. Raises `UsageError`, also where no level has both figures."""
+    """Draw the Pareto picture into `path`. Raises `UsageError`, also if no level was answered."""
     kind = kind_of(path)
     if not points(rows):
         raise UsageError(f"--plot {path}: no level was answered, so there is nothing to draw")

@@ -27,7 +27,7 @@ class Targets(NamedTuple):
 
 
 class ThroughputUnit(NamedTuple):
-    """The divisor of throughput: so many GPUs or workers, or one fleet."""
+    """What throughput is divided by: a number of GPUs or of workers, or one fleet."""
 
     unit: str  # gpu, worker or fleet
     n: int = 1
@@ -45,9 +45,9 @@ class LevelFigures:
 
 
 def met(served: ServedRequest, targets: Targets) -> bool:
-    """Whether a request was answered, within every target there is.
+    """Whether a request was answered, and within every target that is given.
 
-    An answer of one token has no ITL, and so no way to miss its target.
+    An answer of one token has no ITL, and so cannot miss the target of it.
     """
     ttft_s, itl_s = served.ttft_s, served.itl_s
     return (
@@ -58,16 +58,16 @@ def met(served: ServedRequest, targets: Targets) -> bool:
 
 
 def problem(served: ServedRequest) -> str | None:
-    """Why a request does not count as answered: its status, or `BROKEN`."""
+    """Why a request does not count as answered: a gRPC status or `BROKEN`; None: it was answered."""
     if served.failed:
         return served.status.code.name
     return BROKEN if served.fault else None
 
 
 def figures(level: LevelFigures, *, targets: Targets, share: ThroughputUnit) -> dict[str, Figure]:
-    """A row of the CSV file, its columns in order; None: no value.
+    """The figures of a level by column, in the order of the CSV file; None: no value.
 
-    Latency and tokens are those of answered requests; `sla_met` is the share of all requests.
+    Latencies and tokens are those of answered requests; `sla_met` is the share of all requests.
     """
     answered = [one for one in level.served if problem(one) is None]
     n_tokens = sum(len(one.tokens) for one in answered)
@@ -124,7 +124,7 @@ def csv_text(rows: Sequence[Mapping[str, Figure]], about: Mapping[str, Figure]) 
 
 
 def table(rows: Sequence[Mapping[str, Figure]], title: str) -> Table:
-    """A table for people. Latencies are p50, p90 and p99."""
+    """A table, for people, of rows of figures; latencies are p50, p90 and p99."""
     shown = Table(title=title, title_justify="left", pad_edge=False, collapse_padding=True)
     unit = {"gpu": "GPU", "worker": "worker", "fleet": "fleet"}[str(rows[0]["share"])]
     columns = ["at once", "req/s", "tokens/s", "/user", f"/{unit}"]

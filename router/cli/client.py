@@ -71,7 +71,7 @@ class RequestOptions(NamedTuple):
         return [(key, str(value)) for key, value in pairs if value is not None]
 
     def message(self, model: str) -> oe.GenerateRequest:
-        """The request, with an id of its own."""
+        """The request as a message, with a new id."""
         request = oe.GenerateRequest(
             request_id=uuid.uuid4().hex, model=model, token_ids=oe.TokenIds(ids=self.prompt)
         )
@@ -81,9 +81,7 @@ class RequestOptions(NamedTuple):
 
 
 def read_prompt(tokens: str | None, isl: int | None) -> list[int]:
-    """The prompt of `--tokens 1,2,3`, `--tokens @FILE` or `--isl N`.
-
-    Raises `UsageError` naming the flag.
+    """The prompt of `--tokens 1,2,3`, `--tokens @FILE` or `--isl N`. Raises `UsageError` naming the option.
 
     >>> read_prompt("5, 6", None)
     [5, 6]
@@ -326,7 +324,7 @@ def _show_reload(answer: gw.ReloadResponse, *, dry_run: bool) -> None:
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """Protobuf's JSON under the names of the proto file, 64-bit numbers as numbers."""
+    """A message as a dict for JSON: names of the proto file, zeros too, 64-bit numbers as numbers."""
     # Zeros are figures here, such as of a worker with nothing in flight.
     value = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True

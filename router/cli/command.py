@@ -31,14 +31,14 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 
 def fail(message: object) -> NoReturn:
-    """End the command with the status of a usage error."""
+    """Print `message` on stderr, and end the command with the exit status of a usage error."""
     errors.print(f"slagate: {message}")
     raise typer.Exit(EXIT_USAGE)
 
 
 @contextmanager
 def ending_on_usage_error() -> Iterator[None]:
-    """An error in the block that the user made ends the command, with the error's words."""
+    """Within the `with`, a `ConfigError` or `UsageError` ends the command as `fail` does."""
     try:
         yield
     except (ConfigError, UsageError) as error:
@@ -46,7 +46,7 @@ def ending_on_usage_error() -> Iterator[None]:
 
 
 def parsed_address(text: str) -> Address:
-    """The address that an option names. Raises `BadParameter`."""
+    """Parse an option's HOST:PORT. Raises `BadParameter`."""
     try:
         return parse_address(text)
     except ValueError as error:
@@ -55,7 +55,7 @@ def parsed_address(text: str) -> Address:
 
 @contextmanager
 def until_reader_leaves() -> Iterator[None]:
-    """A block that prints to stdout, and ends without an error where the reader closes the pipe.
+    """Within the `with`, print to stdout; if the reader closes the pipe, the `with` ends without an error.
 
     It is for commands whose status says more than whether they could print.
     """
@@ -70,7 +70,7 @@ def until_reader_leaves() -> Iterator[None]:
 def run_to_exit(
     main_coroutine: Callable[[], Coroutine[Any, Any, int]], *, starts_processes: bool = False
 ) -> NoReturn:
-    """Run the coroutine, print what it could not do, and exit with its status. It runs on uvloop.
+    """Run the coroutine on uvloop and exit with its status; an error that is no bug is only printed.
 
     A command that `starts_processes` while gRPC is in use runs on asyncio's own loop, which uses vfork:
     gRPC's threads, and its log, do not react to that.
@@ -115,7 +115,7 @@ def finite(value: float | None) -> float | None:
 
 
 def whole_numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
-    """The numbers of `--option 1,2,4`, sorted, each once; other text ends the command."""
+    """The numbers of `--option 1,2,4`, sorted, each once; other text, or one below `least`, is refused."""
     words = text.split(",")
     if not all(word.isascii() and word.isdigit() and int(word) >= least for word in words):
         fail(f"{option} must be whole numbers from {least} on with commas between (got {text!r})")
@@ -200,7 +200,7 @@ COLUMNS = 100
 
 
 def codes_to_ignore(codes: Iterable[str] | None, known: Iterable[str], *, page: str) -> set[str]:
-    """The codes that `--ignore` names; an unknown one ends the command with a pointer to the `page`."""
+    """The codes that `--ignore` names. One that is not in `known` ends the command; `page` lists these."""
     ignored = {code.upper() for code in codes or ()}
     for code in sorted(ignored - set(known)):
         near = nearest(code, known, least=0.0)
@@ -209,7 +209,7 @@ def codes_to_ignore(codes: Iterable[str] | None, known: Iterable[str], *, page: 
 
 
 class ShownFinding(NamedTuple):
-    """A finding as a command prints it: as text, or as the `fields` of a JSON object."""
+    """A finding as a command prints it: as text, or as a JSON object of its `fields`."""
 
     title: str
     message: str
@@ -219,7 +219,7 @@ class ShownFinding(NamedTuple):
 
 
 def print_findings(found: Iterable[ShownFinding], summary: str, *, as_json: bool) -> None:
-    """Print findings on stdout, JSON Lines or text with a summary as the last line."""
+    """Print findings on stdout: as JSON Lines, or as text with `summary` as the last line."""
     with until_reader_leaves():
         for each in found:
             if as_json:

@@ -34,7 +34,7 @@ def read_fleet(
     pool: Sequence[str] | None,
     unreported: str | None = None,
 ) -> FleetConfig:
-    """The fleet file with the pools and workers of the options, not checked for serving; see `checked`."""
+    """Read a fleet file with the options' pools and workers, not checked for serving; else as `checked`."""
     workers = pool_workers(pool or ())
     return checked(
         lambda: load_config(path, lenient=lenient, pools=pools, workers=workers),
@@ -53,7 +53,7 @@ def checked(read: Callable[[], FleetConfig], *, unreported: str | None = None) -
 
 
 def pool_workers(options: Sequence[str]) -> dict[str, list[str]]:
-    """Addresses by pool, of options such as `fast=10.0.0.1:9000,10.0.0.2:9000`; others end the command."""
+    """Addresses by pool, of options `NAME=HOST:PORT,HOST:PORT`; one of another form ends the command."""
     workers: dict[str, list[str]] = {}
     for option in options:
         name, _, addresses = option.rpartition("=")  # a name may have a "=", an address has none

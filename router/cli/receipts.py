@@ -56,7 +56,7 @@ def recompute(
 async def print_receipts(
     target: str, *, tls: TlsFiles | None, follow: bool, limit: int | None
 ) -> int:
-    """Print the configuration and receipts of a running gateway; the exit status."""
+    """Print the configuration and receipts of a running gateway as JSON Lines; returns the exit status."""
     request = gw.WatchReceiptsRequest(follow=follow, limit=limit)
     async with admin_at(target, tls) as gateway:
         async for response in gateway.WatchReceipts(request):
@@ -73,7 +73,7 @@ def json_line(response: gw.WatchReceiptsResponse) -> str:
 
 
 class Recomputer:
-    """Decides receipts again, line by line, and counts the results."""
+    """Decides again the receipts in the output of `slagate receipts`, and counts the results."""
 
     def __init__(self) -> None:
         self.n_receipts = self.n_choices = self.n_mismatches = self.n_missed = 0
@@ -85,7 +85,7 @@ class Recomputer:
         return self.n_choices > 0 and not self.n_mismatches
 
     def read(self, lines: Iterable[bytes]) -> Iterator[str]:
-        """Decide again, and yield each choice that differs. Raises `UsageError` naming line and field."""
+        """Yield a text for each choice in these lines that differs. Raises `UsageError` naming the line."""
         n_lines = 0
         for line in lines:
             n_lines += 1
@@ -131,9 +131,9 @@ class Recomputer:
 
 
 def recompute_file(path: str) -> int:
-    """Decide again what a file of `receipts` holds, and print what differs; the exit status.
+    """Decide again the receipts in a file (`-`: stdin), and print what differs; returns the exit status.
 
-    `-` is stdin. Raises `UsageError` naming line and field.
+    Raises `UsageError` naming line and field.
     """
     recheck = Recomputer()
     with ExitStack() as stack:
@@ -148,7 +148,7 @@ def recompute_file(path: str) -> int:
 
 
 def parse_line(line: bytes) -> gw.WatchReceiptsResponse:
-    """The inverse of `json_line`. Raises `UnusableReceipt`."""
+    """Parse what `json_line` makes. Raises `UnusableReceipt`."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -36,7 +36,7 @@ TlsName = Annotated[
 def listener_tls(
     cert: Path | None, key: Path | None, client_ca: Path | None, *, insecure: bool
 ) -> TlsFiles | None:
-    """The files of listeners; None: plaintext. Without an option for either, the command ends."""
+    """The TLS files of listeners; None: plaintext. Without an option for either, the command ends."""
     files = TlsFiles(
         cert=_file("--tls-cert", cert),
         key=_file("--tls-key", key),
@@ -60,7 +60,7 @@ def dial_tls(
     insecure: bool,
     prefix: str = "",
 ) -> TlsFiles | None:
-    """The files of a client; None: plaintext. Without an option for either, the command ends."""
+    """The TLS files of a caller; None: plaintext. Without an option for either, the command ends."""
     files = TlsFiles(
         cert=_file(f"--{prefix}tls-cert", cert),
         key=_file(f"--{prefix}tls-key", key),

@@ -41,7 +41,7 @@ class PoolName(NamedTuple):
 
 
 class DemoFleet(NamedTuple):
-    """A running fleet. Addresses are host:port."""
+    """A running fleet with its gateway. Addresses are host:port."""
 
     gateway: str
     admin: str
@@ -108,7 +108,7 @@ async def start_fleet(
 
 
 async def kv_verify_failures(workers: tuple[str, ...]) -> int:
-    """KV blocks that were fetched and had wrong content, over all workers, by their own counts.
+    """How many fetched KV blocks had wrong content, by the workers' own counts, summed over `workers`.
 
     Raises `ChildError` for a worker that does not answer or does not count them.
     """

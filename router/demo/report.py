@@ -35,10 +35,10 @@ def pool_of(receipt: gw.Receipt | None, stage: Stage) -> str:
 
 
 def figures(rows: Sequence[DemoRow]) -> dict[str, object]:
-    """Latency in ms as the client saw it, and the share of targets met, 0 to 1.
+    """Figures of these requests: latency in ms as the client saw it, and shares (0 to 1) of targets met.
 
-    A request without a token has met no target. ITL is a request's mean; requests of fewer than two
-    tokens have none and do not count for it.
+    A request without a token has missed its TTFT target. ITL is a request's mean; requests of fewer than
+    two tokens have none and do not count for it.
     """
     ttft_met = [
         row.served.ttft_s is not None and row.served.ttft_s * 1000 <= row.arrival.sla.ttft_ms
@@ -63,7 +63,7 @@ def _ratio(met: Sequence[bool]) -> float | None:
 
 
 def build_report(rows: Sequence[DemoRow], pools: Sequence[tuple[Stage, str]]) -> dict[str, object]:
-    """The part of `build/demo.json` that comes from the requests."""
+    """The part of the report that comes from the requests: figures of all, of each pool, of each class."""
     problems = [
         f"{row.served.status.code.name}: {row.served.status.message}"
         if row.served.failed
@@ -102,10 +102,7 @@ def build_report(rows: Sequence[DemoRow], pools: Sequence[tuple[Stage, str]]) ->
 
 
 def _prefix(receipts: Sequence[gw.Receipt]) -> dict[str, int]:
-    """Prompt tokens that were predicted to be cached, and those that the engines said were.
-
-    The error is summed over requests without its sign, so that errors do not cancel out.
-    """
+    """Predicted and real numbers of cached prompt tokens; the error is a sum of absolute differences."""
     pairs = [
         (receipt.actual.predicted_cached_tokens, receipt.actual.cached_tokens)
         for receipt in receipts
@@ -135,7 +132,7 @@ def example(rows: Sequence[DemoRow]) -> DemoRow | None:
 
 
 def table(title: str, groups: object) -> Table:
-    """A table of `pools` or `classes` of the report."""
+    """A table of `groups`, which is `pools` or `classes` of the report."""
     assert isinstance(groups, dict)
     columns: dict[str, Callable[[dict[str, dict[str, object]]], str]] = {
         "requests": lambda group: str(group["requests"]),

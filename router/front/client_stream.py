@@ -58,7 +58,7 @@ Serve = Callable[[ClientCall], Coroutine[object, object, None]]
 
 
 class StreamContext:
-    """What the streams of all clients share. `serve` serves Generate; `local` has every other method."""
+    """What the streams of all clients share; `serve` is for Generate, `local` for every other method."""
 
     def __init__(self, serve: Serve, local: ConnectionPool, settings: Settings) -> None:
         limits = settings.clients
@@ -74,9 +74,9 @@ class StreamContext:
 
 
 class ClientStream(StreamHandler, ResponseWriter, PendingResponse, IncomingRequest):
-    """The handler of its stream, and the sink that its answer goes to.
+    """One Generate call: handles its HTTP/2 stream, and is the writer of its response.
 
-    What the client does not take at once waits here, where it can be dropped: the engine is given a
+    What the client does not take at once waits here, where it can be dropped: the HTTP/2 engine is given a
     message only when little of the stream is unsent.
     """
 
@@ -111,7 +111,7 @@ class ClientStream(StreamHandler, ResponseWriter, PendingResponse, IncomingReque
         peer: str,
         refusal: GatewayError | None = None,
     ) -> None:
-        """`fields` are the headers by name; with a `refusal` nobody serves it."""
+        """`fields` are the headers by name; a `refusal` is the error to end the call with at once."""
         self._stream = stream
         self._front = front
         self._peer = peer
@@ -253,9 +253,9 @@ class ClientStream(StreamHandler, ResponseWriter, PendingResponse, IncomingReque
             front.requests.discard(task)
 
     def refuse(self, error: GatewayError, /) -> None:
-        """Keep nothing of the request, and take no more of it.
+        """Drop the request and what is still to come of it, and end the call with `error`.
 
-        It ends by way of whoever serves requests, and counts there as any other.
+        It ends by way of `serve`, which records it like any other request.
         """
         if self._drop():
             front = self._front

@@ -40,7 +40,7 @@ class TimeoutQueue(Generic[T]):
         return self._due_s.pop(item, None) is not None
 
     def clear(self) -> None:
-        """Forget every item."""
+        """Forget every item, and stop the timer."""
         self._due_s.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -77,17 +77,17 @@ class PendingResponse(Protocol):
     __slots__ = ()
 
     def unsent(self) -> tuple[int, ...]:
-        """How many bytes are unread, by each count that falls when the client reads some."""
+        """Counts of bytes that the client has not read; when it reads some, at least one count falls."""
 
     def give_up(self) -> None:
-        """Reset the response: its client has not read it in time."""
+        """Reset the response's stream, as the client has not read it in time."""
 
 
 class SlowReaderTimeouts:
     """Gives up responses whose clients stopped reading, within `CHECK_S` of the response's deadline.
 
     A client that still makes progress gets up to `MOST_S` beyond the deadline, checked every `FLUSH_S`.
-    Nearly every response is discarded at once, so that a timer or an order for each is not worth its cost.
+    There is no timer for each response, as nearly all are discarded at once.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class SlowReaderTimeouts:
             self._slow.pop(item, None)
 
     def clear(self) -> None:
-        """Forget every item."""
+        """Forget every response, and stop the timer."""
         self._due_s.clear()
         self._slow.clear()
         if self._timer is not None:
@@ -150,7 +150,7 @@ EACH_BYTES = 4 << 10
 
 
 def full() -> GatewayError:
-    """The error of a request for which there is no room."""
+    """The error for a request that `IncomingRequestLimit` has no room for."""
     return Overloaded("too much of other requests is arriving at the gateway")
 
 
@@ -160,11 +160,11 @@ class IncomingRequest(Protocol):
     __slots__ = ()
 
     def refuse(self, error: GatewayError, /) -> None:
-        """End the request, and free what it holds."""
+        """End the request with `error`, and free the memory it holds."""
 
 
 class IncomingRequestLimit:
-    """Bounds bytes and time of requests that are not whole; a timer refuses the late ones."""
+    """Limits the memory and the time of requests that have not arrived whole; late ones are refused."""
 
     def __init__(self, *, max_bytes: int, limit_s: float) -> None:
         """`max_bytes` bounds all such requests together, `limit_s` each."""
@@ -179,7 +179,7 @@ class IncomingRequestLimit:
         return len(self._held_bytes)
 
     def admit(self, request: IncomingRequest) -> bool:
-        """Count the request from here on. False: there is no room for it."""
+        """Count a request, and start its time limit, until `done`. False: there is no room for it."""
         if self.n_bytes + EACH_BYTES > self._max_bytes:
             return False
         self.n_bytes += EACH_BYTES

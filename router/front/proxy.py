@@ -29,7 +29,7 @@ _LOST = Status(grpc.StatusCode.UNAVAILABLE, "the gateway is shutting down")
 
 
 class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
-    """Handles the client's stream of one call; `_Answer` handles the stream to the local server."""
+    """One call of a client that is passed on to the local server: handles the client's stream."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
         peer: str,
         refusal: Status | None = None,
     ) -> None:
-        """With a `refusal`, that is the response, and the call is not sent to the local server."""
+        """A `refusal` is the response itself: then the call is not passed on."""
         self._client = client
         self._headers = [*(field for field in headers if field[0] != _PEER), (_PEER, peer.encode())]
         self._front = front
@@ -78,7 +78,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
         self.response_ended()
 
     def response_ended(self) -> None:
-        """The whole response is queued: time its reader, and reset an unfinished request."""
+        """The whole response is queued: limit the time to read it, and end an unfinished request."""
         self.detach()
         self._add_untaken()
         if not self._has_ended:
@@ -88,7 +88,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
                 self.server.reset()
 
     def response_blocked(self) -> None:
-        """Start the timeout of a client that does not read its response, until `writable`."""
+        """The client does not read its response: limit the time until it does."""
         if not self._is_blocked:
             self._is_blocked = True
             self._client.tell_writable()
@@ -99,7 +99,7 @@ class ProxiedCall(StreamHandler, PendingCall, PendingResponse):
         front.untaken.start_timeout(self, front.loop.time() + front.settings.default_timeout_s)
 
     def detach(self) -> None:
-        """Send nothing more to the server."""
+        """Pass nothing more on to the server, and stop the time limit."""
         self.is_over = True
         self._front.local.drop(self)
         self._front.untaken.discard(self)

@@ -44,7 +44,7 @@ _PATH = GENERATE.encode()
 
 
 class Front(StreamContext):
-    """Has the clients' connections, and the requests that are being served."""
+    """The clients' connections of one listener, and the requests that are being served on them."""
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class Front(StreamContext):
         return _Client(self).connection
 
     def joined(self, client: "_Client") -> bool:
-        """A client has connected, with TLS once its handshake is done.
+        """Take a client that has connected, with TLS once its handshake is done.
 
-        False: the gateway is draining, or has as many connections as it may have.
+        False: it is refused, as the gateway is draining, or has as many connections as it may have.
         """
         if self._is_leaving:
             self.counts.refused(RefusedConnection.DRAINING)
@@ -98,7 +98,7 @@ class Front(StreamContext):
         return True
 
     def retire(self) -> None:
-        """Ask every client for no new requests; those that run or are on their way go on. Idempotent."""
+        """Ask all clients to send no new requests; those on their way are still served. Idempotent."""
         if self._is_leaving:
             return
         self._is_leaving = True
@@ -211,9 +211,9 @@ async def serve_front(
     tls: ssl.SSLContext | None = None,
     counts: ConnectionCounts | None = None,
 ) -> AsyncIterator[Front]:
-    """Serve clients on this socket, in plaintext without `tls`, for the time of the block.
+    """Serve clients on a listening socket within the `with`, in plaintext without `tls`.
 
-    `counts` has their connections.
+    `serve` serves Generate, the server behind `local` all other methods; `counts` counts connections.
     """
     loop = asyncio.get_running_loop()
     front = Front(serve, local, settings, counts=counts)

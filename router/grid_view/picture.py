@@ -68,10 +68,7 @@ def need_matplotlib() -> None:
 
 
 def missing_glyphs(views: Sequence[StageGridView]) -> str:
-    """Characters of these stages that the font of PNG files lacks, each once.
-
-    Raises `UsageError` without matplotlib.
-    """
+    """Characters in these stages that PNG's font lacks. Raises `UsageError` without matplotlib."""
     need_matplotlib()
     from matplotlib.font_manager import FontProperties, findfont
     from matplotlib.ft2font import FT2Font
@@ -97,7 +94,7 @@ def write_picture(views: Sequence[StageGridView], path: Path, *, kind: str) -> N
 
 @contextmanager
 def style(more: Mapping[str, Any]) -> Iterator[None]:
-    """Settings of matplotlib for the time of the block, whatever the user's own files set."""
+    """Within the `with`, matplotlib has its defaults and these settings, not the user's own."""
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
@@ -109,7 +106,7 @@ def style(more: Mapping[str, Any]) -> Iterator[None]:
 
 
 def save(figure: Any, path: Path, kind: str, *, option: str = "", **how: Any) -> None:
-    """Write a figure, without a date. Raises `UsageError` with the `option` that named the file."""
+    """Write a figure without a date; a `UsageError` names the file, and the `option` that it comes from."""
     metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
     try:
         figure.savefig(path, format=kind, dpi=DPI, metadata=metadata, **how)

@@ -13,7 +13,7 @@ from slagate.router.tables import BORDER, blocks, print_table
 
 
 def print_stage(console: Console, view: StageGridView) -> None:
-    """Print one stage, in as many tables as the width of the console asks for."""
+    """Print one stage's cells, pools and notes, in as many tables as the console's width asks for."""
     console.print(Text(view.title, style="bold"), soft_wrap=True)
     for panel in view.panels:
         written = _panel_text(view, panel, console.width)

@@ -34,7 +34,7 @@ def printable(text: str, most: int = MAX_NAME) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """A part of a whole in percent, rounded down to a tenth, so that it agrees with a mark for "below".
+    """A part of a whole in percent, rounded down to a tenth, so that no 94.99 % is shown as 95 %.
 
     >>> percent(9499, 10000), percent(1, 1), percent(1, 3000)
     ('94.9%', '100%', '<0.1%')
@@ -63,7 +63,7 @@ _TITLES = {
 
 
 class BandLabel(NamedTuple):
-    """One band of an axis, between two edges."""
+    """The edges of one band of an axis, as text."""
 
     low: str
     high: str
@@ -74,7 +74,7 @@ class BandLabel(NamedTuple):
 
 
 class AxisView(NamedTuple):
-    """One axis: its name with the unit, and its bands."""
+    """One axis: its name with the unit, its bands, and whether these are equally wide."""
 
     title: str
     bands: tuple[BandLabel, ...]
@@ -82,7 +82,7 @@ class AxisView(NamedTuple):
 
 
 class PoolRow(NamedTuple):
-    """A row of the table of pools; figures as text, `-` where there is none."""
+    """A row of the table of pools, with figures as text, `-` for none; the columns are `POOL_COLUMNS`."""
 
     number: int
     name: str
@@ -103,7 +103,7 @@ class Figure(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A table over two axes; `title` is its band of the third axis, or empty."""
+    """A table over the last two axes of a grid; of a third axis it has one band, which `title` names."""
 
     title: str
     layer: tuple[int, ...]
@@ -111,7 +111,7 @@ class Panel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageGridView:
-    """One stage of a fleet file."""
+    """The grid of one stage, as a table or a picture shows it."""
 
     stage: str
     title: str
@@ -127,21 +127,21 @@ class StageGridView:
     numbered_pools: frozenset[int] = frozenset()
 
     def cell_name(self, pool: int) -> str:
-        """The text for a pool in a cell with room for names."""
+        """The text for a pool, by number, in a cell with room for names."""
         return str(pool) if pool in self.numbered_pools else self.pools[pool].name
 
     def order(self, index: tuple[int, ...]) -> tuple[int, ...]:
-        """The pools of a cell: the first choice, then those that it spills to."""
+        """Numbers of the pools of a cell: the first choice, then those that it spills to."""
         return self.grid.pools_at(index)
 
     def share(self, index: tuple[int, ...]) -> str:
-        """The cell's share of the stage's traffic, in percent."""
+        """The cell's share of the stage's requests, in percent. Needs `traffic`."""
         assert self.traffic is not None
         cell = self.traffic.get(index)
         return percent(cell.n_requests, self.n_requests) if cell and self.n_requests else "0%"
 
     def figures(self, index: tuple[int, ...]) -> list[Figure]:
-        """The share of the cell's requests that failed, and of those judged that met their targets."""
+        """Percent of the cell's requests that failed, and of those judged that met their targets."""
         cell = CellTraffic() if self.traffic is None else self.traffic.get(index, CellTraffic())
         found = []
         if cell.n_failed:
@@ -158,7 +158,7 @@ class StageGridView:
 
 
 def stage_view(config: FleetConfig, stage: str, traffic: Traffic | None = None) -> StageGridView:
-    """The view of one stage of `config`; None: without traffic."""
+    """The view of one stage of `config`, with the traffic of its cells if there is any to show."""
     grid = config.stages[stage]
     defaults = _defaults(config, grid)
     *outer, rows, columns = grid.axes
@@ -184,7 +184,7 @@ def stage_view(config: FleetConfig, stage: str, traffic: Traffic | None = None) 
 
 
 def with_escapes(view: StageGridView, missing: Collection[str]) -> StageGridView:
-    """The view with these characters escaped; cells have the numbers of pools with such names."""
+    """The view with these characters escaped; in cells, pools whose names had one show their numbers."""
     escapes = {ord(char): char.encode("unicode_escape").decode() for char in missing}
     pools = [pool._replace(name=printable(pool.name.translate(escapes))) for pool in view.pools]
     return replace(
@@ -269,7 +269,7 @@ def _traffic_notes(traffic: Mapping[tuple[int, ...], CellTraffic] | None) -> lis
 
 
 class PoolColours(NamedTuple):
-    """The colours of a pool, as #rrggbb."""
+    """The colours of a pool's cells and text, as #rrggbb."""
 
     fill: str
     ink: str

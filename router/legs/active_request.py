@@ -46,8 +46,8 @@ TRAILER_LIMIT_S = 1.0
 
 
 @dataclass(slots=True)
-class Gateway:
-    """The parts of a gateway that requests use."""
+class RequestServices:
+    """What all requests of one gateway process share: the parts of the gateway that they use."""
 
     dispatcher: Dispatcher
     settings: Settings
@@ -55,29 +55,29 @@ class Gateway:
     receipts: ReceiptRing
     releaser: Releaser
     live: RunningRequests
-    instance_id: str
+    instance_id: str  # of the gateway process
     leg_numbers: Iterator[int]
     now_s: Callable[[], float]
 
     def next_leg_id(self) -> str:
-        """The id of a call to a worker, which no other call of this gateway has."""
+        """A new request id for a call to a worker; no other call of this gateway has it."""
         return f"{self.instance_id}-{next(self.leg_numbers)}"
 
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """One request's leases and handoff, and its calls to the leased workers."""
+    """One request from its assignment on: its leases, its handoff, and its calls to the leased workers."""
 
     call: ClientCall
-    gateway: Gateway
+    gateway: RequestServices
     record: Record
     request: Request
     ask: RoutingRequest
     assignment: Assignment
-    deadline_s: float
+    deadline_s: float  # on the gateway's clock
     handoff: Handoff | None = None
     preface: bytes = b""  # what the client is to get in front of the first token
-    started_over: bool = False
+    started_over: bool = False  # `start_over` was called once
     leg_started_s: float = 0.0
 
     def release_all(self) -> None:
@@ -87,9 +87,10 @@ class ActiveRequest:
         self.assignment.release()
 
     async def call_worker(self, lease: Lease, leg: bytes, sink: LegSink) -> GatewayError | None:
-        """Call the leased worker, and wait for the end; why it failed, None where it went well.
+        """Send the serialised request `leg` to the leased worker; returns why it failed, or None.
 
-        The call is cancelled when this coroutine is. Every call is an attempt in the record.
+        It waits for the end of the call, and cancels the call when it is cancelled. Every call becomes an
+        attempt in the record.
         """
         record, stage, member = self.record, sink.stage, lease.member
         assert member.worker is not None, member
@@ -127,7 +128,7 @@ class ActiveRequest:
         return failure
 
     def prefilled(self, stage: Stage, done_s: float | None, cached_tokens: int | None) -> None:
-        """Note for the feedback that the stage's prompt was processed; None: the engine does not say."""
+        """Record for the feedback when a prefill was done and what was cached (None: not known)."""
         record = self.record
         record.cached_tokens = cached_tokens
         if cached_tokens is not None and record.decision is not None:
@@ -152,7 +153,7 @@ class ActiveRequest:
         )
 
     def added_budget(self) -> int | None:
-        """The output budget to append to a leg: None where the client gave its own."""
+        """The output budget, in tokens, to append to a leg; None: the client gave its own."""
         return self.record.max_tokens if self.request.max_tokens is None else None
 
     def _leg_metadata(self, lease: Lease) -> Metadata:
@@ -170,7 +171,7 @@ class ActiveRequest:
         return metadata
 
     def hold_handoff(self, session: oe.KvSessionRef) -> None:
-        """Own the handoff in `session`: the prefill worker keeps its KV until it is pulled or released."""
+        """Take over the handoff that the prefill worker keeps parked, and release an earlier one."""
         if self.handoff is not None:
             self.handoff.release()
         holder = self.assignment.leases[Stage.PREFILL].member
@@ -189,10 +190,10 @@ class ActiveRequest:
         self._note_retry(stage, failure)
 
     async def start_over(self, failure: LegFailed) -> None:
-        """Assign prefill and decode anew. Raises `failure` when that cannot help, or was done before.
+        """Assign prefill and decode anew. Raises `failure` if that cannot help, or was done before.
 
-        A decode worker that accepted the handoff and then lost it (its prefill worker is gone, say) has
-        sent nothing, so the client cannot tell; only the KV has to be made again.
+        It helps where a decode worker accepted a handoff and then lost it, as when the prefill worker is
+        gone: the client has got nothing yet, and only the KV has to be made again.
         """
         lost = (
             failure.stage is Stage.DECODE

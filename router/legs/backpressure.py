@@ -7,9 +7,9 @@ from slagate.proto.rpc.sinks import Call, ResponseWriter, made_progress
 
 
 class Backpressure:
-    """Pauses a worker's stream when too much waits for the client, and resumes it when nothing does.
+    """Pauses a worker's stream on demand, and resumes it when nothing waits for the client any more.
 
-    A client that reads nothing for `limit_s` meanwhile is stuck: `stuck` is called, once.
+    If the client reads nothing for `limit_s` while the stream is paused, `stuck` is called, once.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class Backpressure:
         self._timer: asyncio.TimerHandle | None = None  # while the worker waits
 
     def pause_worker(self) -> bool:
-        """Have the worker wait. False: it does already, or its stream is over."""
+        """Pause the worker's stream. False: it is paused already, or over."""
         if self._call is None or self._timer is not None:
             return False
         self._call.pause()

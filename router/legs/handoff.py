@@ -35,14 +35,13 @@ UNCERTAIN = frozenset(
 
 
 class PrefillSink(LegSink):
-    """The sink of a prefill leg: waits for `prefill_ready`.
+    """The sink of a prefill leg, whose good end is the event `prefill_ready` with a handoff.
 
-    A session goes to `on_session` in the very step in which it arrives, so that a request cancelled in
-    the next one knows of it. Without failure and without session, `answer` has the whole response: the
-    very first token ended the request, and there is nothing to hand off. Only a stop can do that, or a
-    budget of one token (`only_token`); an engine that ends otherwise has lost its handoff. Token events
-    ahead of `prefill_ready` are TensorRT-LLM's and mean nothing: decode sends them again. It does not
-    repeat the prompt's own event, which only prefill can give: `preface` has it.
+    The handoff's session goes to `on_session` as soon as it arrives, so that not even a request that is
+    cancelled right then loses it. A leg may also end well without a handoff: its first token was a stop, or
+    all that the client wanted (`only_token`). Then `answer` has the whole response. Token events ahead of a
+    handoff are dropped, as decode sends them again. It does not repeat the prompt's own event: `preface`
+    has it, serialised.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class PrefillSink(LegSink):
     @property
     @override
     def may_have_parked(self) -> bool:
-        """Whether the answer may be lost: where the leg did not end by itself."""
+        """Whether the leg did not end by itself, so that the worker's last event may have been lost."""
         failure = self._failure
         return not self._terminal and (failure is None or failure.code in UNCERTAIN)
 
@@ -87,8 +86,8 @@ class PrefillSink(LegSink):
             self.cached_tokens = response.usage.cached_prompt_tokens
 
 
-def guard(session: oe.KvSessionRef, decode: Member) -> None:
-    """Raises `LegFailed` for a handoff that must not be sent to that decode worker.
+def check_handoff(session: oe.KvSessionRef, decode: Member) -> None:
+    """Check a handoff against the decode worker that is to get it. Raises `LegFailed`, not to be retried.
 
     A generation-only request with a bad handoff can stall an engine's executor, so it is checked here
     although the worker checks it too.
@@ -114,7 +113,7 @@ def _unusable(session: oe.KvSessionRef, decode: Member) -> str:
 
 
 class Handoff:
-    """KV parked on a prefill worker until a decode worker has it: used or released, exactly once."""
+    """KV that a prefill worker keeps parked for a decode worker, until `used` or `release` is called."""
 
     def __init__(self, session: oe.KvSessionRef, holder: Member, releaser: "Releaser") -> None:
         self.session = session
@@ -125,24 +124,24 @@ class Handoff:
         holder.add_hold()
 
     def used(self) -> None:
-        """Note that a decode worker has pulled it. Idempotent."""
+        """Note that a decode worker has fetched the KV. Idempotent; no effect after `release`."""
         if self._open:
             self._open = False
             self._releaser.n_open -= 1
             self._holder.remove_hold()
 
     def release(self) -> None:
-        """Free it on its prefill worker, in the background: nobody will pull it. Idempotent."""
+        """Free the KV on its prefill worker, in the background. Idempotent; no effect after `used`."""
         if self._open:
             self._open = False
             self._releaser.start(self.session, self._holder)
 
 
 class Releaser:
-    """Frees what cancelled requests left on workers. Its task group outlives the requests."""
+    """Frees parked KV that nobody will fetch, in the background; `tasks` has to outlive the requests."""
 
     def __init__(self, tasks: TaskGroup, metrics: Metrics) -> None:
-        self.n_open = 0
+        self.n_open = 0  # handoffs that are neither used nor freed yet
         self._tasks = tasks
         self._metrics = metrics
 
@@ -151,10 +150,9 @@ class Releaser:
         self._tasks.start_soon(self._release, session, holder)
 
     def abort(self, leg_id: str, worker: Member) -> None:
-        """Begin to abort a prefill leg that may be answering at this moment; never waits.
+        """Begin to abort a prefill leg whose last event may be lost; never waits.
 
-        Cancelling its stream is enough while it runs. This frees the handoff of one that had finished
-        with its answer still under way.
+        To cancel its stream is enough while it runs; this also frees a handoff that was on its way already.
         """
         worker.add_hold()
         self._tasks.start_soon(self._abort, oe.AbortRequest(request_id=leg_id), worker)

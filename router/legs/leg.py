@@ -21,10 +21,10 @@ RETRYABLE = frozenset({UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
 class LegSink(StreamSink):
-    """The sink of a leg. `await completed()`, then `failure()` says how it went.
+    """Takes what a worker sends on one leg. `await completed()`, then `failure()` says how it went.
 
-    It is complete by the terminal event, by a failure, or by the end of the call, whichever is first. What
-    a worker sends behind its terminal event goes nowhere.
+    A leg is complete with the event that ends it well, with a failure, or with the end of the call,
+    whichever comes first. What a worker sends after the event goes nowhere.
 
     A worker that breaks the protocol (cannot be read, another request's id, no terminal event) counts as
     unavailable: the request may be fine with another one.
@@ -45,18 +45,18 @@ class LegSink(StreamSink):
 
     @abstractmethod
     def take_response(self, response: oe.GenerateResponse, data: bytes) -> None:
-        """Take one response of this leg, in both forms; calls `_finish` on the one that completes it."""
+        """Take one response of this leg, parsed and as bytes; the one that ends it well calls `_finish`."""
 
     def failure(self) -> GatewayError | None:
-        """Why the leg failed; None when it did not."""
+        """Why the leg failed; None: it did not, or not yet."""
         return self._failure
 
     def started(self, call: Call, /) -> None:
-        """Take the call whose sink this is; it may be paused."""
+        """Called with the leg's call once it has begun, for a sink that is to pause it."""
         return
 
     def detach(self) -> None:
-        """Forget the call: nobody waits for the leg any more."""
+        """Called when nobody waits for the leg any more; drops the call of `started`."""
         return
 
     @override
@@ -93,13 +93,13 @@ class LegSink(StreamSink):
         self._completed()
 
     async def completed(self) -> None:
-        """Wait until it is complete. One coroutine waits at a time, here or for the end."""
+        """Wait until the leg is complete. Only one coroutine may wait at a time, here or in `ended`."""
         if not self.is_complete:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
     async def ended(self, limit_s: float) -> None:
-        """Wait for the end of the call, at most that long."""
+        """Wait for the end of the call, at most `limit_s`."""
         if not self.has_ended:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -110,7 +110,7 @@ class LegSink(StreamSink):
                 timer.cancel()
 
     def worker_lost(self, reason: str) -> None:
-        """Fail the leg if it can be repeated elsewhere: the worker is out of service."""
+        """Fail the leg as its worker is out of service, unless a repetition might do something twice."""
         if not self._committed and not self._terminal and self._failure is None:
             self._lost = True
             self._fail(Status(UNAVAILABLE, f"is out of service: {reason}"))
@@ -123,7 +123,7 @@ class LegSink(StreamSink):
 
     @property
     def may_have_parked(self) -> bool:
-        """Whether the worker may hold a handoff of this leg that the gateway has not got."""
+        """Whether the worker may have parked KV for this leg whose handoff did not get to the gateway."""
         return False
 
     @property

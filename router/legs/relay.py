@@ -79,9 +79,10 @@ def plain_tokens(data: bytes, at: int) -> int:
 class Relay(LegSink):
     """The sink of a leg whose output the client gets.
 
-    Before the first relayed message a worker's error is held back, so that it can be answered with a gRPC
-    status, or the leg tried elsewhere; after it the error event itself is relayed. `preface`, a message of
-    an earlier leg, goes in front of that first one.
+    Before the first relayed message a worker's error is held back, so that the client can get a gRPC status
+    for it, or the leg can be tried elsewhere; later the error event itself is relayed. `preface`, a message
+    of an earlier leg, goes in front of that first one. `on_token` is called with the first token and maybe
+    with later ones, `on_answered` when the whole answer was passed on.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class LoadRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """One request with its answer, and how long that took."""
+    """One request that has ended: its answer, its latencies, and what was wrong with it."""
 
     request_id: str
     # Sent so much after its time; above a few ms the client was the bottleneck.
@@ -64,7 +64,7 @@ class Progress:
 
 
 class StreamProbe:
-    """The sink of one request: keeps its tokens and their times, and checks the order of events."""
+    """The sink of one request: keeps its tokens and times, and checks the stream against the contract."""
 
     def __init__(self, request_id: str, *, now_s: Callable[[], float], progress: Progress) -> None:
         self.ended = anyio.Event()
@@ -113,7 +113,7 @@ class StreamProbe:
         self.ended.set()
 
     def served(self, *, late_s: float) -> ServedRequest:
-        """The result, once `ended` is set."""
+        """The result, once `ended` is set; `late_s` is how long after its time the request was sent."""
         status = self._status
         if status.code is grpc.StatusCode.OK and self._engine_error is not None:
             status = status_of_engine_error(self._engine_error)._replace(trailers=status.trailers)
@@ -207,10 +207,11 @@ async def run_load(
     on_change: Callable[[Progress], None],
     now_s: Callable[[], float] = monotonic_s,
 ) -> list[ServedRequest]:
-    """Send every request at its time, spread over `targets`, and wait for all; in order of sending.
+    """Open loop: send every request at its time, spread over `targets`, and wait until all have ended.
 
-    `requests` is read one ahead of its time, so that prompts need not all be in memory. `timeout_s` is each
-    request's deadline. `on_change` is called when a request starts or ends. `now_s` measures latencies.
+    Results are in the order of sending. `requests` is read one ahead of its time, so that prompts need not
+    all be in memory. `timeout_s` is each request's deadline. `on_change` is called when a request starts or
+    ends. `now_s` measures latencies.
     """
     results: dict[int, ServedRequest] = {}
     send = _sender(timeout_s, on_change, now_s)
@@ -240,9 +241,9 @@ async def run_callers(
 ) -> None:
     """Closed loop: each of `concurrency` callers sends its next request when its last one has ended.
 
-    It ends when there are no more `requests`, or `seconds` are over, and all that were sent have ended.
-    Their own times (`at_s`) do not count. `results` gets each as it ends, so that a caller who cancels
-    this has what was measured until then. The rest is as in `run_load`.
+    It ends when `requests` or `seconds` are used up and all that were sent have ended; `at_s` of requests
+    does not count. Results are appended to `results` as requests end, so that a caller who cancels this
+    keeps them. The other parameters are those of `run_load`.
     """
     send = _sender(timeout_s, on_change, now_s)
     started_s = anyio.current_time()
@@ -262,6 +263,6 @@ async def run_callers(
 def percentiles_ms(
     seconds: Iterable[float | None], *, of: Sequence[int] = (50, 99)
 ) -> dict[str, float | None]:
-    """Percentiles in ms, as p50 and p99, None left out; without any value all are None."""
+    """Percentiles in ms, by name as "p50", of the seconds that are not None; without any, all are None."""
     ms = [value * 1000 for value in seconds if value is not None]
     return {f"p{q}": round(float(np.percentile(ms, q)), 3) if ms else None for q in of}

@@ -34,7 +34,7 @@ class TraceError(UsageError):
 
 
 class TraceRequest(NamedTuple):
-    """One line of a trace."""
+    """One request of a trace in Mooncake's format."""
 
     timestamp_ms: float  # from the start of the trace
     isl_tokens: int
@@ -43,12 +43,12 @@ class TraceRequest(NamedTuple):
 
     @property
     def conversation(self) -> int:
-        """The id of the second block: the first is a system prompt that unrelated requests share."""
+        """The second block: the first is a system prompt, which unrelated conversations share."""
         return self.hash_ids[min(1, len(self.hash_ids) - 1)]
 
 
 class SlaClass(NamedTuple):
-    """A class of requests and its targets, in wire units."""
+    """A class of requests, with its targets in ms."""
 
     name: str
     ttft_ms: int
@@ -154,10 +154,10 @@ def prompt_tokens(request: TraceRequest, vocab_size: int) -> npt.NDArray[np.uint
 def arrivals(
     trace: Sequence[TraceRequest], *, compression: float, rng: random.Random
 ) -> Iterator[Arrival]:
-    """The replay of `trace`, `compression` times as fast as it was recorded.
+    """Yield the requests of a replay of `trace`, `compression` times as fast as it was recorded.
 
-    All turns of a conversation are of one class. Conversations draw their classes in rounds of one of
-    each, in random order, so that each class gets a third of them.
+    All turns of a conversation are of one class. Conversations draw their classes in rounds of one of each,
+    in random order, so that each class gets a third of them.
     """
     classes: dict[int, SlaClass] = {}
     remaining: list[SlaClass] = []

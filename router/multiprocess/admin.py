@@ -33,10 +33,10 @@ Write = Callable[[gw.WatchReceiptsResponse], Awaitable[None]]
 
 
 async def watch_all(supervisor: Supervisor, request: gw.WatchReceiptsRequest, write: Write) -> None:
-    """Write what `WatchReceipts` of each process gives.
+    """Write the `WatchReceipts` responses of all processes, merged, to one reader.
 
-    Kept receipts come in the order in which their requests ended. Where a process ends, a follower goes on
-    with the next one in its place; receipts that the first had not sent are lost.
+    Kept receipts come in the order in which their requests ended. Where a process ends, the one that takes
+    its place is followed on; receipts that the first had not sent are lost.
     """
     children = list(supervisor.running.values())
     out = _Writer(write)
@@ -164,7 +164,7 @@ class MultiprocessAdminService(ReloadService):
         self._now_s = now_s
 
     async def Explain(self, request: Any, context: Any) -> gw.Decision:
-        """The decision of one process: it counts the leases of all, and has a prefix index of its own."""
+        """The decision of one process, which knows the leases of all, and has its own prefix index."""
         metadata = [
             (key, value)
             for key, value in context.invocation_metadata() or ()
@@ -182,7 +182,7 @@ class MultiprocessAdminService(ReloadService):
         await abort(context, *_NOBODY)
 
     async def ListPools(self, request: Any, context: Any) -> gw.ListPoolsResponse:
-        """Every pool with its load and counts."""
+        """The load and counts of every pool, summed over the processes; of errors the largest."""
         answers = await self._ask("ListPools", request, context)
         pools = _merged(
             [pool for answer in answers for pool in answer.pools], lambda pool: pool.name, _add_pool
@@ -203,7 +203,7 @@ class MultiprocessAdminService(ReloadService):
         )
 
     async def ListWorkers(self, request: Any, context: Any) -> gw.ListWorkersResponse:
-        """Every worker with its health, leases and last report."""
+        """Every worker with the sum of its leases, its worst health and its newest load report."""
         answers = await self._ask("ListWorkers", request, context)
         workers = [worker for answer in answers for worker in answer.workers]
         return gw.ListWorkersResponse(
@@ -211,7 +211,7 @@ class MultiprocessAdminService(ReloadService):
         )
 
     async def ListCells(self, request: Any, context: Any) -> gw.ListCellsResponse:
-        """How many requests each grid cell had and how many met their targets, with the configuration."""
+        """The counts of `AdminService.ListCells`, summed over the processes."""
         answers = await self._ask("ListCells", request, context)
         version = self._reloader.version
         # All but the moment of a reload are of one version.

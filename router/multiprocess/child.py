@@ -40,35 +40,35 @@ METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class ProcessSlot(msgspec.Struct, frozen=True):
-    """The place of one process among those of its gateway."""
+    """The place of one process among those of its gateway; a process that is started again keeps it."""
 
-    number: int
+    number: int  # from 0 on
     n_processes: int
-    folder: str
+    folder: str  # of all its processes: sockets, counts, the configuration
     instance_id: str  # of the gateway
     port: int  # of the clients' listener
 
     def path(self, name: str, *, number: int | None = None) -> Path:
-        """A file or socket of one process in the gateway's folder, by default of this one."""
+        """The path of a file or socket of one process, by default this one, in the gateway's folder."""
         return Path(self.folder) / f"{self.number if number is None else number}.{name}"
 
     @property
     def counts(self) -> Path:
-        """The file of `SharedCounts`."""
+        """The path of the file of `SharedCounts`."""
         return Path(self.folder) / "counts"
 
     @property
     def config(self) -> Path:
-        """The file with the configuration in force, a `GatewayConfig`."""
+        """The path of the file with the configuration in force, a `GatewayConfig` message."""
         return Path(self.folder) / "config"
 
     def in_environment(self) -> dict[str, str]:
-        """The variables for a child."""
+        """The environment variables by which a child gets this slot; see `own_place`."""
         return {PLACE: msgspec.json.encode(self).decode()}
 
 
 def own_place() -> ProcessSlot | None:
-    """This process's place; None: it was not started by another one of its gateway."""
+    """Take this process's slot out of the environment; None: no parent of a gateway has started it."""
     text = os.environ.pop(PLACE, None)
     return None if text is None else msgspec.json.decode(text, type=ProcessSlot)
 
@@ -82,9 +82,9 @@ def config_in_force(place: ProcessSlot) -> FleetConfig:
 async def parent_watched(
     place: ProcessSlot, stop: anyio.Event, *, hangup: Callable[[], None]
 ) -> AsyncIterator[None]:
-    """Within the block, set `stop` when the parent ends, and call `hangup` when it passes a SIGHUP on.
+    """Within the `with`, set `stop` when the parent ends, and call `hangup` when it passes on a SIGHUP.
 
-    After the block, remove the gateway's folder if the parent has ended: it could not do so itself.
+    Afterwards, remove the gateway's folder if the parent has ended, as it could not do so itself.
     """
     loop = asyncio.get_running_loop()
     has_ended = False
@@ -108,7 +108,7 @@ async def parent_watched(
 
 
 class ChildService(ps_grpc.ProcessServicer):
-    """Answers the parent and the other processes."""
+    """What the parent and the other processes of the gateway ask of this one."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class ChildService(ps_grpc.ProcessServicer):
         self._prepared: Proposal | None = None
 
     async def Prepare(self, request: Any, context: Any) -> ps.PrepareResponse:
-        """Check another configuration, and keep it for `PutInForce`."""
+        """Check a configuration, and keep it for `PutInForce`; a response with a `problem` refuses it."""
         try:
             self._prepared = await run_sync(self._read, request)
         except (ConfigError, UnusableReceipt) as error:
@@ -137,7 +137,7 @@ class ChildService(ps_grpc.ProcessServicer):
         return self._reloader.propose(lambda: config)
 
     async def PutInForce(self, request: Any, context: Any) -> ps.PutInForceResponse:
-        """Put in force what `Prepare` checked last."""
+        """Put in force what `Prepare` checked last, if it is of the version that is asked for."""
         found = self._prepared
         if found is None or found.message.version != request.version:
             reason = f"version: {request.version[:80]!r} was not prepared"
@@ -147,7 +147,7 @@ class ChildService(ps_grpc.ProcessServicer):
         return ps.PutInForceResponse()
 
     async def Look(self, request: Any, context: Any) -> ps.LookResponse:
-        """Whether the process is ready, and its gauges."""
+        """Why the process is not ready, if so, and on request its gauges as Prometheus text."""
         found = ps.LookResponse(not_ready=self._not_ready())
         if request.metrics:
             # Thousands of series take milliseconds that the loop does not have.
@@ -155,6 +155,6 @@ class ChildService(ps_grpc.ProcessServicer):
         return found
 
     async def Abort(self, request: Any, context: Any) -> ps.AbortInProcessResponse:
-        """End a client's requests with this id."""
+        """End a client's requests with this id that run in this process."""
         found = self._running.abort(request.peer, request.request_id, Aborted(ABORTED))
         return ps.AbortInProcessResponse(found=found)

@@ -50,7 +50,7 @@ _OF_THE_PARENT = frozenset({"slagate_reloads"})
 
 
 class MergedMetrics(Collector):
-    """Collects the metrics of all processes, for a registry that does not describe them beforehand."""
+    """Collects the metrics of all processes; its registry must not describe them beforehand."""
 
     def __init__(
         self, supervisor: Supervisor, counts: SharedCounts, folder: Path, *, own: Metrics
@@ -111,7 +111,7 @@ class MergedMetrics(Collector):
 
 
 def merged(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
-    """Gauges of several processes as those of one."""
+    """Merge gauges of several processes: of a gauge's values the sum, the least or the largest counts."""
     found: dict[str, Metric] = {}
     values: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for families in processes:
@@ -139,7 +139,7 @@ def merged(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
 
 
 def looks(supervisor: Supervisor, request: ps.LookRequest) -> list[ps.LookResponse]:
-    """`Look` responses of the running processes. For any thread but that of the event loop."""
+    """Ask the running processes for `Look`, and wait for the answers; not from the event loop's thread."""
     asked = []
     for _, child in sorted(supervisor.running.items()):
         with suppress(ValueError):  # it has just ended, and its channel is closed
@@ -153,7 +153,7 @@ def looks(supervisor: Supervisor, request: ps.LookRequest) -> list[ps.LookRespon
 
 
 def not_ready(supervisor: Supervisor) -> str:
-    """Why no process can serve a request; empty when one can."""
+    """Why no process can serve a request, empty when one can; not from the event loop's thread."""
     if supervisor.stopping.is_set():
         return "draining"
     said = [answer.not_ready for answer in looks(supervisor, ps.LookRequest())]

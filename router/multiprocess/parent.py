@@ -51,9 +51,9 @@ async def serve_as_parent(
     arguments: Sequence[str],
     tls: TlsFiles | None,
 ) -> int:
-    """Run a gateway of several processes until SIGTERM or SIGINT; the exit status.
+    """Run a gateway of several processes until SIGTERM or SIGINT, and return the exit status.
 
-    Parameters are those of `app.serve`, but `tls` is for operators only. Each child is started with
+    Parameters are those of `app.serve`, but `tls` is for operators only. Each child is `slagate` with
     `arguments`. Raises `OSError` or `TlsError`.
     """
     in_force = Proposal.of(config, policy=settings.policy)
@@ -106,7 +106,7 @@ async def serve_as_parent(
 def _gateway_folder(
     listen: Address, n_processes: int
 ) -> Iterator[tuple[ProcessSlot, SharedCounts]]:
-    """The slot of process 0, and the counts, of a new gateway whose port nobody else has in the block."""
+    """The slot of process 0, and the counts, of a new gateway, whose port is taken within the `with`."""
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="slagate-", dir=_memory()))
         # Nobody else may listen there. The children share the port with each other and with a socket that

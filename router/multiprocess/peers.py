@@ -35,7 +35,7 @@ ABORT_LIMIT_S = 1.0
 
 
 class PeerProcesses(PeerGateways):
-    """The other processes, as `counts` shows them."""
+    """The other processes of this gateway, as the shared memory of `counts` shows them."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class PeerProcesses(PeerGateways):
         now_s: Callable[[], float],
         admin_path: Callable[[int], Path],
     ) -> None:
-        """`wake` wakes the process of that number; `admin_path` is the socket that it answers on."""
+        """`wake` wakes the process of a number; `admin_path` gives the socket that it answers on."""
         super().__init__()
         assert counts.number is not None, "the parent has no peers"
         self.n_peers = counts.n_processes - 1
@@ -169,7 +169,7 @@ class PeerProcesses(PeerGateways):
 def joined_peers(
     place: ProcessSlot | None, *, now_s: Callable[[], float]
 ) -> Iterator[PeerGateways]:
-    """Join the other processes for the time of the block; with no `place` there are none."""
+    """Within the `with`, be the process of `place` among its peers, which it yields (None: no peers)."""
     if place is None:
         yield PeerGateways()
         return
@@ -206,6 +206,6 @@ def joined_peers(
 
 
 def send_wake(sender: socket.socket, path: Path) -> None:
-    """Wake a process. Errors do not matter: it is not there, or has wakes enough to read."""
+    """Wake the process whose socket is at `path`. Errors are ignored: it is gone, or has wakes to read."""
     with suppress(OSError):
         sender.sendto(b"!", str(path))

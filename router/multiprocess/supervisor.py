@@ -52,7 +52,7 @@ UNKNOWN = 255
 
 
 class GatewayChild:
-    """A process of the gateway that is ready, and how the parent asks it."""
+    """A process of the gateway that is ready, with gRPC stubs to call it."""
 
     def __init__(self, place: ProcessSlot, process: ChildProcess) -> None:
         self.number = place.number
@@ -72,7 +72,7 @@ class GatewayChild:
 
 
 class Supervisor:
-    """Keeps the processes running. `running` has those that are ready, by number."""
+    """Starts the processes, and again those that end. `running` has those that are ready, by number."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Supervisor:
         stop_limit_s: float,
         now_s: Callable[[], float],
     ) -> None:
-        """`place` is that of process 0; each process is started with `arguments`."""
+        """`place` is that of process 0; each process is `slagate` with `arguments`."""
         self.running: dict[int, GatewayChild] = {}
         self.n_restarts = 0
         self.n_lost = 0  # requests that were running in processes when these ended
@@ -99,7 +99,7 @@ class Supervisor:
         self._one_at_a_time = anyio.Lock()
 
     async def run(self, on_ready: Callable[[], None]) -> int:
-        """Run the processes until `stop`; the exit status, also if a process could not be started."""
+        """Run the processes until `stop`; returns the exit status. `on_ready` is called once all serve."""
         try:
             async with self._one_at_a_time, anyio.create_task_group() as starts:
                 for place in self._places:
@@ -126,7 +126,7 @@ class Supervisor:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of those that run, by number."""
+        """Process ids of the processes that are ready, in the order of their numbers."""
         return [child.process.pid for _, child in sorted(self.running.items())]
 
     def stop(self) -> None:
@@ -135,7 +135,7 @@ class Supervisor:
         self._signal_all(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End all processes now; `stop` came before."""
+        """End all processes at once; call `stop` before, or they are started again."""
         self._signal_all(signal.SIGKILL)
 
     def _signal_all(self, number: signal.Signals) -> None:
@@ -143,7 +143,7 @@ class Supervisor:
             process.send_signal(number)
 
     def reread_tls(self) -> None:
-        """Have all processes read their TLS files again."""
+        """Have all ready processes read their TLS files again."""
         for child in self.running.values():
             child.process.send_signal(signal.SIGHUP)
 
@@ -265,7 +265,7 @@ class Supervisor:
 
 
 def write_config(place: ProcessSlot, message: gw.GatewayConfig) -> None:
-    """Write the configuration in force, for processes that start from now on."""
+    """Write the file of the configuration in force, which processes read when they start."""
     beside = place.config.with_suffix(".new")
     beside.write_bytes(message.SerializeToString())
     beside.rename(place.config)

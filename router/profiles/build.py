@@ -41,7 +41,7 @@ _MAX_BATCH_SIZE = 256
 
 
 class KvCache(NamedTuple):
-    """What one worker has room for, and the size of one token on one of its GPUs."""
+    """The KV cache of one worker in tokens, and the bytes of one token on one of its GPUs."""
 
     capacity_tokens: int
     gpu_bytes_per_token: int
@@ -55,9 +55,9 @@ def profile_content(
     *,
     on_size: Callable[[int], None],
 ) -> dict[str, object]:
-    """The content of a profile file; `on_size` is called with each size before its rows are asked for.
+    """The content of a profile file; `on_size` is called with each TP size before its rows are looked up.
 
-    Raises `UsageError` naming the row where the source has no number.
+    Raises `UsageError` naming the row for which AIConfigurator has no number.
     """
     sizes: dict[str, object] = {}
     kv_bytes = 0
@@ -102,9 +102,11 @@ def _checked(ms: float, digits: int, tp: int, row: tuple[int, int]) -> float:
 
 
 class AiConfigurator:
-    """AIConfigurator's numbers for one model on one system. Raises `UsageError`, also without it.
+    """AIConfigurator's timings of one model on one GPU system, for an idle worker of `tp` GPUs.
 
-    `engine_version` is TensorRT-LLM's; None: the newest that the database has for this system.
+    `engine_version` is TensorRT-LLM's; None: the newest that the database has for this system. Raises
+    `UsageError` if AIConfigurator is not installed or does not have this model and system; the methods do
+    if it does not have a number.
     """
 
     def __init__(self, model: str, system: str, engine_version: str | None) -> None:
@@ -137,13 +139,13 @@ class AiConfigurator:
         self.source = f"AIConfigurator {version('aiconfigurator')}, {modes}"
 
     def prefill_ms(self, tp: int, new_tokens: int, cached_tokens: int) -> float:
-        """Milliseconds of one prompt on an idle worker."""
+        """Milliseconds to prefill one prompt of `new_tokens` behind `cached_tokens` in the KV cache."""
         asked = {"isl": new_tokens + cached_tokens, "prefix": cached_tokens, "osl": 1}
         with _foreign_errors(f"prefill of {new_tokens} tokens with tp {tp}"):
             return float(self._static("static_ctx", tp, batch_size=1, **asked).ttft)
 
     def itl_ms(self, tp: int, batch_size: int, context_tokens: int) -> float:
-        """Milliseconds of one step of a batch."""
+        """Milliseconds of one decode step of a batch, in which each request has `context_tokens`."""
         # The first of an answer's two tokens comes from the prompt, the second from one step.
         asked = {"isl": context_tokens, "osl": 2, "stride": 1}
         with _foreign_errors(f"batch {batch_size} of {context_tokens} tokens with tp {tp}"):

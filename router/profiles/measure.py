@@ -29,14 +29,14 @@ from slagate.workers.worker import Worker
 
 
 class TimedPrompt(NamedTuple):
-    """One prompt as measured."""
+    """How long one prompt took."""
 
     seconds: float  # until its first token or its handoff
     cached_tokens: int  # that the worker says it had; 0 where it does not say
 
 
 class TokenArrival(NamedTuple):
-    """Tokens that came at one moment."""
+    """Tokens of one response, and when it came."""
 
     at_s: float
     n_tokens: int
@@ -44,7 +44,7 @@ class TokenArrival(NamedTuple):
 
 @dataclass(slots=True)
 class TimedStream:
-    """The sink of one request: when its tokens came, and what it ended in."""
+    """The sink of one request: records when its tokens came, and how it ended."""
 
     now_s: Callable[[], float]
     ticks: list[TokenArrival] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Bench:
         self._timeout_s, self._now_s = timeout_s, now_s
 
     async def prefill(self, prompt: Sequence[int]) -> TimedPrompt:
-        """Process one prompt. Raises `UsageError` when the worker refuses it."""
+        """Time one prompt with one token of output. Raises `UsageError` if it is not answered."""
         sent_s = self._now_s()
         request = _request(self._model, prompt, 1)
         if self._decode is None:
@@ -104,10 +104,10 @@ class Bench:
         return _timed(stream, sent_s)
 
     async def decode(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[TimedStream]:
-        """Have all prompts answered at once, in `n_tokens` each. Raises `UsageError`.
+        """Time `n_tokens` of output for each prompt, all prompts at once. Raises `UsageError`.
 
-        They are prefilled before that, one by one: into the cache of the aggregated worker, which is asked
-        for them again, or into handoffs for the decode worker.
+        The prompts are prefilled before that, one by one: into the cache of the aggregated worker, which is
+        asked for them again, or into handoffs for the decode worker.
         """
         asked = []
         for prompt in prompts:
@@ -193,14 +193,14 @@ class MeasurePlan:
 
 
 class MeasurableRange(NamedTuple):
-    """The limits of the rows: the longest context, and the KV cache of a rank."""
+    """The limits of what can be measured: the longest context, and the KV cache of one rank."""
 
     context_tokens: int
     kv_tokens: int
 
 
 class PrefillRow(NamedTuple):
-    """A row of `prefill` in a profile."""
+    """A row of `prefill` in a profile: how long a prompt of new tokens behind cached ones takes."""
 
     new_tokens: int
     cached_tokens: int
@@ -208,7 +208,7 @@ class PrefillRow(NamedTuple):
 
 
 class DecodeRow(NamedTuple):
-    """A row of `decode` in a profile."""
+    """A row of `decode` in a profile: how long one step of a batch takes."""
 
     batch_size: int
     context_tokens: int
@@ -218,7 +218,7 @@ class DecodeRow(NamedTuple):
 def capacity(server: oe.ServerInfo, model: oe.ModelInfo, kv_tokens: int | None) -> MeasurableRange:
     """The limits that a worker reports; `kv_tokens`, if given, replaces the KV cache that it reports.
 
-    Raises `UsageError` where neither is known.
+    Raises `UsageError` if the KV cache is neither reported nor given.
     """
     ranks = max(1, server.parallelism.data_parallel_size)
     said = server.capacity.total_kv_blocks * server.capacity.kv_block_size // ranks
@@ -237,10 +237,10 @@ async def measure_prefill(
     on_row: Callable[[str], None],
     into: list[PrefillRow] | None = None,
 ) -> list[PrefillRow]:
-    """The prefill rows that fit into the worker's limits.
+    """Measure the prefill rows of the plan that fit into the worker's limits.
 
-    `on_row` is called with a line for each row, also for one that is left out. Rows are appended to `into`
-    one by one, so that a caller who cancels this has those before.
+    `on_row` is called with a line of text for each row, also for one that is left out. Rows are appended to
+    `into` as they are measured, so that a caller who cancels this keeps them.
     """
     rows = [] if into is None else into
     for cached in plan.cached_tokens:
@@ -281,7 +281,7 @@ async def measure_decode(
     on_row: Callable[[str], None],
     into: list[DecodeRow] | None = None,
 ) -> list[DecodeRow]:
-    """The decode rows that fit into the worker's limits; else as `measure_prefill`."""
+    """Measure the decode rows of the plan that fit into the worker's limits, as `measure_prefill` does."""
     rows = [] if into is None else into
     for context in plan.contexts:
         for batch in plan.batches:
@@ -315,7 +315,7 @@ async def measure_decode(
 
 
 def itl_s(streams: Sequence[TimedStream]) -> float | None:
-    """Mean seconds of a step while all of these streams were decoding; None: fewer than `MIN_STEPS`."""
+    """Mean seconds of a step while all of these streams decoded; None: fewer than `MIN_STEPS` steps."""
     start_s = max(stream.ticks[0].at_s for stream in streams)
     end_s = min(stream.ticks[-1].at_s for stream in streams)
     means = []
@@ -329,7 +329,7 @@ def itl_s(streams: Sequence[TimedStream]) -> float | None:
 
 
 def fresh(n_tokens: int, rng: random.Random) -> list[int]:
-    """Random token ids from a range that every vocabulary has."""
+    """Random token ids from a range that every vocabulary has, for a prompt that nobody has cached."""
     return [rng.randrange(100, 20_000) for _ in range(n_tokens)]
 
 

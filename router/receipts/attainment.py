@@ -22,7 +22,7 @@ client's doing: it asked for what nobody can do, did not read its tokens, cancel
 
 
 class CellTraffic(NamedTuple):
-    """Counts of requests of one cell that have ended."""
+    """Counts of ended requests that were placed in one cell of a grid."""
 
     n_requests: int = 0
     n_met: int = 0  # judged, and every target of the stage was met
@@ -35,7 +35,7 @@ CellKey = tuple[Stage, tuple[int, ...]]
 
 
 class Attainment:
-    """Counts for one version of the configuration, in memory that is bounded by the cells of its grids.
+    """Counts how many requests each grid cell had, and how many met their targets, under one configuration.
 
     A prefill cell is judged by TTFT, a decode cell by ITL, an agg cell by both. A request that ended
     without its answer counts up to the stage in which it ended, and not in later ones.
@@ -47,7 +47,7 @@ class Attainment:
 
     @property
     def cells(self) -> Mapping[CellKey, CellTraffic]:
-        """The cells that had a request, as of now."""
+        """The counts so far of each cell that had a request; the others are absent."""
         return {key: CellTraffic(*counts) for key, counts in self._cells.items()}
 
     def restart(self, version: str) -> None:
@@ -56,7 +56,7 @@ class Attainment:
         self._cells = _Cells()
 
     def count(self, record: Record, outcome: Outcome) -> None:
-        """Count a request that has ended, for the stages that were decided under this version."""
+        """Count a request that has ended, in the stages that were decided under `version`."""
         decision = record.decision
         if decision is None:
             return

@@ -21,7 +21,7 @@ class UnusableReceipt(ValueError):
 
 
 def config_message(prepared: Prepared, *, policy: str) -> gw.GatewayConfig:
-    """The configuration on the wire; its version is the digest of the rest."""
+    """A configuration and the policy's name as a message; its `version` is the digest of the rest."""
     message = gw.GatewayConfig(
         fleet=prepared.config.text,
         estimators=[
@@ -35,7 +35,7 @@ def config_message(prepared: Prepared, *, policy: str) -> gw.GatewayConfig:
 
 
 class RecordedConfig(NamedTuple):
-    """A configuration read back from its message, for decisions made again."""
+    """A configuration read back from its message, as far as it takes to make decisions again."""
 
     version: str
     config: FleetConfig
@@ -51,7 +51,7 @@ class RecordedConfig(NamedTuple):
 
 
 def read_config(message: gw.GatewayConfig) -> RecordedConfig:
-    """The inverse of `config_message`. Raises `UnusableReceipt`."""
+    """Read and check what `config_message` wrote. Raises `UnusableReceipt`."""
     if message.version != _digest(message):
         raise UnusableReceipt("config.version: is not the digest of the rest")
     try:
@@ -75,7 +75,7 @@ def read_config(message: gw.GatewayConfig) -> RecordedConfig:
 
 
 def prepared_of(message: gw.GatewayConfig) -> Prepared:
-    """The configuration that `config_message` was given, as far as a gateway needs it.
+    """Prepare the configuration in a message to be put in force, with no need of its files.
 
     Its warnings and ignored keys are those of a file with this content. Raises `UnusableReceipt`.
     """

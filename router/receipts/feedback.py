@@ -12,7 +12,7 @@ from slagate.router.scheduling.policy import StageChoice
 
 
 def update_estimators(record: Record, fleet: Fleet) -> None:
-    """Correct the estimators by an ended request's prefills and ITL, and count its cache hits."""
+    """Correct the estimators of a request's pools by its prefills and ITL, and count its cache hits."""
     for prefilled in record.prefilled:
         _learn_prefill(prefilled, fleet)
     itl_s = record.latencies().itl_s

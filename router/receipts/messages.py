@@ -36,13 +36,13 @@ CANDIDATES_A_STEP = 32
 def decision_message(
     decision: Decision, *, request_id: str, max_tokens: int, top: int
 ) -> gw.Decision:
-    """The decision with at most `top` candidates a stage."""
+    """The decision as a message for a trailer, with at most `top` candidates a stage."""
     stages = (_choice_message(choice, choice.top(top)) for choice in decision.stages)
     return _decision_message(decision, request_id, max_tokens, stages)
 
 
 def decision_steps(decision: Decision, *, request_id: str, max_tokens: int) -> Steps[gw.Decision]:
-    """The decision with all that is needed to make it again."""
+    """Make, in steps, the message of a decision with all that is needed to decide again."""
     message = _decision_message(decision, request_id, max_tokens, ())
     for choice in decision.stages:
         message.stages.append((yield from choice_steps(choice)))
@@ -50,7 +50,7 @@ def decision_steps(decision: Decision, *, request_id: str, max_tokens: int) -> S
 
 
 def choice_steps(choice: StageChoice) -> Steps[gw.StageChoice]:
-    """The choice with all that is needed to make it again."""
+    """Make, in steps, the message of one stage's choice with all that is needed to make it again."""
     message = _choice_message(choice, ())
     message.pools.extend(_pool_look(scored.pool) for scored in choice.scored)
     for number, candidate in enumerate(_every_candidate(choice), start=1):
@@ -61,12 +61,12 @@ def choice_steps(choice: StageChoice) -> Steps[gw.StageChoice]:
 
 
 def sla_message(sla: Sla) -> gw.Sla:
-    """The SLA as it was parsed."""
+    """The SLA of a request as a message."""
     return gw.Sla(**{name: getattr(sla, name) for name in gw.Sla.DESCRIPTOR.fields_by_name})
 
 
 def candidate_message(candidate: ScoredRow, *, model: str) -> gw.Candidate:
-    """One row with its score; `model` is the request's."""
+    """One scored row as a message; `model` is the request's, which the worker may or may not serve."""
     view = candidate.view
     return gw.Candidate(
         worker=view.address,

@@ -41,7 +41,7 @@ _COUNTS = [name for name in (*FIGURES, *FIGURES_WITH_LIMIT) if name not in _SECO
 
 
 class Mismatch(NamedTuple):
-    """A choice that comes out otherwise than it is recorded."""
+    """A choice that comes out otherwise than it was recorded, with its first difference as two texts."""
 
     request_id: str
     stage: str
@@ -52,10 +52,11 @@ class Mismatch(NamedTuple):
 def decide_again(
     receipt: gw.Receipt, configs: Mapping[str, RecordedConfig]
 ) -> Iterator[Mismatch | None]:
-    """Each choice of a receipt, decided again; None: it comes out the same.
+    """Decide a receipt's choices again; yields for each None if it comes out the same, else a `Mismatch`.
 
-    `configs` are the configurations before it, by version. Raises `UnusableReceipt` naming the field
-    for a receipt that cannot be decided again.
+    Choices that retries replaced come first, then the last one of each stage. `configs` has, by version,
+    the configurations that come before the receipt in its stream. Raises `UnusableReceipt` naming the field
+    where a choice cannot be decided again, which may be after results of others.
     """
     _check_stages(receipt, configs)
     places = [(f"receipt.replaced[{at}]", each) for at, each in enumerate(receipt.replaced)]

@@ -26,7 +26,7 @@ from slagate.workers.runtime.cooperative import Steps
 
 
 class StreamStats(msgspec.Struct, gc=False):
-    """What was sent to the client, and when, in seconds on the gateway's clock."""
+    """Counts and times of what was sent to the client; seconds are on the gateway's clock."""
 
     n_messages: int = 0
     n_tokens: int = 0
@@ -35,7 +35,7 @@ class StreamStats(msgspec.Struct, gc=False):
     cached_tokens: int | None = None  # of the prompt; None: the engine does not say
 
     def count_tokens(self, n_tokens: int, now_s: float) -> None:
-        """Count tokens that were just passed on."""
+        """Count tokens that were passed on to the client at `now_s`."""
         self.n_tokens += n_tokens
         self.last_token_s = now_s
         if self.first_token_s is None:
@@ -50,7 +50,7 @@ MAX_MESSAGE = 200
 
 
 class ReceiptNumber(msgspec.Struct, frozen=True, gc=False):
-    """The number of a receipt among those of its gateway, with its time and configuration."""
+    """The number of a receipt among those of its gateway, its time, and its configuration's version."""
 
     number: int  # from 1 on
     unix_s: float
@@ -58,14 +58,14 @@ class ReceiptNumber(msgspec.Struct, frozen=True, gc=False):
 
 
 class Attempt(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """How the call to a chosen worker went."""
+    """One call to a chosen worker, and the gRPC status that it ended with."""
 
     choice: StageChoice
-    status: str
+    status: str  # name of the gRPC code
     message: str
 
     def to_message(self) -> gw.Attempt:
-        """The attempt on the wire."""
+        """The attempt as a message."""
         winner = self.choice.winner
         assert winner is not None, "it was called"
         return gw.Attempt(
@@ -79,7 +79,7 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Prefilled(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """A prefill that went well."""
+    """A prefill that went well, for the estimators to learn from."""
 
     choice: StageChoice
     cached_tokens: int  # as the engine found
@@ -105,17 +105,17 @@ class Record(msgspec.Struct, gc=False, eq=False):
     started_s: float
     request_id: str = ""
     sla: Sla = Sla()
-    max_tokens: int = 0
+    max_tokens: int = 0  # output budget
     decision: Decision | None = None
     attempts: tuple[Attempt, ...] = ()
     waited_s: float = 0.0  # for a worker below its limits
     stats: StreamStats = msgspec.field(default_factory=StreamStats)
-    cached_tokens: int | None = None
+    cached_tokens: int | None = None  # of the prompt, as the engine found; None: it does not say
     prefilled: tuple[Prefilled, ...] = ()  # more than one where prefill was done again
     decoded: bool = False  # whether decoding went well
 
     def attempt(self, stage: Stage, status: Status) -> None:
-        """Note how the call to the stage's chosen worker went."""
+        """Add the status with which the call to the stage's chosen worker ended."""
         assert self.decision is not None
         choice = self.decision.stage(stage)
         self.attempts += (Attempt(choice, status.code.name, status.message[:MAX_MESSAGE]),)
@@ -141,7 +141,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
 
     @property
     def predicted_cached_tokens(self) -> int | None:
-        """Prompt tokens that were predicted to be cached; None without a worker for the prompt."""
+        """Prompt tokens predicted to be cached on the first stage's worker; None: no worker was chosen."""
         winner = None if self.decision is None else self.decision.stages[0].winner
         return None if winner is None else winner.view.cached_tokens
 
@@ -158,7 +158,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
         return [*replaced, *last]
 
     def trailer(self, outcome: Outcome, now_s: float, stamp: ReceiptNumber) -> gw.Receipt:
-        """The receipt, cut to what fits a trailer."""
+        """The receipt for trailing metadata, without what is over `MAX_RECEIPT_BYTES`."""
         receipt = self._receipt(outcome, now_s, stamp)
         if self.decision is None:
             return receipt
@@ -185,7 +185,7 @@ class Record(msgspec.Struct, gc=False, eq=False):
         )
 
     def full(self, outcome: Outcome, now_s: float, stamp: ReceiptNumber) -> Steps[gw.Receipt]:
-        """The receipt with all that is needed to decide again."""
+        """Make, in steps, the receipt with all that is needed to decide again."""
         receipt = self._receipt(outcome, now_s, stamp)
         if self.decision is None:
             return receipt

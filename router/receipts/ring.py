@@ -29,7 +29,7 @@ RECEIPT_BYTES, CHOICE_BYTES, ROW_BYTES = 4096, 4096, 200
 
 
 class EndedRequest(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """One request that has ended."""
+    """One request that has ended: its record, from which the receipt is made when somebody reads it."""
 
     record: Record
     outcome: Outcome
@@ -39,7 +39,7 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def configs(self) -> list[gw.GatewayConfig]:
-        """The configurations that its choices were made under."""
+        """The configurations that the request's choices were made under, each once."""
         return _configs(self.record.choices)
 
     def receipt(self) -> Steps[gw.Receipt]:
@@ -48,7 +48,7 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class ReceiptRing:
-    """Keeps at most `max_receipts` that take `max_bytes` of memory; the oldest go first."""
+    """Keeps the newest ended requests: at most `max_receipts`, and `max_bytes` of memory."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ReceiptRing:
         max_bytes: int = MAX_BYTES,
         number: Callable[[int], int] = int,
     ) -> None:
-        """`config` is in force. `number` makes a receipt's number of its place in this ring, from 1 on."""
+        """`config` is in force. `number` makes a receipt's number of its place here, counted from 1."""
         self.config = config
         self.attainment = Attainment(config.version)
         self.n_bytes = 0
@@ -82,7 +82,7 @@ class ReceiptRing:
         self.attainment.restart(config.version)
 
     def add_receipt(self, record: Record, outcome: Outcome, now_s: float) -> ReceiptNumber:
-        """Keep the record of a request that has ended; it must not change any more."""
+        """Keep the record of an ended request, which must not change any more; returns its number."""
         decided = record.decision
         version = (self.config if decided is None else decided.stages[-1].config).version
         stamp = ReceiptNumber(self._number(self._next_number), self._unix_s(), version)
@@ -111,9 +111,10 @@ class ReceiptRing:
     async def watch(
         self, *, limit: int | None = None, follow: bool = False
     ) -> AsyncIterator[tuple[EndedRequest, int]]:
-        """The newest `limit` entries (None: all that are kept), with `follow` new ones until `end_watches`.
+        """Yield the newest `limit` entries (None: all that are kept), oldest first, then stop or `follow`.
 
-        With each entry comes how many before it were missed.
+        Following yields new entries until `end_watches`. With each entry comes how many right before it
+        were dropped before this reader got to them.
         """
         stop_at = self._next_number
         n_kept = len(self) if limit is None else min(limit, len(self))

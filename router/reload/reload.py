@@ -43,17 +43,17 @@ MAX_HISTORY = 8
 class FleetSource:
     """Where a gateway's configuration comes from: the files and options that `slagate serve` was given."""
 
-    path: Path
+    path: Path  # the fleet file
     lenient: bool
     pools: Path | None
-    workers: Mapping[str, Sequence[str]]
+    workers: Mapping[str, Sequence[str]]  # addresses by pool
 
     def read(self) -> FleetConfig:
-        """The configuration as the files say it now. Raises `ConfigError`."""
+        """Read the configuration from its files. Raises `ConfigError`."""
         return self.parse(None)
 
     def parse(self, text: str | None) -> FleetConfig:
-        """The configuration with another fleet file's text; None: the file's. Raises `ConfigError`."""
+        """Read the configuration, with `text`, if given, for the fleet file. Raises `ConfigError`."""
         return load_config(
             self.path,
             lenient=self.lenient,
@@ -64,7 +64,7 @@ class FleetSource:
         )
 
     def stamp(self) -> object:
-        """A value that differs once a file was written. Never raises."""
+        """A value that compares unequal to an earlier one once a file was written. Never raises."""
         return [_stamp(path) for path in (self.path, self.pools) if path is not None]
 
 
@@ -83,20 +83,20 @@ class NothingBefore(Exception):
 class Reloaded(NamedTuple):
     """The result of a reload that was not refused."""
 
-    version: str  # in force after it
+    version: str  # in force after the reload
     previous_version: str  # in force before it
     proposed_version: str  # of what was read
-    changes: tuple[str, ...]
-    warnings: tuple[str, ...]
+    changes: tuple[str, ...]  # a line each, from what was in force to what was read
+    warnings: tuple[str, ...]  # of what was read
 
     @property
     def applied(self) -> bool:
-        """Whether something is in force now that was not before."""
+        """Whether the configuration in force has changed."""
         return self.version != self.previous_version
 
 
 class Proposal(NamedTuple):
-    """A configuration that can be put in force, and its message for receipts."""
+    """A checked configuration that can be put in force, with its message for receipts."""
 
     prepared: Prepared
     message: gw.GatewayConfig
@@ -110,7 +110,7 @@ class Proposal(NamedTuple):
 
 
 def put_in_force_here(dispatcher: Dispatcher, receipts: ReceiptRing) -> Callable[[Proposal], None]:
-    """The step that puts a configuration in force in one process."""
+    """Make the function that puts a configuration in force in this process, for `Reloader`."""
 
     def put_in_force(found: Proposal) -> None:
         dispatcher.put_in_force(found.prepared, found.message)
@@ -120,7 +120,7 @@ def put_in_force_here(dispatcher: Dispatcher, receipts: ReceiptRing) -> Callable
 
 
 class Reloader:
-    """Owns the configuration that is in force, and those before it."""
+    """Owns the configuration in force, and up to `MAX_HISTORY` earlier ones to go back to."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Reloader:
         metrics: Metrics,
         now_s: Callable[[], float],
     ) -> None:
-        """`put_in_force` is the step; `agree` is awaited before it, and raises if it must not be taken."""
+        """`put_in_force` must not wait; `agree` is awaited before, and raises `ConfigError` to refuse."""
         self._now_s = now_s
         self._current = in_force
         self._before: list[Proposal] = []
@@ -152,7 +152,7 @@ class Reloader:
         return self._current.prepared.config.warnings
 
     async def reload(self, read: Callable[[], FleetConfig], *, dry_run: bool = False) -> Reloaded:
-        """Put what `read` returns in force. Raises `ConfigError`: then nothing has changed."""
+        """Put in force what `read` returns. Raises `ConfigError`: then nothing has changed."""
         async with self._one_at_a_time:
             try:
                 found = await run_in_daemon_thread(lambda: self.propose(read))
@@ -180,11 +180,11 @@ class Reloader:
             return result
 
     def propose(self, read: Callable[[], FleetConfig]) -> Proposal:
-        """Check what `read` returns, and compute its version. Raises `ConfigError`."""
+        """Prepare what `read` returns, and list its changes. Blocks. Raises `ConfigError`."""
         return self._compared(Proposal.of(read(), policy=self._current.message.policy))
 
     def put(self, found: Proposal, *, dry_run: bool = False) -> Reloaded:
-        """Put a configuration in force, unless it is already; `dry_run` only reports."""
+        """Put a proposal in force, unless it is already; with `dry_run` only report what would change."""
         old = self._current
         result = Reloaded(
             version=old.message.version if dry_run else found.message.version,
@@ -227,10 +227,10 @@ async def reloading(
     stamp: object,
     also: Sequence[Callable[[], None]] = (),
 ) -> AsyncIterator[None]:
-    """Within the block, reload with each SIGHUP, and with `watch` when a file of the source has changed.
+    """Within the `with`, reload on each SIGHUP, and with `watch` whenever a file of the source has changed.
 
-    `stamp` is the source's from before what is in force was read. With each SIGHUP the calls in `also` are
-    made first. After the block SIGHUP does nothing, so that a gateway that shuts down does not die of it.
+    `stamp` is the source's from before the configuration in force was read. On each SIGHUP the functions in
+    `also` are called first. Afterwards SIGHUP does nothing, so that a gateway that shuts down survives it.
     """
     file_watch = FileWatch(source.stamp if watch else lambda: stamp, in_use=stamp)
 

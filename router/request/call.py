@@ -10,12 +10,12 @@ from slagate.router.request.running import CancelHandle
 
 @dataclass(slots=True)
 class ClientCall:
-    """One Generate call: its request, what its client may do to it, and where its answer goes."""
+    """One Generate call as it came from a client, with where its answer goes and what can cancel it."""
 
-    data: bytes
+    data: bytes  # the serialised request
     metadata: Metadata
     peer: str  # the client's address: only the same client may abort it
     timeout_s: float | None  # until the client's deadline; None without one
     out: ResponseWriter  # what the front writes to the client
     running: CancelHandle = field(default_factory=CancelHandle)
-    refusal: GatewayError | None = None  # the front's: there is no request to serve
+    refusal: GatewayError | None = None  # why the front has refused it: then `data` is empty

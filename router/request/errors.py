@@ -14,7 +14,7 @@ from slagate.proto.rpc.status import Status
 
 
 class Outcome(Enum):
-    """How a request ended; exactly one each."""
+    """How a request ended; each request has exactly one outcome. The value is a label of metrics."""
 
     __hash__ = object.__hash__  # a member is one object; `Enum` hashes its name, in Python
 
@@ -35,21 +35,21 @@ RETRY_PUSHBACK = "grpc-retry-pushback-ms"
 
 
 class GatewayError(Exception):
-    """An error that ends a request; subclasses set its status and outcome."""
+    """An error that ends a request; each subclass has a gRPC status code and an outcome."""
 
     code = grpc.StatusCode.INTERNAL
     outcome = Outcome.INTERNAL
     retry_after_ms: int | None = None
 
     def status(self) -> Status:
-        """The gRPC status for the client."""
+        """The gRPC status for the client, with `RETRY_PUSHBACK` where a retry later may help."""
         pushback = self.retry_after_ms
         trailers = () if pushback is None else ((RETRY_PUSHBACK, str(pushback)),)
         return Status(self.code, str(self), trailers)
 
 
 class InvalidRequest(GatewayError):
-    """A field of the request or its metadata is wrong."""
+    """A field of the request, or a key of its metadata, is wrong; `field` is which."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     outcome = Outcome.INVALID
@@ -60,7 +60,7 @@ class InvalidRequest(GatewayError):
 
 
 class Malformed(GatewayError):
-    """What arrived is no valid gRPC call; `code` is the one that gRPC defines, mostly INTERNAL."""
+    """What arrived is no valid gRPC call; `code` is the one that gRPC defines for the fault."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     outcome = Outcome.INVALID
@@ -71,7 +71,7 @@ class Malformed(GatewayError):
 
 
 class UnknownModel(GatewayError):
-    """No pool has ever served this model."""
+    """No worker serves this model, or is known to have served it."""
 
     code = grpc.StatusCode.NOT_FOUND
     outcome = Outcome.INVALID
@@ -151,7 +151,7 @@ OUTCOME_OF_WORKER_CODE = {
 
 
 class LegFailed(GatewayError):
-    """A worker refused or failed its leg: its own code is kept, its message names the stage."""
+    """A worker refused a leg or failed in it: has the worker's code, and the stage in its message."""
 
     def __init__(self, stage: Stage, status: Status, *, retryable: bool) -> None:
         super().__init__(f"{stage.value}: {status.message or status.code.name}")
@@ -164,7 +164,7 @@ class LegFailed(GatewayError):
 
 
 class ErrorRelayed(GatewayError):
-    """The worker's error event went to the client behind its tokens: the call itself then ends OK."""
+    """The client got the worker's error event behind its tokens, so the call itself ends with OK."""
 
     code = grpc.StatusCode.OK
     outcome = Outcome.WORKER_FAILED

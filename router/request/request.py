@@ -85,7 +85,7 @@ def parse_request(data: bytes, *, max_bytes: int) -> Request:
 
 
 def parse_message(data: bytes) -> oe.GenerateRequest:
-    """The message in `data`. Raises `InvalidRequest` when there is none."""
+    """Parse a serialised `GenerateRequest`. Raises `InvalidRequest` for bytes that are none."""
     try:
         return oe.GenerateRequest.FromString(data)
     except DecodeError:
@@ -93,9 +93,10 @@ def parse_message(data: bytes) -> oe.GenerateRequest:
 
 
 def output_budget(request: Request, infos: Iterable[oe.ModelInfo | None]) -> int:
-    """Output tokens a request may have on workers that say this of its model (None: not known).
+    """How many output tokens a request may have on its workers.
 
-    Raises `InvalidRequest` for a prompt that leaves no room.
+    `infos` is what each of them says of the model (None: nothing yet): the shortest context window counts.
+    Raises `InvalidRequest` for a prompt that leaves no room in it.
     """
     windows = [
         info.max_context_length for info in infos if info and info.HasField("max_context_length")
@@ -108,7 +109,7 @@ def output_budget(request: Request, infos: Iterable[oe.ModelInfo | None]) -> int
 
 
 def check_length(request: Request, window_tokens: int | None) -> None:
-    """Raises `InvalidRequest` for a prompt that leaves no room in a context window; None: not known."""
+    """Raise `InvalidRequest` for a prompt that leaves no room in a context window (None: not known)."""
     if window_tokens is not None and request.isl_tokens >= window_tokens:
         reason = f"{request.isl_tokens} tokens do not fit the context window of {window_tokens}"
         raise InvalidRequest("token_ids", reason)

@@ -23,7 +23,7 @@ class CancelHandle:
         self.is_answered = False  # there is nothing left to cancel
 
     def start(self) -> None:
-        """Make this task the one to cancel. Raises `asyncio.CancelledError` if cancelled before."""
+        """Make the current task the one to cancel. Raises `CancelledError` if it is cancelled already."""
         self._task = asyncio.current_task()
         if self._has_ended:
             raise asyncio.CancelledError
@@ -37,23 +37,23 @@ class CancelHandle:
                 self._task.cancel()
 
     def answered(self) -> None:
-        """Ignore a deadline or abort from now on: the client has its whole answer."""
+        """Ignore cancels from now on, as the client has its whole answer."""
         self.is_answered = True
 
     def finish(self) -> None:
-        """Ignore later cancels: the task returns."""
+        """Ignore cancels from now on, and forget the task, as it is about to return."""
         self.is_answered = True
         self._task = None
 
     def absorb(self) -> GatewayError | None:
-        """The error that cancelled the request, if any; its task then goes on as if never cancelled."""
+        """The error of `cancel`, or None; with one the task is not cancelled any more, and can go on."""
         if self.ended_by is not None and self._task is not None and hasattr(self._task, "uncancel"):
             self._task.uncancel()  # from Python 3.11 on
         return self.ended_by
 
 
 class RunningRequests:
-    """Running requests by peer and id. Clients choose the ids, so one may be there several times."""
+    """Running requests by client and id. Clients choose the ids, so several may have the same."""
 
     def __init__(self, tell: Callable[[int], None] | None = None) -> None:
         """`tell` gets the number of running requests with each change."""
@@ -71,12 +71,12 @@ class RunningRequests:
             self._tell(self._n_running)
 
     def register(self, peer: str, request_id: str, one: CancelHandle) -> None:
-        """List a request, until `unregister`."""
+        """Add a request, so that it can be cancelled and counts as running, until `unregister`."""
         self._running.setdefault((peer, request_id), []).append(one)
         self._count(1)
 
     def unregister(self, peer: str, request_id: str, one: CancelHandle) -> None:
-        """Remove the request from those that can be cancelled."""
+        """Remove a request that has ended."""
         several = self._running[peer, request_id]
         several.remove(one)
         if not several:
@@ -86,14 +86,14 @@ class RunningRequests:
             self._all_ended.set()
 
     def abort(self, peer: str, request_id: str, error: GatewayError) -> bool:
-        """End a peer's requests with this id by `error`; False: there is none."""
+        """Cancel a client's requests with this id, with `error` for the client. False: there is none."""
         several = self._running.get((peer, request_id), [])
         for one in several:
             one.cancel(error)
         return bool(several)
 
     def end_all(self, error: GatewayError) -> None:
-        """End every request by `error`."""
+        """Cancel every request, with `error` for its client."""
         for several in self._running.values():
             for one in several:
                 one.cancel(error)

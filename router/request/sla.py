@@ -50,29 +50,26 @@ _HINT = re.compile(
 
 @lru_cache(maxsize=256)
 def looks_like_ours(key: str) -> bool:
-    """Whether a metadata key looks like one of this gateway, perhaps misspelt.
-
-    Clients send the same few keys again and again, so answers are kept.
-    """
+    """Whether a metadata key looks like one of this gateway, perhaps misspelt."""
     return bool(_HINT.search(key.lower().replace("_", "-").replace(".", "-")))
 
 
 class Sla(msgspec.Struct, frozen=True, gc=False):
-    """What a request asks for. Targets stay in wire units (ms): the grid's cells are compared with them."""
+    """What a request asks for in its metadata. Targets stay in ms, as the edges of the grid's cells are."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
     priority: int | None = None
-    objective: str = ""
-    fairness_id: str = ""
-    session_id: str = ""
-    receipt: bool = False
-    by_objective: tuple[str, ...] = ()  # not said by the request, but by the default of its class
+    objective: str = ""  # its class
+    fairness_id: str = ""  # its tenant
+    session_id: str = ""  # its conversation
+    receipt: bool = False  # whether the client wants a receipt
+    by_objective: tuple[str, ...] = ()  # fields that the default of its class filled in
     is_unlisted: bool = False  # its class is none of the configuration's, and counts as "*"
-    is_final: bool = False  # it was decided by, and no default is looked up again
+    is_final: bool = False  # a decision was made by it: `with_defaults` leaves it as it is
 
     def with_defaults(self, objectives: Mapping[str, Objective]) -> "Sla":
-        """This SLA with the defaults of its class for all that it leaves out."""
+        """A copy with the defaults of the request's class for targets and priority it does not give."""
         if self.is_final:
             return self
         is_unlisted = bool(self.objective) and self.objective not in objectives
@@ -92,7 +89,9 @@ NO_TARGETS = Sla()
 
 
 def parse_sla(metadata: Metadata, *, receipts: bool = True) -> Sla:
-    """Read the SLA. Raises `InvalidRequest` naming the key; also for a receipt where there are none.
+    """Read a request's SLA from its metadata; `receipts` says whether it may ask for a receipt.
+
+    Raises `InvalidRequest` naming the key.
 
     >>> sla = parse_sla([("x-slo-ttft-ms", "500"), ("openengine-priority", "-3")])
     >>> sla.ttft_ms, sla.itl_ms, sla.priority

@@ -34,9 +34,10 @@ CLASSES_NOTED = 100
 
 
 class Dispatcher:
-    """Assigns requests to workers of one fleet; at most `max_waiting` wait for one.
+    """Assigns requests to workers of one fleet; at most `max_waiting` wait for one, here and in `peers`.
 
-    `peers` are the other gateways that send to the same workers, and whose requests wait for them.
+    `peers` are the other gateways that send to the same workers. `config` is the configuration in force,
+    which decisions name; `rng` draws between workers of equal score.
     """
 
     def __init__(
@@ -85,11 +86,11 @@ class Dispatcher:
 
     @property
     def n_waiting(self) -> int:
-        """Requests that wait for a worker below its limits."""
+        """Requests of this gateway, peers not included, that wait for a worker below its limits."""
         return self._queue.n_waiting
 
     def explain(self, ask: RoutingRequest, prompt: Prompt | None = None) -> Decision:
-        """The decision that would be made now; no random number is used up. Raises like `submit`."""
+        """The decision that `submit` would make now; no lease is taken. Raises like `submit`."""
         rng = random.Random()
         rng.setstate(self._rng.getstate())
         return self._choose(ask, prompt, None, rng)
@@ -102,10 +103,13 @@ class Dispatcher:
         stages: tuple[Stage, ...] | None = None,
         since_s: float | None = None,
     ) -> PendingAssignment:
-        """Ask for workers, for the time of a block; `PendingAssignment.assigned` waits for them.
+        """Ask for workers: takes their leases at once if they are free, else the request waits in line.
 
-        They are for all stages, or for `stages` of a request that lost its workers there and has waited
-        since `since_s`. Raises `UnknownModel` or `NoWorker`.
+        Use the result in a `with`, and in it `await PendingAssignment.assigned()`, which waits, and raises
+        most refusals. A `with` that ends without an error keeps the leases: the caller has to release them.
+        A retry names the `stages` whose workers it lost (None: all), and since when it counts as waiting
+        (`since_s`, on the clock of `now_s`). Raises `UnknownModel` or `NoWorker` where there is nothing to
+        choose from.
         """
         pending = PendingAssignment(
             ask,
@@ -129,7 +133,7 @@ class Dispatcher:
         self.step()
 
     def put_in_force(self, prepared: Prepared, config: gw.GatewayConfig) -> None:
-        """Put another configuration in force for the fleet and waiting requests."""
+        """Put a configuration in force, of which `config` is the message, and decide anew what waits."""
         # Taken out before anything changes: each change steps the queue, by half of the configuration.
         waiting = self._queue.clear()
         try:
@@ -145,7 +149,7 @@ class Dispatcher:
     def step(self, pool: str | None = None) -> None:
         """Assign as many waiting requests as fit, and refuse those that no worker is left for.
 
-        With `pool` something has changed there only.
+        `pool` is the name of the only pool in which something has changed; None: any may have.
         """
         for pending, reserved in self._queue.step(pool):
             self._decide_again(pending, reserved)

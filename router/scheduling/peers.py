@@ -10,16 +10,16 @@ from slagate.pools.inflight.table import LoadTable
 
 
 class PeerGateways:
-    """The other gateways; in this base class there are none. Pools are named by their `Pool.key`."""
+    """The other gateways; in this base class there are none. A pool is named by its `Pool.key`."""
 
-    n_peers = 0
+    n_peers = 0  # other gateways, whether or not they run
 
     def __init__(self) -> None:
         # Called when a change in a peer may let a request that waits here go on.
         self.on_change: Callable[[], None] = lambda: None
 
     def load_table(self, pool: str) -> LoadTable:
-        """A new pool's table, whose `rows` have what the peers have in flight on each rank as well."""
+        """The table for a new pool; its `rows` include what the peers have in flight on each rank."""
         return LoadTable()
 
     @property
@@ -33,22 +33,22 @@ class PeerGateways:
         return 0
 
     def waited_for(self, since_s: float) -> Set[str]:
-        """Pools that requests in peers wait for which came before `since_s`."""
+        """Pools that a request in some peer has been waiting for since before `since_s`."""
         return frozenset()
 
     def show_running(self, n_requests: int) -> None:
         """Publish to the peers how many requests this gateway serves."""
 
     def show_waiting(self, n_requests: int, oldest_s: Mapping[str, float]) -> None:
-        """Publish to the peers how many requests wait here, and when the oldest for each pool came."""
+        """Publish to the peers how many requests wait here, and for each pool since when the oldest."""
 
     def wake(self) -> None:
         """Wake the peers in which requests wait: a lease was released here."""
 
     async def abort(self, peer: str, request_id: str) -> bool:
-        """End the requests of a client with this id in whichever peer has them; False: none has."""
+        """End a client's requests with this id, in whichever peers serve them. False: no peer does."""
         return False
 
     def receipt_number(self, place: int) -> int:
-        """A number that no peer gives to a receipt; `place` counts this gateway's own, from 1 on."""
+        """The number of this gateway's `place`-th receipt (from 1 on); no peer uses it."""
         return place

@@ -28,17 +28,15 @@ TARGETS = ("ttft_ms", "itl_ms")
 
 
 class LatencyTarget(msgspec.Struct, frozen=True, gc=False):
-    """A latency by which a cell of the grid was found."""
+    """The latency target that placed a request on one axis of a grid."""
 
-    field: str
+    field: str  # one of `TARGETS`
     ms: float
-    source: (
-        str  # where it is from: request, objective (the default of its class), or grid (the middle)
-    )
+    source: str  # request, objective (the default of its class), or grid (the middle of the axis)
 
 
 class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True):
-    """The choice for one stage. Properties are for receipts and explanations, and made at each use."""
+    """The worker chosen for one stage of a request, with all that the choice was made from."""
 
     stage: Stage
     ask: RoutingRequest  # a retry's has more workers excluded than the decision's
@@ -47,14 +45,14 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
     pool_order: tuple[str, ...]
     pool: str  # the winner's; without a winner, the first of `pool_order`
     scored: tuple[ScoredPool, ...]  # every pool that was looked at
-    row: int | None  # of the winner, in the pool looked at last; None: nobody may take the request
+    row: int | None  # the winner's index in the last of `scored`; None: no row may take the request
     starved: bool  # the winner goes first because it had no request for long
     draw: float  # in [0, 1), the one random number that was drawn: it chose between equals
-    config: gw.GatewayConfig  # that it was made under
+    config: gw.GatewayConfig  # in force when the choice was made
 
     @property
     def base_pool(self) -> str:
-        """The pool of the cell, before overrides."""
+        """The name of the cell's pool, before priority overrides."""
         return self.grid.pool_names[self.cell.base_pool]
 
     @property
@@ -65,21 +63,21 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
 
     @property
     def worker(self) -> str | None:
-        """The address of the winner's worker."""
+        """The address of the chosen worker; None: no row may take the request."""
         return None if self.row is None else self.scored[-1].pool.rows.names[self.row][0]
 
     @property
     def winner(self) -> ScoredRow | None:
-        """The row that was chosen; None: nobody may take the request."""
+        """The row that was chosen; None: no row may take the request."""
         return None if self.row is None else self.scored[-1].row_values(self.row)
 
     @property
     def reasons(self) -> set[str]:
-        """Why rows could not be chosen."""
+        """Every reason for which some row, of any pool that was looked at, may not be chosen."""
         return set().union(*(each.reasons for each in self.scored))
 
     def top(self, n: int | None = None) -> list[ScoredRow]:
-        """The winner, then the other rows as they are preferred, at most `n`; None: all."""
+        """The winner, then the other rows of all pools looked at, best first; at most `n`, None: all."""
         winner = self.winner
         found = [] if winner is None else [winner]
         others = [
@@ -99,25 +97,25 @@ class StageChoice(msgspec.Struct, frozen=True, gc=False, eq=False, kw_only=True)
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """One choice for each stage, in the order of the stages."""
+    """The choice of a worker for each stage of a request, in the order of the stages."""
 
     ask: RoutingRequest
     stages: tuple[StageChoice, ...]
 
     def stage(self, stage: Stage) -> StageChoice:
-        """The choice for one stage."""
+        """The choice for one stage. Raises `KeyError` for a stage that was not decided."""
         for choice in self.stages:
             if choice.stage is stage:
                 return choice
         raise KeyError(stage)
 
     def replace(self, choice: StageChoice) -> "Decision":
-        """The decision with another choice for one stage."""
+        """A copy of the decision with this choice for its stage."""
         stages = tuple(choice if old.stage is choice.stage else old for old in self.stages)
         return Decision(self.ask, stages)
 
     def explain(self) -> str:
-        """The decision in words, one paragraph a stage."""
+        """The decision in English, a line for each stage."""
         lines = [_explain(self.ask, choice) for choice in self.stages]
         if self.ask.sla.is_unlisted:
             name = shown(self.ask.sla.objective)
@@ -133,7 +131,7 @@ def choose(
     rng: random.Random,
     config: gw.GatewayConfig = NO_CONFIG,
 ) -> Decision:
-    """Choose a worker for each stage; `config` is what `stages` are of."""
+    """Choose a worker for each stage from pool snapshots by name; `config` is recorded in each choice."""
     choices = [
         choose_stage(stage, ask, grid, pools, rng=rng, config=config)
         for stage, grid in stages.items()
@@ -150,7 +148,7 @@ def choose_stage(
     rng: random.Random,
     config: gw.GatewayConfig = NO_CONFIG,
 ) -> StageChoice:
-    """Choose a worker for one stage; `config` is what `grid` is of."""
+    """Choose a worker for one stage; draws exactly one number from `rng`."""
     sla, isl_tokens = ask.sla, ask.isl_tokens
     values = {
         "isl": isl_tokens,

@@ -76,14 +76,14 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     model: str
     isl_tokens: int
     sla: Sla
-    excluded: frozenset[str] = frozenset()  # workers that failed this request already
+    excluded: frozenset[str] = frozenset()  # addresses of workers that failed this request already
 
 
 class ScoredRow(msgspec.Struct, frozen=True, gc=False):
     """One row with its score and predictions."""
 
-    row: int
-    number: int  # the row's place among those whose worker has not left
+    row: int  # its index in the pool's arrays
+    number: int  # its place among the rows whose worker has not left
     view: RowView
     pool: str
     score_s: float
@@ -93,7 +93,7 @@ class ScoredRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """The rows of one pool with their scores, as arrays; values of one row are made when asked for."""
+    """The rows of one pool with their scores for one request, as arrays; the lowest score is the best."""
 
     pool: PoolSnapshot
     stage: Stage
@@ -113,7 +113,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def reasons(self) -> set[str]:
-        """Why rows may not be chosen."""
+        """Every reason for which some row may not be chosen."""
         return {_REASONS[code] for code in np.unique(self._reasons) if code not in (0, _LEFT)}
 
     @property
@@ -121,13 +121,13 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         return _reasons(self.stage, self.ask, self.pool)
 
     def candidates(self, rows: Iterable[int]) -> Iterator[ScoredRow]:
-        """The values of these rows."""
+        """The rows with these indices as plain values, with the reasons why they may not be chosen."""
         reasons = self._reasons
         for row in rows:
             yield self.row_values(row, _REASONS[reasons[row]])
 
     def row_values(self, row: int, excluded: str = "") -> ScoredRow:
-        """The values of one row; `excluded` says why it may not be chosen."""
+        """The row with this index as plain values; the caller says why it may not be chosen."""
         pool, estimator = self.pool, self.pool.estimator
         ttft_s, itl_s = self._ttft_s, self._itl_s
         number = row
@@ -145,7 +145,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         )
 
     def work(self, row: int) -> Work:
-        """The work that the request adds to a row."""
+        """The tokens and seconds of work that the request would add to a row."""
         isl_tokens = self.ask.isl_tokens
         if self._work_s is None:
             return Work(context_tokens=isl_tokens)
@@ -154,7 +154,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         return Work(new_tokens, self._work_s.item(row), context_tokens)
 
     def waiting_s(self, row: int) -> float:
-        """Seconds of work before the prompt's own: the row's queue, and loading what the host has."""
+        """Seconds until a row could compute the prompt: its queue, and loading blocks from the host."""
         pool = self.pool
         waiting_s: float = pool.rows.load_s.item(row)
         if pool.cached.has_host:
@@ -162,14 +162,14 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         return waiting_s
 
     def decoding(self, row: int) -> tuple[int, float]:
-        """The batch size on a row with this request in it, and the mean context there in tokens."""
+        """The batch size on a row with this request in it, and that batch's mean context in tokens."""
         rows = self.pool.rows
         return rows.batch.item(row), rows.mean_tokens(self.ask.isl_tokens).item(row)
 
     def pick(self, draw: float) -> tuple[int | None, bool]:
-        """The row to take, and whether it goes first as a starved one; None: no row is open.
+        """The index of the row to take, and whether it goes first as a starved one.
 
-        `draw` in [0, 1) chooses between equals.
+        The index is None if no row may be chosen. `draw` in [0, 1) chooses between equals.
         """
         open_ = self._open()
         n_open = len(self.score_s) if open_ is None else len(open_)
@@ -228,7 +228,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
         return rows
 
     def order(self) -> Ints:
-        """Rows as they are preferred: open ones first, then healthy ones, by score, then by last lease."""
+        """Indices of rows, best first: those that may be chosen, then by health, score, last lease."""
         rows = self.pool.rows
         order = np.lexsort((rows.last_chosen, self.score_s, rows.suspects, self._reasons != 0))
         return order[~self._has_left[order]]
@@ -240,7 +240,7 @@ class ScoredPool(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 def score_pool(stage: Stage, ask: RoutingRequest, pool: PoolSnapshot) -> ScoredPool:
-    """Score every row of a pool."""
+    """Score every row of a pool for one stage of a request, in predicted seconds."""
     rows, estimator = pool.rows, pool.estimator
     score_s: Floats
     work_s = ttft_s = itl_s = None

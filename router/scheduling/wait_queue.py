@@ -38,7 +38,7 @@ class Assignment:
         return [lease.member for lease in self.leases.values()]
 
     def adopt(self, other: "Assignment") -> None:
-        """Take over the other's leases for its stages, and release those held for them before."""
+        """Take over the other's leases and choices, and release the leases that they replace."""
         for choice in other.decision.stages:
             self.leases[choice.stage].release()
             self.leases[choice.stage] = other.leases[choice.stage]
@@ -51,9 +51,10 @@ class Assignment:
 
 
 class PendingAssignment:
-    """One request for workers, for the time of a block: assigned, refused, or waiting.
+    """One request for workers, to be used in a `with`: assigned, refused (`outcome`), or still waiting.
 
-    When the block fails, an assignment is released; else whoever entered the block owns it.
+    An error in the `with` releases the leases of an assignment; without one, the caller has to. A request
+    that still waits when the `with` ends leaves the queue.
     """
 
     __slots__ = ("_leave", "_waiter", "ask", "decision", "outcome", "prompt", "since_s", "stages")
@@ -68,7 +69,7 @@ class PendingAssignment:
         since_s: float,
         leave: Callable[["PendingAssignment"], None],
     ) -> None:
-        """`leave` is called when the request still waits at the end of the block."""
+        """`leave` is called if the request still waits when the `with` ends."""
         self.ask = ask
         self.prompt = prompt
         self.stages = stages  # None: all that the configuration has
@@ -88,13 +89,13 @@ class PendingAssignment:
             self._leave(self)
 
     def settle(self, outcome: Assignment | GatewayError) -> None:
-        """Assign workers to it, or refuse it."""
+        """Set the outcome, an assignment or the error that refuses the request, and wake `assigned`."""
         self.outcome = outcome
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def assigned(self) -> Assignment:
-        """Wait for the workers. Raises `NoWorker` or `Overloaded`."""
+        """Wait for the workers. Raises the error of a refusal, mostly `NoWorker` or `Overloaded`."""
         if self.outcome is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -105,7 +106,7 @@ class PendingAssignment:
 
     @property
     def line(self) -> Hashable:
-        """What it waits for. Workers that failed it are part of that, as other requests may go there."""
+        """The key of its line in the queue: model, orders of pools by stage, excluded workers."""
         orders = ((choice.stage, choice.pool_order) for choice in self.decision.stages)
         return (self.ask.model, self.ask.excluded, *orders)
 
@@ -162,8 +163,8 @@ class _WaitLine:
 class WaitQueue:
     """The waiting requests of one gateway.
 
-    `elsewhere` gives, for a time, the pools that requests in other gateways wait for which came before it.
-    None: there is no other gateway.
+    `elsewhere(since_s)` gives the pools for which a request in another gateway has waited since before that
+    time; None: there is no other gateway.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class WaitQueue:
         self.n_waiting = 0
 
     def reserved_before(self, new: PendingAssignment) -> Set[str]:
-        """Pools reserved for requests that came before a new one."""
+        """Names of pools that a new request must leave to requests that came before it."""
         reserved = frozenset() if self._elsewhere is None else self._elsewhere(new.since_s)
         if not self.n_waiting:
             return reserved
@@ -189,11 +190,11 @@ class WaitQueue:
         return reserved | self.reserved()
 
     def reserved(self) -> set[str]:
-        """Pools reserved for waiting requests, against younger ones of other lines."""
+        """Names of pools reserved for the requests that wait here, against younger ones of other lines."""
         return set().union(*(line.reserved for line in self._waiting()))
 
     def append(self, new: PendingAssignment) -> None:
-        """Have a request wait, behind those of its line."""
+        """Put a request at the end of its line."""
         line = self._lines.setdefault(new.line, _WaitLine(new.line))
         if not line.requests:
             line.wait_for(new.decision, self._reserved_for(new, self.reserved()))
@@ -201,28 +202,29 @@ class WaitQueue:
         self.n_waiting += 1
 
     def remove(self, pending: PendingAssignment) -> None:
-        """Remove a request: it waits no more."""
+        """Remove a waiting request from the queue."""
         line = next(line for line in self._waiting() if pending in line.requests)
         line.requests.remove(pending)
         self._removed(line, pending)
 
     def clear(self) -> list[PendingAssignment]:
-        """Take all requests out; the oldest is the first of the list."""
+        """Remove all requests, and return them, the oldest first."""
         found = [pending for line in self._waiting() for pending in line.requests]
         self._lines.clear()
         self.n_waiting = 0
         return sorted(found, key=lambda pending: pending.since_s)
 
     def hint_ms(self, pending: PendingAssignment) -> int:
-        """Milliseconds until one more request like this would get a worker, at the present rate."""
+        """The retry delay for a refused request: when its line would be served, at the present rate."""
         line = self._lines.get(pending.line)
         return Overloaded.default_retry_ms if line is None else line.hint_ms()
 
     def step(self, pool: str | None) -> Iterator[tuple[PendingAssignment, Set[str]]]:
-        """The first request of each line, the oldest first, with the pools it must leave to older ones.
+        """Yield the first request of each line, oldest first, with the pools it must leave to older ones.
 
-        The caller settles a request before it asks for the next one, or does not: then its line waits on.
-        With `pool` only those that wait for that one. Within a step another one has nothing to do.
+        If the caller settles a request before it asks for the next, the one behind it comes to its turn; if
+        not, its line waits on. With `pool`, lines that wait for other pools are left out. A step in a step
+        yields nothing.
         """
         if self._is_stepping or not self.n_waiting:
             return
@@ -267,7 +269,7 @@ class WaitQueue:
         return (line for line in self._lines.values() if line.requests)
 
     def oldest_s(self) -> dict[str, float]:
-        """For each reserved pool, when its oldest request came, in seconds of `now_s`."""
+        """For each reserved pool, since when its oldest request waits, on the clock of `now_s`."""
         found: dict[str, float] = {}
         for line in self._waiting():
             since_s = line.requests[0].since_s

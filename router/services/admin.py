@@ -38,7 +38,7 @@ from slagate.workers.tls.reloading import ServerTls
 
 
 class Listeners(NamedTuple):
-    """Where a gateway listens, by the options that say so."""
+    """The addresses that a gateway listens on, each named as its command-line option."""
 
     listen: Address  # for clients
     admin: Address  # for operators
@@ -49,7 +49,7 @@ class Listeners(NamedTuple):
         return self._replace(listen=self.listen._replace(port=port))
 
     def print_ready_line(self, **fields: list[int]) -> None:
-        """Print the ready line: all of them are bound."""
+        """Print the ready line with these addresses and `fields`; call it once all of them are bound."""
         addresses = {name: str(address) for name, address in self._asdict().items()}
         ready_line(**addresses, pid=os.getpid(), **fields)
 
@@ -63,7 +63,7 @@ def operators_listening(
     registry: CollectorRegistry,
     not_ready: Callable[[], str],
 ) -> Iterator[Listeners]:
-    """Bind `server`, and serve probes, for the time of the block; with the real addresses of both.
+    """Bind `server` to the admin address, and serve probes within the `with`; yields the bound addresses.
 
     Raises `OSError` for an address that cannot be bound.
     """
@@ -84,14 +84,14 @@ ROLLBACK_ALONE = (
 
 
 class ReloadService(gw_grpc.GatewayServicer):
-    """The part of the service that puts another configuration in force."""
+    """`Reload` of `slagate.v1.Gateway`, the same for a gateway of one process and of several."""
 
     def __init__(self, reloader: Reloader, source: FleetSource) -> None:
         self._reloader = reloader
         self._source = source
 
     async def Reload(self, request: Any, context: Any) -> gw.ReloadResponse:
-        """Put another configuration in force, or say why not."""
+        """Put another configuration, or the one before, in force; a response with problems says why not."""
         reloader, dry_run = self._reloader, request.dry_run
         read = self._source.read
         if request.HasField("fleet"):
@@ -158,7 +158,7 @@ class AdminService(ReloadService):
         )
 
     async def ListPools(self, request: Any, context: Any) -> gw.ListPoolsResponse:
-        """Every pool with its load and counts."""
+        """The load and counts of every pool, with the policy and the version of the configuration."""
         return gw.ListPoolsResponse(
             pools=[
                 _pool_status(pool, self._fleet.grids[pool.stage])
@@ -173,14 +173,18 @@ class AdminService(ReloadService):
         )
 
     async def ListWorkers(self, request: Any, context: Any) -> gw.ListWorkersResponse:
-        """Every worker with its health, leases and last report."""
+        """The health, leases and last reported load of every worker, those that drain included."""
         now_s = self._now_s()
         return gw.ListWorkersResponse(
             workers=[_worker_status(member, now_s) for member in self._fleet.all_members()]
         )
 
     async def ListCells(self, request: Any, context: Any) -> gw.ListCellsResponse:
-        """How many requests each grid cell had and how many met their targets, with the configuration."""
+        """Counts of ended requests for each grid cell that had any, and the configuration in force.
+
+        `requests` were decided under that configuration; `judged` of them had a target, which `met` of
+        these met; `failed` ended in the cell's stage by a fault of the fleet or of the gateway.
+        """
         attainment = self._receipts.attainment
         return gw.ListCellsResponse(
             cells=[
@@ -201,7 +205,7 @@ class AdminService(ReloadService):
     async def WatchReceipts(
         self, request: Any, context: Any
     ) -> AsyncIterator[gw.WatchReceiptsResponse]:
-        """The configuration, then full receipts."""
+        """The configuration in force, then full receipts, each after the configurations it needs."""
         in_force = self._receipts.config
         yield gw.WatchReceiptsResponse(config=in_force)
         sent = {in_force.version}

@@ -23,7 +23,7 @@ ABORTED = "aborted by the client"
 
 
 class ControlService(oe_grpc.ControlServicer):
-    """Answers `openengine.v1.Control`."""
+    """`openengine.v1.Control` for clients, about the fleet as if it were one engine."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ControlService(oe_grpc.ControlServicer):
         self._not_ready = not_ready
 
     async def GetServerInfo(self, request: Any, context: Any) -> oe.ServerInfo:
-        """The fleet, described as one engine."""
+        """The gateway as one aggregated engine, with all models of the fleet."""
         return oe.ServerInfo(
             engine_name="slagate",
             engine_version=self._version,
@@ -88,7 +88,7 @@ class ControlService(oe_grpc.ControlServicer):
         return info
 
     async def GetLoad(self, request: Any, context: Any) -> oe.LoadInfo:
-        """The load of the gateway, peers included: requests that are served now."""
+        """How many requests the gateway is serving, its peers included."""
         n_running = len(self._running) + self._peers.n_running
         return oe.LoadInfo(instance_id=self._instance_id, running_requests=n_running)
 
@@ -108,7 +108,7 @@ class ControlService(oe_grpc.ControlServicer):
         return oe.HealthResponse(state=state, checks=checks)
 
     async def Abort(self, request: Any, context: Any) -> oe.AbortResponse:
-        """End running requests of the client's own connection."""
+        """End the running requests with an id that came on the caller's own connection."""
         target = request.WhichOneof("target")
         if target is None:
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, "target: none is given")

@@ -39,8 +39,7 @@ _Response = TypeVar("_Response")
 class WorkerClient(Worker):
     """One worker at `address` (host:port): streams over our own HTTP/2, control calls over grpc.aio.
 
-    Connections are made when there is something to send, and again when they were lost. `connect_worker`
-    makes one for the time of a block.
+    Connections are made when there is something to send, and again when they were lost.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class WorkerClient(Worker):
         dial: Dial = dial_tcp,
         tls: ClientTls | None = None,
     ) -> None:
-        """`tasks` owns the connecting of streams, by `dial`, or by `tls` where there is one."""
+        """`tasks` runs the connecting of streams, by `dial`, or by `tls` where that is given."""
         self.address = address
         self.control = ControlChannel(address, tls, tasks)
         self.pool = ConnectionPool(
@@ -114,7 +113,7 @@ class WorkerClient(Worker):
         return call
 
     def close(self) -> None:
-        """End every stream and every connection of streams."""
+        """End every stream and every connection of streams; `control` has a `close` of its own."""
         self._is_closed = True
         for call in list(self._calls):
             call.end_call(_CLOSING)
@@ -171,7 +170,7 @@ async def unary(
     *,
     timeout_s: float = CONTROL_TIMEOUT_S,
 ) -> _Response:
-    """One control call. Raises `WorkerError`; safe inside a cancel scope, which grpc.aio's own is not."""
+    """Make a control call. Raises `WorkerError`. Unlike grpc.aio's own, cancel scopes end it."""
     try:
         return await method(request, timeout=timeout_s)
     except asyncio.CancelledError:
@@ -187,9 +186,9 @@ async def unary(
 async def connect_worker(
     address: str, *, settings: Http2Settings | None = None, tls: ClientTls | None = None
 ) -> AsyncIterator[WorkerClient]:
-    """A `WorkerClient` for the time of the block; connects lazily and reconnects by itself.
+    """Context manager that yields a `WorkerClient`, which is closed when it exits.
 
-    `settings` are those of the connections that carry streams. Without `tls` all of it is plaintext.
+    `settings` are those of the connections that carry streams. Without `tls` all is plaintext.
     """
     async with anyio.create_task_group() as tasks:
         client = WorkerClient(address, tasks, settings=settings, tls=tls)

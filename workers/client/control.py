@@ -61,7 +61,7 @@ class ControlChannel:
 
     @contextmanager
     def stub(self) -> Iterator[Any]:
-        """The stub for one call, which ends with the block."""
+        """Context manager that yields the stub for one call, which must end before it exits."""
         used = self._newest
         if used is None or (self._tls is not None and self._tls.current is not used.made_with):
             old, used = used, _Channel(self._address, self._tls)
@@ -77,14 +77,14 @@ class ControlChannel:
             self._close_if_unused(used)
 
     def explained(self, status: Status) -> Status:
-        """With what may be the matter, where grpc has only seen that the server has closed."""
+        """The status, with a hint at TLS where grpc only says that the server has closed."""
         message = status.message
         if message.startswith(_UNCONNECTED) and message.endswith(_CLOSED):
             return status._replace(message=message + closed_hint(self._tls))
         return status
 
     async def close(self) -> None:
-        """End every call."""
+        """Close the channels, which ends every call."""
         for each in self._channels:
             await each.channel.close()
 

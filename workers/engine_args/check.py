@@ -90,9 +90,10 @@ class CheckedArgs(NamedTuple):
 
 
 def check_values(values: Mapping[str, Any], *, allow_unknown: bool) -> CheckedArgs:
-    """The model of merged arguments, without the unknown ones, which are errors unless allowed.
+    """Check merged arguments: their model, and a finding for each name or value that is wrong.
 
-    Names and choices may be unknown. A section with an unknown name may lack keys that are required.
+    With `allow_unknown`, unknown names and choices are left out of the model, with a warning
+    instead of an error each, and a section with an unknown name may lack required keys.
     """
     findings: list[Finding] = []
     known = _without_unknown(EngineModel, values, "", findings, allow_unknown=allow_unknown)

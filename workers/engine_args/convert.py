@@ -32,8 +32,8 @@ ABSENT: Any = object()
 """Stands for a key that is not there; None is a value."""
 
 
-class Change(NamedTuple):
-    """A key whose value the conversion changed, and why."""
+class ArgumentChange(NamedTuple):
+    """A dotted key whose value the conversion changed, and why; `ABSENT` for no value."""
 
     key: str
     old: Any
@@ -54,7 +54,7 @@ class Conversion:
     def __init__(self, values: Mapping[str, Any]) -> None:
         """`values` are nested dicts, which are copied."""
         self.values = plain(values)
-        self.changes: list[Change] = []
+        self.changes: list[ArgumentChange] = []
         self.doubts: list[str] = []
         """Doubts about the result that no rule can check, in words."""
 
@@ -67,7 +67,7 @@ class Conversion:
         return model
 
     def put(self, key: str, new: Any, why: str) -> None:
-        """Set a dotted key, or remove it with `ABSENT`; notes no change where it is so already."""
+        """Set a dotted key, or remove it with `ABSENT`, and note the change, if it is one."""
         *sections, last = key.split(".")
         into = self.values
         for section in sections:
@@ -83,7 +83,7 @@ class Conversion:
             del into[last]
         else:
             into[last] = plain(new)
-        self.changes.append(Change(key, old, new, why))
+        self.changes.append(ArgumentChange(key, old, new, why))
 
 
 def convert(

@@ -39,7 +39,7 @@ class FirstLogprob(NamedTuple):
 def session_of_params(
     params: Any, *, transfer_backend: str, rank: int | None = None
 ) -> oe.KvSessionRef:
-    """The reference that a prefill leg returns; `params` is the engine's, with a handoff in it.
+    """The session that a prefill leg returns, from the engine's `DisaggregatedParams`.
 
     `rank` is the attention-DP rank the leg was sent to, for engines that do not say which one they took.
     """
@@ -69,9 +69,10 @@ def session_of_params(
 
 
 def params_of_session(session: oe.KvSessionRef) -> dict[str, Any]:
-    """Keyword arguments of a generation-only `DisaggregatedParams`.
+    """The fields of a generation-only `DisaggregatedParams` by name, as the newest version has them.
 
-    Raises `RequestRefused`, naming the field, for a session that cannot be used.
+    The caller leaves out those that the installed class lacks, and checks the seal (`check_seal`). Raises
+    `RequestRefused`, naming the field, for a session that is too large, incomplete or malformed.
     """
     check_size(session)
     fields = session.attributes_struct.fields

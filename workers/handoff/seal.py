@@ -23,13 +23,13 @@ MIN_KEY_BYTES = 16
 
 
 def check_key(key: bytes) -> None:
-    """Raises `ValueError` for a key that is too short."""
+    """Raises `ValueError` for a key of less than `MIN_KEY_BYTES`."""
     if len(key) < MIN_KEY_BYTES:
         raise ValueError(f"the handoff key has {len(key)} bytes, {MIN_KEY_BYTES} are needed")
 
 
 def read_key(path: Path | None) -> bytes | None:
-    """The key in the file that `--handoff-key-file` names, if any. Raises `UsageError`."""
+    """The key in the file that `--handoff-key-file` names; None without. Raises `UsageError`."""
     if path is None:
         return None
     try:

@@ -4,18 +4,18 @@ from typing import NamedTuple, TypeAlias
 
 
 class Block(NamedTuple):
-    """A full KV block: its hash, its tokens as `wire.token_field` encodes them, and its extra keys."""
+    """A full KV block."""
 
     hash: int
-    tokens: bytes
-    keys: tuple[str, ...]
+    tokens: bytes  # as `wire.token_field` encodes their ids
+    keys: tuple[str, ...]  # extra keys: what its hash depends on besides tokens, such as a picture
 
 
 class Stored(NamedTuple):
     """A chain of blocks, each the child of the one before, is cached on a level: 0 is GPU, 1 is host."""
 
     rank: int
-    parent: int | None
+    parent: int | None  # hash of the block before the first; None at the beginning of a prompt
     blocks: tuple[Block, ...]
     level: int
     lora_name: str

@@ -32,14 +32,14 @@ _LOCAL = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 class Endpoints(NamedTuple):
-    """Addresses of one rank; `replay` is None where the engine has no replay endpoint."""
+    """ZMQ addresses of one rank; `replay` is None where the engine has no replay endpoint."""
 
     events: str
     replay: str | None
 
 
 class StreamSettings(NamedTuple):
-    """`kv_cache_config.kv_events_config`, with the endpoints of each rank."""
+    """What `kv_cache_config.kv_events_config` says of the stream, with addresses for each rank."""
 
     endpoints: tuple[Endpoints, ...]
     topic: str
@@ -54,7 +54,7 @@ def stream_settings(
     hwm: object,
     n_ranks: int,
 ) -> StreamSettings:
-    """Raises `ValueError` naming the field that cannot be used."""
+    """The engine's own, for each rank. Raises `ValueError` naming a field that cannot be used."""
     if not isinstance(topic, str):
         raise ValueError(f"topic {topic!r} is no text")
     if type(hwm) is not int or hwm < 0:
@@ -90,7 +90,7 @@ def pyzmq_missing() -> str:
 
 
 class StreamSource:
-    """Follows every rank's socket while it runs. `n_errors` counts errors of sockets."""
+    """Reads the batches that an engine publishes over ZMQ, and hands them to `take`."""
 
     def __init__(
         self,
@@ -100,23 +100,27 @@ class StreamSource:
         take: Callable[[list[Batch]], Iterable[None]],
         on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`take` gets batches, and what it returns is iterated over, one step in each turn of the loop.
+        """`take` gets each batch, in a list, and returns slices of work, one a turn of the loop.
 
-        `normaliser` knows the next number of each rank. `on_read` gets the number of events in a batch.
+        `normaliser` knows each rank's next number. `on_read` gets the number of events in a batch.
         """
         self._settings = settings
         self._normaliser = normaliser
         self._take = take
         self._on_read = on_read
-        self.n_errors = 0
+        self.n_errors = 0  # exceptions while a rank was followed, `take`'s included
         self._n_malformed = self._n_replays = 0
 
     def counters(self) -> dict[str, int]:
-        """Counts of messages that are not the engine's, and of replays, by name."""
+        """Counts by name: messages that are no batch of the topic, and replays asked for."""
         return {"malformed_messages": self._n_malformed, "replays": self._n_replays}
 
     async def run(self) -> None:
-        """Follow until cancelled; an error of a socket does not end it."""
+        """Follow every rank's socket until cancelled; the batch in hand is still taken as a whole.
+
+        Any exception is counted, logged (the first, second, fourth, ...) and followed by a pause
+        of `ERROR_DELAY_S` and a new socket. Raises `ImportError` without pyzmq.
+        """
         asyncio_zmq = importlib.import_module("zmq.asyncio")
         context = asyncio_zmq.Context()
         try:

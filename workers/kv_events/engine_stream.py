@@ -53,7 +53,7 @@ _TURN_HASHES = TURN_WORK // HASH_WORK
 
 
 class Batch(NamedTuple):
-    """A message of a rank's socket; `events` is None where they cannot be read."""
+    """A message of a rank's socket; `events` is None if unreadable or another rank's."""
 
     rank: int
     number: int
@@ -61,7 +61,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(rank: int, frames: list[bytes], *, topic: str) -> Batch | None:
-    """Decode a message of a rank's socket; None for one without a number.
+    """Decode a message of a rank's socket; None for one without a number, or of another topic.
 
     Replays of older publishers leave the topic out, and the end of a replay has an empty one.
     """
@@ -82,7 +82,7 @@ def batch_of(rank: int, frames: list[bytes], *, topic: str) -> Batch | None:
 
 
 class KvStreamNormaliser(Normaliser):
-    """Reads lists of `Batch`."""
+    """Turns lists of `Batch`, from the engine's own stream, into checked changes."""
 
     def __init__(self, *, ranks: int, block_tokens: int) -> None:
         counted = ("filtered_layer_groups", "filtered_media")
@@ -91,7 +91,7 @@ class KvStreamNormaliser(Normaliser):
         )
 
     def next_number(self, rank: int) -> int:
-        """The number of a rank's next batch."""
+        """The number that a rank's next batch has, unless batches are lost."""
         return self._ranks[rank].numbering.next
 
     @override

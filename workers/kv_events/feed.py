@@ -89,7 +89,7 @@ class Subscription(Call):
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes messages now."""
+        """Whether messages may be delivered now: the stream is neither paused nor ended."""
         return self.paused_since_s == math.inf and not self._has_ended
 
     @override
@@ -107,7 +107,7 @@ class Subscription(Call):
         self._wake(self)
 
     def end_stream(self, status: Status) -> None:
-        """End the sink unless it has ended."""
+        """End the stream with a status; no-op if it has ended."""
         if not self._has_ended:
             self._has_ended = True
             self._snapshot = None
@@ -120,7 +120,7 @@ class Subscription(Call):
         self.end_stream(_STALLED)
 
     def rank_published(self, rank: int, log: RankLog) -> None:
-        """Go on, as a rank has new batches, or notice that this subscriber fell behind."""
+        """Queue for a rank's new batches; drop the snapshot if a batch is gone before its turn."""
         number = self._cursors.get(rank)
         if number is None:
             return
@@ -130,7 +130,7 @@ class Subscription(Call):
         self._wake(self)
 
     def deliver_one(self, logs: list[RankLog]) -> int:
-        """Deliver at most one message. Its size in bytes; 0 where there was none to deliver."""
+        """Deliver the next message. Returns its bytes; 0 if there is none, or the stream ended."""
         if not self.is_open:
             return 0
         if any(number < logs[rank].oldest for rank, number in self._cursors.items()):
@@ -172,7 +172,7 @@ class KvFeed:
         history_batches: int = HISTORY_BATCHES,
         history_bytes: int = HISTORY_BYTES,
     ) -> None:
-        """`unix_nanos` is the clock of batches. `normaliser` reads the events, by default polled ones."""
+        """`unix_nanos` stamps batches. `normaliser` reads the events, by default polled ones."""
         self._instance_id = instance_id
         self._unix_nanos = unix_nanos
         self._normaliser: Normaliser = normaliser or KvEventNormaliser(
@@ -194,9 +194,9 @@ class KvFeed:
         return f"KvFeed(newest {newest}, {len(self._subscriptions)} subscribers)"
 
     def publish_polled(self, polled: object) -> Iterator[None]:
-        """Publish what one poll of the engine gave. Does not raise, whatever that is.
+        """Publish what a poll of the engine, or its stream, gave. Does not raise, whatever it is.
 
-        Yields after each turn's work, when what was read so far is published.
+        It works while it is iterated over: each item is a turn's work, and publishes what it read.
         """
         for portion in self._normaliser.portions(polled):
             changes: dict[int, list[Change]] = {}

@@ -29,11 +29,11 @@ _extra_id = itemgetter("token_extra_id")
 
 
 class UnusableError(Exception):
-    """An event, or a part of it, cannot be used; the argument is the counter that it is counted by."""
+    """An event, or a part, cannot be used; the argument names its count in `Normaliser.counts`."""
 
 
 def unusable(counter: str = "decode_errors") -> NoReturn:
-    """Raise `UnusableError`."""
+    """Raise `UnusableError`, to be counted under this name in `Normaliser.counts`."""
     raise UnusableError(counter)
 
 

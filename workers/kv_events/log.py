@@ -21,7 +21,7 @@ from slagate.workers.kv_events.wire import (
 
 
 class RankLog:
-    """One rank: its mirror, and batches `oldest` to `newest` of its history; `newest` is -1 at first."""
+    """A rank's published blocks (`mirror`), and its batches `oldest` to `newest`, -1 at first."""
 
     def __init__(
         self, rank: int, *, block_tokens: int, history_batches: int, history_bytes: int
@@ -37,7 +37,7 @@ class RankLog:
         self.newest = -1
 
     def apply(self, changes: Iterable[Change], unix_nanos: int) -> bool:
-        """Publish changes of this rank. False where they changed nothing."""
+        """Publish changes of this rank. Returns false where nothing changed for subscribers."""
         writer = EventWriter()
         for change in changes:
             if isinstance(change, Stored):
@@ -66,7 +66,7 @@ class RankLog:
             parent = block.hash
 
     def publish(self, payload: bytes, unix_nanos: int) -> None:
-        """Number a batch and keep it; an empty one is a heartbeat."""
+        """Number a batch of encoded events and keep it for replay; an empty one is a heartbeat."""
         self.newest += 1
         message = response(payload, number=self.newest, unix_nanos=unix_nanos, rank=self._rank)
         self._batches[self.newest] = message
@@ -76,14 +76,14 @@ class RankLog:
             self.oldest += 1
 
     def batch(self, number: int) -> bytes:
-        """The message of a batch from `oldest` to `newest`."""
+        """The encoded response with a batch; `number` must be from `oldest` to `newest`."""
         return self._batches[number]
 
     def snapshot(self, unix_nanos: int) -> Iterator[bytes]:
-        """Messages that bring a subscriber, whatever it has, to batch `newest`, which the last one is.
+        """Encoded responses that bring a subscriber, whatever it has, to what is published now.
 
-        Where fewer batches were published so far, empty ones are published first. The snapshot is of this
-        moment; a message is joined when the iterator reaches it.
+        The last one has the number `newest`; if there are more of them than batches so far, empty
+        batches are published first. A response is encoded when the iterator reaches it.
         """
         events = list(self.mirror.visible.values())
         ends = list(accumulate(map(len, events), initial=0))

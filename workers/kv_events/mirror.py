@@ -33,7 +33,7 @@ class Mirror:
         return len(self._hidden)
 
     def store(self, block: WireBlock, writer: EventWriter) -> None:
-        """Store a block. The same block again is no news; one with other content replaces it."""
+        """Add a cached block or renew a known one; an orphan (parent unknown) is only counted."""
         event = block.event()
         known = self._known(block.hash)
         if known is not None and known[:-1] == event[:-1]:

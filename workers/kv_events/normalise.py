@@ -41,7 +41,7 @@ _TURN_HASHES = TURN_WORK // HASH_WORK
 
 
 class KvEventNormaliser(Normaliser):
-    """Reads polls: events, lists of events, a single event, or None."""
+    """Turns polled events into checked changes; a poll is an event, lists of events, or None."""
 
     def __init__(self, *, ranks: int, block_tokens: int) -> None:
         counted = (

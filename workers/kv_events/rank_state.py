@@ -31,7 +31,11 @@ class SequenceCheck(NamedTuple):
 
 
 class SequenceNumbers:
-    """Checks numbers that are each one more than the last, of which some may be lost or come again."""
+    """Checks a stream's numbers, each one more than the last, of which some are lost or come again.
+
+    `next` is the number expected next. A smaller one is old; after `MAX_OLD` old ones in a row the sender
+    must count anew, and the number behind them is a gap of unknown size, from which counting goes on.
+    """
 
     __slots__ = ("_n_old", "next")
 
@@ -40,7 +44,7 @@ class SequenceNumbers:
         self._n_old = 0  # in a row
 
     def check(self, number: int) -> SequenceCheck:
-        """Check one number, and go on behind it; an old one changes nothing."""
+        """Check a number, after which the next one is expected; an old one changes nothing."""
         if number < self.next and self._n_old < MAX_OLD:
             self._n_old += 1
             return SequenceCheck(is_old=True)
@@ -77,20 +81,20 @@ class RankState:
         self._algorithm = ""  # of the hashes; "" where no event names it
 
     def clear(self) -> Cleared:
-        """Forget what is cached."""
+        """Forget what is cached, and return the change that says so."""
         self.is_empty = True
         self.partial.clear()
         return Cleared(self.number)
 
     def lost(self) -> list[Cleared]:
-        """The change for an event that cannot be read: any block that was announced may be gone."""
+        """What an unreadable event means: [Cleared], as any block may be gone; [] without any."""
         return [] if self.is_empty else [self.clear()]
 
     def of_group(self, event: dict[str, Any]) -> list[Cleared]:
-        """Check the layers and the hash algorithm of an event; `Cleared` where hashes change their meaning.
+        """Check an event's layers and hash algorithm; [`Cleared`] where the algorithm changes.
 
-        Several groups of layers with one window announce the same blocks, and may drop them at different
-        times, so only the group of the first event counts. Raises `UnusableError` for the others.
+        Several groups of layers with one window announce the same blocks, and may drop them at
+        different times, so only that of the first event counts. Raises `UnusableError` for others.
         """
         group, algorithm = event.get("layer_group_id"), event.get("hash_algo")
         if type(group) is int:
@@ -105,7 +109,7 @@ class RankState:
 
 
 class Losses:
-    """Counts and logs the gaps in one rank's numbers, which are those `of` events or batches."""
+    """Counts and logs the gaps in a rank's numbers; `of` names what has numbers, as "batches"."""
 
     def __init__(self, rank: int, *, of: str) -> None:
         self._rank = rank
@@ -120,7 +124,7 @@ class Losses:
         self._n_missed += n_missed
 
     def report(self, now_s: float) -> None:
-        """Log what was not logged yet, unless the last line is newer than `LOG_EVERY_S`."""
+        """Log the gaps that were not logged yet, in at most one line each `LOG_EVERY_S`."""
         if self._n_gaps > self._n_logged_gaps and now_s >= self._logged_at_s + LOG_EVERY_S:
             log.warning(
                 "kv_events.lost",
@@ -149,7 +153,7 @@ class Normaliser(ABC):
     def __init__(
         self, *, ranks: int, block_tokens: int, numbered: str, counted: Iterable[str]
     ) -> None:
-        """`numbered` is what the engine numbers, "events" or "batches"."""
+        """The engine numbers `numbered`, "events" or "batches"; `counted` are further counts."""
         self._numbered = numbered
         self._ranks = [RankState(rank, Losses(rank, of=numbered)) for rank in range(ranks)]
         self._block_tokens = block_tokens
@@ -158,7 +162,7 @@ class Normaliser(ABC):
         self.counts: Counter[str] = Counter(dict.fromkeys((*names, *counted), 0))
 
     def portions(self, polled: object) -> Iterator[list[Change]]:
-        """The changes, in portions of a turn's work, some of which may be empty."""
+        """Yields the changes that a poll brought, in portions of a turn's work, perhaps empty."""
         portion: list[Change] = []
         for item in self._items(polled):
             try:

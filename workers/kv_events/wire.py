@@ -78,7 +78,7 @@ CLEARED_EVENT = _event(_tag(oe.KvEvent.ALL_BLOCKS_CLEARED_FIELD_NUMBER), b"")
 
 
 def response(payload: bytes, *, number: int, unix_nanos: int, rank: int) -> bytes:
-    """The `SubscribeKvEventsResponse` around a batch's joined events."""
+    """The serialised `SubscribeKvEventsResponse` of a batch; `payload` is its joined events."""
     head = oe.KvEventBatch(
         sequence_number=number, timestamp_unix_nanos=unix_nanos, data_parallel_rank=rank
     ).SerializeToString()
@@ -102,12 +102,12 @@ class WireBlock(NamedTuple):
 
     hash: int
     parent: int | None
-    core: bytes
-    keys: bytes
-    tail: bytes
+    core: bytes  # hash and tokens
+    keys: bytes  # extra keys, empty without any
+    tail: bytes  # what `tail` gives, the same for its whole chain
 
     def event(self) -> bytes:
-        """The block as an event of its own."""
+        """The encoded event that stores this block alone."""
         return _event(_STORED, _parent(self.parent) + self.core + self.keys + self.tail)
 
 
@@ -187,7 +187,7 @@ class EventWriter:
         self._push(event)
 
     def payloads(self) -> list[bytes]:
-        """All events, in payloads of at most `MAX_BATCH_BYTES`."""
+        """All events that were added, in payloads of at most `MAX_BATCH_BYTES`; called last."""
         self._close()
         self._end_payload()
         return self._payloads

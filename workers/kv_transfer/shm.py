@@ -34,7 +34,7 @@ from slagate.workers.kv_transfer.transport import (
     unsealed,
     used_up,
 )
-from slagate.workers.runtime.cooperative import SLICE_BYTES, Slices, Work
+from slagate.workers.runtime.cooperative import SLICE_BYTES, Slices, Steps
 
 
 class _Descriptor(NamedTuple):
@@ -122,7 +122,7 @@ class SharedMemoryTransport(KvTransport):
     def pull(self, descriptor: bytes, done: Done) -> None:
         self._slices.start(self._pull(descriptor, done))
 
-    def _pull(self, descriptor: bytes, done: Done) -> Work:
+    def _pull(self, descriptor: bytes, done: Done) -> Steps[None]:
         try:
             blocks = yield from self._take_blocks(descriptor)
         except KvTransferError as error:

@@ -51,9 +51,9 @@ class KvTransport(Protocol):
     def export(self, session_id: int, blocks: Blocks) -> bytes:
         """Offer blocks u8[n_blocks, block_bytes] to one consumer. Returns the descriptor for `pull`.
 
-        The caller must not change the blocks afterwards. Sessions may have blocks in common: NIXL's pool,
-        which has a fixed size, holds equal blocks once; the other transports hold the blocks of each
-        session, in whatever memory the machine has. Raises `KvTransferError`.
+        The caller must not change the blocks afterwards. Sessions may have equal blocks: NIXL's
+        pool, which has a fixed size, holds them once; the other transports hold the blocks of each
+        session, as long as the machine has memory. Raises `KvTransferError`.
         """
 
     def pull(self, descriptor: bytes, done: Done) -> None:
@@ -76,11 +76,11 @@ class KvTransport(Protocol):
         """Why new transfers cannot work at this moment, or ""."""
 
     def counters(self) -> dict[str, int]:
-        """Figures for operators by name; each transport has its own."""
+        """Gauges for operators, by name; each transport has its own."""
 
 
 def block_shape(blocks: Blocks) -> tuple[int, int]:
-    """(n_blocks, block_bytes) of an export. Raises `KvTransferError` for arrays that are not blocks."""
+    """(n_blocks, block_bytes) of an export. Raises `KvTransferError` but for u8[n > 0, bytes > 0]."""
     if blocks.ndim != 2 or blocks.dtype != np.uint8 or 0 in blocks.shape:
         raise KvTransferError(
             f"blocks must be u8[n > 0, bytes > 0], not {blocks.dtype}{blocks.shape}"
@@ -108,5 +108,5 @@ def unsealed(raw: bytes) -> bytes:
 
 
 def used_up(session_id: int) -> KvTransferError:
-    """The error for a session that was already pulled, or withdrawn."""
+    """The error to raise for a session that was already pulled, or withdrawn."""
     return KvTransferError(f"session {session_id}: already consumed or released")

@@ -33,7 +33,7 @@ def adapted(base: type, name: str, processor: LogitsProcessor, on_stream: OnStre
 
 
 def external_stream(address: int | None) -> AbstractContextManager[object]:
-    """The context for the engine's CUDA stream, where it names one."""
+    """A context in which the CUDA stream at this address, if any, is the current one."""
     if address is None:
         return nullcontext()
     cuda = importlib.import_module("torch").cuda
@@ -86,7 +86,7 @@ def _apply(processor: LogitsProcessor, logits: Any, token_ids: Any) -> None:
 
 
 class Failures:
-    """Counts the failures of one processor, and logs the newest of them every `LOG_EVERY_S`."""
+    """Counts the failures of one processor, and logs one at most every `LOG_EVERY_S`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -94,7 +94,7 @@ class Failures:
         self._logged_at_s = -math.inf
 
     def count_failure(self, now_s: float) -> None:
-        """Count one; must be called while its exception is handled."""
+        """Count a failure, and perhaps log its exception, which must be the one being handled."""
         self._n_failures += 1
         if now_s < self._logged_at_s + LOG_EVERY_S:
             return

@@ -62,7 +62,7 @@ class LogitsProcessors:
         *,
         load: "Callable[[str], Any] | None" = None,
     ) -> None:
-        """Raises `UsageError`, naming the option, for a processor that cannot be loaded or made."""
+        """`load` finds a factory by name. Raises `UsageError`, with the option, for a bad one."""
         load = _load if load is None else load
         self.every = tuple(every)
         self.allowed = tuple(dict.fromkeys(allowed))

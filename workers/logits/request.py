@@ -39,7 +39,7 @@ class RequestLogits:
         self._on_stream = on_stream
 
     def processors_of(self, request: oe.GenerateRequest, *, n_outputs: int) -> list[Any] | None:
-        """New processors for a request, or None. Raises `RequestRefused` naming the field."""
+        """New processors for a request, for the engine, or None. Raises `RequestRefused`."""
         asked = _asked(request)
         if asked and self._base is None:
             raise unsupported(FIELD, "this engine takes none")

@@ -78,13 +78,13 @@ class TpProfile:
     _decode: TimingTable
 
     def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
-        """Seconds to prefill `new_tokens` after `cached_tokens` already in the KV cache; 0 for none."""
+        """Seconds to prefill `new_tokens` of a prompt after `cached_tokens`; 0 if none are new."""
         if new_tokens < 1:
             return 0.0
         return self._prefill.at(new_tokens, cached_tokens if cached_tokens > 0 else 0.0)
 
     def itl_s(self, batch_size: float, context_tokens: float) -> float:
-        """Seconds of one decode iteration of `batch_size` requests of mean length `context_tokens`."""
+        """Seconds of a decode step of `batch_size` requests of mean length `context_tokens`."""
         if batch_size < 1:
             return 0.0
         return self._decode.at(batch_size, context_tokens if context_tokens > 1 else 1.0)
@@ -98,7 +98,7 @@ class TpProfile:
         return seconds
 
     def itl_of_batches(self, batch_size: Ints, context_tokens: Floats) -> Floats:
-        """`itl_s` of each of n whole batch sizes >= 1, i64[n], and their contexts, f64[n]."""
+        """`itl_s`, f64[n], of n batch sizes >= 1, i64[n], with mean contexts, f64[n]."""
         return self._decode.many_whole(batch_size, np.maximum(context_tokens, 1.0))
 
     def to_json(self) -> dict[str, object]:

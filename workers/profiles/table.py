@@ -57,7 +57,7 @@ class _Line:
 
 
 class TimingTable:
-    """A ragged two-axis table of (x >= 1, y, milliseconds): lines along x, ordered by y."""
+    """Seconds at any (x, y), from rows (x >= 1, y, milliseconds); `log_y`: y is in log space."""
 
     def __init__(self, rows: Sequence[tuple[int, int, float]], *, log_y: bool) -> None:
         self.rows = tuple(sorted(rows))
@@ -153,10 +153,10 @@ class TimingTable:
         return near_s
 
     def many_whole(self, x: Ints, y: Floats) -> Floats:
-        """`many` for whole x, i64[n], but for the last digits; the second axis must be in log space.
+        """`many` for whole x, i64[n]: faster, and the last digits may differ.
 
-        Between two lines the log of the seconds is linear in log y, so for each x one straight line a slot
-        of y is kept.
+        The second axis must be in log space. There the log of the seconds is linear in log y
+        between two lines, so for each x one straight line a slot of y is kept.
         """
         if len(x) and x[x.argmax()] > MAX_WHOLE:
             return self.many(x.astype(np.float64), y)
@@ -185,9 +185,10 @@ class TimingTable:
         return lines
 
     def is_finite(self, far: float) -> bool:
-        """Whether times stay numbers out to `far` on both axes, however steep the last rows are."""
+        """Whether `at` is finite for every x and y up to `far`, however steep the last rows are."""
         xs = [1.0, *(math.exp(log_x) for log_x in self._log_xs), far]
+        ys = [float(self._log_y), *(math.exp(y) if self._log_y else y for y in self._ys), far]
         try:
-            return all(math.isfinite(self.at(x, y)) for x in xs for y in (float(self._log_y), far))
+            return all(math.isfinite(self.at(x, y)) for x in xs for y in ys)
         except ArithmeticError:
             return False

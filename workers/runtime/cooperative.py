@@ -21,16 +21,14 @@ SLICE_BYTES = 1 << 20
 """Bytes that one slice reads, sums or compares: below a millisecond."""
 
 Steps = Generator[None, None, T]
-"""Makes a T, and yields between slices."""
-
-Work = Steps[None]
+"""A generator that returns a T, and yields after each slice of its work, below a millisecond."""
 
 Step = Callable[[], bool]
-"""Does a slice of its work, well under a millisecond; true while there is more."""
+"""A function that does one such slice in each call; returns true while there is more."""
 
 
 def run_at_once(steps: Steps[T]) -> T:
-    """What the steps make, where nothing else waits for the event loop."""
+    """Run the steps to their end without a pause, and return their result."""
     while True:
         try:
             next(steps)
@@ -40,7 +38,7 @@ def run_at_once(steps: Steps[T]) -> T:
 
 
 async def run_cooperatively(steps: Steps[T]) -> T:
-    """What the steps make, with a turn of the event loop after each slice."""
+    """Run the steps, with a turn of the event loop after each slice, and return their result."""
     while True:
         try:
             next(steps)
@@ -51,7 +49,7 @@ async def run_cooperatively(steps: Steps[T]) -> T:
 
 
 async def finish_cooperatively(slices: Iterable[None]) -> None:
-    """Go through slices, with a turn of the event loop after each; when cancelled, the rest at once."""
+    """Do all slices, a turn of the loop after each; once cancelled, the rest without turns."""
     rest = iter(slices)
     try:
         for _ in rest:
@@ -68,24 +66,24 @@ class Slices:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Work] = deque()
+        self._waiting: deque[Steps[None]] = deque()
         self._handle: asyncio.Handle | None = None
 
-    def start(self, work: Work) -> None:
-        """Do the first slice now and the others later. Raises what the first one raises."""
+    def start(self, work: Steps[None]) -> None:
+        """Do the first slice now, which may raise, and the others in turns of the running loop."""
         if _goes_on(work):
             self._waiting.append(work)
             self._schedule()
 
-    def cancel(self, work: Work) -> None:
-        """Drop the slices that are not done yet, if any, and close the generator."""
+    def cancel(self, work: Steps[None]) -> None:
+        """Close a generator that has slices left; no-op otherwise."""
         if work in self._waiting:
             self._waiting.remove(work)
             work.close()
             self._schedule()
 
     def fail_all(self, error: Exception) -> None:
-        """Raise `error` in every generator, where it stands; none goes on after it."""
+        """Raise `error`, which they must catch, in generators with slices left, and drop them."""
         while self._waiting:
             with suppress(StopIteration):
                 self._waiting.popleft().throw(error)
@@ -109,7 +107,7 @@ class Slices:
             self._handle = None
 
 
-def _goes_on(work: Work) -> bool:
+def _goes_on(work: Steps[None]) -> bool:
     try:
         next(work)
     except StopIteration:
@@ -118,9 +116,9 @@ def _goes_on(work: Work) -> bool:
 
 
 class CooperativeScheduler:
-    """Runs one step in each turn of the loop, of the sources that have work in rotation.
+    """Runs steps, which are functions, in rotation: one in each turn of the loop.
 
-    A source is known by its step: a bound method equals itself, a new lambda does not.
+    A step that is added again is the same if it is equal: a bound method is, a new lambda is not.
     """
 
     def __init__(self) -> None:
@@ -134,7 +132,7 @@ class CooperativeScheduler:
         return f"CooperativeScheduler({len(self._steps)} waiting, {self.n_turns} taken)"
 
     def add_step(self, step: Step) -> None:
-        """Run the step in turns of the loop until it returns false. No-op while it waits already."""
+        """Run a step until it returns false, or raises (logged). No-op while it waits already."""
         self._steps[step] = None
         if self._handle is None:
             self._handle = asyncio.get_running_loop().call_soon(self._turn)

@@ -23,7 +23,7 @@ BACKLOG = 1024
 
 @contextmanager
 def given_by(option: str) -> Iterator[None]:
-    """Put `option` in front of the message of an `OSError` that is raised within the block."""
+    """Context manager that puts `option` in front of the message of an `OSError` from its body."""
     try:
         yield
     except OSError as error:
@@ -35,7 +35,7 @@ def bind(
     address: Address,
     credentials: grpc.ServerCredentials | None = None,
 ) -> Address:
-    """Bind a gRPC server, in plaintext without `credentials`; the bound address. Raises `OSError`."""
+    """Bind a gRPC server, plaintext without `credentials`; the bound address. Raises `OSError`."""
     try:
         if credentials is None:
             port = server.add_insecure_port(str(address))
@@ -82,11 +82,11 @@ def listen_on(address: Address, *, shared: bool = False, backlog: int = BACKLOG)
 
 @asynccontextmanager
 async def stopped(*, again: Callable[[], None] | None = None) -> AsyncIterator[anyio.Event]:
-    """Within the block, yields an event that SIGTERM and SIGINT set.
+    """Context manager that yields an event, which SIGTERM and SIGINT set while it is open.
 
-    `again` is called when the same signal comes a second time. Without it a second signal ends the process
-    at once, by the kernel's default, whatever the loop is busy with. One of each does not: after a Ctrl-C,
-    which the terminal also sends to a child, the child gets its parent's SIGTERM.
+    `again` is called when the same signal comes a second time. Without it, that ends the process
+    at once, even if the loop is blocked. One signal of each kind does not: after a Ctrl-C, which a
+    terminal also sends to a child, the child gets its parent's SIGTERM.
     """
     event = anyio.Event()
     async with anyio.create_task_group() as tasks:
@@ -112,7 +112,7 @@ async def stopped(*, again: Callable[[], None] | None = None) -> AsyncIterator[a
 async def unless_stopped(
     work: Callable[[], Awaitable[T]], *, again: Callable[[], None] | None = None
 ) -> T | None:
-    """What `work` returns, or None after SIGINT or SIGTERM, which cancel it; `again` as in `stopped`."""
+    """The result of `work()`; None if SIGINT or SIGTERM cancelled it; `again` as in `stopped`."""
     result = None
     async with stopped(again=again) as signalled, anyio.create_task_group() as tasks:
 
@@ -133,7 +133,7 @@ def ignore_hangups() -> None:
 
 @asynccontextmanager
 async def on_sighup(act: Callable[[], None]) -> AsyncIterator[None]:
-    """Within the block, call `act` at each SIGHUP; after it, ignore SIGHUP."""
+    """Context manager: the loop calls `act` at each SIGHUP; after its exit, SIGHUP is ignored."""
     # Not by the loop's own handlers: when one is removed, the loop restores the default for a moment, in
     # which a SIGHUP would end the process.
     loop = asyncio.get_running_loop()
@@ -149,6 +149,6 @@ MAX_READY_LINE_BYTES = 64 << 10
 
 
 def ready_line(**fields: str | int | list[int]) -> None:
-    """Print the one line of JSON on stdout that says that the process serves, and where."""
+    """Print the JSON line on stdout that says that the process serves; `fields` say where."""
     sys.stdout.write(json.dumps({"event": "ready"} | fields) + "\n")
     sys.stdout.flush()

@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 def serve_probes(
     host: str, port: int, *, registry: CollectorRegistry, not_ready: Callable[[], str]
 ) -> Iterator[int]:
-    """Serve for the time of the block and yield the bound port. Raises `OSError` if it cannot be bound.
+    """Context manager that serves the paths until it exits; yields the port. Raises `OSError`.
 
-    `not_ready` says why the process cannot serve requests, or "" when it can.
+    `not_ready`, called on a thread, says why the process cannot serve requests; "" when it can.
     """
 
     class Handler(BaseHTTPRequestHandler):

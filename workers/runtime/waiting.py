@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 async def run_in_daemon_thread(call: Callable[[], T]) -> T:
-    """`call()` on a thread of its own, which ends with the process. Raises what it raises.
+    """Run `call()` on a thread of its own, and return its result. Raises what it raises.
 
-    A call that blocks for ever (a file on a dead mount, an engine that hangs) cannot hold up the end of the
-    process so: the interpreter waits for the threads of `anyio.to_thread`, and not for daemon threads.
+    A call that blocks for ever (a file on a dead mount, an engine that hangs) does not hold up the
+    end of the process: the interpreter waits for threads of `anyio.to_thread`, not for daemons.
     """
     future: Future[T] = Future()
 
@@ -35,17 +35,17 @@ class FileWatch:
     """Tells when a file has changed, and then stayed as it is for one poll: it is written whole by then."""
 
     def __init__(self, stamp: Callable[[], object], *, in_use: object) -> None:
-        """`stamp` gives what differs once the file was written; `in_use` is the stamp of what was read."""
+        """`stamp()` differs once the file was written; `in_use` is that of the content in use."""
         self._stamp = stamp
         self._in_use = in_use
         self._asked = anyio.Event()
 
     def ask(self) -> None:
-        """Have `changed` return now, whatever the file looks like."""
+        """Have `changed` return now, even if the file is as before."""
         self._asked.set()
 
     async def changed(self, poll_s: float) -> None:
-        """Return when the file is to be read again; it is polled every `poll_s`."""
+        """Return when the file is to be read again; its stamp is taken every `poll_s` seconds."""
         seen = self._in_use
         while True:
             with anyio.move_on_after(poll_s):

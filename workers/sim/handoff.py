@@ -18,7 +18,7 @@ from slagate.workers.kv_transfer.transport import (
     KvTransferError,
     KvTransport,
 )
-from slagate.workers.runtime.cooperative import SLICE_BYTES, Slices, Work
+from slagate.workers.runtime.cooperative import SLICE_BYTES, Slices, Steps
 from slagate.workers.runtime.waiting import UntilEmpty
 from slagate.workers.sim.kv_cache.blocks import (
     STATE_BYTES,
@@ -235,7 +235,7 @@ class _SimPull:
     started_s: float
     first_token: int
     timer: asyncio.TimerHandle | None
-    check: Work | None = None
+    check: Steps[None] | None = None
     has_bytes: bool = False
 
 
@@ -296,7 +296,7 @@ class Pulls:
 
     def _check(
         self, sequence: SimSequence, pull: _SimPull, outcome: Blocks | KvTransferError
-    ) -> Work:
+    ) -> Steps[None]:
         try:
             if isinstance(outcome, KvTransferError):
                 raise outcome
@@ -350,7 +350,7 @@ class Pulls:
             return opaque
         raise KvBadDescriptor(f"the handoff does not fit: {problem}")
 
-    def _accept(self, sequence: SimSequence, blocks: Blocks, first_token: int) -> Work:
+    def _accept(self, sequence: SimSequence, blocks: Blocks, first_token: int) -> Steps[None]:
         """Check the blocks that a generation_only sequence pulled, and start its context from them.
 
         Yields between slices of work, and before the first where there are several. Raises

@@ -32,7 +32,11 @@ class EngineDeadError(RuntimeError):
 
 
 class SimLogitsProcessor(ABC):
-    """Changes one request's logits in place, before a token is drawn from them."""
+    """The double of TensorRT-LLM's `LogitsProcessor`; subclasses change one request's logits in place.
+
+    It is called before each token, with an f32 array of numpy where the engine has a tensor of torch. The
+    token is the one with the largest logit. An error that it raises ends the engine.
+    """
 
     @abstractmethod
     def __call__(

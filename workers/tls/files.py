@@ -17,7 +17,7 @@ _ENCRYPTED = re.compile(rb"BEGIN ENCRYPTED PRIVATE KEY|Proc-Type: *4,ENCRYPTED")
 
 
 class Certificate(NamedTuple):
-    """A certificate. Names are as in RFC 4514, but in the order they are in; times are Unix seconds."""
+    """A certificate. Names are as in RFC 4514, but not reversed; times are Unix seconds."""
 
     subject: str
     issuer: str
@@ -27,7 +27,7 @@ class Certificate(NamedTuple):
 
 
 def read_certificate(der: bytes) -> Certificate:
-    """Read a certificate. Raises `ValueError` for other bytes."""
+    """Read a certificate in DER. Raises `ValueError` for other bytes."""
     # Imported here, as only processes with TLS need it, and it takes long.
     from cryptography import x509
 
@@ -95,14 +95,14 @@ class TlsFiles:
 
 
 class Pems(NamedTuple):
-    """The content of the files at one moment."""
+    """What the files had when they were read, and the context made of it."""
 
     chain: bytes  # empty without such a file, as are key and ca
     key: bytes
     ca: bytes
     context: ssl.SSLContext
     own: Certificate | None  # the first one of the chain
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  # CA certificates that are not valid now
 
 
 def read(files: TlsFiles, make: Callable[[], ssl.SSLContext], *, now_s: float) -> Pems:

@@ -40,7 +40,7 @@ _NOT_TLS = {"HTTP_REQUEST", "WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "PACKET_
 
 
 class TlsSide(ABC):
-    """The files of one side, and the content of them that is in use."""
+    """The files of a server or a client, and `current`, their content that is in use."""
 
     def __init__(self, side: str, files: TlsFiles, *, unix_s: Callable[[], float] = unix_s) -> None:
         """Reads the files. `side` names them in logs. Raises `TlsError`."""
@@ -120,7 +120,7 @@ class ServerTls(TlsSide):
         )
 
     def handshake_refused(self, why: str) -> None:
-        """Count and log a handshake that failed."""
+        """Count a handshake that failed, and log it, at most once in `REFUSAL_LOG_S`."""
         self._n_refused += 1
         self.on_refused()
         now_s = self._unix_s()
@@ -153,7 +153,7 @@ class ClientTls(TlsSide):
     def grpc_channel(
         self, address: str, options: "tuple[tuple[str, Any], ...]"
     ) -> grpc.aio.Channel:
-        """A channel of grpc with what is current; it does not follow the files."""
+        """A channel of grpc with the certificates that are current; it keeps them."""
         pems, name = self.current, self.files.server_name
         credentials = grpc.ssl_channel_credentials(pems.ca, pems.key or None, pems.chain or None)
         if name:
@@ -173,7 +173,7 @@ def closed_hint(tls: ClientTls | None) -> str:
 async def following(
     *sides: TlsSide | None, poll_s: float = POLL_S
 ) -> AsyncIterator[Callable[[], None]]:
-    """Follow the files of these sides within the block. Yields a function that has them read at once."""
+    """Context manager that follows the sides' files; yields a function that has them read now."""
     followed = [side for side in sides if side is not None]
 
     def reread() -> None:

@@ -67,7 +67,10 @@ class EnginePackage:
 
 
 def check_installed() -> None:
-    """Raises a `UsageError` that says what to install. Does not import it, which takes half a minute."""
+    """Raises a `UsageError` that says what to install if `tensorrt_llm` is missing.
+
+    The package is looked for and not imported, which takes half a minute.
+    """
     if importlib.util.find_spec("tensorrt_llm") is None:
         raise UsageError(
             f"slagate worker trtllm needs tensorrt_llm, which is not installed: {HOW_TO_INSTALL}"

@@ -92,7 +92,7 @@ def _refuse(error: ConfigError, *, has_margin: bool) -> NoReturn:
 
 
 def fleet_text(content: object) -> str:
-    """JSON for people: indented, with lists that hold no others on one line."""
+    """JSON for people: indented, with each list that holds neither lists nor objects on one line."""
     text = json.dumps(content, indent=2, ensure_ascii=False)
     return _ROW.sub(lambda row: _joined(row[0]), text) + "\n"
 

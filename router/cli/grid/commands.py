@@ -60,12 +60,12 @@ def select_lines(
     objectives: Mapping[str, Objective] = MappingProxyType({}),
     note: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
-    """One JSON object without a line end for each of `lines`, in order.
+    """Yield one JSON object, without a line end, for each of `lines`: the cell and pool of that request.
 
     `lines` are those of a text file as iterating over it gives them, so the newline that ends the file
     starts no line, and an empty line elsewhere is one. A request without a cell gives `{"error": "..."}`;
-    no content of a line raises. `note` is called once, with the first class that is not in `objectives`
-    and so counts as "*".
+    no content of a line raises. `note` is called once, with the first class that is not in `objectives` and
+    so counts as "*".
     """
     is_noted = False
     for line in lines:

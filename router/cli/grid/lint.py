@@ -44,7 +44,7 @@ def lint(
     pools: PoolsFile = None,
     pool: PoolWorkers = None,
 ) -> None:
-    """Look for what is probably not meant; exit status 1 where something is found."""
+    """Report what is probably not meant in a fleet file; exit status 1 where something is found."""
     ignored = codes_to_ignore(ignore, CODES, page="docs/lint.md")
     fleet = read_fleet(config, lenient=lenient, pools=pools, pool=pool, unreported=UNREACHED)
     with ending_on_usage_error():
@@ -58,7 +58,10 @@ def lint(
 
 
 def pool_profiles(config: FleetConfig) -> dict[str, TpProfile]:
-    """The profiles of the pools that name one. Raises `ConfigError` for those that cannot be read."""
+    """The timing profile, for the pool's own TP size, of each pool that names one; by pool.
+
+    Raises `ConfigError` listing those that cannot be read, or do not have the size.
+    """
     named = {
         name: (spec.profile, spec.tp)
         for name, spec in config.pools.items()

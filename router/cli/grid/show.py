@@ -89,7 +89,7 @@ def show(
 async def show_grids(
     config: FleetConfig | None, target: str | None, options: ShowOptions, *, tls: TlsFiles | None
 ) -> int:
-    """Show the grids of `config`, or of the gateway at `target` with its traffic; the exit status.
+    """Show the grids of `config`, or of the gateway at `target` with its traffic; returns the exit status.
 
     Raises `UsageError` for a stage that is not there, a file of another grid than the gateway's, and a
     picture that cannot be made.
@@ -105,10 +105,7 @@ async def show_grids(
 
 
 def with_cells(config: FleetConfig | None, cells: gw.ListCellsResponse, target: str) -> FleetConfig:
-    """The configuration that the cells of a gateway belong to: its own, or `config` where the grids agree.
-
-    Raises `UsageError` where they do not.
-    """
+    """The configuration of a gateway's cells, or `config` if given. Raises `UsageError` for other grids."""
     live = parse_config(
         json.loads(cells.fleet), source=f"{target} (version {cells.config_version})"
     )
@@ -122,7 +119,7 @@ def with_cells(config: FleetConfig | None, cells: gw.ListCellsResponse, target: 
 
 
 def cell_traffic(cells: gw.ListCellsResponse) -> Traffic:
-    """The counts of a gateway's cells."""
+    """The counts of a gateway's cells, by stage and index of the cell."""
     return {
         (STAGE_OF_WIRE[each.stage].value, tuple(each.cell)): CellTraffic(
             each.requests, each.met, each.judged, each.failed

@@ -45,7 +45,7 @@ def convert(
     allow_unknown_engine_args: AllowUnknownEngineArgs = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result here.")] = None,
 ) -> None:
-    """Show what changes, and why; exit status 1 where the result has errors."""
+    """Convert engine arguments to another role or TP size; exit status 1 where the result has errors."""
     for option, value in (("--role", role), ("--to", to)):
         if value is not None:
             check_choice(option, value, CONVERTED_ROLES)

@@ -99,7 +99,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
 
 
 def cli_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine arguments that are set among the parameters of a command, nested."""
+    """The engine arguments, nested, that are set among the parameters of a command; see `PLACES`."""
     values: dict[str, Any] = {}
     for name, (*sections, key) in PLACES.items():
         if parameters.get(name) is not None:
@@ -120,7 +120,7 @@ def read_engine_args(
     wanted: IntendedUse,
     extra_option: str = EXTRA,
 ) -> EngineArgs:
-    """The merged arguments; `parameters` are those of the command. A usage error ends the command."""
+    """Merge and check the engine arguments of options and files. A usage error ends the command."""
     with ending_on_usage_error():
         return build_engine_args(
             role=role,
@@ -134,7 +134,7 @@ def read_engine_args(
 
 
 def engine_version_of(text: str | None) -> tuple[int, int] | None:
-    """The version of `--engine-version`, else of the installed package; None: there is neither."""
+    """Parse `--engine-version` (None: of the installed package, if any). Other text ends the command."""
     if text is None:
         return _major_minor(installed_version() or "")
     version = _major_minor(text)
@@ -149,7 +149,7 @@ def _major_minor(text: str) -> tuple[int, int] | None:
 
 
 def show_engine_args(args: EngineArgs) -> None:
-    """Print the arguments as YAML on stdout, the findings on stderr."""
+    """Print the arguments with their sources as YAML on stdout, the findings on stderr."""
     for finding in args.findings:
         errors.print(f"slagate: {finding.severity}: {finding}")
     for line in yaml_lines(args.values, args.sources):
@@ -157,7 +157,7 @@ def show_engine_args(args: EngineArgs) -> None:
 
 
 def place_of(finding: Finding, places: Mapping[str, str]) -> str:
-    """The source of the value that a finding is about, or of the section that lacks it; else empty."""
+    """Where the value that a finding is about comes from, or the section that lacks it; else empty."""
     key = finding.place.partition("[")[0]
     section = places.get(key.rpartition(".")[0], "")
     return places.get(key, "" if section == DEFAULT else section)
@@ -173,5 +173,5 @@ Transport = Annotated[
 
 
 def check_transport(transport: str) -> None:
-    """End the command unless there is such a transport."""
+    """End the command unless `transport` is one of `TRANSPORTS`."""
     check_choice("--transport", transport, TRANSPORTS)

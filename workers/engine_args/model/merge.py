@@ -64,7 +64,7 @@ class Merged:
 
 
 def merge(layers: Iterable[Layer]) -> Merged:
-    """Merge each layer over the ones before it and log replaced values: defaults at INFO, others higher."""
+    """Merge each layer over the earlier ones; log replaced values, defaults only at INFO."""
     merged = Merged()
     for layer in layers:
         _put(merged, merged.values, layer.values, layer, prefix="")
@@ -75,7 +75,7 @@ def merge(layers: Iterable[Layer]) -> Merged:
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything but dicts that are not empty."""
+    """Yields the dotted key and value of each leaf: of all but dicts that have keys."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")

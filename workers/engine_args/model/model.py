@@ -215,7 +215,7 @@ class SpeculativeSection(Section):
 
     @property
     def draft_model(self) -> str | None:
-        """The draft model, under either name."""
+        """The draft model, under the newer name or the older one."""
         return self.speculative_model or self.speculative_model_dir
 
     @property
@@ -369,7 +369,7 @@ class EngineModel(Section):
 
     @property
     def parallelism(self) -> tuple[int, int, int, bool]:
-        """The sizes and the mode that decide which part of the KV cache a rank has."""
+        """TP, PP and CP size and whether attention DP is on: they decide which KV a rank has."""
         return (
             self.tensor_parallel_size,
             self.pipeline_parallel_size,

@@ -18,8 +18,8 @@ MAX_FRACTION = 0.95
 KVBM = "kvbm"
 
 
-def prefix_routing(case: EngineCase) -> Iterator[Finding]:
-    """E601, E602, E603: events need a buffer, block reuse and the PyTorch back-end."""
+def check_prefix_routing(case: EngineCase) -> Iterator[Finding]:
+    """Yields E601, E602 or E603 where KV events, block reuse or PyTorch is wanted and missing."""
     cache, backend = case.args.kv_cache_config, case.args.backend
     routes = case.wanted.prefix_routing
     if backend != "pytorch":
@@ -53,8 +53,8 @@ def prefix_routing(case: EngineCase) -> Iterator[Finding]:
         )
 
 
-def cache_memory(case: EngineCase) -> Iterator[Finding]:
-    """E604, E605: memory that is left for the rest, and types that the engine acts on."""
+def check_cache_memory(case: EngineCase) -> Iterator[Finding]:
+    """Yields E604 if the KV cache leaves hardly any GPU memory, E605 for a type without effect."""
     cache = case.args.kv_cache_config
     if cache.free_gpu_memory_fraction > MAX_FRACTION:
         yield warning(
@@ -75,8 +75,8 @@ def cache_memory(case: EngineCase) -> Iterator[Finding]:
         )
 
 
-def model_type(case: EngineCase) -> Iterator[Finding]:
-    """E609: `dtype` is the type that the model computes in; that of the KV cache is one level down."""
+def check_model_type(case: EngineCase) -> Iterator[Finding]:
+    """Yields E609 if `dtype` is no type to compute in, such as one for the KV cache."""
     dtype = case.args.dtype
     if dtype.lower().startswith(STORED_IN):
         of_cache = dtype if dtype in QUANTISED else "fp8"
@@ -95,8 +95,8 @@ def model_type(case: EngineCase) -> Iterator[Finding]:
         )
 
 
-def streaming_events(case: EngineCase) -> Iterator[Finding]:
-    """E606: the engine's own ZMQ stream needs the second KV cache manager."""
+def check_streaming_events(case: EngineCase) -> Iterator[Finding]:
+    """Yields E606 if the engine's own stream of KV events lacks the V2 cache manager in Python."""
     cache = case.args.kv_cache_config
     events = cache.kv_events_config
     if events is None or not events.enable_kv_cache_events:
@@ -117,8 +117,8 @@ def streaming_events(case: EngineCase) -> Iterator[Finding]:
         )
 
 
-def tiers(case: EngineCase) -> Iterator[Finding]:
-    """E607, E608: cache tiers besides GPU memory."""
+def check_tiers(case: EngineCase) -> Iterator[Finding]:
+    """Yields E607 for partial reuse with KVBM's connector, E608 for a disk tier without a path."""
     cache, connector = case.args.kv_cache_config, case.args.kv_connector_config
     if (
         connector is not None

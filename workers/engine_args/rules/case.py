@@ -15,8 +15,8 @@ class IntendedUse:
     longest_prompt_tokens: int | None = None
     kv_bytes_per_token: int | None = None
     """KV cache of one token on one rank."""
-    engine_version: tuple[int, int] | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)
+    engine_version: tuple[int, int] | None = None  # TensorRT-LLM's, major and minor
+    environ: Mapping[str, str] = field(default_factory=dict)  # of the worker's process
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ _DRAFTED_BY_A_MODEL = ("Draft_Target", "Eagle", "Eagle3", "PARD")
 _NOT_ON_PYTORCH = ("Medusa", "Lookahead")
 
 
-def speculation(case: EngineCase) -> Iterator[Finding]:
-    """E701 to E705: requirements of each way of drafting."""
+def check_speculation(case: EngineCase) -> Iterator[Finding]:
+    """Yields E701 to E705 for speculative decoding that the PyTorch back-end refuses or alters."""
     section = case.args.speculative_config
     if section is None:
         return
@@ -58,8 +58,8 @@ def speculation(case: EngineCase) -> Iterator[Finding]:
         )
 
 
-def fields_of_kind(case: EngineCase) -> Iterator[Finding]:
-    """E706: the engine has a model for each decoding type, and refuses fields of another."""
+def check_fields_of_kind(case: EngineCase) -> Iterator[Finding]:
+    """Yields E706 for each field of another decoding type, which the engine refuses."""
     section = case.args.speculative_config
     if section is None:
         return
@@ -76,8 +76,8 @@ def fields_of_kind(case: EngineCase) -> Iterator[Finding]:
             )
 
 
-def save_state(case: EngineCase) -> Iterator[Finding]:
-    """E707: SaveState runs one request at a time, whatever the batch size says."""
+def check_save_state(case: EngineCase) -> Iterator[Finding]:
+    """Yields E707 for SaveState with a `max_batch_size` over 1, which the engine makes 1."""
     section = case.args.speculative_config
     if (
         section is not None
@@ -93,8 +93,8 @@ def save_state(case: EngineCase) -> Iterator[Finding]:
         )
 
 
-def experts(case: EngineCase) -> Iterator[Finding]:
-    """E801, E802, E804: wide expert parallelism and its balancer."""
+def check_experts(case: EngineCase) -> Iterator[Finding]:
+    """Yields E801, E802, E804 or E102 for an experts' load balancer that is missing or wrong."""
     moe = case.args.moe_config
     balancer = moe.load_balancer
     if moe.backend == "WIDEEP" and balancer is None:

@@ -23,8 +23,8 @@ OVERLAP_ON_PREFILL_SINCE = (1, 3)
 """Earlier engines refuse context-only requests unless overlap scheduling is off."""
 
 
-def transceiver(case: EngineCase) -> Iterator[Finding]:
-    """E201, E202, E208: a cache transceiver where the KV cache moves, and nowhere else."""
+def check_transceiver(case: EngineCase) -> Iterator[Finding]:
+    """Yields E201 or E202 if prefill or decode lacks a transceiver, E208 if agg has one."""
     section = case.args.cache_transceiver_config
     if not case.is_disaggregated:
         if section is not None and section.backend is not None and case.role == "agg":
@@ -50,8 +50,8 @@ def transceiver(case: EngineCase) -> Iterator[Finding]:
         )
 
 
-def transfer_buffer(case: EngineCase) -> Iterator[Finding]:
-    """E203, E204: the buffer holds the longest prompt, and has a size that was chosen."""
+def check_transfer_buffer(case: EngineCase) -> Iterator[Finding]:
+    """Yields E203 if prompts may not fit the transfer buffer, E204 if its size is not given."""
     section = _used(case)
     if section is None:
         return
@@ -86,8 +86,8 @@ def transfer_buffer(case: EngineCase) -> Iterator[Finding]:
         )
 
 
-def block_alignment(case: EngineCase) -> Iterator[Finding]:
-    """E205: limits are whole KV blocks, which disaggregated workers check at start."""
+def check_block_alignment(case: EngineCase) -> Iterator[Finding]:
+    """Yields E205 for each limit of a disaggregated role that is no multiple of the KV block."""
     section = _used(case)
     if section is None:
         return
@@ -105,8 +105,8 @@ def block_alignment(case: EngineCase) -> Iterator[Finding]:
             )
 
 
-def overlap_scheduler(case: EngineCase) -> Iterator[Finding]:
-    """E206, E207: overlap scheduling is off on prefill, for engines before 1.3, and on elsewhere."""
+def check_overlap_scheduler(case: EngineCase) -> Iterator[Finding]:
+    """Yields E206 for overlap scheduling on prefill before 1.3, E207 for none on other roles."""
     key = "disable_overlap_scheduler"
     disabled = case.args.disable_overlap_scheduler
     version = case.wanted.engine_version
@@ -134,8 +134,8 @@ def overlap_scheduler(case: EngineCase) -> Iterator[Finding]:
         )
 
 
-def transport(case: EngineCase) -> Iterator[Finding]:
-    """E209, E210: environment variables that have no effect, or too much of it."""
+def check_transport(case: EngineCase) -> Iterator[Finding]:
+    """Yields E209 or E210 for environment variables that do not fit the transceiver's back-end."""
     section = _used(case)
     if section is None:
         return

@@ -8,15 +8,15 @@ from slagate.workers.engine_args.rules.disagg import (
     SAY_LONGEST,
     SECTION,
     SMALL_BUFFER_TOKENS,
-    transfer_buffer,
+    check_transfer_buffer,
 )
 from slagate.workers.findings import Finding, error, warning
 
 _NO_TALK = "which then do not understand each other"
 
 
-def kv_layout(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
-    """E301 to E303, E306: both sides have the same layout of the KV cache."""
+def check_kv_layout(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """Yields E301, E303 or E306 for different layouts of the KV cache, E302 for two models."""
     one, other = prefill.args.kv_cache_config, decode.args.kv_cache_config
     for code, key, left, right in (
         ("E301", "dtype", prefill.args.dtype, decode.args.dtype),
@@ -36,8 +36,8 @@ def kv_layout(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
         yield _differ("E302", "model", *models)
 
 
-def transports(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
-    """E305: both sides speak the same protocol."""
+def check_transports(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """Yields E305 if the two transceivers have different back-ends or runtimes."""
     one, other = prefill.args.cache_transceiver_config, decode.args.cache_transceiver_config
     if one is None or other is None:
         return  # E201 says that
@@ -54,14 +54,14 @@ def transports(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
         yield _differ("E305", key, one.transceiver_runtime, other.transceiver_runtime, so=_NO_TALK)
 
 
-def prompts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
-    """E203: decode's buffer holds every prompt that prefill takes, whatever decode's own context is."""
+def check_longest_prompt(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """Yields E203 if prefill takes longer prompts than fit into decode's transfer buffer."""
     section = decode.args.cache_transceiver_config
     buffer = None if section is None else section.max_tokens_in_buffer
     longest = prefill.longest_prompt_tokens
     if buffer is None or longest is None or buffer >= longest:
         return
-    if any(finding.code == "E203" for finding in transfer_buffer(decode)):
+    if any(finding.code == "E203" for finding in check_transfer_buffer(decode)):
         return  # decode's own finding says it
     yield warning(
         "E203",
@@ -73,8 +73,8 @@ def prompts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
     )
 
 
-def buffers(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
-    """E304, E309: between unequal parallelism buffers are large, and equal."""
+def check_buffers(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """Yields E304 or E309 for small or unequal buffers between unequal parallelism."""
     if prefill.args.parallelism == decode.args.parallelism:
         return
     sizes = [
@@ -101,8 +101,8 @@ def buffers(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
         )
 
 
-def drafting(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
-    """E307: a draft model's layers are part of the KV cache that moves."""
+def check_drafting(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """Yields E307 for different drafting: the draft's layers are in the KV cache that moves."""
     one, other = prefill.args.speculative_config, decode.args.speculative_config
     kinds = [section.decoding_type if section else None for section in (one, other)]
     same = kinds[0] == kinds[1] or set(kinds) == {"Eagle", "Eagle3"}
@@ -120,8 +120,8 @@ def drafting(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
             yield _differ("E307", "speculative_config.speculative_model", *models)
 
 
-def contexts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
-    """E308: decode holds the prompt and its answer."""
+def check_contexts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """Yields E308 if decode's context is shorter than prefill's: it holds the answer as well."""
     one, other = prefill.args.max_seq_len, decode.args.max_seq_len
     if one is not None and other is not None and other < one:
         yield error(

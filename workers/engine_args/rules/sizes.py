@@ -8,8 +8,8 @@ from slagate.workers.findings import Finding, error, warning
 GRAPHS = "cuda_graph_config"
 
 
-def expert_parallelism(case: EngineCase) -> Iterator[Finding]:
-    """E401: the experts' parallel sizes multiply to the tensor-parallel size."""
+def check_expert_parallelism(case: EngineCase) -> Iterator[Finding]:
+    """Yields E401 if the experts' parallel sizes do not go into the tensor-parallel size."""
     args = case.args
     sizes = {
         name: size
@@ -31,8 +31,8 @@ def expert_parallelism(case: EngineCase) -> Iterator[Finding]:
         )
 
 
-def attention_dp(case: EngineCase) -> Iterator[Finding]:
-    """E402, E403: attention DP has as many ranks as tensor parallelism."""
+def check_attention_dp(case: EngineCase) -> Iterator[Finding]:
+    """Yields E402 for attention DP of one rank, E403 for settings of attention DP without it."""
     args = case.args
     if args.enable_attention_dp:
         if args.tensor_parallel_size == 1:
@@ -53,8 +53,8 @@ def attention_dp(case: EngineCase) -> Iterator[Finding]:
             )
 
 
-def gpus(case: EngineCase) -> Iterator[Finding]:
-    """E404, E405: whole nodes, and a partition of the layers for each pipeline stage."""
+def check_gpus(case: EngineCase) -> Iterator[Finding]:
+    """Yields E404 if GPUs do not fill nodes, E405 if `pp_partition` does not fit the stages."""
     args = case.args
     per_node, world = args.gpus_per_node, args.world_size
     if per_node is not None and world > per_node and world % per_node:
@@ -73,8 +73,8 @@ def gpus(case: EngineCase) -> Iterator[Finding]:
         )
 
 
-def step_tokens(case: EngineCase) -> Iterator[Finding]:
-    """E406, E407, E408: a step holds a full batch, and the longest prompt."""
+def check_step_tokens(case: EngineCase) -> Iterator[Finding]:
+    """Yields E406 if a batch exceeds a step, E407 or E408 if a prompt is too long."""
     args = case.args
     per_request = args.step_tokens_of_a_request
     needed = args.max_batch_size * per_request
@@ -114,8 +114,8 @@ def step_tokens(case: EngineCase) -> Iterator[Finding]:
         )
 
 
-def cuda_graphs(case: EngineCase) -> Iterator[Finding]:
-    """E501 to E504: the recorded batches are those that there will be."""
+def check_cuda_graphs(case: EngineCase) -> Iterator[Finding]:
+    """Yields E501 if CUDA-graph sizes contradict, E502 to E504 if they do not fit the batches."""
     graphs, batch = case.args.cuda_graph_config, case.args.max_batch_size
     if graphs is None:
         return

@@ -74,7 +74,7 @@ class Peers:
         return len(self._peers)
 
     def find_peer(self, wanted: NixlDescriptor) -> Peer:
-        """The peer that a descriptor names; its metadata is loaded at the first time.
+        """The peer that a descriptor names, which is connected to the first time.
 
         Raises `KvPeerGone`, `KvBadDescriptor` or `PoisonedMetadata`.
         """
@@ -140,9 +140,10 @@ class Peers:
 
 @dataclass(slots=True, eq=False)
 class ReadOrder:
-    """Blocks to read into slots of the pool.
+    """Blocks of a peer's session, to be read into slots of the own pool.
 
-    `settled` is called once, on the agent's thread; the slots are not written to after that.
+    `settled` is called once, with the blocks or an error, on the agent's thread; the slots are not
+    written to after that.
     """
 
     wanted: NixlDescriptor
@@ -160,10 +161,10 @@ class _Read:
 
 
 class NixlAgent:
-    """An agent on a thread of its own, with a pool registered.
+    """A NIXL agent on a thread of its own, with a pool of slots registered for peers to read.
 
-    `read` orders a read, and the order's `settled` gets its result. The thread polls for the ends of
-    transfers while there are any, and for acknowledgements while sessions are offered; otherwise it sleeps.
+    The thread polls for the ends of transfers while there are any, and for acknowledgements while
+    sessions are offered; otherwise it sleeps. If the start failed, `failure` says why at `ready`.
     """
 
     def __init__(self, name: str, pool: SlotPool, *, loopback: bool) -> None:
@@ -184,7 +185,7 @@ class NixlAgent:
     # --- called by the owner ---
 
     def read(self, order: ReadOrder) -> None:
-        """Order a read, which the thread will start."""
+        """Have the thread read blocks; the order's `settled` gets the result."""
         self._orders.put(order)
 
     def expect_acks(self, n_offers: int) -> None:
@@ -195,12 +196,12 @@ class NixlAgent:
             self._orders.put(None)
 
     def close(self) -> None:
-        """Begin to end the agent; open reads are settled by that."""
+        """Begin to end the agent, for which `join` waits; open reads are settled with an error."""
         self._closing = True
         self._orders.put(None)
 
     def join(self, limit_s: float) -> bool:
-        """Wait for the thread's end. Whether it has ended."""
+        """Wait for the thread's end, at most `limit_s`. Returns whether it has ended."""
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 

@@ -33,18 +33,18 @@ class NixlDescriptor(NamedTuple):
     """Where a session's blocks are, and how to check them."""
 
     session_id: int
-    tag: bytes
-    tags_digest: bytes
-    base: int
+    tag: bytes  # of the ticket
+    tags_digest: bytes  # of the blocks' tags
+    base: int  # address of slot 0
     block_bytes: int
-    stride_bytes: int
-    crc: int
-    agent: str
-    metadata: bytes
-    slots: Slots
+    stride_bytes: int  # from slot to slot
+    crc: int  # `checksum` of all blocks
+    agent: str  # the owner's name for NIXL
+    metadata: bytes  # NIXL's, to connect to that agent
+    slots: Slots  # the ticket's, then the blocks'
 
     def pack(self) -> bytes:
-        """The descriptor as bytes. Raises `KvTransferError` if it would be longer than the limit."""
+        """The descriptor as bytes. Raises `KvTransferError` beyond `MAX_DESCRIPTOR_BYTES`."""
         name = self.agent.encode()
         head = _HEAD.pack(
             *(_MAGIC, self.session_id, self.tag, self.tags_digest),

@@ -31,7 +31,7 @@ class _NixlPull:
 
 
 class Generation:
-    """An agent with its pool, sessions and pulls; used on the event loop's thread.
+    """An agent, its pool, sessions and pulls, all replaced together; used on the loop's thread.
 
     `changed` is called with the result of a pull that has ended or run out of time.
     """
@@ -55,12 +55,12 @@ class Generation:
 
     @property
     def n_quarantined(self) -> int:
-        """The number of slots of answered pulls, into which NIXL may still write."""
+        """The number of slots of pulls that ran out of time, into which NIXL may still write."""
         return sum(len(pull.order.slots) for pull in self._pulls if pull.answered)
 
     @property
     def needed(self) -> bool:
-        """Whether peers may still read from its pool, or NIXL write to it."""
+        """Whether the agent lives, and peers may still read from the pool or NIXL write to it."""
         return bool(self._sessions or self._pulls) and self.agent.alive
 
     def __contains__(self, session_id: int) -> bool:
@@ -98,7 +98,7 @@ class Generation:
             self.agent.expect_acks(len(self._sessions))
 
     def acknowledged(self) -> list[int]:
-        """Withdraw and return the sessions that were read since the last call."""
+        """Withdraw the sessions that peers have read since the last call, and return their ids."""
         sessions = []
         with contextlib.suppress(Empty):
             while True:
@@ -120,7 +120,7 @@ class Generation:
             )
 
     def pull(self, wanted: NixlDescriptor, done: Done, *, due_s: float) -> None:
-        """Read blocks into the pool. `done` gets a copy of them, or an error, at the latest at `due_s`.
+        """Read blocks into the pool. `done` gets a copy, or an error, by `due_s`, in loop time.
 
         Raises `KvTransferError`, without calling `done`, if the pool has no room.
         """

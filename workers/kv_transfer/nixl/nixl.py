@@ -83,7 +83,7 @@ class PullQueue:
             self._set_timer(asyncio.get_running_loop().call_soon(self._serve))
 
     def fail_all(self) -> None:
-        """End every pull."""
+        """End every pull that waits, with the error of a closed transport."""
         self._set_timer(None)
         while self._waiting:
             self._waiting.popleft().done(KvTransferError("transport is closed"))

@@ -29,7 +29,7 @@ _STEP_BLOCKS = 16
 
 
 class SlotPool:
-    """Slots with a tag and a block each; pages that were never used cost no memory.
+    """Memory in slots of a tag and a block each; pages that were never used cost nothing.
 
     No tag is used twice, and it is cleared when its slot is freed. So the reader of a slot whose content
     has changed sees another tag, or none. Slots are taken and freed on one thread, while another one may
@@ -100,7 +100,7 @@ class SlotPool:
         return self.memory[slots, :TAG_BYTES]
 
     def read(self, slots: Slots, wanted: NixlDescriptor) -> Blocks:
-        """The blocks in slots that a session was read into, the ticket first. Raises `KvTransferError`."""
+        """A checked copy of a session's blocks; `slots[0]`: its ticket. Raises `KvTransferError`."""
         tags = self.tags(slots)
         if not tags.any(axis=1).all():
             raise used_up(wanted.session_id)
@@ -116,7 +116,7 @@ class SlotPool:
 
 
 def checksum(blocks: Blocks) -> int:
-    """CRC-32 of the blocks' bytes, in order."""
+    """CRC-32 of all bytes of a session's blocks, by which a reader finds out damage on the way."""
     return zlib.crc32(np.ascontiguousarray(blocks).data)
 
 

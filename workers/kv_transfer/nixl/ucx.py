@@ -56,7 +56,7 @@ def _has_any(ucx_tls: str, names: tuple[str, ...]) -> bool:
 
 
 def set_defaults(environ: MutableMapping[str, str], *, loopback: bool, gpu: bool) -> None:
-    """Set variables that the operator did not. UCX reads them once, when the first backend is made."""
+    """Set the variables of UCX and NIXL, which read them once, that the operator did not set."""
     environ.setdefault("UCX_TLS", "tcp,cma,cuda_copy" if gpu else "tcp,cma")
     environ.setdefault("UCX_LOG_LEVEL", "error")
     # The default is stdout, which is for the ready line.
@@ -127,10 +127,7 @@ class MadeAgent(NamedTuple):
 
 
 def make_agent(nixl: Nixl, name: str) -> MadeAgent:
-    """A new agent with the UCX backend.
-
-    Raises `KvUnavailable` when there is no UCX backend, and `nixl.errors`.
-    """
+    """A new agent with the UCX backend. Raises `KvUnavailable` without it, and `nixl.errors`."""
     api, real = nixl.api, nixl.bindings
     quiet = _Bindings(real)
     with _agent_lock:

@@ -63,7 +63,7 @@ def test_a_copy_does_not_follow_the_table() -> None:
     table.set_state(3, State.READY, suspect=True)
     table.set_models(3, frozenset({"m"}))
     table.add_row("new:1", 0)
-    table.rename(0, 7)
+    table.set_rank(0, 7)
     blank = before.view(3)
     assert (blank.inflight, blank.queued_s, blank.suspect, len(before)) == (0, 0.0, False, 9)
     assert (before.view(0).rank, before.view(3).models) == (None, frozenset())

@@ -177,7 +177,7 @@ def test_decisions_see_what_the_other_processes_have_on_a_worker(several: Severa
     seen = rows_of_pool(fleets[0])["a1:1"]
     assert (seen.inflight, seen.queued_tokens, seen.queued_s) == (2, 3, 0.125)
     assert (seen.context_tokens, a.members["a1:1"].ranks.inflight) == (1040, 1)
-    assert a.members["a1:1"].ranks.everywhere == (2, 3)
+    assert a.members["a1:1"].ranks.gateway_load == (2, 3)
 
 
 def test_each_rank_has_a_line(several: Several) -> None:
@@ -292,6 +292,6 @@ def test_alone_nothing_is_shared() -> None:
     of = fleet("agg")
     of.pools["agg"].lease(0, Work(1))
     member = of.pools["agg"].members["a1:1"]
-    assert (member.ranks.everywhere, member.stage) == ((1, 1), Stage.AGG)
+    assert (member.ranks.gateway_load, member.stage) == ((1, 1), Stage.AGG)
     assert not of.pools["agg"].table.is_shared
     assert member.models == {MODEL: model_info()}

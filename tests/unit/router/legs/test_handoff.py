@@ -5,7 +5,13 @@ import pytest
 from slagate.pools.grid.grid import Stage
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import OK, Status
-from slagate.router.legs.handoff import RELEASE_TIMEOUT_S, Handoff, PrefillSink, Releaser, guard
+from slagate.router.legs.handoff import (
+    RELEASE_TIMEOUT_S,
+    Handoff,
+    PrefillSink,
+    Releaser,
+    check_handoff,
+)
 from slagate.router.metrics import Metrics
 from slagate.router.request.errors import LegFailed
 from slagate.workers.handoff.codec import MAX_OPAQUE_STATE_BYTES
@@ -138,7 +144,7 @@ def test_another_requests_handoff_is_not_taken() -> None:
 )
 def test_the_guard_refuses_and_blames_prefill(bad: oe.KvSessionRef, reason: str) -> None:
     with pytest.raises(LegFailed, match=r"^prefill: gave an unusable handoff") as caught:
-        guard(bad, member(stage=Stage.DECODE))
+        check_handoff(bad, member(stage=Stage.DECODE))
     assert reason in str(caught.value)
     assert not caught.value.retryable
 
@@ -148,8 +154,8 @@ def test_the_guard_lets_every_known_layout_pass() -> None:
     by_attribute = session("")
     by_attribute.attributes_struct.update({"disagg_request_id": "9"})
     for good in (session(), session(backend=""), by_endpoint, by_attribute):
-        guard(good, member(stage=Stage.DECODE))
-    guard(session(backend="ucx"), member(stage=Stage.DECODE, backend=""))
+        check_handoff(good, member(stage=Stage.DECODE))
+    check_handoff(session(backend="ucx"), member(stage=Stage.DECODE, backend=""))
 
 
 @pytest.mark.parametrize(

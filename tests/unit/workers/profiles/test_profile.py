@@ -157,6 +157,19 @@ def test_rows_that_lead_out_of_the_numbers_are_refused(tmp_path: Path, field: st
         load(tmp_path, content)
 
 
+@pytest.mark.parametrize("field", ["prefill", "decode"])
+def test_rows_between_others_may_lead_out_of_the_numbers_as_little(
+    tmp_path: Path, field: str
+) -> None:
+    """Five lines of rows, of which the third alone rises steeply."""
+    content = small()
+    rows = [[x, 512 * y, 1.0] for y in range(1, 6) for x in (1, 2)]
+    rows[5][2] = 1e12
+    content["tp"]["1"][field] = rows
+    with pytest.raises(ProfileError, match=rf"tp\.1\.{field}: rows too steep"):
+        load(tmp_path, content)
+
+
 def test_nothing_to_do_takes_no_time(tmp_path: Path) -> None:
     profile = load(tmp_path, small())
     assert profile.prefill_s(0, 500) == 0

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from slagate.workers.runtime.cooperative import Slices, Work
+from slagate.workers.runtime.cooperative import Slices, Steps
 from support.virtual_loop import run
 
 
-def work(name: str, n_slices: int, log: list[str]) -> Work:
+def work(name: str, n_slices: int, log: list[str]) -> Steps[None]:
     try:
         for i in range(n_slices):
             log.append(f"{name}{i}")
@@ -76,7 +76,7 @@ def test_work_may_cancel_itself_and_start_other_work_at_its_end() -> None:
         log: list[str] = []
         slices = Slices()
 
-        def last() -> Work:
+        def last() -> Steps[None]:
             yield
             slices.cancel(own)
             slices.start(work("b", 2, log))
@@ -108,7 +108,7 @@ def test_work_that_raises_does_not_stop_the_others() -> None:
         log: list[str] = []
         slices = Slices()
 
-        def broken() -> Work:
+        def broken() -> Steps[None]:
             yield
             raise LookupError("broken")
 
@@ -125,7 +125,7 @@ def test_work_that_raises_does_not_stop_the_others() -> None:
 
 
 def test_what_the_first_slice_raises_is_raised() -> None:
-    def broken() -> Work:
+    def broken() -> Steps[None]:
         raise LookupError("broken")
         yield
 
