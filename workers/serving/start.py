@@ -239,7 +239,6 @@ def worker_over(
     tasks: TaskGroup,
     handoff_key: bytes | None,
     observer: Observer = SILENT,
-    is_watched: bool = False,
 ) -> TrtllmWorker:
     """The worker of a constructed engine; its tasks run in `tasks`, which the caller cancels at the end."""
     package, llm, identity = started
@@ -252,7 +251,6 @@ def worker_over(
         handoff_key=handoff_key,
         new_handoff_id=handoff_ids(package, identity.instance_id),
         observer=observer,
-        is_watched=is_watched,
         logits=options.logits,
     )
 

@@ -126,7 +126,6 @@ class _WorkerLife:
                 tasks=tasks,
                 handoff_key=self._key,
                 observer=self.metrics if self._is_measured else SILENT,
-                is_watched=self._options.watch.interval_s > 0,
             )
             times = self._options.watch
             watch = EngineWatch(llm, times=times, on_death=worker.declare_dead, leave=_leave)

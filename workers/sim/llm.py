@@ -69,7 +69,7 @@ class SimExecutor:
         if self._traits.flags_death and self._fatal_error is None:
             self._fatal_error = error
 
-    def process_quit(self, error: Exception) -> None:
+    def mpi_worker_quit(self, error: Exception) -> None:
         """The engine's process has ended, with this error; needs a running loop."""
         self._error = error
         self.mpi_futures[0].set_exception(error)
@@ -201,7 +201,7 @@ class SimLLM:
         fatal = self._checker.fatal_problem(sequences[0])
         if fatal is not None:
             # Its process finds that later, when it has got the request.
-            asyncio.get_running_loop().call_soon(self.kill_process, fatal, result)
+            asyncio.get_running_loop().call_soon(self.inject_death, fatal, result)
             return result
         problem = self._checker.enqueue_problem(sequences[0])
         if problem is not None:
@@ -358,14 +358,14 @@ class SimLLM:
             self._executor.mark_dead(error)
         self._engine.fail_all(error)
 
-    def kill_process(self, error: Exception, culprit: RequestOutput | None = None) -> None:
+    def inject_death(self, error: Exception, culprit: RequestOutput | None = None) -> None:
         """End the engine's process with this error; `culprit` is the result of the request that did it.
 
         Who learns of it, and when, depends on the version: see `SimExecutor`.
         """
         if self._executor is None or self._executor.mpi_futures[0].done():
             return
-        self._executor.process_quit(error)
+        self._executor.mpi_worker_quit(error)
         death = EngineDeadError(error) if self.traits.tells_death else None
         self._engine.fail_all(death)
         if culprit is not None and death is not None:

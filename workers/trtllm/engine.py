@@ -3,7 +3,9 @@
 TensorRT-LLM's signatures and parameter classes grow from one version to the next, so they are inspected
 once, and only arguments that exist are passed. Errors of a submission mean what they mean to TensorRT-LLM:
 `ValueError`, `NotImplementedError`, `RequestError`, and a `TypeError` of a call that fits the signature,
-are the request's; any other one says that the engine is dead.
+are the request's; any other one says that the engine is dead, `EngineDeadError` of the newest versions
+among them. Versions before 1.4 raise what their process died of out of the next submission, whatever it is:
+so no error is a request's once the engine is dead.
 """
 
 import dataclasses
@@ -19,6 +21,7 @@ import grpc
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import RequestRefused, invalid
 from slagate.workers.trtllm.load import kv_cache
+from slagate.workers.trtllm.watch import death_of
 
 log = logging.getLogger(__name__)
 
@@ -118,12 +121,6 @@ class Engine:
         token = getattr(self.tokenizer, "bos_token_id", None)
         return token if isinstance(token, int) else 1
 
-    @property
-    def alive(self) -> bool:
-        """Whether the engine says that it lives. An old version cannot say, and counts as alive."""
-        check = getattr(self.llm, "_check_health", None)
-        return check is None or bool(check())
-
     def stop_tokens(self, text: str) -> tuple[int, ...]:
         """The tokens that the engine stops at for a stop string; it must have a tokenizer."""
         assert self.tokenizer is not None
@@ -199,16 +196,20 @@ class Engine:
         given = {k: v for k, v in keywords.items() if v is not None and self.takes(k)}
         try:
             return self.llm.generate_async(tokens, **given)
-        except (ValueError, NotImplementedError, self.api.RequestError) as error:
-            raise invalid("engine", str(error)) from error
-        except TypeError as error:
-            if self._fits(tokens, given):
+        except Exception as error:
+            if self.is_dead_by(error):
+                raise EngineGoneError(grpc.StatusCode.UNAVAILABLE, f"engine: {error}") from error
+            if not isinstance(error, TypeError) or self._fits(tokens, given):
                 raise invalid("engine", str(error)) from error
             log.exception("engine.signature")
             reason = "engine: its call was not understood"
             raise RequestRefused(grpc.StatusCode.INTERNAL, reason) from error
-        except Exception as error:
-            raise EngineGoneError(grpc.StatusCode.UNAVAILABLE, f"engine: {error}") from error
+
+    def is_dead_by(self, error: Exception) -> bool:
+        """Whether an error of a submission, or of a request made here, means that the engine is dead."""
+        of_request = (ValueError, NotImplementedError, TypeError, RequestRefused)
+        is_requests = isinstance(error, (*of_request, self.api.RequestError))
+        return isinstance(error, EngineGoneError) or not is_requests or bool(death_of(self.llm))
 
     def _fits(self, tokens: Sequence[int], keywords: dict[str, Any]) -> bool:
         try:

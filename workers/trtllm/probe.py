@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -28,9 +29,17 @@ class InferenceProbe:
     """
 
     def __init__(
-        self, engine: Engine, activity: Activity, *, end_id: int, tasks: TaskGroup
+        self,
+        engine: Engine,
+        activity: Activity,
+        end_id: int,
+        *,
+        tasks: TaskGroup,
+        on_fatal: Callable[[Exception], None],
     ) -> None:
+        """`on_fatal` gets an error that means that the engine is dead."""
         self._engine = engine
+        self._on_fatal = on_fatal
         self._activity = activity
         self._end_id = end_id
         self._tasks = tasks
@@ -81,8 +90,9 @@ class InferenceProbe:
             log.error("probe.timeout", extra={"limit_s": limit_s})
             return f"no answer in {limit_s:g} s"
         except Exception as error:
-            # Any error is an answer here; whether the engine is dead, its other requests decide.
             log.exception("probe.failed")
+            if self._engine.is_dead_by(error):
+                self._on_fatal(error)
             return str(error) or type(error).__name__
         finally:
             self._activity.request_ended()
@@ -120,4 +130,4 @@ class InferenceProbe:
             result.abort()
             raise
         if not result.outputs[0].token_ids:
-            raise RuntimeError("the engine answered without a token")
+            raise engine.api.RequestError("the engine answered without a token")

@@ -1,9 +1,10 @@
-"""Watches whether an engine is still alive, by a call to it and by a flag that it sets.
+"""Watches whether an engine is still alive, by a call to it and by what it knows of itself.
 
 The requests of a dead engine would wait for ever, as it neither answers nor closes anything. TensorRT-LLM
 has two signs of death. `_check_health` checks the processes behind the engine, and may hang as they do, so
-it is called on a thread, with a limit. `_executor._fatal_error` is set by the code that meets an error; a
-thread polls it, as the event loop may itself be stuck in a call to the dead engine.
+it is called on a thread, with a limit. Attributes of `_executor` are read without a call (`death_of`): a
+thread polls them, as the event loop may itself be stuck in a call to the dead engine. Versions before 1.3
+have only the attributes, and their results never tell.
 """
 
 import asyncio
@@ -25,13 +26,32 @@ log = logging.getLogger(__name__)
 class WatchTimes:
     """The engine is asked every `interval_s` (0: never); an answer that takes `check_limit_s` is a failure.
 
-    The flag is polled every `flag_s`. An event loop that does not react within `stuck_s` is stuck for ever.
+    What it knows of itself is read every `flag_s`. An event loop that does not react within `stuck_s` is
+    stuck for ever.
     """
 
     interval_s: float = 2.0
     check_limit_s: float = 30.0
     flag_s: float = 0.5
     stuck_s: float = 60.0
+
+
+def death_of(llm: Any) -> str:
+    """Why an engine is dead, as far as this process knows without a call that could block; "" if it is not.
+
+    `_fatal_error` is set by newer versions where they meet an error, or look for one. In all of them a
+    process of the engine that has ended completes its future, and an error that was found, or a shutdown,
+    sets `doing_shutdown`.
+    """
+    executor = getattr(llm, "_executor", None)
+    error = getattr(executor, "_fatal_error", None)
+    if error is not None:
+        return f"fatal error: {error}"
+    for process in getattr(executor, "mpi_futures", None) or ():
+        if process.done():
+            error = None if process.cancelled() else process.exception()
+            return f"its process has ended{f': {error}' if error is not None else ''}"
+    return "it has shut down" if getattr(executor, "doing_shutdown", False) else ""
 
 
 class EngineWatch:
@@ -61,7 +81,7 @@ class EngineWatch:
             return
         with self._reading_flag():
             if check is None:
-                # Old versions have only the flag, and requests that fail.
+                # Old versions have only what `death_of` reads.
                 log.info("engine.no_health_check")
                 await anyio.sleep_forever()
                 return
@@ -103,11 +123,11 @@ class EngineWatch:
 
     def _read_flag(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._is_over.wait(self._times.flag_s):
-            error = getattr(getattr(self._llm, "_executor", None), "_fatal_error", None)
-            if error is None:
+            death = death_of(self._llm)
+            if not death:
                 continue
-            loop.call_soon_threadsafe(self._report_dead, RuntimeError(f"fatal error: {error}"))
+            loop.call_soon_threadsafe(self._report_dead, RuntimeError(death))
             if not self._is_over.wait(self._times.stuck_s):
-                log.critical("engine.loop_stuck", extra={"reason": str(error)})
+                log.critical("engine.loop_stuck", extra={"reason": death})
                 self._leave(1)
             return

@@ -35,6 +35,7 @@ from slagate.workers.trtllm.request import EngineRequest, LegParser
 from slagate.workers.trtllm.running import SHUTTING_DOWN, EngineRequests
 from slagate.workers.trtllm.server_info import WorkerIdentity, health, model_info, server_info
 from slagate.workers.trtllm.stream import EngineStream
+from slagate.workers.trtllm.watch import death_of
 from slagate.workers.worker import Worker
 
 
@@ -54,7 +55,6 @@ class TrtllmWorker(Worker):
         kv_history_batches: int = HISTORY_BATCHES,
         new_handoff_id: Callable[[], int] | None = None,
         observer: Observer = SILENT,
-        is_watched: bool = False,
         logits: LogitsProcessors | None = None,
     ) -> None:
         """`llm` is of the package that `api` names. Raises `ValueError` for a `handoff_key` too short.
@@ -62,13 +62,12 @@ class TrtllmWorker(Worker):
         `release_session` frees a parked handoff by its context request id; None where none can be freed.
         `connector` reports on KV transfers. `handoff_key` seals handoffs between workers that share it.
         `kv_history_batches` of KV events are kept for each rank. `new_handoff_id` makes ids of handoffs for
-        an engine that does not. Whoever watches an `is_watched` engine calls `declare_dead`, so that health
-        checks need not ask it. `logits` are the logits processors of requests.
+        an engine that does not. Whoever watches the engine calls `declare_dead`. `logits` are the logits
+        processors of requests.
         """
         self._identity = identity
         self._observer = observer
         self._connector = connector
-        self._is_watched = is_watched
         self._problem = ""  # why no request is accepted any more
         self.fatal = anyio.Event()
         measures = observer.wants_perf_metrics
@@ -89,7 +88,9 @@ class TrtllmWorker(Worker):
             on_fatal=self.declare_dead,
             observer=observer,
         )
-        self._probe = InferenceProbe(engine, self._activity, end_id=identity.end_id, tasks=tasks)
+        self._probe = InferenceProbe(
+            engine, self._activity, identity.end_id, tasks=tasks, on_fatal=self.declare_dead
+        )
         self._rows = NewestRows(engine.n_ranks)
         self._events = EngineEvents(
             engine,
@@ -272,13 +273,11 @@ class TrtllmWorker(Worker):
         return await health(
             self._identity,
             request,
-            fatal=self._problem or self._engine_failure(),
+            # Not by `_check_health`, which may block: `EngineWatch` calls it.
+            fatal=self._problem or death_of(self._engine.llm),
             kv_problem="" if self._connector is None else self._connector.problem(),
             probe=self._probe if request.include_inference_probe else None,
         )
-
-    def _engine_failure(self) -> str:
-        return "" if self._is_watched or self._engine.alive else "the engine has ended"
 
     @override
     async def server_info(self) -> oe.ServerInfo:

@@ -152,7 +152,7 @@ def _with_faults(sim: Any) -> Callable[..., Any]:
         if first == Fault.FAIL:
             sim.inject_request_error(result.request_id, "the request failed")
         if first == Fault.QUIT:
-            sim.kill_process(RuntimeError("rank 0 died"))
+            sim.inject_death(RuntimeError("rank 0 died"))
         if first == Fault.DIE:
             sim.inject_fatal(RuntimeError("the event loop of rank 0 was terminated"))
         return _WithoutHandoff(result) if first == Fault.NO_HANDOFF else result

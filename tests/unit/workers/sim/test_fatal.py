@@ -246,7 +246,7 @@ def test_w05_a_dead_process_is_noticed_by_a_health_check_or_within_5_s(
         engine = llm(api=version)
         executor = engine._executor
         assert executor is not None
-        engine.kill_process(RuntimeError("rank 0 died"))
+        engine.inject_death(RuntimeError("rank 0 died"))
         await until(4.9)
         assert executor._fatal_error is None
         if is_asked:

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from slagate.workers.sim import request as sim_request
-from slagate.workers.sim.request import RequestError
+from slagate.workers.sim.request import EngineDeadError, RequestError
 from slagate.workers.trtllm.engine import Engine
 from slagate.workers.trtllm.poll import Activity
 from slagate.workers.trtllm.probe import SALT, TIMEOUT_S, InferenceProbe
@@ -72,10 +72,15 @@ class Llm:
         return self._answers.pop(0)
 
 
-def on(llm: Any, do: Callable[[InferenceProbe], Awaitable[str]]) -> str:
+def on(
+    llm: Any,
+    do: Callable[[InferenceProbe], Awaitable[str]],
+    on_fatal: Callable[[Exception], None] = lambda _: None,
+) -> str:
     async def main() -> str:
         async with anyio.create_task_group() as tasks:
-            probe = InferenceProbe(Engine(llm, sim_request), Activity(), end_id=2, tasks=tasks)
+            engine = Engine(llm, sim_request)
+            probe = InferenceProbe(engine, Activity(), 2, tasks=tasks, on_fatal=on_fatal)
             failure = await do(probe)
             tasks.cancel_scope.cancel()
         return failure
@@ -139,3 +144,21 @@ def test_an_engine_that_does_not_answer_in_time_is_not_left_with_the_request() -
     assert on(Llm(slow), warm_up) == "no answer in 10 s"
     assert slow.is_aborted
     assert on(Llm(Answer(after_s=100.0)), canary) == f"no answer in {TIMEOUT_S:g} s"
+
+
+@pytest.mark.parametrize("do", [canary, warm_up])
+@pytest.mark.parametrize(
+    ("answer", "is_dead"),
+    [
+        (Answer(tokens=()), False),
+        (Answer(error=RequestError("no room")), False),
+        (Answer(error=EngineDeadError(OSError("rank 0 died"))), True),
+        (Answer(error=OSError("rank 0 died")), True),
+    ],
+)
+def test_t2_3_a_probe_tells_of_a_dead_engine(
+    answer: Answer, do: Callable[[InferenceProbe], Awaitable[str]], *, is_dead: bool
+) -> None:
+    deaths: list[Exception] = []
+    assert on(Llm(answer), do, deaths.append)
+    assert len(deaths) == is_dead

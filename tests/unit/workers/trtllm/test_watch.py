@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,16 @@ def test_the_flag_of_the_engine_is_believed(check: Callable[[], bool] | None) ->
     engine = Engine(check)
     engine._executor._fatal_error = RuntimeError("rank 3 died")
     assert str(death_of(engine)) == "fatal error: rank 3 died"
+
+
+@pytest.mark.parametrize("check", [None, lambda: True])
+def test_w05_an_engine_whose_process_has_ended_is_dead(check: Callable[[], bool] | None) -> None:
+    """Versions before 1.3 have no flag, and tell nobody else."""
+    process: Future[None] = Future()
+    process.set_exception(ValueError("rank 3 died"))
+    engine = Engine(check)
+    engine._executor = SimpleNamespace(mpi_futures=[Future(), process])
+    assert str(death_of(engine)) == "its process has ended: rank 3 died"
 
 
 def test_an_engine_that_is_shut_down_has_no_executor_and_is_not_dead() -> None:

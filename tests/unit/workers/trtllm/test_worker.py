@@ -1,6 +1,7 @@
 """`TrtllmWorker` over engines that the double is not: older ones, and results that cannot be read."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Metadata
 from slagate.workers.errors import WorkerError
 from slagate.workers.sim import request as sim_request
+from slagate.workers.sim.request import RequestError
 from slagate.workers.trtllm import running as trtllm_running
 from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.server_info import WorkerIdentity
@@ -206,17 +208,61 @@ def test_an_engine_that_cannot_say_how_it_is_counts_as_ready() -> None:
     play(scenario, OldEngine())
 
 
-@pytest.mark.parametrize("alive", [True, False])
-def test_an_engine_that_can_say_how_it_is_is_believed(*, alive: bool) -> None:
+def quit_with(error: Exception) -> "Future[None]":
+    process: Future[None] = Future()
+    process.set_exception(error)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("executor", "said"),
+    [
+        ({"_fatal_error": None, "mpi_futures": [Future()], "doing_shutdown": False}, ""),
+        ({}, ""),
+        ({"_fatal_error": OSError("gone")}, "fatal error: gone"),
+        ({"mpi_futures": [Future(), quit_with(OSError("gone"))]}, "its process has ended: gone"),
+        ({"doing_shutdown": True}, "it has shut down"),
+    ],
+)
+def test_w05_health_reads_what_the_engine_knows_of_itself_and_makes_no_call_that_may_block(
+    executor: dict[str, Any], said: str
+) -> None:
+    """Whether a watch runs or not: on the event loop nobody asks `_check_health`."""
+
     class Engine(OldEngine):
         def _check_health(self) -> bool:
-            return alive
+            raise AssertionError("it would block")
 
     async def scenario(worker: TrtllmWorker) -> None:
-        state = oe.HEALTH_STATE_READY if alive else oe.HEALTH_STATE_NOT_READY
-        assert (await worker.health(oe.HealthRequest())).state == state
+        health = await worker.health(oe.HealthRequest())
+        state = oe.HEALTH_STATE_NOT_READY if said else oe.HEALTH_STATE_READY
+        assert (health.state, health.checks[1].message) == (state, said)
 
-    play(scenario, Engine())
+    engine: Any = Engine()
+    engine._executor = SimpleNamespace(**executor)
+    play(scenario, engine)
+
+
+@pytest.mark.parametrize("error", [ValueError("its own"), RequestError("its own")])
+def test_w05_no_error_of_a_submission_is_a_requests_once_the_engine_is_dead(
+    error: Exception,
+) -> None:
+    """Versions before 1.4 raise there what their process died of, such as a ValueError."""
+
+    class Engine(OldEngine):
+        def generate_async(self, tokens: list[int], sampling_params: Any, **kwargs: Any) -> Result:
+            raise error
+
+    async def scenario(worker: TrtllmWorker) -> None:
+        assert (await answer(worker, "r")).code is Code.INVALID_ARGUMENT
+        assert not worker.fatal.is_set()
+        engine._executor.mpi_futures[0].set_exception(error)
+        assert (await answer(worker, "r")).code is Code.UNAVAILABLE
+        assert worker.fatal.is_set()
+
+    engine: Any = Engine()
+    engine._executor = SimpleNamespace(mpi_futures=[Future()])
+    play(scenario, engine)
 
 
 class StrictEngine(OldEngine):
