@@ -6,7 +6,8 @@ hash         8 bytes are a big-endian number, so that -1 and 2**64 - 1 are one h
              that number; anything else is replaced by a digest
 group        only full attention can be reused by prefix: sliding windows and further cache groups are
              left out
-medium       GPU or not stated: device; else host. A removal that does not state it is from both
+medium       GPU or not stated: device; else host. A removal that does not state it is from both. Of several
+             colder media the one that stored a block last holds it: it is not gone by leaving the other
 extra keys   `cache_salt=...` makes a tree of its own; a repeated adapter name is ignored; all others become
              part of the block's identity
 partial      a block without all its tokens is left out, as are the blocks behind it in the event
@@ -60,6 +61,8 @@ class BlockWriter:
         self.n_events = 0
         self.n_errors = 0  # events that contradict themselves
         self.was_cleared = False  # by an event
+        # Blocks that a colder medium than host memory stored last, and which.
+        self._beyond_host: dict[int, int] = {}
 
     @property
     def has_gap(self) -> bool:
@@ -76,6 +79,7 @@ class BlockWriter:
                 yield from self._remove(event.block_removed)
             elif event.HasField("all_blocks_cleared"):
                 self.was_cleared = True
+                self._beyond_host.clear()
                 self._index.cleared(self._holder)
                 yield _EVENT_WORK
             else:  # of a later revision
@@ -109,6 +113,8 @@ class BlockWriter:
         while True:
             end = min(n_blocks, done + self._slice_blocks)
             hashes = _numbers(names[done:end])
+            if tier == HOST:
+                self._store_colder(hashes, stored.medium)
             self._index.stored(
                 self._holder,
                 hashes,
@@ -133,8 +139,28 @@ class BlockWriter:
             tier = None
         for start in range(0, len(names), _SLICE_HASHES):
             hashes = _numbers(names[start : start + _SLICE_HASHES])
+            if tier != DEVICE and (self._beyond_host or medium > oe.STORAGE_MEDIUM_CPU_PINNED):
+                hashes = self._remove_colder(hashes, medium)
             self._index.removed(self._holder, hashes, tier=tier)
             yield _EVENT_WORK + len(hashes) * _HASH_WORK
+
+    def _store_colder(self, hashes: Iterable[int], medium: int) -> None:
+        """Note which colder medium stored blocks last."""
+        if medium != oe.STORAGE_MEDIUM_CPU_PINNED:
+            self._beyond_host.update(dict.fromkeys(hashes, medium))
+        elif self._beyond_host:
+            for hash_ in hashes:
+                self._beyond_host.pop(hash_, None)
+
+    def _remove_colder(self, hashes: Iterable[int], medium: int) -> list[int]:
+        """Those of the blocks that are gone, and have not only moved from this medium to another one."""
+        gone = []
+        for hash_ in hashes:
+            holding = self._beyond_host.get(hash_, oe.STORAGE_MEDIUM_CPU_PINNED)
+            if medium in (holding, oe.STORAGE_MEDIUM_UNSPECIFIED):
+                self._beyond_host.pop(hash_, None)
+                gone.append(hash_)
+        return gone
 
 
 def identity(values: Iterable[str]) -> bytes:

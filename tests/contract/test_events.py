@@ -1,6 +1,8 @@
 """The contract of the `Worker` port: KV events, held against what the engine really has."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import anyio
 import grpc
@@ -10,12 +12,15 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Metadata, Status
 from slagate.workers.errors import WorkerError
 from slagate.workers.legs import prefill_leg
+from slagate.workers.profiles.profile import load_profile
+from slagate.workers.sim.api import NEWEST
 from slagate.workers.worker import Worker
-from support.engine.workers import MODEL, expected, request
+from support.engine.workers import MODEL, PROFILE, expected, request
 from support.kv.mirror import RankMirror
-from support.worker.contract import DIRECT, Play, Setup, ask
+from support.worker.contract import DIRECT, SERVED, Play, Setup, ask
 
 Code = grpc.StatusCode
+NEWEST_WAYS = [setup for setup in (*DIRECT, *SERVED) if setup.version == NEWEST]
 SNAPSHOT = oe.SubscribeKvEventsRequest(include_snapshot=True)
 
 
@@ -124,6 +129,48 @@ def test_a_subscriber_has_what_the_engine_has(inside: Play, ranks: int) -> None:
     inside(scenario)
 
 
+@pytest.mark.parametrize("inside", NEWEST_WAYS, indirect=True, ids=str)
+@pytest.mark.parametrize("algorithm", ["auto", "v2_sha256", "v2_sha256_64"])
+@pytest.mark.parametrize("levels", [(), ("host",), ("host", "disk"), ("disk",)], ids="-".join)
+def test_w11_t2_6_a_subscriber_has_what_the_second_cache_manager_has_on_every_level(
+    inside: Play, tmp_path: Path, algorithm: str, levels: tuple[str, ...]
+) -> None:
+    n_bytes = 20 * 32 * load_profile(PROFILE).tp(1).kv_bytes_per_token
+    cache = {
+        "max_tokens": 1600,
+        "use_kv_cache_manager_v2": True,
+        "kv_cache_event_hash_algo": algorithm,
+        "host_cache_size": n_bytes if "host" in levels else 0,
+        "disk_cache_size": 2 * n_bytes if "disk" in levels else None,
+        "disk_cache_path": str(tmp_path),
+    }
+
+    async def scenario(setup: Setup) -> None:
+        async with setup.engine("agg", kv_cache_config=cache) as at:
+
+            def on_media() -> list[dict[int, int]]:
+                media = {1: 2} if levels == ("disk",) else {}
+                return [
+                    {hash_: media.get(level, level) for hash_, level in blocks.items()}
+                    for blocks in at.llm.resident()
+                ]
+
+            early = Subscriber(at.worker, oe.SubscribeKvEventsRequest())
+            for first in (1, 5, 1):
+                await run(at.worker, *prompts(12, first=first))
+                await early.agrees_with(on_media)
+            late = Subscriber(at.worker, SNAPSHOT)
+            await late.agrees_with(on_media)
+            assert len(set(on_media()[0].values())) == 1 + len(levels)
+            load = await at.worker.load(oe.GetLoadRequest())
+            for name in ("decode_errors", "dropped_events", "unknown_removed", "orphan_blocks"):
+                assert load.attributes[f"kv_event_{name}"] == 0
+            late.call.cancel()
+            early.call.cancel()
+
+    inside(scenario)
+
+
 def test_a_paused_subscriber_is_told_nothing_and_misses_nothing(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.engine("agg") as at:
@@ -217,13 +264,19 @@ def salted(request_id: str, prompt: list[int]) -> oe.GenerateRequest:
     return leg
 
 
+def of_first_manager(version: str) -> dict[str, Any]:
+    """The cache manager whose events say the salt, where it can be chosen."""
+    return {"use_kv_cache_manager_v2": False} if version == NEWEST else {}
+
+
 @pytest.mark.parametrize("role", ["prefill", "agg"])
 def test_no_salted_block_is_published_as_one_without(inside: Play, role: str) -> None:
     """An engine whose events do not say the salt takes none while they are on."""
     says_salts = {"1.1": False, "1.2": False, "1.3rc": False, "1.4rc": True}
 
     async def scenario(setup: Setup) -> None:
-        async with setup.engine(role) as at:
+        cache = of_first_manager(setup.version)
+        async with setup.engine(role, kv_cache_config=cache) as at:
             model = await at.worker.model_info(MODEL)
             assert model.generation.supports_cache_salt == says_salts[setup.version]
             leg = salted("s", [7] * 100)
@@ -243,6 +296,23 @@ def test_no_salted_block_is_published_as_one_without(inside: Play, role: str) ->
             assert len(blocks) == 3
             assert {content.keys for content in blocks.values()} == {("cache_salt=tenant",)}
             follower.call.cancel()
+
+    inside(scenario)
+
+
+@pytest.mark.parametrize("inside", NEWEST_WAYS, indirect=True, ids=str)
+def test_w11_an_engine_that_may_have_the_second_cache_manager_takes_no_salt_and_says_what_to_set(
+    inside: Play,
+) -> None:
+    """The model chooses, and `llm.args` does not say what."""
+
+    async def scenario(setup: Setup) -> None:
+        async with setup.engine("agg") as at:
+            assert not (await at.worker.model_info(MODEL)).generation.supports_cache_salt
+            sink = await ask(at.worker, salted("s", [7] * 100))
+            assert sink.status is not None
+            assert sink.status.code is Code.UNIMPLEMENTED
+            assert "set kv_cache_config.use_kv_cache_manager_v2: false" in sink.status.message
 
     inside(scenario)
 

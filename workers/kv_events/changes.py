@@ -12,7 +12,7 @@ class Block(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A chain of blocks, each the child of the one before, is cached on a level: 0 is GPU, 1 is host."""
+    """A chain of blocks, each the child of the one before, is cached: level 0 is GPU, 1 host, 2 disk."""
 
     rank: int
     parent: int | None  # hash of the block before the first; None at the beginning of a prompt

@@ -20,13 +20,13 @@ from slagate.workers.kv_events.fields import (
     MAX_KEYS_BYTES,
     TURN_WORK,
     UnusableError,
+    content_of_ids,
     hash_of,
     list_of,
     text_of,
     unusable,
 )
 from slagate.workers.kv_events.rank_state import Changes, Normaliser, RankState
-from slagate.workers.kv_events.wire import token_field
 
 END = (1 << 64) - 1
 """The number at the end of a replay: -1, in 8 bytes."""
@@ -154,8 +154,10 @@ class KvStreamNormaliser(Normaliser):
         extras = fields.get("extra_keys")
         extras = [None] * len(hashes) if extras is None else list_of(extras)
         lora_name, salt = text_of(fields.get("lora_name")), text_of(fields.get("cache_salt"))
+        pictures = fields.get("mm_keys")
+        pictures = [None] * len(hashes) if pictures is None else list_of(pictures)
         is_whole = fields.get("block_size") == size and len(tokens) == size * len(hashes)
-        if not is_whole or len(extras) != len(hashes):
+        if not is_whole or {len(extras), len(pictures)} != {len(hashes)}:
             unusable("dropped_events")
         if fields.get("lora_id") is not None and not lora_name:
             # Without the adapter's name its blocks would pass for the base model's.
@@ -169,8 +171,9 @@ class KvStreamNormaliser(Normaliser):
             error: UnusableError | None = None
             for at in range(start, min(len(hashes), start + self._turn_blocks)):
                 try:
-                    content = _content(tokens[at * size : (at + 1) * size])
-                    blocks.append(Block(hash_of(hashes[at]), content, _extra_keys(extras[at])))
+                    ids = tokens[at * size : (at + 1) * size]
+                    content = content_of_ids(ids, pictures[at], _extra_keys(extras[at]))
+                    blocks.append(Block(hash_of(hashes[at]), *content))
                 except UnusableError as raised:
                     error = raised
                     break
@@ -194,15 +197,6 @@ def _named(event: object) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(kind, str) or kind not in _FIELDS:
         unusable()
     return kind, fields
-
-
-def _content(ids: list[Any]) -> bytes:
-    if set(map(type, ids)) != {int}:
-        unusable("dropped_events")
-    try:
-        return token_field(ids)
-    except ValueError:
-        unusable("dropped_events")
 
 
 def _extra_keys(values: object) -> tuple[str, ...]:

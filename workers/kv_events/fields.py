@@ -1,6 +1,7 @@
 """Readers of the parts of a TensorRT-LLM KV event. Each checks what it reads: versions differ."""
 
 import re
+from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any, NoReturn, TypeGuard
 
@@ -23,7 +24,6 @@ HASH_WORK = 8
 _WORD_BITS = 64
 _DECIMAL = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII | re.IGNORECASE)
-_HEX_WORD = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}", re.ASCII | re.IGNORECASE)
 _token_id = itemgetter("token_id")
 _extra_id = itemgetter("token_extra_id")
 
@@ -59,9 +59,15 @@ def list_of(value: object) -> list[Any]:
 
 
 def hash_of(value: object) -> int:
-    """A hash as an unsigned 64-bit number; some versions write it signed, or as text."""
-    if type(value) is str and _DECIMAL.fullmatch(value):
-        value = int(value)
+    """A hash as an unsigned 64-bit number; some versions write it signed, or as text.
+
+    Of a SHA-256 in hexadecimal (`v2_sha256`) it is the first 8 bytes: what `v2_sha256_64` gives.
+    """
+    if type(value) is str:
+        if _DECIMAL.fullmatch(value):
+            value = int(value)
+        elif _DIGEST.fullmatch(value):
+            value = int(value[:16], 16)
     if not _is_word(value):
         unusable()
     return value & (1 << _WORD_BITS) - 1
@@ -89,15 +95,22 @@ def _is_unicode(text: str) -> bool:
 
 
 def content_of(tokens: list[Any], mm_keys: object) -> tuple[bytes, tuple[str, ...]]:
-    """The tokens of a full block as `token_field` encodes them, and its extra keys.
-
-    The V2 cache manager writes the digest of a picture in place of the picture's first token. The digest
-    becomes a key, and the token 0.
-    """
+    """The tokens of a full block as `token_field` encodes them, and its extra keys."""
     try:
         ids = list(map(_token_id, tokens))
     except (TypeError, KeyError):
         unusable()
+    return content_of_ids(ids, mm_keys, _extra_keys(tokens))
+
+
+def content_of_ids(
+    ids: list[Any], mm_keys: object, more_keys: Iterable[str]
+) -> tuple[bytes, tuple[str, ...]]:
+    """The token ids of a full block as `token_field` encodes them, and its extra keys with `more_keys`.
+
+    The V2 cache manager writes the digest of a picture in place of the picture's first token. The digest
+    becomes a key, and the token 0.
+    """
     digests: list[str] = []
     if set(map(type, ids)) != {int}:
         digests = _take_digests(ids)
@@ -107,7 +120,7 @@ def content_of(tokens: list[Any], mm_keys: object) -> tuple[bytes, tuple[str, ..
         unusable("dropped_events")
     keys = [] if mm_keys is None else [name for key in list_of(mm_keys) for name in _mm_key(key)]
     keys += digests
-    keys += _extra_keys(tokens)
+    keys += more_keys
     if sum(map(len, keys)) > MAX_KEYS_BYTES:
         unusable("dropped_events")
     return field, tuple(keys)
@@ -141,17 +154,13 @@ def _extra_keys(tokens: list[dict[str, Any]]) -> list[str]:
 def _mm_key(key: object) -> list[str]:
     """`mm=<hash>@<offset>`, and `mm_uuid=<uuid>@<offset>` where the engine has the caller's own name.
 
-    A hash of 16 hexadecimal digits is spelled with 64; any other text is kept as it is.
+    The hash must be a SHA-256. Where the caller gave a name, the V1 cache manager writes that in its place,
+    and two pictures of one name would look alike.
     """
     if not isinstance(key, dict) or not _is_word(key.get("start_offset")):
         unusable("dropped_events")
-    uuid, offset = text_of(key.get("uuid")), key["start_offset"]
-    name = text_of(key.get("hash")) or uuid
-    if not name:
+    uuid, offset, name = text_of(key.get("uuid")), key["start_offset"], key.get("hash")
+    if not isinstance(name, str) or not _DIGEST.fullmatch(name):
         unusable("dropped_events")
-    if _HEX_WORD.fullmatch(name):
-        name = name.lower().zfill(64)
-    made = [f"mm={name}@{offset}"]
-    if uuid and key.get("hash"):
-        made.append(f"mm_uuid={uuid}@{offset}")
-    return made
+    made = [f"mm={name.lower()}@{offset}"]
+    return [*made, f"mm_uuid={uuid}@{offset}"] if uuid else made

@@ -14,7 +14,8 @@ The parts of an event are checked in this order:
     content  `stored`, `removed` and `updated`, which is a move between the tiers; see below
 """
 
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from typing import Any
 
 from typing_extensions import override
 
@@ -43,7 +44,11 @@ _TURN_HASHES = TURN_WORK // HASH_WORK
 class KvEventNormaliser(Normaliser):
     """Turns polled events into checked changes; a poll is an event, lists of events, or None."""
 
-    def __init__(self, *, ranks: int, block_tokens: int) -> None:
+    def __init__(
+        self, *, ranks: int, block_tokens: int, levels: Sequence[int] = range(len(MEDIUM_OF_LEVEL))
+    ) -> None:
+        """`levels` are those of `MEDIUM_OF_LEVEL` that the engine has, by its own numbers."""
+        self._levels = levels
         counted = (
             "filtered_windows", "filtered_layer_groups", "ignored_updates", "partial_blocks",
         )  # fmt: skip
@@ -128,8 +133,8 @@ class KvEventNormaliser(Normaliser):
                 if len(tokens) < self._block_tokens:
                     self._remember_partial(rank, hash_)
                     break
-                level = entry.get("cache_level", 0)
-                if not _is_level(level):
+                level = self._level_of(entry.get("cache_level", 0))
+                if level is None:
                     unusable("dropped_events")
                 salt, name = text_of(entry.get("cache_salt")), text_of(entry.get("lora_name"))
                 block = Block(hash_, *content_of(tokens, entry.get("mm_keys")))
@@ -191,13 +196,19 @@ class KvEventNormaliser(Normaliser):
             raise
         if hash_ in rank.partial:
             return
-        level = diff.get("new_value") if isinstance(diff, dict) else None
-        if _is_level(level):
+        level = self._level_of(diff.get("new_value") if isinstance(diff, dict) else None)
+        if level is not None:
             yield Moved(rank.number, hash_, level)
         else:
             # It is not on the tier where it was.
             yield Removed(rank.number, (hash_,))
             unusable("dropped_events")
+
+    def _level_of(self, number: object) -> int | None:
+        """The level that the engine has under this number."""
+        if type(number) is not int or number not in range(len(self._levels)):
+            return None
+        return self._levels[number]
 
 
 def _only(values: set[str]) -> str:
@@ -206,7 +217,3 @@ def _only(values: set[str]) -> str:
     if len(values) > 1:
         unusable("dropped_events")
     return values.pop() if values else ""
-
-
-def _is_level(value: object) -> TypeGuard[int]:
-    return type(value) is int and value in range(len(MEDIUM_OF_LEVEL))

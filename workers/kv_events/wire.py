@@ -19,8 +19,12 @@ from typing import NamedTuple
 
 from slagate.proto import openengine_pb2 as oe
 
-MEDIUM_OF_LEVEL = (oe.STORAGE_MEDIUM_GPU, oe.STORAGE_MEDIUM_CPU_PINNED)
-"""TensorRT-LLM's cache levels: primary, secondary."""
+MEDIUM_OF_LEVEL = (
+    oe.STORAGE_MEDIUM_GPU,
+    oe.STORAGE_MEDIUM_CPU_PINNED,
+    oe.STORAGE_MEDIUM_DISK,
+)
+"""By level. An engine may lack one of the lower ones, and then numbers its levels without it."""
 
 MAX_BATCH_BYTES = 512 * 1024
 """Of the events of one batch: well under 1 MiB, the least that peers accept."""

@@ -40,31 +40,9 @@ def build_engine(
     )
     # With attention DP one buffer takes the events of all ranks, and is as many times as large.
     events = KvEventQueue(config.event_buffer_max_size * n_ranks)
-    is_v2 = uses_cache_v2(args, settings)
-    windows = attention_windows(args, max_seq_len)
-    ranks = []
-    for index in range(n_ranks):
-        recorder = None
-        if events.max_events:
-            recorder = KvEventRecorder(
-                events,
-                rank=index if n_ranks > 1 else None,
-                windows=windows,
-                block_tokens=limits.block_tokens,
-                salt=settings.instance_salt,
-                newest=traits.newest_events,
-                is_v2=is_v2,
-                hash_algo=event_hash_algo(config, is_v2=is_v2),
-            )
-        cache = SimKvCache(
-            primary_blocks(settings.profile, config),
-            config.tokens_per_block,
-            lower_blocks=lower_blocks(settings.profile, config, is_v2=is_v2),
-            reuse=config.enable_block_reuse,
-            partial_reuse=config.enable_partial_reuse,
-            recorder=recorder,
-        )
-        ranks.append(SimRank(index, cache, limits, recorder=recorder))
+    ranks = _ranks(
+        args, settings, traits=traits, limits=limits, events=events, max_seq_len=max_seq_len
+    )
     timeout_ms = None if transceiver is None else transceiver.kv_transfer_timeout_ms
     # Versions that do not let it be chosen have the default.
     max_stats_len = getattr(args, "max_stats_len", 1000)
@@ -90,6 +68,44 @@ def build_engine(
         handoff_timeout_s=math.inf if timeout_ms is None else timeout_ms / 1000,
         disagg_ids=DisaggIds(settings.node_id, settings.process_id),
     )
+
+
+def _ranks(
+    args: TorchLlmArgs,
+    settings: SimSettings,
+    *,
+    traits: ApiTraits,
+    limits: EngineLimits,
+    events: KvEventQueue,
+    max_seq_len: int,
+) -> list[SimRank]:
+    """The ranks with their caches, which record `events` unless these are off."""
+    config, n_ranks = args.kv_cache_config, args.attention_dp_size
+    is_v2 = uses_cache_v2(args, settings)
+    ranks = []
+    for index in range(n_ranks):
+        recorder = None
+        if events.max_events:
+            recorder = KvEventRecorder(
+                events,
+                rank=index if n_ranks > 1 else None,
+                windows=attention_windows(args, max_seq_len),
+                block_tokens=limits.block_tokens,
+                salt=settings.instance_salt,
+                newest=traits.newest_events,
+                is_v2=is_v2,
+                hash_algo=event_hash_algo(config, is_v2=is_v2),
+            )
+        cache = SimKvCache(
+            primary_blocks(settings.profile, config),
+            config.tokens_per_block,
+            lower_blocks=lower_blocks(settings.profile, config, is_v2=is_v2),
+            reuse=config.enable_block_reuse,
+            partial_reuse=config.enable_partial_reuse,
+            recorder=recorder,
+        )
+        ranks.append(SimRank(index, cache, limits, recorder=recorder))
+    return ranks
 
 
 def uses_cache_v2(args: TorchLlmArgs, settings: SimSettings) -> bool:

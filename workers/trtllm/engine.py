@@ -144,6 +144,16 @@ class Engine:
         config = setting(self.llm.args.kv_cache_config, "kv_events_config")
         return config if setting(config, "enable_kv_cache_events") else None
 
+    @property
+    def cache_levels(self) -> tuple[int, ...]:
+        """Which of GPU, host and disk (0, 1, 2) the levels in its KV events are.
+
+        The V2 cache manager numbers the ones it has. Where nothing is said of a host, it has one.
+        """
+        cache = self.llm.args.kv_cache_config
+        skips_host = setting(cache, "host_cache_size") == 0 and setting(cache, "disk_cache_size")
+        return (0, 2) if skips_host else (0, 1, 2)
+
     def ranks_elsewhere(self) -> str:
         """Why the sockets of some ranks cannot be reached; "" where all ranks are on this machine."""
         n_here = setting(self.llm.args, "gpus_per_node")
@@ -156,19 +166,28 @@ class Engine:
 
         Events must name the salt, or the blocks of one tenant would be published as everybody's. They do
         since TensorRT-LLM's pull request #13051; versions since #15452, a month later, are recognised by
-        their signature. Whether events of the V2 cache manager name it is not known, so they count as if
-        they did not.
+        their signature. Events of the V2 cache manager never do, and whether "auto" is that one only the
+        engine's own process knows.
         """
         if not self.takes("cache_salt"):
             return "this engine cannot keep prefixes apart"
         if self.events_off():
             return ""
-        is_v2 = setting(self.llm.args.kv_cache_config, "use_kv_cache_manager_v2")
         if self.event_stream is not None:
-            is_v2 = True  # nothing else streams
-        if "conversation_params" in self._signature.parameters and is_v2 in (None, False):
+            return (
+                "the KV events that this engine streams do not say it: poll them instead, with "
+                "kv_cache_config.use_kv_cache_manager_v2: false, or switch them off"
+            )
+        if "conversation_params" not in self._signature.parameters:
+            return (
+                "the KV events of this engine do not say it, so it is taken only where they are off"
+            )
+        if setting(self.llm.args.kv_cache_config, "use_kv_cache_manager_v2") in (None, False):
             return ""
-        return "the KV events of this engine do not say it, so it is taken only where they are off"
+        return (
+            "the KV events of the V2 cache manager do not say it: set "
+            "kv_cache_config.use_kv_cache_manager_v2: false, or event_buffer_max_size: 0"
+        )
 
     def sampling(self, **values: Any) -> Any:
         """`SamplingParams` of these values. Raises `RequestRefused` with what the engine says is wrong."""

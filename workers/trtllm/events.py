@@ -13,6 +13,7 @@ from slagate.workers.kv_events.engine_sockets import StreamSource, pyzmq_missing
 from slagate.workers.kv_events.engine_stream import KvStreamNormaliser
 from slagate.workers.kv_events.feed import KvFeed
 from slagate.workers.kv_events.fields import work_of
+from slagate.workers.kv_events.normalise import KvEventNormaliser
 from slagate.workers.runtime.clock import unix_nanos
 from slagate.workers.trtllm.engine import Engine, setting
 from slagate.workers.trtllm.metrics import Observer
@@ -39,15 +40,13 @@ class EngineEvents:
         self._why_not = engine.events_off()
         self._n_ranks = engine.n_ranks
         self._history_batches = history_batches
-        streamed = None
-        if engine.event_stream is not None:
-            streamed = KvStreamNormaliser(ranks=engine.n_ranks, block_tokens=engine.block_tokens)
+        of_engine = {"ranks": engine.n_ranks, "block_tokens": engine.block_tokens}
+        streamed = None if engine.event_stream is None else KvStreamNormaliser(**of_engine)
         self._feed = KvFeed(
-            ranks=engine.n_ranks,
-            block_tokens=engine.block_tokens,
+            **of_engine,
             instance_id=instance_id,
             unix_nanos=unix_nanos,
-            normaliser=streamed,
+            normaliser=streamed or KvEventNormaliser(**of_engine, levels=engine.cache_levels),
             history_batches=history_batches,
         )
         self._stream: StreamSource | None = None

@@ -7,7 +7,11 @@ from slagate.proto.rpc.sinks import Call
 from slagate.proto.rpc.status import Metadata, Status
 from slagate.workers.kv_events.feed import KvFeed
 
-LEVEL_OF_MEDIUM = {oe.STORAGE_MEDIUM_GPU: 0, oe.STORAGE_MEDIUM_CPU_PINNED: 1}
+LEVEL_OF_MEDIUM = {
+    oe.STORAGE_MEDIUM_GPU: 0,
+    oe.STORAGE_MEDIUM_CPU_PINNED: 1,
+    oe.STORAGE_MEDIUM_DISK: 2,
+}
 
 
 class Content(NamedTuple):
@@ -28,15 +32,16 @@ class RankMirror:
 
     def __init__(self) -> None:
         self.next_number: int | None = None
-        self.tiers: dict[int, dict[int, Content]] = {0: {}, 1: {}}
+        self.tiers: dict[int, dict[int, Content]] = {0: {}, 1: {}, 2: {}}
 
     def content(self, hash_: int) -> Content | None:
-        return self.tiers[0].get(hash_) or self.tiers[1].get(hash_)
+        found = [tier[hash_] for tier in self.tiers.values() if hash_ in tier]
+        return found[0] if found else None
 
     def resident(self) -> dict[int, int]:
-        """Hash -> level; fails when a block is on both, or without its parent."""
-        assert not self.tiers[0].keys() & self.tiers[1].keys(), "on two tiers"
+        """Hash -> level; fails when a block is on several, or without its parent."""
         held = {hash_: level for level in self.tiers for hash_ in self.tiers[level]}
+        assert len(held) == sum(map(len, self.tiers.values())), "on two tiers"
         for level, blocks in self.tiers.items():
             for hash_, content in blocks.items():
                 assert content.parent is None or content.parent in held, (hash_, level)
@@ -56,7 +61,7 @@ class RankMirror:
                     assert tier.pop(number_of(hash_), None), "removed where it was not"
             else:
                 assert kind == "all_blocks_cleared"
-                self.tiers = {0: {}, 1: {}}
+                self.tiers = {0: {}, 1: {}, 2: {}}
         self.resident()
 
     def store(self, stored: oe.BlockStored) -> None:

@@ -78,7 +78,8 @@ class KvCacheSection(Section):
     dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
     tokens_per_block: Annotated[Count, AfterValidator(_power_of_two)] = 32
-    use_kv_cache_manager_v2: Literal[False, True, "auto"] = False
+    use_kv_cache_manager_v2: Literal[False, True, "auto"] = "auto"
+    kv_cache_event_hash_algo: Literal["auto", "v1_block_key", "v2_sha256", "v2_sha256_64"] = "auto"
     max_util_for_resume: Fraction = 0.95
     disk_cache_size: Bytes | None = None  # bytes
     disk_cache_path: str | None = None
@@ -90,7 +91,7 @@ class CacheTransceiverSection(Section):
     """`cache_transceiver_config`: how the KV cache leaves a prefill worker and reaches a decode worker."""
 
     backend: Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"] | None = None
-    transceiver_runtime: Literal["CPP", "PYTHON", "auto"] | None = None
+    transceiver_runtime: Literal["CPP", "PYTHON", "auto"] | None = "auto"
     max_tokens_in_buffer: Count | None = None
     kv_transfer_timeout_ms: Count | None = None
     kv_transfer_sender_future_timeout_ms: Count | None = 1000

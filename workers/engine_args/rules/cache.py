@@ -108,6 +108,13 @@ def check_streaming_events(case: EngineCase) -> Iterator[Finding]:
             "is on, and only the V2 cache manager streams events",
             f"set {CACHE}.use_kv_cache_manager_v2: true, or take it out",
         )
+    elif cache.use_kv_cache_manager_v2 == "auto":
+        yield warning(
+            "E606",
+            f"{CACHE}.kv_events_config",
+            "is on, only the V2 cache manager streams events, and the model may prefer the other one",
+            f"set {CACHE}.use_kv_cache_manager_v2: true",
+        )
     elif case.environment("TLLM_KV_CACHE_MANAGER_V2_BACKEND") != "python":
         yield warning(
             "E606",

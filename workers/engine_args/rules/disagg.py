@@ -134,6 +134,31 @@ def check_overlap_scheduler(case: EngineCase) -> Iterator[Finding]:
         )
 
 
+def check_moved_cache(case: EngineCase) -> Iterator[Finding]:
+    """Yields E211 if the transceiver cannot move caches of the V2 manager: only Python's over NIXL can."""
+    section = case.args.cache_transceiver_config
+    if section is None or section.backend is None:
+        return
+    if case.args.kv_cache_config.use_kv_cache_manager_v2 is not True:
+        return
+    key, over_nixl = f"{SECTION}.transceiver_runtime", section.backend in ("DEFAULT", "NIXL")
+    if over_nixl and section.transceiver_runtime == "auto":
+        yield warning(
+            "E211",
+            key,
+            "is left to the model, and kv_cache_config.use_kv_cache_manager_v2 needs the Python runtime",
+            "set it to PYTHON",
+        )
+    elif not over_nixl or section.transceiver_runtime != "PYTHON":
+        yield error(
+            "E211",
+            key if over_nixl else f"{SECTION}.backend",
+            f"is {section.transceiver_runtime or 'null' if over_nixl else section.backend}, and caches of "
+            "the V2 manager go by NIXL and the Python runtime only: the engine does not start",
+            "set backend: NIXL and transceiver_runtime: PYTHON, or use_kv_cache_manager_v2: false",
+        )
+
+
 def check_transport(case: EngineCase) -> Iterator[Finding]:
     """Yields E209 or E210 for environment variables that do not fit the transceiver's back-end."""
     section = _used(case)

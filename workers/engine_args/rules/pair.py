@@ -37,7 +37,7 @@ def check_kv_layout(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding
 
 
 def check_transports(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
-    """Yields E305 if the two transceivers have different back-ends or runtimes."""
+    """Yields E305 if the two transceivers have different back-ends or runtimes; null is the C++ one."""
     one, other = prefill.args.cache_transceiver_config, decode.args.cache_transceiver_config
     if one is None or other is None:
         return  # E201 says that
@@ -48,10 +48,16 @@ def check_transports(prefill: EngineCase, decode: EngineCase) -> Iterator[Findin
     ]
     if None not in names and names[0] != names[1]:
         yield _differ("E305", f"{SECTION}.backend", one.backend, other.backend, so=_NO_TALK)
-    runtimes = {one.transceiver_runtime, other.transceiver_runtime} - {None, "auto"}
-    if len(runtimes) > 1:
-        key = f"{SECTION}.transceiver_runtime"
-        yield _differ("E305", key, one.transceiver_runtime, other.transceiver_runtime, so=_NO_TALK)
+    runtimes = [section.transceiver_runtime or "CPP" for section in (one, other)]
+    yield from _chosen_differently("E305", f"{SECTION}.transceiver_runtime", *runtimes)
+
+
+def check_cache_kinds(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
+    """Yields E310 if the two engines have, or may have, different KV cache managers."""
+    used = [
+        str(case.args.kv_cache_config.use_kv_cache_manager_v2).lower() for case in (prefill, decode)
+    ]
+    yield from _chosen_differently("E310", "kv_cache_config.use_kv_cache_manager_v2", *used)
 
 
 def check_longest_prompt(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
@@ -130,6 +136,15 @@ def check_contexts(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]
             f"is {one:,} on prefill and {other:,} on decode, which has to hold the answer too",
             f"set decode's to {one} and the longest answer",
         )
+
+
+def _chosen_differently(code: str, key: str, left: object, right: object) -> Iterator[Finding]:
+    """An error where two values differ; a warning where one of them is the model's choice."""
+    if left != right and "auto" in (left, right):
+        text = f"is {left} on prefill and {right} on decode, and what auto comes to the model says"
+        yield warning(code, key, text, "state the same on both")
+    elif left != right:
+        yield _differ(code, key, left, right, so=_NO_TALK)
 
 
 def _differ(

@@ -169,6 +169,26 @@ def test_tiers_follow_the_medium_and_a_removal_without_one_is_from_everywhere() 
     run(main)
 
 
+def test_t2_6_a_move_between_two_colder_media_leaves_a_block_where_it_is() -> None:
+    """It is stored in the one before it leaves the other, and both are one tier here."""
+
+    async def main() -> None:
+        down = (stored(1, medium=CPU), stored(1, medium=DISK), removed(1, medium=CPU))
+        back = (stored(1, medium=CPU), removed(1, medium=DISK))
+        for events, depth in (
+            (down, 1),
+            ((*down, removed(1, medium=DISK)), 0),
+            ((*down, *back), 1),
+            ((*down, *back, removed(1, medium=CPU)), 0),
+            ((*down, removed(1)), 0),
+            ((*down, CLEARED, stored(1, medium=CPU), removed(1, medium=CPU)), 0),
+        ):
+            async with after(*events) as of:
+                assert (of.depth(1), of.depth(1, device=True)) == (depth, 0)
+
+    run(main)
+
+
 def test_kv_06_only_full_attention_counts() -> None:
     async def main() -> None:
         async with after(

@@ -161,6 +161,35 @@ def test_what_else_entered_a_hash_is_told_as_it_came() -> None:
     assert [block.keys for block in change.blocks] == [('extra=["picture",3,null]',), ()]
 
 
+def test_t2_7_pictures_are_told_apart_as_in_polled_events() -> None:
+    """The first token of a picture is its digest, and each block has the keys of the pictures in it."""
+    picture, other = "ab" * 32, "cd" * 32
+
+    def told(digest: str) -> tuple[Block, ...]:
+        event = stored(1, 2, mm_keys=[[], [{"type": "mm_key", "hash": digest, "start_offset": 0}]])
+        event["token_ids"][5] = digest
+        (change,) = Reader().take(event)
+        assert isinstance(change, Stored)
+        return change.blocks
+
+    assert told(picture) == (
+        Block(1, TOKENS, ()),
+        Block(2, token_field([1, 0, 3, 4]), (f"mm={picture}@0", f"mm_token={picture}@1")),
+    )
+    assert told(picture)[1].keys != told(other)[1].keys
+
+
+@pytest.mark.parametrize(
+    "pictures",
+    [[], [[]], [[], [], []], [[], ["ab" * 32]], [[], [{"hash": "a", "start_offset": 0}]]],
+)
+def test_t2_7_a_picture_that_cannot_be_told_leaves_its_block_out(pictures: list[Any]) -> None:
+    reader = Reader()
+    changes = reader.take(stored(1, 2, mm_keys=pictures))
+    assert changes == ([chain(1)] if len(pictures) == 2 else [])
+    assert reader.counts() == {"dropped_events": 1}
+
+
 def test_what_is_more_than_a_turn_comes_in_portions() -> None:
     n_turn = TURN_WORK // (BLOCK_WORK + BLOCK_TOKENS)
     normaliser = KvStreamNormaliser(ranks=1, block_tokens=BLOCK_TOKENS)

@@ -121,6 +121,26 @@ def test_engine_10_what_keeps_events_off_has_a_name(config: dict[str, Any], name
     assert bool(named) == bool(why)
 
 
+SAY_V1 = "kv_cache_config.use_kv_cache_manager_v2: false"
+
+
+@pytest.mark.parametrize(
+    ("config", "levels"),
+    [
+        ({}, (0, 1, 2)),
+        ({"host_cache_size": 9, "disk_cache_size": 9}, (0, 1, 2)),
+        ({"host_cache_size": None, "disk_cache_size": 9}, (0, 1, 2)),
+        ({"host_cache_size": 0, "disk_cache_size": 9}, (0, 2)),
+        ({"host_cache_size": 0, "disk_cache_size": None}, (0, 1, 2)),
+    ],
+)
+def test_t2_6_an_engine_numbers_the_levels_that_it_has(
+    config: dict[str, Any], levels: tuple[int, ...]
+) -> None:
+    cache = SimpleNamespace(tokens_per_block=32, **config)
+    assert engine(lambda inputs: None, kv_cache_config=cache).cache_levels == levels
+
+
 def takes_salts(inputs: Any, *, cache_salt: Any = None) -> None: ...
 def says_salts(inputs: Any, *, cache_salt: Any = None, conversation_params: Any = None) -> None: ...
 def takes_anything(inputs: Any, **more: Any) -> None: ...
@@ -135,11 +155,12 @@ def takes_anything(inputs: Any, **more: Any) -> None: ...
         (takes_anything, {"event_buffer_max_size": 9}, "events"),
         (says_salts, {"event_buffer_max_size": 9}, ""),
         (says_salts, {"event_buffer_max_size": 9, "use_kv_cache_manager_v2": False}, ""),
-        (says_salts, {"event_buffer_max_size": 9, "use_kv_cache_manager_v2": True}, "events"),
-        (says_salts, {"event_buffer_max_size": 9, "use_kv_cache_manager_v2": "auto"}, "events"),
+        (says_salts, {"event_buffer_max_size": 9, "use_kv_cache_manager_v2": True}, SAY_V1),
+        (says_salts, {"event_buffer_max_size": 9, "use_kv_cache_manager_v2": "auto"}, SAY_V1),
+        (says_salts, {"kv_events_config": {"enable_kv_cache_events": True}}, SAY_V1),
     ],
 )
-def test_salts_need_an_engine_whose_events_say_them_or_that_has_none(
+def test_w11_salts_need_an_engine_whose_events_say_them_or_that_has_none(
     generate_async: Callable[..., Any], config: dict[str, Any], wanted: str
 ) -> None:
     cache = SimpleNamespace(tokens_per_block=32, **config)
