@@ -80,7 +80,7 @@ async def one_request(
     prefill, decode = engines
     await until(rng.uniform(0.0, 0.3))
     n_tokens = rng.randint(1, 60)
-    sampling = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
+    sampling = {"max_tokens": n_tokens, "ignore_eos": True}
     asked: dict[str, Any] = {"streaming": True}
     if rng.random() < 0.5:
         asked["scheduling_params"] = SchedulingParams(
@@ -88,7 +88,7 @@ async def one_request(
         )
     if rng.random() < 0.4:
         result = await prefill.generate_async(
-            prompt, sampling, disaggregated_params=CONTEXT_ONLY, **asked
+            prompt, SamplingParams(**sampling), disaggregated_params=CONTEXT_ONLY, **asked
         )
         params = result.outputs[0].disaggregated_params
         assert params is not None
@@ -97,7 +97,7 @@ async def one_request(
             assert prefill.release_session(params.ctx_request_id)
             return
         asked["disaggregated_params"] = replace(params, request_type="generation_only")
-    result = decode.generate_async(prompt, sampling, **asked)
+    result = decode.generate_async(prompt, SamplingParams(**sampling), **asked)
     await follow(decode, result, abort_after=rng.choice((0, rng.randint(1, 60))))
     tokens = result.outputs[0].token_ids
     assert tokens == expected(prompt, n_tokens)[: len(tokens)]

@@ -36,10 +36,12 @@ from slagate.workers.sim.request import (
     RequestError,
     SamplingParams,
     SamplingParams12,
+    SamplingParams13,
     SchedulingParams,
     SchedulingParams12,
     SimLogitsProcessor,
 )
+from slagate.workers.sim.sampling import Logprob
 from slagate.workers.sim.submit import Submission
 
 
@@ -109,6 +111,8 @@ class Llm11(SimLLM):
         dies_of_overlap=True,
         flags_death=False,
         tells_death=False,
+        ends_apart=False,
+        ignores_stops=False,
     )
     generate_async = _without("trace_headers", "conversation_params", "priority")
 
@@ -126,11 +130,14 @@ class Llm13(Llm12):
     traits = replace(
         Llm12.traits,
         version="1.3rc",
+        sampling_params=SamplingParams13,
         disaggregated_params=DisaggregatedParams13,
         overlong_error=RequestError,
         counts_kv_tokens=True,
         dies_of_overlap=False,
         flags_death=True,
+        ends_apart=True,
+        ignores_stops=True,
     )
     generate_async = _without("conversation_params")
 
@@ -185,6 +192,7 @@ class SimApi:
     SchedulingParams: type[SchedulingParams12]
     RequestError: type[RequestError] = RequestError
     LogitsProcessor: Any = SimLogitsProcessor
+    Logprob: Any = Logprob
 
 
 @dataclass(slots=True)

@@ -353,16 +353,20 @@ class SimSettings:
 
     `transport` serves one engine only, and only when `cache_transceiver_config` is given. `end_id` None is
     `END_ID`, or the last token of a smaller vocabulary. `instance_salt` makes this engine's block hashes
-    differ from those of others. The constructor waits `init_s` seconds by `pause`, then raises `fail_init`
-    if that is set. With `handoff_on_stop` a context_only request whose first token ends it still gives a
-    handoff. With `prefers_cache_v2` the model's choice of a KV cache manager is the V2 one, as Llama's is
-    since TensorRT-LLM's pull request #19004. Raises `ValueError` naming the field.
+    differ from those of others. `model_end_ids` are the end tokens of the model's generation config. With a
+    `speculative_config` an iteration gives up to `tokens_per_step` tokens, fewer where one of them ends the
+    output. The constructor waits `init_s` seconds by `pause`, then raises `fail_init` if that is set. With
+    `handoff_on_stop` a context_only request whose first token ends it still gives a handoff. With
+    `prefers_cache_v2` the model's choice of a KV cache manager is the V2 one, as Llama's is since
+    TensorRT-LLM's pull request #19004. Raises `ValueError` naming the field.
     """
 
     profile: TpProfile
     transport: KvTransport | None = None
     vocab_size: int = VOCAB_SIZE
     end_id: int | None = None
+    model_end_ids: tuple[int, ...] = ()
+    tokens_per_step: int = 1
     model_max_seq_len: int = 131_072
     kv_block_bytes: int = 4096
     time_scale: float = 1.0
@@ -382,6 +386,8 @@ class SimSettings:
     def __post_init__(self) -> None:
         if not self.vocab_size > 0:
             raise ValueError(f"vocab_size must be > 0, got {self.vocab_size}")
+        if self.tokens_per_step < 1:
+            raise ValueError(f"tokens_per_step must be at least 1: {self.tokens_per_step}")
         if self.kv_block_bytes < 16 or self.kv_block_bytes % 16:
             raise ValueError(
                 f"kv_block_bytes must be a positive multiple of 16: {self.kv_block_bytes}"

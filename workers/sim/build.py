@@ -37,6 +37,7 @@ def build_engine(
         kv_block_bytes=settings.kv_block_bytes,
         chunked_prefill=args.enable_chunked_prefill,
         max_tokens_in_buffer=None if transceiver is None else transceiver.max_tokens_in_buffer,
+        tokens_per_step=settings.tokens_per_step,
     )
     # With attention DP one buffer takes the events of all ranks, and is as many times as large.
     events = KvEventQueue(config.event_buffer_max_size * n_ranks)

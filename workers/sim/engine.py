@@ -13,6 +13,7 @@ Callbacks on the running loop drive it, and nothing else: no task, no thread, no
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from slagate.workers.kv_transfer.transport import KvTransferError, KvTransport
 from slagate.workers.sim.handoff import DisaggIds, ParkedSessions, Pulls
@@ -172,8 +173,10 @@ class SimEngine:
         assert iteration is not None, "the timer dies with its iteration"
         for rank, step in zip(self.ranks, iteration.steps, strict=True):
             for sequence in step.decoding:
-                if not sequence.done:
-                    self._decode(rank, sequence)
+                for _ in range(self._limits.tokens_per_step):
+                    if not sequence.done:
+                        self._decode(rank, sequence)
+                sequence.feed.end_step()
             for sequence, n in step.chunks:
                 if not sequence.done:
                     sequence.prefilled_tokens += n
@@ -209,6 +212,7 @@ class SimEngine:
             self._hand_off(rank, sequence, token)
         else:
             self._emit(sequence, token, state)
+            sequence.feed.end_step()
 
     def _decode(self, rank: SimRank, sequence: SimSequence) -> None:
         """Put a sequence's last token into the cache and deliver the next one."""
@@ -222,18 +226,25 @@ class SimEngine:
         state = chain.state
         self._emit(sequence, sequence.draw(state, self._limits.vocab_size), state)
 
-    def _emit(self, sequence: SimSequence, token: int, state: bytes) -> None:
-        """Deliver a token drawn from the context in `state`; end the sequence if it is the last one."""
+    def _emit(
+        self,
+        sequence: SimSequence,
+        token: int,
+        state: bytes,
+        *,
+        logprobs: Sequence[Any] | None = None,
+    ) -> None:
+        """Deliver a token drawn from the context in `state`; end the sequence if it is the last one.
+
+        `logprobs` are what there is of a token that was not drawn here: one entry, or none.
+        """
         generated, feed = sequence.generated, sequence.feed
         generated.append(token)
-        feed.push(token, state)
-        stop = sequence.stop.check(generated)
+        feed.push(token, state, logprobs=logprobs)
+        stop = sequence.stop.check(generated, max_tokens=sequence.max_tokens)
         if stop is not None:
             self._end(sequence)
             feed.finish(stop.reason, stop_reason=stop.stop_reason, n_trim=stop.n_trim)
-        elif len(generated) >= sequence.max_tokens:
-            self._end(sequence)
-            feed.finish("length")
 
     def _hand_off(self, rank: SimRank, sequence: SimSequence, token: int) -> None:
         """Export the prompt's blocks and park them; the sequence ends with the params for decode."""
@@ -250,13 +261,20 @@ class SimEngine:
             return
         self._end(sequence, keeps_blocks=True)
         sequence.feed.push(token, sequence.prompt.states[-1])
+        sequence.feed.end_step()
         sequence.feed.finish("length", params=params)
 
     def _finish_pull(self, sequence: SimSequence, first_token: int) -> None:
-        """Start decoding a pulled prompt; its first token comes from the prefill worker."""
+        """Start decoding a pulled prompt; its first token comes from the prefill worker.
+
+        So do its log probabilities, in versions that carry them, and if the prefill worker was asked for
+        them (TensorRT-LLM's pull request #11727).
+        """
         assert sequence.rank is not None
         self.ranks[sequence.rank].start_decoding(sequence)
-        self._emit(sequence, first_token, sequence.prompt.states[-1])
+        carried = getattr(sequence.params, "first_gen_log_probs", None) or []
+        self._emit(sequence, first_token, sequence.prompt.states[-1], logprobs=carried[:1])
+        sequence.feed.end_step()
         self._go_on()
 
     def _refuse(self, sequence: SimSequence, error: KvTransferError) -> None:

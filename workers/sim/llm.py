@@ -8,10 +8,11 @@ lets a stop token pass instead of drawing another one. `api` has the versions of
 
 import asyncio
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
 
 from slagate.workers.sim.args import LACKS, SimSettings, parse_args
 from slagate.workers.sim.build import build_engine
@@ -52,7 +53,9 @@ class SimExecutor:
         self.doing_shutdown = False
         self.mpi_futures: list[Future[None]] = [Future()]
         self._error: Exception | None = None  # not raised yet
-        self._results: WeakValueDictionary[int, RequestOutput] = WeakValueDictionary()
+        self._results: weakref.WeakValueDictionary[int, RequestOutput] = (
+            weakref.WeakValueDictionary()
+        )
 
     def is_shutdown(self) -> bool:
         """Whether it takes no request any more, as far as it has noticed."""
@@ -90,10 +93,10 @@ class SimExecutor:
     def abort_request(self, client_id: int) -> None:
         """Cancel a request by its id; an unknown or finished one is only logged."""
         result = self._results.get(client_id)
-        if result is None or result.finished:
+        if result is None or not result.runs():
             log.warning("request.abort_unknown", extra={"client_id": client_id})
         else:
-            result.abort()
+            result.cancel()
 
     def _look_for_death(self) -> None:
         (process,) = self.mpi_futures
@@ -107,10 +110,13 @@ class SimLLM:
     """One simulated engine. Owns its KV cache, not the transport, which must serve this engine only.
 
     The arguments are TensorRT-LLM's (`args`); `sim` has what a real engine has no argument for. A subclass
-    gives the version's `generate_async` and `traits`. The part below `shutdown` is beyond TensorRT-LLM's
-    surface: what tests and a worker may ask of the engine, or do to it.
-    Raises `ValueError` naming a wrong argument, `RuntimeError` when there are not enough GPUs, and
-    `sim.fail_init` if that is set.
+    gives the version's `generate_async` and `traits`. What the engine works out for itself does not come
+    back into `args`: `max_seq_len` stays None unless it was given (llm_args.py id 55143598664). The model's
+    own limit is in `_hf_model_config` (llm.py id 55216765702, `_TorchLLM._build_model`).
+
+    The part below `shutdown` is beyond TensorRT-LLM's surface: what tests and a worker may ask of the
+    engine, or do to it. Raises `ValueError` naming a wrong argument, `RuntimeError` when there are not
+    enough GPUs, and `sim.fail_init` if that is set.
     """
 
     traits: ClassVar[ApiTraits]
@@ -150,10 +156,15 @@ class SimLLM:
             sim.pause(sim.init_s)
         if sim.fail_init is not None:
             raise sim.fail_init
+        if sim.tokens_per_step > 1 and args.speculative_config is None:
+            raise ValueError("tokens_per_step over 1 needs a speculative_config")
         max_seq_len = args.max_seq_len or sim.model_max_seq_len
-        args.max_seq_len = max_seq_len
         self.llm_id = f"sim-{sim.node_id}-{sim.process_id}"
         self.args = args
+        self._hf_model_config: Any = SimpleNamespace(
+            max_position_embeddings=sim.model_max_seq_len, vocab_size=sim.vocab_size
+        )
+        self._generation_config: Any = SimpleNamespace(eos_token_id=list(sim.model_end_ids))
         self.tokenizer: SimTokenizer | None = None
         if not skip_tokenizer_init:
             self.tokenizer = SimTokenizer(
@@ -170,6 +181,8 @@ class SimLLM:
             tokenizer=self.tokenizer,
             max_seq_len=max_seq_len,
             capacity_tokens=self._ranks[0].cache.total_blocks * self._block_tokens,
+            hf_model_config=self._hf_model_config,
+            generation_config=self._generation_config,
         )
         self._executor: SimExecutor | None = SimExecutor(self.traits)
         # TensorRT-LLM's client ids start at 2 too.
@@ -208,11 +221,12 @@ class SimLLM:
             result.fail(RequestError(problem))
             return result
 
-        def abort() -> None:
+        def cancel() -> None:
             for sequence in sequences:
                 self._engine.abort(sequence)
 
-        result.on_abort = abort
+        result.cancel = cancel
+        result.executor = weakref.ref(self._executor)
         for sequence in sequences:
             self._engine.submit(sequence)
         return result

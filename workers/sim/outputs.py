@@ -5,7 +5,7 @@ The engine writes to one `OutputFeed` per sequence. The caller reads the `Reques
 """
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -100,6 +100,7 @@ class CompletionOutput:
     request_perf_metrics: RequestPerfMetrics | None = None
     _n_seen: int = 0
     _n_text_seen: int = 0
+    _n_logprobs_seen: int = 0
 
     @property
     def length(self) -> int:
@@ -119,34 +120,42 @@ class CompletionOutput:
     def mark_seen(self) -> None:
         """Note a yield: what is there now is in no later diff."""
         self._n_seen, self._n_text_seen = len(self.token_ids), len(self.text)
+        self._n_logprobs_seen = len(self.logprobs)
 
-    def extend(
-        self, tokens: list[int], logprobs: list[Any], *, tokenizer: SimTokenizer | None
-    ) -> None:
-        """Append tokens; their text only with a tokenizer."""
+    def extend(self, tokens: list[int], logprobs: list[Any]) -> None:
+        """Append tokens; `add_text` makes their text."""
         self.token_ids += tokens
         self.logprobs += logprobs
-        if tokenizer is not None:
-            self.text += tokenizer.decode(tokens)
 
-    def trim(self, n_tokens: int, *, tokenizer: SimTokenizer | None) -> None:
-        """Take a stop word off the end."""
+    def trim(self, n_tokens: int) -> None:
+        """Take a stop word off the end. Log probabilities stay, as in TensorRT-LLM's `_handle_sequence`."""
         if n_tokens:
-            del self.token_ids[-n_tokens:], self.logprobs[-n_tokens:]
-            if tokenizer is not None:
-                self.text = tokenizer.decode(self.token_ids)
+            del self.token_ids[-n_tokens:]
+
+    def add_text(self, tokenizer: SimTokenizer, *, streaming: bool) -> None:
+        """Make the text of what was appended since the previous yield.
+
+        In a stream text only grows: the beginning of a stop word that an earlier yield showed stays in it,
+        when its tokens are taken off (executor/result.py @123741b1 and @a678b91a, `decode_incrementally`).
+        """
+        if streaming:
+            self.text += tokenizer.decode(self.token_ids_diff)
+        else:
+            self.text = tokenizer.decode(self.token_ids)
 
     @property
     def logprobs_diff(self) -> list[Any]:
         """Log probabilities since the previous yield."""
-        return self.logprobs[self._n_seen :]
+        return self.logprobs[self._n_logprobs_seen :]
 
 
 @dataclass(frozen=True, slots=True)
 class SimOutputForm:
     """What a request's results contain, and how often they come.
 
-    `stream_interval` is in tokens. `tokenizer` None means no text, `logprobs` None no log probabilities.
+    `stream_interval` is in engine iterations (py_executor.py id 1891464528: `py_decoding_iter %
+    stream_interval`). `tokenizer` None means no text, `logprobs` None no log probabilities. `ends_apart` is
+    `ApiTraits`'s.
     """
 
     streaming: bool = False
@@ -155,14 +164,20 @@ class SimOutputForm:
     logprobs: LogprobMaker | None = None
     prompt_logprobs: tuple[Any, ...] = ()
     perf_metrics: bool = False
+    ends_apart: bool = True
 
 
 class RequestOutput:
     """A request's result: an async iterator that yields this same object, changed in place.
 
     Output becomes visible at the next yield only. One yield may bring several tokens, because of
-    `stream_interval` or because the reader is slower than the engine. The iterator ends when each of its
-    `feeds` has ended. It has one reader, on the loop it was made on.
+    `stream_interval`, of drafts, or because the reader is slower than the engine. The iterator ends when
+    each of its `feeds` has ended, or once a stop text is found in the text of one of them, of which the
+    executor hears nothing. It has one reader, on the loop it was made on.
+
+    With fewer log probabilities than tokens it raises an `AssertionError`, and the request goes on; a
+    generation_only one of a version that carries the first token's may lack one (executor/result.py
+    @a678b91a and @123741b1, `_handle_sequence`).
     """
 
     def __init__(
@@ -183,6 +198,7 @@ class RequestOutput:
         self.cached_tokens = 0
         self.context_logits: None = None
         self.mm_embedding_handle: None = None
+        self.sent_params = disaggregated_params
         self.disaggregated_params = copy(disaggregated_params)
         self.decoding_iter = 0
         self.avg_decoded_tokens_per_iter: float | None = None
@@ -191,7 +207,9 @@ class RequestOutput:
         self._form = form
         n_sequences = sampling_params.best_of or 1
         self.feeds = [OutputFeed(self, index, form) for index in range(n_sequences)]
-        self.on_abort: Callable[[], None] | None = None
+        self.cancel: Callable[[], None] = lambda: None  # the executor's end of `abort`
+        self.executor: Callable[[], Any] | None = None  # a weak reference
+        self._last_closed: OutputFeed | None = None
         self._aborted = False
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -208,10 +226,14 @@ class RequestOutput:
         return outputs[:n]
 
     def abort(self) -> None:
-        """Cancel the request; the last yield has reason "cancelled". No-op once it has ended."""
+        """Cancel the request; the last yield has reason "cancelled". No-op once it has ended.
+
+        Raises `AttributeError` after the engine's shutdown: executor/result.py @123741b1 and @a678b91a
+        call a weak reference, and use what it returns.
+        """
+        if self.executor is not None:
+            self.executor().abort_request(self.request_id)
         self._aborted = True
-        if self.on_abort is not None:
-            self.on_abort()
 
     def aborted(self) -> bool:
         """Whether `abort` was called."""
@@ -245,6 +267,10 @@ class RequestOutput:
     def __await__(self) -> Generator[Any, None, "RequestOutput"]:
         return self.aresult().__await__()
 
+    def runs(self) -> bool:
+        """Whether the executor still works on it, whatever the reader has been told."""
+        return self._error is None and not all(feed.closed for feed in self.feeds)
+
     def fail(self, error: BaseException) -> None:
         """End with an error instead of a last response."""
         self._error = error
@@ -256,20 +282,49 @@ class RequestOutput:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
+    def closed_by(self, feed: "OutputFeed") -> None:
+        """Note that a sequence has ended."""
+        self._last_closed = feed
+        self.wake()
+
     def _show(self) -> None:
+        all_closed = all(feed.closed for feed in self.feeds)
         for feed in self.feeds:
-            feed.show()
+            ends_all = all_closed and feed is self._last_closed
+            feed.show(has_reason=self._form.ends_apart or ends_all)
         first = self.feeds[0]
-        self.decoding_iter = first.output.length
-        self.avg_decoded_tokens_per_iter = 1.0 if first.output.length else None
+        self.decoding_iter = first.n_steps
+        self.avg_decoded_tokens_per_iter = (
+            first.output.length / first.n_steps if first.output.length else None
+        )
         self.disaggregated_params = first.output.disaggregated_params
-        self.finished = all(feed.closed for feed in self.feeds)
+        self.finished = all_closed
+        if self._form.tokenizer is not None:
+            self._search_stop_texts()
         if self.finished and first.output.request_perf_metrics is not None:
             self.metrics_dict = metrics_dict(
                 first.output.request_perf_metrics,
                 n_tokens=first.output.length,
                 finish_reason=first.output.finish_reason,
             )
+
+    def _search_stop_texts(self) -> None:
+        """End the result at a stop text in any output's text, which is cut there; its tokens are not."""
+        was_finished, includes = self.finished, self.sampling_params.include_stop_str_in_output
+        reasons = [reason for reason, _ in self.sampling_params._get_stop_reasons_and_words()]
+        texts = [reason for reason in reasons if isinstance(reason, str)]
+        for output in self.outputs:
+            if was_finished and output.finish_reason not in ("stop", "length"):
+                continue
+            found = next((text for text in texts if text in output.text), None)
+            if found is None:
+                continue
+            place = output.text.find(found)
+            output.text = output.text[: place + (len(found) if includes else 0)]
+            output.finish_reason, output.stop_reason = "stop", found
+            if not self._form.ends_apart:
+                self.abort()
+            self.finished = True
 
 
 class _Closing(NamedTuple):
@@ -292,8 +347,10 @@ class OutputFeed:
         self._tokens: list[int] = []
         self._logprobs: list[Any] = []
         self._cumulative: float | None = None
-        self._n_pushed = 0
+        self.n_steps = 0  # iterations that gave it tokens
         self._n_ready = 0
+        self._n_lacking = 0  # tokens not shown yet that have no log probabilities
+        self._is_ended = False  # and its end was shown
         self._closing: _Closing | None = None
         self._perf: RequestPerfMetrics | None = None
         sampling = result.sampling_params
@@ -308,17 +365,22 @@ class OutputFeed:
         """Whether the sequence has had its `finish`."""
         return self._closing is not None
 
-    def push(self, token: int, state: bytes) -> None:
-        """Add a token, chosen after the context in `state`."""
+    def push(self, token: int, state: bytes, *, logprobs: Sequence[Any] | None = None) -> None:
+        """Add a token, chosen after the context in `state`; `logprobs` are its entry, or no entry."""
         self._tokens.append(token)
-        self._n_pushed += 1
         if self._form.logprobs is not None:
-            self._logprobs.append(self._form.logprobs.of(token, state))
+            made = [self._form.logprobs.of(token, state)] if logprobs is None else logprobs
+            self._logprobs += made
+            self._n_lacking += not made
         if self._cumulative is not None:
             self._cumulative += chosen_logprob(token, state)
         if self._perf is not None:
             self._perf.mark_token(self.result.loop.time())
-        if self._n_pushed == 1 or self._n_pushed % self._form.stream_interval == 0:
+
+    def end_step(self) -> None:
+        """Note the end of an iteration that pushed tokens: every `stream_interval` of them are shown."""
+        self.n_steps += 1
+        if self.n_steps == 1 or self.n_steps % self._form.stream_interval == 0:
             self._n_ready = len(self._tokens)
             if self._form.streaming:
                 self.result.wake()
@@ -337,7 +399,7 @@ class OutputFeed:
         """
         if self._closing is None:
             self._closing = _Closing(reason, stop_reason, n_trim, params)
-            self.result.wake()
+            self.result.closed_by(self)
 
     def started(self, now_s: float, allocation: Allocation) -> None:
         """Note that the sequence was admitted at `now_s`, with these blocks."""
@@ -363,28 +425,46 @@ class OutputFeed:
 
     def has_unseen(self) -> bool:
         """Whether there is output that a streaming reader has not seen."""
-        return self._n_ready > 0 or (
-            self._closing is not None and self.output.finish_reason is None
-        )
+        return self._n_ready > 0 or (self._closing is not None and not self._is_ended)
 
-    def show(self) -> None:
-        """Show the reader all ready tokens, or all tokens once the sequence has ended."""
+    def show(self, *, has_reason: bool) -> None:
+        """Show the reader all ready tokens, or all tokens once the sequence has ended.
+
+        With `has_reason` the end has a reason, and a stop is cut off. A cancelled one always has.
+        """
         output, closing = self.output, self._closing
         output.mark_seen()
-        if output.finish_reason is not None:
+        if self._is_ended:
             return
         n = len(self._tokens) if closing is not None else self._n_ready
-        output.extend(self._tokens[:n], self._logprobs[:n], tokenizer=self._form.tokenizer)
-        del self._tokens[:n], self._logprobs[:n]
+        n_logprobs, self._n_lacking = n - self._n_lacking, 0
+        output.extend(self._tokens[:n], self._logprobs[:n_logprobs])
+        del self._tokens[:n], self._logprobs[:n_logprobs]
         self._n_ready = 0
         output.cumulative_logprob = self._cumulative
         output.prompt_logprobs = list(self._form.prompt_logprobs)
-        if closing is None:
-            return
-        output.trim(closing.n_trim, tokenizer=self._form.tokenizer)
-        output.finish_reason, output.stop_reason = closing.reason, closing.stop_reason
+        if self._form.logprobs is not None and not (closing and closing.reason == "cancelled"):
+            self._check_logprobs()
+        if closing is not None:
+            self._show_end(closing, has_reason=has_reason or closing.reason == "cancelled")
+        if self._form.tokenizer is not None:
+            output.add_text(self._form.tokenizer, streaming=self._form.streaming)
+
+    def _show_end(self, closing: _Closing, *, has_reason: bool) -> None:
+        output = self.output
+        self._is_ended = True
         output.request_perf_metrics = self._perf
+        if has_reason:
+            output.trim(closing.n_trim)
+            output.finish_reason, output.stop_reason = closing.reason, closing.stop_reason
         if closing.params is not None:
             output.disaggregated_params = closing.params
             if hasattr(closing.params, "first_gen_log_probs") and output.logprobs:
                 closing.params.first_gen_log_probs = list(output.logprobs)
+
+    def _check_logprobs(self) -> None:
+        params = self.result.sent_params
+        decodes = params is not None and params.request_type == "generation_only"
+        n_may_lack = int(decodes and hasattr(params, "first_gen_log_probs"))
+        n_tokens, n_logprobs = self.output.length, len(self.output.logprobs)
+        assert n_logprobs >= n_tokens - n_may_lack, f"logprobs length: {n_logprobs} < {n_tokens}"

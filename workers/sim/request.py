@@ -7,8 +7,10 @@ that version, one without to the newest. Each version has all fields of the one 
 
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
+
+from typing_extensions import override
 
 REQUEST_TYPES = ("context_only", "generation_only", "context_and_generation")
 
@@ -52,7 +54,12 @@ class SimLogitsProcessor(ABC):
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams12:
-    """How to sample and when to stop. Raises `ValueError` on contradicting values."""
+    """How to sample and when to stop. Raises `ValueError` on contradicting values.
+
+    The engine calls `_setup` only where `end_id` is None: with an `end_id` stop texts have no tokens, and
+    `_get_stop_words` raises. Sources: sampling_params.py id 416251432 (`_validate`, `_setup`,
+    `_get_stop_words`); llm.py id 55216765702 (`_prepare_sampling_params`).
+    """
 
     end_id: int | None = None
     pad_id: int | None = None
@@ -101,15 +108,23 @@ class SamplingParams12:
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    _stop_word_ids: list[list[int]] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.pad_id is None:
+            self.pad_id = self.end_id
         if self.best_of is None:
             self.best_of = self.n
+        for name, most in (("top_p", 1), ("top_k", None), ("temperature", None)):
+            value = getattr(self, name)
+            if value is not None and (value < 0 or (most is not None and value > most)):
+                raise ValueError(f"{name} is out of range: {value}")
         if self.n < 1:
             raise ValueError(f"n must be at least 1: {self.n}")
         if self.best_of < self.n:
             raise ValueError(f"best_of ({self.best_of}) cannot be less than n ({self.n})")
-        greedy = self.top_k in (None, 1) and self.top_p in (None, 0.0)
+        none_given = self.temperature is None and self.top_p is None and self.top_k is None
+        greedy = none_given or self.top_k == 1 or self.top_p == 0 or self.temperature == 0
         # TensorRT-LLM too reads this variable here.
         allowed = self.use_beam_search or os.environ.get("TLLM_ALLOW_N_GREEDY_DECODING")
         if self.best_of > 1 and greedy and not allowed:
@@ -117,9 +132,67 @@ class SamplingParams12:
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
             raise ValueError(f"truncate_prompt_tokens must be >= 1: {self.truncate_prompt_tokens}")
 
+    def _setup(
+        self,
+        tokenizer: Any,
+        hf_model_config: object,
+        generation_config: Any,
+        add_special_tokens: bool = False,  # noqa: FBT001, FBT002
+    ) -> "SamplingParams12":
+        del hf_model_config, generation_config
+        if self.end_id is None:
+            self.end_id = self.pad_id = tokenizer.eos_token_id
+        if self.stop is not None:
+            self._stop_word_ids = [
+                tokenizer.encode(text, add_special_tokens=add_special_tokens)
+                for text in self._stop_texts()
+            ]
+        return self
+
+    def _stop_texts(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def _get_stop_words(self) -> list[list[int]]:
+        if self.stop is not None and self._stop_word_ids is None:
+            raise RuntimeError(f"stop ({self.stop}) is not processed by tokenizer")
+        return [[token] for token in self.stop_token_ids or ()] + (self._stop_word_ids or [])
+
+    def _get_stop_reasons_and_words(self) -> list[tuple[int | str, list[int]]]:
+        reasons = [*(self.stop_token_ids or ()), *self._stop_texts()]
+        return list(zip(reasons, self._get_stop_words(), strict=True))
+
 
 @dataclass(slots=True, kw_only=True)
-class SamplingParams(SamplingParams12):
+class SamplingParams13(SamplingParams12):
+    """Those of the 1.3 candidates, which stop at every end token of the model's generation config, too.
+
+    Such a token is a stop token like one of the caller's: the answer names it, and it is cut off. Sources:
+    TensorRT-LLM's pull request #10389; sampling_params.py id 67047105733 (`_setup`).
+    """
+
+    @override
+    def _setup(
+        self,
+        tokenizer: Any,
+        hf_model_config: object,
+        generation_config: Any,
+        add_special_tokens: bool = False,
+    ) -> "SamplingParams12":
+        SamplingParams12._setup(
+            self, tokenizer, hf_model_config, generation_config, add_special_tokens
+        )
+        ends = getattr(generation_config, "eos_token_id", None)
+        known = [self.end_id, *(self.stop_token_ids or ())]
+        added = [
+            end for end in ([ends] if isinstance(ends, int) else ends or ()) if end not in known
+        ]
+        if added:
+            self.stop_token_ids = [*(self.stop_token_ids or ()), *added]
+        return self
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams(SamplingParams13):
     """How to sample and when to stop. Raises `ValueError` on contradicting values."""
 
     logprobs_mode: str | None = None
@@ -224,6 +297,13 @@ class ApiTraits:
     With `dies_of_overlap` a context_only request ends an engine whose overlap scheduler is on.
     Of the death of the engine's process an engine with `flags_death` has a flag and a health check, and one
     with `tells_death` raises `EngineDeadError`; `SimExecutor` says what the others do.
+
+    With `ends_apart` each output has its reason when it ends. Before, only the output that ends last has
+    one, and only that one's stop is cut off: executor/result.py @a678b91a, `_handle_sequence` under
+    `if self._done`; @123741b1 `sequence_is_finished`. A stop text found in an output's text ends the whole
+    result; only without `ends_apart` it also aborts the request (same files, `_handle_response`).
+    `ignores_stops`: `ignore_eos` has the executor drop stop words as well, which leaves the search in the
+    text: executor/base_worker.py of 1.3 candidates (fork ai-blaise @0ae93999), not @7b437aaa.
     """
 
     version: str
@@ -237,3 +317,5 @@ class ApiTraits:
     dies_of_overlap: bool
     flags_death: bool
     tells_death: bool
+    ends_apart: bool
+    ignores_stops: bool

@@ -95,8 +95,10 @@ class StopWord(NamedTuple):
 class StopRules:
     """The stop conditions of one request.
 
-    End-of-text is checked first and stays in the answer; a stop word is cut off unless `include_stop`. As
-    in TensorRT-LLM `ignore_eos` switches stop words off too, and the first `min_tokens` tokens end nothing.
+    End-of-text is checked first and stays in the answer, then the budget, then stop words, which are cut
+    off unless `include_stop`: a stop word that ends with the last token of the budget ends nothing. Source:
+    _torch/pyexecutor/sampler.py id 1555942117, `_handle_stop_criteria`. The first `min_tokens` tokens end
+    nothing. Without `end_id` there is no end of text.
     """
 
     __slots__ = ("_end_id", "_include_stop", "_last_tokens", "_min_tokens", "_words")
@@ -104,28 +106,23 @@ class StopRules:
     def __init__(
         self,
         *,
-        end_id: int,
-        stop_token_ids: Sequence[int] = (),
+        end_id: int | None,
         stop_words: Sequence[StopWord] = (),
         min_tokens: int = 0,
         include_stop: bool = False,
-        ignore_eos: bool = False,
     ) -> None:
         self._end_id = end_id
         self._min_tokens = min_tokens
         self._include_stop = include_stop
-        self._words: tuple[StopWord, ...] = (
-            *(StopWord(token, (token,)) for token in stop_token_ids),
-            *(word for word in stop_words if word.tokens),
-        )
+        self._words = tuple(word for word in stop_words if word.tokens)
         # Nearly every token is none of these, so nearly every check is one look-up.
         self._last_tokens = frozenset((end_id, *(word.tokens[-1] for word in self._words)))
-        if ignore_eos:
-            self._last_tokens = frozenset()
 
-    def check(self, generated: Sequence[int]) -> Stop | None:
+    def check(self, generated: Sequence[int], *, max_tokens: int | None = None) -> Stop | None:
         """Whether the newest of all generated tokens, at the end of the list, ends the sequence."""
         newest = generated[-1]
+        if max_tokens is not None and len(generated) >= max_tokens and newest != self._end_id:
+            return Stop("length", None, 0)
         if newest not in self._last_tokens or len(generated) <= self._min_tokens:
             return None
         if newest == self._end_id:

@@ -26,7 +26,10 @@ _OTHER_LOGIT = -10.0
 class EngineLimits:
     """The bounds of one rank's iteration, and the sizes that all workers of a model must agree on.
 
-    `max_tokens_in_buffer` bounds the prompt that a decode worker can receive; None is no bound.
+    `max_tokens_in_buffer` bounds the prompt that a decode worker can receive; None is no bound. An
+    iteration gives a decoding sequence up to `tokens_per_step` tokens, as accepted drafts do. The first of
+    them that ends the sequence is the last: _torch/pyexecutor/sampler.py id 1555942117,
+    `process_draft_tokens`.
     """
 
     max_batch_size: int
@@ -36,6 +39,7 @@ class EngineLimits:
     kv_block_bytes: int
     chunked_prefill: bool = True
     max_tokens_in_buffer: int | None = None
+    tokens_per_step: int = 1
 
 
 class CacheContent(NamedTuple):

@@ -61,6 +61,8 @@ class RequestChecker:
     tokenizer: SimTokenizer | None
     max_seq_len: int
     capacity_tokens: int  # of one rank's KV cache
+    hf_model_config: object = None
+    generation_config: object = None
 
     def checked_request(self, request_id: int, call: Submission) -> list[SimSequence]:
         """A request's sequences, one per output, with `max_tokens` cut to the context window.
@@ -87,7 +89,7 @@ class RequestChecker:
         if kind != "context_and_generation" and n_sequences > 1:
             raise ValueError("n must be 1 for a disaggregated request")
         if kind == "context_only":
-            sampling = replace(sampling, max_tokens=1)
+            sampling.max_tokens = 1
         seed = seed_state(self.args.model, call.cache_salt or "")
         block_tokens = self.args.kv_cache_config.tokens_per_block
         states = block_states(prompt.packed, seed, block_tokens)
@@ -154,7 +156,10 @@ class RequestChecker:
         return PromptTokens(inputs, packed, text)
 
     def _sampling(self, call: Submission) -> SamplingParams12:
-        """The sampling parameters, with the tokenizer's end-of-text filled in."""
+        """The caller's sampling parameters, which are changed: with the tokenizer's end and stop words.
+
+        TensorRT-LLM changes the caller's object, too: llm.py id 55216765702, `_prepare_sampling_params`.
+        """
         types, sampling = self.traits, call.sampling_params
         if sampling is None:
             sampling = types.sampling_params()
@@ -170,16 +175,12 @@ class RequestChecker:
         }.items():
             if asked is not None:
                 raise NotImplementedError(f"{name} is not simulated")
-        end_id = sampling.end_id
-        if self.tokenizer is None:
-            if sampling.stop is not None:
-                raise ValueError("stop strings need a tokenizer; use stop_token_ids")
-            if end_id is None:
+        if sampling.end_id is None:
+            if self.tokenizer is None:
                 raise ValueError("end_id is needed: the tokenizer is not initialised")
-        elif end_id is None:
-            end_id = self.tokenizer.eos_token_id
-        completed: SamplingParams12 = replace(sampling, end_id=end_id)
-        return completed
+            sampling._setup(self.tokenizer, self.hf_model_config, self.generation_config)
+        checked: SamplingParams12 = sampling
+        return checked
 
     def _request_type(self, params: Any) -> str:
         """The phase asked for."""
@@ -206,6 +207,7 @@ class RequestChecker:
             logprobs=self._maker(sampling, "logprobs"),
             prompt_logprobs=tuple(prompt_logprobs),
             perf_metrics=sampling.return_perf_metrics or self.args.return_perf_metrics,
+            ends_apart=self.traits.ends_apart,
         )
 
     def _maker(self, sampling: SamplingParams12, name: str) -> LogprobMaker | None:
@@ -218,20 +220,19 @@ class RequestChecker:
         return LogprobMaker(n_top, form, self.settings.vocab_size)
 
     def _stop_rules(self, sampling: SamplingParams12, kind: str) -> StopRules:
-        texts = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
-        words = []
-        for text in texts:
-            assert self.tokenizer is not None, "checked with the sampling parameters"
-            words.append(StopWord(text, tuple(self.tokenizer.encode(text))))
-        assert sampling.end_id is not None, "filled in with the sampling parameters"
+        """What the executor checks; no stop words where these cannot be told: `enqueue_problem` says so."""
+        end_id = None if sampling.ignore_eos else sampling.end_id
+        words: list[StopWord] = []
+        if self._reads_stops(sampling) and not _stop_word_problem(sampling):
+            given = sampling._get_stop_reasons_and_words()
+            words = [StopWord(cause, tuple(tokens)) for cause, tokens in given]
+        if kind == "context_only" and self.settings.handoff_on_stop:
+            end_id, words = None, []
         return StopRules(
-            end_id=sampling.end_id,
-            stop_token_ids=sampling.stop_token_ids or (),
+            end_id=end_id,
             stop_words=words,
             min_tokens=sampling.min_tokens or 0,
             include_stop=sampling.include_stop_str_in_output,
-            ignore_eos=sampling.ignore_eos
-            or (kind == "context_only" and self.settings.handoff_on_stop),
         )
 
     def fatal_problem(self, sequence: SimSequence) -> Exception | None:
@@ -264,10 +265,16 @@ class RequestChecker:
             return RuntimeError("opaque_state cannot be read")
         return None
 
+    def _reads_stops(self, sampling: SamplingParams12) -> bool:
+        """Whether the executor asks for the stop words."""
+        return not (sampling.ignore_eos and self.traits.ignores_stops)
+
     def enqueue_problem(self, sequence: SimSequence) -> str | None:
         """Why the executor refuses a request, of which this is the first sequence; None if it does not."""
         config = self.args.kv_cache_config
         sampling = sequence.feed.result.sampling_params
+        if self._reads_stops(sampling) and (problem := _stop_word_problem(sampling)):
+            return problem
         if sequence.n_prompt >= self.max_seq_len:
             return (
                 f"prompt of {sequence.n_prompt} tokens does not fit max_seq_len {self.max_seq_len}"
@@ -283,6 +290,19 @@ class RequestChecker:
                 f"({config.tokens_per_block} a block)"
             )
         return None
+
+
+def _stop_word_problem(sampling: SamplingParams12) -> str:
+    """Why the stop words cannot be told; "" where they can.
+
+    TensorRT-LLM asks for them inside the try block of its executor's submission, so the error is the
+    request's: executor/base_worker.py @7b437aaa, `_enqueue_request`.
+    """
+    try:
+        sampling._get_stop_words()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def _check_media(inputs: dict[str, Any], *, pulls: bool) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 _TOKEN = re.compile(r"<(\d+)>")
 
@@ -51,9 +52,9 @@ class SimTokenizer:
         """The end-of-text token."""
         return self.tokenizer.eos_token_id
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
-        return self.tokenizer.encode(text)
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """Token ids of a text; `options` are those of the wrapped tokenizer."""
+        return self.tokenizer.encode(text, **options)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""

@@ -276,8 +276,10 @@ def test_attention_windows_are_distinct_and_inside_the_sequence() -> None:
     assert attention_windows(parse_args("m"), 4096) == (4096,)
 
 
-def test_the_context_window_of_the_model_is_filled_in() -> None:
-    assert llm(model_max_seq_len=4096).args.max_seq_len == 4096
+def test_w01_the_context_window_stays_unset_unless_it_was_given() -> None:
+    engine = llm(model_max_seq_len=4096)
+    assert engine.args.max_seq_len is None
+    assert engine._hf_model_config.max_position_embeddings == 4096
     assert llm(model_max_seq_len=4096, max_seq_len=100).args.max_seq_len == 100
 
 

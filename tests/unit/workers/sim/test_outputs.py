@@ -104,7 +104,9 @@ def test_a2_without_streaming_there_is_one_yield(api: str) -> None:
         engine = llm(api=api)
         sampling = sim_api(api).SamplingParams
         early = sampling(max_tokens=9, n=3, top_k=5, stop_token_ids=[branch(1, 3)[2]])
-        for asked, lengths in ((sampling(max_tokens=5), [5]), (early, [9, 2, 9])):
+        # Only of an output with a reason the stop is cut off, and that may be the last one only.
+        apart = api not in ("1.1", "1.2")
+        for asked, lengths in ((sampling(max_tokens=5), [5]), (early, [9, 2 if apart else 3, 9])):
             yields = [
                 [output.length for output in one.outputs]
                 async for one in engine.generate_async(PROMPT, asked)
@@ -170,7 +172,7 @@ def test_each_of_n_sequences_is_a_continuation_of_its_own(api: str) -> None:
 
 
 @every_version
-def test_a_stream_of_n_sequences_ends_when_the_last_of_them_does(api: str) -> None:
+def test_w07_only_the_output_that_ends_last_has_a_reason_before_1_3(api: str) -> None:
     async def scenario() -> None:
         engine = llm(api=api)
         # Ends sequence 1 early and no other.
@@ -186,9 +188,73 @@ def test_a_stream_of_n_sequences_ends_when_the_last_of_them_does(api: str) -> No
             if reasons == [None, "stop", None]:
                 finished_early = True
                 assert not result.finished
+        if api in ("1.1", "1.2"):
+            assert reasons == [None, None, "length"]
+            assert seen == [branch(0, 9), branch(1, 3), branch(2, 9)]
+            return
         assert finished_early
         assert reasons == ["length", "stop", "length"]
         assert seen == [branch(0, 9), branch(1, 2), branch(2, 9)]
+
+    run(scenario)
+
+
+@every_version
+def test_w07_a_stop_text_in_one_output_ends_the_result_of_all(api: str) -> None:
+    """Before 1.3 the engine is told; since then its request goes on, unless the reader aborts it."""
+
+    async def scenario() -> None:
+        engine = llm(api=api)
+        # Spelt so that its tokens are others than those generated.
+        stop = f"{branch(1, 3)[2]}>"
+        sampling = sim_api(api).SamplingParams(max_tokens=50, n=3, top_k=5, stop=stop)
+        result = engine.generate_async(PROMPT, sampling, streaming=True)
+        async for _ in result:
+            pass
+        first, second, third = result.outputs
+        assert (second.finish_reason, second.stop_reason) == ("stop", stop)
+        assert second.token_ids == branch(1, 3)
+        assert (first.finish_reason, third.finish_reason) == (None, None)
+        assert result.aborted() == (api in ("1.1", "1.2"))
+        assert engine.n_running == (0 if result.aborted() else 3)
+        result.abort()
+        assert engine.n_running == engine.used_blocks == 0
+
+    run(scenario)
+
+
+@every_version
+def test_w10_abort_after_the_engine_was_shut_down_is_an_attribute_error(api: str) -> None:
+    async def scenario() -> None:
+        engine = llm(api=api)
+        result = engine.generate_async(PROMPT, streaming=True)
+        engine.shutdown()
+        with pytest.raises(AttributeError):
+            result.abort()
+        assert not result.aborted()
+
+    run(scenario)
+
+
+@every_version
+def test_drafts_bring_several_tokens_a_response_and_none_after_a_stop(api: str) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ValueError, match="speculative_config"):
+            llm(api=api, tokens_per_step=3)
+        drafts = {"speculative_config": {"max_draft_len": 2}, "tokens_per_step": 3}
+        for changed, lengths in (({}, [1, 4, 7, 8]), ({"stream_interval": 2}, [1, 4, 8])):
+            engine = llm(api=api, **drafts, **changed)
+            sampling = sim_api(api).SamplingParams(max_tokens=8, logprobs=1)
+            result = engine.generate_async(PROMPT, sampling, streaming=True)
+            seen = [one.outputs[0].length async for one in result]
+            assert seen == lengths
+            assert result.outputs[0].token_ids == branch(0, 8)
+            assert len(result.outputs[0].logprobs) == 8
+            assert result.decoding_iter == 4
+        stop = sim_api(api).SamplingParams(max_tokens=8, stop_token_ids=[branch(0, 3)[2]])
+        ended = await engine.generate_async(PROMPT, stop)
+        assert ended.outputs[0].token_ids == branch(0, 2)
+        assert engine.used_blocks == 0
 
     run(scenario)
 

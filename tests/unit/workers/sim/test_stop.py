@@ -6,6 +6,7 @@ import pytest
 
 from slagate.workers.sim.api import VERSIONS, sim_api
 from slagate.workers.sim.outputs import CompletionOutput
+from slagate.workers.sim.request import RequestError
 from slagate.workers.sim.sampling import Stop, StopRules, StopWord
 from slagate.workers.sim.tokenizer import SimTokenizer, SimVocabulary
 from support.engine.sim_llm import expected, llm, prompt_of
@@ -23,16 +24,20 @@ def text(tokens: list[int]) -> str:
 
 def answer(api: str, **sampling: Any) -> CompletionOutput:
     """What an engine of this version generates after the prompt, at most 8 tokens."""
+    (output,) = outputs_of(api, sim_api(api).SamplingParams(max_tokens=8, **sampling))
+    return output
+
+
+def outputs_of(api: str, parameters: Any, **changed: Any) -> list[CompletionOutput]:
+    """The outputs of one request; `changed` are arguments of `llm`."""
     found: list[CompletionOutput] = []
 
     async def scenario() -> None:
-        parameters = sim_api(api).SamplingParams(max_tokens=8, **sampling)
-        result = await llm(api=api).generate_async(PROMPT, parameters)
+        result = await llm(api=api, **changed).generate_async(PROMPT, parameters)
         found.extend(result.outputs)
 
     run(scenario)
-    (output,) = found
-    return output
+    return found
 
 
 @every_version
@@ -77,12 +82,61 @@ def test_a13_a_stop_string_works_on_tokens_without_text_being_made(api: str) -> 
 
 
 @every_version
-def test_a13_ignoring_end_of_text_switches_stop_words_off_too(api: str) -> None:
-    output = answer(
-        api, end_id=TOKENS[3], stop_token_ids=[TOKENS[2]], stop=text(TOKENS[1:2]), ignore_eos=True
+def test_w10_ignoring_end_of_text_switches_stop_words_off_too_from_1_3_on(api: str) -> None:
+    output = answer(api, end_id=TOKENS[3], stop_token_ids=[TOKENS[5]], ignore_eos=True)
+    drops = api not in ("1.1", "1.2")
+    assert output.token_ids == (TOKENS if drops else TOKENS[:5])
+    assert output.finish_reason == ("length" if drops else "stop")
+
+
+@every_version
+def test_w10_a_stop_text_is_found_in_the_text_also_when_the_executor_was_not_told(api: str) -> None:
+    asked = {"stop": text(TOKENS[2:4]), "ignore_eos": True}
+    output = answer(api, **asked)
+    assert (output.finish_reason, output.stop_reason) == ("stop", text(TOKENS[2:4]))
+    assert output.text == text(TOKENS[:2])
+    drops = api not in ("1.1", "1.2")
+    assert output.token_ids == (TOKENS if drops else TOKENS[:2])
+    assert answer(api, **asked, detokenize=False).finish_reason == ("length" if drops else "stop")
+
+
+@every_version
+def test_w06_with_an_end_id_stop_texts_have_no_tokens_and_the_request_fails(api: str) -> None:
+    with pytest.raises(RequestError, match="is not processed by tokenizer"):
+        answer(api, end_id=TOKENS[3], stop=text(TOKENS[2:4]))
+    if api in ("1.1", "1.2"):
+        return
+    # The executor does not ask for them; the search in the text does, outside of what is the request's.
+    with pytest.raises(RuntimeError) as caught:
+        answer(api, end_id=TOKENS[3], stop=text(TOKENS[2:4]), ignore_eos=True)
+    assert type(caught.value) is RuntimeError
+
+
+@every_version
+def test_w06_set_up_by_its_caller_a_stop_text_goes_with_an_end_id(api: str) -> None:
+    tokenizer = SimTokenizer(SimVocabulary(vocab_size=5000, eos_token_id=9))
+    for end_id, n_tokens in ((TOKENS[1], 2), (TOKENS[5], 2), (-1, 2)):
+        parameters = sim_api(api).SamplingParams(end_id=end_id, stop=text(TOKENS[2:4]))
+        parameters._setup(tokenizer, None, None)
+        (output,) = outputs_of(api, parameters)
+        assert output.token_ids == TOKENS[:n_tokens]
+        assert output.stop_reason == (None if end_id == TOKENS[1] else text(TOKENS[2:4]))
+
+
+@every_version
+def test_every_end_of_the_generation_config_is_a_stop_token_from_1_3_on(api: str) -> None:
+    (output,) = outputs_of(
+        api, sim_api(api).SamplingParams(max_tokens=8), model_end_ids=TOKENS[3:4]
     )
-    assert output.token_ids == TOKENS
-    assert (output.finish_reason, output.stop_reason) == ("length", None)
+    stops = api not in ("1.1", "1.2")
+    assert output.token_ids == (TOKENS[:3] if stops else TOKENS)
+    assert output.stop_reason == (TOKENS[3] if stops else None)
+
+
+@every_version
+def test_t2_3_a_stop_that_ends_with_the_budget_is_an_end_by_length(api: str) -> None:
+    output = answer(api, stop_token_ids=[TOKENS[7]])
+    assert (output.token_ids, output.finish_reason) == (TOKENS, "length")
 
 
 @every_version
@@ -100,7 +154,8 @@ def test_a13_a_stream_may_show_tokens_of_a_stop_word_and_take_them_back(api: str
         async for result in llm(api=api).generate_async(PROMPT, parameters, streaming=True):
             seen.append(list(result.outputs[0].token_ids))
         assert result.outputs[0].token_ids_diff == []
-        assert result.outputs[0].text_diff == ""
+        # What was made text of stays, so the text has more than the tokens.
+        assert (result.outputs[0].text, result.outputs[0].text_diff) == (text(TOKENS[:3]), "")
 
     run(scenario)
     assert seen == [TOKENS[:1], TOKENS[:2], TOKENS[:3], TOKENS[:2]]
@@ -118,9 +173,8 @@ def test_the_last_token_of_the_tokenizer_ends_a_sequence_that_names_no_end(api: 
 
 
 def test_rules_prefer_end_of_text_and_match_whole_words_only() -> None:
-    rules = StopRules(
-        end_id=9, stop_token_ids=[9, 8], stop_words=[StopWord("x", (1, 2)), StopWord("", ())]
-    )
+    words = [StopWord(9, (9,)), StopWord(8, (8,)), StopWord("x", (1, 2)), StopWord("", ())]
+    rules = StopRules(end_id=9, stop_words=words)
     assert rules.check([9]) == Stop("stop", None, 0)
     assert rules.check([8]) == Stop("stop", 8, 1)
     assert rules.check([2]) is None

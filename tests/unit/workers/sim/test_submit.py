@@ -99,8 +99,8 @@ def test_a4_without_a_tokenizer_text_and_stop_strings_and_no_end_id_are_refused(
             engine.generate_async("text", kinds.SamplingParams(end_id=3))
         with pytest.raises(ValueError, match="tokenizer"):
             engine.generate_async({"prompt": "text"}, kinds.SamplingParams(end_id=3))
-        with pytest.raises(ValueError, match="stop strings"):
-            engine.generate_async([1], kinds.SamplingParams(end_id=3, stop="<4>"))
+        with pytest.raises(RequestError, match="not processed by tokenizer"):
+            await engine.generate_async([1], kinds.SamplingParams(end_id=3, stop="<4>"))
         with pytest.raises(ValueError, match="end_id"):
             engine.generate_async([1])
         result = await engine.generate_async(
@@ -192,7 +192,7 @@ def test_a6_a_context_only_request_gives_one_token_and_a_handoff(api: str, tmp_p
         assert isinstance(params.opaque_state, bytes)
         assert hasattr(params, "disagg_request_id") is (api not in ("1.1", "1.2"))
         assert asked.ctx_request_id is None
-        assert (result.sampling_params.max_tokens, sampling.max_tokens) == (1, 20)
+        assert (result.sampling_params.max_tokens, sampling.max_tokens) == (1, 1)
         pair.prefill.shutdown()
 
     run(scenario)

@@ -104,7 +104,7 @@ def test_prompts_may_be_a_dict_or_an_array() -> None:
         ({"end_id": True, "ignore_eos": True}, 9, "length", False),
         ({"stop_token_ids": True, "min_tokens": 4}, 4, "stop", True),
         ({"stop_token_ids": True, "min_tokens": 5}, 9, "length", False),
-        ({"max_tokens": 5, "stop_token_ids": True}, 4, "stop", True),
+        ({"max_tokens": 5, "stop_token_ids": True}, 5, "length", False),
     ],
 )
 def test_stop_conditions(
