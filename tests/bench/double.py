@@ -163,7 +163,5 @@ async def _read(engine: SimLLM) -> None:
     while True:
         await until(loop.time() + 1.0)
         if engine.n_running or engine.n_queued:
-            async for _ in engine.get_kv_cache_events_async(timeout=0):
-                pass
-            async for _ in engine.get_stats_async(timeout=0):
-                pass
+            engine.get_kv_cache_events(0)
+            engine.get_stats(0)

@@ -47,7 +47,7 @@ class StreamingLLM:
 
     async def publish(self, to: Publisher) -> None:
         """What has happened since the last time, as TensorRT-LLM writes it."""
-        events = [streamed(event["data"]) for event in self._llm.get_kv_cache_events()]
+        events = [streamed(event["data"]) for event in self._llm.get_kv_cache_events(0)]
         await to.publish(*filter(None, events))
 
 

@@ -29,7 +29,7 @@ class EventReader:
         self._next_id = [0] * len(self.blocks)
 
     def read(self) -> None:
-        for event in self._engine.get_kv_cache_events():
+        for event in self._engine.get_kv_cache_events(0):
             rank = event.get("attention_dp_rank", 0)
             assert event["event_id"] == self._next_id[rank]
             self._next_id[rank] += 1

@@ -105,7 +105,7 @@ class Llm11(SimLLM):
         disaggregated_params=DisaggregatedParams12,
         scheduling_params=SchedulingParams12,
         overlong_error=ValueError,
-        nests_events=True,
+        polled_by_call=False,
         newest_events=False,
         counts_kv_tokens=False,
         dies_of_overlap=True,
@@ -120,7 +120,7 @@ class Llm11(SimLLM):
 class Llm12(Llm11):
     """`tensorrt_llm.LLM` of 1.2."""
 
-    traits = replace(Llm11.traits, version="1.2", nests_events=False)
+    traits = replace(Llm11.traits, version="1.2", polled_by_call=True)
     generate_async = _without("conversation_params", "priority")
 
 

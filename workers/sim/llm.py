@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from slagate.workers.sim.args import LACKS, SimSettings, parse_args
 from slagate.workers.sim.build import build_engine
-from slagate.workers.sim.kv_cache.events import PollResult
 from slagate.workers.sim.outputs import RequestOutput
+from slagate.workers.sim.polls import IterationResult, PolledSource
 from slagate.workers.sim.request import ApiTraits, EngineDeadError, RequestError
 from slagate.workers.sim.submit import RequestChecker, Submission
 from slagate.workers.sim.tokenizer import SimTokenizer, SimVocabulary
@@ -48,6 +48,8 @@ class SimExecutor:
 
     def __init__(self, traits: ApiTraits) -> None:
         self._traits = traits
+        if traits.polled_by_call:
+            self.rpc_client = object()  # only its presence is asked for
         if traits.flags_death:
             self._fatal_error = None
         self.doing_shutdown = False
@@ -184,6 +186,13 @@ class SimLLM:
             hf_model_config=self._hf_model_config,
             generation_config=self._generation_config,
         )
+        by_call, engine = self.traits.polled_by_call, self._engine
+        self._stats = PolledSource(
+            engine.stats.take_row, engine.stats.arrivals, by_call=by_call, pause=sim.pause
+        )
+        self._kv_events = PolledSource(
+            self._next_events, engine.events.arrivals, by_call=by_call, pause=sim.pause
+        )
         self._executor: SimExecutor | None = SimExecutor(self.traits)
         # TensorRT-LLM's client ids start at 2 too.
         self._last_id = 1
@@ -209,6 +218,8 @@ class SimLLM:
         sequences = self._checker.checked_request(self._last_id + 1, submission)
         executor.raise_error()
         self._last_id += 1
+        self._stats.request_came()
+        self._kv_events.request_came()
         result = sequences[0].feed.result
         executor._results[self._last_id] = result
         fatal = self._checker.fatal_problem(sequences[0])
@@ -266,39 +277,33 @@ class SimLLM:
         results = asyncio.run(run())
         return results[0] if one else results
 
-    def get_stats_async(self, timeout: float | None = 2) -> PollResult:
-        """Iterations not read yet, as dicts; ends when none comes for `timeout` seconds."""
-        # There is no stats queue before the first request, so nothing is waited for.
-        timeout_s = (timeout or 0) if self._last_id > 1 else 0
-        stats = self._engine.stats
-        return PollResult(stats.take_row, stats.arrivals, timeout_s=timeout_s)
+    def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
+        """Iterations not read yet, as dicts; there are none before the first request of a queue."""
+        return self._stats.poll_async(timeout)
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """Iterations not read yet, without waiting: without a loop none comes meanwhile."""
-        del timeout
-        return list(iter(self._engine.stats.take_row, None))
+        """Iterations not read yet."""
+        return self._stats.poll(timeout)
 
-    def get_kv_cache_events_async(self, timeout: float | None = 2) -> PollResult:
-        """KV cache events not read yet; ends when none comes for `timeout` seconds.
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
+        """KV cache events not read yet; where they come through a queue, in lists.
 
-        Raises `AssertionError` before the first request, as TensorRT-LLM does.
+        Raises `AssertionError` before the first request where there is a queue (executor/executor.py
+        @ed53795b `aget_kv_events`).
         """
-        assert self._last_id > 1, "there are no KV cache events before the first request"
-        events = self._engine.events
-        timeout_s = (timeout or 0) if events.max_events else 0
-        return PollResult(self._next_events, events.arrivals, timeout_s=timeout_s)
-
-    def _next_events(self) -> Any | None:
-        """The result of one step of polling: a list in versions that hand over batches, else one event."""
-        if self.traits.nests_events:
-            return self._engine.events.take_events(_BATCH_EVENTS) or None
-        return next(iter(self._engine.events.take_events(1)), None)
+        assert self._kv_events.is_set_up, "there are no KV cache events before the first request"
+        return self._kv_events.poll_async(timeout)
 
     def get_kv_cache_events(self, timeout: float | None = 2) -> list[Any]:
-        """KV cache events not read yet, without waiting. Raises as `get_kv_cache_events_async`."""
-        del timeout
-        assert self._last_id > 1, "there are no KV cache events before the first request"
-        return list(iter(self._next_events, None))
+        """KV cache events not read yet. Raises as `get_kv_cache_events_async`."""
+        assert self._kv_events.is_set_up, "there are no KV cache events before the first request"
+        return self._kv_events.poll(timeout)
+
+    def _next_events(self) -> Any | None:
+        """The next item of a poll: a list in versions with a queue, else one event."""
+        if self.traits.polled_by_call:
+            return next(iter(self._engine.events.take_events(1)), None)
+        return self._engine.events.take_events(_BATCH_EVENTS) or None
 
     def shutdown(self) -> None:
         """Stop; pending results raise `RuntimeError`. No-op the second time."""

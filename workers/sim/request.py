@@ -291,8 +291,9 @@ class PreprocessedInputs:
 class ApiTraits:
     """The types and shapes of one version.
 
-    With `nests_events` a poll for KV events yields lists of events, not events. `newest_events` adds keys
-    to events, `counts_kv_tokens` to iteration stats those of TensorRT-LLM's pull request #13199.
+    With `polled_by_call` a poll is a call to the engine's process, else it reads a queue, in which KV
+    events come in lists (`polls`). `newest_events` adds keys to events, `counts_kv_tokens` to iteration
+    stats those of TensorRT-LLM's pull request #13199.
     `overlong_error` is raised for a prompt above `max_num_tokens` without chunked prefill.
     With `dies_of_overlap` a context_only request ends an engine whose overlap scheduler is on.
     Of the death of the engine's process an engine with `flags_death` has a flag and a health check, and one
@@ -311,7 +312,7 @@ class ApiTraits:
     disaggregated_params: type[DisaggregatedParams12]
     scheduling_params: type[SchedulingParams12]
     overlong_error: type[Exception]
-    nests_events: bool
+    polled_by_call: bool
     newest_events: bool
     counts_kv_tokens: bool
     dies_of_overlap: bool

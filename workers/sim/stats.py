@@ -4,7 +4,7 @@ from collections import deque
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from slagate.workers.sim.kv_cache.events import Arrivals
+from slagate.workers.sim.polls import Arrivals
 from slagate.workers.sim.rank import NONE_QUEUED, Queued, RankStep, SimRank
 from slagate.workers.sim.sequence import EngineLimits
 
@@ -100,9 +100,10 @@ class StatsQueue:
 
     def take_row(self) -> dict[str, Any] | None:
         """The oldest record as `LLM.get_stats` gives it (keys of `executor::IterationStats`), or None."""
-        if not self._records:
+        try:
+            record, limits = self._records.popleft(), self._limits
+        except IndexError:
             return None
-        record, limits = self._records.popleft(), self._limits
         batching = _batching_stats(record)
         row = {
             "timestamp": (_EPOCH + timedelta(seconds=record.started_s)).strftime(_TIMESTAMP),

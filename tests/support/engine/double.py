@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from slagate.workers.sim.api import NEWEST, SimApi, sim_api
 from slagate.workers.sim.args import SimSettings
 from slagate.workers.sim.handoff import DisaggIds
 from slagate.workers.sim.outputs import RequestOutput
+from slagate.workers.sim.polls import IterationResult
 
 ENVIRONMENT = "SLAGATE_TEST_ENGINE"
 """JSON: `api`, `init` ("hang", "fail" or seconds), and fields of `SimSettings`."""
@@ -102,8 +103,10 @@ class DoubleLLM:
         )
         self.llm_id, self.args, self.tokenizer = sim.llm_id, sim.args, sim.tokenizer
         self.get_kv_cache_events_async = sim.get_kv_cache_events_async
+        self.get_kv_cache_events = sim.get_kv_cache_events
         self.generate_async = _with_faults(sim)
-        self.get_stats_async = lambda timeout=2: _with_parked(sim, timeout)
+        self.get_stats_async = lambda timeout=2: _ParkedStats(sim, sim.get_stats_async(timeout))
+        self.get_stats = lambda timeout=2: _with_parked(sim, sim.get_stats(timeout))
         if self.api.version not in ("1.1", "1.2"):
             self.get_kv_cache_capacity = sim.get_kv_cache_capacity  # type: ignore[attr-defined]
             self._check_health = lambda: _check(sim)
@@ -126,16 +129,37 @@ def _check(sim: Any) -> bool:
     return bool(sim._check_health())
 
 
-async def _with_parked(sim: Any, timeout_s: float | None) -> AsyncIterator[Any]:
+def _with_parked(sim: Any, rows: list[Any]) -> list[Any]:
     """Iterations; one more where handoffs changed since: the engine goes round while they are fetched."""
-    async for row in sim.get_stats_async(timeout=timeout_s):
-        sim.last_row = row
-        yield row
-    row = getattr(sim, "last_row", None)
+    row = rows[-1] if rows else getattr(sim, "last_row", None)
     n_active = sim.n_parked + sim.n_running
     if row is not None and row["numActiveRequests"] != n_active:
-        sim.last_row = {**row, "numActiveRequests": n_active}
-        yield sim.last_row
+        row = {**row, "numActiveRequests": n_active}
+        rows = [*rows, row]
+    sim.last_row = row
+    return rows
+
+
+class _ParkedStats:
+    """The same of an iterator over a queue."""
+
+    def __init__(self, sim: Any, result: IterationResult) -> None:
+        self._sim, self._result = sim, result
+        self.mark_undone = result.mark_undone
+
+    def __aiter__(self) -> "_ParkedStats":
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            row = await anext(self._result)
+            self._sim.last_row = row
+        except StopAsyncIteration:
+            changed = _with_parked(self._sim, [])
+            if not changed:
+                raise
+            row = changed[0]
+        return row
 
 
 def _with_faults(sim: Any) -> Callable[..., Any]:

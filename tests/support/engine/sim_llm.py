@@ -1,6 +1,7 @@
 """Simulated engines in virtual time, alone or as a prefill and decode pair, and what they must answer."""
 
 import asyncio
+import contextlib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from slagate.workers.sim.args import SimSettings
 from slagate.workers.sim.kv_cache.blocks import continuation
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.outputs import RequestOutput
+from slagate.workers.sim.polls import IterationResult
 from slagate.workers.sim.request import DisaggregatedParams, DisaggregatedParams12, RequestError
 from support.virtual_loop import VirtualLoop
 
@@ -146,3 +148,12 @@ async def tokens_of(result: RequestOutput) -> list[int]:
     """Every token of a request, once it is done."""
     await result.aresult()
     return result.outputs[0].token_ids
+
+
+async def polled(result: IterationResult) -> list[Any]:
+    """What a poll with a time limit of 0 brings."""
+    items: list[Any] = []
+    with contextlib.suppress(asyncio.QueueEmpty):
+        async for item in result:
+            items.append(item)
+    return items

@@ -3,18 +3,18 @@
     cache -> KvEventRecorder (one per rank) -- flush, once per iteration --> KvEventQueue -> take_events
 
 In the queue an event is a compact record. Its dict, with one dict per token, is made when it is taken, in
-the shape of TensorRT-LLM's `KVCacheEventSerializer`. `Arrivals` and `PollResult` are polling as such, which
-iteration statistics have too.
+the shape of TensorRT-LLM's `KVCacheEventSerializer`.
 """
 
-import asyncio
 import struct
+import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from slagate.workers.sim.kv_cache.blocks import TOKEN_BYTES
+from slagate.workers.sim.polls import Arrivals
 
 # The retention priority that TensorRT-LLM gives a block when the request names none.
 DEFAULT_PRIORITY = 35
@@ -107,7 +107,7 @@ class KvEventQueue:
     """Events of all ranks of an engine that were not taken yet.
 
     Beyond `max_events` the oldest are dropped and counted, which shows as a gap in the ids of a rank. With
-    `max_events` 0 nothing is kept.
+    `max_events` 0 nothing is kept. They may be taken on any thread.
     """
 
     def __init__(self, max_events: int) -> None:
@@ -119,27 +119,31 @@ class KvEventQueue:
         self._batches: deque[_Batch] = deque()
         self._n_gone = 0  # events taken of the first batch
         self._n_events = 0
+        self._lock = threading.Lock()
         self.arrivals = Arrivals()
 
     def put(self, batch: _Batch) -> None:
         """Add the events of one rank's iteration."""
         if not self.max_events:
             return
-        self._batches.append(batch)
-        self._n_events += len(batch.records)
-        excess = self._n_events - self.max_events
-        if excess > 0:
-            self.n_dropped += excess
-            for _ in self._first(excess):
-                pass
+        with self._lock:
+            self._batches.append(batch)
+            self._n_events += len(batch.records)
+            excess = self._n_events - self.max_events
+            if excess > 0:
+                self.n_dropped += excess
+                for _ in self._first(excess):
+                    pass
         self.arrivals.announce()
 
     def take_events(self, limit: int | None = None) -> list[dict[str, Any]]:
         """Remove the oldest `limit` events, or all, and return them as dicts."""
-        n = self._n_events if limit is None else min(limit, self._n_events)
+        with self._lock:
+            n = self._n_events if limit is None else min(limit, self._n_events)
+            taken = list(self._first(n))
         return [
             _as_dict(batch.recorder, batch.first_id + i, batch.records[i])
-            for batch, indices in self._first(n)
+            for batch, indices in taken
             for i in indices
         ]
 
@@ -292,56 +296,3 @@ def _as_dict(recorder: KvEventRecorder, event_id: int, record: _Record) -> dict[
     if recorder.newest:
         shown["hash_algo"] = recorder.hash_algo
     return shown
-
-
-class Arrivals:
-    """Lets pollers of a queue wait until something is added to it."""
-
-    def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
-
-    def announce(self) -> None:
-        """Wake all waiting pollers."""
-        for waiter in self._waiters:
-            _complete(waiter)
-
-    async def wait(self, timeout_s: float) -> None:
-        """Return at the next announcement, or after `timeout_s` seconds."""
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        timer = loop.call_later(timeout_s, _complete, waiter)
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            timer.cancel()
-            self._waiters.discard(waiter)
-
-
-class PollResult:
-    """Async iterator over a queue; it ends when nothing arrives within the timeout."""
-
-    def __init__(
-        self, take: Callable[[], Any | None], arrivals: Arrivals, *, timeout_s: float
-    ) -> None:
-        """`take` gives the next item of the queue, or None; `arrivals` are the queue's."""
-        self._take = take
-        self._arrivals = arrivals
-        self._timeout_s = timeout_s
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        item = self._take()
-        if item is None and self._timeout_s > 0:
-            await self._arrivals.wait(self._timeout_s)
-            item = self._take()
-        if item is None:
-            raise StopAsyncIteration
-        return item
-
-
-def _complete(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

@@ -70,7 +70,7 @@ async def full_batch_itl_s(under_test: SimLLM, batch_size: int, context_tokens: 
         prompt_of(context_tokens - 2), sampling, streaming=True
     ):
         at_s.append(asyncio.get_running_loop().time())
-    rows = [row async for row in under_test.get_stats_async(timeout=0)]
+    rows = under_test.get_stats(0)
     n_steps = sum(row["inflightBatchingStats"]["numGenRequests"] == batch_size for row in rows)
     assert n_steps == (3 if batch_size == 1 else 2)
     return at_s[3] - at_s[2]

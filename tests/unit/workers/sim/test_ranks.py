@@ -50,7 +50,7 @@ def submit(
 
 
 async def rows_of(engine: SimLLM) -> list[dict[str, Any]]:
-    return [row async for row in engine.get_stats_async(timeout=0)]
+    return engine.get_stats(0)
 
 
 async def active(engine: SimLLM) -> list[int]:
@@ -212,7 +212,7 @@ def test_events_say_their_rank() -> None:
         engine = ranked(kv_cache_config=EVENTS)
         for rank in (1, 1, 0):
             await submit(engine, prompt_of(100, rank), 1, on_rank(rank))
-        events = engine.get_kv_cache_events()
+        events = engine.get_kv_cache_events(0)
         stored = Counter(
             event["attention_dp_rank"] for event in events if event["data"]["type"] == "stored"
         )

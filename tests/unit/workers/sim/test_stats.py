@@ -9,7 +9,7 @@ import pytest
 
 from slagate.workers.sim.api import sim_api
 from slagate.workers.sim.llm import SimLLM
-from slagate.workers.sim.request import SamplingParams
+from slagate.workers.sim.request import SamplingParams, SamplingParams12
 from support.engine.sim_llm import PROFILE, Pair, llm, n_timers, prompt_of, until
 from support.virtual_loop import run
 
@@ -17,11 +17,10 @@ from support.virtual_loop import run
 def test_stats_are_empty_before_the_first_request_and_then_one_dict_an_iteration() -> None:
     async def scenario() -> None:
         engine = llm(kv_cache_blocks=100)
-        assert [row async for row in engine.get_stats_async(timeout=5)] == []
-        assert asyncio.get_running_loop().time() == 0
+        assert engine.get_stats(0) == []
         first = engine.generate_async(prompt_of(64), SamplingParams(max_tokens=3), streaming=True)
         await anext(first)
-        (row,) = [row async for row in engine.get_stats_async(timeout=0)]
+        (row,) = engine.get_stats(0)
         assert (row["iter"], row["numActiveRequests"], row["numQueuedRequests"]) == (1, 1, 0)
         assert row["iterLatencyMS"] == pytest.approx(PROFILE.prefill_s(64, 0) * 1000)
         assert row["kvCacheStats"]["usedNumBlocks"] == 2
@@ -29,17 +28,17 @@ def test_stats_are_empty_before_the_first_request_and_then_one_dict_an_iteration
         batch = row["inflightBatchingStats"]
         assert (batch["numContextRequests"], batch["numCtxTokens"]) == (1, 64)
         await first
-        rows = [row async for row in engine.get_stats_async(timeout=0.01)]
+        rows = engine.get_stats(0)
         assert [row["iter"] for row in rows] == [2, 3]
         assert rows[-1]["kvCacheStats"]["usedNumBlocks"] == 0
 
     run(scenario)
 
 
-def test_a_stats_reader_waits_for_the_next_iteration() -> None:
+def test_a_reader_of_a_queue_waits_for_the_next_iteration() -> None:
     async def scenario() -> None:
-        engine = llm()
-        result = engine.generate_async(prompt_of(64), SamplingParams(max_tokens=1))
+        engine = llm(api="1.1")
+        result = engine.generate_async(prompt_of(64), SamplingParams12(max_tokens=1))
         row = await anext(engine.get_stats_async(timeout=2))
         assert row["iter"] == 1
         await result
@@ -69,7 +68,7 @@ def test_the_oldest_version_has_neither_a_rank_nor_kv_token_counts(
     async def scenario() -> None:
         engine = llm(api=api)
         await engine.generate_async(prompt_of(64), sim_api(api).SamplingParams(max_tokens=1))
-        (row,) = [row async for row in engine.get_stats_async(timeout=0)]
+        (row,) = engine.get_stats(0)
         assert ("attentionDpRank" in row) == has_new_keys
         batch = row["inflightBatchingStats"]
         assert COUNTED_SINCE_13 & batch.keys() == (COUNTED_SINCE_13 if has_new_keys else set())
@@ -88,7 +87,7 @@ def test_what_waits_is_counted_by_what_it_waits_for(pair: Pair) -> None:
             prompt_of(70), SamplingParams(max_tokens=1), disaggregated_params=params
         )
         await anext(first)
-        (row,) = [row async for row in engine.get_stats_async(timeout=0)]
+        (row,) = engine.get_stats(0)
         batch = row["inflightBatchingStats"]
         assert (row["numActiveRequests"], row["numQueuedRequests"]) == (1, 2)
         assert (batch["numQueuedContextRequests"], batch["numQueuedCtxTokens"]) == (1, 90)
@@ -107,7 +106,7 @@ def started_s(row: dict[str, Any]) -> float:
 
 
 async def rows_of(engine: SimLLM) -> list[dict[str, Any]]:
-    return [row async for row in engine.get_stats_async(timeout=0)]
+    return engine.get_stats(0)
 
 
 def test_a_rows_time_is_text_and_that_of_its_start() -> None:
@@ -224,7 +223,7 @@ def test_block_counts_are_what_the_events_and_the_results_tell() -> None:
             n_shared += result.cached_tokens // 32
             types = Counter(
                 (data["type"], (data.get("cache_level") or {}).get("new_value"))
-                for data in (event["data"] for event in engine.get_kv_cache_events())
+                for data in (event["data"] for event in engine.get_kv_cache_events(0))
             )
             n_onboarded += types["updated", 0]
             n_lost += types["updated", 1]
@@ -269,6 +268,6 @@ def test_the_newest_iterations_are_kept_as_many_as_max_stats_len(
         due = [number for number in range(1004 - kept, 1004) for _ in range(n_ranks)]
         assert [row["iter"] for row in rows] == due
         await engine.generate_async(prompt_of(64), SamplingParams(max_tokens=2))
-        assert [row["iter"] for row in engine.get_stats()][-1] == 1005
+        assert [row["iter"] for row in engine.get_stats(0)][-1] == 1005
 
     run(scenario)

@@ -18,7 +18,7 @@ EVENTS = {"event_buffer_max_size": 10_000}
 def blocks_announced(engine: SimLLM) -> list[int]:
     """Tokens of each block in the `stored` events not read yet; nothing is removed in these tests."""
     sizes = []
-    for event in engine.get_kv_cache_events():
+    for event in engine.get_kv_cache_events(0):
         assert event["data"]["type"] in ("created", "stored")
         sizes += [len(block["tokens"]) for block in event["data"].get("blocks", ())]
     return sizes
@@ -180,7 +180,7 @@ def test_a_block_that_changes_its_tier_is_updated_and_keeps_its_priority(api: st
         async def moves(first: int) -> list[tuple[int, int]]:
             """What moves when a prompt of five blocks, the last with one token, needs the device."""
             await engine.generate_async(prompt_of(32 * 4 + 2, first), sampling)
-            polled = engine.get_kv_cache_events()
+            polled = engine.get_kv_cache_events(0)
             moved = []
             for event in chain.from_iterable(polled) if api == "1.1" else polled:
                 data = event["data"]
