@@ -3,32 +3,60 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sized
-from concurrent.futures import Future
-from typing import Literal, TypeVar
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
+from typing import Literal, ParamSpec, TypeVar
 
 import anyio
 from typing_extensions import override
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def run_in_daemon_thread(call: Callable[[], T]) -> T:
-    """Run `call()` on a thread of its own, and return its result. Raises what it raises.
+class DaemonThread(Executor):
+    """Makes blocking calls, one after the other, on a thread that ends with the process.
 
-    A call that blocks for ever (a file on a dead mount, an engine that hangs) does not hold up the
-    end of the process: the interpreter waits for threads of `anyio.to_thread`, not for daemons.
+    A call that blocks for ever (a file on a dead mount, an engine that hangs) does not hold up the end of
+    the process: the interpreter waits for threads of `concurrent.futures` and `anyio.to_thread`, not for
+    daemons. A call goes on when the one who waits for it is cancelled.
     """
-    future: Future[T] = Future()
 
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where it is awaited
-            future.set_exception(error)
+    def __init__(self, name: str = "slagate call") -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    future.set_running_or_notify_cancel()  # from here on a caller that is cancelled does not cancel it
-    threading.Thread(target=run, name="slagate call", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    @override
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        """Have the call made after those before it."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+
+        def call() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where it is awaited
+                future.set_exception(error)
+
+        self._calls.put(call)
+        return future
+
+    @override
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the thread after the calls it has; nothing is waited for."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+async def run_in_daemon_thread(call: Callable[[], T]) -> T:
+    """Run `call()` on a `DaemonThread` of its own, and return its result. Raises what it raises."""
+    thread = DaemonThread()
+    made = asyncio.get_running_loop().run_in_executor(thread, call)
+    thread.shutdown()
+    return await made
 
 
 class FileWatch:

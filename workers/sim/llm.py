@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from slagate.workers.sim.args import LACKS, SimSettings, parse_args
 from slagate.workers.sim.build import build_engine
+from slagate.workers.sim.kv_cache.events import Arrivals
 from slagate.workers.sim.outputs import RequestOutput
 from slagate.workers.sim.polls import IterationResult, PolledSource
 from slagate.workers.sim.request import ApiTraits, EngineDeadError, RequestError
@@ -186,13 +187,8 @@ class SimLLM:
             hf_model_config=self._hf_model_config,
             generation_config=self._generation_config,
         )
-        by_call, engine = self.traits.polled_by_call, self._engine
-        self._stats = PolledSource(
-            engine.stats.take_row, engine.stats.arrivals, by_call=by_call, pause=sim.pause
-        )
-        self._kv_events = PolledSource(
-            self._next_events, engine.events.arrivals, by_call=by_call, pause=sim.pause
-        )
+        self._stats = self._polled(self._engine.stats.take_row, self._engine.stats.arrivals, sim)
+        self._kv_events = self._polled(self._next_events, self._engine.events.arrivals, sim)
         self._executor: SimExecutor | None = SimExecutor(self.traits)
         # TensorRT-LLM's client ids start at 2 too.
         self._last_id = 1
@@ -298,6 +294,11 @@ class SimLLM:
         """KV cache events not read yet. Raises as `get_kv_cache_events_async`."""
         assert self._kv_events.is_set_up, "there are no KV cache events before the first request"
         return self._kv_events.poll(timeout)
+
+    def _polled(
+        self, take: Callable[[], Any | None], arrivals: Arrivals, sim: SimSettings
+    ) -> PolledSource:
+        return PolledSource(take, arrivals, by_call=self.traits.polled_by_call, pause=sim.pause)
 
     def _next_events(self) -> Any | None:
         """The next item of a poll: a list in versions with a queue, else one event."""

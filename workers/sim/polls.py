@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from slagate.workers.sim.kv_cache.events import Arrivals
+
 REFETCH_S = 0.1
 """Between two looks of the engine's process while it has nothing (executor/rpc_worker_mixin.py @0ae93999
 `fetch_stats_wait_async`): a poll with any time limit above 0 takes at least as long if there is nothing."""
@@ -19,36 +21,6 @@ REFETCH_S = 0.1
 
 class MixedSyncAsyncAPIError(Exception):
     """A queue that was read synchronously once cannot be read asynchronously any more."""
-
-
-class Arrivals:
-    """Lets pollers of a queue wait until something is added to it."""
-
-    def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
-
-    def announce(self) -> None:
-        """Wake all waiting pollers."""
-        for waiter in self._waiters:
-            _complete(waiter)
-
-    async def wait(self, timeout_s: float | None) -> None:
-        """Return at the next announcement, or after `timeout_s` seconds; None is no limit."""
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        timer = None if timeout_s is None else loop.call_later(timeout_s, _complete, waiter)
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self._waiters.discard(waiter)
-
-
-def _complete(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 class IterationResult:

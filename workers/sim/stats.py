@@ -4,7 +4,7 @@ from collections import deque
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from slagate.workers.sim.polls import Arrivals
+from slagate.workers.sim.kv_cache.events import Arrivals
 from slagate.workers.sim.rank import NONE_QUEUED, Queued, RankStep, SimRank
 from slagate.workers.sim.sequence import EngineLimits
 

@@ -17,7 +17,7 @@ from slagate.workers.kv_events.normalise import KvEventNormaliser
 from slagate.workers.runtime.clock import unix_nanos
 from slagate.workers.trtllm.engine import Engine, setting
 from slagate.workers.trtllm.metrics import Observer
-from slagate.workers.trtllm.poll import EVENT_PACE, Activity, Poller
+from slagate.workers.trtllm.poll import EVENT_PACE, Activity, Poller, poll_of
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,17 @@ class EngineEvents:
             if self._why_not:
                 # Whoever configured events is told that there are none.
                 log.warning("kv_events.off", extra={"reason": self._why_not})
-        self._poller = Poller(
+        self._poller = self._make_poller(engine, activity, observer)
+        if self._stream is None and self._poller is None and not self._why_not:
+            self._why_not = "this engine has no method to be polled for them"
+
+    def _make_poller(self, engine: Engine, activity: Activity, observer: Observer) -> Poller | None:
+        poll = poll_of(engine.llm, "get_kv_cache_events")
+        if poll is None:
+            return None
+        return Poller(
             "kv events",
-            lambda: engine.llm.get_kv_cache_events_async(timeout=0),
+            poll,
             self._feed.publish_polled,
             pace=EVENT_PACE,
             work=work_of,
@@ -89,7 +97,7 @@ class EngineEvents:
         try:
             if self._stream is not None:
                 await self._stream.run()
-            elif not self._why_not:
+            elif self._poller is not None and not self._why_not:
                 await self._poller.run()
         finally:
             self._feed.end_streams()
@@ -129,6 +137,7 @@ class EngineEvents:
             return {}
         counts = {f"kv_event_{name}": count for name, count in self._feed.counters().items()}
         if self._stream is None:
+            assert self._poller is not None
             return {**counts, "kv_event_poll_errors": self._poller.n_errors}
         more = {f"kv_event_{name}": count for name, count in self._stream.counters().items()}
         return {**counts, **more, "kv_event_socket_errors": self._stream.n_errors}

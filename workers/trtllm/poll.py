@@ -1,10 +1,11 @@
 """Polls an engine for KV events and iteration statistics while it works.
 
-TensorRT-LLM has no call that waits for events, and may not be asked for them before its first result. An
-idle engine has nothing new to tell, so polling stops while it is idle.
+TensorRT-LLM has no call that waits for events, and old versions may not be asked for them before their
+first request. An idle engine has nothing new to tell, so polling stops while it is idle.
 """
 
 import asyncio
+import contextlib
 import inspect
 import logging
 from collections import deque
@@ -12,21 +13,19 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
 from slagate.workers.kv_events.fields import TURN_WORK
 from slagate.workers.runtime.cooperative import finish_cooperatively
+from slagate.workers.runtime.waiting import DaemonThread
 
 log = logging.getLogger(__name__)
 
 ROW_WORK = TURN_WORK
 """Each row is passed on in a turn of its own. The poll of a busy engine does not end, as its iterations are
 shorter than the poll's wait for one, and an answer about the load needs the newest row."""
-
-STATS_TIMEOUT_S = 0.01
-"""How long one poll waits for a row."""
 
 LINGER_S = 1.0
 """How long polling goes on after the last request: an engine reports a moment after it has answered."""
@@ -92,13 +91,50 @@ EVENT_PACE = Pace(0.005, 1.5, 0.020)
 STATS_PACE = Pace(0.010, 2.0, 0.100)
 
 
+def is_polled_by_call(llm: Any) -> bool:
+    """Whether a poll is a call to the engine's process, which blocks until that answers.
+
+    Older engines have a queue in this process instead. TensorRT-LLM's executor/proxy.py has the one or the
+    other, which its `rpc_client` tells.
+    """
+    return hasattr(getattr(llm, "_executor", None), "rpc_client")
+
+
+class EnginePoll(NamedTuple):
+    """How an engine is polled for one thing: `read` gives what is there, and may block its thread."""
+
+    read: Callable[[], Any]
+    may_block: bool
+
+
+def poll_of(llm: Any, name: str) -> EnginePoll | None:
+    """How the engine is polled by its method `name`; None where it has no such method.
+
+    A queue is read by the method's asynchronous form, as the other one would make it unreadable for good,
+    and its iterator is let go on after its end, which otherwise only the next request does.
+    """
+    if is_polled_by_call(llm):
+        fetch = getattr(llm, name, None)
+        return None if fetch is None else EnginePoll(partial(fetch, timeout=0), may_block=True)
+    read_queue = getattr(llm, f"{name}_async", None)
+    if read_queue is None:
+        return None
+
+    def read() -> Any:
+        result = read_queue(timeout=0)
+        getattr(result, "mark_undone", lambda: None)()
+        return result
+
+    return EnginePoll(read, may_block=False)
+
+
 class Poller:
     """Polls one source of an engine while it works. `n_errors` counts polls that raised."""
 
     def __init__(
         self,
         name: str,
-        poll: Callable[[], Any],
+        poll: EnginePoll,
         take: Callable[[list[Any]], Iterable[None] | None],
         *,
         pace: Pace,
@@ -106,7 +142,9 @@ class Poller:
         work: Callable[[Any], int] = lambda _: ROW_WORK,
         on_read: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`poll` answers with an iterator or nested lists of items, which are passed to `take` in order.
+        """What `poll` reads is an iterator or nested lists of items, which `take` gets in order.
+
+        A poll that may block is made on a thread, so that nobody waits for an engine that does not answer.
 
         `take` gets as many items at once as their `work` fits `TURN_WORK`, or one that does not; what it
         returns is iterated over, one step in each turn of the loop. `on_read` gets the number of items of a
@@ -123,12 +161,22 @@ class Poller:
 
     async def run(self) -> None:
         """Poll until cancelled; an error of the engine does not end it."""
+        if not self._poll.may_block:
+            await self._poll_on(None)
+            return
+        thread = DaemonThread(f"slagate {self._name}")
+        try:
+            await self._poll_on(thread)
+        finally:
+            thread.shutdown()
+
+    async def _poll_on(self, thread: DaemonThread | None) -> None:
         delay_s = self._pace.first_s
         may_stop = False
         await self._activity.rest_between_polls(0, may_stop=True)
         while True:
             try:
-                is_news = await self._once()
+                is_news = await self._once(thread)
             except Exception:
                 self.n_errors += 1
                 # At the first, second, fourth ... error, not at each poll.
@@ -141,9 +189,12 @@ class Poller:
                 may_stop = not is_news
             await self._activity.rest_between_polls(delay_s, may_stop=may_stop)
 
-    async def _once(self) -> bool:
+    async def _once(self, thread: DaemonThread | None) -> bool:
         """Poll once, and pass on what it brought. Whether there was any."""
-        polled = self._poll()
+        if thread is None:
+            polled = self._poll.read()
+        else:
+            polled = await asyncio.get_running_loop().run_in_executor(thread, self._poll.read)
         if inspect.isawaitable(polled) and not hasattr(polled, "__aiter__"):
             polled = await polled
         unread: deque[Any] = deque()
@@ -179,11 +230,13 @@ class Poller:
 
 
 async def _items(polled: Any) -> AsyncGenerator[Any, None]:
-    if hasattr(polled, "__aiter__"):
+    if not hasattr(polled, "__aiter__"):
+        yield polled
+        return
+    # An iterator of TensorRT-LLM that may not wait ends with an error.
+    with contextlib.suppress(asyncio.QueueEmpty, asyncio.TimeoutError):
         async for item in polled:
             yield item
-    else:
-        yield polled
 
 
 def _flat(polled: Any) -> Iterator[Any]:
@@ -218,14 +271,14 @@ class NewestRows:
         self, llm: Any, activity: Activity, on_rows: Callable[[list[Any]], None]
     ) -> None:
         """Keep the rows new until cancelled; returns at once for an engine without statistics."""
-        if not hasattr(llm, "get_stats_async"):
+        poll = poll_of(llm, "get_stats")
+        if poll is None:
             return
 
         def take(rows: list[Any]) -> None:
             self.take_rows(rows)
             on_rows(rows)
 
-        poll = partial(llm.get_stats_async, timeout=STATS_TIMEOUT_S)
         await Poller("stats", poll, take, pace=STATS_PACE, activity=activity).run()
 
     async def changed(self) -> None:

@@ -6,6 +6,7 @@ In the queue an event is a compact record. Its dict, with one dict per token, is
 the shape of TensorRT-LLM's `KVCacheEventSerializer`.
 """
 
+import asyncio
 import struct
 import threading
 from collections import deque
@@ -14,7 +15,6 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from slagate.workers.sim.kv_cache.blocks import TOKEN_BYTES
-from slagate.workers.sim.polls import Arrivals
 
 # The retention priority that TensorRT-LLM gives a block when the request names none.
 DEFAULT_PRIORITY = 35
@@ -296,3 +296,33 @@ def _as_dict(recorder: KvEventRecorder, event_id: int, record: _Record) -> dict[
     if recorder.newest:
         shown["hash_algo"] = recorder.hash_algo
     return shown
+
+
+class Arrivals:
+    """Lets pollers of a queue wait until something is added to it."""
+
+    def __init__(self) -> None:
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def announce(self) -> None:
+        """Wake all waiting pollers."""
+        for waiter in self._waiters:
+            _complete(waiter)
+
+    async def wait(self, timeout_s: float | None) -> None:
+        """Return at the next announcement, or after `timeout_s` seconds; None is no limit."""
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        timer = None if timeout_s is None else loop.call_later(timeout_s, _complete, waiter)
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._waiters.discard(waiter)
+
+
+def _complete(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -8,7 +8,15 @@ import anyio
 import pytest
 
 from slagate.workers.kv_events.fields import TURN_WORK
-from slagate.workers.trtllm.poll import EVENT_PACE, LINGER_S, ROW_WORK, Activity, NewestRows, Poller
+from slagate.workers.trtllm.poll import (
+    EVENT_PACE,
+    LINGER_S,
+    ROW_WORK,
+    Activity,
+    EnginePoll,
+    NewestRows,
+    Poller,
+)
 from support import virtual_loop
 from support.engine.sim_llm import n_timers, until
 
@@ -41,7 +49,11 @@ def play(scenario: Callable[[Activity, Source, Poller], Awaitable[None]]) -> Non
         activity = Activity()
         source = Source(activity)
         poller = Poller(
-            "events", source.poll, source.taken.extend, pace=EVENT_PACE, activity=activity
+            "events",
+            EnginePoll(source.poll, may_block=False),
+            source.taken.extend,
+            pace=EVENT_PACE,
+            activity=activity,
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(poller.run)
@@ -167,7 +179,7 @@ def test_an_answer_that_is_no_iterator_is_passed_on_too(*, as_awaitable: bool) -
         activity, taken = Activity(), list[Any]()
         poller = Poller(
             "events",
-            lambda: later() if as_awaitable else [["e1"], ["e2"]],
+            EnginePoll(lambda: later() if as_awaitable else [["e1"], ["e2"]], may_block=False),
             taken.extend,
             pace=EVENT_PACE,
             activity=activity,
@@ -209,7 +221,7 @@ class Turns:
         activity = Activity()
         poller = Poller(
             "events",
-            lambda: self.answer,
+            EnginePoll(lambda: self.answer, may_block=False),
             self.take,
             pace=EVENT_PACE,
             activity=activity,
