@@ -1,5 +1,6 @@
 """`slagate worker trtllm` as a process, over a double of the package: start, faults, end."""
 
+import base64
 import json
 import re
 import urllib.error
@@ -303,6 +304,70 @@ def test_the_death_of_the_engine_ends_every_request_and_the_process(
         # By a result, which in the newest version tells of a process that has quit, or by the watch.
         told = fault is Fault.DIE or (fault is Fault.QUIT and version == NEWEST)
         assert logged(worker, "engine.fatal" if told else "engine.dead")
+
+
+def unreadable() -> oe.KvSessionRef:
+    """A session whose every field can be read, and whose state is none."""
+    session = oe.KvSessionRef(session_id="7")
+    state = base64.b64encode(b"\1 no state of any engine").decode()
+    session.attributes_struct.update({"opaque_state": state, "first_gen_tokens": [5]})
+    return session
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_w05_a_malformed_handoff_ends_the_engine_of_a_worker_without_a_key_which_warns(
+    tmp_path: Path, version: str
+) -> None:
+    with trtllm_worker(tmp_path, "decode", version=version) as worker:
+        worker.wait_ready()
+        (warning,) = logged(worker, "handoff.unsealed")
+        assert warning["level"] == "WARNING"
+        assert "--handoff-key-file" in warning["advice"]
+
+        async def conversation(client: WorkerClient) -> None:
+            sink = await resume(client, request("r", PROMPT, 4), unreadable())
+            assert sink.events == ["error"]
+            assert sink.messages[0].error.code == oe.ERROR_CODE_KV_TRANSFER_FAILED
+            assert sink.messages[0].error.retryable
+
+        talk(worker.address, conversation)
+        assert worker.popen.wait(HANG_S) == 1
+
+
+def test_w05_a_worker_with_a_key_refuses_a_malformed_handoff_and_serves_on(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"k" * 32)
+    sealed = ("--handoff-key-file", str(tmp_path / "key"))
+    with (
+        trtllm_worker(tmp_path, "prefill", *sealed, name="p") as prefill,
+        trtllm_worker(tmp_path, "decode", *sealed, name="d") as decode,
+    ):
+        prefill.wait_ready()
+        decode.wait_ready()
+
+        async def conversation(client: WorkerClient) -> None:
+            sink = await resume(client, request("r", PROMPT, 4), unreadable())
+            assert (sink.code, sink.messages) == (Code.INVALID_ARGUMENT, [])
+            async with connect_worker(prefill.address) as other:
+                session = await hand_off(other, request("s", PROMPT, 4))
+            sink = await resume(client, request("s", PROMPT, 4), session)
+            assert sink.tokens == expected(PROMPT, 4)
+
+        talk(decode.address, conversation)
+        assert not logged(prefill, "handoff.unsealed")
+        assert not logged(decode, "handoff.unsealed")
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.2"])
+def test_w05_a_prefill_worker_that_its_engine_would_not_survive_does_not_start(
+    tmp_path: Path, version: str
+) -> None:
+    """The rules believe --engine-version; the constructed engine is asked, too."""
+    said = ("--engine-version", "1.3")
+    engine = {"disable_overlap_scheduler": False}
+    with trtllm_worker(tmp_path, "prefill", *said, version=version, **engine) as worker:
+        assert worker.popen.wait(HANG_S) == 2
+        assert "set disable_overlap_scheduler: true" in worker.stderr()
+        assert worker.rest_of_stdout() == b""
 
 
 def test_a_prefill_worker_stays_until_its_handoff_was_fetched(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def session(
     """A handoff that passes every guard."""
     made = oe.KvSessionRef(session_id=session_id, transfer_backend=backend)
     if state:
-        made.attributes_struct.update({"opaque_state": state})
+        made.attributes_struct.update({"opaque_state": state, "first_gen_tokens": [1]})
     return made
 
 

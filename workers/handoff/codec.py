@@ -21,6 +21,12 @@ MAX_OTHER_BYTES = 64 << 10
 MAX_LIST_ENTRIES = 64
 """Of each list in a session. A prefill leg leaves one token, and a few drafts."""
 
+CONTEXT_FIRST, GENERATION_FIRST = 0, 1
+"""`schedule_style`: whether prefill ran before decode began. The engine's own default is the first."""
+
+INT32_MAX = (1 << 31) - 1
+"""Token ids and ranks are signed in the engine's C++; one that does not fit there ends the engine."""
+
 LOGPROB_FLOOR = -9999.0
 """Replaces a log probability that is not finite, as in TensorRT-LLM's own server."""
 
@@ -94,6 +100,12 @@ def params_of_session(session: oe.KvSessionRef) -> dict[str, Any]:
     for name in ("ctx_dp_rank", "schedule_style"):
         if name in fields:
             params[name] = _whole(fields[name], f"{_ATTRIBUTES}.{name}")
+    style = params.get("schedule_style", CONTEXT_FIRST)
+    if style not in (CONTEXT_FIRST, GENERATION_FIRST):
+        raise invalid(f"{_ATTRIBUTES}.schedule_style", "must be 0 or 1")
+    if style == CONTEXT_FIRST and not params["first_gen_tokens"]:
+        # The engine's loop reads the first one without looking.
+        raise invalid(f"{_ATTRIBUTES}.first_gen_tokens", "is missing")
     if params.get("ctx_dp_rank", session.dp_rank) != session.dp_rank:
         raise invalid(f"{_ATTRIBUTES}.ctx_dp_rank", "is not kv.session.dp_rank")
     if "first_gen_log_probs" in fields:
@@ -156,11 +168,11 @@ def _entries(value: Any, field: str) -> list[Any]:
 
 
 def _whole(value: Any, field: str) -> int:
-    """A token id or a rank: a whole number of 32 bits."""
+    """A token id or a rank: a whole number of 31 bits."""
     number = value.number_value
     whole = value.WhichOneof("kind") == "number_value" and number.is_integer()
-    if not (whole and 0 <= number <= 0xFFFFFFFF):
-        raise invalid(field, "must be a whole number of 32 bits, or a list of them")
+    if not (whole and 0 <= number <= INT32_MAX):
+        raise invalid(field, "must be a whole number of 31 bits, or a list of them")
     return int(number)
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -258,7 +258,12 @@ def worker_over(
 def identity_of(
     llm: Any, package: EnginePackage, options: TrtllmOptions, *, instance_id: str
 ) -> WorkerIdentity:
-    """What the worker is. Raises `UsageError` where the end-of-text token is not known."""
+    """What the worker is.
+
+    Raises `UsageError` for an engine that a request of the role would end, and where the end-of-text token
+    is not known.
+    """
+    _check_role(llm, package, options.role)
     tokenizer = getattr(llm.tokenizer, "tokenizer", None)
     end_id = options.end_id
     if end_id is None:
@@ -279,3 +284,21 @@ def identity_of(
         # `len` counts the tokens that were added to it, which a tokenizer's `vocab_size` leaves out.
         vocab_size=len(tokenizer) if isinstance(tokenizer, Sized) else None,
     )
+
+
+def _check_role(llm: Any, package: EnginePackage, role: str) -> None:
+    """The same as rules E201, E202 and E206, of the constructed engine. Raises `UsageError`."""
+    if role not in ("prefill", "decode"):
+        return
+    if setting(getattr(llm.args, "cache_transceiver_config", None), "backend") is None:
+        raise UsageError(
+            f"--role {role}: the engine has no KV transceiver, and would not survive a request; "
+            "set cache_transceiver_config.backend"
+        )
+    # The ids of both legs came with 1.3, which hands off with the overlap scheduler on.
+    is_old = "disagg_request_id" not in {each.name for each in fields(package.DisaggregatedParams)}
+    if role == "prefill" and is_old and not setting(llm.args, "disable_overlap_scheduler"):
+        raise UsageError(
+            f"--role prefill: tensorrt_llm {package.version} would not survive a request; "
+            "set disable_overlap_scheduler: true"
+        )

@@ -37,6 +37,15 @@ from slagate.workers.trtllm.worker import TrtllmWorker
 log = logging.getLogger(__name__)
 
 
+UNSEALED_RISK = (
+    "one malformed handoff ends this engine for everybody: its native code reads opaque_state unchecked, "
+    "whoever sent it"
+)
+UNSEALED_ADVICE = (
+    "give --handoff-key-file here and to the prefill workers: then only their handoffs are read"
+)
+
+
 async def run_trtllm_worker(
     options: TrtllmOptions,
     listen: Address,
@@ -80,6 +89,10 @@ class _WorkerLife:
         """Raises `UsageError` for a handoff key that cannot be read."""
         self._options = options
         self._key = read_key(options.handoff_key_file)
+        if options.role == "decode" and self._key is None:
+            log.warning(
+                "handoff.unsealed", extra={"risk": UNSEALED_RISK, "advice": UNSEALED_ADVICE}
+            )
         self._drain_s = drain_s
         self._is_measured = is_measured
         self._instance_id = uuid.uuid4().hex

@@ -152,7 +152,11 @@ class LegParser:
     def _disaggregated(self, request: oe.GenerateRequest, kind: str) -> Any | None:
         engine = self._engine
         if kind == GENERATION_ONLY:
-            return engine.disaggregated(**self._handoffs.params(request.kv.session))
+            params = self._handoffs.params(request.kv.session)
+            for name in ("first_gen_tokens", "draft_tokens"):
+                field = f"kv.session.attributes_struct.{name}"
+                check_vocabulary(field, params[name] or [], vocab_size=self._identity.vocab_size)
+            return engine.disaggregated(**params)
         if kind == CONTEXT_ONLY:
             handoff_id = engine.handoff_id()
             return engine.disaggregated(request_type=CONTEXT_ONLY, disagg_request_id=handoff_id)

@@ -35,7 +35,8 @@ def engine_params(**changes: Any) -> SimpleNamespace:
 
 def session_with(session_id: str = "77", **attributes: Any) -> oe.KvSessionRef:
     session = oe.KvSessionRef(session_id=session_id)
-    session.attributes_struct.update({"opaque_state": "AAAA"} | attributes)
+    usual = {"opaque_state": "AAAA", "first_gen_tokens": [1]}
+    session.attributes_struct.update(usual | attributes)
     return session
 
 
@@ -61,8 +62,8 @@ def test_the_layout_is_that_of_tensorrt_llm() -> None:
     ctx_request_id=st.integers(0, 2**64 - 1),
     disagg_request_id=st.none() | st.integers(0, 2**63 - 1),
     opaque_state=st.binary(min_size=1, max_size=50),
-    first_gen_tokens=st.none() | st.lists(st.integers(0, 2**32 - 1), max_size=3),
-    draft_tokens=st.none() | st.lists(st.integers(0, 2**32 - 1), max_size=3),
+    first_gen_tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3),
+    draft_tokens=st.none() | st.lists(st.integers(0, 2**31 - 1), max_size=3),
     ctx_dp_rank=st.none() | st.integers(0, 7),
     ctx_info_endpoint=st.none() | st.just("10.0.0.1:9"),
     schedule_style=st.none() | st.integers(0, 1),
@@ -70,7 +71,7 @@ def test_the_layout_is_that_of_tensorrt_llm() -> None:
     | st.lists(
         st.floats(-50, 0)
         | st.dictionaries(
-            st.integers(0, 2**32 - 1),
+            st.integers(0, 2**31 - 1),
             st.builds(FirstLogprob, st.floats(-50, 0), st.none() | st.integers(1, 9)),
             max_size=3,
         ),
@@ -113,7 +114,7 @@ def test_a_state_over_the_limit_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["first_gen_tokens", "draft_tokens"])
 @pytest.mark.parametrize(
-    "value", [7, "7", None, {"a": 1}, [-1], [2**32], ["7"], [True], [None], [float("nan")], [1.5]]
+    "value", [7, "7", None, {"a": 1}, [-1], [2**31], ["7"], [True], [None], [float("nan")], [1.5]]
 )
 def test_tokens_that_are_no_token_ids_are_refused(name: str, value: Any) -> None:
     assert f"attributes_struct.{name}" in refusal(session_with(**{name: value}))
@@ -168,7 +169,17 @@ def test_log_probabilities_of_another_shape_are_refused(value: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("value", ["0", -1, 0.5, None, [0]])
+def test_w05_a_handoff_without_first_token_is_refused_unless_decode_began_first() -> None:
+    for tokens in ({"first_gen_tokens": []}, {}):
+        session = session_with()
+        session.attributes_struct.fields.pop("first_gen_tokens")
+        session.attributes_struct.update(tokens)
+        assert "attributes_struct.first_gen_tokens" in refusal(session)
+        session.attributes_struct["schedule_style"] = 1
+        assert not params_of_session(session)["first_gen_tokens"]
+
+
+@pytest.mark.parametrize("value", ["0", -1, 0.5, None, [0], 2])
 def test_a_schedule_style_that_is_no_number_is_refused(value: Any) -> None:
     assert "attributes_struct.schedule_style" in refusal(session_with(schedule_style=value))
 
