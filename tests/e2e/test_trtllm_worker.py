@@ -424,3 +424,25 @@ def test_autodeploy_gets_only_what_it_has_arguments_for(tmp_path: Path) -> None:
     with trtllm_worker(tmp_path, "agg", *options) as worker:
         worker.wait_ready()
         assert "pipeline_parallel_size" in str(logged(worker, "engine_args.finding"))
+
+
+# --- the check of itself ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "said"),
+    [
+        ({"time_scale": 0.0}, 0, "handoff to itself │ ok"),
+        ({"init": "fail"}, 1, "constructor failed: the log above has the engine's own error"),
+    ],
+)
+def test_a_self_check_prints_a_table_and_listens_nowhere(
+    tmp_path: Path, settings: dict[str, Any], status: int, said: str
+) -> None:
+    with trtllm_worker(tmp_path, "prefill", "--self-check", settings=settings) as worker:
+        assert worker.popen.wait(HANG_S) == status
+        table = worker.rest_of_stdout().decode()
+        assert said in table
+        assert ("CUDA out of memory" in table) == bool(status)
+        assert not logged(worker, "worker.listening")
+        assert logged(worker, "engine.phase"), "progress is told"

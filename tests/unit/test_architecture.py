@@ -58,9 +58,9 @@ ARROWS: dict[str, set[str]] = {
     },
     "workers/serving": {
         "proto/rpc", "workers/engine_args", "workers/errors.py", "workers/handoff",
-        "workers/kv_transfer", "workers/kv_transfer/nixl", "workers/logits", "workers/profiles",
-        "workers/runtime", "workers/server.py", "workers/sim", "workers/tls", "workers/trtllm",
-        "workers/worker.py",
+        "workers/kv_transfer", "workers/kv_transfer/nixl", "workers/legs.py", "workers/logits",
+        "workers/profiles", "workers/runtime", "workers/server.py", "workers/sim", "workers/tls",
+        "workers/trtllm", "workers/worker.py",
     },
     "workers/sim": {
         "workers/kv_transfer", "workers/profiles", "workers/runtime", "workers/sim/kv_cache",
@@ -120,7 +120,7 @@ ARROWS: dict[str, set[str]] = {
     "router/cli/worker": {
         "proto/rpc", "workers/engine_args", "workers/engine_args/model",
         "workers/engine_args/rules", "workers/findings.py", "workers/logits", "workers/runtime",
-        "workers/serving", "workers/trtllm", "router/cli",
+        "workers/serving", "workers/trtllm", "router/cli", "router/tables.py",
     },
     "router/client.py": {
         "proto/rpc", "workers/client", "workers/errors.py", "workers/runtime", "workers/tls",

@@ -1,6 +1,7 @@
 """The start of a TensorRT-LLM worker: its options, the worker until then, the engine, and the phases."""
 
 import logging
+import os
 from collections.abc import Awaitable, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -24,8 +25,10 @@ from slagate.workers.trtllm.metrics import SILENT, Observer
 from slagate.workers.trtllm.package import (
     EnginePackage,
     as_usage,
+    check_installed,
     handoff_ids,
     load_package,
+    set_engine_log_level,
     shut_down,
 )
 from slagate.workers.trtllm.server_info import ROLES, WorkerIdentity
@@ -210,6 +213,17 @@ class Phases:
         seconds = round(now_s - self._phase_s, 1)
         about = {"phase": self._starting.phase, "seconds": seconds}
         log.info(event, extra={**about, "total_seconds": round(self.total_s, 1)})
+
+
+def prepare_start(options: TrtllmOptions) -> None:
+    """Log the findings about the arguments, and set the engine's log level, before the package is imported.
+
+    Raises `UsageError` for a package that is not installed.
+    """
+    check_installed()
+    for finding in options.args.findings:
+        log.warning("engine_args.finding", extra={"code": finding.code, "finding": str(finding)})
+    set_engine_log_level(options.log_level, os.environ)
 
 
 async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phases) -> Started:

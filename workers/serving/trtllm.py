@@ -18,6 +18,7 @@ from slagate.workers.serving.start import (
     Started,
     StartingWorker,
     TrtllmOptions,
+    prepare_start,
     start_engine,
     worker_over,
 )
@@ -26,11 +27,7 @@ from slagate.workers.tls.reloading import ServerTls, following
 from slagate.workers.trtllm.encode import EncodeWorker, start_encoder
 from slagate.workers.trtllm.engine import setting
 from slagate.workers.trtllm.metrics import SILENT, WorkerMetrics
-from slagate.workers.trtllm.package import (
-    check_installed,
-    set_engine_log_level,
-    shut_down,
-)
+from slagate.workers.trtllm.package import shut_down
 from slagate.workers.trtllm.watch import EngineWatch
 from slagate.workers.trtllm.worker import TrtllmWorker
 
@@ -60,11 +57,8 @@ async def run_trtllm_worker(
     died. Raises `UsageError` for a wrong option or engine argument, or a package that is not installed, and
     `OSError` when an address cannot be bound.
     """
-    check_installed()
+    prepare_start(options)
     life = _WorkerLife(options, drain_s=drain_s, is_measured=metrics_listen is not None)
-    for finding in options.args.findings:
-        log.warning("engine_args.finding", extra={"code": finding.code, "finding": str(finding)})
-    set_engine_log_level(options.log_level, os.environ)
     side = None if tls is None else ServerTls("clients", tls)
     why_not_ready = lambda: life.starting.why_not_ready  # noqa: E731
     with metrics_served(life.metrics, metrics_listen, not_ready=why_not_ready) as metrics_at:
@@ -78,7 +72,7 @@ async def run_trtllm_worker(
             status = await life.run(address, signals, metrics_at)
     # Only now: callers that wait have got all answers there were, also of a dead engine.
     if life.has_leftovers:
-        _leave(status)
+        leave_at_once(status)
     return status
 
 
@@ -141,7 +135,7 @@ class _WorkerLife:
                 observer=self.metrics if self._is_measured else SILENT,
             )
             times = self._options.watch
-            watch = EngineWatch(llm, times=times, on_death=worker.declare_dead, leave=_leave)
+            watch = EngineWatch(llm, times=times, on_death=worker.declare_dead, leave=leave_at_once)
             tasks.start_soon(watch.run)
             warm_up = self._warmed_up(worker, phases)
             failure = await phases.run_unless(warm_up, until=[signals, worker.fatal])
@@ -197,7 +191,7 @@ class _WorkerLife:
         return 0
 
 
-def _leave(status: int) -> NoReturn:
+def leave_at_once(status: int) -> NoReturn:
     """End the process at once, as a native thread or a dead engine's exit handlers would hold it up."""
     logging.shutdown()
     os._exit(status)

@@ -82,7 +82,7 @@ class LegParser:
             raise unsupported("openengine-priority", "this worker does not support it")
         self._check_supported(request)
         kind, engine, identity = _kind(request), self._engine, self._identity
-        if kind != ROLE_KINDS[identity.role]:
+        if kind != ROLE_KINDS[identity.role] and not identity.takes_any_leg:
             raise RequestRefused(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"role mismatch: this is a {identity.role_name} worker, the request is {kind}",

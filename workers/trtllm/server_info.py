@@ -29,6 +29,7 @@ class WorkerIdentity:
     end_id: int
     engine_knows_end: bool = False  # then it is not told: a model may have several end tokens
     vocab_size: int | None = None  # None: not known, so the engine checks token ids
+    takes_any_leg: bool = False  # also those of other roles: while nobody but a check can call
 
     @property
     def role_name(self) -> str:

@@ -25,6 +25,7 @@ from slagate.router.cli.tls import Insecure, TlsCert, TlsClientCa, TlsKey, liste
 from slagate.router.cli.worker import engine_args as options
 from slagate.router.cli.worker.check import check
 from slagate.router.cli.worker.convert import convert
+from slagate.router.cli.worker.self_check import check_and_show
 from slagate.workers.engine_args.build import KV_EVENTS, EngineArgs
 from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.logits.processors import LogitsProcessors, requested_of
@@ -107,6 +108,13 @@ PrintEngineArgs = Annotated[
     typer.Option(
         "--print-engine-args",
         help="Show what the engine would get, and where each value came from; nothing is started.",
+    ),
+]
+SelfCheck = Annotated[
+    bool,
+    typer.Option(
+        "--self-check",
+        help="Start the engine, try it without serving, print a table; status 1 where something failed.",
     ),
 ]
 WarmUpTimeout = Annotated[float, seconds("Seconds for the first request of each rank.", least=0.1)]
@@ -239,6 +247,7 @@ def trtllm(
     allow_unknown_engine_args: options.AllowUnknownEngineArgs = False,
     engine_version: options.EngineVersion = None,
     print_engine_args: PrintEngineArgs = False,
+    self_check: SelfCheck = False,
     end_id: EndId = None,
     handoff_key_file: HandoffKeyFile = None,
     logits_processor: LogitsProcessor = None,
@@ -277,10 +286,11 @@ def trtllm(
     if print_engine_args:
         options.show_engine_args(args)
         raise typer.Exit
-    if listen is None:
-        fail("--listen is missing: HOST:PORT")
-    _check_listeners(listen, metrics_listen)
-    tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
+    if not self_check:
+        if listen is None:
+            fail("--listen is missing: HOST:PORT")
+        _check_listeners(listen, metrics_listen)
+        tls = listener_tls(tls_cert, tls_key, tls_client_ca, insecure=insecure)
     start_log(log_level)
     logits = _logits_processors(logits_processor, allow_logits_processor)
     model_name = _model(args)
@@ -300,6 +310,8 @@ def trtllm(
             stuck_s=shutdown_timeout,
         ),
     )
+    if self_check or listen is None:
+        run_to_exit(lambda: check_and_show(trtllm_options))
     drain_s = (PREFILL_DRAIN_S if role == "prefill" else DRAIN_S) if drain is None else drain
     run_to_exit(
         lambda: run_trtllm_worker(

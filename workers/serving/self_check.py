@@ -1,0 +1,471 @@
+"""The self-check of a TensorRT-LLM worker: what of a first run on a GPU can be run before it serves.
+
+The engine is constructed as for serving, and asked by the worker that would serve it, through the `Worker`
+port; nobody listens. So what is seen here is what a gateway would see. The worker takes legs of all roles
+meanwhile, as one engine is to be both ends of a handoff.
+"""
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from inspect import signature
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import anyio
+import grpc
+from anyio.abc import TaskGroup
+from typing_extensions import override
+
+from slagate.proto import openengine_pb2 as oe
+from slagate.proto.rpc.sinks import BufferedSink
+from slagate.workers.errors import WorkerError
+from slagate.workers.handoff.seal import read_key
+from slagate.workers.legs import decode_leg, prefill_leg
+from slagate.workers.serving.start import (
+    Phases,
+    Started,
+    StartingWorker,
+    TrtllmOptions,
+    prepare_start,
+    start_engine,
+    worker_over,
+)
+from slagate.workers.trtllm.encode import EncodeWorker, start_encoder
+from slagate.workers.trtllm.engine import setting
+from slagate.workers.trtllm.metrics import Observer, Outcome
+from slagate.workers.trtllm.package import shut_down
+from slagate.workers.trtllm.worker import TrtllmWorker
+
+log = logging.getLogger(__name__)
+
+Result: TypeAlias = Literal["ok", "failed", "off", "not possible here"]
+
+ANSWER_LIMIT_S = 60.0
+"""For one request, once the warm-up went well."""
+
+POLL_LIMIT_S = 10.0
+"""For KV events and statistics to come after the requests that they are about."""
+
+LONG_ANSWER = 512
+"""Tokens of the request that is aborted, or as many as the context has room for."""
+
+
+NOT_POSSIBLE: Result = "not possible here"
+
+
+class CheckRow(NamedTuple):
+    """One check: what was checked, how it went, and what was seen; `advice` where it failed."""
+
+    what: str
+    result: Result
+    seconds: float
+    seen: str
+    advice: str = ""
+
+
+class _Seen(NamedTuple):
+    """What a check saw, and how it went."""
+
+    text: str
+    result: Result = "ok"
+
+
+class _CheckFailed(Exception):
+    """A check did not see what it should; the message is what it saw."""
+
+
+_ADVICE = {
+    "constructor": "the log above has the engine's own error; `slagate worker check` tells wrong arguments",
+    "warm-up": "the engine takes requests and does not answer: see its log, nvidia-smi, --warm-up-timeout",
+    "request": "the log has what the engine said; `--log-level debug` says more",
+    "handoff to itself": "compare cache_transceiver_config of both roles, UCX_TLS and UCX_NET_DEVICES; "
+    "then try a pair of workers, as an engine may be unable to fetch from itself",
+    "KV events": "prefix routing would not see this worker: look for poll.failed in the log, or serve "
+    "with --kv-events 0 and --policy least_loaded",
+    "statistics": "gateways would see no load of this worker: look for poll.failed in the log",
+    "abort": "clients that leave would go on costing GPU time: report it with the log",
+    "health": "gateways would send nothing to this worker; the check that failed is named",
+    "shutdown": "the processes of the engine may be left: look for them with nvidia-smi; "
+    "--shutdown-timeout gives them longer",
+}
+
+
+class _Polled(Observer):
+    """Keeps the first row of statistics, and tells when the engine has finished with a leg."""
+
+    def __init__(self) -> None:
+        self.row: Any = None
+        self.row_came = anyio.Event()
+        self._leg_ended = anyio.Event()
+
+    async def next_end(self) -> None:
+        """Wait until the engine has finished with one more leg."""
+        await self._leg_ended.wait()
+
+    @override
+    def leg_ended(self, outcome: Outcome, result: Any | None) -> None:
+        self._leg_ended.set()
+        self._leg_ended = anyio.Event()
+
+    @override
+    def stats_polled(self, rows: list[Any]) -> None:
+        self.row = self.row or next(iter(rows), None)
+        self.row_came.set()
+
+
+class Checks:
+    """The rows of a self-check, in order; `begin` is told the name of each check before it runs."""
+
+    def __init__(self, begin: Callable[[str], None]) -> None:
+        self._begin = begin
+        self.rows: list[CheckRow] = []
+
+    @property
+    def all_passed(self) -> bool:
+        """Whether no check failed."""
+        return all(row.result != "failed" for row in self.rows)
+
+    async def add_row(self, what: str, check: Awaitable[_Seen]) -> bool:
+        """Run a check and keep its row. Whether it did not fail."""
+        self._begin(what)
+        started_s = anyio.current_time()
+        advice = ""
+        try:
+            seen = await check
+        except Exception as error:
+            log.exception("self_check.failed", extra={"check": what})
+            known = isinstance(error, _CheckFailed | WorkerError | ValueError)
+            text = str(error) if known else f"{type(error).__name__}: {error}"
+            seen = _Seen(text, "failed")
+        if seen.result == "failed":
+            advice = _ADVICE.get(what, "")
+        seconds = anyio.current_time() - started_s
+        self.rows.append(CheckRow(what, seen.result, seconds, seen.text, advice))
+        return seen.result != "failed"
+
+    def leave_out(self, names: list[str], why: str) -> None:
+        """Rows of checks that cannot be run any more."""
+        self.rows += [CheckRow(what, NOT_POSSIBLE, 0.0, why) for what in names]
+
+
+async def run_self_check(options: TrtllmOptions) -> tuple[list[CheckRow], bool]:
+    """Check the engine that these options start: the rows, and whether the engine has ended.
+
+    Raises `UsageError` for a handoff key that cannot be read, or a package that is not installed; all else
+    that goes wrong is a row.
+    """
+    prepare_start(options)
+    instance_id = uuid.uuid4().hex
+    key = read_key(options.handoff_key_file)
+    phases = Phases(StartingWorker("import"), every_s=options.progress_s)
+    checks = Checks(phases.begin_phase)
+    if options.role == "encode":
+        return await _check_encoder(options, checks, phases, instance_id)
+    started: list[Started] = []
+
+    async def start() -> _Seen:
+        work = start_engine(options, instance_id=instance_id, phases=phases)
+        one = await phases.run_unless(work, until=[])
+        assert one is not None
+        started.append(one)
+        return _Seen(f"tensorrt_llm {one.package.version}, {type(one.llm).__name__} constructed")
+
+    if not await checks.add_row("constructor", start()):
+        checks.leave_out([*EngineCheck.NAMES, "shutdown"], "the engine did not start")
+        return checks.rows, False
+    if not await phases.run_unless(EngineCheck(started[0], options, key, checks).run(), until=[]):
+        # A dead engine's own shutdown would wait for its ranks, which are gone.
+        checks.leave_out(["shutdown"], "the engine died")
+        return checks.rows, False
+    limit_s = options.shutdown_limit_s
+    return checks.rows, await _ended(checks, shut_down(started[0].llm, limit_s=limit_s), limit_s)
+
+
+async def _ended(checks: Checks, end: Awaitable[bool], limit_s: float) -> bool:
+    """The row of the shutdown, which `end` does within `limit_s`. Whether it did."""
+
+    async def check() -> _Seen:
+        if not await end:
+            raise _CheckFailed(f"the engine did not end in {limit_s:g} s")
+        return _Seen(f"ended within {limit_s:g} s")
+
+    return await checks.add_row("shutdown", check())
+
+
+async def _check_encoder(
+    options: TrtllmOptions, checks: Checks, phases: Phases, instance_id: str
+) -> tuple[list[CheckRow], bool]:
+    """The checks of a worker that only encodes."""
+    workers: list[EncodeWorker] = []
+
+    async def start() -> _Seen:
+        encoder = await phases.run_unless(start_encoder(options.args.values), until=[])
+        assert encoder is not None
+        workers.append(EncodeWorker(encoder, model=options.served_name, instance_id=instance_id))
+        kind = "no encoder" if encoder.engine is None else type(encoder.engine).__name__
+        return _Seen(f"tensorrt_llm {encoder.version}, {kind}")
+
+    if not await checks.add_row("constructor", start()):
+        checks.leave_out(["health", "shutdown"], "the engine did not start")
+        return checks.rows, False
+    checks.leave_out(["request"], "OpenEngine has no call for encoders")
+
+    async def health() -> _Seen:
+        response = await workers[0].health(oe.HealthRequest())
+        # Degraded is the model that has no encoder of its own.
+        return _healthy(response, also=oe.HEALTH_STATE_DEGRADED)
+
+    await checks.add_row("health", health())
+    limit_s = options.shutdown_limit_s
+    return checks.rows, await _ended(checks, workers[0].shut_down(limit_s), limit_s)
+
+
+def _healthy(
+    response: oe.HealthResponse, *, also: oe.HealthState.ValueType = oe.HEALTH_STATE_READY
+) -> _Seen:
+    """What a health check said. Raises `_CheckFailed` unless the state is READY, or `also` this one."""
+    states = ", ".join(
+        f"{check.name} {oe.HealthState.Name(check.state).removeprefix('HEALTH_STATE_')}"
+        f"{f' ({check.message})' if check.message else ''}"
+        for check in response.checks
+    )
+    if response.state not in (oe.HEALTH_STATE_READY, also):
+        raise _CheckFailed(states)
+    return _Seen(states)
+
+
+class EngineCheck:
+    """The checks of one constructed engine, by a worker over it."""
+
+    NAMES = (
+        "warm-up",
+        "request",
+        "KV events",
+        "statistics",
+        "capacity",
+        "abort",
+        "health",
+        "handoff to itself",
+    )
+
+    def __init__(
+        self, started: Started, options: TrtllmOptions, key: bytes | None, checks: Checks
+    ) -> None:
+        self._identity = started.identity
+        identity = replace(started.identity, takes_any_leg=True)
+        self._started = started._replace(identity=identity)
+        self._options = options
+        self._key = key
+        self._checks = checks
+        self._polled = _Polled()
+        self._events = BufferedSink()
+        self._n_requests = 0
+
+    async def run(self) -> bool:
+        """Run all checks, each after those that it depends on. Whether the engine is still alive."""
+        async with anyio.create_task_group() as tasks:
+            self._worker = self._worker_in(tasks)
+            self._subscribe()
+            checks = (
+                self._warm_up,
+                self._request,
+                self._kv_events,
+                self._statistics,
+                self._capacity,
+                self._abort,
+                self._health,
+                # Last: errors of a transfer may end an engine.
+                self._handoff,
+            )
+            for n_run, (what, check) in enumerate(zip(self.NAMES, checks, strict=True)):
+                passed = await self._checks.add_row(what, check())
+                if self._worker.fatal.is_set() or (what == "warm-up" and not passed):
+                    why = "the engine died" if self._worker.fatal.is_set() else "no warm-up"
+                    self._checks.leave_out(list(self.NAMES[n_run + 1 :]), why)
+                    break
+            tasks.cancel_scope.cancel()
+        return not self._worker.fatal.is_set()
+
+    def _worker_in(self, tasks: TaskGroup) -> TrtllmWorker:
+        return worker_over(
+            self._started,
+            self._options,
+            tasks=tasks,
+            handoff_key=self._key,
+            observer=self._polled,
+        )
+
+    def _subscribe(self) -> None:
+        wanted = oe.SubscribeKvEventsRequest(start_sequence_number=0)
+        self._worker.kv_events(wanted.SerializeToString(), (), self._events)
+
+    async def _warm_up(self) -> _Seen:
+        limit_s = self._options.warm_up_limit_s
+        failure = await self._worker.warm_up(limit_s, on_canary=lambda: None)
+        if failure:
+            raise _CheckFailed(failure)
+        return _Seen("a request on each rank, and a canary")
+
+    async def _new_request(self, max_tokens: int) -> bytes:
+        """A request whose prompt fills two KV blocks, and whose answer does not end by itself."""
+        info = await self._worker.server_info()
+        self._n_requests += 1
+        n_prompt = 2 * info.capacity.kv_block_size + 1
+        return oe.GenerateRequest(
+            request_id=f"self-check-{self._n_requests}",
+            model=self._identity.model,
+            # Ids that every vocabulary has; another prompt each time, so that nothing is cached.
+            token_ids=oe.TokenIds(
+                ids=[self._n_requests + 1, *(2 + n % 100 for n in range(1, n_prompt))]
+            ),
+            stopping=oe.StoppingOptions(max_tokens=max_tokens, ignore_eos=True),
+        ).SerializeToString()
+
+    async def _answer(self, leg: bytes) -> list[oe.GenerateResponse]:
+        """All messages of a leg. Raises `_CheckFailed` where it is refused, or ends with an error."""
+        sink = BufferedSink()
+        self._worker.generate(leg, (), sink, timeout_s=ANSWER_LIMIT_S)
+        messages = []
+        while (data := await sink.next()) is not None:
+            messages.append(oe.GenerateResponse.FromString(data))
+        assert sink.status is not None
+        if sink.status.code is not grpc.StatusCode.OK:
+            raise _CheckFailed(f"{sink.status.code.name}: {sink.status.message}")
+        if messages and messages[-1].HasField("error"):
+            error = messages[-1].error
+            raise _CheckFailed(f"{oe.ErrorCode.Name(error.code)}: {error.message}")
+        return messages
+
+    async def _request(self) -> _Seen:
+        return _whole_answer(await self._answer(await self._new_request(8)), 8)
+
+    async def _handoff(self) -> _Seen:
+        """A prefill leg and its decode leg; it is no failure where the other role's leg does not work."""
+        if not self._identity.transfer_backend:
+            why = "no cache_transceiver_config, or an aggregated worker: nothing is handed over"
+            return _Seen(why, "off")
+        is_prefill = self._identity.role == oe.ENGINE_ROLE_PREFILL
+        if not is_prefill and self._would_end_engine():
+            why = "before 1.3 a context-only request ends an engine that has overlap scheduling"
+            return _Seen(f"{why}: try a pair of workers", NOT_POSSIBLE)
+        request = await self._new_request(8)
+        try:
+            last = (await self._answer(prefill_leg(request, f"prefill-{self._n_requests}")))[-1]
+            if not last.HasField("prefill_ready"):
+                raise _CheckFailed("the prefill leg ended without a handoff")
+        except _CheckFailed as failed:
+            if is_prefill:
+                raise
+            return _Seen(f"this engine made no handoff: {failed}", NOT_POSSIBLE)
+        session = last.prefill_ready.kv_session
+        leg_id = f"decode-{self._n_requests}"
+        leg = decode_leg(request, leg_id, session=session, max_tokens=None)
+        try:
+            seen = _whole_answer(await self._answer(leg), 8)
+        except _CheckFailed as failed:
+            text = f"a handoff was made ({session.transfer_backend}), and not fetched: {failed}"
+            if is_prefill:
+                return _Seen(text, NOT_POSSIBLE)
+            raise _CheckFailed(text) from failed
+        return _Seen(f"by {session.transfer_backend}: {seen.text}")
+
+    def _would_end_engine(self) -> bool:
+        """Whether a context-only request may end the engine instead of being refused.
+
+        With overlap scheduling TensorRT-LLM 1.1 and 1.2 raise for it outside of what catches a request's
+        errors (`_enqueue_request`, executor/base_worker.py @7b437aaa); these have no `priority`.
+        """
+        llm = self._started.llm
+        has_overlap = not setting(llm.args, "disable_overlap_scheduler")
+        return has_overlap and "priority" not in signature(llm.generate_async).parameters
+
+    async def _kv_events(self) -> _Seen:
+        if not (await self._worker.kv_event_sources(oe.GetKvEventSourcesRequest())).sources:
+            status = self._events.status
+            return _Seen("" if status is None else status.message, "off")
+        with anyio.move_on_after(POLL_LIMIT_S):
+            while (data := await self._events.next()) is not None:
+                batch = oe.SubscribeKvEventsResponse.FromString(data).batch
+                for event in batch.events:
+                    if event.HasField("block_stored"):
+                        return _Seen(self._described(batch, event.block_stored))
+        counts = {name: count for name, count in self._worker.counters().items() if count}
+        raise _CheckFailed(f"no block was announced in {POLL_LIMIT_S:g} s; counters: {counts}")
+
+    def _described(self, batch: oe.KvEventBatch, stored: oe.BlockStored) -> str:
+        medium = oe.StorageMedium.Name(stored.medium).removeprefix("STORAGE_MEDIUM_")
+        n_bytes = len(stored.block_hashes[0].value)
+        return (
+            f"rank {batch.data_parallel_rank}: {len(stored.block_hashes)} blocks of "
+            f"{stored.block_size} tokens stored on {medium}, hashes of {n_bytes} bytes"
+        )
+
+    async def _statistics(self) -> _Seen:
+        if not setting(self._started.llm.args, "enable_iter_perf_stats"):
+            return _Seen("enable_iter_perf_stats is off", "off")
+        with anyio.move_on_after(POLL_LIMIT_S):
+            await self._polled.row_came.wait()
+        load = await self._worker.load(oe.GetLoadRequest(include_per_rank=True))
+        row = self._polled.row
+        if row is None:
+            raise _CheckFailed(f"no row came in {POLL_LIMIT_S:g} s")
+        if not isinstance(row, dict):
+            raise _CheckFailed(f"a row is {type(row).__name__}, not a dict: {row!r:.200}")
+        blocks = f"{load.used_kv_blocks} of {load.total_kv_blocks} KV blocks used"
+        return _Seen(f"a row has {len(row)} keys: {', '.join(sorted(row))}; {blocks}")
+
+    async def _capacity(self) -> _Seen:
+        info = await self._worker.server_info()
+        model = await self._worker.model_info(self._identity.model)
+        # An old engine has no call that tells it, and has told it by its statistics now.
+        n_blocks = (await self._worker.load(oe.GetLoadRequest())).total_kv_blocks
+        capacity, n_ranks = info.capacity, info.parallelism.data_parallel_size
+        context = f"{model.max_context_length:,}" if model.max_context_length else "not known"
+        return _Seen(
+            f"{f'{n_blocks:,}' if n_blocks else 'not known how many'} KV blocks of "
+            f"{capacity.kv_block_size} tokens on {n_ranks} rank(s), context {context}, batch "
+            f"{capacity.max_running_requests:,}, step {capacity.max_batched_tokens:,} tokens"
+        )
+
+    async def _abort(self) -> _Seen:
+        """Abort a request behind its first message; the engine must be rid of it."""
+        model = await self._worker.model_info(self._identity.model)
+        most = model.max_context_length // 2
+        data = await self._new_request(min(LONG_ANSWER, most))
+        request_id = f"self-check-{self._n_requests}"
+        sink = BufferedSink()
+        self._worker.generate(data, (), sink, timeout_s=ANSWER_LIMIT_S)
+        if await sink.next() is None and sink.status is not None:
+            raise _CheckFailed(f"{sink.status.code.name}: {sink.status.message}")
+        answer = await self._worker.abort(oe.AbortRequest(request_id=request_id))
+        if answer.status != oe.ABORT_STATUS_ABORTED:
+            raise _CheckFailed(
+                f"{oe.AbortStatus.Name(answer.status)}: the request had ended before"
+            )
+        with anyio.move_on_after(ANSWER_LIMIT_S):
+            while self._worker.n_live:
+                await self._polled.next_end()
+        if self._worker.n_live:
+            raise _CheckFailed(f"the engine still had the request {ANSWER_LIMIT_S:g} s later")
+        assert sink.status is not None
+        return _Seen(f"{sink.status.code.name}, and the engine ended the request")
+
+    async def _health(self) -> _Seen:
+        wanted = oe.HealthRequest(include_inference_probe=True)
+        return _healthy(await self._worker.health(wanted))
+
+
+def _whole_answer(messages: list[oe.GenerateResponse], n_wanted: int) -> _Seen:
+    """What an answer of `n_wanted` tokens has. Raises `_CheckFailed` where it is another one."""
+    n_tokens = sum(len(message.token.tokens) for message in messages)
+    ends = [message.finished for message in messages if message.HasField("finished")]
+    usage = messages[-1].usage if messages else oe.Usage()
+    reason = oe.FinishReason.Name(ends[-1].reason) if ends else "no end"
+    seen = (
+        f"{n_tokens} tokens in {len(messages)} messages, {reason.removeprefix('FINISH_REASON_')}, "
+        f"usage {usage.prompt_tokens} + {usage.completion_tokens}"
+    )
+    if len(ends) != 1 or not n_tokens == usage.completion_tokens == n_wanted:
+        raise _CheckFailed(f"{seen}; {n_wanted} tokens were asked for")
+    return _Seen(seen)
