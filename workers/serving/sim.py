@@ -31,6 +31,7 @@ from slagate.workers.sim.args import END_ID, VOCAB_SIZE, SimSettings
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ServerTls, following
+from slagate.workers.trtllm.engine import ask_kv_capacity
 from slagate.workers.trtllm.metrics import SILENT, Observer, WorkerMetrics
 from slagate.workers.trtllm.server_info import ROLES, WorkerIdentity
 from slagate.workers.trtllm.worker import TrtllmWorker
@@ -130,6 +131,7 @@ async def sim_worker(
                 handoff_key=read_key(options.handoff_key_file),
                 observer=observer,
                 logits=options.logits,
+                capacity=ask_kv_capacity(llm),
             )
             tasks.cancel_scope.cancel()
     finally:

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Awaitable, Sequence, Sized
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +21,7 @@ from slagate.workers.errors import RequestRefused
 from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.runtime.waiting import run_in_daemon_thread
-from slagate.workers.trtllm.engine import setting
+from slagate.workers.trtllm.engine import KvCapacity, ask_kv_capacity, model_setting, setting
 from slagate.workers.trtllm.metrics import SILENT, Observer
 from slagate.workers.trtllm.package import (
     EnginePackage,
@@ -47,6 +48,9 @@ WARM_UP_LIMIT_S = 300.0
 
 SHUTDOWN_LIMIT_S = 60.0
 """For the engine's own shutdown."""
+
+KV_CAPACITY_LIMIT_S = 30.0
+"""For the engine's answer to how large its KV cache is, which the worker can do without."""
 
 PROGRESS_S = 5.0
 """Between log lines while the engine starts."""
@@ -151,11 +155,12 @@ class StartingWorker(Worker):
 
 
 class Started(NamedTuple):
-    """A constructed engine, its package, and what the worker is."""
+    """A constructed engine, its package, what the worker is, and the KV cache where the engine says it."""
 
     package: EnginePackage
     llm: Any
     identity: WorkerIdentity
+    capacity: KvCapacity | None = None
 
 
 class Phases:
@@ -243,7 +248,14 @@ async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phas
     except UsageError:
         await shut_down(llm, limit_s=options.shutdown_limit_s)
         raise
-    return Started(package, llm, identity)
+    return Started(package, llm, identity, await _kv_capacity(llm))
+
+
+async def _kv_capacity(llm: Any) -> KvCapacity | None:
+    with anyio.move_on_after(KV_CAPACITY_LIMIT_S):
+        return await run_in_daemon_thread(partial(ask_kv_capacity, llm))
+    log.warning("engine.kv_capacity_timeout", extra={"limit_s": KV_CAPACITY_LIMIT_S})
+    return None
 
 
 def worker_over(
@@ -255,7 +267,7 @@ def worker_over(
     observer: Observer = SILENT,
 ) -> TrtllmWorker:
     """The worker of a constructed engine; its tasks run in `tasks`, which the caller cancels at the end."""
-    package, llm, identity = started
+    package, llm, identity, capacity = started
     return TrtllmWorker(
         llm,
         api=package,
@@ -266,6 +278,7 @@ def worker_over(
         new_handoff_id=handoff_ids(package, identity.instance_id),
         observer=observer,
         logits=options.logits,
+        capacity=capacity,
     )
 
 
@@ -295,8 +308,7 @@ def identity_of(
         tensor_parallel_size=getattr(llm.args, "tensor_parallel_size", 1),
         end_id=end_id,
         engine_knows_end=options.end_id is None,
-        # `len` counts the tokens that were added to it, which a tokenizer's `vocab_size` leaves out.
-        vocab_size=len(tokenizer) if isinstance(tokenizer, Sized) else None,
+        vocab_size=_vocab_size(llm, tokenizer),
     )
 
 
@@ -316,3 +328,12 @@ def _check_role(llm: Any, package: EnginePackage, role: str) -> None:
             f"--role prefill: tensorrt_llm {package.version} would not survive a request; "
             "set disable_overlap_scheduler: true"
         )
+
+
+def _vocab_size(llm: Any, tokenizer: object) -> int | None:
+    """The tokens that the model has an embedding for, which are often more than its tokenizer's."""
+    of_model = model_setting(llm, "vocab_size")
+    if isinstance(of_model, int):
+        return of_model
+    # `len` counts the tokens that were added to it, which a tokenizer's `vocab_size` leaves out.
+    return len(tokenizer) if isinstance(tokenizer, Sized) else None

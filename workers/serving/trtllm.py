@@ -122,7 +122,7 @@ class _WorkerLife:
         signals: anyio.Event,
         metrics_at: str,
     ) -> int:
-        package, llm, _ = started
+        package, llm, *_ = started
         is_fine = False
         if self._is_measured:
             self.metrics.collect_from(package.MetricsCollector)
@@ -165,7 +165,8 @@ class _WorkerLife:
         )
 
     def _ready(self, worker: TrtllmWorker, phases: Phases, llm: Any) -> None:
-        capacity = setting(llm.args.kv_cache_config, "event_buffer_max_size") or 0
+        cache = setting(llm.args, "kv_cache_config")
+        capacity = setting(cache, "event_buffer_max_size") or 0
         self.metrics.loaded(phases.total_s, event_capacity=capacity, counters=worker.counters)
         self.starting.become(worker)
         log.info("engine.ready", extra={"total_seconds": round(phases.total_s, 1)})

@@ -28,6 +28,8 @@ def build_engine(
     config, transceiver = args.kv_cache_config, args.cache_transceiver_config
     if args.has_transceiver and settings.transport is None:
         raise ValueError("cache_transceiver_config needs a transport in the settings")
+    if settings.tokens_per_step > 1 and args.speculative_config is None:
+        raise ValueError("tokens_per_step over 1 needs a speculative_config")
     n_ranks = args.attention_dp_size
     limits = EngineLimits(
         max_batch_size=args.max_batch_size,

@@ -109,6 +109,14 @@ class SimExecutor:
             self.mark_dead(error)
 
 
+def _model_configs(sim: SimSettings) -> tuple[Any, Any]:
+    """The model's configuration and its generation's, of which engines keep what `transformers` reads."""
+    model = SimpleNamespace(
+        max_position_embeddings=sim.model_max_seq_len, vocab_size=sim.vocab_size
+    )
+    return model, SimpleNamespace(eos_token_id=list(sim.model_end_ids))
+
+
 class SimLLM:
     """One simulated engine. Owns its KV cache, not the transport, which must serve this engine only.
 
@@ -159,15 +167,10 @@ class SimLLM:
             sim.pause(sim.init_s)
         if sim.fail_init is not None:
             raise sim.fail_init
-        if sim.tokens_per_step > 1 and args.speculative_config is None:
-            raise ValueError("tokens_per_step over 1 needs a speculative_config")
         max_seq_len = args.max_seq_len or sim.model_max_seq_len
         self.llm_id = f"sim-{sim.node_id}-{sim.process_id}"
         self.args = args
-        self._hf_model_config: Any = SimpleNamespace(
-            max_position_embeddings=sim.model_max_seq_len, vocab_size=sim.vocab_size
-        )
-        self._generation_config: Any = SimpleNamespace(eos_token_id=list(sim.model_end_ids))
+        self._hf_model_config, self._generation_config = _model_configs(sim)
         self.tokenizer: SimTokenizer | None = None
         if not skip_tokenizer_init:
             self.tokenizer = SimTokenizer(
@@ -184,14 +187,12 @@ class SimLLM:
             tokenizer=self.tokenizer,
             max_seq_len=max_seq_len,
             capacity_tokens=self._ranks[0].cache.total_blocks * self._block_tokens,
-            hf_model_config=self._hf_model_config,
             generation_config=self._generation_config,
         )
         self._stats = self._polled(self._engine.stats.take_row, self._engine.stats.arrivals, sim)
         self._kv_events = self._polled(self._next_events, self._engine.events.arrivals, sim)
         self._executor: SimExecutor | None = SimExecutor(self.traits)
-        # TensorRT-LLM's client ids start at 2 too.
-        self._last_id = 1
+        self._last_id = 1  # TensorRT-LLM's client ids start at 2 too
 
     def __enter__(self) -> "SimLLM":
         return self

@@ -61,7 +61,6 @@ class RequestChecker:
     tokenizer: SimTokenizer | None
     max_seq_len: int
     capacity_tokens: int  # of one rank's KV cache
-    hf_model_config: object = None
     generation_config: object = None
 
     def checked_request(self, request_id: int, call: Submission) -> list[SimSequence]:
@@ -178,7 +177,7 @@ class RequestChecker:
         if sampling.end_id is None:
             if self.tokenizer is None:
                 raise ValueError("end_id is needed: the tokenizer is not initialised")
-            sampling._setup(self.tokenizer, self.hf_model_config, self.generation_config)
+            sampling._setup(self.tokenizer, None, self.generation_config)
         checked: SamplingParams12 = sampling
         return checked
 

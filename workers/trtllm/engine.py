@@ -10,11 +10,13 @@ so no error is a request's once the engine is dead.
 
 import dataclasses
 import inspect
+import json
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 
@@ -27,6 +29,9 @@ log = logging.getLogger(__name__)
 
 HANDOFF_LIMIT_S = 60.0
 """How long an engine keeps a handoff that is not fetched, where its configuration names no other limit."""
+
+BLOCK_TOKENS = 32
+"""Tokens of a KV block where nothing is said, as in TensorRT-LLM's `KvCacheConfig`."""
 
 _OF_TRANSFER = re.compile(r"\bkv (?:cache )?transfer|transceiver", re.IGNORECASE)
 _NEVER_FITS = re.compile(r"\b(?:never|not) fit\b|\bnot exceed\b|\bmax_seq_len\b", re.IGNORECASE)
@@ -45,6 +50,63 @@ class EngineGoneError(RequestRefused):
     """The engine is dead, and with it the worker."""
 
 
+class KvCapacity(NamedTuple):
+    """The KV cache of one attention-DP rank on the GPU, as it was built."""
+
+    blocks: int
+    tokens: int
+
+
+def ask_kv_capacity(llm: Any) -> KvCapacity | None:
+    """The size of an engine's KV cache; None where it cannot say, or does not.
+
+    It asks another process, and waits for the answer: not to be called on an event loop, but once on a
+    thread, before there are requests.
+    """
+    ask = getattr(llm, "get_kv_cache_capacity", None)
+    if ask is None:
+        return None
+    try:
+        answer = ask()
+        blocks, tokens = int(answer.get("maxNumBlocks", 0)), int(answer.get("maxNumTokens", 0))
+    except Exception:
+        # It only helps: statistics tell it, too.
+        log.warning("engine.kv_capacity_unknown", exc_info=True)
+        return None
+    # An engine without a KV cache answers with an empty dict.
+    return KvCapacity(blocks, tokens) if min(blocks, tokens) > 0 else None
+
+
+def model_setting(llm: Any, name: str) -> Any:
+    """A setting of the model's own configuration, or of its text part; None where it is not known.
+
+    TensorRT-LLM keeps what `transformers` has read (None where that failed), and the model's local folder.
+    """
+    config = getattr(llm, "_hf_model_config", None)
+    if config is None:
+        folder = getattr(llm, "_hf_model_dir", None) or setting(llm.args, "model")
+        try:
+            config = json.loads((Path(folder) / "config.json").read_bytes())
+        except (OSError, ValueError, TypeError):
+            return None  # a name of the hub, which has no folder here
+    found = setting(config, name)
+    return setting(setting(config, "text_config"), name) if found is None else found
+
+
+def model_window(llm: Any) -> int | None:
+    """The longest sequence that the model is made for, as TensorRT-LLM infers it; None: not known."""
+    positions = model_setting(llm, "max_position_embeddings")
+    if not isinstance(positions, int):
+        return None
+    scaling = model_setting(llm, "rope_scaling")
+    kind = setting(scaling, "type") or setting(scaling, "rope_type")
+    factor = setting(scaling, "factor")
+    # The positions of these kinds are counted after scaling.
+    if kind in ("su", "longrope", "llama3", "yarn") or not isinstance(factor, int | float):
+        return positions
+    return math.ceil(positions * factor)
+
+
 class Engine:
     """One `LLM` and the package it comes from."""
 
@@ -52,11 +114,15 @@ class Engine:
         self,
         llm: Any,
         api: EngineApi,
+        capacity: KvCapacity | None = None,
         *,
         new_handoff_id: Callable[[], int] | None = None,
         measures: bool = False,
     ) -> None:
         """`llm` is untyped, as tensorrt_llm ships no types and is not installed everywhere.
+
+        Its arguments may be None, or absent in some version or back-end; what the engine works out for
+        itself does not come back into them. `capacity` is what `ask_kv_capacity` said.
 
         `new_handoff_id` makes ids for handoffs, for an engine that leaves that to its callers. With
         `measures` the engine measures each request.
@@ -67,10 +133,19 @@ class Engine:
         self._measures = measures
         self._signature = inspect.signature(llm.generate_async)
         self._params_fields = {field.name for field in dataclasses.fields(api.DisaggregatedParams)}
-        adp = getattr(llm.args, "enable_attention_dp", False)
-        self.n_ranks: int = llm.args.tensor_parallel_size if adp else 1
-        self.block_tokens: int = llm.args.kv_cache_config.tokens_per_block
-        transceiver = getattr(llm.args, "cache_transceiver_config", None)
+        args = llm.args
+        adp = setting(args, "enable_attention_dp")
+        self.n_ranks: int = (setting(args, "tensor_parallel_size") or 1) if adp else 1
+        tokens_per_block = setting(setting(args, "kv_cache_config"), "tokens_per_block")
+        if capacity is not None:
+            tokens_per_block = capacity.tokens // capacity.blocks
+        self.block_tokens: int = tokens_per_block or BLOCK_TOKENS
+        self.max_batch_size: int | None = setting(args, "max_batch_size")
+        self.max_num_tokens: int | None = setting(args, "max_num_tokens")
+        self.max_prompt_tokens = self._max_prompt_tokens()
+        self._capacity = capacity
+        self._sequence_limit: int | None = setting(args, "max_seq_len") or model_window(llm)
+        transceiver = setting(args, "cache_transceiver_config")
         self.max_transfer_tokens: int | None = setting(transceiver, "max_tokens_in_buffer")
         timeout_ms = setting(transceiver, "kv_transfer_timeout_ms")
         self.handoff_limit_s = HANDOFF_LIMIT_S if timeout_ms is None else timeout_ms / 1000
@@ -94,25 +169,32 @@ class Engine:
         any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return any_keyword or keyword in parameters
 
-    @cached_property
-    def _capacity(self) -> Mapping[str, int] | None:
-        """The KV cache as it was built; None where the version cannot say. Asks other processes."""
-        capacity = getattr(self.llm, "get_kv_cache_capacity", None)
-        return None if capacity is None else capacity()
+    def _max_prompt_tokens(self) -> int | None:
+        """The longest prompt that is computed here in one step; None: chunked, or judged by the engine."""
+        args, most = self.llm.args, self.max_num_tokens
+        # AutoDeploy has no such check.
+        if setting(args, "enable_chunked_prefill") or setting(args, "backend") == "_autodeploy":
+            return None
+        return most and most * (setting(args, "context_parallel_size") or 1)
 
     @property
     def blocks_per_rank(self) -> int | None:
         """KV blocks of one rank's pool; None where the version cannot say."""
-        return None if self._capacity is None else self._capacity["maxNumBlocks"]
+        return None if self._capacity is None else self._capacity.blocks
 
     @property
-    def window_tokens(self) -> int:
-        """Prompt and output together: the sequence length, or the KV cache where that is smaller."""
-        limit = int(self.llm.args.max_seq_len)
+    def window_tokens(self) -> int | None:
+        """Prompt and output together: the sequence length, or the KV cache where that is smaller.
+
+        None while neither is known: then the engine judges.
+        """
+        limit, cached = self._sequence_limit, None
         if self._capacity is not None:
-            return min(limit, int(self._capacity["maxNumTokens"]))
-        if self._learned_blocks is not None:
-            return min(limit, self._learned_blocks * self.block_tokens)
+            cached = self._capacity.tokens
+        elif self._learned_blocks is not None:
+            cached = self._learned_blocks * self.block_tokens
+        if limit is None or (cached is not None and cached < limit):
+            return cached
         return limit
 
     @property
@@ -128,7 +210,7 @@ class Engine:
 
     def events_off(self) -> str:
         """The setting for which this engine has no KV events; "" where it has them."""
-        cache = self.llm.args.kv_cache_config
+        cache = setting(self.llm.args, "kv_cache_config")
         if setting(cache, "enable_block_reuse") is False:
             return "kv_cache_config.enable_block_reuse is off"
         if self.event_stream is not None:
@@ -141,7 +223,7 @@ class Engine:
     @property
     def event_stream(self) -> Any | None:
         """`kv_events_config` of an engine that streams its events, and so has none to poll; else None."""
-        config = setting(self.llm.args.kv_cache_config, "kv_events_config")
+        config = setting(setting(self.llm.args, "kv_cache_config"), "kv_events_config")
         return config if setting(config, "enable_kv_cache_events") else None
 
     @property
@@ -150,7 +232,7 @@ class Engine:
 
         The V2 cache manager numbers the ones it has. Where nothing is said of a host, it has one.
         """
-        cache = self.llm.args.kv_cache_config
+        cache = setting(self.llm.args, "kv_cache_config")
         skips_host = setting(cache, "host_cache_size") == 0 and setting(cache, "disk_cache_size")
         return (0, 2) if skips_host else (0, 1, 2)
 
@@ -182,7 +264,10 @@ class Engine:
             return (
                 "the KV events of this engine do not say it, so it is taken only where they are off"
             )
-        if setting(self.llm.args.kv_cache_config, "use_kv_cache_manager_v2") in (None, False):
+        if setting(setting(self.llm.args, "kv_cache_config"), "use_kv_cache_manager_v2") in (
+            None,
+            False,
+        ):
             return ""
         return (
             "the KV events of the V2 cache manager do not say it: set "

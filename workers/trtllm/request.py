@@ -88,7 +88,8 @@ class LegParser:
                 f"role mismatch: this is a {identity.role_name} worker, the request is {kind}",
             )
         tokens = list(request.token_ids.ids)
-        self._check_prompt(tokens, kind)
+        window = engine.window_tokens
+        self._check_prompt(tokens, kind, window)
         stops = parse_stops(request, engine, vocab_size=identity.vocab_size)
         form = output_form(request, engine, stops, kind=kind)
         values = sampling_values(
@@ -96,7 +97,7 @@ class LegParser:
             form,
             stops,
             end_id=None if identity.engine_knows_end else identity.end_id,
-            room=engine.window_tokens - len(tokens),
+            room=None if window is None else window - len(tokens),
         )
         guided = guided_params(request, engine)
         if guided is not None:
@@ -134,12 +135,15 @@ class LegParser:
             version = self._identity.engine_version
             raise unsupported("kv.cache_salt", f"{why_not} (engine version {version})")
 
-    def _check_prompt(self, tokens: list[int], kind: str) -> None:
+    def _check_prompt(self, tokens: list[int], kind: str, window: int | None) -> None:
         if not tokens:
             raise invalid("token_ids", "must not be empty")
         check_vocabulary("token_ids", tokens, vocab_size=self._identity.vocab_size)
-        n_tokens, window = len(tokens), self._engine.window_tokens
-        if n_tokens >= window:
+        n_tokens, most = len(tokens), self._engine.max_prompt_tokens
+        if kind != GENERATION_ONLY and most is not None and n_tokens > most:
+            reason = f"{n_tokens} tokens are over max_num_tokens ({most}), and not chunked here"
+            raise invalid("token_ids", reason)
+        if window is not None and n_tokens >= window:
             raise invalid(
                 "token_ids", f"{n_tokens} tokens do not fit the context window of {window}"
             )

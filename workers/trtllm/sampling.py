@@ -22,7 +22,11 @@ MAX_STOP_TEXT_BYTES = 1024
 MAX_TOP_N = 20
 """Candidates for each token: as many as public APIs allow. They bound a token's size on the wire."""
 
+MAX_SEQUENCES = 2048
+"""Of one request, for an engine that does not say its batch size: TensorRT-LLM's default of that."""
+
 UINT32_MAX = 0xFFFFFFFF
+INT32_MAX = 0x7FFFFFFF
 
 
 MAX_GUIDE_BYTES = 256 << 10
@@ -56,7 +60,7 @@ def _refuse(fault: SamplingFault | None) -> None:
 
 def max_sequences(engine: Engine, *, hands_off: bool) -> int:
     """The most outputs of one request; a handoff has only one sequence."""
-    return 1 if hands_off else int(engine.llm.args.max_batch_size)
+    return 1 if hands_off else engine.max_batch_size or MAX_SEQUENCES
 
 
 def output_form(
@@ -93,23 +97,29 @@ def output_form(
 
 
 def sampling_values(
-    request: oe.GenerateRequest, form: OutputForm, stops: Stops, *, end_id: int | None, room: int
+    request: oe.GenerateRequest,
+    form: OutputForm,
+    stops: Stops,
+    *,
+    end_id: int | None,
+    room: int | None,
 ) -> dict[str, Any]:
     """Arguments of `SamplingParams`. Raises `RequestRefused` naming the field.
 
-    `room` is the number of tokens that the prompt leaves in the context window. Without `end_id` the engine
-    ends a text at the tokens that its tokenizer and its model name.
+    `room` is the number of tokens that the prompt leaves in the context window; None: the engine knows it.
+    Without `end_id` the engine ends a text at the tokens that its tokenizer and its model name.
     """
     stopping, sampling = request.stopping, request.sampling
     # A budget above the room is reduced, as the engine does, too: the answer then ends by length.
-    max_tokens = min(stopping.max_tokens, room) if stopping.HasField("max_tokens") else room
+    most = INT32_MAX if room is None else room
+    max_tokens = min(stopping.max_tokens, most) if stopping.HasField("max_tokens") else room
     if max_tokens == 0:
         raise invalid("stopping.max_tokens", "must be at least 1")
     values: dict[str, Any] = {
         "end_id": end_id,
         "max_tokens": max_tokens,
         # The budget is below 2**31, which the engine's native code needs of the minimum, too.
-        "min_tokens": min(stopping.min_tokens, max_tokens)
+        "min_tokens": min(stopping.min_tokens, most if max_tokens is None else max_tokens)
         if stopping.HasField("min_tokens")
         else None,
         "stop": list(stops.texts) or None,

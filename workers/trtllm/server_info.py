@@ -39,7 +39,6 @@ class WorkerIdentity:
 
 def server_info(engine: Engine, identity: WorkerIdentity, *, frees_handoffs: bool) -> oe.ServerInfo:
     """The answer to GetServerInfo, from the engine's configuration."""
-    args = engine.llm.args
     info = oe.ServerInfo(
         engine_name="tensorrt_llm",
         engine_version=identity.engine_version,
@@ -54,8 +53,8 @@ def server_info(engine: Engine, identity: WorkerIdentity, *, frees_handoffs: boo
         schema_release=SCHEMA_RELEASE,
         capacity=oe.DeploymentCapacity(
             kv_block_size=engine.block_tokens,
-            max_running_requests=args.max_batch_size,
-            max_batched_tokens=args.max_num_tokens,
+            max_running_requests=engine.max_batch_size,
+            max_batched_tokens=engine.max_num_tokens,
         ),
     )
     # Older engines cannot say how many blocks they have; the field is absent then, not 0.

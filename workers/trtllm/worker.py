@@ -24,7 +24,7 @@ from slagate.workers.kv_transfer.transport import KvTransport
 from slagate.workers.legs import CONTEXT_ONLY
 from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.runtime.clock import unix_nanos
-from slagate.workers.trtllm.engine import Engine, EngineApi, EngineGoneError
+from slagate.workers.trtllm.engine import Engine, EngineApi, EngineGoneError, KvCapacity
 from slagate.workers.trtllm.events import EngineEvents
 from slagate.workers.trtllm.handoffs import Handoffs, until_fetched
 from slagate.workers.trtllm.load import attribute, load_info, rank_loads
@@ -56,22 +56,23 @@ class TrtllmWorker(Worker):
         new_handoff_id: Callable[[], int] | None = None,
         observer: Observer = SILENT,
         logits: LogitsProcessors | None = None,
+        capacity: KvCapacity | None = None,
     ) -> None:
         """`llm` is of the package that `api` names. Raises `ValueError` for a `handoff_key` too short.
 
         `release_session` frees a parked handoff by its context request id; None where none can be freed.
         `connector` reports on KV transfers. `handoff_key` seals handoffs between workers that share it.
         `kv_history_batches` of KV events are kept for each rank. `new_handoff_id` makes ids of handoffs for
-        an engine that does not. Whoever watches the engine calls `declare_dead`. `logits` are the logits
-        processors of requests.
+        an engine that does not. `logits` are logits processors, `capacity` is what `ask_kv_capacity` said.
         """
         self._identity = identity
         self._observer = observer
         self._connector = connector
         self._problem = ""  # why no request is accepted any more
         self.fatal = anyio.Event()
-        measures = observer.wants_perf_metrics
-        self._engine = engine = Engine(llm, api, new_handoff_id=new_handoff_id, measures=measures)
+        self._engine = engine = Engine(
+            llm, api, capacity, new_handoff_id=new_handoff_id, measures=observer.wants_perf_metrics
+        )
         self._handoffs = Handoffs(
             backend=identity.transfer_backend,
             limit_s=engine.handoff_limit_s,
@@ -162,7 +163,10 @@ class TrtllmWorker(Worker):
             raise
 
     def declare_dead(self, error: Exception) -> None:
-        """The engine is dead: end every stream with this error, and accept no request any more."""
+        """The engine is dead, as its watch or a request has found: end every stream with this error.
+
+        No request is accepted any more.
+        """
         if self.fatal.is_set():
             return
         self._problem = f"engine: {str(error) or type(error).__name__}"

@@ -5,12 +5,14 @@ what is wrong with it. Its `LLM` has what TensorRT-LLM's has and nothing more, s
 lever of the simulation fails. Prompts that begin with one of `Fault` make the engine misbehave.
 """
 
+import asyncio
 import functools
 import json
 import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -102,13 +104,14 @@ class DoubleLLM:
             **kwargs,
         )
         self.llm_id, self.args, self.tokenizer = sim.llm_id, sim.args, sim.tokenizer
+        self._hf_model_config = sim._hf_model_config
         self.get_kv_cache_events_async = sim.get_kv_cache_events_async
         self.get_kv_cache_events = sim.get_kv_cache_events
         self.generate_async = _with_faults(sim)
         self.get_stats_async = lambda timeout=2: _ParkedStats(sim, sim.get_stats_async(timeout))
         self.get_stats = lambda timeout=2: _with_parked(sim, sim.get_stats(timeout))
         if self.api.version not in ("1.1", "1.2"):
-            self.get_kv_cache_capacity = sim.get_kv_cache_capacity  # type: ignore[attr-defined]
+            self.get_kv_cache_capacity = lambda: _capacity(sim)
             self._check_health = lambda: _check(sim)
         self._executor = sim._executor
         self.shutdown = lambda: _shut_down(sim, transport)
@@ -121,6 +124,15 @@ def _shut_down(sim: Any, transport: SharedMemoryTransport | None) -> None:
     sim.shutdown()
     if transport is not None:
         transport.close()
+
+
+def _capacity(sim: Any) -> dict[str, Any]:
+    """Blocks its caller for a call to another process: rpc_client.py @fbbc05dd, `_call_sync`."""
+    with suppress(RuntimeError):
+        asyncio.get_running_loop()
+        raise AssertionError("get_kv_cache_capacity() would block the event loop")
+    found: dict[str, Any] = sim.get_kv_cache_capacity()
+    return found
 
 
 def _check(sim: Any) -> bool:

@@ -18,6 +18,7 @@ from slagate.workers.sim.api import NEWEST, sim_api
 from slagate.workers.sim.args import END_ID, VOCAB_SIZE, SimSettings
 from slagate.workers.sim.kv_cache.blocks import continuation
 from slagate.workers.sim.llm import SimLLM
+from slagate.workers.trtllm.engine import ask_kv_capacity
 from slagate.workers.trtllm.server_info import ROLES, WorkerIdentity
 from slagate.workers.trtllm.worker import TrtllmWorker
 from slagate.workers.worker import Worker
@@ -113,6 +114,7 @@ async def engine_worker(
             identity=identity,
             tasks=tasks,
             release_session=None if transport is None else llm.release_session,
+            capacity=ask_kv_capacity(llm),
             **(worker_options or {}),
         )
         worker: Worker = inner

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,13 @@ import pytest
 
 from slagate.workers.errors import RequestRefused
 from slagate.workers.sim.request import RequestError
-from slagate.workers.trtllm.engine import HANDOFF_LIMIT_S, Engine, EngineGoneError
+from slagate.workers.trtllm.engine import (
+    HANDOFF_LIMIT_S,
+    Engine,
+    EngineGoneError,
+    KvCapacity,
+    ask_kv_capacity,
+)
 
 Code = grpc.StatusCode
 
@@ -166,3 +173,74 @@ def test_w11_salts_need_an_engine_whose_events_say_them_or_that_has_none(
     cache = SimpleNamespace(tokens_per_block=32, **config)
     why_not = engine(generate_async, kv_cache_config=cache).salts_off()
     assert (wanted in why_not) if wanted else why_not == ""
+
+
+def model(**settings: Any) -> SimpleNamespace:
+    """An engine's `LLM` that knows its model's configuration, and got no `max_seq_len`."""
+    return SimpleNamespace(
+        args=SimpleNamespace(max_seq_len=None, model="name/of-the-hub"),
+        tokenizer=None,
+        generate_async=lambda inputs: None,
+        _hf_model_config=SimpleNamespace(**settings),
+    )
+
+
+def window(llm: Any, capacity: KvCapacity | None = None) -> int | None:
+    api = SimpleNamespace(DisaggregatedParams=OldParams, RequestError=RequestError)
+    return Engine(llm, api, capacity=capacity).window_tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"text_config": SimpleNamespace(max_position_embeddings=2048)}, 2048),
+        ({"text_config": {"max_position_embeddings": 2048}}, 2048),
+        ({"max_position_embeddings": 100, "rope_scaling": {"type": "linear", "factor": 2.5}}, 250),
+        ({"max_position_embeddings": 100, "rope_scaling": {"rope_type": "yarn", "factor": 4}}, 100),
+    ],
+)
+def test_w01_without_max_seq_len_the_window_is_the_models(
+    settings: dict[str, Any], tokens: int | None
+) -> None:
+    llm = model(**settings)
+    assert window(llm) == tokens
+    assert window(llm, KvCapacity(4, 128)) == min(tokens or 128, 128)
+    llm.args.max_seq_len = 64
+    assert window(llm) == 64
+
+
+def test_w01_a_local_folder_has_the_models_configuration(tmp_path: Path) -> None:
+    llm = model()
+    llm._hf_model_config = None
+    llm.args.model = str(tmp_path)
+    assert window(llm) is None
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 300}}')
+    assert window(llm) == 300
+    (tmp_path / "config.json").write_text("no JSON")
+    assert window(llm) is None
+
+
+def test_w01_an_engine_that_says_nothing_of_itself_is_served_with_defaults() -> None:
+    llm = SimpleNamespace(
+        args=SimpleNamespace(), tokenizer=None, generate_async=lambda inputs: None
+    )
+    api = SimpleNamespace(DisaggregatedParams=OldParams, RequestError=RequestError)
+    bare = Engine(llm, api)
+    assert (bare.n_ranks, bare.block_tokens, bare.window_tokens) == (1, 32, None)
+    assert (bare.max_batch_size, bare.max_num_tokens, bare.max_prompt_tokens) == (None, None, None)
+    assert bare.events_off()
+    bare.learn_blocks({0: {"kvCacheStats": {"maxNumBlocks": 10}}})
+    assert bare.window_tokens == 320
+
+
+@pytest.mark.parametrize("answer", [{}, {"maxNumBlocks": 0, "maxNumTokens": 0}, None, OSError("x")])
+def test_w01_a_capacity_that_cannot_be_told_is_unknown(answer: Any) -> None:
+    def ask() -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert ask_kv_capacity(SimpleNamespace(get_kv_cache_capacity=ask)) is None
+    assert ask_kv_capacity(SimpleNamespace()) is None

@@ -265,3 +265,34 @@ def test_a_guide_reaches_the_engines_parameters() -> None:
     leg = parse(changed(guided={"regex": "a+"}), on=guided)
     assert leg.sampling.guided_decoding == {"regex": "a+"}
     assert parse(request(), on=guided).sampling.guided_decoding is None
+
+
+def test_t2_2_a_prompt_over_the_step_limit_is_refused_by_name_unless_it_is_chunked() -> None:
+    over = request(tokens=list(range(1, 102)))
+    for role, prompt in (
+        (oe.ENGINE_ROLE_AGGREGATED, over),
+        (oe.ENGINE_ROLE_PREFILL, changed(token_ids=over.token_ids)),
+    ):
+        if role == oe.ENGINE_ROLE_PREFILL:
+            prompt.extra["request_type"] = "context_only"
+        code, message = refusal(prompt, on=engine(max_num_tokens=100), role=role)
+        assert code == Code.INVALID_ARGUMENT
+        assert message.startswith("token_ids")
+        assert "max_num_tokens (100)" in message
+        assert parse(prompt, on=engine(max_num_tokens=100, enable_chunked_prefill=True), role=role)
+        two = engine(max_num_tokens=100, context_parallel_size=2)
+        assert parse(prompt, on=two, role=role)
+    decode = changed(token_ids=over.token_ids)
+    decode.kv.session.CopyFrom(session())
+    assert parse(decode, on=engine(max_num_tokens=100), role=oe.ENGINE_ROLE_DECODE)
+
+
+def test_w01_where_no_window_is_known_the_engine_judges() -> None:
+    unknown = engine(max_seq_len=None)
+    leg = parse(request(tokens=list(range(1, 900))), on=unknown)
+    assert len(leg.tokens) == 899
+    endless = request()
+    endless.stopping.ClearField("max_tokens")
+    assert parse(endless, on=unknown).sampling.max_tokens is None
+    endless.stopping.max_tokens = 0xFFFFFFFF
+    assert parse(endless, on=unknown).sampling.max_tokens == 0x7FFFFFFF
