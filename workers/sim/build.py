@@ -11,7 +11,7 @@ from slagate.workers.sim.kv_cache.events import V1_BLOCK_KEY, KvEventQueue, KvEv
 from slagate.workers.sim.rank import SimRank
 from slagate.workers.sim.request import ApiTraits
 from slagate.workers.sim.sequence import EngineLimits
-from slagate.workers.sim.stats import StatsQueue
+from slagate.workers.sim.stats import BlockPools, StatsQueue
 from slagate.workers.sim.timing import EngineTiming
 
 # The share of free GPU memory at which a profile's KV capacity was measured: TensorRT-LLM's default.
@@ -61,8 +61,13 @@ def build_engine(
         events=events,
         stats=StatsQueue(
             limits,
-            total_blocks=ranks[0].cache.total_blocks,
-            newest=traits.counts_kv_tokens,
+            traits=traits,
+            pools=BlockPools(
+                primary=ranks[0].cache.total_blocks,
+                secondary=next(iter(ranks[0].cache.lower_blocks), 0),
+                windows=attention_windows(args, max_seq_len),
+                has_groups=uses_cache_v2(args, settings),
+            ),
             # As many iterations as that, each with a row a rank.
             max_records=max_stats_len * n_ranks if args.enable_iter_perf_stats else 0,
         ),

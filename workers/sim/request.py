@@ -294,6 +294,10 @@ class ApiTraits:
     With `polled_by_call` a poll is a call to the engine's process, else it reads a queue, in which KV
     events come in lists (`polls`). `newest_events` adds keys to events, `counts_kv_tokens` to iteration
     stats those of TensorRT-LLM's pull request #13199.
+    Of attention-DP ranks only the first has rows, or with `copies_rows` each has one, which is the first's
+    but for its batch, or, with `gathers_rows` and TLLM_METRICS_ALL_RANKS=1, its own. `counts_host_blocks`
+    has the host's blocks among `kvCacheStats`, `stats_by_window` adds those of the GPU by attention window,
+    `reports_first` a row before any request; `sim/stats.py` has the sources.
     `overlong_error` is raised for a prompt above `max_num_tokens` without chunked prefill.
     With `dies_of_overlap` a context_only request ends an engine whose overlap scheduler is on.
     Of the death of the engine's process an engine with `flags_death` has a flag and a health check, and one
@@ -315,6 +319,11 @@ class ApiTraits:
     polled_by_call: bool
     newest_events: bool
     counts_kv_tokens: bool
+    copies_rows: bool
+    gathers_rows: bool
+    counts_host_blocks: bool
+    stats_by_window: bool
+    reports_first: bool
     dies_of_overlap: bool
     flags_death: bool
     tells_death: bool

@@ -1,11 +1,27 @@
-"""Iteration statistics of the simulated engine, in TensorRT-LLM's dict shape."""
+"""Iteration statistics of the simulated engine, in TensorRT-LLM's dict shape.
 
+With attention DP 1.1 and 1.2 have rows of rank 0 only, which do not name it (`_append_iter_stats`,
+py_executor.py ids 736889464 and 3542389387). Since the fan-out (ids 51964186099, 65844652397) each rank has
+one: rank 0's with the counts of that rank's own batch in it, and without what only rank 0 reports. Between
+the two, TLLM_METRICS_ALL_RANKS=1 made rows that are each rank's own, and name it `rank` (base_worker.py
+@0ae93999 `_stats_serializer`).
+
+Before pull request #15075 (June 2026) `maxNumBlocks` has the host's blocks in it and `freeNumBlocks` has
+not, so `usedNumBlocks`, their difference, has them all (kvCacheManager.h id 420415258 `getMaxNumBlocks`,
+`getNumAllocatedBlocks`; kvCacheManager.cpp id 126178160 `WindowBlockManager::getNumFreeBlocks`).
+`kvCacheIterationStats` came with #12413 (March 2026), those by group of pools with the V2 manager (id
+56206286923); of the counts of one iteration in it only four are here.
+"""
+
+import os
 from collections import deque
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from slagate.workers.sim.kv_cache.events import Arrivals
 from slagate.workers.sim.rank import NONE_QUEUED, Queued, RankStep, SimRank
+from slagate.workers.sim.request import ApiTraits
 from slagate.workers.sim.sequence import EngineLimits
 
 _EPOCH = datetime(1970, 1, 1)
@@ -37,6 +53,19 @@ class IterationRecord(NamedTuple):
     new_blocks: int
     reused_blocks: int
     missed_blocks: int
+    secondary_used_blocks: int
+
+
+class BlockPools(NamedTuple):
+    """The blocks of one rank, on the GPU and on the level below it, and the attention windows they are for.
+
+    With `has_groups` they are of the V2 cache manager, which reports by group of pools too.
+    """
+
+    primary: int
+    secondary: int
+    windows: Sequence[int]
+    has_groups: bool
 
 
 def iteration_record(
@@ -73,35 +102,58 @@ def iteration_record(
         new_blocks=cache.n_new_blocks,
         reused_blocks=cache.n_reused_blocks,
         missed_blocks=cache.n_missed_blocks,
+        secondary_used_blocks=cache.lower_used_blocks,
     )
 
 
-class StatsQueue:
-    """Records not read yet. The oldest are dropped beyond `max_records`; 0 is off, nothing is kept.
+_NOTHING_DONE = IterationRecord(
+    started_s=0.0, latency_s=0.0, queued=NONE_QUEUED,
+    **dict.fromkeys(set(IterationRecord._fields) - {"started_s", "latency_s", "queued"}, 0),
+)  # fmt: skip
+_OWN_IN_A_COPY = (
+    *("rank", "n_context", "context_tokens", "context_kv_tokens"),
+    *("n_generation", "generation_kv_tokens"),
+)
 
-    `total_blocks` are of one rank; `newest` adds the keys of TensorRT-LLM 1.3 to the dicts.
-    """
+
+class StatsQueue:
+    """Records not read yet. The oldest are dropped beyond `max_records`; 0 is off, nothing is kept."""
 
     def __init__(
-        self, limits: EngineLimits, *, total_blocks: int, newest: bool, max_records: int
+        self, limits: EngineLimits, *, traits: ApiTraits, pools: BlockPools, max_records: int
     ) -> None:
         self._limits = limits
-        self._total_blocks = total_blocks
-        self._newest = newest
+        self._traits = traits
+        self._pools = pools
         self._max_records = max_records
-        self._records: deque[IterationRecord] = deque(maxlen=max_records)
+        # Each with the record of its rank before it, of which rank 0's alone is known.
+        self._records: deque[tuple[IterationRecord, IterationRecord]] = deque(maxlen=max_records)
+        self._of_first = _NOTHING_DONE
+        # TensorRT-LLM too reads this variable in the engine's process.
+        all_ranks = os.environ.get("TLLM_METRICS_ALL_RANKS") == "1"
+        self._gathers = traits.gathers_rows and all_ranks
         self.arrivals = Arrivals()
+        if traits.reports_first:
+            self.put(_NOTHING_DONE)
 
     def put(self, record: IterationRecord) -> None:
-        """Add one rank's part of an iteration."""
+        """Add one rank's part of an iteration; rank 0's comes first."""
+        if record.rank > 0 and not (self._traits.copies_rows or self._gathers):
+            return
+        before = record
+        if record.rank == 0:
+            before, self._of_first = self._of_first, record
+        elif not self._gathers:
+            own = {name: getattr(record, name) for name in _OWN_IN_A_COPY}
+            record = self._of_first._replace(**own, n_new=0, n_completed=0, queued=NONE_QUEUED)
         if self._max_records:
-            self._records.append(record)
+            self._records.append((record, before))
             self.arrivals.announce()
 
     def take_row(self) -> dict[str, Any] | None:
         """The oldest record as `LLM.get_stats` gives it (keys of `executor::IterationStats`), or None."""
         try:
-            record, limits = self._records.popleft(), self._limits
+            (record, before), limits = self._records.popleft(), self._limits
         except IndexError:
             return None
         batching = _batching_stats(record)
@@ -127,17 +179,43 @@ class StatsQueue:
             "staticBatchingStats": None,
             "inflightBatchingStats": batching,
         }
-        if self._newest:
-            row["attentionDpRank"] = record.rank
+        if self._traits.counts_kv_tokens:
             batching.update(_kv_token_stats(record))
+        if self._traits.copies_rows or self._gathers:
+            row["rank" if self._gathers else "attentionDpRank"] = record.rank
+        if self._traits.stats_by_window and (record.rank == 0 or self._gathers):
+            row.update(self._stats_by_window(record, before))
         return row
+
+    def _stats_by_window(self, record: IterationRecord, before: IterationRecord) -> dict[str, Any]:
+        pools = self._pools
+        figures = {
+            "primaryMaxNumBlocks": pools.primary,
+            "primaryFreeNumBlocks": pools.primary - record.used_blocks,
+            "primaryUsedNumBlocks": record.used_blocks,
+            "secondaryMaxNumBlocks": pools.secondary,
+            "secondaryFreeNumBlocks": pools.secondary - record.secondary_used_blocks,
+            "secondaryUsedNumBlocks": record.secondary_used_blocks,
+            "iterAllocTotalBlocks": record.allocated_blocks - before.allocated_blocks,
+            "iterAllocNewBlocks": record.new_blocks - before.new_blocks,
+            "iterReusedBlocks": record.reused_blocks - before.reused_blocks,
+            "iterMissedBlocks": record.missed_blocks - before.missed_blocks,
+        }
+        shown: dict[str, Any] = {
+            "kvCacheIterationStats": {str(window): dict(figures) for window in pools.windows}
+        }
+        if pools.has_groups:
+            group = {"poolGroupId": 0, "windowSizes": list(pools.windows), **figures}
+            shown["kvCacheIterationStatsByPoolGroup"] = {"0": group}
+        return shown
 
     def _kv_cache_stats(self, record: IterationRecord) -> dict[str, Any]:
         looked_up = record.reused_blocks + record.missed_blocks
+        n_host = self._pools.secondary if self._traits.counts_host_blocks else 0
         return {
-            "maxNumBlocks": self._total_blocks,
-            "freeNumBlocks": self._total_blocks - record.used_blocks,
-            "usedNumBlocks": record.used_blocks,
+            "maxNumBlocks": self._pools.primary + n_host,
+            "freeNumBlocks": self._pools.primary - record.used_blocks,
+            "usedNumBlocks": record.used_blocks + n_host,
             "tokensPerBlock": self._limits.block_tokens,
             "allocTotalBlocks": record.allocated_blocks,
             "allocNewBlocks": record.new_blocks,

@@ -144,7 +144,7 @@ def test_a10_stats_of_1_1_and_1_2_lack_the_kv_token_counts(api: str) -> None:
 
     async def scenario() -> None:
         engine = llm(api=api)
-        assert engine.get_stats(0) == []
+        assert len(engine.get_stats(0)) == (api == "1.4rc")
         await engine.generate_async([1])
         rows = engine.get_stats(0)
         assert rows

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slagate.workers.kv_transfer.shm import SharedMemoryTransport
+from slagate.workers.sim.api import VERSIONS, sim_api
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.outputs import RequestOutput
 from slagate.workers.sim.request import SamplingParams, SchedulingParams
@@ -50,7 +51,8 @@ def submit(
 
 
 async def rows_of(engine: SimLLM) -> list[dict[str, Any]]:
-    return engine.get_stats(0)
+    """Rows of iterations; the newest version has one more, before all of them."""
+    return [row for row in engine.get_stats(0) if row["iter"]]
 
 
 async def active(engine: SimLLM) -> list[int]:
@@ -58,7 +60,8 @@ async def active(engine: SimLLM) -> list[int]:
     rows = await rows_of(engine)
     n_ranks = len(engine._ranks)
     assert [row["attentionDpRank"] for row in rows[-n_ranks:]] == [*range(n_ranks)]
-    return [row["numActiveRequests"] for row in rows[-n_ranks:]]
+    batches = [row["inflightBatchingStats"] for row in rows[-n_ranks:]]
+    return [batch["numContextRequests"] + batch["numGenRequests"] for batch in batches]
 
 
 def test_requests_without_a_wish_go_to_the_least_loaded_rank() -> None:
@@ -184,6 +187,55 @@ def test_each_rank_has_a_token_budget_of_its_own() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("api", VERSIONS)
+def test_w10_only_the_batch_is_a_ranks_own_in_its_row(api: str) -> None:
+    """In 1.1 and 1.2 the other ranks have no row, and the first one's does not say whose it is."""
+
+    async def scenario() -> None:
+        engine = ranked(api=api, max_batch_size=2, kv_cache_blocks=50)
+        params = sim_api(api).SamplingParams(max_tokens=2)
+        results = [engine.generate_async(prompt_of(64 + i, i), params) for i in range(3)]
+        await results[0]
+        first, *others = await rows_of(engine)
+        if api in ("1.1", "1.2"):
+            assert "attentionDpRank" not in first
+            assert [row["iter"] for row in others] == [2]
+            assert first["numActiveRequests"] == 2
+            return
+        second = others[0]
+        assert [row["attentionDpRank"] for row in (first, second)] == [0, 1]
+        assert [row["numActiveRequests"] for row in (first, second)] == [2, 2]
+        assert second["kvCacheStats"] == first["kvCacheStats"]
+        batches = [row["inflightBatchingStats"] for row in (first, second)]
+        assert [batch["numContextRequests"] for batch in batches] == [2, 1]
+        assert [batch["numScheduledRequests"] for batch in batches] == [2, 1]
+        assert [batch["numCtxTokens"] for batch in batches] == [64 + 66, 65]
+        assert ["kvCacheIterationStats" in row for row in (first, second)] == [True, False]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("api", VERSIONS)
+def test_w10_a_variable_made_rows_of_each_ranks_own_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, api: str
+) -> None:
+    monkeypatch.setenv("TLLM_METRICS_ALL_RANKS", "1")
+
+    async def scenario() -> None:
+        engine = ranked(api=api, kv_cache_blocks=50)
+        params = sim_api(api).SamplingParams(max_tokens=1)
+        results = [engine.generate_async(prompt_of(64 + i, i), params) for i in range(3)]
+        await results[0]
+        rows = await rows_of(engine)
+        assert {row.get("rank") for row in rows} == ({0, 1} if api == "1.3rc" else {None})
+        if api == "1.3rc":
+            assert not any("attentionDpRank" in row for row in rows)
+            assert [row["numActiveRequests"] for row in rows] == [2, 1]
+            assert all("kvCacheIterationStats" in row for row in rows)
+
+    run(scenario)
+
+
 def test_stats_have_a_row_a_rank_and_the_queue_on_rank_0_only() -> None:
     async def scenario() -> None:
         engine = ranked(max_batch_size=1, kv_cache_blocks=50)
@@ -198,9 +250,9 @@ def test_stats_have_a_row_a_rank_and_the_queue_on_rank_0_only() -> None:
         assert [batch["numCtxTokens"] for batch in batches] == [64, 65]
         assert {row["iterLatencyMS"] for row in (first, second)} == {first["iterLatencyMS"]}
         assert first["iterLatencyMS"] == pytest.approx(PROFILE.prefill_s(65, 0) * 1000)
-        assert [row["kvCacheStats"]["allocTotalBlocks"] for row in (first, second)] == [2, 3]
+        assert [row["kvCacheStats"]["allocTotalBlocks"] for row in (first, second)] == [2, 2]
         assert [row["kvCacheStats"]["maxNumBlocks"] for row in (first, second)] == [50, 50]
-        assert [row["numCompletedRequests"] for row in (first, second)] == [1, 1]
+        assert [row["numCompletedRequests"] for row in (first, second)] == [1, 0]
         for result in results:
             await result
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slagate.workers.sim.api import sim_api
+from slagate.workers.sim.api import VERSIONS, sim_api
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.request import SamplingParams, SamplingParams12
 from support.engine.sim_llm import PROFILE, Pair, llm, n_timers, prompt_of, until
@@ -17,10 +17,10 @@ from support.virtual_loop import run
 def test_stats_are_empty_before_the_first_request_and_then_one_dict_an_iteration() -> None:
     async def scenario() -> None:
         engine = llm(kv_cache_blocks=100)
-        assert engine.get_stats(0) == []
+        assert await rows_of(engine) == []
         first = engine.generate_async(prompt_of(64), SamplingParams(max_tokens=3), streaming=True)
         await anext(first)
-        (row,) = engine.get_stats(0)
+        (row,) = await rows_of(engine)
         assert (row["iter"], row["numActiveRequests"], row["numQueuedRequests"]) == (1, 1, 0)
         assert row["iterLatencyMS"] == pytest.approx(PROFILE.prefill_s(64, 0) * 1000)
         assert row["kvCacheStats"]["usedNumBlocks"] == 2
@@ -68,7 +68,7 @@ def test_the_oldest_version_has_neither_a_rank_nor_kv_token_counts(
     async def scenario() -> None:
         engine = llm(api=api)
         await engine.generate_async(prompt_of(64), sim_api(api).SamplingParams(max_tokens=1))
-        (row,) = engine.get_stats(0)
+        (row,) = await rows_of(engine)
         assert ("attentionDpRank" in row) == has_new_keys
         batch = row["inflightBatchingStats"]
         assert COUNTED_SINCE_13 & batch.keys() == (COUNTED_SINCE_13 if has_new_keys else set())
@@ -87,7 +87,7 @@ def test_what_waits_is_counted_by_what_it_waits_for(pair: Pair) -> None:
             prompt_of(70), SamplingParams(max_tokens=1), disaggregated_params=params
         )
         await anext(first)
-        (row,) = engine.get_stats(0)
+        (row,) = await rows_of(engine)
         batch = row["inflightBatchingStats"]
         assert (row["numActiveRequests"], row["numQueuedRequests"]) == (1, 2)
         assert (batch["numQueuedContextRequests"], batch["numQueuedCtxTokens"]) == (1, 90)
@@ -106,7 +106,8 @@ def started_s(row: dict[str, Any]) -> float:
 
 
 async def rows_of(engine: SimLLM) -> list[dict[str, Any]]:
-    return engine.get_stats(0)
+    """Rows of iterations; the newest version has one more, before all of them."""
+    return [row for row in engine.get_stats(0) if row["iter"]]
 
 
 def test_a_rows_time_is_text_and_that_of_its_start() -> None:
@@ -238,6 +239,69 @@ def test_block_counts_are_what_the_events_and_the_results_tell() -> None:
             assert n_at_first == n_allocated - n_grown
         assert min(n_onboarded, n_lost, rank.cache.n_evicted_blocks) > 5
         assert 0.3 < stats["cacheHitRate"] < 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("api", VERSIONS)
+def test_w12_earlier_versions_count_the_hosts_blocks_as_if_they_were_in_use(api: str) -> None:
+    """Those in use are all but the GPU's free ones; those by window, where it has them, are the GPU's."""
+
+    async def scenario() -> None:
+        host = {"host_cache_size": 6 * 32 * PROFILE.kv_bytes_per_token}
+        engine = llm(api=api, kv_cache_blocks=20, kv_cache_config=host)
+        params = sim_api(api).SamplingParams(max_tokens=2)
+        await anext(engine.generate_async(prompt_of(64), params, streaming=True))
+        (row,) = await rows_of(engine)
+        n_host = 6 if api != "1.4rc" else 0
+        shown = [kv_of(row)[name] for name in ("maxNumBlocks", "freeNumBlocks", "usedNumBlocks")]
+        assert shown == [20 + n_host, 18, 2 + n_host]
+        windows = row.get("kvCacheIterationStats")
+        assert (windows is None) == (api in ("1.1", "1.2"))
+        if windows is not None:
+            ((name, window),) = windows.items()
+            assert name == str(engine._checker.max_seq_len)
+            assert [window[f"primary{one}NumBlocks"] for one in ("Max", "Free", "Used")] == [
+                20,
+                18,
+                2,
+            ]
+            assert [window[f"secondary{one}NumBlocks"] for one in ("Max", "Free", "Used")] == [
+                6,
+                6,
+                0,
+            ]
+            assert (window["iterAllocTotalBlocks"], window["iterMissedBlocks"]) == (2, 2)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("manager", "has_groups"), [(True, True), (False, False)])
+def test_w12_the_second_manager_reports_by_group_of_pools_too(
+    manager: bool,  # noqa: FBT001
+    has_groups: bool,  # noqa: FBT001
+) -> None:
+    async def scenario() -> None:
+        cache = {"use_kv_cache_manager_v2": manager, "max_attention_window": [512, 4096]}
+        engine = llm(kv_cache_blocks=20, kv_cache_config=cache)
+        await engine.generate_async(prompt_of(64), SamplingParams(max_tokens=1))
+        (row,) = await rows_of(engine)
+        assert [*row["kvCacheIterationStats"]] == ["512", "4096"]
+        assert ("kvCacheIterationStatsByPoolGroup" in row) == has_groups
+        if has_groups:
+            (group,) = row["kvCacheIterationStatsByPoolGroup"].values()
+            assert (group["windowSizes"], group["primaryMaxNumBlocks"]) == ([512, 4096], 20)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("api", VERSIONS)
+def test_w10_the_newest_has_a_row_before_any_request(api: str) -> None:
+    async def scenario() -> None:
+        rows = llm(api=api).get_stats(0)
+        assert len(rows) == (api == "1.4rc")
+        for row in rows:
+            assert (row["numActiveRequests"], kv_of(row)["usedNumBlocks"]) == (0, 0)
 
     run(scenario)
 
