@@ -35,6 +35,7 @@ from slagate.workers.trtllm.encode import EncodeWorker, start_encoder
 from slagate.workers.trtllm.engine import setting
 from slagate.workers.trtllm.metrics import Observer, Outcome
 from slagate.workers.trtllm.package import shut_down
+from slagate.workers.trtllm.poll import poll_of
 from slagate.workers.trtllm.worker import TrtllmWorker
 
 log = logging.getLogger(__name__)
@@ -389,21 +390,17 @@ class EngineCheck:
                 batch = oe.SubscribeKvEventsResponse.FromString(data).batch
                 for event in batch.events:
                     if event.HasField("block_stored"):
-                        return _Seen(self._described(batch, event.block_stored))
+                        how = _how_polled(self._started.llm, "get_kv_cache_events")
+                        return _Seen(f"{how}; {_described(batch, event.block_stored)}")
         counts = {name: count for name, count in self._worker.counters().items() if count}
         raise _CheckFailed(f"no block was announced in {POLL_LIMIT_S:g} s; counters: {counts}")
 
-    def _described(self, batch: oe.KvEventBatch, stored: oe.BlockStored) -> str:
-        medium = oe.StorageMedium.Name(stored.medium).removeprefix("STORAGE_MEDIUM_")
-        n_bytes = len(stored.block_hashes[0].value)
-        return (
-            f"rank {batch.data_parallel_rank}: {len(stored.block_hashes)} blocks of "
-            f"{stored.block_size} tokens stored on {medium}, hashes of {n_bytes} bytes"
-        )
-
     async def _statistics(self) -> _Seen:
-        if not setting(self._started.llm.args, "enable_iter_perf_stats"):
+        llm = self._started.llm
+        if not setting(llm.args, "enable_iter_perf_stats"):
             return _Seen("enable_iter_perf_stats is off", "off")
+        if poll_of(llm, "get_stats") is None:
+            return _Seen("this engine has no method to be polled for them", "off")
         with anyio.move_on_after(POLL_LIMIT_S):
             await self._polled.row_came.wait()
         load = await self._worker.load(oe.GetLoadRequest(include_per_rank=True))
@@ -413,7 +410,8 @@ class EngineCheck:
         if not isinstance(row, dict):
             raise _CheckFailed(f"a row is {type(row).__name__}, not a dict: {row!r:.200}")
         blocks = f"{load.used_kv_blocks} of {load.total_kv_blocks} KV blocks used"
-        return _Seen(f"a row has {len(row)} keys: {', '.join(sorted(row))}; {blocks}")
+        how = _how_polled(llm, "get_stats")
+        return _Seen(f"{how}; a row has {len(row)} keys: {', '.join(sorted(row))}; {blocks}")
 
     async def _capacity(self) -> _Seen:
         info = await self._worker.server_info()
@@ -454,6 +452,26 @@ class EngineCheck:
     async def _health(self) -> _Seen:
         wanted = oe.HealthRequest(include_inference_probe=True)
         return _healthy(await self._worker.health(wanted))
+
+
+def _how_polled(llm: Any, name: str) -> str:
+    """How the engine is asked for what its method `name` gives."""
+    if name == "get_kv_cache_events" and setting(
+        setting(llm.args.kv_cache_config, "kv_events_config"), "enable_kv_cache_events"
+    ):
+        return "streamed by the engine over ZMQ"
+    poll = poll_of(llm, name)
+    assert poll is not None, "it gave something"
+    return "polled by calls to its process" if poll.may_block else "polled through a queue"
+
+
+def _described(batch: oe.KvEventBatch, stored: oe.BlockStored) -> str:
+    """An event as a subscriber gets it, in one line."""
+    medium = oe.StorageMedium.Name(stored.medium).removeprefix("STORAGE_MEDIUM_")
+    return (
+        f"rank {batch.data_parallel_rank}: {len(stored.block_hashes)} blocks of {stored.block_size} "
+        f"tokens stored on {medium}, hashes of {len(stored.block_hashes[0].value)} bytes"
+    )
 
 
 def _whole_answer(messages: list[oe.GenerateResponse], n_wanted: int) -> _Seen:
