@@ -35,7 +35,8 @@ class Reads(Observer):
         self.events_at_s: list[float] = []
 
     def stats_polled(self, rows: list[Any]) -> None:
-        self.iterations += [row["iter"] for row in rows]
+        # (The newest has a row of before its first iteration.)
+        self.iterations += [row["iter"] for row in rows if row["iter"]]
 
     def events_polled(self, n_events: int) -> None:
         self.events_at_s.append(asyncio.get_running_loop().time())

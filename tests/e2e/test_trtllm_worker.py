@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
@@ -370,7 +371,7 @@ def test_w05_a_prefill_worker_that_its_engine_would_not_survive_does_not_start(
         assert worker.rest_of_stdout() == b""
 
 
-def test_a_prefill_worker_stays_until_its_handoff_was_fetched(tmp_path: Path) -> None:
+def test_a_prefill_worker_that_was_told_to_end_has_its_handoff_fetched(tmp_path: Path) -> None:
     drain = ("--drain", str(HANG_S))
     with (
         trtllm_worker(tmp_path, "prefill", *drain, name="p") as prefill,
@@ -390,7 +391,10 @@ def test_a_prefill_worker_stays_until_its_handoff_was_fetched(tmp_path: Path) ->
             assert sink.tokens == expected(PROMPT, 4)
 
         talk(prefill.address, conversation)
-        assert prefill.popen.wait(HANG_S) == 0
+        # It cannot know that, and stays until the handoff's time limit; a second signal ends it at once.
+        assert prefill.popen.poll() is None
+        prefill.popen.terminate()
+        assert prefill.popen.wait(HANG_S) == -signal.SIGTERM
         # The client may have all of its answer before the engine's last result was measured.
         eventually(lambda: sample(decode, "trtllm_kv_transfer_success_total"), "a fetch is counted")
         assert sample(decode, "trtllm_kv_transfer_success_total") == 1

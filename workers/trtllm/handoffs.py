@@ -1,8 +1,9 @@
 """The sessions that a worker parks for decode workers, and the sessions of others that it resumes.
 
 A prefill worker may end only when its sessions have been fetched, as decode workers read them from its GPU
-memory. TensorRT-LLM does not report that, but its iteration statistics count a request as active until
-then; Dynamo's worker relies on that too.
+memory. TensorRT-LLM does not report that: a request that has answered with a handoff leaves its list of
+active requests, whose length its statistics give (py_executor.py id 4553249729 `_handle_responses`). The
+time limit of a handoff is all that there is to go by.
 """
 
 import asyncio
@@ -14,7 +15,6 @@ import anyio
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.handoff.codec import params_of_session, session_of_params
 from slagate.workers.handoff.seal import check_key, check_seal, seal
-from slagate.workers.trtllm.poll import NewestRows
 
 
 class Handoffs:
@@ -55,6 +55,12 @@ class Handoffs:
         self._forget(until_s=asyncio.get_running_loop().time())
         return len(self._expires_s)
 
+    async def none_left(self) -> None:
+        """Return when each session was released or is past its time limit."""
+        while self.n_parked:
+            first_s = next(iter(self._expires_s.values()))
+            await anyio.sleep(first_s - asyncio.get_running_loop().time())
+
     def park(self, params: Any, *, rank: int | None) -> oe.KvSessionRef:
         """The reference to a session of the engine; `rank` is where the leg was sent, if anywhere."""
         now_s = asyncio.get_running_loop().time()
@@ -87,18 +93,3 @@ class Handoffs:
             if self._expires_s[first] > until_s:
                 return
             del self._expires_s[first]
-
-
-POLL_S = 0.5
-"""How often the time limits of handoffs are checked while no statistics come."""
-
-
-async def until_fetched(rows: NewestRows, handoffs: Handoffs) -> None:
-    """Return when new statistics have no request, or every handoff is past its time limit.
-
-    Without statistics, only the limit counts.
-    """
-    rows.of_rank.clear()
-    while handoffs.n_parked and not rows.say_idle():
-        with anyio.move_on_after(POLL_S):
-            await rows.changed()

@@ -252,7 +252,6 @@ class NewestRows:
 
     def __init__(self, n_ranks: int) -> None:
         self._n_ranks = n_ranks
-        self._changed = anyio.Event()
         self.of_rank: dict[int, dict[str, Any]] = {}
 
     def take_rows(self, rows: list[Any]) -> None:
@@ -264,8 +263,6 @@ class NewestRows:
                     rank = 0  # early versions do not name it
                 if isinstance(rank, int) and rank in range(self._n_ranks):
                     self.of_rank[rank] = row
-        self._changed.set()
-        self._changed = anyio.Event()
 
     async def poll(
         self, llm: Any, activity: Activity, on_rows: Callable[[list[Any]], None]
@@ -280,16 +277,3 @@ class NewestRows:
             on_rows(rows)
 
         await Poller("stats", poll, take, pace=STATS_PACE, activity=activity).run()
-
-    async def changed(self) -> None:
-        """Wait until new rows have come."""
-        await self._changed.wait()
-
-    def say_idle(self) -> bool:
-        """Whether every rank has a row, and no row has a queued or active request."""
-        counts = [
-            row.get(key, 0)
-            for row in self.of_rank.values()
-            for key in ("numActiveRequests", "numQueuedRequests")
-        ]
-        return len(self.of_rank) == self._n_ranks and not any(counts)

@@ -26,7 +26,7 @@ from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.runtime.clock import unix_nanos
 from slagate.workers.trtllm.engine import Engine, EngineApi, EngineGoneError, KvCapacity
 from slagate.workers.trtllm.events import EngineEvents
-from slagate.workers.trtllm.handoffs import Handoffs, until_fetched
+from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.load import attribute, load_info, rank_loads
 from slagate.workers.trtllm.metrics import SILENT, Observer
 from slagate.workers.trtllm.poll import Activity, NewestRows
@@ -187,17 +187,9 @@ class TrtllmWorker(Worker):
         self._running.fail_all(RuntimeError(SHUTTING_DOWN))
 
     async def _handoffs_fetched(self) -> None:
-        # Only the simulated engine has it; TensorRT-LLM does not say when its handoffs have been fetched.
+        # Only the simulated engine knows when its handoffs have been fetched.
         collected = getattr(self._engine.llm, "handoffs_collected", None)
-        if collected is not None:
-            await collected()
-        elif self._handoffs.n_parked:
-            # Other workers read its memory: its statistics are polled on, as they count such requests.
-            self._activity.request_started()
-            try:
-                await until_fetched(self._rows, self._handoffs)
-            finally:
-                self._activity.request_ended()
+        await (self._handoffs.none_left if collected is None else collected)()
 
     async def warm_up(self, limit_s: float, *, on_canary: Callable[[], None]) -> str:
         """Have every rank generate a little, then the probe one token. Why that failed, or ""."""

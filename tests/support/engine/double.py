@@ -26,7 +26,6 @@ from slagate.workers.sim.api import NEWEST, SimApi, sim_api
 from slagate.workers.sim.args import SimSettings
 from slagate.workers.sim.handoff import DisaggIds
 from slagate.workers.sim.outputs import RequestOutput
-from slagate.workers.sim.polls import IterationResult
 
 ENVIRONMENT = "SLAGATE_TEST_ENGINE"
 """JSON: `api`, `init` ("hang", "fail" or seconds), and fields of `SimSettings`."""
@@ -108,8 +107,8 @@ class DoubleLLM:
         self.get_kv_cache_events_async = sim.get_kv_cache_events_async
         self.get_kv_cache_events = sim.get_kv_cache_events
         self.generate_async = _with_faults(sim)
-        self.get_stats_async = lambda timeout=2: _ParkedStats(sim, sim.get_stats_async(timeout))
-        self.get_stats = lambda timeout=2: _with_parked(sim, sim.get_stats(timeout))
+        # No row counts a parked handoff as active (py_executor id 4553249729 `_handle_responses`).
+        self.get_stats_async, self.get_stats = sim.get_stats_async, sim.get_stats
         if self.api.version not in ("1.1", "1.2"):
             self.get_kv_cache_capacity = lambda: _capacity(sim)
             self._check_health = lambda: _check(sim)
@@ -139,39 +138,6 @@ def _check(sim: Any) -> bool:
     if getattr(sim, "check_hangs", False):
         threading.Event().wait()
     return bool(sim._check_health())
-
-
-def _with_parked(sim: Any, rows: list[Any]) -> list[Any]:
-    """Iterations; one more where handoffs changed since: the engine goes round while they are fetched."""
-    row = rows[-1] if rows else getattr(sim, "last_row", None)
-    n_active = sim.n_parked + sim.n_running
-    if row is not None and row["numActiveRequests"] != n_active:
-        row = {**row, "numActiveRequests": n_active}
-        rows = [*rows, row]
-    sim.last_row = row
-    return rows
-
-
-class _ParkedStats:
-    """The same of an iterator over a queue."""
-
-    def __init__(self, sim: Any, result: IterationResult) -> None:
-        self._sim, self._result = sim, result
-        self.mark_undone = result.mark_undone
-
-    def __aiter__(self) -> "_ParkedStats":
-        return self
-
-    async def __anext__(self) -> Any:
-        try:
-            row = await anext(self._result)
-            self._sim.last_row = row
-        except StopAsyncIteration:
-            changed = _with_parked(self._sim, [])
-            if not changed:
-                raise
-            row = changed[0]
-        return row
 
 
 def _with_faults(sim: Any) -> Callable[..., Any]:
