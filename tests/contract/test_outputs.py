@@ -7,8 +7,9 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.handoff.codec import LOGPROB_FLOOR
+from slagate.workers.legs import prefill_leg
 from slagate.workers.worker import Worker
-from support.engine.workers import expected, request
+from support.engine.workers import MODEL, expected, request
 from support.worker.contract import Play, Setup, ask, hand_off, resume
 from support.worker.sinks import KeepingSink
 
@@ -124,13 +125,23 @@ def test_the_first_tokens_logprob_survives_the_handoff(play: Play) -> None:
         async with setup.worker("agg") as agg:
             alone = infos_of(await ask(agg, data))
         async with setup.worker("prefill") as prefill, setup.worker("decode") as decode:
-            session = await hand_off(prefill, data)
-            infos = infos_of(await resume(decode, data, session))
+            if setup.version in ("1.1", "1.2"):
+                for sink in (
+                    await ask(prefill, prefill_leg(data.SerializeToString(), "p")),
+                    await resume(decode, data, await hand_off(prefill, plain(3))),
+                ):
+                    assert (sink.code, sink.messages) == (grpc.StatusCode.UNIMPLEMENTED, [])
+                    assert sink.status.message.startswith("response.return_output_logprobs")
+                models = [await worker.model_info(MODEL) for worker in (prefill, decode)]
+                assert not any(m.generation.output_logprobs.supported for m in models)
+                return
+            infos = infos_of(await resume(decode, data, await hand_off(prefill, data)))
+            behind = infos_of(await resume(decode, data, await hand_off(prefill, plain(3))))
         assert [info.token_id for info in infos] == TOKENS[:3]
-        assert infos[1:] == alone[1:]
-        if "first_gen_log_probs" in session.attributes_struct.fields:
-            assert infos[0] == alone[0]
+        assert infos == alone
         assert all(math.isfinite(info.logprob) for info in infos)
+        # A prefill worker that was not asked for them leaves none of the first token.
+        assert behind == [oe.TokenInfo(token_id=TOKENS[0]), *alone[1:]]
 
     play(scenario)
 
@@ -219,6 +230,178 @@ def test_a_stop_string_is_shown_where_that_is_asked_for(play: Play) -> None:
             assert (sink.tokens, texts(sink)) == (TOKENS[:7], "")
 
     play(scenario)
+
+
+@pytest.mark.parametrize("detokenize", [False, True])
+def test_w06_stop_text_goes_with_an_end_id(inside: Play, detokenize: bool) -> None:  # noqa: FBT001
+    async def scenario(setup: Setup) -> None:
+        options = {"skip_tokenizer_init": False, "end_id": TOKENS[5]}
+        async with setup.worker("agg", **options) as worker:
+            data = stopping_at(text_of(TOKENS[2:4]))
+            data.extra["detokenize"] = detokenize
+            sink = await ask(worker, data)
+            assert sink.tokens == TOKENS[:2]
+            assert sink.messages[-1].finished.stop_match.stop_text == text_of(TOKENS[2:4])
+            data = stopping_at(text_of(TOKENS[7:9]))
+            data.extra["detokenize"] = detokenize
+            sink = await ask(worker, data)
+            assert sink.tokens == TOKENS[:6]
+            assert sink.messages[-1].finished.stop_match.eos_token_id == TOKENS[5]
+
+    inside(scenario)
+
+
+@pytest.mark.parametrize("knows_end", [False, True])
+@pytest.mark.parametrize("detokenize", [False, True])
+def test_w10_stops_end_an_answer_that_ignores_the_end_of_text(
+    inside: Play,
+    knows_end: bool,  # noqa: FBT001
+    detokenize: bool,  # noqa: FBT001
+) -> None:
+    async def scenario(setup: Setup) -> None:
+        options = {"skip_tokenizer_init": False, "engine_knows_end": knows_end}
+        settings = {"end_id": TOKENS[1]}
+        async with setup.worker(
+            "agg", end_id=TOKENS[1], sim_settings=settings, **options
+        ) as worker:
+            for stops, match in (
+                ([{"stop_text": text_of(TOKENS[4:6])}], {"stop_text": text_of(TOKENS[4:6])}),
+                ([{"stop_token_id": TOKENS[4]}], {"stop_token_id": TOKENS[4]}),
+                (
+                    [{"stop_token_id": TOKENS[4]}, {"stop_text": text_of(TOKENS[5:7])}],
+                    {"stop_token_id": TOKENS[4]},
+                ),
+            ):
+                data = plain(12)
+                data.stopping.conditions.extend(oe.StopCondition(**one) for one in stops)
+                data.extra["detokenize"] = detokenize
+                sink = await ask(worker, data)
+                assert sink.tokens == TOKENS[:4]
+                assert sink.messages[-1].finished.stop_match == oe.StopMatch(**match)
+
+    inside(scenario)
+
+
+def test_t2_3_a_stop_with_the_last_token_of_the_budget_is_a_stop(play: Play) -> None:
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg", skip_tokenizer_init=False) as worker:
+            data = plain(6)
+            data.stopping.ignore_eos = False
+            data.stopping.conditions.add(stop_token_id=TOKENS[5])
+            for stop in ("token", "text"):
+                if stop == "text":
+                    data.stopping.conditions[0].stop_text = text_of(TOKENS[4:6])
+                sink = await ask(worker, data)
+                n_tokens = 5 if stop == "token" else 4
+                assert sink.tokens == TOKENS[:n_tokens]
+                assert texts(sink) == text_of(TOKENS[:n_tokens])
+                last = sink.messages[-1]
+                assert last.finished.reason == oe.FINISH_REASON_STOP
+                assert last.usage.completion_tokens == n_tokens
+
+    play(scenario)
+
+
+def by_index(sink: KeepingSink) -> dict[int, tuple[list[int], oe.GenerationFinished]]:
+    """The tokens and the end of each output."""
+    tokens: dict[int, list[int]] = {}
+    ends = {}
+    for message in sink.messages:
+        if message.HasField("token"):
+            tokens.setdefault(message.token.output_index, []).extend(
+                info.token_id for info in message.token.tokens
+            )
+        if message.HasField("finished"):
+            ends[message.finished.output_index] = message.finished
+    return {index: (tokens.get(index, []), end) for index, end in ends.items()}
+
+
+def test_w07_each_of_several_outputs_has_its_own_end(play: Play) -> None:
+    """Before 1.3 only the last one has one of the engine's."""
+    branches = [expected(PROMPT, 9, branch=k) for k in range(3)]
+
+    async def scenario(setup: Setup) -> None:
+        async with setup.worker("agg") as worker:
+            data = plain(9)
+            data.stopping.ignore_eos = False
+            data.sampling.num_sequences = 3
+            data.stopping.conditions.add(stop_token_id=branches[1][2])
+            for is_shown in (False, True):
+                data.stopping.include_stop_in_output = is_shown
+                sink = await ask(worker, data)
+                found = by_index(sink)
+                assert found[0] == (branches[0], found[0][1])
+                assert found[1][0] == branches[1][: 3 if is_shown else 2]
+                assert found[2] == (branches[2], found[2][1])
+                reasons = [found[k][1].reason for k in range(3)]
+                length, stop = oe.FINISH_REASON_LENGTH, oe.FINISH_REASON_STOP
+                assert reasons == [length, stop, length]
+                assert found[1][1].stop_match.stop_token_id == branches[1][2]
+                n_tokens = 18 + (3 if is_shown else 2)
+                assert sink.messages[-1].usage.completion_tokens == n_tokens
+
+    play(scenario)
+
+
+def test_w07_a_stop_text_in_one_of_several_outputs_ends_all(inside: Play) -> None:
+    branches = [expected(PROMPT, 50, branch=k) for k in range(3)]
+    # Spelt so that only a search in the text finds it.
+    stop = f"{branches[1][2]}>"
+
+    async def scenario(setup: Setup) -> None:
+        async with setup.engine("agg", skip_tokenizer_init=False) as (worker, inner, llm):
+            data = plain(50)
+            data.stopping.ignore_eos = False
+            data.sampling.num_sequences = 3
+            data.stopping.conditions.add(stop_text=stop)
+            sink = await ask(worker, data)
+            found = by_index(sink)
+            assert sorted(found) == [0, 1, 2]
+            assert found[1][1].stop_match.stop_text == stop
+            for k in range(3):
+                tokens = found[k][0]
+                assert tokens == branches[k][: len(tokens)]
+            assert {found[k][1].reason for k in (0, 2)} == {oe.FINISH_REASON_LENGTH}
+            assert sink.status.code is grpc.StatusCode.OK
+            # The engine does not go on with what nobody reads.
+            assert (llm.n_running, inner.n_live) == (0, 0)
+
+    inside(scenario)
+
+
+def test_several_tokens_a_step_are_streamed_counted_and_stopped_at(inside: Play) -> None:
+    """Speculative decoding: a response of the engine brings several tokens."""
+
+    async def scenario(setup: Setup) -> None:
+        drafts = {"speculative_config": {"max_draft_len": 3}}
+        settings = {"tokens_per_step": 4}
+        options = {"skip_tokenizer_init": False, "sim_settings": settings, **drafts}
+        async with setup.worker("agg", **options) as worker:
+            data = plain(12)
+            data.response.return_output_logprobs = True
+            sink = await ask(worker, data)
+            assert (sink.tokens, texts(sink)) == (TOKENS[:12], text_of(TOKENS[:12]))
+            assert sink.messages[-1].usage.completion_tokens == 12
+            assert all(info.HasField("logprob") for info in infos_of(sink))
+            counts = [len(m.token.tokens) for m in sink.messages if m.HasField("token")]
+            assert max(counts) > 1
+            sink = await ask(worker, stopping_at(text_of(TOKENS[3:5])))
+            assert (sink.tokens, texts(sink)) == (TOKENS[:3], text_of(TOKENS[:3]))
+            assert sink.messages[-1].usage.completion_tokens == 3
+            several = plain(7)
+            several.sampling.num_sequences = 2
+            found = by_index(await ask(worker, several))
+            assert [found[k][0] for k in range(2)] == [
+                expected(PROMPT, 7, branch=k) for k in range(2)
+            ]
+        async with (
+            setup.worker("prefill") as prefill,
+            setup.worker("decode", **options) as decode,
+        ):
+            sink = await resume(decode, plain(12), await hand_off(prefill, plain(12)))
+            assert sink.tokens == TOKENS[:12]
+
+    inside(scenario)
 
 
 def test_a_stop_string_works_over_a_handoff(play: Play) -> None:

@@ -7,6 +7,7 @@ exact to 2**53 only), `ctx_dp_rank` is present when it is known, also if it is 0
 
 import base64
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from slagate.proto import openengine_pb2 as oe
@@ -74,7 +75,9 @@ def session_of_params(
     return session
 
 
-def params_of_session(session: oe.KvSessionRef) -> dict[str, Any]:
+def params_of_session(
+    session: oe.KvSessionRef, logprob: Callable[[float, int | None], Any] = FirstLogprob
+) -> dict[str, Any]:
     """The fields of a generation-only `DisaggregatedParams` by name, as the newest version has them.
 
     The caller leaves out those that the installed class lacks, and checks the seal (`check_seal`). Raises
@@ -110,7 +113,7 @@ def params_of_session(session: oe.KvSessionRef) -> dict[str, Any]:
         raise invalid(f"{_ATTRIBUTES}.ctx_dp_rank", "is not kv.session.dp_rank")
     if "first_gen_log_probs" in fields:
         entries = _list(fields["first_gen_log_probs"])
-        params["first_gen_log_probs"] = [_log_prob(one) for one in entries]
+        params["first_gen_log_probs"] = [_log_prob(one, logprob) for one in entries]
     return params
 
 
@@ -193,10 +196,10 @@ def floored(number: float) -> float:
     return number if math.isfinite(number) else LOGPROB_FLOOR
 
 
-def _log_prob(value: Any) -> float | dict[int, FirstLogprob]:
+def _log_prob(value: Any, logprob: Callable[[float, int | None], Any]) -> float | dict[int, Any]:
     if value.WhichOneof("kind") == "number_value":
         return floored(value.number_value)
-    entry: dict[int, FirstLogprob] = {}
+    entry: dict[int, Any] = {}
     for candidate in _list(value):
         parts = _list(candidate)
         kinds = [part.WhichOneof("kind") for part in parts]
@@ -204,7 +207,7 @@ def _log_prob(value: Any) -> float | dict[int, FirstLogprob]:
             raise invalid(_LOG_PROBS, "must be numbers, or lists of [token id, number, rank]")
         rank = None if kinds[2] == "null_value" else _whole(parts[2], _LOG_PROBS)
         token = _whole(parts[0], _LOG_PROBS)
-        entry[token] = FirstLogprob(floored(parts[1].number_value), rank)
+        entry[token] = logprob(floored(parts[1].number_value), rank)
     return entry
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.errors import RequestRefused, invalid
+from slagate.workers.errors import RequestRefused, invalid, unsupported
 from slagate.workers.trtllm.load import kv_cache
 from slagate.workers.trtllm.watch import death_of
 
@@ -279,9 +279,31 @@ class Engine:
         if self._measures:
             values["return_perf_metrics"] = True
         try:
-            return self.api.SamplingParams(**values)
+            params = self.api.SamplingParams(**values)
         except ValueError as error:
             raise invalid("sampling", str(error)) from error
+        if values.get("stop") and values.get("end_id") is not None:
+            self._encode_stops(params)
+        return params
+
+    def _encode_stops(self, params: Any) -> None:
+        """Have the stop texts made tokens of, which the engine itself does only without an `end_id`.
+
+        Its own method does it, without the model's configurations: they would add ends of text.
+        """
+        encode = getattr(params, "_setup", None)
+        if encode is None:
+            raise unsupported(
+                "stopping.conditions", "a stop_text needs an engine that knows the end"
+            )
+        names = inspect.signature(encode).parameters
+        absent = {name: None for name in ("hf_model_config", "generation_config") if name in names}
+        encode(self.llm.tokenizer, **absent)
+
+    @property
+    def hands_off_logprobs(self) -> bool:
+        """Whether a handoff has the log probabilities of its first token (TensorRT-LLM's #11727)."""
+        return "first_gen_log_probs" in self._params_fields
 
     def disaggregated(self, **values: Any) -> Any:
         """`DisaggregatedParams` of those values that this version's class has."""
@@ -311,7 +333,7 @@ class Engine:
 
     def is_dead_by(self, error: Exception) -> bool:
         """Whether an error of a submission, or of a request made here, means that the engine is dead."""
-        of_request = (ValueError, NotImplementedError, TypeError, RequestRefused)
+        of_request = (ValueError, NotImplementedError, TypeError, AssertionError, RequestRefused)
         is_requests = isinstance(error, (*of_request, self.api.RequestError))
         return isinstance(error, EngineGoneError) or not is_requests or bool(death_of(self.llm))
 
@@ -321,6 +343,14 @@ class Engine:
         except TypeError:
             return False
         return True
+
+
+def abort(result: Any) -> None:
+    """Abort a request of the engine's, if it still knows it: one that has been shut down does not."""
+    try:
+        result.abort()
+    except Exception:
+        log.warning("engine.abort_failed", exc_info=True)
 
 
 def code_of_failure(error: Exception, *, in_transfer: bool) -> oe.ErrorCode.ValueType:

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.handoff.codec import params_of_session, session_of_params
+from slagate.workers.handoff.codec import FirstLogprob, params_of_session, session_of_params
 from slagate.workers.handoff.seal import check_key, check_seal, seal
 
 
@@ -72,11 +72,14 @@ class Handoffs:
             seal(session, self._key)
         return session
 
-    def params(self, session: oe.KvSessionRef) -> dict[str, Any]:
-        """Arguments for a decode leg's `DisaggregatedParams`. Raises `RequestRefused` naming the field."""
+    def params(self, session: oe.KvSessionRef, logprob: Any) -> dict[str, Any]:
+        """Arguments for a decode leg's `DisaggregatedParams`. Raises `RequestRefused` naming the field.
+
+        `logprob` is the engine's class for a log probability; None: one of slagate's own.
+        """
         if self._key is not None:
             check_seal(session, self._key)
-        return params_of_session(session)
+        return params_of_session(session, logprob or FirstLogprob)
 
     def release(self, session_id: int) -> bool:
         """Free a parked session. False when it is not parked, or cannot be freed."""

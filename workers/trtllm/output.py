@@ -21,9 +21,16 @@ UNFINISHED_CHARACTER = "\ufffd"
 
 
 class HiddenStop(NamedTuple):
-    """A stop string that the answer must not show, and its tokens, by which the engine finds it."""
+    """A stop that the answer must not show: its text ("" for a token), and its tokens."""
 
     text: str
+    tokens: tuple[int, ...]
+
+
+class StopRule(NamedTuple):
+    """A stop condition: the text or token that the answer names, and the tokens that it is found by."""
+
+    cause: str | int
     tokens: tuple[int, ...]
 
 
@@ -35,6 +42,11 @@ class OutputForm(NamedTuple):
     prompt_top_n: int | None = None  # the same for the prompt
     has_text: bool = False
     hidden_stops: tuple[HiddenStop, ...] = ()
+    stops: tuple[StopRule, ...] = ()  # all of them
+    end_id: int | None = None  # the end of text; None: it ends nothing
+    may_lag: bool = (
+        False  # the first token may have no log probabilities: they stayed with the prefill
+    )
 
 
 class OutputCursor:
@@ -50,6 +62,7 @@ class OutputCursor:
         self._form = form
         self._n_tokens = 0
         self._n_text = 0
+        self._n_lagging = 0  # tokens at the front without log probabilities
         self._text_overlaps = [StopOverlap(stop.text) for stop in form.hidden_stops if stop.text]
         self._token_overlaps = [
             StopOverlap(stop.tokens) for stop in form.hidden_stops if stop.tokens
@@ -66,6 +79,8 @@ class OutputCursor:
         if output.finish_reason is None:
             n_tokens -= _held(tokens, self._token_overlaps)
             n_text = self._visible_text(text, n_tokens, len(tokens))
+        elif self._form.hidden_stops:
+            n_text = self._final_text(text, n_tokens)
         new = range(self._n_tokens, n_tokens)
         new_text = text[self._n_text : n_text]
         if not new and not new_text:
@@ -73,10 +88,17 @@ class OutputCursor:
         self._n_tokens = max(self._n_tokens, n_tokens)
         self._n_text = max(self._n_text, n_text)
         logprobs = output.logprobs if self._form.top_n is not None else ()
+        if self._form.may_lag and len(logprobs) < len(tokens):
+            self._n_lagging = 1
+        n_lagging = self._n_lagging
         return oe.TokenOutput(
             output_index=self.index,
             tokens=[
-                token_info(tokens[i], logprobs[i] if i < len(logprobs) else None, self._form.top_n)
+                token_info(
+                    tokens[i],
+                    logprobs[i - n_lagging] if n_lagging <= i < n_lagging + len(logprobs) else None,
+                    self._form.top_n,
+                )
                 for i in new
             ],
             text=new_text,
@@ -94,6 +116,22 @@ class OutputCursor:
         # A stop's tokens may decode to more than its text: a leading space, say.
         return min(n_text - held, self._lengths[0][1])
 
+    def _final_text(self, text: str, n_tokens: int) -> int:
+        """How many first characters of an ended output's `text` are its answer's, which has `n_tokens`.
+
+        A stream's text only grows, so an engine that takes the tokens of a stop back leaves the text that
+        it had made of them, and so does one whose stop is taken back here.
+        """
+        n_seen, n_text_seen = self._lengths[-1]
+        if n_tokens > n_seen or len(text) < n_text_seen:
+            return len(text)
+        known = dict(self._lengths).get(n_tokens)
+        if known is not None:
+            return min(len(text), known)
+        return len(text) - _held(
+            text, [StopOverlap(s.text) for s in self._form.hidden_stops if s.text]
+        )
+
 
 def _held(sequence: Sequence[Any], overlaps: Sequence["StopOverlap"]) -> int:
     """The number of items at the end that are the beginning of a stop."""
@@ -101,7 +139,7 @@ def _held(sequence: Sequence[Any], overlaps: Sequence["StopOverlap"]) -> int:
 
 
 class StopOverlap:
-    """How many items at the end of a growing sequence are the beginning of `stop`, but not all of it.
+    """How many items at the end of a growing sequence are the beginning of `stop`, or all of it.
 
     The prefix function of Knuth, Morris and Pratt (SIAM J. Comput. 6, 1977), computed as far as it is
     needed. So the cost of an item does not depend on the length of the stop, nor on earlier items.
@@ -120,7 +158,7 @@ class StopOverlap:
         """The overlap of the sequence, which is the one of the last call with more items at its end.
 
         >>> [StopOverlap("hello").follow(text) for text in ("say hel", "hello", "hellhe")]
-        [3, 0, 2]
+        [3, 5, 2]
         """
         for i in range(self._n_seen, len(sequence)):
             self._n_held = self._step(self._n_held, sequence[i])
@@ -129,6 +167,8 @@ class StopOverlap:
 
     def _step(self, n_held: int, item: Any) -> int:
         stop, borders = self._stop, self._borders
+        if n_held == len(stop):
+            n_held = borders[n_held]
         while n_held and stop[n_held] != item:
             n_held = borders[n_held]
         if stop[n_held] != item:
@@ -139,7 +179,7 @@ class StopOverlap:
             while n and stop[n] != item:
                 n = borders[n]
             borders.append(n + (stop[n] == item))
-        return borders[n_held] if n_held == len(stop) else n_held
+        return n_held
 
 
 def token_info(token_id: int, entry: Any, top_n: int | None) -> oe.TokenInfo:
@@ -186,13 +226,41 @@ def n_prompt_entries(entries: Sequence[Any], top_n: int) -> int:
     return sum(len(entry) if isinstance(entry, dict) else 1 for entry in entries)
 
 
-def finished(index: int, output: Any, *, end_id: int) -> oe.GenerationFinished:
-    """The end of one output."""
+def settle_end(output: Any, form: OutputForm) -> None:
+    """Give an ended output of the engine's the reason and the tokens that its own tokens say.
+
+    Engines before 1.3 give only the output that ends last a reason, and cut off only its stop. All of them
+    let a stop pass that comes with the last token of the budget, and cut one that they found in the text
+    off the text alone.
+    """
+    tokens = output.token_ids
+    if output.finish_reason is None:
+        output.finish_reason = "length"
+        if tokens and tokens[-1] == form.end_id:
+            output.finish_reason = "stop"
+            return
+    in_text = output.finish_reason == "stop" and isinstance(output.stop_reason, str)
+    if output.finish_reason != "length" and not in_text:
+        return
+    for cause, stop in form.stops:
+        if in_text and cause != output.stop_reason:
+            continue
+        if stop and tuple(tokens[-len(stop) :]) == stop:
+            output.finish_reason, output.stop_reason = "stop", cause
+            if form.hidden_stops:
+                output.token_ids = tokens[: -len(stop)]
+            return
+
+
+def finished(index: int, output: Any, form: OutputForm, *, end_id: int) -> oe.GenerationFinished:
+    """The end of one output. A stop token that the request did not name is an end that the model names."""
     made = oe.GenerationFinished(output_index=index)
     if output.finish_reason == "stop":
         made.reason = oe.FINISH_REASON_STOP
         if isinstance(output.stop_reason, int):
-            made.stop_match.stop_token_id = output.stop_reason
+            is_named = any(rule.cause == output.stop_reason for rule in form.stops)
+            name = "stop_token_id" if is_named else "eos_token_id"
+            setattr(made.stop_match, name, output.stop_reason)
         elif isinstance(output.stop_reason, str):
             made.stop_match.stop_text = output.stop_reason
         else:

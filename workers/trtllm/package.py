@@ -41,6 +41,7 @@ _OPTIONAL = {
     "MetricsCollector": ("tensorrt_llm.metrics",),
     "GuidedDecodingParams": ("tensorrt_llm.sampling_params",),
     "LogitsProcessor": ("tensorrt_llm.sampling_params",),
+    "Logprob": ("tensorrt_llm.executor.result",),
     "get_global_disagg_request_id": ("tensorrt_llm.llmapi.disagg_utils",),
 }
 
@@ -63,6 +64,7 @@ class EnginePackage:
     MetricsCollector: Any | None = None
     GuidedDecodingParams: Any | None = None
     LogitsProcessor: Any | None = None
+    Logprob: Any | None = None
     get_global_disagg_request_id: Any | None = None
 
 

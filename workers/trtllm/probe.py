@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from slagate.workers.trtllm.engine import Engine
+from slagate.workers.trtllm.engine import Engine, abort
 from slagate.workers.trtllm.poll import Activity
 from slagate.workers.trtllm.request import LOCAL
 
@@ -127,7 +127,7 @@ class InferenceProbe:
             await result.aresult()
         except BaseException:
             # Else the probes of an engine that hangs would queue up in it.
-            result.abort()
+            abort(result)
             raise
         if not result.outputs[0].token_ids:
             raise engine.api.RequestError("the engine answered without a token")

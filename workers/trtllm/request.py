@@ -91,12 +91,13 @@ class LegParser:
         window = engine.window_tokens
         self._check_prompt(tokens, kind, window)
         stops = parse_stops(request, engine, vocab_size=identity.vocab_size)
-        form = output_form(request, engine, stops, kind=kind)
+        form = output_form(request, engine, stops, kind=kind, end_id=identity.end_id)
         values = sampling_values(
             request,
             form,
             stops,
             end_id=None if identity.engine_knows_end else identity.end_id,
+            pad_id=identity.end_id,
             room=None if window is None else window - len(tokens),
         )
         guided = guided_params(request, engine)
@@ -156,7 +157,8 @@ class LegParser:
     def _disaggregated(self, request: oe.GenerateRequest, kind: str) -> Any | None:
         engine = self._engine
         if kind == GENERATION_ONLY:
-            params = self._handoffs.params(request.kv.session)
+            logprob = getattr(engine.api, "Logprob", None)
+            params = self._handoffs.params(request.kv.session, logprob)
             for name in ("first_gen_tokens", "draft_tokens"):
                 field = f"kv.session.attributes_struct.{name}"
                 check_vocabulary(field, params[name] or [], vocab_size=self._identity.vocab_size)

@@ -35,7 +35,9 @@ class EngineRequests:
         on_fatal: Callable[[Exception], None],
         observer: Observer,
     ) -> None:
-        """A `request_error` out of a result ends its request; `on_fatal` gets any other error.
+        """A `request_error` out of a result ends its request, and so does an assertion about its contents.
+
+        `on_fatal` gets any other error.
 
         `tasks` is the worker's task group.
         """
@@ -64,8 +66,8 @@ class EngineRequests:
     async def _run(self, request_id: str, stream: EngineStream) -> None:
         try:
             await stream.pump(on_result=self._activity.result_came)
-        except self._request_error as error:
-            stream.fail(error)
+        except (self._request_error, AssertionError) as error:
+            stream.fail_request(error)
         except Exception as error:
             # An error that is not the request's own means that the engine is dead.
             log.exception("engine.fatal")

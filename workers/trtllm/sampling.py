@@ -14,7 +14,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import invalid, unsupported
 from slagate.workers.sampling_limits import SamplingFault, sampling_fault, stopping_fault
 from slagate.workers.trtllm.engine import Engine, setting
-from slagate.workers.trtllm.output import MAX_PROMPT_ENTRIES, HiddenStop, OutputForm
+from slagate.workers.trtllm.output import MAX_PROMPT_ENTRIES, HiddenStop, OutputForm, StopRule
 
 MAX_STOP_TEXT_BYTES = 1024
 """Of one stop text, in UTF-8: the engine searches for each of them in all that it generates."""
@@ -24,6 +24,9 @@ MAX_TOP_N = 20
 
 MAX_SEQUENCES = 2048
 """Of one request, for an engine that does not say its batch size: TensorRT-LLM's default of that."""
+
+NO_END = -1
+"""An `end_id` that no token is."""
 
 UINT32_MAX = 0xFFFFFFFF
 INT32_MAX = 0x7FFFFFFF
@@ -50,7 +53,8 @@ class Stops(NamedTuple):
 
     texts: tuple[str, ...]
     token_ids: tuple[int, ...]
-    hidden: tuple[HiddenStop, ...]  # the texts that the answer must not show
+    rules: tuple[StopRule, ...] = ()  # of all of them
+    hidden: tuple[HiddenStop, ...] = ()  # those that the answer must not show: all, or none
 
 
 def _refuse(fault: SamplingFault | None) -> None:
@@ -64,9 +68,11 @@ def max_sequences(engine: Engine, *, hands_off: bool) -> int:
 
 
 def output_form(
-    request: oe.GenerateRequest, engine: Engine, stops: Stops, *, kind: str
+    request: oe.GenerateRequest, engine: Engine, stops: Stops, *, kind: str, end_id: int
 ) -> OutputForm:
     """What the answer has to contain. Raises `RequestRefused` naming the field.
+
+    `end_id` is the end of text.
 
     The prompt may have `MAX_PROMPT_ENTRIES` log probabilities: of each token its own and its candidates'.
     """
@@ -77,6 +83,10 @@ def output_form(
         raise unsupported("response.prompt_logprob_start", "only 0 is supported")
     logprobs = _top_n(request, "output") if response.return_output_logprobs else None
     prompt_logprobs = _top_n(request, "prompt") if response.return_prompt_logprobs else None
+    if logprobs is not None and hands_off and not engine.hands_off_logprobs:
+        # A decode leg would end in an assertion of the engine's.
+        reason = "this engine hands over no log probabilities of the first token"
+        raise unsupported("response.return_output_logprobs", reason)
     if kind == "generation_only":
         # The prefill worker's answer had the log probabilities of the prompt.
         prompt_logprobs = None
@@ -93,6 +103,9 @@ def output_form(
         prompt_top_n=prompt_logprobs,
         has_text=_wants_text(request, engine),
         hidden_stops=stops.hidden,
+        stops=stops.rules,
+        end_id=None if request.stopping.ignore_eos else end_id,
+        may_lag=kind == "generation_only" and logprobs is not None,
     )
 
 
@@ -102,12 +115,15 @@ def sampling_values(
     stops: Stops,
     *,
     end_id: int | None,
+    pad_id: int,
     room: int | None,
 ) -> dict[str, Any]:
     """Arguments of `SamplingParams`. Raises `RequestRefused` naming the field.
 
     `room` is the number of tokens that the prompt leaves in the context window; None: the engine knows it.
-    Without `end_id` the engine ends a text at the tokens that its tokenizer and its model name.
+    Without `end_id` the engine ends a text at the tokens that its tokenizer and its model name. Engines
+    since 1.3 drop stops with `ignore_eos`, so with stops they are given an end that no token is instead,
+    which is what they make of `ignore_eos` themselves.
     """
     stopping, sampling = request.stopping, request.sampling
     # A budget above the room is reduced, as the engine does, too: the answer then ends by length.
@@ -115,8 +131,12 @@ def sampling_values(
     max_tokens = min(stopping.max_tokens, most) if stopping.HasField("max_tokens") else room
     if max_tokens == 0:
         raise invalid("stopping.max_tokens", "must be at least 1")
+    has_stops = bool(stops.texts or stops.token_ids)
+    if has_stops and stopping.ignore_eos:
+        end_id = NO_END
     values: dict[str, Any] = {
         "end_id": end_id,
+        "pad_id": pad_id if end_id == NO_END else None,
         "max_tokens": max_tokens,
         # The budget is below 2**31, which the engine's native code needs of the minimum, too.
         "min_tokens": min(stopping.min_tokens, most if max_tokens is None else max_tokens)
@@ -125,7 +145,7 @@ def sampling_values(
         "stop": list(stops.texts) or None,
         "stop_token_ids": list(stops.token_ids) or None,
         "include_stop_str_in_output": stopping.include_stop_in_output,
-        "ignore_eos": stopping.ignore_eos,
+        "ignore_eos": stopping.ignore_eos and not has_stops,
         "detokenize": form.has_text,
         "n": form.n_outputs,
         "best_of": form.n_outputs,
@@ -214,9 +234,12 @@ def parse_stops(request: oe.GenerateRequest, engine: Engine, *, vocab_size: int 
         else:
             texts.append(condition.stop_text)
     check_vocabulary(field, token_ids, vocab_size=vocab_size)
-    shown = stopping.include_stop_in_output
-    hidden = () if shown else tuple(HiddenStop(text, engine.stop_tokens(text)) for text in texts)
-    return Stops(tuple(texts), tuple(token_ids), hidden)
+    rules = [StopRule(text, engine.stop_tokens(text)) for text in texts]
+    rules += [StopRule(token, (token,)) for token in token_ids]
+    hidden: list[HiddenStop] = []
+    if not stopping.include_stop_in_output:
+        hidden = [HiddenStop(c if isinstance(c, str) else "", tokens) for c, tokens in rules]
+    return Stops(tuple(texts), tuple(token_ids), tuple(rules), tuple(hidden))
 
 
 def guides_of(engine: Engine) -> dict[str, oe.GuidedDecodingMode.ValueType]:

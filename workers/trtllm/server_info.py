@@ -81,6 +81,7 @@ def server_info(engine: Engine, identity: WorkerIdentity, *, frees_handoffs: boo
 def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:
     """The answer to GetModelInfo, which claims only what this worker can really do."""
     hands_off = identity.role != oe.ENGINE_ROLE_AGGREGATED
+    no_logprobs = oe.LogprobCapabilities(supported=False)
     logprobs = oe.LogprobCapabilities(
         supported=True,
         candidate_selection_modes=[oe.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N],
@@ -96,10 +97,10 @@ def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:
         supports_multimodal=False,
         generation=oe.GenerationCapabilities(
             # The prompt of a decode leg was processed by another engine.
-            prompt_logprobs=oe.LogprobCapabilities(supported=False)
-            if identity.role == oe.ENGINE_ROLE_DECODE
+            prompt_logprobs=no_logprobs if identity.role == oe.ENGINE_ROLE_DECODE else logprobs,
+            output_logprobs=no_logprobs
+            if hands_off and not engine.hands_off_logprobs
             else logprobs,
-            output_logprobs=logprobs,
             guided_decoding=capabilities(engine),
             max_num_sequences=max_sequences(engine, hands_off=hands_off),
             supports_priority=False,

@@ -14,7 +14,7 @@ from slagate.proto.rpc.sinks import Call, PauseGate, Sink
 from slagate.proto.rpc.status import OK, Status
 from slagate.workers.errors import cut
 from slagate.workers.legs import CONTEXT_ONLY
-from slagate.workers.trtllm.engine import code_of_failure
+from slagate.workers.trtllm.engine import abort, code_of_failure
 from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.metrics import Outcome
 from slagate.workers.trtllm.output import (
@@ -23,6 +23,7 @@ from slagate.workers.trtllm.output import (
     finished,
     n_prompt_entries,
     prompt_output,
+    settle_end,
 )
 from slagate.workers.trtllm.request import GENERATION_ONLY, EngineRequest
 
@@ -100,7 +101,7 @@ class EngineStream(Call):
         """Abort the engine's request, now or at its first result."""
         self._abort_wanted = not self._may_abort
         if self._may_abort:
-            self.result.abort()
+            abort(self.result)
 
     def finish(self, status: Status) -> None:
         """End the sink unless it has ended."""
@@ -132,9 +133,30 @@ class EngineStream(Call):
                 elif self._leg.kind == CONTEXT_ONLY and _has_handoff(self._params()):
                     # Parked just when the leg was cancelled: nobody will ever fetch it.
                     self._handoffs.release(self._params().ctx_request_id)
-            if self.parked_id is None and not all(cursor.finished for cursor in self._cursors):
-                self.fail(RuntimeError("the engine's answer has no end"))
+            if self._leg.form.stops or not all(cursor.finished for cursor in self._cursors):
+                self._end_outputs()
             self.finish(OK)
+
+    def _end_outputs(self) -> None:
+        """End what the engine's last result left open, once it has ended any of the outputs.
+
+        A stop text in one output ends the result of all of them. Its request may go on in the engine, which
+        does not look at text.
+        """
+        if self.parked_id is not None:
+            return
+        outputs = self.result.outputs
+        ended = [output for output in outputs if output.finish_reason == "stop"]
+        if any(isinstance(output.stop_reason, str) for output in ended):
+            abort(self.result)
+        is_open = not all(cursor.finished for cursor in self._cursors)
+        if is_open and any(cursor.finished for cursor in self._cursors):
+            for output in outputs:
+                if output.finish_reason is None:
+                    settle_end(output, self._leg.form)
+            self._emit_or_give_up()
+        elif is_open:
+            self.fail(RuntimeError("the engine's answer has no end"))
 
     def _params(self) -> Any:
         return self.result.outputs[0].disaggregated_params
@@ -158,9 +180,12 @@ class EngineStream(Call):
             session = self._handoffs.park(self._params(), rank=self._leg.rank)
             self._send(usage=self._usage(), prefill_ready=oe.PrefillReady(kv_session=session))
             return
+        form = self._leg.form
         for output, cursor in zip(self.result.outputs, self._cursors, strict=True):
             if cursor.finished:
                 continue
+            if form.stops and output.finish_reason is not None:
+                settle_end(output, form)
             delta = cursor.delta(output)
             if delta is not None:
                 self._send(token=delta)
@@ -169,7 +194,7 @@ class EngineStream(Call):
                 is_last = all(one.finished for one in self._cursors)
                 self._send(
                     usage=self._usage() if is_last else None,
-                    finished=finished(cursor.index, output, end_id=self._leg.end_id),
+                    finished=finished(cursor.index, output, form, end_id=self._leg.end_id),
                 )
 
     def _emit_prompt(self, entries: Any, top_n: int) -> None:
@@ -181,6 +206,12 @@ class EngineStream(Call):
             self._abort_engine()
         else:
             self._send(prompt=prompt_output(self._leg.tokens, entries, top_n))
+
+    def fail_request(self, error: Exception) -> None:
+        """End with the error that the engine's result raised; the engine may go on with the request."""
+        self.fail(error)
+        if isinstance(error, AssertionError):
+            abort(self.result)
 
     def fail(self, error: Exception, *, code: oe.ErrorCode.ValueType | None = None) -> None:
         """End the leg with an error event. Without `code` the text of the error decides what it means."""

@@ -278,6 +278,7 @@ def install(package: ModuleType) -> None:
             for name in ("RequestError", "EngineDeadError")
             if hasattr(api, name)
         },
+        "executor.result": {"Logprob": api.Logprob},
         "sampling_params": {"LogitsProcessor": api.LogitsProcessor},
         "scheduling_params": {"SchedulingParams": api.SchedulingParams},
         "metrics": {

@@ -59,6 +59,8 @@ async def engine_worker(
     version: str = NEWEST,
     ranks: int = 1,
     transport: KvTransport | None = None,
+    end_id: int = END_ID,
+    engine_knows_end: bool = False,
     worker_options: Mapping[str, Any] | None = None,
     sim_settings: Mapping[str, Any] | None = None,
     **args: Any,
@@ -66,7 +68,8 @@ async def engine_worker(
     """A worker over an engine of this TensorRT-LLM version, with KV events on.
 
     `ranks` over 1 is attention DP; without a `transport` it is shared memory, where there is need of one.
-    `args` are the engine's, nested ones as dicts; `worker_options` are `TrtllmWorker`'s.
+    `end_id` is the operator's, unless the engine is left to know the end itself. `args` are the engine's,
+    nested ones as dicts; `worker_options` are `TrtllmWorker`'s.
     """
     api = sim_api(version)
     if role != "agg":
@@ -99,7 +102,8 @@ async def engine_worker(
         engine_version=version,
         transfer_backend="" if transport is None else transport.name,
         tensor_parallel_size=ranks,
-        end_id=END_ID,
+        end_id=end_id,
+        engine_knows_end=engine_knows_end,
         vocab_size=VOCAB_SIZE,
     )
     async with AsyncExitStack() as stack:

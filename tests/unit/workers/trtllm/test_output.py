@@ -14,7 +14,9 @@ from slagate.workers.trtllm.output import (
     OutputCursor,
     OutputForm,
     StopOverlap,
+    StopRule,
     prompt_output,
+    settle_end,
     token_info,
 )
 
@@ -27,8 +29,10 @@ def text_of(tokens: list[int]) -> str:
 
 
 def output(tokens: list[int], reason: str | None = None, **more: Any) -> SimpleNamespace:
-    values = {"text": text_of(tokens), "logprobs": [], "finish_reason": reason}
-    return SimpleNamespace(token_ids=tokens, **values | more)
+    values: dict[str, Any] = {"logprobs": [], "finish_reason": reason, **more}
+    if "text" not in values:
+        values["text"] = text_of(tokens)
+    return SimpleNamespace(token_ids=tokens, **values)
 
 
 class Answer(NamedTuple):
@@ -71,6 +75,75 @@ def test_nothing_is_shown_that_the_last_result_takes_back(
     assert streamed(steps, form) == Answer(final, text_of(final))
 
 
+@given(
+    generated=st.lists(st.integers(0, 2), max_size=12),
+    stops=st.lists(words, min_size=1, max_size=3),
+)
+def test_t2_3_text_that_a_stream_keeps_of_a_stop_is_not_shown(
+    generated: list[int], stops: list[list[int]]
+) -> None:
+    """Text only grows: the last result's tokens are without the stop, and its text has the stop's start."""
+    hidden = tuple(HiddenStop(text_of(stop).strip(), tuple(stop)) for stop in stops)
+    form = OutputForm(has_text=True, hidden_stops=hidden)
+    steps, final, seen = [], generated, ""
+    for n in range(1, len(generated) + 1):
+        ended = [stop for stop in stops if generated[:n][-len(stop) :] == stop]
+        if ended:
+            final = generated[: n - len(ended[0])]
+            break
+        seen = text_of(generated[:n])
+        steps.append(output(generated[:n]))
+    steps.append(output(final, "stop", text=seen))
+    assert streamed(steps, form) == Answer(final, text_of(final))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "cause", "settled"),
+    [
+        ([0, 1], None, None, ([0, 1], "length", None)),
+        ([0, 9], None, None, ([0, 9], "stop", None)),
+        ([0, 7], None, None, ([0], "stop", 7)),
+        ([0, 1, 2], None, None, ([0], "stop", "b a")),
+        ([0, 1, 2], "length", None, ([0], "stop", "b a")),
+        ([0, 1, 2], "stop", "b a", ([0], "stop", "b a")),
+        ([0, 7], "stop", "b a", ([0, 7], "stop", "b a")),
+        ([0, 7], "stop", None, ([0, 7], "stop", None)),
+        ([0, 7], "cancelled", None, ([0, 7], "cancelled", None)),
+        ([], None, None, ([], "length", None)),
+    ],
+)
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_w07_an_output_without_a_reason_has_the_one_that_its_tokens_say(
+    tokens: list[int],
+    reason: str | None,
+    cause: Any,
+    settled: tuple[list[int], str, Any],
+    is_hidden: bool,  # noqa: FBT001
+) -> None:
+    rules = (StopRule(7, (7,)), StopRule("b a", (1, 2)))
+    hidden = (HiddenStop("", (7,)), HiddenStop("b a", (1, 2))) if is_hidden else ()
+    ended = output(tokens, reason, text="", stop_reason=cause)
+    settle_end(ended, OutputForm(stops=rules, hidden_stops=hidden, end_id=9))
+    kept, *why = settled
+    assert ended.token_ids == (kept if is_hidden else tokens)
+    assert [ended.finish_reason, ended.stop_reason] == why
+
+
+def test_w10_log_probabilities_one_behind_belong_to_the_tokens_after_the_first() -> None:
+    cursor = OutputCursor(0, OutputForm(top_n=0, may_lag=True))
+    infos = []
+    for tokens, numbers in (
+        ([5], []),
+        ([5, 6, 7], [-1.0, -2.0]),
+        ([5, 6, 7, 8], [-1.0, -2.0, -3.0]),
+    ):
+        delta = cursor.delta(output(tokens, text="", logprobs=numbers))
+        assert delta is not None
+        infos += delta.tokens
+    assert [info.HasField("logprob") for info in infos] == [False, True, True, True]
+    assert [info.logprob for info in infos[1:]] == [-1.0, -2.0, -3.0]
+
+
 def test_only_what_may_become_a_stop_is_held_back() -> None:
     form = OutputForm(hidden_stops=(HiddenStop("bb", (1, 1)),))
     cursor = OutputCursor(0, form)
@@ -92,7 +165,7 @@ def test_an_overlap_is_the_longest_beginning_of_a_stop(stop: str, parts: list[st
     overlap, text = StopOverlap(stop), ""
     for part in parts:
         text += part
-        lengths = [n for n in range(len(stop)) if text.endswith(stop[:n])]
+        lengths = [n for n in range(len(stop) + 1) if text.endswith(stop[:n])]
         assert overlap.follow(text) == max(lengths)
 
 

@@ -208,6 +208,7 @@ def with_tokenizer() -> Engine:
 
     made = engine(generate_async)
     made.tokenizer = SimpleNamespace(encode=lambda text, **_: list(text.encode()))
+    made.llm.tokenizer = made.tokenizer
     return made
 
 

@@ -12,7 +12,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Status
 from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.metrics import SILENT
-from slagate.workers.trtllm.output import MAX_PROMPT_ENTRIES, OutputForm
+from slagate.workers.trtllm.output import MAX_PROMPT_ENTRIES, OutputForm, StopRule
 from slagate.workers.trtllm.poll import Activity
 from slagate.workers.trtllm.request import EngineRequest
 from slagate.workers.trtllm.running import EngineRequests
@@ -101,6 +101,7 @@ def test_a_decode_leg_is_not_aborted_before_its_first_result() -> None:
     [
         (None, oe.StopMatch(eos_token_id=END_ID)),
         (7, oe.StopMatch(stop_token_id=7)),
+        (8, oe.StopMatch(eos_token_id=8)),  # not the request's: the model has several
         ("bye", oe.StopMatch(stop_text="bye")),
     ],
 )
@@ -108,7 +109,8 @@ def test_a_stop_says_what_it_was_also_at_the_end_of_text(
     stop_reason: int | str | None, match: oe.StopMatch
 ) -> None:
     result = Result(tokens=[3], finish_reason="stop", stop_reason=stop_reason)
-    sink, _, _ = play("context_and_generation", result)
+    stops = (StopRule(7, (7,)), StopRule("bye", (1, 2)))
+    sink, _, _ = play("context_and_generation", result, stops=stops)
     last = sink.messages[-1].finished
     assert last.reason == oe.FINISH_REASON_STOP
     assert last.stop_match == match
@@ -279,3 +281,15 @@ def test_everybody_who_waits_for_the_last_request_of_an_engine_is_told() -> None
 
     virtual_loop.run(main)
     assert fatal == []
+
+
+def test_w10_an_abort_that_the_engine_does_not_know_any_more_ends_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Gone(Result):
+        def abort(self) -> None:
+            raise AttributeError("'NoneType' object has no attribute 'abort_request'")
+
+    sink, _, _ = play("context_and_generation", Gone(tokens=[3]), cancel=True)
+    assert sink.status.code is grpc.StatusCode.CANCELLED
+    assert "engine.abort_failed" in caplog.messages

@@ -511,3 +511,23 @@ def test_one_requests_error_is_nobody_elses_whatever_it_says() -> None:
         assert not worker.fatal.is_set()
 
     play(scenario, OldEngine(Failing(tokens=[]), Result(tokens=[3])))
+
+
+def test_w10_an_assertion_about_an_answer_is_that_requests_error_and_ends_it_in_the_engine() -> (
+    None
+):
+    class Asserting(Result):
+        async def __aiter__(self) -> AsyncIterator[Result]:
+            yield self
+            raise AssertionError("logprobs length: 1 != 2")
+
+    async def scenario(worker: TrtllmWorker) -> None:
+        sink = KeepingSink()
+        worker.generate(request().SerializeToString(), (), sink, timeout_s=None)
+        await sink.done()
+        assert sink.messages[-1].error.message == "logprobs length: 1 != 2"
+        assert result.n_aborts == 1
+        assert not worker.fatal.is_set()
+
+    result = Asserting(tokens=[3], finish_reason=None)
+    play(scenario, OldEngine(result))
