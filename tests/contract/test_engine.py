@@ -11,7 +11,8 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
 from slagate.workers.kv_transfer.transport import Done
 from slagate.workers.legs import prefill_leg
-from support.engine.workers import expected, request
+from slagate.workers.profiles.profile import load_profile
+from support.engine.workers import MODEL, PROFILE, expected, request
 from support.kv.memory import MemoryExchange, MemoryTransport
 from support.worker.contract import Play, Setup, ask, hand_off, resume, start
 from support.worker.sinks import KeepingSink
@@ -323,6 +324,33 @@ def test_a_decode_leg_is_not_aborted_while_its_kv_is_on_the_way(inside: Play) ->
     inside(scenario)
 
 
+def test_w12_blocks_on_the_host_are_not_the_gpus(inside: Play) -> None:
+    """Early versions count both in one, as if the host's were all in use."""
+
+    async def scenario(setup: Setup) -> None:
+        n_bytes = 500 * 32 * load_profile(PROFILE).tp(1).kv_bytes_per_token
+        cache = {"max_tokens": 3200, "host_cache_size": n_bytes, "event_buffer_max_size": 0}
+        slow = {"time_scale": 10.0}
+        async with setup.worker("agg", kv_cache_config=cache, sim_settings=slow) as worker:
+            await ask(worker, plain("first", n=1))
+            sink = KeepingSink()
+            start(worker, plain(n=2500).SerializeToString(), sink)
+            while True:
+                await sink.at_least(len(sink.messages) + 5)
+                load = await worker.load(oe.GetLoadRequest())
+                if load.decode_batch_size:
+                    break
+            # Where it has to be learnt, a block may have been in use whenever it was told.
+            assert 99 <= load.total_kv_blocks <= 100
+            assert 0 < load.used_kv_blocks < 90
+            model = await worker.model_info(MODEL)
+            assert 99 * 32 <= model.max_context_length <= 3200
+            await worker.abort(oe.AbortRequest(all_requests=oe.AllRequests()))
+            await sink.done()
+
+    inside(scenario)
+
+
 def test_load_is_that_of_the_ranks(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         cache = {"max_tokens": 3200}
@@ -337,15 +365,16 @@ def test_load_is_that_of_the_ranks(inside: Play) -> None:
             data = plain(n=3000).SerializeToString()
             start(worker, data, sink, metadata=[(TARGET, "1")])
             if setup.version in ("1.1", "1.2"):
-                # Its rows do not say which rank they are of.
+                # All its rows are of the first rank, which has nothing to do.
                 await sink.at_least(100)
                 busy = await worker.load(oe.GetLoadRequest(include_per_rank=True))
                 assert not busy.HasField("decode_batch_size")
-                assert not busy.HasField("queued_requests")
-                assert busy.attributes["ranks_without_stats"] == 2
-                # Neither busy nor idle, each of them.
-                nothing = [oe.RankLoadInfo(data_parallel_rank=rank) for rank in range(2)]
-                assert list(busy.ranks) == nothing
+                assert busy.attributes["ranks_without_stats"] == 1
+                assert busy.ranks[0].HasField("decode_batch_size")
+                assert busy.ranks[0].decode_batch_size == 0
+                # Neither busy nor idle.
+                assert not busy.ranks[1].HasField("decode_batch_size")
+                assert not busy.ranks[1].HasField("running_requests")
                 return
             while True:
                 await sink.at_least(len(sink.messages) + 5)
@@ -356,7 +385,9 @@ def test_load_is_that_of_the_ranks(inside: Play) -> None:
             assert [rank.decode_batch_size for rank in busy.ranks] == [0, 1]
             assert [rank.running_requests for rank in busy.ranks] == [0, 1]
             assert [rank.total_kv_blocks for rank in busy.ranks] == [100, 100]
-            assert busy.ranks[1].used_kv_blocks > busy.ranks[0].used_kv_blocks == 0
+            # Its row has the first rank's blocks in use, and so none.
+            assert not busy.ranks[1].HasField("used_kv_blocks")
+            assert busy.ranks[0].used_kv_blocks == 0
             assert busy.running_tokens > 100
             assert busy.waiting_tokens == 0
             assert busy.attributes["ranks_without_stats"] == 0

@@ -156,12 +156,24 @@ class Engine:
     def learn_blocks(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
         """Learn the size of a rank's KV cache from statistics, for an engine that cannot be asked for it.
 
-        All ranks have the same size; should they differ, the smallest counts.
+        All ranks have the same size; should they differ, the smallest counts. Where it cannot be told from
+        the host's, it is at least the most that was free at once: before the first requests, nearly all.
         """
-        caches = [kv_cache(row) for row in rows.values()]
-        sizes = [cache.get("maxNumBlocks") for cache in caches if cache is not None]
-        known = [size for size in sizes if isinstance(size, int) and size > 0]
-        self._learned_blocks = min(known, default=self._learned_blocks)
+        caches = [
+            kv_cache(row, has_host_blocks=self.has_host_blocks) or {} for row in rows.values()
+        ]
+
+        def known(name: str) -> list[int]:
+            return [
+                size for cache in caches if isinstance(size := cache.get(name), int) and size > 0
+            ]
+
+        if sizes := known("maxNumBlocks"):
+            self._learned_blocks = min(sizes)
+        elif free := known("freeNumBlocks"):
+            self._learned_blocks = (
+                max(free) if self._learned_blocks is None else max(self._learned_blocks, *free)
+            )
 
     def takes(self, keyword: str) -> bool:
         """Whether this version's `generate_async` has the keyword."""
@@ -225,6 +237,16 @@ class Engine:
         """`kv_events_config` of an engine that streams its events, and so has none to poll; else None."""
         config = setting(setting(self.llm.args, "kv_cache_config"), "kv_events_config")
         return config if setting(config, "enable_kv_cache_events") else None
+
+    @property
+    def has_host_blocks(self) -> bool:
+        """Whether the operator gave the KV cache a part of the host's memory."""
+        return bool(setting(setting(self.llm.args, "kv_cache_config"), "host_cache_size"))
+
+    @property
+    def known_blocks(self) -> int | None:
+        """KV blocks of one rank's pool, as the engine said or as its statistics let know."""
+        return self._learned_blocks if self._capacity is None else self._capacity.blocks
 
     @property
     def cache_levels(self) -> tuple[int, ...]:

@@ -4,6 +4,10 @@ The row of a rank is as old as its last iteration, so the rows of an idle engine
 as 0 for everything that only running requests have. Their blocks in use are left out: those of requests are
 free by now, those of parked handoffs may not be. Keys that a version does not have stay absent, so that a
 client can tell "not known" from 0.
+
+Since TensorRT-LLM reports every attention-DP rank, the row of a rank above 0 is a copy of rank 0's, in
+which only its batch is its own (py_executor.py ids 51964186099, 65844652397): its used blocks are unknown.
+A row that names `rank` instead of `attentionDpRank` is wholly its own. Early versions report rank 0 only.
 """
 
 from collections.abc import Mapping
@@ -16,7 +20,9 @@ Row = Mapping[str, Any]
 RUNNING_TOKENS = ("numCtxTokens", "numCtxKvTokens", "numGenKvTokens")
 WAITING_TOKENS = ("numQueuedCtxTokens", "numQueuedGenKvTokens", "numPausedKvTokens")
 RANKS_WITHOUT_STATS = "ranks_without_stats"
-"""Attribute: the number of ranks without a row. Where rows do not name their rank, there never is one."""
+"""Attribute: the number of ranks without a row. Where rows do not name their rank, they are rank 0's."""
+
+_FIGURES = ("max", "used", "free")
 
 MAX_EXACT = 2**53
 """Integers that a Struct's doubles hold exactly; larger ones travel as decimal strings."""
@@ -29,14 +35,18 @@ def load_info(
     n_live: int,
     blocks_per_rank: int | None,
     used_blocks: int | None = None,
+    has_host_blocks: bool = False,
 ) -> oe.LoadInfo:
     """The load of the whole worker.
 
     `n_live` counts requests that were accepted and have not ended, also those that wait in the engine, as
     TensorRT-LLM's own server does. `used_blocks` are those in use now, where the engine can say.
+    `has_host_blocks` is of `kv_cache`.
     """
     info = oe.LoadInfo(running_requests=n_live)
-    batches = [_nested(row, "inflightBatchingStats") for row in rows.values()]
+    # A sum over some of the ranks would look like a smaller worker.
+    has_all = len(rows) == n_ranks
+    batches = [_nested(row, "inflightBatchingStats") for row in rows.values() if has_all]
     idle = n_live == 0 and bool(rows)
     _fill(
         info,
@@ -46,14 +56,15 @@ def load_info(
         prefill_batch_size=_total(batches, ("numContextRequests",), idle=idle),
         decode_batch_size=_total(batches, ("numGenRequests",), idle=idle),
     )
-    caches = [kv_cache(row) for row in rows.values()]
+    caches = [kv_cache(row, has_host_blocks=has_host_blocks) for row in rows.values()]
     total_blocks = None if blocks_per_rank is None else blocks_per_rank * n_ranks
-    # A sum over some of the ranks would look like a smaller worker.
-    if len(rows) == n_ranks:
+    if has_all:
         if total_blocks is None:
             total_blocks = _sum(caches, "maxNumBlocks")
         if used_blocks is None:
-            used_blocks = None if idle else _sum(caches, "usedNumBlocks")
+            used = [_used_blocks(cache, blocks_per_rank) for cache in caches]
+            known = [n_used for n_used in used if n_used is not None]
+            used_blocks = sum(known) if len(known) == n_ranks and not idle else None
     _fill(info, used_kv_blocks=used_blocks, total_kv_blocks=total_blocks)
     if n_ranks > 1:
         info.attributes[RANKS_WITHOUT_STATS] = n_ranks - len(rows)
@@ -67,6 +78,7 @@ def rank_loads(
     n_live: int,
     blocks_per_rank: int | None,
     used_blocks: int | None = None,
+    has_host_blocks: bool = False,
 ) -> list[oe.RankLoadInfo]:
     """One entry for each rank; an entry without a row has only what the engine's configuration says.
 
@@ -77,13 +89,14 @@ def rank_loads(
         load = oe.RankLoadInfo(data_parallel_rank=rank)
         row = rows.get(rank)
         idle = n_live == 0 and row is not None
-        batch, cache = _nested(row, "inflightBatchingStats"), kv_cache(row)
+        batch = _nested(row, "inflightBatchingStats")
+        cache = kv_cache(row, has_host_blocks=has_host_blocks)
         used, total = used_blocks if n_ranks == 1 else None, blocks_per_rank
         if used is None and not idle:
-            used = _count(cache, "usedNumBlocks")
+            used = _used_blocks(cache, blocks_per_rank)
         _fill(
             load,
-            running_requests=0 if idle else _count(row, "numActiveRequests"),
+            running_requests=0 if idle else _running(row, batch),
             queued_requests=0 if idle else _count(row, "numQueuedRequests"),
             used_kv_blocks=used,
             total_kv_blocks=_count(cache, "maxNumBlocks") if total is None else total,
@@ -94,22 +107,52 @@ def rank_loads(
     return loads
 
 
-def kv_cache(row: Row | None) -> Row | None:
-    """The figures of a row's KV cache under the names of `kvCacheStats`; None where it has none.
+def kv_cache(row: Row | None, *, has_host_blocks: bool = False) -> Row | None:
+    """The figures of a row's GPU blocks under the names of `kvCacheStats`; None where it has none.
 
-    Newer versions have figures of the GPU's blocks by attention window instead. Those of the largest window
-    are used, which KV events are about, too.
+    Newer versions have them by attention window; those of the largest window are used, which KV events are
+    about, too. Of `kvCacheStats` only the free blocks are the GPU's where the engine `has_host_blocks` and
+    may be from before TensorRT-LLM's pull request #15075.
     """
-    cache = _nested(row, "kvCacheStats")
-    if cache is not None:
-        return cache
+    figures = _of_largest_window(row) or _nested(row, "kvCacheStats")
+    if figures is None:
+        return None
+    names = {"maxNumBlocks", "usedNumBlocks", "freeNumBlocks"}
+    if has_host_blocks and _of_largest_window(row) is None:
+        names = {"freeNumBlocks"}
+    if _is_copy(row):
+        names &= {"maxNumBlocks"}
+    return {name: figures.get(name) for name in names}
+
+
+def _is_copy(row: Row | None) -> bool:
+    """Whether a row is rank 0's, with another rank's batch in it."""
+    return bool(_count(row, "attentionDpRank"))
+
+
+def _running(row: Row | None, batch: Row | None) -> int | None:
+    """Requests that the rank of a row has taken up."""
+    if not _is_copy(row):
+        return _count(row, "numActiveRequests")
+    counts = [_count(batch, f"num{kind}Requests") for kind in ("Context", "Gen", "Paused")]
+    return None if None in counts else sum(count or 0 for count in counts)
+
+
+def _used_blocks(cache: Row | None, blocks_per_rank: int | None) -> int | None:
+    """Blocks of a rank that requests refer to, from the figures of `kv_cache`."""
+    used, free = _count(cache, "usedNumBlocks"), _count(cache, "freeNumBlocks")
+    if used is None and free is not None and blocks_per_rank is not None:
+        return max(0, blocks_per_rank - free)
+    return used
+
+
+def _of_largest_window(row: Row | None) -> Row | None:
     windows = _nested(row, "kvCacheIterationStats") or {}
     sizes = {int(key): key for key in windows if isinstance(key, str) and key.isdecimal()}
     largest = _nested(windows, sizes[max(sizes)]) if sizes else None
     if largest is None:
         return None
-    names = {"maxNumBlocks": "primaryMaxNumBlocks", "usedNumBlocks": "primaryUsedNumBlocks"}
-    return {name: largest.get(primary) for name, primary in names.items()}
+    return {f"{name}NumBlocks": largest.get(f"primary{name.title()}NumBlocks") for name in _FIGURES}
 
 
 def attribute(count: int) -> int | str:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
+import msgspec
 
 from slagate.workers.kv_events.fields import TURN_WORK
 from slagate.workers.runtime.cooperative import finish_cooperatively
@@ -248,21 +249,27 @@ def _flat(polled: Any) -> Iterator[Any]:
 
 
 class NewestRows:
-    """The newest iteration statistics of each attention-DP rank."""
+    """The newest iteration statistics of each attention-DP rank. Rows that cannot be used are counted."""
 
     def __init__(self, n_ranks: int) -> None:
         self._n_ranks = n_ranks
+        self._n_unusable = 0
+        self._poller: Poller | None = None
         self.of_rank: dict[int, dict[str, Any]] = {}
 
-    def take_rows(self, rows: list[Any]) -> None:
-        """Keep the newest row of each rank; what is no row, or does not name its rank, is ignored."""
-        for row in rows:
-            if isinstance(row, dict):
-                rank = row.get("attentionDpRank")
-                if rank is None and self._n_ranks == 1:
-                    rank = 0  # early versions do not name it
-                if isinstance(rank, int) and rank in range(self._n_ranks):
-                    self.of_rank[rank] = row
+    def take_rows(self, rows: list[Any]) -> list[dict[str, Any]]:
+        """Keep the newest row of each rank, and return all that are rows, which may come as JSON text."""
+        read = [row for row in map(_row, rows) if row is not None]
+        self._n_unusable += len(rows) - len(read)
+        for row in read:
+            rank = row.get("attentionDpRank")
+            # With TLLM_METRICS_ALL_RANKS it had another name for a while; before, only the first had rows.
+            rank = row.get("rank", 0) if rank is None else rank
+            if type(rank) is int and rank in range(self._n_ranks):
+                self.of_rank[rank] = row
+            else:
+                self._n_unusable += 1
+        return read
 
     async def poll(
         self, llm: Any, activity: Activity, on_rows: Callable[[list[Any]], None]
@@ -273,7 +280,23 @@ class NewestRows:
             return
 
         def take(rows: list[Any]) -> None:
-            self.take_rows(rows)
-            on_rows(rows)
+            if read := self.take_rows(rows):
+                on_rows(read)
 
-        await Poller("stats", poll, take, pace=STATS_PACE, activity=activity).run()
+        self._poller = Poller("stats", poll, take, pace=STATS_PACE, activity=activity)
+        await self._poller.run()
+
+    def counters(self) -> dict[str, int]:
+        """Counts of rows that could not be used, and of polls that failed, by name."""
+        n_errors = 0 if self._poller is None else self._poller.n_errors
+        return {"stats_unusable_rows": self._n_unusable, "stats_poll_errors": n_errors}
+
+
+def _row(item: object) -> dict[str, Any] | None:
+    """A row of statistics, which some versions hand over as JSON text; None for anything else."""
+    if isinstance(item, str | bytes):
+        try:
+            item = msgspec.json.decode(item)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+    return item if isinstance(item, dict) else None

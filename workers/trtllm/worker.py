@@ -243,7 +243,8 @@ class TrtllmWorker(Worker):
         scope: dict[str, Any] = {
             "n_ranks": engine.n_ranks,
             "n_live": len(self._running),
-            "blocks_per_rank": engine.blocks_per_rank,
+            "blocks_per_rank": engine.known_blocks,
+            "has_host_blocks": engine.has_host_blocks,
             "used_blocks": getattr(llm, "used_blocks", None),
         }
         info = load_info(self._rows.of_rank, **scope)
@@ -254,7 +255,7 @@ class TrtllmWorker(Worker):
         if self._identity.transfer_backend:
             n_parked = getattr(llm, "n_parked", None)
             info.active_kv_sessions = self._handoffs.n_parked if n_parked is None else n_parked
-        counts = dict(self._events.counters())
+        counts = self._events.counters() | self._rows.counters()
         if self._connector is not None:
             counts |= self._connector.counters()
         # Only the simulated engine has these.

@@ -232,7 +232,26 @@ def test_w01_an_engine_that_says_nothing_of_itself_is_served_with_defaults() -> 
     assert (bare.max_batch_size, bare.max_num_tokens, bare.max_prompt_tokens) == (None, None, None)
     assert bare.events_off()
     bare.learn_blocks({0: {"kvCacheStats": {"maxNumBlocks": 10}}})
+    assert bare.known_blocks == 10
     assert bare.window_tokens == 320
+
+
+def test_w12_a_window_is_not_learnt_from_blocks_on_the_host() -> None:
+    """Of an early version's figures only the free blocks are the GPU's, never more than it has."""
+    cache = SimpleNamespace(tokens_per_block=32, host_cache_size=1 << 30)
+    made = engine(lambda inputs: None, kv_cache_config=cache, max_seq_len=100_000)
+
+    def learn(n_free: int) -> tuple[int | None, int | None]:
+        stats = {"maxNumBlocks": 160, "freeNumBlocks": n_free, "usedNumBlocks": 160 - n_free}
+        made.learn_blocks({0: {"kvCacheStats": stats}})
+        return made.known_blocks, made.window_tokens
+
+    assert [learn(n_free) for n_free in (99, 3, 100, 0)] == [
+        (99, 99 * 32), (99, 99 * 32), (100, 3200), (100, 3200),
+    ]  # fmt: skip
+    window = {"32768": {"primaryMaxNumBlocks": 100, "primaryUsedNumBlocks": 3}}
+    made.learn_blocks({0: {"kvCacheStats": None, "kvCacheIterationStats": window}})
+    assert made.window_tokens == 3200
 
 
 @pytest.mark.parametrize("answer", [{}, {"maxNumBlocks": 0, "maxNumTokens": 0}, None, OSError("x")])

@@ -327,10 +327,32 @@ def test_whatever_was_read_is_passed_on_when_the_worker_is_cancelled(n_turns: in
 def test_rows_are_kept_by_rank_the_newest_wins() -> None:
     rows = NewestRows(2)
     rows.take_rows([{"attentionDpRank": 0, "iter": 1}, {"attentionDpRank": 1, "iter": 1}])
-    rows.take_rows(
-        [{"attentionDpRank": 1, "iter": 2}, None, 7, {"attentionDpRank": 2}, {"iter": 9}]
-    )
+    rows.take_rows([{"attentionDpRank": 1, "iter": 2}, {"attentionDpRank": 2}])
     assert {rank: row["iter"] for rank, row in rows.of_rank.items()} == {0: 1, 1: 2}
-    unnamed = NewestRows(1)
-    unnamed.take_rows([{"iter": 3}])
-    assert unnamed.of_rank == {0: {"iter": 3}}
+    # A newer version's name, and none: early versions have rows of the first rank only.
+    rows.take_rows(
+        [{"rank": 1, "iter": 3}, {"iter": 9}, {"attentionDpRank": 0, "rank": 1, "iter": 10}]
+    )
+    assert {rank: row["iter"] for rank, row in rows.of_rank.items()} == {0: 10, 1: 3}
+    assert rows.counters()["stats_unusable_rows"] == 1
+
+
+def test_w10_rows_of_any_shape_are_read_or_counted() -> None:
+    rows = NewestRows(1)
+    odd = [
+        None,
+        7,
+        "",
+        "[",
+        b"\xff",
+        "[" * 10_000,
+        "7",
+        [],
+        {"attentionDpRank": "0"},
+        {"rank": True},
+    ]
+    text = '{"iter": 4, "kvCacheStats": null}'
+    read = rows.take_rows([*odd, text, text.encode()])
+    assert rows.of_rank == {0: {"iter": 4, "kvCacheStats": None}}
+    assert len(read) == 4
+    assert rows.counters() == {"stats_unusable_rows": len(odd), "stats_poll_errors": 0}
