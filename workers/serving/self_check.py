@@ -122,11 +122,6 @@ class Checks:
         self._begin = begin
         self.rows: list[CheckRow] = []
 
-    @property
-    def all_passed(self) -> bool:
-        """Whether no check failed."""
-        return all(row.result != "failed" for row in self.rows)
-
     async def add_row(self, what: str, check: Awaitable[_Seen]) -> bool:
         """Run a check and keep its row. Whether it did not fail."""
         self._begin(what)
