@@ -8,7 +8,7 @@ configurations are strict, and may come as a dict. `SimSettings` has what a real
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os.path import isdir
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AliasChoices,
@@ -153,6 +153,34 @@ class EagleDecodingConfig(_Strict):
     eagle3_one_model: bool | None = True
     eagle3_layers_to_capture: set[int] | None = None
     eagle3_model_arch: Literal["llama3", "mistral_large3"] = "llama3"
+
+
+class EagleDecodingConfig11(_Strict):
+    """`speculative_config` of Eagle in 1.1 and 1.2: an object, as no dict is taken."""
+
+    decoding_type: ClassVar[str] = "Eagle"
+    max_draft_len: PositiveInt
+    max_total_draft_tokens: int | None = None
+    speculative_model_dir: str
+    max_concurrency: int | None = None
+    load_format: str | None = None
+    acceptance_window: int | None = None
+    acceptance_length_threshold: float | None = None
+    eagle3_one_model: bool | None = True
+    eagle3_layers_to_capture: set[int] | None = None
+
+
+class DecodingBaseConfig11:
+    """`llmapi.llm_args.DecodingBaseConfig` of 1.1 and 1.2 (id 1090804222); of the types there, Eagle."""
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> EagleDecodingConfig11:
+        """The section of a YAML file as an object; takes the type out of `data`. Raises `ValueError`."""
+        decoding_type = data.get("decoding_type")
+        if decoding_type != "Eagle":
+            raise ValueError(f"Invalid decoding type: {decoding_type}")
+        data.pop("decoding_type")
+        return EagleDecodingConfig11(**data)
 
 
 def _checked_if_eagle(value: Any) -> Any:

@@ -23,7 +23,13 @@ import prometheus_client
 from slagate.workers.kv_transfer.shm import SharedMemoryTransport
 from slagate.workers.profiles.profile import load_profile
 from slagate.workers.sim.api import NEWEST, SimApi, sim_api
-from slagate.workers.sim.args import SimSettings
+from slagate.workers.sim.args import (
+    DECODING_TYPE,
+    LACKS,
+    DecodingBaseConfig11,
+    EagleDecodingConfig,
+    SimSettings,
+)
 from slagate.workers.sim.handoff import DisaggIds
 from slagate.workers.sim.outputs import RequestOutput
 
@@ -272,6 +278,12 @@ def install(package: ModuleType) -> None:
         "llmapi": {"DisaggregatedParams": api.DisaggregatedParams},
         "llmapi.llm": {"SamplingParams": api.SamplingParams},
         "llmapi.disagg_utils": {},
+        # Newer ones read sections from dicts by themselves, and their class has no `from_dict`.
+        "llmapi.llm_args": {
+            "DecodingBaseConfig": DecodingBaseConfig11
+            if DECODING_TYPE in LACKS[api.version]
+            else EagleDecodingConfig
+        },
         "executor": {},
         "executor.utils": {
             name: getattr(api, name)
