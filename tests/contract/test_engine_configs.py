@@ -17,6 +17,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.workers.client.client import connect_worker
 from slagate.workers.engine_args.build import build_engine_args
 from slagate.workers.engine_args.yaml_text import engine_configs
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.serving.start import Phases, StartingWorker, start_engine, worker_over
 from slagate.workers.sim.api import VERSIONS
 from slagate.workers.trtllm.encode import EncodeWorker, start_encoder
@@ -33,10 +34,13 @@ PROMPT = list(range(1, 101))
 SETTINGS = {"time_scale": 0.0, "n_gpus": 16}
 
 
+def text_of(name: str) -> str:
+    return files("slagate.configs").joinpath("engines", f"{name}.yaml").read_text()
+
+
 def versions_of(name: str) -> list[str]:
     """The versions in the head of the file."""
-    text = files("slagate.configs").joinpath("engines", f"{name}.yaml").read_text()
-    (line,) = re.findall(r"^# TensorRT-LLM: (.*)$", text, re.MULTILINE)
+    (line,) = re.findall(r"^# TensorRT-LLM: (.*)$", text_of(name), re.MULTILINE)
     return re.findall(r"\d+\.\d+(?:rc)?", line)
 
 
@@ -53,10 +57,10 @@ CASES = [
 
 
 @asynccontextmanager
-async def started(name: str) -> AsyncIterator[Worker]:
-    """A worker with this configuration, over the installed double."""
-    role = role_of(name)
-    args = build_engine_args(role=role, cli={"model": MODEL}, extra=Path(name), override=None)
+async def started(name: str, file: Path | None = None) -> AsyncIterator[Worker]:
+    """A worker with this configuration, or the one in `file`, over the installed double."""
+    role, extra = role_of(name), file or Path(name)
+    args = build_engine_args(role=role, cli={"model": MODEL}, extra=extra, override=None)
     options = options_of(args)
     if role == "encode":
         encoder = EncodeWorker(await start_encoder(args.values), model=MODEL, instance_id=name)
@@ -109,13 +113,21 @@ def test_t2_1_a_configuration_serves_on_each_version_that_it_names(name: str, ve
 
 @pytest.mark.parametrize("version", ["1.1", "1.2"])
 @pytest.mark.parametrize("role", ["agg", "prefill", "decode"])
-def test_w08_drafting_does_not_start_on_the_versions_that_its_files_leave_out(
-    role: str, version: str
+def test_w08_drafting_has_other_names_in_the_versions_that_its_files_leave_out(
+    role: str, version: str, tmp_path: Path
 ) -> None:
+    """What the engine says of the names of now is told as the mistake of an argument."""
+    older = tmp_path / "older.yaml"
+    text = text_of(f"llama4-eagle/{role}").replace("decoding_type: Eagle3", "decoding_type: Eagle")
+    older.write_text(text.replace("speculative_model:", "speculative_model_dir:"))
+
     async def main() -> None:
-        with pytest.raises(AttributeError, match="decoding_type"):
+        with pytest.raises(UsageError, match="Invalid decoding type: Eagle3"):
             async with started(f"llama4-eagle/{role}"):
                 pass
+        with anyio.fail_after(HANG_S):
+            async with started(f"llama4-eagle/{role}", older) as worker:
+                assert (await worker.health(oe.HealthRequest())).state == oe.HEALTH_STATE_READY
 
     with installed(version, **SETTINGS):
         anyio.run(main)

@@ -27,6 +27,7 @@ from slagate.workers.trtllm.package import (
     EnginePackage,
     as_usage,
     check_installed,
+    constructor_values,
     handoff_ids,
     load_package,
     set_engine_log_level,
@@ -241,7 +242,9 @@ async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phas
     if options.logits.is_used and package.LogitsProcessor is None:
         raise UsageError(f"--logits-processor: tensorrt_llm {package.version} has none")
     phases.begin_phase("engine")
-    llm = await run_in_daemon_thread(as_usage(lambda: package.LLM(**options.args.values)))
+    llm = await run_in_daemon_thread(
+        as_usage(lambda: package.LLM(**constructor_values(package, options.args.values)))
+    )
     try:
         identity = identity_of(llm, package, options, instance_id=instance_id)
         options.logits.check(end_id=identity.end_id, vocab_size=identity.vocab_size)

@@ -43,6 +43,7 @@ _OPTIONAL = {
     "LogitsProcessor": ("tensorrt_llm.sampling_params",),
     "Logprob": ("tensorrt_llm.executor.result",),
     "get_global_disagg_request_id": ("tensorrt_llm.llmapi.disagg_utils",),
+    "DecodingBaseConfig": ("tensorrt_llm.llmapi.llm_args",),
 }
 
 LOG_LEVEL = "TLLM_LOG_LEVEL"
@@ -66,6 +67,7 @@ class EnginePackage:
     LogitsProcessor: Any | None = None
     Logprob: Any | None = None
     get_global_disagg_request_id: Any | None = None
+    DecodingBaseConfig: Any | None = None
 
 
 def check_installed() -> None:
@@ -159,6 +161,20 @@ def as_usage(construct: Callable[[], _T]) -> Callable[[], _T]:
             raise UsageError(f"engine arguments: {error}") from error
 
     return constructed
+
+
+def constructor_values(package: EnginePackage, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments as this version's constructor takes them. Raises `ValueError` for a wrong section.
+
+    Before pull request #11158 it takes no dict for `speculative_config`; what made one of a YAML file then,
+    `from_dict`, is gone since.
+    """
+    section = values.get("speculative_config")
+    from_dict = getattr(package.DecodingBaseConfig, "from_dict", None)
+    if from_dict is None or not isinstance(section, Mapping):
+        return values
+    # A copy, as the type is taken out of what it is given.
+    return {**values, "speculative_config": from_dict(dict(section))}
 
 
 async def shut_down(llm: Any, *, limit_s: float) -> bool:
