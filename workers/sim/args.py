@@ -170,7 +170,7 @@ class EagleDecodingConfig11(_Strict):
     eagle3_layers_to_capture: set[int] | None = None
 
 
-class DecodingBaseConfig11:
+class DecodingSection11:
     """`llmapi.llm_args.DecodingBaseConfig` of 1.1 and 1.2 (id 1090804222); of the types there, Eagle."""
 
     @staticmethod

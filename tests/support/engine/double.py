@@ -26,7 +26,7 @@ from slagate.workers.sim.api import NEWEST, SimApi, sim_api
 from slagate.workers.sim.args import (
     DECODING_TYPE,
     LACKS,
-    DecodingBaseConfig11,
+    DecodingSection11,
     EagleDecodingConfig,
     SimSettings,
 )
@@ -280,7 +280,7 @@ def install(package: ModuleType) -> None:
         "llmapi.disagg_utils": {},
         # Newer ones read sections from dicts by themselves, and their class has no `from_dict`.
         "llmapi.llm_args": {
-            "DecodingBaseConfig": DecodingBaseConfig11
+            "DecodingBaseConfig": DecodingSection11
             if DECODING_TYPE in LACKS[api.version]
             else EagleDecodingConfig
         },

@@ -10,7 +10,7 @@ import pytest
 from slagate.workers.sim.api import VERSIONS, sim_api
 from slagate.workers.sim.args import (
     LACKS,
-    DecodingBaseConfig11,
+    DecodingSection11,
     KvCacheConfig,
     SimSettings,
     parse_args,
@@ -112,9 +112,9 @@ def test_w08_drafting_is_configured_by_a_dict_since_the_candidates_of_1_3(api: s
         with pytest.raises(AttributeError, match="'decoding_type' is a ClassVar"):
             sim_api(api).LLM("m", sim=SETTINGS, speculative_config=eagle)
         with pytest.raises(ValueError, match="Invalid decoding type: Eagle3"):
-            DecodingBaseConfig11.from_dict(eagle)
+            DecodingSection11.from_dict(eagle)
         older = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "draft"}
-        section = DecodingBaseConfig11.from_dict(older)
+        section = DecodingSection11.from_dict(older)
         assert "decoding_type" not in older
         args = sim_api(api).LLM("m", sim=SETTINGS, speculative_config=section).args
         assert args.speculative_config.speculative_model_dir == "draft"
