@@ -22,6 +22,7 @@ from slagate.workers.sim.encoder import (
     MultimodalEncoder13,
     MultimodalEncoder14,
 )
+from slagate.workers.sim.kv_cache.events import KVCacheEventSerializer, KVCacheEventSerializer12
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.sim.outputs import RequestOutput
 from slagate.workers.sim.request import (
@@ -107,6 +108,7 @@ class Llm11(SimLLM):
         overlong_error=ValueError,
         polled_by_call=False,
         newest_events=False,
+        event_serializer=KVCacheEventSerializer12,
         counts_kv_tokens=False,
         copies_rows=False,
         gathers_rows=False,
@@ -139,6 +141,7 @@ class Llm13(Llm12):
         disaggregated_params=DisaggregatedParams13,
         overlong_error=RequestError,
         counts_kv_tokens=True,
+        event_serializer=KVCacheEventSerializer,
         copies_rows=True,
         gathers_rows=True,
         stats_by_window=True,
@@ -204,6 +207,7 @@ class SimApi:
     RequestError: type[RequestError] = RequestError
     LogitsProcessor: Any = SimLogitsProcessor
     Logprob: Any = Logprob
+    KVCacheEventSerializer: type[KVCacheEventSerializer12] = KVCacheEventSerializer
 
 
 @dataclass(slots=True)
@@ -230,6 +234,7 @@ def _api(kind: type[SimApi], llm: type[SimLLM], encoder: type[MultimodalEncoder1
         SamplingParams=llm.traits.sampling_params,
         DisaggregatedParams=llm.traits.disaggregated_params,
         SchedulingParams=llm.traits.scheduling_params,
+        KVCacheEventSerializer=llm.traits.event_serializer,
     )
 
 

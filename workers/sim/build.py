@@ -101,6 +101,7 @@ def _ranks(
                 block_tokens=limits.block_tokens,
                 salt=settings.instance_salt,
                 newest=traits.newest_events,
+                serializer=traits.event_serializer,
                 is_v2=is_v2,
                 hash_algo=event_hash_algo(config, is_v2=is_v2),
             )

@@ -82,6 +82,10 @@ class SimExecutor:
         if self._traits.flags_death:
             asyncio.get_running_loop().call_later(_MONITOR_S, self._look_for_death)
 
+    def thread_ended(self, error: Exception) -> None:
+        """A thread of the engine's process has ended with this error, which the next submission raises."""
+        self._error = error
+
     def raise_error(self) -> None:
         """Raise what the process died of, once; in the newest version `EngineDeadError`, always."""
         error = self._error
@@ -190,7 +194,7 @@ class SimLLM:
             generation_config=self._generation_config,
         )
         self._stats = self._polled(self._engine.stats.take_row, self._engine.stats.arrivals, sim)
-        self._kv_events = self._polled(self._next_events, self._engine.events.arrivals, sim)
+        self._kv_events = self._polled_events(sim)
         self._executor: SimExecutor | None = SimExecutor(self.traits)
         self._last_id = 1  # TensorRT-LLM's client ids start at 2 too
 
@@ -300,6 +304,16 @@ class SimLLM:
         self, take: Callable[[], Any | None], arrivals: Arrivals, sim: SimSettings
     ) -> PolledSource:
         return PolledSource(take, arrivals, by_call=self.traits.polled_by_call, pause=sim.pause)
+
+    def _polled_events(self, sim: SimSettings) -> PolledSource:
+        events = self._engine.events
+        if not self.traits.polled_by_call:
+            events.on_dispatch_error = self._dispatch_ended
+        return self._polled(self._next_events, events.arrivals, sim)
+
+    def _dispatch_ended(self, error: Exception) -> None:
+        if self._executor is not None:
+            self._executor.thread_ended(error)
 
     def _next_events(self) -> Any | None:
         """The next item of a poll: a list in versions with a queue, else one event."""

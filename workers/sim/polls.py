@@ -7,12 +7,15 @@ process, and the caller waits for the answer (pull request #9980; executor/proxy
 """
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from slagate.workers.sim.kv_cache.events import Arrivals
+
+log = logging.getLogger(__name__)
 
 REFETCH_S = 0.1
 """Between two looks of the engine's process while it has nothing (executor/rpc_worker_mixin.py @0ae93999
@@ -129,11 +132,30 @@ class PolledSource:
     def _fetch(self, timeout_s: float | None) -> list[Any]:
         waited_s = 0.0
         while True:
-            items = list(iter(self._take, None))
+            items = self._take_all()
             if items or timeout_s is None or waited_s >= timeout_s:
                 return items
             self._pause(REFETCH_S)
             waited_s += REFETCH_S
+
+    def _take_all(self) -> list[Any]:
+        """All that is there; nothing of it where one item fails, as the call swallows that.
+
+        (executor/proxy.py id 3493716097 `get_kv_events`, `aget_kv_events`; the worker's process takes all
+        events of its engine before it makes dicts of them.)
+        """
+        items: list[Any] = []
+        failed = False
+        while True:
+            try:
+                item = self._take()
+            except AttributeError:
+                log.exception("kv_events.fetch_failed")
+                failed = True
+                continue
+            if item is None:
+                return [] if failed else items
+            items.append(item)
 
 
 def _empty_result() -> IterationResult:

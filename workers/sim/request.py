@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
+from slagate.workers.sim.kv_cache.events import KVCacheEventSerializer12
+
 REQUEST_TYPES = ("context_only", "generation_only", "context_and_generation")
 
 DEFAULT_REQUEST_PRIORITY = 0.5
@@ -298,7 +300,8 @@ class ApiTraits:
     but for its batch, or, with `gathers_rows` and TLLM_METRICS_ALL_RANKS=1, its own. `counts_host_blocks`
     has the host's blocks among `kvCacheStats`, `stats_by_window` adds those of the GPU by attention window,
     `reports_first` a row before any request; `sim/stats.py` has the sources.
-    `overlong_error` is raised for a prompt above `max_num_tokens` without chunked prefill.
+    `event_serializer` makes the dicts of KV events. `overlong_error` is raised for a prompt above
+    `max_num_tokens` without chunked prefill.
     With `dies_of_overlap` a context_only request ends an engine whose overlap scheduler is on.
     Of the death of the engine's process an engine with `flags_death` has a flag and a health check, and one
     with `tells_death` raises `EngineDeadError`; `SimExecutor` says what the others do.
@@ -318,6 +321,7 @@ class ApiTraits:
     overlong_error: type[Exception]
     polled_by_call: bool
     newest_events: bool
+    event_serializer: type[KVCacheEventSerializer12]
     counts_kv_tokens: bool
     copies_rows: bool
     gathers_rows: bool

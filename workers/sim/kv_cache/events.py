@@ -10,7 +10,7 @@ import asyncio
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -19,6 +19,37 @@ from slagate.workers.sim.kv_cache.blocks import TOKEN_BYTES
 # The retention priority that TensorRT-LLM gives a block when the request names none.
 DEFAULT_PRIORITY = 35
 V1_BLOCK_KEY = "v1_block_key"
+
+
+class EventDiff(NamedTuple):
+    """A value of a block that an event changes."""
+
+    old_value: int
+    new_value: int
+
+
+class KVCacheEventSerializer12:
+    """`tensorrt_llm._utils.KVCacheEventSerializer` of 1.1 and 1.2: the part that differs since.
+
+    It takes no None for what an event does not change, and so raises `AttributeError` for every move of a
+    block, which leaves the priority as it is (id 52995752 `_event_diff_to_json`; issue #4666).
+    """
+
+    @staticmethod
+    def _event_diff_to_json(data: EventDiff | None) -> dict[str, Any] | None:
+        return {
+            "type": "event_diff",
+            "new_value": data.new_value,  # type: ignore[union-attr]
+            "old_value": data.old_value,  # type: ignore[union-attr]
+        }
+
+
+class KVCacheEventSerializer(KVCacheEventSerializer12):
+    """That since 1.3.0rc6 (pull request #11576): what does not change is null."""
+
+    @staticmethod
+    def _event_diff_to_json(data: EventDiff | None) -> dict[str, Any] | None:
+        return None if data is None else KVCacheEventSerializer12._event_diff_to_json(data)
 
 
 class _Created(NamedTuple):
@@ -80,15 +111,12 @@ class _Moved(NamedTuple):
     new_level: int
 
     def fields(self, recorder: "KvEventRecorder") -> dict[str, Any]:
+        diff = recorder.serializer._event_diff_to_json
         return {
             "type": "updated",
             "block_hash": recorder.spelled_hash(self.state),
-            "cache_level": {
-                "type": "event_diff",
-                "old_value": self.old_level,
-                "new_value": self.new_level,
-            },
-            "priority": None,
+            "cache_level": diff(EventDiff(self.old_level, self.new_level)),
+            "priority": diff(None),
         }
 
 
@@ -108,6 +136,9 @@ class KvEventQueue:
 
     Beyond `max_events` the oldest are dropped and counted, which shows as a gap in the ids of a rank. With
     `max_events` 0 nothing is kept. They may be taken on any thread.
+
+    Where a thread of the engine's process makes the dicts and puts them into a queue, `on_dispatch_error`
+    is set: what one of them raises ends that thread, and no event comes any more.
     """
 
     def __init__(self, max_events: int) -> None:
@@ -115,6 +146,8 @@ class KvEventQueue:
             raise ValueError(f"max_events must be >= 0, got {max_events}")
         self.max_events = max_events
         self.n_dropped = 0
+        self.on_dispatch_error: Callable[[Exception], None] | None = None
+        self._is_dispatched = True
         # An entry is a batch, not an event: the garbage collector has less to visit in a full queue.
         self._batches: deque[_Batch] = deque()
         self._n_gone = 0  # events taken of the first batch
@@ -124,7 +157,7 @@ class KvEventQueue:
 
     def put(self, batch: _Batch) -> None:
         """Add the events of one rank's iteration."""
-        if not self.max_events:
+        if not self.max_events or not self._dispatch(batch):
             return
         with self._lock:
             self._batches.append(batch)
@@ -136,8 +169,23 @@ class KvEventQueue:
                     pass
         self.arrivals.announce()
 
+    def _dispatch(self, batch: _Batch) -> bool:
+        """Whether a batch gets into the queue."""
+        if self.on_dispatch_error is not None and self._is_dispatched:
+            try:
+                for record in batch.records:
+                    if isinstance(record, _Moved):  # no other one can fail
+                        record.fields(batch.recorder)
+            except AttributeError as error:
+                self._is_dispatched = False
+                self.on_dispatch_error(error)
+        return self._is_dispatched
+
     def take_events(self, limit: int | None = None) -> list[dict[str, Any]]:
-        """Remove the oldest `limit` events, or all, and return them as dicts."""
+        """Remove the oldest `limit` events, or all, and return them as dicts.
+
+        Raises what the serializer raises; the events are gone then.
+        """
         with self._lock:
             n = self._n_events if limit is None else min(limit, self._n_events)
             taken = list(self._first(n))
@@ -183,6 +231,7 @@ class KvEventRecorder:
         block_tokens: int,
         salt: bytes,
         newest: bool,
+        serializer: type[KVCacheEventSerializer12] = KVCacheEventSerializer,
         is_v2: bool = False,
         hash_algo: str = V1_BLOCK_KEY,
     ) -> None:
@@ -192,6 +241,7 @@ class KvEventRecorder:
         self.windows = windows
         self.block_tokens = block_tokens
         self.newest = newest
+        self.serializer = serializer
         self.is_v2 = is_v2
         self.hash_algo = hash_algo
         self._queue = queue

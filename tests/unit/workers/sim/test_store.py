@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from slagate.workers.sim.api import VERSIONS, sim_api
+from slagate.workers.sim.api import sim_api
 from slagate.workers.sim.llm import SimLLM
-from slagate.workers.sim.request import SamplingParams
+from slagate.workers.sim.request import SamplingParams, SamplingParams12
 from support.engine.sim_llm import CONTEXT_ONLY, PROFILE, Pair, llm, n_timers, prompt_of, until
 from support.kv.consumer import KvConsumer
 from support.virtual_loop import run
@@ -166,7 +166,7 @@ def test_a_pull_reuses_no_block_of_this_worker(engines: Pair) -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("api", VERSIONS)
+@pytest.mark.parametrize("api", ["1.3rc", "1.4rc"])
 def test_a_block_that_changes_its_tier_is_updated_and_keeps_its_priority(api: str) -> None:
     """It is the same block, and so neither removed nor stored anew: last block out, first block in."""
 
@@ -182,7 +182,7 @@ def test_a_block_that_changes_its_tier_is_updated_and_keeps_its_priority(api: st
             await engine.generate_async(prompt_of(32 * 4 + 2, first), sampling)
             polled = engine.get_kv_cache_events(0)
             moved = []
-            for event in chain.from_iterable(polled) if api == "1.1" else polled:
+            for event in polled:
                 data = event["data"]
                 consumer.take(data)
                 stored.extend(block["block_hash"] for block in data.get("blocks", ()))
@@ -210,5 +210,48 @@ def test_a_block_that_changes_its_tier_is_updated_and_keeps_its_priority(api: st
         assert [block for block, level in back if level == 0] == one
         assert [block for block, level in back if level == 1] == [*reversed(two)]
         assert (len(one), len(two), len(stored)) == (5, 5, 10)
+
+    run(scenario)
+
+
+HOST = {"host_cache_size": 64 * 32 * PROFILE.kv_bytes_per_token}
+
+
+def test_t2_6_in_1_1_a_move_ends_the_events_and_the_next_request_is_told() -> None:
+    """What dispatches events reads the change of a priority that does not change."""
+
+    async def scenario() -> None:
+        engine = llm(api="1.1", kv_cache_blocks=5, kv_cache_config=EVENTS | HOST)
+        sampling = SamplingParams12(max_tokens=1)
+
+        async def kinds(first: int) -> list[str]:
+            await engine.generate_async(prompt_of(32 * 4 + 2, first), sampling)
+            polled = engine.get_kv_cache_events(0)
+            return [event["data"]["type"] for event in chain.from_iterable(polled)]
+
+        assert await kinds(1) == ["created", "stored", "stored"]
+        assert await kinds(2) == []
+        with pytest.raises(AttributeError, match="new_value"):
+            engine.generate_async([1], sampling)
+        with pytest.raises(RuntimeError, match="shutting down"):
+            engine.generate_async([1], sampling)
+
+    run(scenario)
+
+
+def test_t2_6_in_1_2_a_move_loses_all_events_of_its_poll_and_the_ids_show_it() -> None:
+    async def scenario() -> None:
+        engine = llm(api="1.2", kv_cache_blocks=5, kv_cache_config=EVENTS | HOST)
+        sampling = SamplingParams12(max_tokens=1)
+
+        async def ids(first: int, n_tokens: int) -> list[int]:
+            await engine.generate_async(prompt_of(n_tokens, first), sampling)
+            return [event["event_id"] for event in engine.get_kv_cache_events(0)]
+
+        assert await ids(1, 32 * 4 + 2) == [0, 1, 2]
+        assert await ids(2, 32 * 4 + 2) == []
+        recorder = engine._ranks[0].cache._recorder
+        assert recorder is not None
+        assert recorder._next_id == 3 + 5 + 2
 
     run(scenario)
