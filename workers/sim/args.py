@@ -135,6 +135,13 @@ class MoeConfig(_Strict):
     use_low_precision_moe_combine: bool = False
 
 
+class TelemetryConfig(_Strict):
+    """`telemetry_config`: what an `LLM` reports to NVIDIA by default (usage/config.py id 56598569176)."""
+
+    disabled: bool = False
+    usage_context: str = "unknown"
+
+
 class EagleDecodingConfig(_Strict):
     """`speculative_config` of Eagle and Eagle3, which are one to this back-end; nothing is drafted."""
 
@@ -268,6 +275,7 @@ class TorchLlmArgs(_Strict):
     mm_encoder_only: bool = False
     enable_sleep: bool = False
     max_stats_len: PositiveInt = 1000
+    telemetry_config: TelemetryConfig = Field(default_factory=TelemetryConfig)
 
     @property
     def world_size(self) -> int:
@@ -288,6 +296,7 @@ class TorchLlmArgs(_Strict):
 
 _NOT_IN_13 = frozenset(
     {
+        "telemetry_config",
         "attention_dp_config.kv_cache_routing_conversation_affinity",
         "kv_cache_config.use_kv_cache_manager_v2=auto",
         "kv_cache_config.kv_cache_event_hash_algo",

@@ -7,6 +7,7 @@ lever of the simulation fails. Prompts that begin with one of `Fault` make the e
 
 import asyncio
 import functools
+import importlib
 import json
 import os
 import sys
@@ -29,14 +30,22 @@ from slagate.workers.sim.args import (
     DecodingSection11,
     EagleDecodingConfig,
     SimSettings,
+    TorchLlmArgs,
 )
 from slagate.workers.sim.handoff import DisaggIds
 from slagate.workers.sim.outputs import RequestOutput
 
 ENVIRONMENT = "SLAGATE_TEST_ENGINE"
-"""JSON: `api`, `init` ("hang", "fail" or seconds), and fields of `SimSettings`."""
+"""JSON: `api`, `init` ("hang", one of `INIT_ERRORS`, or seconds), `bindings` (whether the package imports
+its own of OpenEngine), `reports` (telemetry without an argument for it), and fields of `SimSettings`."""
 
 PROFILE = "llama-3.1-8b-h100"
+
+INIT_ERRORS: dict[object, Exception] = {
+    "fail": RuntimeError("CUDA out of memory"),
+    "no file": FileNotFoundError(2, "No such file or directory", "balancer.yaml"),
+    "not implemented": NotImplementedError("KV Cache Connector is not supported with beams"),
+}
 
 PRUNED = (
     "build_config",
@@ -88,8 +97,9 @@ class DoubleLLM:
         init = settings.pop("init", None)
         if init == "hang":
             threading.Event().wait()
-        if init == "fail":
-            raise RuntimeError("CUDA out of memory")
+        if init in INIT_ERRORS:
+            raise INIT_ERRORS[init]
+        reports = settings.pop("reports", False)
         if kwargs.pop("backend", "pytorch") == "_autodeploy":
             for name in PRUNED:
                 if name in kwargs:
@@ -108,6 +118,7 @@ class DoubleLLM:
             sim=SimSettings(profile=load_profile(PROFILE).tp(1), transport=transport, **settings),
             **kwargs,
         )
+        _report(sim.args, reports=reports)
         self.llm_id, self.args, self.tokenizer = sim.llm_id, sim.args, sim.tokenizer
         self._hf_model_config = sim._hf_model_config
         self.get_kv_cache_events_async = sim.get_kv_cache_events_async
@@ -120,6 +131,19 @@ class DoubleLLM:
             self._check_health = lambda: _check(sim)
         self._executor = sim._executor
         self.shutdown = lambda: _shut_down(sim, transport)
+
+
+def _report(args: Any, *, reports: bool) -> None:
+    """Say on stderr where TensorRT-LLM would report to NVIDIA: by default, since pull request #12384.
+
+    It has three variables against that (usage/config.py), later an argument, too (#14398); `reports` is a
+    candidate of 1.3 in between, without the argument.
+    """
+    config = getattr(args, "telemetry_config", None)
+    variables = ("TRTLLM_NO_USAGE_STATS", "TELEMETRY_DISABLED", "DO_NOT_TRACK")
+    is_off = any(os.environ.get(name) == "1" for name in variables) or (config and config.disabled)
+    if (reports or config is not None) and not is_off:
+        print(json.dumps({"event": "double.telemetry"}), file=sys.stderr, flush=True)
 
 
 def _shut_down(sim: Any, transport: SharedMemoryTransport | None) -> None:
@@ -272,6 +296,8 @@ def install(package: ModuleType) -> None:
     """Fill the package, and put what is below it into `sys.modules`, as the environment says."""
     settings = json.loads(os.environ.get(ENVIRONMENT, "{}"))
     api = sim_api(settings.pop("api", NEWEST))
+    imports_bindings = settings.pop("bindings", False)
+    fields = TorchLlmArgs.model_fields.keys() - LACKS[api.version]
     llm = type("LLM", (DoubleLLM,), {"api": api, "settings": settings})
     names: dict[str, dict[str, Any]] = {
         "": {"LLM": llm, "MultimodalEncoder": api.MultimodalEncoder, "__version__": api.version},
@@ -282,7 +308,8 @@ def install(package: ModuleType) -> None:
         "llmapi.llm_args": {
             "DecodingBaseConfig": DecodingSection11
             if DECODING_TYPE in LACKS[api.version]
-            else EagleDecodingConfig
+            else EagleDecodingConfig,
+            "TorchLlmArgs": SimpleNamespace(model_fields=dict.fromkeys(fields)),
         },
         "executor": {},
         "executor.utils": {
@@ -307,3 +334,5 @@ def install(package: ModuleType) -> None:
             module.__path__ = []
             sys.modules[module.__name__] = module
         vars(module).update(members)
+    if imports_bindings:
+        importlib.import_module(f"{package.__name__}.grpc.openengine")
