@@ -19,6 +19,13 @@ def main() -> None:
         status = _run()
     except KeyboardInterrupt:  # while modules are imported; later typer catches it
         status = 130  # `INTERRUPTED` of router/output.py, which may not be imported yet
+    except TypeError as error:  # while modules are imported, too
+        from slagate.workers.runtime.usage import clash_of_bindings
+
+        if not (clash := clash_of_bindings(error)):
+            raise
+        sys.stderr.write(f"slagate: {clash}\n")
+        status = 2
     raise SystemExit(status)
 
 

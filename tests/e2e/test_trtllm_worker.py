@@ -2,8 +2,11 @@
 
 import base64
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,7 +23,7 @@ from slagate.workers.errors import WorkerError
 from slagate.workers.legs import prefill_leg
 from slagate.workers.sim.api import NEWEST, VERSIONS
 from support.engine.double import Fault
-from support.engine.process import arguments, trtllm_worker
+from support.engine.process import arguments, environment, trtllm_worker
 from support.engine.workers import expected, request
 from support.gateway.processes import LOOPBACK, Process, eventually, run_cli
 from support.limits import HANG_S
@@ -145,16 +148,72 @@ def test_while_the_engine_loads_the_worker_says_so_and_a_signal_ends_it(tmp_path
         (("--warm-up-timeout", "0.1"), {"time_scale": 1e6}, 1, "no answer in 0.1 s"),
         (("--tp", "16"), {}, 1, "16 GPUs are needed"),
         (("--allow-unknown-engine-args",), {}, 2, "no argument 'colour'"),
+        ((), {"init": "no file"}, 2, "No such file or directory: 'balancer.yaml'"),
+        ((), {"init": "not implemented"}, 2, "KV Cache Connector is not supported with beams"),
     ],
 )
 def test_a_start_that_fails_says_why(
     tmp_path: Path, options: tuple[str, ...], settings: dict[str, Any], status: int, said: str
 ) -> None:
-    engine = {"colour": "red"} if status == 2 else {}
+    engine = {"colour": "red"} if options == ("--allow-unknown-engine-args",) else {}
     with trtllm_worker(tmp_path, "agg", *options, settings=settings, **engine) as worker:
         assert worker.popen.wait(HANG_S) == status
         assert worker.rest_of_stdout() == b""
         assert said in worker.stderr()
+
+
+def test_bindings_of_openengine_that_come_with_the_package_are_named(tmp_path: Path) -> None:
+    """Protobuf's default pool takes each message once, and ours are there already."""
+    with trtllm_worker(tmp_path, "agg", settings={"bindings": True}) as worker:
+        assert worker.popen.wait(HANG_S) == 2
+        (said,) = [line for line in worker.stderr().splitlines() if line.startswith("slagate: ")]
+        assert "tensorrt_llm.grpc.openengine.error_pb2" in said
+        assert "slagate.proto.openengine_pb2" in said
+        assert "Traceback" not in worker.stderr()
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_bindings_of_openengine_that_were_there_before_ours_are_named(*, is_named: bool) -> None:
+    """Today's protobuf raises a TypeError; whoever imports ours without the command gets that."""
+    command = "from slagate.router.__main__ import main; main()"
+    ours = command if is_named else "import slagate.proto.openengine_pb2"
+    code = f"import tensorrt_llm.grpc.openengine; {ours}"
+    environ = os.environ | environment(NEWEST) | {"TLLM_LOG_LEVEL": "INFO"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "--help"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    if not is_named:
+        assert ended.returncode == 1
+        assert "TypeError: " in ended.stderr
+        assert "duplicate symbol 'openengine.v1." in ended.stderr
+        return
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (said,) = ended.stderr.splitlines()
+    assert "tensorrt_llm.grpc.openengine.error_pb2" in said
+    assert "slagate.proto.openengine_pb2" in said
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("role", ["agg", "encode"])
+def test_no_engine_reports_to_nvidia_unless_it_is_asked_to(
+    tmp_path: Path, version: str, role: str
+) -> None:
+    """By the argument where there is one; a candidate of 1.3 had reports, and only variables."""
+    is_between = version == "1.3rc" and role == "agg"
+    settings = {"reports": True} if is_between else {}
+    with trtllm_worker(tmp_path, role, version=version, settings=settings) as worker:
+        worker.wait_ready()
+        assert not logged(worker, "double.telemetry")
+    if version == NEWEST and role == "agg":
+        asked = {"telemetry_config": {"disabled": False}}
+        with trtllm_worker(tmp_path, role, name="asked", **asked) as worker:
+            worker.wait_ready()
+            assert logged(worker, "double.telemetry")
 
 
 def test_the_end_of_text_must_be_known(tmp_path: Path) -> None:

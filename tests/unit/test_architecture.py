@@ -89,7 +89,7 @@ ARROWS: dict[str, set[str]] = {
         "workers/worker.py", "pools/prefix",
     },
     "pools/prefix": {"pools/inflight"},
-    "router/__main__.py": {"router/commands.py", "router/output.py"},
+    "router/__main__.py": {"workers/runtime", "router/commands.py", "router/output.py"},
     "router/app.py": {
         "proto/http2", "proto/rpc", "workers/client", "workers/runtime", "workers/server.py",
         "workers/tls", "pools/fleet", "pools/fleet_file", "router/front", "router/generate.py",

@@ -37,6 +37,7 @@ DEFAULTS: Mapping[str, Any] = {
     "enable_iter_perf_stats": True,
     "kv_cache_config": {"event_buffer_max_size": KV_EVENTS},
     "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
+    "telemetry_config": {"disabled": True},  # to report to NVIDIA is the operator's choice
 }
 """Defaults of slagate; all others are TensorRT-LLM's."""
 

@@ -1,6 +1,7 @@
 """Errors in how a command is used, and what was probably meant by a word that is not known."""
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -29,3 +30,31 @@ def unknown_key(key: str, known: Iterable[str], *, least: float = 0.6) -> str:
     """
     near = nearest(key, known, least=least)
     return "unknown key" if near is None else f'unknown key, did you mean "{near}"?'
+
+
+BINDINGS = "openengine.v1"
+
+
+def clash_of_bindings(error: TypeError) -> str:
+    """Who else has OpenEngine's messages in this process, for the error that came of it; else "".
+
+    Protobuf's default pool takes each message once. Slagate has them in one module, TensorRT-LLM in
+    several, and whichever is imported second fails.
+    """
+    if f"{BINDINGS}." not in str(error):
+        return ""
+    registered = [
+        name
+        for name, module in list(sys.modules.items())
+        if getattr(getattr(module, "DESCRIPTOR", None), "package", "") == BINDINGS
+    ]
+    traceback = error.__traceback__
+    while traceback is not None:
+        failed = str(traceback.tb_frame.f_globals.get("__name__"))
+        traceback = traceback.tb_next
+    listed = " and ".join(sorted({*registered, failed}))
+    return (
+        f"{listed} each bring the messages of {BINDINGS}, and one process can have them once: nothing "
+        "but slagate may import such a module in a worker (sitecustomize, .pth files, plugins); "
+        "TensorRT-LLM does so for its own OpenEngine server only"
+    )

@@ -32,6 +32,7 @@ from slagate.workers.trtllm.package import (
     load_package,
     set_engine_log_level,
     shut_down,
+    with_telemetry_choice,
 )
 from slagate.workers.trtllm.server_info import ROLES, WorkerIdentity
 from slagate.workers.trtllm.watch import WatchTimes
@@ -242,8 +243,9 @@ async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phas
     if options.logits.is_used and package.LogitsProcessor is None:
         raise UsageError(f"--logits-processor: tensorrt_llm {package.version} has none")
     phases.begin_phase("engine")
+    values = with_telemetry_choice(options.args.values, package, os.environ)
     llm = await run_in_daemon_thread(
-        as_usage(lambda: package.LLM(**constructor_values(package, options.args.values)))
+        as_usage(lambda: package.LLM(**constructor_values(package, values)))
     )
     try:
         identity = identity_of(llm, package, options, instance_id=instance_id)

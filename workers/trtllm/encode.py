@@ -6,6 +6,7 @@ host. So such a worker serves its health and its description, and refuses Genera
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from slagate.proto.rpc.status import Metadata
 from slagate.workers.errors import RequestRefused, not_found
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.runtime.waiting import run_in_daemon_thread
-from slagate.workers.trtllm.package import as_usage, load_package, shut_down
+from slagate.workers.trtllm.package import as_usage, load_package, shut_down, with_telemetry_choice
 from slagate.workers.worker import SCHEMA_RELEASE, Worker
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ async def start_encoder(values: Mapping[str, Any]) -> Encoder:
     if (architecture := _architecture(str(values["model"]))) in WITHOUT_ENCODER:
         log.warning("encoder.none", extra={"architecture": architecture})
         return Encoder(package.version, None)
+    values = with_telemetry_choice(values, package, os.environ)
     taken = {name: value for name, value in values.items() if value is not None}
     engine = await run_in_daemon_thread(as_usage(lambda: make(**taken)))
     return Encoder(package.version, engine)

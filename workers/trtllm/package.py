@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from slagate.workers.runtime.usage import UsageError
+from slagate.workers.runtime.usage import UsageError, clash_of_bindings
 from slagate.workers.runtime.waiting import run_in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -44,9 +44,14 @@ _OPTIONAL = {
     "Logprob": ("tensorrt_llm.executor.result",),
     "get_global_disagg_request_id": ("tensorrt_llm.llmapi.disagg_utils",),
     "DecodingBaseConfig": ("tensorrt_llm.llmapi.llm_args",),
+    "EngineDeadError": ("tensorrt_llm.executor.utils",),
+    "TorchLlmArgs": ("tensorrt_llm.llmapi.llm_args",),
 }
 
 LOG_LEVEL = "TLLM_LOG_LEVEL"
+
+TELEMETRY, NO_TELEMETRY = "telemetry_config", "TRTLLM_NO_USAGE_STATS"
+"""The engine's argument for its reports to NVIDIA, and the variable against them, which is older."""
 
 _LOG_LEVELS = {"debug": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR"}
 
@@ -68,6 +73,8 @@ class EnginePackage:
     Logprob: Any | None = None
     get_global_disagg_request_id: Any | None = None
     DecodingBaseConfig: Any | None = None
+    EngineDeadError: Any | None = None
+    TorchLlmArgs: Any | None = None
 
 
 def check_installed() -> None:
@@ -94,10 +101,14 @@ def load_package() -> EnginePackage:
     check_installed()
     try:
         root = importlib.import_module("tensorrt_llm")
+        names = {name: _first(name, places) for name, places in (_NEEDED | _OPTIONAL).items()}
     except (ImportError, OSError) as error:  # a missing library of CUDA or MPI
         raise UsageError(f"tensorrt_llm is installed, and cannot be imported: {error}") from error
+    except TypeError as error:
+        if clash := clash_of_bindings(error):
+            raise UsageError(clash) from error
+        raise
     version = str(getattr(root, "__version__", "unknown"))
-    names = {name: _first(name, places) for name, places in (_NEEDED | _OPTIONAL).items()}
     missing = [name for name in _NEEDED if names[name] is None]
     if missing:
         raise UsageError(
@@ -126,6 +137,22 @@ def set_engine_log_level(level: str, environ: MutableMapping[str, str]) -> None:
     environ.setdefault(LOG_LEVEL, _LOG_LEVELS.get(level.lower(), "INFO"))
 
 
+def with_telemetry_choice(
+    values: Mapping[str, Any], package: EnginePackage, environ: MutableMapping[str, str]
+) -> dict[str, Any]:
+    """The engine's arguments, with its reports to NVIDIA off unless the arguments ask for them.
+
+    An engine without an argument for that does not get it. Where there are reports all the same, they are
+    off by a variable, which is set here unless it is set already.
+    """
+    wanted = values.get(TELEMETRY)
+    if TELEMETRY in getattr(package.TorchLlmArgs, "model_fields", {}) and wanted is not None:
+        return dict(values)
+    if wanted is None or wanted.get("disabled"):
+        environ.setdefault(NO_TELEMETRY, "1")
+    return {name: value for name, value in values.items() if name != TELEMETRY}
+
+
 def handoff_ids(package: EnginePackage, instance_id: str) -> Callable[[], int] | None:
     """A function that makes ids for handoffs, which should differ from those of other prefill workers.
 
@@ -150,12 +177,16 @@ def handoff_ids(package: EnginePackage, instance_id: str) -> Callable[[], int] |
 
 
 def as_usage(construct: Callable[[], _T]) -> Callable[[], _T]:
-    """`construct`, but a `ValueError`, by which engines refuse arguments, is raised as a `UsageError`."""
+    """`construct`, but errors by which engines refuse arguments are raised as a `UsageError`.
+
+    They are `ValueError`, `FileNotFoundError` for a file that an argument names, and `NotImplementedError`
+    for arguments that do not go together.
+    """
 
     def constructed() -> _T:
         try:
             return construct()
-        except ValueError as error:
+        except (ValueError, FileNotFoundError, NotImplementedError) as error:
             # The log has where in the engine it was raised.
             log.exception("engine.refused")
             raise UsageError(f"engine arguments: {error}") from error

@@ -161,6 +161,13 @@ class KvConnectorSection(Section):
     connector_worker_class: str
 
 
+class TelemetrySection(Section):
+    """`telemetry_config`: what newer engines report to NVIDIA, of themselves, unless it is disabled."""
+
+    disabled: bool = False
+    usage_context: str = "unknown"
+
+
 DecodingType = Literal[
     "Draft_Target",
     "Eagle",
@@ -362,6 +369,7 @@ class EngineModel(Section):
     print_iter_log: bool = False
     max_stats_len: Count = 1000
     otlp_traces_endpoint: str | None = None
+    telemetry_config: TelemetrySection = Field(default_factory=TelemetrySection)
 
     @property
     def world_size(self) -> int:

@@ -224,6 +224,7 @@ def test_autodeploy_gets_none_of_what_it_refuses() -> None:
         "enable_iter_perf_stats": True,
         "kv_cache_config": {},
         "max_batch_size": 8,
+        "telemetry_config": {"disabled": True},
     }
     assert [finding.place for finding in args.findings] == ["tensor_parallel_size"]
 
