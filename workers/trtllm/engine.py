@@ -150,6 +150,8 @@ class Engine:
         timeout_ms = setting(transceiver, "kv_transfer_timeout_ms")
         self.handoff_limit_s = HANDOFF_LIMIT_S if timeout_ms is None else timeout_ms / 1000
         self._learned_blocks: int | None = None
+        # Until the statistics have told the size of the KV cache, which the version could not be asked for.
+        self.learns_blocks = capacity is None
         # Not the engine's wrapper, which has fewer methods. None where the tokenizer was not initialised.
         self.tokenizer: Any | None = getattr(llm.tokenizer, "tokenizer", None)
 
@@ -170,6 +172,7 @@ class Engine:
 
         if sizes := known("maxNumBlocks"):
             self._learned_blocks = min(sizes)
+            self.learns_blocks = False
         elif free := known("freeNumBlocks"):
             self._learned_blocks = (
                 max(free) if self._learned_blocks is None else max(self._learned_blocks, *free)

@@ -117,7 +117,8 @@ class TrtllmWorker(Worker):
         self, request: bytes, metadata: Metadata, sink: Sink, *, timeout_s: float | None
     ) -> Call:
         stream = EngineStream(sink, self._handoffs)
-        self._engine.learn_blocks(self._rows.of_rank)
+        if self._engine.learns_blocks:
+            self._engine.learn_blocks(self._rows.of_rank)
         try:
             leg = self._parse(request, metadata)
             stream.start(self._submit(leg, metadata), leg, timeout_s=timeout_s)
