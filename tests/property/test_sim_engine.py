@@ -97,6 +97,7 @@ async def one_request(
             assert prefill.release_session(params.ctx_request_id)
             return
         asked["disaggregated_params"] = replace(params, request_type="generation_only")
+        n_tokens = max(n_tokens, 2)  # the first one, from elsewhere, ends nothing
     result = decode.generate_async(prompt, SamplingParams(**sampling), **asked)
     await follow(decode, result, abort_after=rng.choice((0, rng.randint(1, 60))))
     tokens = result.outputs[0].token_ids

@@ -236,11 +236,15 @@ class SimEngine:
     ) -> None:
         """Deliver a token drawn from the context in `state`; end the sequence if it is the last one.
 
-        `logprobs` are what there is of a token that was not drawn here: one entry, or none.
+        `logprobs` are what there is of a token that was not drawn here: one entry, or none. Such a token
+        ends nothing, neither by what it is nor by the budget: py_executor.py id 736889464,
+        `_prepare_disagg_gen_transmission_complete`, only adds it (pull request #16691 would check it).
         """
         generated, feed = sequence.generated, sequence.feed
         generated.append(token)
         feed.push(token, state, logprobs=logprobs)
+        if logprobs is not None:
+            return
         stop = sequence.stop.check(generated, max_tokens=sequence.max_tokens)
         if stop is not None:
             self._end(sequence)

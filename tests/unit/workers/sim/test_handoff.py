@@ -75,15 +75,21 @@ def test_a_first_token_that_ends_the_request_leaves_no_handoff(pair: Pair) -> No
     run(scenario)
 
 
-@pytest.mark.parametrize("n_tokens", [1, 2])
-def test_decode_counts_the_token_that_prefill_made(pair: Pair, n_tokens: int) -> None:
-    """DISAGG-02: max_tokens bounds the whole output, the first token included."""
+@pytest.mark.parametrize(("asked", "n_tokens"), [(1, 2), (2, 2), (3, 3)])
+def test_t2_4_decode_counts_the_token_that_prefill_made_but_does_not_end_at_it(
+    pair: Pair, asked: int, n_tokens: int
+) -> None:
+    """DISAGG-02: max_tokens bounds the whole output, the first token included, but with one it gives two."""
 
     async def scenario() -> None:
         prompt = prompt_of(50)
-        result = pair.resume(prompt, await pair.hand_off(prompt), max_tokens=n_tokens)
+        result = pair.resume(prompt, await pair.hand_off(prompt), max_tokens=asked)
         assert await tokens_of(result) == expected(prompt, n_tokens)
         assert result.outputs[0].finish_reason == "length"
+        # Nor is it a stop.
+        stops = {"max_tokens": 3, "end_id": expected(prompt, 1)[0]}
+        result = pair.resume(prompt, await pair.hand_off(prompt), **stops)
+        assert await tokens_of(result) == expected(prompt, 3)
         await pair.blocks_come_back()
 
     run(scenario)
