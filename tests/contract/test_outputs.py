@@ -1,6 +1,7 @@
 """The contract of the `Worker` port: what an answer contains, from one token to logprobs and stops."""
 
 import math
+from typing import Any
 
 import grpc
 import pytest
@@ -400,6 +401,37 @@ def test_several_tokens_a_step_are_streamed_counted_and_stopped_at(inside: Play)
         ):
             sink = await resume(decode, plain(12), await hand_off(prefill, plain(12)))
             assert sink.tokens == TOKENS[:12]
+
+    inside(scenario)
+
+
+@pytest.mark.parametrize("what", ["budget", "end", "stop"])
+def test_t2_4_a_decode_leg_ends_at_the_first_token_if_that_is_the_last(
+    inside: Play, what: str
+) -> None:
+    """The engine does not look at the token that comes with the handoff."""
+
+    async def scenario(setup: Setup) -> None:
+        options: dict[str, Any] = {"skip_tokenizer_init": False}
+        if what == "end":
+            options["end_id"] = TOKENS[0]
+        async with (
+            setup.worker("prefill", skip_tokenizer_init=False) as prefill,
+            setup.engine("decode", **options) as (decode, inner, llm),
+        ):
+            session = await hand_off(prefill, plain(5))
+            data = plain(1 if what == "budget" else 5)
+            data.stopping.ignore_eos = what == "budget"
+            if what == "stop":
+                data.stopping.conditions.add(stop_token_id=TOKENS[0])
+            sink = await resume(decode, data, session)
+            n_tokens = 0 if what == "stop" else 1
+            assert (sink.tokens, texts(sink)) == (TOKENS[:n_tokens], text_of(TOKENS[:n_tokens]))
+            last = sink.messages[-1]
+            is_stop = last.finished.reason == oe.FINISH_REASON_STOP
+            assert is_stop == (what != "budget")
+            assert last.usage.completion_tokens == n_tokens
+            assert (inner.n_live, llm.n_running, llm.used_blocks) == (0, 0, 0)
 
     inside(scenario)
 

@@ -188,8 +188,8 @@ class SimRank:
         if self.is_full():
             return False
         n_blocks = len(sequence.prompt.states)
-        # The newest token is never in the cache, hence - 1; rounded up to whole blocks. After a pull another
-        # token is always drawn.
+        # The newest token is never in the cache, hence - 1; rounded up to whole blocks. After a pull
+        # another token is always drawn.
         n_drawn = max(sequence.max_tokens, 2) if sequence.is_pull else sequence.max_tokens
         n_tokens_at_end = sequence.n_prompt + n_drawn - 1
         n_blocks_at_end = -(-n_tokens_at_end // self._limits.block_tokens)

@@ -223,6 +223,11 @@ class Engine:
         assert self.tokenizer is not None
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
+    def text_of(self, tokens: list[int]) -> str:
+        """The text that the engine makes of these tokens; it must have a tokenizer."""
+        assert self.tokenizer is not None
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
     def events_off(self) -> str:
         """The setting for which this engine has no KV events; "" where it has them."""
         cache = setting(self.llm.args, "kv_cache_config")

@@ -6,7 +6,7 @@ engine matches, and text.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from slagate.proto import openengine_pb2 as oe
@@ -44,9 +44,8 @@ class OutputForm(NamedTuple):
     hidden_stops: tuple[HiddenStop, ...] = ()
     stops: tuple[StopRule, ...] = ()  # all of them
     end_id: int | None = None  # the end of text; None: it ends nothing
-    may_lag: bool = (
-        False  # the first token may have no log probabilities: they stayed with the prefill
-    )
+    decode: Callable[[list[int]], str] | None = None  # makes text of tokens
+    may_lag: bool = False  # the first token's log probabilities may be missing, as prefill made it
 
 
 class OutputCursor:
@@ -224,6 +223,26 @@ def n_prompt_entries(entries: Sequence[Any], top_n: int) -> int:
     if not top_n:
         return len(entries)
     return sum(len(entry) if isinstance(entry, dict) else 1 for entry in entries)
+
+
+def ends_at_first_token(output: Any, form: OutputForm, *, max_tokens: int | None) -> bool:
+    """Whether a decode leg's first token is its last one, of which no engine takes notice.
+
+    The engine does not check the token that came with the handoff, and generates at least one more. If it
+    is the last, `output` is cut to it and has its reason.
+    """
+    first = output.token_ids[:1]
+    if not first:
+        return False
+    stops = any(rule.tokens == tuple(first) for rule in form.stops)
+    if not (stops or first[0] == form.end_id or max_tokens == 1):
+        return False
+    if len(output.token_ids) > 1:
+        output.token_ids = first
+        output.text = "" if form.decode is None else form.decode(first)
+    output.finish_reason = None
+    settle_end(output, form)
+    return True
 
 
 def settle_end(output: Any, form: OutputForm) -> None:

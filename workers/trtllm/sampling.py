@@ -97,11 +97,13 @@ def output_form(
                 "response.prompt_candidates",
                 f"{n_entries} log probabilities of the prompt are over {MAX_PROMPT_ENTRIES}",
             )
+    has_text = _wants_text(request, engine)
     return OutputForm(
         n_outputs=n_outputs,
         top_n=logprobs,
         prompt_top_n=prompt_logprobs,
-        has_text=_wants_text(request, engine),
+        has_text=has_text,
+        decode=engine.text_of if has_text else None,
         hidden_stops=stops.hidden,
         stops=stops.rules,
         end_id=None if request.stopping.ignore_eos else end_id,

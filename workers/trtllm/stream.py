@@ -20,6 +20,7 @@ from slagate.workers.trtllm.metrics import Outcome
 from slagate.workers.trtllm.output import (
     MAX_PROMPT_ENTRIES,
     OutputCursor,
+    ends_at_first_token,
     finished,
     n_prompt_entries,
     prompt_output,
@@ -181,6 +182,10 @@ class EngineStream(Call):
             self._send(usage=self._usage(), prefill_ready=oe.PrefillReady(kv_session=session))
             return
         form = self._leg.form
+        if self._leg.kind == GENERATION_ONLY and not self._has_sent:
+            budget = self._leg.sampling.max_tokens
+            if ends_at_first_token(self.result.outputs[0], form, max_tokens=budget):
+                self._abort_engine()
         for output, cursor in zip(self.result.outputs, self._cursors, strict=True):
             if cursor.finished:
                 continue

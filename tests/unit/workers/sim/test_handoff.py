@@ -79,7 +79,7 @@ def test_a_first_token_that_ends_the_request_leaves_no_handoff(pair: Pair) -> No
 def test_t2_4_decode_counts_the_token_that_prefill_made_but_does_not_end_at_it(
     pair: Pair, asked: int, n_tokens: int
 ) -> None:
-    """DISAGG-02: max_tokens bounds the whole output, the first token included, but with one it gives two."""
+    """DISAGG-02: max_tokens bounds the whole output, with the first token, but one gives two."""
 
     async def scenario() -> None:
         prompt = prompt_of(50)

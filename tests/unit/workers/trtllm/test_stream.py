@@ -25,7 +25,7 @@ END_ID = 128_001
 
 
 def leg(kind: str, **form: Any) -> EngineRequest:
-    sampling = SimpleNamespace(end_id=END_ID)
+    sampling = SimpleNamespace(end_id=END_ID, max_tokens=None)
     return EngineRequest("r", kind, [1, 2], sampling, OutputForm(**form), end_id=END_ID)
 
 
