@@ -171,6 +171,45 @@ def test_w11_t2_6_a_subscriber_has_what_the_second_cache_manager_has_on_every_le
     inside(scenario)
 
 
+@pytest.mark.parametrize("inside", DIRECT, indirect=True, ids=str)
+def test_t2_6_where_a_move_breaks_events_nobody_is_told_of_blocks_that_are_gone(
+    inside: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In 1.2 the published cache starts over; in 1.1 the engine ends, and the log has said so before."""
+    n_bytes = 500 * 32 * load_profile(PROFILE).tp(1).kv_bytes_per_token
+    cache = {"max_tokens": 1600, "host_cache_size": n_bytes}
+
+    async def scenario(setup: Setup) -> None:
+        breaks = setup.version in ("1.1", "1.2")
+        async with setup.engine("agg", kv_cache_config=cache) as at:
+            warnings = [one.__dict__["reason"] for one in caplog.records if "host_cache" in one.msg]
+            assert [("host_cache_size out" in one) for one in warnings] == [True] * breaks
+            follower = Subscriber(at.worker, SNAPSHOT)
+            # Six of them fill the cache.
+            await run(at.worker, *prompts(5, first=1))
+            await follower.agrees_with(at.llm.resident)
+            moving = request("moving", [90] * 300, 64)
+            assert (await ask(at.worker, moving)).status is not None
+            await run(at.worker, *prompts(1, first=50)) if setup.version != "1.1" else None
+            sink = await ask(at.worker, request("last", [99] * 300, 64))
+            assert sink.status is not None
+            assert (sink.status.code is Code.OK) == (setup.version != "1.1")
+            if setup.version == "1.1":
+                assert at.inner.fatal.is_set()
+                return
+            told, real = follower.mirrors[0], at.llm.resident()[0]
+            await follower.until(
+                lambda: (
+                    told.resident().items() <= real.items() if breaks else told.resident() == real
+                )
+            )
+            load = await at.worker.load(oe.GetLoadRequest())
+            assert (load.attributes["kv_event_gaps"] > 0) == breaks
+            follower.call.cancel()
+
+    inside(scenario)
+
+
 def test_a_paused_subscriber_is_told_nothing_and_misses_nothing(inside: Play) -> None:
     async def scenario(setup: Setup) -> None:
         async with setup.engine("agg") as at:

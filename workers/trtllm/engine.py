@@ -251,6 +251,22 @@ class Engine:
         """Whether the operator gave the KV cache a part of the host's memory."""
         return bool(setting(setting(self.llm.args, "kv_cache_config"), "host_cache_size"))
 
+    def loses_events(self) -> bool:
+        """Whether each block that moves to the host or back breaks the KV events of this version.
+
+        Its serializer has no form for what an event does not change. TensorRT-LLM mended that in pull
+        request #11576, of which nothing else tells.
+        """
+        serializer = getattr(self.api, "KVCacheEventSerializer", None)
+        form = getattr(serializer, "_event_diff_to_json", None)
+        if form is None or not self.has_host_blocks or self.events_off():
+            return False
+        try:
+            form(None)
+        except AttributeError:
+            return True
+        return False
+
     @property
     def known_blocks(self) -> int | None:
         """KV blocks of one rank's pool, as the engine said or as its statistics let know."""

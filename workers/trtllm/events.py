@@ -17,7 +17,7 @@ from slagate.workers.kv_events.normalise import KvEventNormaliser
 from slagate.workers.runtime.clock import unix_nanos
 from slagate.workers.trtllm.engine import Engine, setting
 from slagate.workers.trtllm.metrics import Observer
-from slagate.workers.trtllm.poll import EVENT_PACE, Activity, Poller, poll_of
+from slagate.workers.trtllm.poll import EVENT_PACE, Activity, Poller, is_polled_by_call, poll_of
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ class EngineEvents:
         self._poller = self._make_poller(engine, activity, observer)
         if self._stream is None and self._poller is None and not self._why_not:
             self._why_not = "this engine has no method to be polled for them"
+        if engine.loses_events():
+            _warn_of_host(ends=not is_polled_by_call(engine.llm))
 
     def _make_poller(self, engine: Engine, activity: Activity, observer: Observer) -> Poller | None:
         poll = poll_of(engine.llm, "get_kv_cache_events")
@@ -141,3 +143,17 @@ class EngineEvents:
             return {**counts, "kv_event_poll_errors": self._poller.n_errors}
         more = {f"kv_event_{name}": count for name, count in self._stream.counters().items()}
         return {**counts, **more, "kv_event_socket_errors": self._stream.n_errors}
+
+
+def _warn_of_host(*, ends: bool) -> None:
+    """Say what a cache on the host does to the events of early versions."""
+    does = (
+        "the first block that moves there ends the events, and then the engine"
+        if ends
+        else "a block that moves there loses the events around it, and what is published starts over"
+    )
+    reason = (
+        f"with this version of TensorRT-LLM {does}: take kv_cache_config.host_cache_size out, or set "
+        "event_buffer_max_size: 0"
+    )
+    log.warning("kv_events.host_cache", extra={"reason": reason})

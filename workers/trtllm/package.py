@@ -42,6 +42,7 @@ _OPTIONAL = {
     "GuidedDecodingParams": ("tensorrt_llm.sampling_params",),
     "LogitsProcessor": ("tensorrt_llm.sampling_params",),
     "Logprob": ("tensorrt_llm.executor.result",),
+    "KVCacheEventSerializer": ("tensorrt_llm._utils",),
     "get_global_disagg_request_id": ("tensorrt_llm.llmapi.disagg_utils",),
     "DecodingBaseConfig": ("tensorrt_llm.llmapi.llm_args",),
     "EngineDeadError": ("tensorrt_llm.executor.utils",),
@@ -71,6 +72,7 @@ class EnginePackage:
     GuidedDecodingParams: Any | None = None
     LogitsProcessor: Any | None = None
     Logprob: Any | None = None
+    KVCacheEventSerializer: Any | None = None
     get_global_disagg_request_id: Any | None = None
     DecodingBaseConfig: Any | None = None
     EngineDeadError: Any | None = None

@@ -318,6 +318,7 @@ def install(package: ModuleType) -> None:
             if hasattr(api, name)
         },
         "executor.result": {"Logprob": api.Logprob},
+        "_utils": {"KVCacheEventSerializer": api.KVCacheEventSerializer},
         "sampling_params": {"LogitsProcessor": api.LogitsProcessor},
         "scheduling_params": {"SchedulingParams": api.SchedulingParams},
         "metrics": {

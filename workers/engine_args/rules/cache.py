@@ -17,6 +17,9 @@ STORED_IN = ("fp8", "nvfp4", "int8", "float8", "fp4", "int4", "mxfp4", "mxfp8")
 MAX_FRACTION = 0.95
 KVBM = "kvbm"
 
+MOVES_SINCE = (1, 3)
+"""Events of moves of blocks are whole since (pull request #11576, in 1.3.0rc6)."""
+
 
 def check_prefix_routing(case: EngineCase) -> Iterator[Finding]:
     """Yields E601, E602 or E603 where KV events, block reuse or PyTorch is wanted and missing."""
@@ -137,6 +140,18 @@ def check_tiers(case: EngineCase) -> Iterator[Finding]:
             f"{CACHE}.enable_partial_reuse",
             f"is true, and the connector {connector.connector_module} has whole blocks only",
             "set it to false",
+        )
+    version = case.wanted.engine_version
+    if cache.host_cache_size and cache.event_buffer_max_size and (version or (0,)) < MOVES_SINCE:
+        # In 1.1 what dispatches events dies; later a fetch gives nothing.
+        ends = version is not None and version < (1, 2)
+        yield (error if ends else warning)(
+            "E610",
+            f"{CACHE}.host_cache_size",
+            "is set, and a block that moves there or back breaks the KV events of TensorRT-LLM before 1.3: "
+            + ("in 1.1 the engine ends" if ends else "prefix routing loses what is cached"),
+            f"take it out, or set {CACHE}.event_buffer_max_size: 0"
+            + ("" if version else ", or say --engine-version 1.3, if it is that"),
         )
     if cache.disk_cache_size and not cache.disk_cache_path:
         yield error(

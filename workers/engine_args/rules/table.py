@@ -62,6 +62,7 @@ CODES: Mapping[str, str] = {
     "E607": "partial reuse with a KV connector that has none",
     "E608": "a disk tier without a place",
     "E609": "a type that the model does not compute in",
+    "E610": "a cache on the host, whose moves break the KV events of early versions",
     "E701": "Eagle without a draft length",
     "E702": "drafting without a draft model",
     "E703": "speculative decoding that PyTorch does not have",

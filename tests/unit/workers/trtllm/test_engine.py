@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from slagate.workers.errors import RequestRefused
+from slagate.workers.sim.api import VERSIONS, sim_api
 from slagate.workers.sim.request import RequestError
 from slagate.workers.trtllm.engine import (
     HANDOFF_LIMIT_S,
@@ -234,6 +235,23 @@ def test_w01_an_engine_that_says_nothing_of_itself_is_served_with_defaults() -> 
     bare.learn_blocks({0: {"kvCacheStats": {"maxNumBlocks": 10}}})
     assert bare.known_blocks == 10
     assert bare.window_tokens == 320
+
+
+@pytest.mark.parametrize("api", VERSIONS)
+def test_t2_6_whether_a_host_breaks_events_is_found_out_from_the_serializer(api: str) -> None:
+    cache = {"tokens_per_block": 32, "event_buffer_max_size": 9, "host_cache_size": 1}
+
+    def loses(**config: Any) -> bool:
+        made = engine(lambda inputs: None, kv_cache_config=SimpleNamespace(**cache | config))
+        made.api = sim_api(api)
+        return made.loses_events()
+
+    assert loses() == (api in ("1.1", "1.2"))
+    assert not loses(host_cache_size=None)
+    assert not loses(event_buffer_max_size=0)
+    # Without a serializer to ask, nothing is claimed.
+    made = engine(lambda inputs: None, kv_cache_config=SimpleNamespace(**cache))
+    assert not made.loses_events()
 
 
 def test_w12_a_window_is_not_learnt_from_blocks_on_the_host() -> None:
