@@ -1,6 +1,7 @@
 """The package double as the `tensorrt_llm` of this process, as worker processes have it."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,11 @@ import pytest
 
 from slagate.workers.engine_args.build import EngineArgs
 from slagate.workers.serving.start import Started, TrtllmOptions, identity_of
-from slagate.workers.trtllm.package import load_package
+from slagate.workers.trtllm.package import (
+    constructor_values,
+    load_package,
+    with_telemetry_choice,
+)
 from support.engine.double import ENVIRONMENT, install
 
 NAME = "tensorrt_llm"
@@ -46,5 +51,6 @@ def options_of(args: EngineArgs, **options: Any) -> TrtllmOptions:
 def started(options: TrtllmOptions) -> Started:
     """What `start_engine` gives, without its threads: for virtual time."""
     package = load_package()
-    llm = package.LLM(**options.args.values)
+    values = with_telemetry_choice(options.args.values, package, dict(os.environ))
+    llm = package.LLM(**constructor_values(package, values))
     return Started(package, llm, identity_of(llm, package, options, instance_id="self"))
