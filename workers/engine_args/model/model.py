@@ -17,6 +17,7 @@ POWER_OF_TWO = "power_of_two"
 
 
 def _power_of_two(number: int) -> int:
+    """The number, if it is one: `KVBlockArray`, kvCacheUtils.h id 703465850, takes no other."""
     if number & (number - 1):
         raise PydanticCustomError(POWER_OF_TWO, "a power of two")
     return number
@@ -32,6 +33,7 @@ Whole = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bytes = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Ranks = Annotated[int, Field(gt=0, le=MAX_RANKS)]
 
+Int32 = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Sizes = Annotated[list[Count], Field(min_length=1)]
 
@@ -83,6 +85,7 @@ class KvCacheSection(Section):
     max_util_for_resume: Fraction = 0.95
     disk_cache_size: Bytes | None = None  # bytes
     disk_cache_path: str | None = None
+    pool_ratio: Annotated[list[float], Field(min_length=1)] | None = None
     kv_events_config: KvEventsSection | None = None
     iteration_stats_interval: Count = 1
 
@@ -123,8 +126,8 @@ class AttentionDpSection(Section):
     """`attention_dp_config`: how attention-DP ranks share out requests."""
 
     enable_balance: bool = False
-    timeout_iters: Whole = 50
-    batching_wait_iters: Whole = 10
+    timeout_iters: Int32 = 50
+    batching_wait_iters: Int32 = 10
     kv_cache_routing_conversation_affinity: bool = False
 
 
@@ -154,11 +157,28 @@ class MoeSection(Section):
 
 
 class KvConnectorSection(Section):
-    """`kv_connector_config`: a KV cache outside of the engine, such as KVBM."""
+    """`kv_connector_config`: a KV cache outside of the engine, by a preset or by module and classes."""
 
-    connector_module: str
-    connector_scheduler_class: str
-    connector_worker_class: str
+    connector: Literal["kvbm", "lmcache", "lmcache-mp", "mooncake-store"] | None = None
+    connector_module: str | None = None
+    connector_scheduler_class: str | None = None
+    connector_worker_class: str | None = None
+    server_url: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The preset, or the module in its place; empty for neither."""
+        return self.connector or self.connector_module or ""
+
+
+class DwdpSection(Section):
+    """`dwdp_config`: experts' weights fetched from the other workers of a group, instead of sent tokens."""
+
+    dwdp_size: Whole = 1
+    num_groups: Whole = 1
+    num_experts_per_worker: Whole = 0
+    num_prefetch_experts: Whole = 0
+    contention_opt: bool = False
 
 
 class TelemetrySection(Section):
@@ -179,6 +199,7 @@ DecodingType = Literal[
     "User_Provided",
     "SaveState",
     "PARD",
+    "DFlash",
     "SA",
     "AUTO",
 ]
@@ -202,14 +223,23 @@ class SpeculativeSection(Section):
     eagle3_one_model: bool | None = True
     eagle3_layers_to_capture: Any = None  # a list or a set
     eagle3_model_arch: Literal["llama3", "mistral_large3"] = "llama3"
+    eagle_choices: Any = None  # lists of numbers, or text of those
+    use_dynamic_tree: bool | None = False
+    dynamic_tree_max_topK: Int32 | None = None
     num_nextn_predict_layers: Count = 1
+    use_mtp_vanilla: bool = False
+    mtp_eagle_one_model: bool = True
     use_relaxed_acceptance_for_thinking: bool = False
     relaxed_topk: Count = 1
     relaxed_delta: Annotated[float, Field(ge=0)] = 0.0
-    max_matching_ngram_size: Count = 2
+    max_matching_ngram_size: Int32 | None = None  # 2 for NGram, -1 for SA
     is_keep_all: bool = True
     is_use_oldest: bool = True
     is_public_pool: bool = True
+    enable_global_pool: bool = False
+    global_pool_size: Int32 | None = None
+    mask_token_id: Int32 | None = None
+    target_layer_ids: list[Int32] | None = None
     max_window_size: Count = 4
     max_ngram_size: Count = 3
     max_verification_set_size: Count = 4
@@ -229,17 +259,40 @@ class SpeculativeSection(Section):
     @property
     def draft_tokens(self) -> int:
         """Drafted tokens that one step may have for a request, besides the request's own."""
+        length = self.max_draft_len or 0
         if self.decoding_type == "MTP":
-            return self.max_draft_len or self.num_nextn_predict_layers
-        return self.max_total_draft_tokens or self.max_draft_len or 0
+            return length or self.num_nextn_predict_layers
+        if self.decoding_type == "PARD":
+            return max(0, 2 * length - 1)  # the drafts, and masks for all but one of them
+        if self.is_eagle and isinstance(self.eagle_choices, list):
+            return len(self.eagle_choices)
+        if self.is_eagle:
+            return self.max_total_draft_tokens or length * max(1, self.dynamic_tree_max_topK or 1)
+        return length
+
+    @property
+    def is_eagle(self) -> bool:
+        """Whether the type is Eagle3, or Eagle, which the PyTorch back-end takes for Eagle3."""
+        return self.decoding_type in ("Eagle", "Eagle3")
 
 
-_EAGLE = {"eagle3_one_model", "eagle3_layers_to_capture", "eagle3_model_arch"}
+_TREE = {"use_dynamic_tree", "dynamic_tree_max_topK"}
+_EAGLE = {
+    "eagle3_one_model",
+    "eagle3_layers_to_capture",
+    "eagle3_model_arch",
+    "eagle_choices",
+} | _TREE
 _RELAXED = {"use_relaxed_acceptance_for_thinking", "relaxed_topk", "relaxed_delta"}
 FIELDS_OF_TYPE: Mapping[str, Set[str]] = {
     "Eagle": _EAGLE,
     "Eagle3": _EAGLE,
-    "MTP": {"num_nextn_predict_layers"} | _RELAXED,
+    "MTP": {"num_nextn_predict_layers", "use_mtp_vanilla", "mtp_eagle_one_model"}
+    | _TREE
+    | _RELAXED,
+    "PARD": {"mask_token_id"},
+    "DFlash": {"mask_token_id", "target_layer_ids"},
+    "SA": {"max_matching_ngram_size", "enable_global_pool", "global_pool_size"},
     "NGram": {"max_matching_ngram_size", "is_keep_all", "is_use_oldest", "is_public_pool"},
     "Lookahead": {"max_window_size", "max_ngram_size", "max_verification_set_size"},
     "Medusa": {"medusa_choices", "num_medusa_heads"},
@@ -273,11 +326,12 @@ class EngineModel(Section):
     tokenizer_mode: Literal["auto", "slow"] = "auto"
     custom_tokenizer: str | None = None
     skip_tokenizer_init: bool = False
+    post_processor_hook: str | None = None
     trust_remote_code: bool = False
     model_kwargs: dict[str, Any] | None = None
     dtype: str = "auto"
     load_format: Annotated[
-        Literal["auto", "dummy", "vision_only"], BeforeValidator(_in_any_case)
+        Literal["auto", "dummy", "vision_only", "gms"], BeforeValidator(_in_any_case)
     ] = "auto"
     revision: str | None = None
     tokenizer_revision: str | None = None
@@ -315,6 +369,7 @@ class EngineModel(Section):
     sparse_attention_config: dict[str, Any] | None = None
     kv_connector_config: KvConnectorSection | None = None
     moe_config: MoeSection = Field(default_factory=MoeSection)
+    dwdp_config: DwdpSection | None = None
     cuda_graph_config: CudaGraphSection | None = Field(default_factory=CudaGraphSection)
 
     guided_decoding_backend: Literal["xgrammar", "llguidance"] | None = None
@@ -326,6 +381,7 @@ class EngineModel(Section):
     gather_generation_logits: bool = False
 
     disable_overlap_scheduler: bool = False
+    enable_early_first_token_response: bool = False
     attn_backend: str = "TRTLLM"
     sampler_type: str = "auto"
     nvfp4_gemm_config: dict[str, Any] | None = None
@@ -348,6 +404,7 @@ class EngineModel(Section):
     checkpoint_loader: Any = None
     checkpoint_format: str | None = None
     mm_encoder_only: bool = False
+    encode_only: bool = False
     disable_flashinfer_sampling: bool = False
     garbage_collection_gen0_threshold: Count = 20_000
     enable_sleep: bool = False

@@ -1,6 +1,8 @@
 """Rules of the KV cache of one engine: events, reuse, memory, and types, with the model's own."""
 
+import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from slagate.workers.engine_args.rules.case import EngineCase
 from slagate.workers.findings import Finding, error, warning
@@ -8,7 +10,15 @@ from slagate.workers.runtime.usage import nearest
 
 CACHE = "kv_cache_config"
 QUANTISED = ("auto", "fp8", "nvfp4")
-"""Types of the KV cache that the engine acts on; it warns about another one and ignores it."""
+"""Types of the KV cache that the engine acts on."""
+
+_IGNORED = ("bfloat16", "float16", "float32", "int64", "int32", "int8", "bool")
+"""Types that the engine warns about and ignores: `_utils._str_to_torch_dtype_dict`, id 52995752."""
+
+_REFUSES_KV_TYPES_SINCE = (1, 3)
+_READS_CAPITALS_SINCE = (1, 4)
+"""`KvCacheConfig.validate_dtype`, llm_args id 55143598664, reads FP8 as fp8 and refuses what it does not
+know; 1.2, id 1090804222, warns of both."""
 
 COMPUTED_IN = ("auto", "bfloat16", "float16", "float32")
 STORED_IN = ("fp8", "nvfp4", "int8", "float8", "fp4", "int4", "mxfp4", "mxfp8")
@@ -57,7 +67,7 @@ def check_prefix_routing(case: EngineCase) -> Iterator[Finding]:
 
 
 def check_cache_memory(case: EngineCase) -> Iterator[Finding]:
-    """Yields E604 if the KV cache leaves hardly any GPU memory, E605 for a type without effect."""
+    """Yields E604 if the KV cache leaves hardly any GPU memory, E605 for a type that it does not have."""
     cache = case.args.kv_cache_config
     if cache.free_gpu_memory_fraction > MAX_FRACTION:
         yield warning(
@@ -67,15 +77,22 @@ def check_cache_memory(case: EngineCase) -> Iterator[Finding]:
             "come out of the rest",
             "start with 0.85 to 0.9, less with a transfer buffer",
         )
-    if cache.dtype not in QUANTISED:
-        near = nearest(cache.dtype.lower(), QUANTISED, least=0.8)
-        yield warning(
-            "E605",
-            f"{CACHE}.dtype",
-            f"is {cache.dtype}, which the engine warns about and does not act on",
-            (f"did you mean {near}? Use " if near else "use ")
-            + f"one of {', '.join(QUANTISED)}; auto is the model's own type",
-        )
+    if cache.dtype in QUANTISED:
+        return
+    lower = cache.dtype.lower()
+    is_taken = lower in QUANTISED + _IGNORED or case.is_known_before(_REFUSES_KV_TYPES_SINCE)
+    if lower in QUANTISED and case.is_known_since(_READS_CAPITALS_SINCE):
+        return
+    near = nearest(lower, QUANTISED, least=0.8)
+    yield (warning if is_taken else error)(
+        "E605",
+        f"{CACHE}.dtype",
+        f"is {cache.dtype}, which the engine warns about and does not act on"
+        if is_taken
+        else f"is {cache.dtype}, which is no type that the engine has: it does not start",
+        (f"did you mean {near}? Use " if near else "use ")
+        + f"one of {', '.join(QUANTISED)}; auto is the model's own type",
+    )
 
 
 def check_model_type(case: EngineCase) -> Iterator[Finding]:
@@ -128,17 +145,16 @@ def check_streaming_events(case: EngineCase) -> Iterator[Finding]:
 
 
 def check_tiers(case: EngineCase) -> Iterator[Finding]:
-    """Yields E607 for partial reuse with KVBM's connector, E608 for a disk tier without a path."""
+    """Yields E607 for partial reuse with KVBM's connector, E608 for a disk tier without a folder.
+
+    E608 is by `KvCacheConfig.validate_disk_cache_config`, llm_args id 55143598664.
+    """
     cache, connector = case.args.kv_cache_config, case.args.kv_connector_config
-    if (
-        connector is not None
-        and connector.connector_module.startswith(KVBM)
-        and cache.enable_partial_reuse
-    ):
+    if connector is not None and connector.name.startswith(KVBM) and cache.enable_partial_reuse:
         yield error(
             "E607",
             f"{CACHE}.enable_partial_reuse",
-            f"is true, and the connector {connector.connector_module} has whole blocks only",
+            f"is true, and the connector {connector.name} has whole blocks only",
             "set it to false",
         )
     version = case.wanted.engine_version
@@ -160,3 +176,28 @@ def check_tiers(case: EngineCase) -> Iterator[Finding]:
             "is missing, and disk_cache_size asks for a disk tier",
             "name a folder on a local disk",
         )
+    elif cache.disk_cache_size and not Path(str(cache.disk_cache_path)).is_dir():
+        yield warning(
+            "E608",
+            f"{CACHE}.disk_cache_path",
+            f"names {cache.disk_cache_path}, which is no folder here; the engine does not start without it",
+            "make it on the worker's machine",
+        )
+
+
+def check_pools(case: EngineCase) -> Iterator[Finding]:
+    """Yields E613 for shares of the V2 manager's pools that are not shares of one whole.
+
+    `KvCacheConfig.validate_pool_ratio`, llm_args id 55143598664.
+    """
+    shares = case.args.kv_cache_config.pool_ratio
+    if shares is None or (
+        min(shares) > 0 and math.isclose(sum(shares), 1, rel_tol=0, abs_tol=1e-6)
+    ):
+        return
+    yield error(
+        "E613",
+        f"{CACHE}.pool_ratio",
+        f"has {min(shares):g}" if min(shares) <= 0 else f"adds up to {sum(shares):g}",
+        "write shares above 0 that add up to 1",
+    )

@@ -47,6 +47,14 @@ class EngineCase:
         """Whether the key, or one below it, was set."""
         return any(name == key or name.startswith(f"{key}.") for name in self.given)
 
+    def is_known_since(self, version: tuple[int, int]) -> bool:
+        """Whether the engine is known to be of this version, or of a newer one."""
+        return self.wanted.engine_version is not None and self.wanted.engine_version >= version
+
+    def is_known_before(self, version: tuple[int, int]) -> bool:
+        """Whether the engine is known to be older than this version."""
+        return self.wanted.engine_version is not None and self.wanted.engine_version < version
+
     def environment(self, name: str) -> str:
         """An environment variable as the engine will have it; empty where it is not set."""
         overrides = self.args.env_overrides or {}

@@ -146,7 +146,10 @@ def check_cuda_graphs(case: EngineCase) -> Iterator[Finding]:
             "a graph, and slower",
             f"add {batch}, or lower max_batch_size",
         )
-    if sizes and not graphs.enable_padding and len(set(sizes)) < max(sizes):
+    drafting = case.args.speculative_config
+    # A schedule of draft lengths switches padding on: llm_args `TorchLlmArgs.validate_speculative_config`.
+    is_padded = graphs.enable_padding or (drafting and drafting.draft_len_schedule is not None)
+    if sizes and not is_padded and len(set(sizes)) < max(sizes):
         yield warning(
             "E504",
             f"{GRAPHS}.enable_padding",

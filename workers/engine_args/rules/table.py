@@ -7,7 +7,7 @@ docs/engines.md has the table.
 
 from collections.abc import Callable, Iterator, Mapping
 
-from slagate.workers.engine_args.rules import cache, decoding, disagg, pair, sizes
+from slagate.workers.engine_args.rules import cache, decoding, disagg, pair, sizes, together
 from slagate.workers.engine_args.rules.case import EngineCase
 from slagate.workers.findings import Finding
 
@@ -57,24 +57,35 @@ CODES: Mapping[str, str] = {
     "E602": "no block reuse where prefix routing wants it",
     "E603": "KV events of a back-end without them",
     "E604": "hardly any GPU memory besides the KV cache",
-    "E605": "a KV type that the engine only warns about",
+    "E605": "a KV type that the engine refuses, or only warns about",
     "E606": "the engine's own KV event stream without what it needs",
     "E607": "partial reuse with a KV connector that has none",
     "E608": "a disk tier without a place",
     "E609": "a type that the model does not compute in",
     "E610": "a cache on the host, whose moves break the KV events of early versions",
-    "E701": "Eagle without a draft length",
+    "E611": "what a KV connector does not go with",
+    "E612": "a KV connector beside a cache transceiver",
+    "E613": "shares of pools that do not add up",
+    "E701": "drafting without a draft length",
     "E702": "drafting without a draft model",
     "E703": "speculative decoding that PyTorch does not have",
     "E704": "Eagle where Eagle3 is meant",
     "E705": "two names for one draft model",
     "E706": "a field of another kind of speculative decoding",
-    "E707": "a batch for SaveState",
+    "E707": "a value in place of which SaveState has its own",
+    "E708": "MTP's draft length under the name of another version",
+    "E709": "a schedule of draft lengths that the engine refuses",
+    "E710": "n-gram or suffix matching that the engine refuses",
+    "E711": "a draft tree that Eagle refuses",
+    "E712": "pipeline parallelism with a drafter outside of the model",
     "E801": "wide expert parallelism without a load balancer",
     "E802": "a load balancer that is not there",
     "E803": "an argument that AutoDeploy does not take",
     "E804": "a load balancer that nothing uses",
     "E805": "an argument that an encoder does not take",
+    "E806": "arguments that the engine does not take together",
+    "E807": "an engine that only encodes",
+    "E808": "early first tokens without effect",
 }
 
 RULES: tuple[Callable[[EngineCase], Iterator[Finding]], ...] = (
@@ -93,11 +104,20 @@ RULES: tuple[Callable[[EngineCase], Iterator[Finding]], ...] = (
     cache.check_cache_memory,
     cache.check_streaming_events,
     cache.check_tiers,
+    cache.check_pools,
     cache.check_model_type,
     decoding.check_speculation,
     decoding.check_fields_of_kind,
     decoding.check_save_state,
+    decoding.check_mtp_length,
+    decoding.check_draft_schedule,
+    decoding.check_ngrams,
+    decoding.check_draft_trees,
+    decoding.check_drafter,
     decoding.check_experts,
+    together.check_connector,
+    together.check_together,
+    together.check_modes,
 )
 
 PAIR_RULES: tuple[Callable[[EngineCase, EngineCase], Iterator[Finding]], ...] = (
