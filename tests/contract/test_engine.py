@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import anyio
 import grpc
@@ -9,11 +10,14 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
+from slagate.workers.handoff.seal import fingerprint
 from slagate.workers.kv_transfer.transport import Done
 from slagate.workers.legs import prefill_leg
 from slagate.workers.profiles.profile import load_profile
+from slagate.workers.sim.api import NEWEST
 from support.engine.workers import MODEL, PROFILE, expected, request
 from support.kv.memory import MemoryExchange, MemoryTransport
+from support.limits import HANG_S
 from support.worker.contract import Play, Setup, ask, hand_off, resume, start
 from support.worker.sinks import KeepingSink
 
@@ -442,5 +446,44 @@ def test_an_abort_without_a_target_says_so(play: Play) -> None:
             with pytest.raises(WorkerError) as raised:
                 await worker.abort(oe.AbortRequest(kv_session=oe.KvSessionRef(session_id="7")))
             assert raised.value.status.code is Code.UNIMPLEMENTED
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "agg"])
+def test_server_info_has_what_the_two_workers_of_a_handoff_must_agree_on(
+    play: Play, role: str
+) -> None:
+    """A key that does not apply is missing, and a stock server has none."""
+    key = b"k" * 16
+
+    async def scenario(setup: Setup) -> None:
+        sealed = {} if role == "agg" else {"worker_options": {"handoff_key": key}}
+        cache: dict[str, Any] = {"dtype": "fp8"}
+        async with setup.worker(role, kv_cache_config=cache, **sealed) as worker:
+            info = await worker.server_info()
+        given = {
+            name: value
+            for name, value in info.extra.items()
+            if name.startswith("slagate_") and name != "slagate_supports_decode_dp_rank"
+        }
+        is_newest = setup.version == NEWEST
+        wanted: dict[str, Any] = {
+            "slagate_kv_dtype": "fp8",
+            "slagate_kv_cache_manager": "auto" if is_newest else "v1",
+        }
+        if role != "agg":
+            is_process = setup.way == "process"
+            wanted |= {
+                "slagate_kv_transport": "NIXL" if is_process else "SHM",
+                "slagate_transceiver_runtime": "auto" if is_newest else "cpp",
+                "slagate_handoff_key": fingerprint(key),
+                "slagate_handoff_limit_s": HANG_S if is_process else 60.0,
+            }
+            if is_process:
+                wanted["slagate_kv_transport_library"] = "UCX"
+        if role == "decode":
+            wanted |= {"slagate_repeats_first_token": True, "slagate_takes_whole_requests": False}
+        assert given == wanted
 
     play(scenario)

@@ -216,6 +216,29 @@ def test_no_engine_reports_to_nvidia_unless_it_is_asked_to(
             assert logged(worker, "double.telemetry")
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_an_engine_can_do_is_found_out_and_told_at_the_start(
+    tmp_path: Path, version: str
+) -> None:
+    with trtllm_worker(tmp_path, "agg", version=version) as worker:
+        worker.wait_ready()
+        eventually(lambda: logged(worker, "engine.ready"), "the log is written")
+        (told,) = logged(worker, "engine.abilities")
+    is_old = version in ("1.1", "1.2")
+    assert told["level"] == "INFO"
+    assert told["statistics"] == told["kv_events"] == ("queue" if version == "1.1" else "call")
+    for name in ("kv_capacity", "health_check", "fatal_flag", "handoff_ids"):
+        assert told[name] is not is_old
+        assert (name in told["off"]) is is_old
+    assert told["process_futures"]
+    assert told["dead_error"] is told["telemetry_argument"] is (version == NEWEST)
+    assert ("priority" in told["generate_async"]) is not is_old
+    assert ("conversation_params" in told["off"]) is (version != NEWEST)
+    assert told["metrics_collector"] == (
+        "log_metrics_dict" if is_old else "log_request_metrics_dict"
+    )
+
+
 def test_the_end_of_text_must_be_known(tmp_path: Path) -> None:
     with trtllm_worker(tmp_path, "agg", skip_tokenizer_init=True) as worker:
         assert worker.popen.wait(HANG_S) == 2
@@ -380,6 +403,7 @@ def test_w05_a_malformed_handoff_ends_the_engine_of_a_worker_without_a_key_which
 ) -> None:
     with trtllm_worker(tmp_path, "decode", version=version) as worker:
         worker.wait_ready()
+        eventually(lambda: logged(worker, "engine.ready"), "the log is written")
         (warning,) = logged(worker, "handoff.unsealed")
         assert warning["level"] == "WARNING"
         assert "--handoff-key-file" in warning["advice"]
@@ -413,6 +437,8 @@ def test_w05_a_worker_with_a_key_refuses_a_malformed_handoff_and_serves_on(tmp_p
             assert sink.tokens == expected(PROMPT, 4)
 
         talk(decode.address, conversation)
+        for worker in (prefill, decode):
+            eventually(lambda at=worker: logged(at, "engine.ready"), "the log is written")
         assert not logged(prefill, "handoff.unsealed")
         assert not logged(decode, "handoff.unsealed")
 

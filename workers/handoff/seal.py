@@ -43,6 +43,11 @@ def read_key(path: Path | None) -> bytes | None:
     return key
 
 
+def fingerprint(key: bytes) -> str:
+    """16 hexadecimal digits that tell keys apart. They are of an HMAC, so they tell nothing of the key."""
+    return hmac.new(key, b"slagate.handoff.fingerprint", hashlib.sha256).hexdigest()[:16]
+
+
 def seal(session: oe.KvSessionRef, key: bytes) -> None:
     """Add the MAC of everything else in the session."""
     session.attributes_struct[ATTRIBUTE] = mac(session, key)

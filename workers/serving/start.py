@@ -1,5 +1,6 @@
 """The start of a TensorRT-LLM worker: its options, the worker until then, the engine, and the phases."""
 
+import inspect
 import logging
 import os
 from collections.abc import Awaitable, Sequence, Sized
@@ -24,6 +25,7 @@ from slagate.workers.runtime.waiting import run_in_daemon_thread
 from slagate.workers.trtllm.engine import KvCapacity, ask_kv_capacity, model_setting, setting
 from slagate.workers.trtllm.metrics import SILENT, Observer
 from slagate.workers.trtllm.package import (
+    TELEMETRY,
     EnginePackage,
     as_usage,
     check_installed,
@@ -34,6 +36,7 @@ from slagate.workers.trtllm.package import (
     shut_down,
     with_telemetry_choice,
 )
+from slagate.workers.trtllm.poll import poll_of
 from slagate.workers.trtllm.server_info import ROLES, WorkerIdentity
 from slagate.workers.trtllm.watch import WatchTimes
 from slagate.workers.trtllm.worker import TrtllmWorker
@@ -44,6 +47,19 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 NO_BACKEND = "DEFAULT"
+
+NIXL_LIBRARY = "TRTLLM_NIXL_KVCACHE_BACKEND"
+"""The environment variable by which TensorRT-LLM's NIXL uses LIBFABRIC, not UCX (its documentation, id
+10573063983)."""
+
+OPTIONAL_KEYWORDS = (
+    "cache_salt",
+    "scheduling_params",
+    "trace_headers",
+    "priority",
+    "conversation_params",
+)
+"""Arguments of `generate_async` that some versions lack."""
 
 WARM_UP_LIMIT_S = 300.0
 """For the first request of each rank, in which kernels are tuned and graphs captured."""
@@ -273,6 +289,7 @@ def worker_over(
 ) -> TrtllmWorker:
     """The worker of a constructed engine; its tasks run in `tasks`, which the caller cancels at the end."""
     package, llm, identity, capacity = started
+    log.info("engine.abilities", extra=abilities(started))
     return TrtllmWorker(
         llm,
         api=package,
@@ -285,6 +302,49 @@ def worker_over(
         logits=options.logits,
         capacity=capacity,
     )
+
+
+def abilities(started: Started) -> dict[str, Any]:
+    """What the installed engine was found to have, by name, and under `off` what a worker does without.
+
+    It is looked for where it is: signature, attribute, class. No version is asked for its number.
+    """
+    package, llm, _, capacity = started
+    parameters = inspect.signature(llm.generate_async).parameters
+    executor = getattr(llm, "_executor", None)
+    collector = package.MetricsCollector
+    finishers = ("log_request_metrics_dict", "log_metrics_dict")
+    streams = setting(setting(llm.args, "kv_cache_config"), "kv_events_config")
+    found: dict[str, Any] = {
+        "generate_async": [name for name in OPTIONAL_KEYWORDS if name in parameters],
+        "statistics": _how_polled(llm, "get_stats"),
+        "kv_events": "streamed"
+        if setting(streams, "enable_kv_cache_events")
+        else _how_polled(llm, "get_kv_cache_events"),
+        "kv_capacity": capacity is not None,
+        "health_check": hasattr(llm, "_check_health"),
+        "fatal_flag": hasattr(executor, "_fatal_error"),
+        "process_futures": hasattr(executor, "mpi_futures"),
+        "dead_error": package.EngineDeadError is not None,
+        "handoff_ids": package.get_global_disagg_request_id is not None,
+        "logprob_class": package.Logprob is not None,
+        "logits_processors": package.LogitsProcessor is not None,
+        "guided_decoding": package.GuidedDecodingParams is not None,
+        "telemetry_argument": TELEMETRY in getattr(package.TorchLlmArgs, "model_fields", {}),
+        "metrics_collector": next(
+            (name for name in finishers if getattr(collector, name, None)), ""
+        ),
+    }
+    found["off"] = sorted(name for name, has in found.items() if not has) + [
+        name for name in OPTIONAL_KEYWORDS if name not in parameters
+    ]
+    return found
+
+
+def _how_polled(llm: Any, name: str) -> str:
+    """`call` to the engine's process, `queue` in this one, or "" for an engine that cannot be polled."""
+    poll = poll_of(llm, name)
+    return "" if poll is None else "call" if poll.may_block else "queue"
 
 
 def identity_of(
@@ -304,17 +364,28 @@ def identity_of(
         raise UsageError("--end-id is needed: the engine has no tokenizer that knows it")
     transceiver = getattr(llm.args, "cache_transceiver_config", None)
     hands_off = transceiver is not None and options.role != "agg"
+    backend = setting(transceiver, "backend") or NO_BACKEND if hands_off else ""
     return WorkerIdentity(
         role=ROLES[options.role],
         model=options.served_name,
         instance_id=instance_id,
         engine_version=package.version,
-        transfer_backend=setting(transceiver, "backend") or NO_BACKEND if hands_off else "",
+        transfer_backend=backend,
+        transfer_library=transfer_library(llm, backend),
         tensor_parallel_size=getattr(llm.args, "tensor_parallel_size", 1),
         end_id=end_id,
         engine_knows_end=options.end_id is None,
         vocab_size=_vocab_size(llm, tokenizer),
     )
+
+
+def transfer_library(llm: Any, backend: str) -> str:
+    """What a transport stands on, as far as that can be told from here; "" where it cannot."""
+    if backend in (NO_BACKEND, "NIXL"):
+        overrides = setting(llm.args, "env_overrides") or {}
+        chosen = overrides.get(NIXL_LIBRARY) or os.environ.get(NIXL_LIBRARY)
+        return str(chosen or "UCX").upper()
+    return "UCX" if backend == "UCX" else ""
 
 
 def _check_role(llm: Any, package: EnginePackage, role: str) -> None:

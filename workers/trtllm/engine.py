@@ -377,11 +377,16 @@ class Engine:
             reason = "engine: its call was not understood"
             raise RequestRefused(grpc.StatusCode.INTERNAL, reason) from error
 
+    def tells_death(self, error: Exception) -> bool:
+        """Whether an error says that the engine is dead, or the engine says so by now; for any call."""
+        kind = getattr(self.api, "EngineDeadError", None)
+        return (kind is not None and isinstance(error, kind)) or bool(death_of(self.llm))
+
     def is_dead_by(self, error: Exception) -> bool:
         """Whether an error of a submission, or of a request made here, means that the engine is dead."""
         of_request = (ValueError, NotImplementedError, TypeError, AssertionError, RequestRefused)
         is_requests = isinstance(error, (*of_request, self.api.RequestError))
-        return isinstance(error, EngineGoneError) or not is_requests or bool(death_of(self.llm))
+        return isinstance(error, EngineGoneError) or not is_requests or self.tells_death(error)
 
     def _fits(self, tokens: Sequence[int], keywords: dict[str, Any]) -> bool:
         try:

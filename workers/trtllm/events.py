@@ -1,6 +1,7 @@
 """The KV events of one engine: polled, or streamed by the engine, and fed to subscribers."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -35,8 +36,13 @@ class EngineEvents:
         instance_id: str,
         history_batches: int,
         observer: Observer,
+        on_error: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """`history_batches` of each rank are kept for subscribers that come back."""
+        """`history_batches` of each rank are kept for subscribers that come back.
+
+        `on_error` gets the error of a poll that raised.
+        """
+        self._on_error = on_error
         self._why_not = engine.events_off()
         self._n_ranks = engine.n_ranks
         self._history_batches = history_batches
@@ -73,6 +79,7 @@ class EngineEvents:
             work=work_of,
             activity=activity,
             on_read=observer.events_polled,
+            on_error=self._on_error,
         )
 
     def _follow(self, engine: Engine, normaliser: KvStreamNormaliser, observer: Observer) -> str:

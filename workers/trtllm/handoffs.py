@@ -14,7 +14,7 @@ import anyio
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.handoff.codec import FirstLogprob, params_of_session, session_of_params
-from slagate.workers.handoff.seal import check_key, check_seal, seal
+from slagate.workers.handoff.seal import check_key, check_seal, fingerprint, seal
 
 
 class Handoffs:
@@ -39,7 +39,7 @@ class Handoffs:
         if key is not None:
             check_key(key)
         self._backend = backend
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._key = key
         self._release = release
         self._expires_s: dict[int, float] = {}  # in order of parking, and so of expiry
@@ -48,6 +48,11 @@ class Handoffs:
     def can_release(self) -> bool:
         """Whether parked sessions can be freed."""
         return self._release is not None
+
+    @property
+    def key_fingerprint(self) -> str:
+        """What tells whether two workers seal with the same key, and not the key; "none" without one."""
+        return "none" if self._key is None else fingerprint(self._key)
 
     @property
     def n_parked(self) -> int:
@@ -66,7 +71,7 @@ class Handoffs:
         now_s = asyncio.get_running_loop().time()
         # Here too, or a worker that is not asked for its load would keep all of them.
         self._forget(until_s=now_s)
-        self._expires_s[params.ctx_request_id] = now_s + self._limit_s
+        self._expires_s[params.ctx_request_id] = now_s + self.limit_s
         session = session_of_params(params, transfer_backend=self._backend, rank=rank)
         if self._key is not None:
             seal(session, self._key)

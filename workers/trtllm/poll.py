@@ -142,6 +142,7 @@ class Poller:
         activity: Activity,
         work: Callable[[Any], int] = lambda _: ROW_WORK,
         on_read: Callable[[int], None] = lambda _: None,
+        on_error: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         """What `poll` reads is an iterator or nested lists of items, which `take` gets in order.
 
@@ -149,7 +150,7 @@ class Poller:
 
         `take` gets as many items at once as their `work` fits `TURN_WORK`, or one that does not; what it
         returns is iterated over, one step in each turn of the loop. `on_read` gets the number of items of a
-        poll that had any. None of them may raise.
+        poll that had any, `on_error` the error of one that raised. None of them may raise.
         """
         self._name = name
         self._poll = poll
@@ -158,6 +159,7 @@ class Poller:
         self._activity = activity
         self._work = work
         self._on_read = on_read
+        self._on_error = on_error
         self.n_errors = 0
 
     async def run(self) -> None:
@@ -178,8 +180,9 @@ class Poller:
         while True:
             try:
                 is_news = await self._once(thread)
-            except Exception:
+            except Exception as error:
                 self.n_errors += 1
+                self._on_error(error)
                 # At the first, second, fourth ... error, not at each poll.
                 if self.n_errors & (self.n_errors - 1) == 0:
                     log.exception("poll.failed %s (%d times)", self._name, self.n_errors)
@@ -272,9 +275,16 @@ class NewestRows:
         return read
 
     async def poll(
-        self, llm: Any, activity: Activity, on_rows: Callable[[list[Any]], None]
+        self,
+        llm: Any,
+        activity: Activity,
+        on_rows: Callable[[list[Any]], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
-        """Keep the rows new until cancelled; returns at once for an engine without statistics."""
+        """Keep the rows new until cancelled; returns at once for an engine without statistics.
+
+        `on_error` gets the error of a poll that raised.
+        """
         poll = poll_of(llm, "get_stats")
         if poll is None:
             return
@@ -283,7 +293,9 @@ class NewestRows:
             if read := self.take_rows(rows):
                 on_rows(read)
 
-        self._poller = Poller("stats", poll, take, pace=STATS_PACE, activity=activity)
+        self._poller = Poller(
+            "stats", poll, take, pace=STATS_PACE, activity=activity, on_error=on_error
+        )
         await self._poller.run()
 
     def counters(self) -> dict[str, int]:

@@ -2,9 +2,11 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from slagate.proto import openengine_pb2 as oe
-from slagate.workers.trtllm.engine import Engine
+from slagate.workers.trtllm.engine import Engine, setting
+from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.sampling import MAX_TOP_N, capabilities, max_sequences
 from slagate.workers.worker import SCHEMA_RELEASE
 
@@ -27,6 +29,9 @@ class WorkerIdentity:
     transfer_backend: str  # "" without a KV transceiver
     tensor_parallel_size: int
     end_id: int
+    transfer_library: str = (
+        ""  # what the transport stands on, such as UCX below NIXL; "" where not known
+    )
     engine_knows_end: bool = False  # then it is not told: a model may have several end tokens
     vocab_size: int | None = None  # None: not known, so the engine checks token ids
     takes_any_leg: bool = False  # also those of other roles: while nobody but a check can call
@@ -37,7 +42,7 @@ class WorkerIdentity:
         return oe.EngineRole.Name(self.role).removeprefix("ENGINE_ROLE_").lower()
 
 
-def server_info(engine: Engine, identity: WorkerIdentity, *, frees_handoffs: bool) -> oe.ServerInfo:
+def server_info(engine: Engine, identity: WorkerIdentity, handoffs: Handoffs) -> oe.ServerInfo:
     """The answer to GetServerInfo, from the engine's configuration."""
     info = oe.ServerInfo(
         engine_name="tensorrt_llm",
@@ -64,6 +69,7 @@ def server_info(engine: Engine, identity: WorkerIdentity, *, frees_handoffs: boo
     decodes = identity.role == oe.ENGINE_ROLE_DECODE
     info.extra["trtllm_supports_dp_rank_targeting"] = takes_rank and not decodes
     info.extra["slagate_supports_decode_dp_rank"] = takes_rank and decodes
+    info.extra.update(_pair_fields(engine, identity, handoffs))
     if identity.transfer_backend:
         info.kv_connector.CopyFrom(
             oe.KvConnectorInfo(
@@ -71,11 +77,39 @@ def server_info(engine: Engine, identity: WorkerIdentity, *, frees_handoffs: boo
                 transfer_backend=identity.transfer_backend,
                 supports_remote_prefill=True,
                 supports_decode_pull=True,
-                supports_abort_cleanup=frees_handoffs,
+                supports_abort_cleanup=handoffs.can_release,
                 schema_version=1,
             )
         )
     return info
+
+
+def _pair_fields(engine: Engine, identity: WorkerIdentity, handoffs: Handoffs) -> dict[str, Any]:
+    """What the two workers of a handoff must agree on, or know of each other: keys of `ServerInfo.extra`.
+
+    A key that is missing is not known; stock servers have none of them. docs/worker.md has the table.
+    """
+    cache = setting(engine.llm.args, "kv_cache_config")
+    manager = setting(cache, "use_kv_cache_manager_v2")
+    known: dict[str, Any] = {
+        "slagate_kv_dtype": setting(cache, "dtype"),
+        # A version without the argument has the V1 manager only.
+        "slagate_kv_cache_manager": "auto" if manager == "auto" else "v2" if manager else "v1",
+    }
+    if identity.transfer_backend:
+        runtime = setting(
+            setting(engine.llm.args, "cache_transceiver_config"), "transceiver_runtime"
+        )
+        known |= {
+            "slagate_kv_transport": identity.transfer_backend.replace("DEFAULT", "NIXL"),
+            "slagate_kv_transport_library": identity.transfer_library or None,
+            "slagate_transceiver_runtime": (runtime or "CPP").lower(),
+            "slagate_handoff_key": handoffs.key_fingerprint,
+            "slagate_handoff_limit_s": handoffs.limit_s,
+        }
+    if identity.role == oe.ENGINE_ROLE_DECODE:
+        known |= {"slagate_repeats_first_token": True, "slagate_takes_whole_requests": False}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:

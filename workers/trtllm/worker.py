@@ -42,6 +42,8 @@ from slagate.workers.worker import Worker
 class TrtllmWorker(Worker):
     """Serves one `LLM`. The task group of its tasks is the caller's, who cancels it at the end."""
 
+    _problem = ""  # why no request is accepted any more
+
     def __init__(
         self,
         llm: Any,
@@ -68,7 +70,6 @@ class TrtllmWorker(Worker):
         self._identity = identity
         self._observer = observer
         self._connector = connector
-        self._problem = ""  # why no request is accepted any more
         self.fatal = anyio.Event()
         self._engine = engine = Engine(
             llm, api, capacity, new_handoff_id=new_handoff_id, measures=observer.wants_perf_metrics
@@ -80,9 +81,9 @@ class TrtllmWorker(Worker):
             release=release_session,
         )
         self._parser = LegParser(engine, identity, self._handoffs, logits or LogitsProcessors())
-        self._activity = Activity()
+        self._activity = activity = Activity()
         self._running = EngineRequests(
-            self._activity,
+            activity,
             self._handoffs,
             tasks=tasks,
             request_error=api.RequestError,
@@ -90,18 +91,19 @@ class TrtllmWorker(Worker):
             observer=observer,
         )
         self._probe = InferenceProbe(
-            engine, self._activity, identity.end_id, tasks=tasks, on_fatal=self.declare_dead
+            engine, activity, identity.end_id, tasks=tasks, on_fatal=self.declare_dead
         )
         self._rows = NewestRows(engine.n_ranks)
         self._events = EngineEvents(
             engine,
-            self._activity,
+            activity,
             instance_id=identity.instance_id,
             history_batches=kv_history_batches,
             observer=observer,
+            on_error=self._poll_failed,
         )
         tasks.start_soon(self._events.run)
-        tasks.start_soon(self._rows.poll, llm, self._activity, observer.stats_polled)
+        tasks.start_soon(self._rows.poll, llm, activity, observer.stats_polled, self._poll_failed)
 
     def __repr__(self) -> str:
         """State in one line, for people and for tests."""
@@ -162,6 +164,11 @@ class TrtllmWorker(Worker):
         except EngineGoneError as gone:
             self.declare_dead(gone)
             raise
+
+    def _poll_failed(self, error: Exception) -> None:
+        """A poll may be the first to learn of a dead engine; its other errors cost figures only."""
+        if self._engine.tells_death(error):
+            self.declare_dead(error)
 
     def declare_dead(self, error: Exception) -> None:
         """The engine is dead, as its watch or a request has found: end every stream with this error.
@@ -279,7 +286,7 @@ class TrtllmWorker(Worker):
 
     @override
     async def server_info(self) -> oe.ServerInfo:
-        return server_info(self._engine, self._identity, frees_handoffs=self._handoffs.can_release)
+        return server_info(self._engine, self._identity, self._handoffs)
 
     @override
     async def model_info(self, model: str) -> oe.ModelInfo:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import RequestRefused
 from slagate.workers.handoff import seal as handoff_seal
-from slagate.workers.handoff.seal import ATTRIBUTE, canonical, check_key, check_seal, mac, seal
+from slagate.workers.handoff.seal import (
+    ATTRIBUTE,
+    canonical,
+    check_key,
+    check_seal,
+    fingerprint,
+    mac,
+    seal,
+)
 from support.seeds import n_in
 
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16
@@ -159,3 +167,10 @@ def test_a_session_over_the_limit_is_refused_unread(monkeypatch: pytest.MonkeyPa
     session.attributes_struct.update({"draft_tokens": [7.0] * 20_000, ATTRIBUTE: "f" * 64})
     with pytest.raises(RequestRefused, match=r"kv\.session: is over"):
         check_seal(session, KEY)
+
+
+def test_a_fingerprint_tells_keys_apart_and_nothing_else() -> None:
+    one, same, other = (fingerprint(key) for key in (b"k" * 16, b"k" * 16, b"x" * 16))
+    assert one == same != other
+    assert len(one) == 16
+    assert int(one, 16) > 0

@@ -1,11 +1,13 @@
 """A worker whose engine is not there yet, and the one that it becomes."""
 
+from types import SimpleNamespace
+
 import grpc
 import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
-from slagate.workers.serving.start import StartingWorker
+from slagate.workers.serving.start import NIXL_LIBRARY, StartingWorker, transfer_library
 from support import virtual_loop
 from support.engine.workers import MODEL, expected, request, sim
 from support.worker.contract import ask
@@ -56,3 +58,26 @@ def test_once_it_is_there_it_is_that_worker() -> None:
             assert (await starting.load(oe.GetLoadRequest())).running_requests == 0
 
     virtual_loop.run(main)
+
+
+@pytest.mark.parametrize(
+    ("backend", "variable", "overrides", "library"),
+    [
+        ("DEFAULT", "", None, "UCX"),
+        ("NIXL", "libfabric", None, "LIBFABRIC"),
+        ("NIXL", "LIBFABRIC", {NIXL_LIBRARY: "UCX"}, "UCX"),
+        ("UCX", "LIBFABRIC", None, "UCX"),
+        ("MOONCAKE", "", None, ""),
+        ("", "", None, ""),
+    ],
+)
+def test_what_a_transport_stands_on_is_told_as_far_as_it_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    variable: str,
+    overrides: dict[str, str] | None,
+    library: str,
+) -> None:
+    monkeypatch.setenv(NIXL_LIBRARY, variable)
+    llm = SimpleNamespace(args=SimpleNamespace(env_overrides=overrides))
+    assert transfer_library(llm, backend) == library

@@ -14,7 +14,7 @@ from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.status import Metadata
 from slagate.workers.errors import WorkerError
 from slagate.workers.sim import request as sim_request
-from slagate.workers.sim.request import RequestError
+from slagate.workers.sim.request import EngineDeadError, RequestError
 from slagate.workers.trtllm import running as trtllm_running
 from slagate.workers.trtllm.handoffs import Handoffs
 from slagate.workers.trtllm.server_info import WorkerIdentity
@@ -298,6 +298,23 @@ def test_a_broken_event_poll_is_counted_and_the_worker_works_on() -> None:
 
     engine = StrictEngine(Result(tokens=[3]), Result(tokens=[3]))
     play(scenario, engine)
+
+
+@pytest.mark.parametrize("error", [EngineDeadError(OSError("rank 0 died")), OSError("a queue")])
+def test_t2_3_a_poll_that_tells_of_a_dead_engine_ends_the_worker(error: Exception) -> None:
+    class Engine(StrictEngine):
+        def get_kv_cache_events_async(self, timeout: float) -> Any:
+            raise error
+
+    async def scenario(worker: TrtllmWorker) -> None:
+        # Polls begin with the first result, which the end of the worker may overtake.
+        events = (await answer(worker, "r1")).events
+        await until(2.0)
+        is_dead = isinstance(error, EngineDeadError)
+        assert worker.fatal.is_set() is is_dead
+        assert (events == ["error"]) is is_dead
+
+    play(scenario, Engine(Result(tokens=[3])))
 
 
 def test_an_engine_that_is_gone_at_submit_ends_the_worker() -> None:
