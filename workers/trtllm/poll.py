@@ -111,22 +111,13 @@ class EnginePoll(NamedTuple):
 def poll_of(llm: Any, name: str) -> EnginePoll | None:
     """How the engine is polled by its method `name`; None where it has no such method.
 
-    A queue is read by the method's asynchronous form, as the other one would make it unreadable for good,
-    and its iterator is let go on after its end, which otherwise only the next request does.
+    A queue is read by the method's asynchronous form, as the other one would make it unreadable for good.
+    Nothing is waited for: an iterator over it that has waited in vain stays at its end until the next
+    request.
     """
-    if is_polled_by_call(llm):
-        fetch = getattr(llm, name, None)
-        return None if fetch is None else EnginePoll(partial(fetch, timeout=0), may_block=True)
-    read_queue = getattr(llm, f"{name}_async", None)
-    if read_queue is None:
-        return None
-
-    def read() -> Any:
-        result = read_queue(timeout=0)
-        getattr(result, "mark_undone", lambda: None)()
-        return result
-
-    return EnginePoll(read, may_block=False)
+    by_call = is_polled_by_call(llm)
+    read = getattr(llm, name if by_call else f"{name}_async", None)
+    return None if read is None else EnginePoll(partial(read, timeout=0), may_block=by_call)
 
 
 class Poller:
