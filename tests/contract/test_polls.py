@@ -48,8 +48,8 @@ def test_w02_w04_whatever_an_engine_has_is_read_while_it_works(setup: Setup) -> 
     n_tokens, reads = 200, Reads()
 
     async def scenario() -> None:
-        options = {"observer": reads}
-        async with setup.engine("agg", worker_options=options) as at:
+        options, slowly = {"observer": reads}, {"time_scale": 4.0}
+        async with setup.engine("agg", worker_options=options, sim_settings=slowly) as at:
             await ask(at.worker, request("r1", prompt_of(64), n_tokens))
             ended_s = asyncio.get_running_loop().time()
             await until(ended_s + 0.2)
