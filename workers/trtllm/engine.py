@@ -310,10 +310,8 @@ class Engine:
             return (
                 "the KV events of this engine do not say it, so it is taken only where they are off"
             )
-        if setting(setting(self.llm.args, "kv_cache_config"), "use_kv_cache_manager_v2") in (
-            None,
-            False,
-        ):
+        cache = setting(self.llm.args, "kv_cache_config")
+        if setting(cache, "use_kv_cache_manager_v2") in (None, False):
             return ""
         return (
             "the KV events of the V2 cache manager do not say it: set "
