@@ -14,11 +14,11 @@ import pytest
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.kv_transfer.transport import Blocks, Done
 from slagate.workers.legs import decode_leg
-from slagate.workers.sim.api import Llm11
+from slagate.workers.sim.api import VERSIONS, Llm11
 from slagate.workers.sim.outputs import RequestOutput
 from support import virtual_loop
 from support.engine.sim_llm import until
-from support.engine.workers import SimWorker, expected, request
+from support.engine.workers import SimWorker, expected, request, sim
 from support.kv.memory import MemoryExchange, MemoryTransport
 from support.worker.contract import DIRECT, Play, Setup, ask, hand_off, resume, start
 from support.worker.sinks import KeepingSink
@@ -250,5 +250,22 @@ def test_an_engine_without_trace_headers_is_never_given_them(
             assert sink.tokens == expected(prompt_of(1), 8)
             assert len(calls) == 3
             assert not any("trace_headers" in keywords for keywords in calls)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_w05_simulated_workers_hand_off_in_every_version(version: str) -> None:
+    """Early ones would not survive the prefill leg with the overlap scheduler on."""
+
+    async def scenario() -> None:
+        prompt = list(range(1, 101))
+        data = request("r", prompt, 4)
+        async with (
+            sim("prefill", served=False, api=version) as prefill,
+            sim("decode", served=False, api=version) as decode,
+        ):
+            session = await hand_off(prefill, data)
+            assert (await resume(decode, data, session)).tokens == expected(prompt, 4)
 
     run(scenario)

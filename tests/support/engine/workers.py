@@ -28,7 +28,7 @@ MODEL = "meta-llama/Meta-Llama-3.1-8B"
 
 
 @asynccontextmanager
-async def sim(role: str, *, served: bool, **options: float) -> AsyncIterator[Worker]:
+async def sim(role: str, *, served: bool, **options: float | str) -> AsyncIterator[Worker]:
     """A worker of this role; `served` puts a real gRPC server and channel in between."""
     sim_options = SimOptions(role=role, profile=PROFILE, tp=1, **options)  # type: ignore[arg-type]
     transport = None if role == "agg" else SharedMemoryTransport()

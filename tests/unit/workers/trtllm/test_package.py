@@ -10,11 +10,13 @@ import pytest
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.trtllm import package as trtllm_package
 from slagate.workers.trtllm.package import (
+    NO_TELEMETRY,
     EnginePackage,
     check_installed,
     handoff_ids,
     load_package,
     set_engine_log_level,
+    with_telemetry_choice,
 )
 
 COMPLETE = {
@@ -129,3 +131,36 @@ def test_the_engine_logs_from_the_workers_level_on(
     environ = {} if given is None else {"TLLM_LOG_LEVEL": given}
     set_engine_log_level(level, environ)
     assert environ == {"TLLM_LOG_LEVEL": engine}
+
+
+OFF, ON = {"telemetry_config": {"disabled": True}}, {"telemetry_config": {"disabled": False}}
+
+
+@pytest.mark.parametrize(
+    ("values", "has_argument", "taken", "environ"),
+    [
+        (OFF, True, OFF, {}),
+        (OFF, False, {}, {NO_TELEMETRY: "1"}),
+        ({}, True, {}, {NO_TELEMETRY: "1"}),
+        (ON, True, ON, {}),
+        (ON, False, {}, {}),
+    ],
+)
+def test_reports_to_nvidia_are_off_by_the_argument_where_there_is_one_else_by_the_variable(
+    install: Callable[[dict[str, Any]], None],
+    values: dict[str, Any],
+    *,
+    has_argument: bool,
+    taken: dict[str, Any],
+    environ: dict[str, str],
+) -> None:
+    install(COMPLETE)
+    package = load_package()
+    fields = {"telemetry_config": None} if has_argument else {}
+    package.TorchLlmArgs = SimpleNamespace(model_fields=fields)
+    given: dict[str, str] = {}
+    assert with_telemetry_choice({**values, "tp": 2}, package, given) == {**taken, "tp": 2}
+    assert given == environ
+    asked = {NO_TELEMETRY: "0"}
+    with_telemetry_choice(values, package, asked)
+    assert asked == {NO_TELEMETRY: "0"}

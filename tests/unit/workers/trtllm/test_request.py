@@ -202,6 +202,18 @@ def test_decode_does_not_ask_for_the_prompts_logprobs_again() -> None:
     assert (parsed.sampling.prompt_logprobs, parsed.sampling.logprobs) == (None, 1)
 
 
+@pytest.mark.parametrize("name", ["first_gen_tokens", "draft_tokens"])
+def test_w05_a_handoffs_tokens_are_of_the_vocabulary(name: str) -> None:
+    """The engine would look them up without a check, on the GPU."""
+    leg = request()
+    leg.kv.session.CopyFrom(session())
+    leg.kv.session.attributes_struct[name] = [1, VOCAB]
+    code, said = refusal(leg, role=oe.ENGINE_ROLE_DECODE)
+    assert code is Code.INVALID_ARGUMENT
+    assert f"kv.session.attributes_struct.{name}: {VOCAB} is outside the vocabulary" in said
+    parse(leg, role=oe.ENGINE_ROLE_DECODE, vocab_size=None)
+
+
 def with_tokenizer() -> Engine:
     def generate_async(inputs: Any, sampling_params: Any = None) -> None:
         raise AssertionError("the engine must not see it")
