@@ -290,6 +290,8 @@ def test_a_worker_says_what_it_is(play: Play) -> None:
             assert list(info.supported_models) == [MODEL]
             assert info.kv_connector.transfer_backend == setup.transfer_backend
             assert info.capacity.kv_block_size == 32
+            can_be_asked = setup.version not in ("1.1", "1.2")
+            assert info.capacity.HasField("total_kv_blocks") is can_be_asked
             assert info.schema_release == "768a93c7b44e40f28c692ad0b471a8f2"
             model = await worker.model_info(MODEL)
             assert model.max_context_length == 131_072

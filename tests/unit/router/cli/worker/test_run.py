@@ -60,6 +60,7 @@ def test_engine_arguments_are_printed_with_their_sources_as_yaml(tmp_path: Path)
             "event_buffer_max_size": 100_000,
         },
         "num_postprocess_workers": 0,
+        "telemetry_config": {"disabled": True},
     }
     sources = dict(line.strip().split("  # ") for line in shown.splitlines() if "  # " in line)
     by_value = {value.strip(): source for value, source in sources.items()}
