@@ -66,7 +66,7 @@ class Counts(NamedTuple):
     to_end: Count  # from the last token on
 
 
-class _Recorder:
+class CallRecorder:
     """The product's functions that were called, in order."""
 
     def __init__(self) -> None:
@@ -262,7 +262,7 @@ async def count_calls() -> Counts:
 
 async def _serve(client: _Client, far: dict[str, _FarWorker]) -> Counts:
     """One request to its end, each answer of a worker when all that came before is done."""
-    recorder = _Recorder()
+    recorder = CallRecorder()
     codes = recorder.codes
     with recorder.on():
         message = request(tokens=range(200))
