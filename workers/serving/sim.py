@@ -27,7 +27,7 @@ from slagate.workers.runtime.usage import UsageError
 from slagate.workers.server import serve_worker
 from slagate.workers.serving.serve import FLUSH_S, metrics_served, tell_ready, until_stopped
 from slagate.workers.sim.api import NEWEST, SimApi, sim_api
-from slagate.workers.sim.args import END_ID, VOCAB_SIZE, SimSettings
+from slagate.workers.sim.args import END_ID, LACKS, VOCAB_SIZE, SimSettings
 from slagate.workers.sim.llm import SimLLM
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ServerTls, following
@@ -163,6 +163,9 @@ def _sim_llm(
         "event_buffer_max_size": options.kv_events,
         "host_cache_size": host_bytes or None,
     }
+    if "kv_cache_config.use_kv_cache_manager_v2" not in LACKS[api.version]:
+        # The other manager's events do not say a request's salt, so a worker would refuse it.
+        kv_cache["use_kv_cache_manager_v2"] = False
     place = blake2b(instance_id.encode(), digest_size=2).digest()
     try:
         llm: SimLLM = api.LLM(
