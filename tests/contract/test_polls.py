@@ -1,6 +1,7 @@
 """An engine is polled for KV events and statistics in its version's way, and at nobody's cost."""
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -164,6 +165,32 @@ def test_w03_streams_health_and_aborts_go_on_while_an_engine_answers_no_poll(
             await scenario()
 
     anyio.run(limited)
+
+
+@every_called
+@pytest.mark.parametrize("error", [asyncio.CancelledError, concurrent.futures.CancelledError])
+def test_a_poll_that_was_cancelled_is_an_error_and_cancels_nothing(
+    setup: Setup, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an engine whose processes' futures are: it would end every task of the worker."""
+
+    def cancelled(source: PolledSource, timeout_s: float | None) -> Any:
+        raise error
+
+    async def main() -> None:
+        async with engine_worker(
+            "agg", version=setup.version, sim_settings={"time_scale": 0.0}
+        ) as at:
+            monkeypatch.setattr(PolledSource, "poll", cancelled)
+            for i in range(2):
+                sink = await ask(at.worker, request(f"r{i}", prompt_of(64, i)))
+                assert sink.tokens == expected(prompt_of(64, i), 8)
+                while not (await at.worker.load(oe.GetLoadRequest())).attributes[
+                    "kv_event_poll_errors"
+                ]:
+                    await anyio.lowlevel.checkpoint()
+
+    anyio.run(main)
 
 
 @every_version

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sized
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Executor, Future
 from queue import SimpleQueue
 from typing import Literal, ParamSpec, TypeVar
 
@@ -35,6 +35,9 @@ class DaemonThread(Executor):
         def call() -> None:
             try:
                 future.set_result(fn(*args, **kwargs))
+            except (CancelledError, asyncio.CancelledError) as error:
+                # As it is, it would be a cancel of the task that waits for the call.
+                future.set_exception(RuntimeError(f"{type(error).__name__} {error}".strip()))
             except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where it is awaited
                 future.set_exception(error)
 

@@ -115,6 +115,7 @@ async def sim_worker(
         instance_id=instance_id,
         engine_version=f"simulated by slagate {version('slagate')}, API {options.api}",
         transfer_backend="" if transport is None else transport.name,
+        kv_transport="" if transport is None else transport.name,
         transfer_library="UCX" if isinstance(transport, NixlTransport) else "",
         tensor_parallel_size=options.tp,
         end_id=END_ID,

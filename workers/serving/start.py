@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import re
 from collections.abc import Awaitable, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -365,13 +366,15 @@ def identity_of(
     transceiver = getattr(llm.args, "cache_transceiver_config", None)
     hands_off = transceiver is not None and options.role != "agg"
     backend = setting(transceiver, "backend") or NO_BACKEND if hands_off else ""
+    transport = kv_transport(llm, backend, package.version)
     return WorkerIdentity(
         role=ROLES[options.role],
         model=options.served_name,
         instance_id=instance_id,
         engine_version=package.version,
         transfer_backend=backend,
-        transfer_library=transfer_library(llm, backend),
+        kv_transport=transport,
+        transfer_library=transfer_library(llm, transport),
         tensor_parallel_size=getattr(llm.args, "tensor_parallel_size", 1),
         end_id=end_id,
         engine_knows_end=options.end_id is None,
@@ -379,13 +382,34 @@ def identity_of(
     )
 
 
-def transfer_library(llm: Any, backend: str) -> str:
+def kv_transport(llm: Any, backend: str, version: str) -> str:
+    """The transport that a back-end of the transceiver stands for; "" where it cannot be told.
+
+    DEFAULT is the first that a variable asks for, else UCX in 1.1 and NIXL since
+    (kv_cache_transceiver.py id 616290201 `create_kv_cache_transceiver`).
+    """
+    if backend != NO_BACKEND:
+        return backend
+    for name in ("UCX", "NIXL", "MOONCAKE", "MPI"):
+        if _variable(llm, f"TRTLLM_USE_{name}_KVCACHE") == "1":
+            return name
+    number = re.match(r"(\d+)\.(\d+)", version)
+    if number is None:
+        return ""
+    return "UCX" if (int(number[1]), int(number[2])) < (1, 2) else "NIXL"
+
+
+def transfer_library(llm: Any, transport: str) -> str:
     """What a transport stands on, as far as that can be told from here; "" where it cannot."""
-    if backend in (NO_BACKEND, "NIXL"):
-        overrides = setting(llm.args, "env_overrides") or {}
-        chosen = overrides.get(NIXL_LIBRARY) or os.environ.get(NIXL_LIBRARY)
-        return str(chosen or "UCX").upper()
-    return "UCX" if backend == "UCX" else ""
+    if transport == "NIXL":
+        return (_variable(llm, NIXL_LIBRARY) or "UCX").upper()
+    return "UCX" if transport == "UCX" else ""
+
+
+def _variable(llm: Any, name: str) -> str:
+    """A variable of the engine's environment: of its arguments, else of this process; "" without it."""
+    overrides = setting(llm.args, "env_overrides") or {}
+    return str(overrides.get(name) or os.environ.get(name, ""))
 
 
 def _check_role(llm: Any, package: EnginePackage, role: str) -> None:

@@ -123,7 +123,7 @@ class _WorkerLife:
         metrics_at: str,
     ) -> int:
         package, llm, *_ = started
-        is_fine = False
+        is_fine = is_dead = False
         if self._is_measured:
             self.metrics.collect_from(package.MetricsCollector)
         async with anyio.create_task_group() as tasks:

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import grpc
 
@@ -96,15 +96,19 @@ def model_setting(llm: Any, name: str) -> Any:
 def model_window(llm: Any) -> int | None:
     """The longest sequence that the model is made for, as TensorRT-LLM infers it; None: not known."""
     positions = model_setting(llm, "max_position_embeddings")
-    if not isinstance(positions, int):
+    if not isinstance(positions, int) or positions < 1:
         return None
     scaling = model_setting(llm, "rope_scaling")
     kind = setting(scaling, "type") or setting(scaling, "rope_type")
     factor = setting(scaling, "factor")
     # The positions of these kinds are counted after scaling.
-    if kind in ("su", "longrope", "llama3", "yarn") or not isinstance(factor, int | float):
+    if kind in ("su", "longrope", "llama3", "yarn") or not _is_factor(factor):
         return positions
     return math.ceil(positions * factor)
+
+
+def _is_factor(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
 class Engine:

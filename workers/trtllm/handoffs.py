@@ -39,7 +39,7 @@ class Handoffs:
         if key is not None:
             check_key(key)
         self._backend = backend
-        self.limit_s = limit_s
+        self._limit_s = limit_s
         self._key = key
         self._release = release
         self._expires_s: dict[int, float] = {}  # in order of parking, and so of expiry
@@ -71,7 +71,7 @@ class Handoffs:
         now_s = asyncio.get_running_loop().time()
         # Here too, or a worker that is not asked for its load would keep all of them.
         self._forget(until_s=now_s)
-        self._expires_s[params.ctx_request_id] = now_s + self.limit_s
+        self._expires_s[params.ctx_request_id] = now_s + self._limit_s
         session = session_of_params(params, transfer_backend=self._backend, rank=rank)
         if self._key is not None:
             seal(session, self._key)

@@ -34,6 +34,9 @@ LINGER_S = 1.0
 ERROR_DELAY_S = 1.0
 """From a poll that raised to the next one."""
 
+UNANSWERED_S = 10.0
+"""How long a poll may take before the log says so, and counts it as an error."""
+
 
 class Activity:
     """Whether the engine works, and since when it is idle."""
@@ -121,7 +124,7 @@ def poll_of(llm: Any, name: str) -> EnginePoll | None:
 
 
 class Poller:
-    """Polls one source of an engine while it works. `n_errors` counts polls that raised."""
+    """Polls one source of an engine while it works; `n_errors` counts polls that raised or took long."""
 
     def __init__(
         self,
@@ -184,12 +187,24 @@ class Poller:
                 may_stop = not is_news
             await self._activity.rest_between_polls(delay_s, may_stop=may_stop)
 
+    async def _answer(self, thread: DaemonThread) -> Any:
+        """What a poll on the thread reads; the log says when it takes long, at ever greater distances."""
+        loop = asyncio.get_running_loop()
+
+        def warn(seconds: float) -> None:
+            self.n_errors += 1
+            log.warning("poll.unanswered", extra={"polled": self._name, "seconds": seconds})
+            timers.append(loop.call_later(seconds, warn, 2 * seconds))
+
+        timers = [loop.call_later(UNANSWERED_S, warn, UNANSWERED_S)]
+        try:
+            return await loop.run_in_executor(thread, self._poll.read)
+        finally:
+            timers[-1].cancel()
+
     async def _once(self, thread: DaemonThread | None) -> bool:
         """Poll once, and pass on what it brought. Whether there was any."""
-        if thread is None:
-            polled = self._poll.read()
-        else:
-            polled = await asyncio.get_running_loop().run_in_executor(thread, self._poll.read)
+        polled = self._poll.read() if thread is None else await self._answer(thread)
         if inspect.isawaitable(polled) and not hasattr(polled, "__aiter__"):
             polled = await polled
         unread: deque[Any] = deque()

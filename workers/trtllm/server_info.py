@@ -7,7 +7,7 @@ from typing import Any
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.trtllm.engine import Engine, setting
 from slagate.workers.trtllm.handoffs import Handoffs
-from slagate.workers.trtllm.sampling import MAX_TOP_N, capabilities, max_sequences
+from slagate.workers.trtllm.sampling import MAX_TOP_N, UINT32_MAX, capabilities, max_sequences
 from slagate.workers.worker import SCHEMA_RELEASE
 
 ROLES = {
@@ -29,9 +29,8 @@ class WorkerIdentity:
     transfer_backend: str  # "" without a KV transceiver
     tensor_parallel_size: int
     end_id: int
-    transfer_library: str = (
-        ""  # what the transport stands on, such as UCX below NIXL; "" where not known
-    )
+    kv_transport: str = ""  # what `transfer_backend` stands for, such as NIXL; "": not known
+    transfer_library: str = ""  # what that stands on, such as UCX below NIXL; "": not known
     engine_knows_end: bool = False  # then it is not told: a model may have several end tokens
     vocab_size: int | None = None  # None: not known, so the engine checks token ids
     takes_any_leg: bool = False  # also those of other roles: while nobody but a check can call
@@ -92,20 +91,20 @@ def _pair_fields(engine: Engine, identity: WorkerIdentity, handoffs: Handoffs) -
     cache = setting(engine.llm.args, "kv_cache_config")
     manager = setting(cache, "use_kv_cache_manager_v2")
     known: dict[str, Any] = {
-        "slagate_kv_dtype": setting(cache, "dtype"),
+        "slagate_kv_dtype": dtype if isinstance(dtype := setting(cache, "dtype"), str) else None,
         # A version without the argument has the V1 manager only.
         "slagate_kv_cache_manager": "auto" if manager == "auto" else "v2" if manager else "v1",
     }
     if identity.transfer_backend:
-        runtime = setting(
-            setting(engine.llm.args, "cache_transceiver_config"), "transceiver_runtime"
-        )
+        transceiver = setting(engine.llm.args, "cache_transceiver_config")
+        runtime = setting(transceiver, "transceiver_runtime")
+        limit_ms = setting(transceiver, "kv_transfer_timeout_ms")
         known |= {
-            "slagate_kv_transport": identity.transfer_backend.replace("DEFAULT", "NIXL"),
+            "slagate_kv_transport": identity.kv_transport or None,
             "slagate_kv_transport_library": identity.transfer_library or None,
             "slagate_transceiver_runtime": (runtime or "CPP").lower(),
             "slagate_handoff_key": handoffs.key_fingerprint,
-            "slagate_handoff_limit_s": handoffs.limit_s,
+            "slagate_handoff_limit_s": None if limit_ms is None else limit_ms / 1000,
         }
     if identity.role == oe.ENGINE_ROLE_DECODE:
         known |= {"slagate_repeats_first_token": True, "slagate_takes_whole_requests": False}
@@ -115,6 +114,7 @@ def _pair_fields(engine: Engine, identity: WorkerIdentity, handoffs: Handoffs) -
 def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:
     """The answer to GetModelInfo, which claims only what this worker can really do."""
     hands_off = identity.role != oe.ENGINE_ROLE_AGGREGATED
+    window = engine.window_tokens
     no_logprobs = oe.LogprobCapabilities(supported=False)
     logprobs = oe.LogprobCapabilities(
         supported=True,
@@ -124,7 +124,7 @@ def model_info(engine: Engine, identity: WorkerIdentity) -> oe.ModelInfo:
     return oe.ModelInfo(
         model_id=identity.model,
         served_model_name=identity.model,
-        max_context_length=engine.window_tokens,
+        max_context_length=None if window is None or window > UINT32_MAX else window,
         supports_text_input=False,
         supports_token_ids_input=True,
         supports_lora=False,

@@ -101,6 +101,7 @@ async def engine_worker(
         instance_id=f"test-{role}",
         engine_version=version,
         transfer_backend="" if transport is None else transport.name,
+        kv_transport="" if transport is None else transport.name,
         tensor_parallel_size=ranks,
         end_id=end_id,
         engine_knows_end=engine_knows_end,

@@ -7,7 +7,12 @@ import pytest
 
 from slagate.proto import openengine_pb2 as oe
 from slagate.workers.errors import WorkerError
-from slagate.workers.serving.start import NIXL_LIBRARY, StartingWorker, transfer_library
+from slagate.workers.serving.start import (
+    NIXL_LIBRARY,
+    StartingWorker,
+    kv_transport,
+    transfer_library,
+)
 from support import virtual_loop
 from support.engine.workers import MODEL, expected, request, sim
 from support.worker.contract import ask
@@ -63,7 +68,7 @@ def test_once_it_is_there_it_is_that_worker() -> None:
 @pytest.mark.parametrize(
     ("backend", "variable", "overrides", "library"),
     [
-        ("DEFAULT", "", None, "UCX"),
+        ("NIXL", "", None, "UCX"),
         ("NIXL", "libfabric", None, "LIBFABRIC"),
         ("NIXL", "LIBFABRIC", {NIXL_LIBRARY: "UCX"}, "UCX"),
         ("UCX", "LIBFABRIC", None, "UCX"),
@@ -81,3 +86,22 @@ def test_what_a_transport_stands_on_is_told_as_far_as_it_is_known(
     monkeypatch.setenv(NIXL_LIBRARY, variable)
     llm = SimpleNamespace(args=SimpleNamespace(env_overrides=overrides))
     assert transfer_library(llm, backend) == library
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "overrides", "transport"),
+    [
+        ("DEFAULT", "1.1.0", {}, "UCX"),
+        ("DEFAULT", "1.2.0rc7", {}, "NIXL"),
+        ("DEFAULT", "1.4rc", {"TRTLLM_USE_UCX_KVCACHE": "1"}, "UCX"),
+        ("DEFAULT", "1.4rc", {"TRTLLM_USE_UCX_KVCACHE": "0", "TRTLLM_USE_MPI_KVCACHE": "1"}, "MPI"),
+        ("DEFAULT", "unknown", {}, ""),
+        ("MOONCAKE", "unknown", {"TRTLLM_USE_UCX_KVCACHE": "1"}, "MOONCAKE"),
+        ("", "1.4rc", {}, ""),
+    ],
+)
+def test_what_the_default_transport_is_depends_on_version_and_variables(
+    backend: str, version: str, overrides: dict[str, str], transport: str
+) -> None:
+    llm = SimpleNamespace(args=SimpleNamespace(env_overrides=overrides))
+    assert kv_transport(llm, backend, version) == transport

@@ -324,6 +324,36 @@ def test_whatever_was_read_is_passed_on_when_the_worker_is_cancelled(n_turns: in
     virtual_loop.run(main)
 
 
+def test_a_poll_that_is_not_answered_is_told_of_at_ever_greater_distances(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        activity, loop = Activity(), asyncio.get_running_loop()
+        answer = loop.create_future()
+        monkeypatch.setattr(loop, "run_in_executor", lambda *_: answer)
+        poller = Poller(
+            "events",
+            EnginePoll(list, may_block=True),
+            lambda _: None,
+            pace=EVENT_PACE,
+            activity=activity,
+        )
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(poller.run)
+            activity.request_started()
+            activity.result_came()
+            await until(100.0)
+            assert poller.n_errors == 4
+            answer.set_result([])
+            await until(1000.0)
+            assert poller.n_errors == 4
+            tasks.cancel_scope.cancel()
+
+    virtual_loop.run(main)
+    said = [vars(one)["seconds"] for one in caplog.records if one.msg == "poll.unanswered"]
+    assert said == [10.0, 20.0, 40.0, 80.0]
+
+
 def test_rows_are_kept_by_rank_the_newest_wins() -> None:
     rows = NewestRows(2)
     rows.take_rows([{"attentionDpRank": 0, "iter": 1}, {"attentionDpRank": 1, "iter": 1}])
