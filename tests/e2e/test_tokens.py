@@ -36,16 +36,10 @@ def test_disagg_02_a_small_budget_is_exact(client: Client, max_tokens: int) -> N
 
 def test_min_tokens_of_a_client_reaches_the_decode_leg_only(client: Client) -> None:
     """The prefill leg has a budget of one; a client's min_tokens above that must not break it."""
-    tokens = prompt(64, seed=2)
-    stop = expected(tokens, 3)[2]
-    answer = client.generate(
-        request(
-            tokens,
-            6,
-            stopping={"min_tokens": 5, "conditions": [{"stop_token_id": stop}]},
-        )
-    )
-    assert answer.tokens == expected(tokens, 6)
+    whole = expected(PROMPT_BEFORE_EOS, 6)
+    assert whole[4] == EOS
+    answer = client.generate(request(PROMPT_BEFORE_EOS, 6, stopping={"min_tokens": 5}))
+    assert answer.tokens == whole
 
 
 @pytest.mark.parametrize("at", [0, 1, 4])

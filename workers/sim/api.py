@@ -120,6 +120,7 @@ class Llm11(SimLLM):
         tells_death=False,
         ends_apart=False,
         ignores_stops=False,
+        min_counts_prompt=True,
     )
     generate_async = _without("trace_headers", "conversation_params", "priority")
 
@@ -179,6 +180,7 @@ class Llm14(Llm13):
         counts_host_blocks=False,
         reports_first=True,
         tells_death=True,
+        min_counts_prompt=False,
     )
     generate_async = _generate_async
 

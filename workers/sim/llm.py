@@ -3,7 +3,7 @@
 Calls, result objects, errors and order of events are those of the PyTorch backend, for text models. Times
 come from a measured profile. The token after a context is a function of that context
 (`kv_cache/blocks.py`), so sampling settings other than stopping do not change the output, and `min_tokens`
-lets a stop token pass instead of drawing another one. `api` has the versions of TensorRT-LLM.
+lets the end of text pass instead of drawing another token. `api` has the versions of TensorRT-LLM.
 """
 
 import asyncio

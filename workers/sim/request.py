@@ -312,6 +312,7 @@ class ApiTraits:
     result; only without `ends_apart` it also aborts the request (same files, `_handle_response`).
     `ignores_stops`: `ignore_eos` has the executor drop stop words as well, which leaves the search in the
     text: executor/base_worker.py of 1.3 candidates (fork ai-blaise @0ae93999), not @7b437aaa.
+    With `min_counts_prompt` the prompt's tokens count towards `min_tokens`, until pull request #12166.
     """
 
     version: str
@@ -333,3 +334,4 @@ class ApiTraits:
     tells_death: bool
     ends_apart: bool
     ignores_stops: bool
+    min_counts_prompt: bool

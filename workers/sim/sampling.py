@@ -97,8 +97,13 @@ class StopRules:
 
     End-of-text is checked first and stays in the answer, then the budget, then stop words, which are cut
     off unless `include_stop`: a stop word that ends with the last token of the budget ends nothing. Source:
-    _torch/pyexecutor/sampler.py id 1555942117, `_handle_stop_criteria`. The first `min_tokens` tokens end
-    nothing. Without `end_id` there is no end of text.
+    _torch/pyexecutor/sampler.py id 1555942117, `_handle_stop_criteria`. Without `end_id` there is no end of
+    text.
+
+    Among the first `min_tokens` tokens the end of text ends nothing. Stop words do: sampler/token_ban.py id
+    57105158218, `_add_min_length_bans`, and sampler.py id 440197692, `_apply_min_length_penalty`, ban the
+    end of text alone, and issue #4776 saw the same. A banned token is not drawn, so one that is let pass
+    here is part of no stop word.
     """
 
     __slots__ = ("_end_id", "_include_stop", "_last_tokens", "_min_tokens", "_words")
@@ -116,17 +121,18 @@ class StopRules:
         self._include_stop = include_stop
         self._words = tuple(word for word in stop_words if word.tokens)
         # Nearly every token is none of these, so nearly every check is one look-up.
-        self._last_tokens = frozenset((end_id, *(word.tokens[-1] for word in self._words)))
+        self._last_tokens = frozenset(word.tokens[-1] for word in self._words)
 
     def check(self, generated: Sequence[int], *, max_tokens: int | None = None) -> Stop | None:
         """Whether the newest of all generated tokens, at the end of the list, ends the sequence."""
         newest = generated[-1]
-        if max_tokens is not None and len(generated) >= max_tokens and newest != self._end_id:
-            return Stop("length", None, 0)
-        if newest not in self._last_tokens or len(generated) <= self._min_tokens:
-            return None
-        if newest == self._end_id:
+        is_end = newest == self._end_id
+        if is_end and len(generated) > self._min_tokens:
             return Stop("stop", None, 0)
+        if max_tokens is not None and len(generated) >= max_tokens:
+            return Stop("length", None, 0)
+        if is_end or newest not in self._last_tokens:
+            return None
         for word in self._words:
             n = len(word.tokens)
             if tuple(generated[-n:]) == word.tokens:

@@ -110,7 +110,7 @@ class RequestChecker:
             prompt=CachePrompt(seed, states, prompt.packed, call.cache_salt or ""),
             n_prompt=n_prompt,
             max_tokens=min(max_tokens, room),
-            stop=self._stop_rules(sampling, kind),
+            stop=self._stop_rules(sampling, kind, n_prompt),
             request_type=kind,
             params=params,
             rank_wanted=None if scheduling is None else scheduling.attention_dp_rank,
@@ -218,7 +218,7 @@ class RequestChecker:
         form = "flat" if simple else self.settings.logprob_form
         return LogprobMaker(n_top, form, self.settings.vocab_size)
 
-    def _stop_rules(self, sampling: SamplingParams12, kind: str) -> StopRules:
+    def _stop_rules(self, sampling: SamplingParams12, kind: str, n_prompt: int) -> StopRules:
         """What the executor checks; no stop words where these cannot be told: `enqueue_problem` says so."""
         end_id = None if sampling.ignore_eos else sampling.end_id
         words: list[StopWord] = []
@@ -230,7 +230,7 @@ class RequestChecker:
         return StopRules(
             end_id=end_id,
             stop_words=words,
-            min_tokens=sampling.min_tokens or 0,
+            min_tokens=(sampling.min_tokens or 0) - n_prompt * self.traits.min_counts_prompt,
             include_stop=sampling.include_stop_str_in_output,
         )
 

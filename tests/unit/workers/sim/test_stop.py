@@ -140,9 +140,23 @@ def test_t2_3_a_stop_that_ends_with_the_budget_is_an_end_by_length(api: str) -> 
 
 
 @every_version
-def test_a13_nothing_ends_the_first_min_tokens(api: str) -> None:
-    assert answer(api, end_id=TOKENS[3], min_tokens=4).token_ids == TOKENS
-    assert answer(api, end_id=TOKENS[3], min_tokens=3).token_ids == TOKENS[:4]
+def test_a13_min_tokens_hold_off_the_end_of_text_and_count_the_prompt_before_1_4(api: str) -> None:
+    counted = 0 if api == "1.4rc" else len(PROMPT)
+    end = {"end_id": TOKENS[3]}
+    assert answer(api, **end, min_tokens=counted + 4).token_ids == TOKENS
+    assert answer(api, **end, min_tokens=counted + 3).token_ids == TOKENS[:4]
+    assert len(answer(api, **end, min_tokens=4).token_ids) == (4 if counted else 8)
+    # It is not drawn, so it is part of no stop either, and does not go over the budget.
+    banned = {"min_tokens": counted + 8, "stop_token_ids": [TOKENS[3]]}
+    assert answer(api, **end, **banned).token_ids == TOKENS
+    assert answer(api, end_id=TOKENS[7], **{**banned, "stop_token_ids": None}).token_ids == TOKENS
+
+
+@every_version
+def test_a13_stops_end_an_answer_below_min_tokens(api: str) -> None:
+    for stop in ({"stop_token_ids": [TOKENS[3]]}, {"stop": text(TOKENS[3:4])}):
+        output = answer(api, **stop, min_tokens=len(PROMPT) + 8)
+        assert (output.token_ids, output.finish_reason) == (TOKENS[:3], "stop")
 
 
 @every_version

@@ -103,7 +103,8 @@ def test_prompts_may_be_a_dict_or_an_array() -> None:
         ({"stop_token_ids": True, "ignore_eos": True}, 9, "length", False),
         ({"end_id": True, "ignore_eos": True}, 9, "length", False),
         ({"stop_token_ids": True, "min_tokens": 4}, 4, "stop", True),
-        ({"stop_token_ids": True, "min_tokens": 5}, 9, "length", False),
+        ({"stop_token_ids": True, "min_tokens": 5}, 4, "stop", True),
+        ({"end_id": True, "min_tokens": 5}, 9, "length", False),
         ({"max_tokens": 5, "stop_token_ids": True}, 5, "length", False),
     ],
 )
