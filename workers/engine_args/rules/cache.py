@@ -24,9 +24,6 @@ that some models have of their own."""
 _REFUSES_KV_TYPES_SINCE = (1, 3)
 _READS_CAPITALS_SINCE = (1, 4)
 COMPUTED_IN = ("auto", "bfloat16", "float16", "float32")
-STORED_IN = ("fp8", "nvfp4", "int8", "float8", "fp4", "int4", "mxfp4", "mxfp8")
-"""Types of weights and of the KV cache; activations have none of them."""
-
 MAX_FRACTION = 0.95
 
 
@@ -46,17 +43,10 @@ def _shares(case: EngineCase) -> bool:
 
 ROWS = (
     RuleRow(
-        "warning E603 kv_cache_config.event_buffer_max_size",
-        lambda case: case.args.backend != "pytorch" and case.cache.event_buffer_max_size,
-        "asks for KV events, which the back-end {args.backend} does not make",
-        "set it to 0, or use backend: pytorch",
-    ),
-    RuleRow(
         "note E603 backend",
         lambda case: (
-            case.wanted.prefix_routing
-            and case.args.backend != "pytorch"
-            and not case.cache.event_buffer_max_size
+            case.args.backend != "pytorch"
+            and (case.wanted.prefix_routing or case.cache.event_buffer_max_size)
         ),
         "is {args.backend}, which makes no KV events: prefix routing cannot know what is cached",
         "use backend: pytorch, or route without prefixes",
@@ -135,15 +125,9 @@ ROWS = (
     ),
     RuleRow(
         "warning E609 dtype",
-        lambda case: case.args.dtype.lower().startswith(STORED_IN),
-        "is {value}, and no model computes in that: weights are as the checkpoint has them",
-        "take it out; the KV cache has a type of its own, kv_cache_config.dtype",
-    ),
-    RuleRow(
-        "warning E609 dtype",
-        lambda case: not case.args.dtype.lower().startswith((*COMPUTED_IN, *STORED_IN)),
-        "is {value}, which is no name that the engine has for a type",
-        f"use one of {', '.join(COMPUTED_IN)}",
+        lambda case: not case.args.dtype.lower().startswith(COMPUTED_IN),
+        "is {value}, and models compute in other types: weights are as the checkpoint has them",
+        f"use one of {', '.join(COMPUTED_IN)}; the KV cache's own is kv_cache_config.dtype",
     ),
     # Pull request #11576 (1.3.0rc6): in 1.1 what dispatches events dies, in 1.2 a fetch gives nothing.
     RuleRow(

@@ -4,7 +4,7 @@ TensorRT-LLM's own rules were read in `llmapi/llm_args.py`, ids 55143598664 (a l
 7019226376 (an early one) and 1090804222 (1.2), in the validators of the classes that are named.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from slagate.workers.engine_args.model.model import FIELDS_OF_TYPE
@@ -20,6 +20,7 @@ _NEEDS_A_LENGTH = (*_DRAFTED_BY_A_MODEL, "PARD", "NGram", "SA", "DFlash")
 _MTP_BY_DRAFT_LENGTH_SINCE = (1, 3)
 """MTP's length is `max_draft_len` since pull request #12341 (1.3.0rc9); earlier engines overwrite that."""
 
+_SAVED = {"max_batch_size": 1, "disable_overlap_scheduler": True, "cuda_graph_config": None}
 _LONGEST_POOLED_NGRAM = 64
 _UNBALANCED = ("VANILLA", "TRITON", "MARLIN")
 """Kernels of experts that no balancer moves: create_moe.py @01f8de52."""
@@ -59,16 +60,6 @@ def _is_mtp_before_its_length(case: EngineCase) -> bool:
         section is not None
         and case.draft_kind == "MTP"
         and section.max_draft_len not in (None, section.num_nextn_predict_layers)
-    )
-
-
-def _of_save_state(key: str, is_other: Callable[[EngineCase], object], becomes: str) -> RuleRow:
-    """A row of what `TorchLlmArgs.validate_speculative_config` changes for SaveState."""
-    return RuleRow(
-        f"note E707 {key}",
-        lambda case: case.draft_kind == "SaveState" and case.has(key) and is_other(case),
-        f"is {{value}}, and SaveState makes it {becomes}",
-        f"set it to {becomes}",
     )
 
 
@@ -114,22 +105,21 @@ ROWS = (
         "write Eagle3",
     ),
     RuleRow(
-        "warning E705 speculative_config.speculative_model_dir",
-        lambda case: _of(case, "speculative_model") and _of(case, "speculative_model_dir"),
-        "is the older name of speculative_model, and both are there",
-        "keep speculative_model",
-    ),
-    RuleRow(
         "error E105 speculative_config.output_directory",
         lambda case: case.draft_kind == "SaveState" and not _of(case, "output_directory"),
         "is required for SaveState",
         "name the folder for the states",
     ),
-    _of_save_state("max_batch_size", lambda case: case.args.max_batch_size > 1, "1"),
-    _of_save_state(
-        "disable_overlap_scheduler", lambda case: not case.args.disable_overlap_scheduler, "true"
+    # `TorchLlmArgs.validate_speculative_config`
+    RuleRow(
+        "note E707 speculative_config.decoding_type",
+        lambda case: (
+            case.draft_kind == "SaveState"
+            and any(case.has(key) and value_at(case, key) != value for key, value in _SAVED.items())
+        ),
+        "is SaveState, which makes max_batch_size 1, disable_overlap_scheduler true and no CUDA graphs",
+        "write that, to see it in the file",
     ),
-    _of_save_state("cuda_graph_config", lambda case: case.args.cuda_graph_config, "null"),
     # `MTPDecodingConfig`: since 1.3 `num_nextn_predict_layers` is an older name of `max_draft_len`
     RuleRow(
         "warning E708 speculative_config.num_nextn_predict_layers",
@@ -149,17 +139,6 @@ ROWS = (
         ),
         "is {value}, and has no effect before TensorRT-LLM 1.3: one token is drafted",
         "write num_nextn_predict_layers, with that number",
-    ),
-    RuleRow(
-        "note E708 speculative_config.num_nextn_predict_layers",
-        lambda case: (
-            case.draft_kind == "MTP"
-            and case.is_known_since(_MTP_BY_DRAFT_LENGTH_SINCE)
-            and case.has(f"{SECTION}.num_nextn_predict_layers")
-            and _of(case, "max_draft_len") is None
-        ),
-        "is the older name of max_draft_len, and TensorRT-LLM will drop it",
-        "write max_draft_len: {value}",
     ),
     # `NGramDecodingConfig`, `SADecodingConfig.validate_sa_config`; for the pool's size `TorchLlmArgs`
     RuleRow(

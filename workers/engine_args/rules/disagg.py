@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from slagate.workers.engine_args.rules.case import EngineCase
 from slagate.workers.engine_args.rules.row import RuleRow, value_at
-from slagate.workers.findings import Finding, error, warning
+from slagate.workers.findings import Finding, error, note, warning
 from slagate.workers.kv_transfer.nixl.ucx import reaches_gpu
 
 SECTION = "cache_transceiver_config"
@@ -23,6 +23,9 @@ SMALL_BUFFER_TOKENS = 1024
 
 SIZED_BY_CONTEXT_SINCE = (1, 3)
 """A buffer that is not given has `max_seq_len` tokens since pull request #11082 (January 2026)."""
+
+LONG_CONTEXT_TOKENS = 32_768
+"""A buffer for a longer sequence may take more than a GPU has."""
 
 SAY_LONGEST = "slagate worker check --longest-prompt"
 
@@ -40,6 +43,21 @@ ROWS = (
         ),
         "is null, which switches off the transceiver that a {case.role} worker needs",
         "set it to DEFAULT, UCX or NIXL",
+    ),
+    # in place of a buffer's size since pull request #11082 (January 2026)
+    RuleRow(
+        "error E205 max_seq_len",
+        lambda case: (
+            case.is_disaggregated
+            and case.transceiver
+            and case.runtime != "PYTHON"
+            and case.transceiver.max_tokens_in_buffer is None
+            and (case.args.max_seq_len or 0) % case.cache.tokens_per_block
+        ),
+        "is {value}, the transfer buffer's size where max_tokens_in_buffer is missing, and no multiple of "
+        "kv_cache_config.tokens_per_block ({args.kv_cache_config.tokens_per_block})",
+        f"set it to whole blocks, or set {BUFFER}",
+        since=SIZED_BY_CONTEXT_SINCE,
     ),
     RuleRow(
         "note E208 cache_transceiver_config",
@@ -122,6 +140,22 @@ ROWS = (
         "is {case.transport}, and transceiver_runtime PYTHON goes by NIXL only: the engine does not start",
         "set it to NIXL, or take transceiver_runtime out",
     ),
+    RuleRow(
+        "error E212 cache_transceiver_config.enable_pipelined_transfer",
+        lambda case: (
+            case.transceiver
+            and case.transceiver.enable_pipelined_transfer
+            and not (
+                case.transport == "NIXL"
+                and case.transceiver.transceiver_runtime != "CPP"
+                and case.args.enable_chunked_prefill
+                and not case.transceiver.kv_cache_bounce_size_mb
+            )
+        ),
+        "is true, which needs NIXL, the Python runtime, enable_chunked_prefill and no bounce buffer",
+        "take it out, or set those",
+        since=(1, 4),
+    ),
     # KvCacheTransceiverV2, id 68294582186
     RuleRow(
         "error E212 cache_transceiver_config.kv_transfer_timeout_ms",
@@ -145,25 +179,16 @@ def check_transfer_buffer(case: EngineCase) -> Iterator[Finding]:
     buffer, block = section.max_tokens_in_buffer, case.cache.tokens_per_block
     if buffer is not None and buffer % block:
         # "auto", said in so many words, may come to the transceiver in Python.
-        is_auto = case.has(f"{SECTION}.transceiver_runtime") and case.transport == "NIXL"
-        put = warning if is_auto and case.runtime == "auto" else error
-        text = f"is {buffer:,}, not a multiple of kv_cache_config.tokens_per_block ({block}): the engine "
-        text += "does not start" + (" if the transceiver is the C++ one" if put is warning else "")
+        is_auto = case.has(f"{SECTION}.transceiver_runtime") and case.runtime == "auto"
+        put = warning if is_auto and case.transport == "NIXL" else error
+        text = f"is {buffer:,}, not a multiple of kv_cache_config.tokens_per_block ({block}), which the "
+        text += "C++ transceiver asks for"
         yield put("E205", BUFFER, text, f"set it to {args.up_to_blocks(buffer)}")
-    elif buffer is None and args.max_seq_len and args.max_seq_len % block:
-        if not case.is_known_before(SIZED_BY_CONTEXT_SINCE):
-            is_known = case.is_known_since(SIZED_BY_CONTEXT_SINCE)
-            yield (error if is_known else warning)(
-                "E205",
-                "max_seq_len",
-                f"is {args.max_seq_len:,}, the size of the transfer buffer as {BUFFER} is missing, and no "
-                f"multiple of kv_cache_config.tokens_per_block ({block}): the engine does not start"
-                + ("" if is_known else " since TensorRT-LLM 1.3"),
-                f"set it to {args.up_to_blocks(args.max_seq_len)}, or set {BUFFER}",
-            )
-    elif buffer is None and not case.is_known_before(SIZED_BY_CONTEXT_SINCE):
+    elif buffer is None and not (
+        (args.max_seq_len or 0) % block or case.is_known_before(SIZED_BY_CONTEXT_SINCE)
+    ):
         longest = case.wanted.longest_prompt_tokens
-        yield warning(
+        yield (warning if (args.max_seq_len or 0) > LONG_CONTEXT_TOKENS else note)(
             "E204",
             BUFFER,
             f"is missing, so the buffer is sized by the longest sequence: {_memory(case)}",

@@ -30,15 +30,6 @@ ROWS = (
     _of_attention_dp("attention_dp_config"),
     _of_attention_dp("enable_lm_head_tp_in_adp"),
     RuleRow(
-        "note E404 gpus_per_node",
-        lambda case: (
-            case.args.world_size > (case.args.gpus_per_node or math.inf)
-            and case.args.world_size % (case.args.gpus_per_node or 1)
-        ),
-        "is {value}, and the engine spans {args.world_size} GPUs, which do not fill nodes of that",
-        "let tensor x pipeline x context parallel size be a multiple of it",
-    ),
-    RuleRow(
         "error E405 pp_partition",
         lambda case: (
             case.args.pp_partition is not None
@@ -64,15 +55,6 @@ ROWS = (
         ),
         "is {args.max_num_tokens:,} without chunked prefill: longer prompts are refused",
         "set enable_chunked_prefill: true, or raise max_num_tokens to the longest prompt",
-    ),
-    RuleRow(
-        "note E408 max_input_len",
-        lambda case: (
-            case.has("max_input_len")
-            and case.args.max_input_len > (case.args.max_seq_len or math.inf)
-        ),
-        "is {args.max_input_len:,}, above max_seq_len {args.max_seq_len:,}",
-        "a prompt and its answer share max_seq_len; lower max_input_len",
     ),
 )
 
