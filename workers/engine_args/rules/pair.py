@@ -15,7 +15,7 @@ from slagate.workers.engine_args.rules.disagg import (
     small_buffer,
 )
 from slagate.workers.engine_args.rules.row import value_at
-from slagate.workers.findings import Finding, error, warning
+from slagate.workers.findings import Finding, error, note, warning
 
 Put = Callable[[str, str, str, str], Finding]
 CACHE, BACKEND, RUNTIME = "kv_cache_config", f"{SECTION}.backend", f"{SECTION}.transceiver_runtime"
@@ -54,22 +54,22 @@ def check_equal(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
 
 def check_limits(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]:
     """Yields E203, E304 or E309 for buffers, E308 for a context that decode has less of."""
-    longest, buffer = prefill.longest_prompt_tokens, _value(decode, BUFFER)
-    sizes = [_value(case, BUFFER) for case in (prefill, decode) if case.runtime != "PYTHON"]
-    known = [size for size in sizes if isinstance(size, int) and size]
+    sizes = _buffer(prefill), _buffer(decode)
+    longest, least = prefill.longest_prompt_tokens, min(filter(None, sizes), default=None)
+    # Prefill takes no longer prompts than its own buffer has; a smaller one is told of decode alone.
+    if longest and sizes[1] and not decode.wanted.longest_prompt_tokens:
+        longest = min(longest, sizes[0] or longest)
+        if SMALL_BUFFER_TOKENS <= sizes[1] < longest:
+            yield small_buffer(decode, sizes[1], longest)
     shapes = f"{_shape(prefill)} on prefill and {_shape(decode)} on decode"
-    is_told = decode.runtime == "PYTHON" or decode.wanted.longest_prompt_tokens is not None
-    # A smaller one is told of decode alone.
-    if buffer in known and SMALL_BUFFER_TOKENS <= buffer < (longest or 0) and not is_told:
-        yield small_buffer(decode, buffer, longest)
-    if len(sizes) == 2 and prefill.args.parallelism != decode.args.parallelism:
-        if min(known, default=SMALL_BUFFER_TOKENS) < SMALL_BUFFER_TOKENS:
-            text = f"is {min(known):,} with {shapes}: a prompt that does not fit goes in pieces, which "
-            text += "takes equal bytes on both sides for granted (pull request #9782)"
-            advice = f"set it to the longest prompt, {SMALL_BUFFER_TOKENS} at least"
-            yield warning("E304", BUFFER, text, f"{advice}, or use equal parallelism")
-        elif sizes[0] != sizes[1]:
-            yield _differ("E309", BUFFER, warning, sizes[0], sizes[1], f"with {shapes}")
+    is_unequal = prefill.args.parallelism != decode.args.parallelism
+    if is_unequal and least and least < SMALL_BUFFER_TOKENS:
+        text = f"is {least:,} with {shapes}: a prompt that does not fit goes in pieces, which takes equal "
+        text += "bytes on both sides for granted (pull request #9782)"
+        advice = f"set it to the longest prompt, {SMALL_BUFFER_TOKENS} at least"
+        yield warning("E304", BUFFER, text, f"{advice}, or use equal parallelism")
+    elif is_unequal and sizes[0] != sizes[1]:
+        yield _differ("E309", BUFFER, note, sizes[0], sizes[1], f"with {shapes}")
     one, other = prefill.args.max_seq_len, decode.args.max_seq_len
     if one is not None and other is not None and other < one:
         text = f"is {one:,} on prefill and {other:,} on decode, which has to hold the answer too"
@@ -88,6 +88,12 @@ def check_drafting(prefill: EngineCase, decode: EngineCase) -> Iterator[Finding]
     elif None not in models and models[0] != models[1]:
         name = f"{DRAFTING}.speculative_model"
         yield _differ("E307", name, warning, models[0], models[1], _UNREADABLE)
+
+
+def _buffer(case: EngineCase) -> int | None:
+    """The size of the C++ transceiver's buffer; None where it is not given, or there is none."""
+    section = case.transceiver
+    return section.max_tokens_in_buffer if section and case.runtime != "PYTHON" else None
 
 
 def _value(case: EngineCase, key: str) -> object:
