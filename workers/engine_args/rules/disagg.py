@@ -21,7 +21,7 @@ recipe (nemotron-3-super) that asked for 194.9 GiB for 65,536 tokens, which no G
 SMALL_BUFFER_TOKENS = 1024
 """With a smaller buffer most prompts go by the engine's fallback, which copies in pieces."""
 
-SIZED_BY_CONTEXT_SINCE = (1, 3)
+SIZED_BY_CONTEXT = (1, 3)
 """A buffer that is not given has `max_seq_len` tokens since pull request #11082 (January 2026)."""
 
 LONG_CONTEXT_TOKENS = 32_768
@@ -57,7 +57,7 @@ ROWS = (
         "is {value}, the transfer buffer's size where max_tokens_in_buffer is missing, and no multiple of "
         "kv_cache_config.tokens_per_block ({args.kv_cache_config.tokens_per_block})",
         f"set it to whole blocks, or set {BUFFER}",
-        since=SIZED_BY_CONTEXT_SINCE,
+        since=SIZED_BY_CONTEXT,
     ),
     RuleRow(
         "note E208 cache_transceiver_config",
@@ -173,29 +173,23 @@ ROWS = (
 
 def check_transfer_buffer(case: EngineCase) -> Iterator[Finding]:
     """Yields E203 to E205 for a buffer of the C++ transceiver; one of 0 tokens is made for each prompt."""
-    section, args = case.transceiver, case.args
+    section, context = case.transceiver, case.args.max_seq_len
     if not case.is_disaggregated or section is None or case.runtime == "PYTHON":
         return
     buffer, block = section.max_tokens_in_buffer, case.cache.tokens_per_block
-    if buffer is not None and buffer % block:
+    said, longest = case.wanted.longest_prompt_tokens, case.longest_prompt_tokens
+    if buffer is None and not ((context or 0) % block or case.is_known_before(SIZED_BY_CONTEXT)):
+        size = f"{case.args.up_to_blocks(said)}, " if said else ""
+        put = warning if (context or 0) > LONG_CONTEXT_TOKENS else note
+        text = f"is missing: it is sized by the longest sequence, {_memory(case)}"
+        yield put("E204", BUFFER, text, f"set it to {size}the longest prompt in whole KV blocks")
+    elif buffer and buffer % block:
         # "auto", said in so many words, may come to the transceiver in Python.
         is_auto = case.has(f"{SECTION}.transceiver_runtime") and case.runtime == "auto"
         put = warning if is_auto and case.transport == "NIXL" else error
         text = f"is {buffer:,}, not a multiple of kv_cache_config.tokens_per_block ({block}), which the "
         text += "C++ transceiver asks for"
-        yield put("E205", BUFFER, text, f"set it to {args.up_to_blocks(buffer)}")
-    elif buffer is None and not (
-        (args.max_seq_len or 0) % block or case.is_known_before(SIZED_BY_CONTEXT_SINCE)
-    ):
-        longest = case.wanted.longest_prompt_tokens
-        yield (warning if (args.max_seq_len or 0) > LONG_CONTEXT_TOKENS else note)(
-            "E204",
-            BUFFER,
-            f"is missing, so the buffer is sized by the longest sequence: {_memory(case)}",
-            f"set {BUFFER} to the longest prompt that will come, in whole KV blocks"
-            + (f", here {args.up_to_blocks(longest)}" if longest else ""),
-        )
-    longest = case.longest_prompt_tokens
+        yield put("E205", BUFFER, text, f"set it to {case.args.up_to_blocks(buffer)}")
     if buffer and (buffer < longest if longest else buffer < SMALL_BUFFER_TOKENS):
         yield small_buffer(case, buffer, longest)
 
@@ -203,29 +197,23 @@ def check_transfer_buffer(case: EngineCase) -> Iterator[Finding]:
 def small_buffer(case: EngineCase, buffer: int, longest: int | None) -> Finding:
     """E203 about the buffer of one role; `longest` in tokens, None where only the model knows."""
     # cacheTransBuffer.cpp `getOrAllocateBuffers`; what NIXL makes of it: issue #13506
-    risk = "over NIXL that may fail" if case.transport == "NIXL" else "that may run out"
+    risk = "fail over NIXL" if case.transport == "NIXL" else "run out"
     prompts = f"may have {longest:,} tokens" if longest else "may be longer"
-    size = f"set it to {case.args.up_to_blocks(longest)}" if longest else "set it to the longest"
-    return warning(
-        "E203",
-        BUFFER,
-        f"is {buffer:,}, and prompts {prompts}: for those the engine takes memory besides the buffer, and "
-        f"{risk}, so slagate's worker refuses them",
-        size
-        if case.wanted.longest_prompt_tokens
-        else f"{size}, or, if prompts are shorter, say so: {SAY_LONGEST}",
+    text = (
+        f"is {buffer:,}, and prompts {prompts}: those take memory besides it, which may {risk}, so "
     )
+    advice = f"set it to {case.args.up_to_blocks(longest) if longest else 'the longest prompt'}"
+    if not case.wanted.longest_prompt_tokens:
+        advice += f", or, if prompts are shorter, say so: {SAY_LONGEST}"
+    return warning("E203", BUFFER, f"{text}slagate's worker refuses them", advice)
 
 
 def _memory(case: EngineCase) -> str:
-    longest = case.args.max_seq_len
+    longest, exact = case.args.max_seq_len, case.wanted.kv_bytes_per_token
     if longest is None:
         return "the model's whole context"
-    exact = case.wanted.kv_bytes_per_token
-    low, high = (exact, exact) if exact else SEEN_BYTES_PER_TOKEN
-    sizes = f"{longest * low / GIB:,.1f} GiB"
-    if high != low:
-        sizes = (
-            f"{longest * low / GIB:,.0f} GiB (8B model) to {longest * high / GIB:,.0f} GiB (seen)"
-        )
-    return f"{longest:,} tokens, {sizes} on each rank, and as much again to receive"
+    low, high = (longest * size / GIB for size in SEEN_BYTES_PER_TOKEN)
+    sizes = f"{low:,.0f} GiB (8B model) to {high:,.0f} GiB (seen)"
+    if exact:
+        sizes = f"{longest * exact / GIB:,.1f} GiB"
+    return f"{longest:,} tokens: {sizes} on each rank, and as much again to receive"
