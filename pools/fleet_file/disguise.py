@@ -21,17 +21,21 @@ _KEYS = {
     *(key for mode in STAGES.values() for keys in mode.values() for key in keys.top),
 }
 _MAX_CHARACTERS = 1 << 18  # PyYAML takes seconds for as many
-_MAX_PARTS = 20_000  # aliases in ten lines of YAML can make billions
+_MAX_PARTS = 8_000  # aliases in ten lines of YAML can make billions
 
 _VARIABLE = r"\$\{[^{}\n]{0,80}\}|\$\([A-Za-z_]\w*\)|\$[A-Z_][A-Z0-9_]*\b"
 _UNFILLED = re.compile(rf"{_VARIABLE}|\{{\{{[^{{}}\n]{{0,80}}\}}\}}|<[A-Za-z_][\w .-]{{0,80}}>")
 _COMMENT = r"(?://|\#)[^\n]*(?:\n|\Z)|/\*(?:(?!\*/).)*(?:\*/|\Z)"
 _EXTRAS = (
     (_COMMENT, "", "comments (take them out)"),
-    (r"'(?:[^'\\]|\\.)*(?:'|\Z)", '""', "single quotes (write double ones)"),
+    (r"'(?:[^'\\]|\\.|\\\Z)*(?:'|\Z)", '""', "single quotes (write double ones)"),
     (_VARIABLE, "0", "variables that nothing fills in here (write their values, as envsubst does)"),
     (r"<[^<>\n]*>", "0", "placeholders (write values in their place)"),
-    (r"\b(?:True|False|None)\b", "0", "Python's True, False or None (write true, false, null)"),
+    (
+        r"\b(?:True|False|None|nan|inf)\b",
+        "0",
+        "words of Python (write true, false, null, a number)",
+    ),
     (r"\b[A-Za-z_]\w*(?=\s*:)", '""', "keys without quotes (put them in double ones)"),
     (r"```\w*", "", "lines of a Markdown fence (take them out)"),
     (r"\ufeff", "", "a byte order mark (save it as UTF-8 without one)"),
@@ -40,7 +44,7 @@ _EXTRAS = (
 """What text may have that JSON has not, what JSON could have there, and what to do about it."""
 # What is not closed goes on to the end, so that each character is looked at once.
 _TOKEN = re.compile(
-    "|".join([r'"(?:[^"\\]|\\.)*(?:"|\Z)', *(f"({row[0]})" for row in _EXTRAS)]), re.DOTALL
+    "|".join([r'"(?:[^"\\]|\\.|\\\Z)*(?:"|\Z)', *(f"({row[0]})" for row in _EXTRAS)]), re.DOTALL
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from slagate.pools.fleet_file.disguise import what_text_is
 from slagate.pools.fleet_file.load import load_config, parse_config
 from slagate.pools.grid.errors import ConfigError
 from slagate.router.commands import cli
@@ -113,7 +114,7 @@ FILES: dict[str, tuple[str, str]] = {
     ),
     "python": (
         repr({**disagg_file(), "enable_priority_retry": True}),
-        "is not JSON, as it has single quotes (write double ones) and Python's True, False or None",
+        "is not JSON, as it has single quotes (write double ones) and words of Python (write",
     ),
     "keys": (
         '{mode: "agg", "x": 1}',
@@ -221,6 +222,14 @@ def test_a_chain_of_pools_is_told_what_says_it_here(whole: bool) -> None:  # noq
     assert problem.startswith(
         "agg_pool_selection_strategy.routing_priority: unknown key: here each cell of the mapping lists"
     )
+
+
+@pytest.mark.parametrize(
+    "part", ['"\\', "'\\", "/*", "'", "{ //a\n", ",", "<", "$", "${", "{'a': ", ", #\n"]
+)
+def test_each_character_of_a_long_text_is_looked_at_a_few_times_only(part: str) -> None:
+    """A pattern that goes back from the end would take minutes for these."""
+    assert what_text_is((part * 120_000)[: (1 << 18) - 1]) is None
 
 
 def test_no_text_and_no_content_is_too_odd() -> None:
