@@ -14,7 +14,7 @@ class Finding(NamedTuple):
     """What a linter found wrong, and advice. With an error an engine does not start or work."""
 
     code: str
-    severity: Literal["error", "warning"]
+    severity: Literal["error", "warning", "note"]
     place: str
     """A dotted key of engine arguments, as in `kv_cache_config.dtype`, or a JSON path into a fleet file."""
     message: str
@@ -37,6 +37,11 @@ def error(code: str, place: str, message: str, advice: str) -> Finding:
 def warning(code: str, place: str, message: str, advice: str) -> Finding:
     """A finding about something that works and is probably not meant."""
     return Finding(code, "warning", place, message, advice)
+
+
+def note(code: str, place: str, message: str, advice: str) -> Finding:
+    """A finding that is worth knowing, about something that works and may well be meant."""
+    return Finding(code, "note", place, message, advice)
 
 
 class FindingPlace(NamedTuple):

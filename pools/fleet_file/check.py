@@ -1,6 +1,6 @@
 """All checks of one fleet file, with the pools that another file and the command line lay over it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -89,7 +89,9 @@ def _merged(
         report.warn(path, "is given more than once, the last one counts")
     if extras.pools_name is not None:
         _lay_pools(kept, extras.pools, extras.pools_name, report, lenient=extras.lenient)
-    _lay_over(kept, _from_options(extras.workers), report)
+    for pool, addresses in extras.workers.items():
+        _put(kept, ("pools", pool), {}, report, (pool,), "--pool ")
+        _put(kept, ("pools", pool, "workers"), list(addresses), report, (pool,), "--pool ")
     for path in unknown_keys(kept, form):
         at: Any = kept
         for part in path[:-1]:
@@ -123,56 +125,30 @@ def _lay_pools(
             report.refuse((name, key), reason, pools.value[key])
     if "pools" not in pools.value:
         report.refuse((name, "pools"), "is required", ABSENT)
-    else:
-        _lay_over(kept, _from_file(deepcopy(pools.value), name), report)
-
-
-class _Overlay(NamedTuple):
-    """A value to put over that of a fleet file at `path`."""
-
-    path: Path
-    value: object
-    prefix: str  # the file or option that gives it
-    there: Path  # its path in that file
-
-
-def _from_file(content: Mapping[str, object], name: str) -> Iterable[_Overlay]:
-    """The overlays of the pools section of `content`, which is from the file `name`."""
-    prefix = f"{name}: "
-    pools = content.get("pools")
-    if not isinstance(pools, dict):
-        yield _Overlay(("pools",), pools, prefix, ("pools",))
         return
-    for pool, spec in pools.items():
-        path: Path = ("pools", pool)
-        if not isinstance(spec, dict):
-            yield _Overlay(path, spec, prefix, path)
-            continue
-        yield _Overlay(path, {}, prefix, path)
-        for key, value in spec.items():
-            yield _Overlay((*path, key), value, prefix, (*path, key))
+    specs, prefix = deepcopy(pools.value["pools"]), f"{name}: "
+    if not isinstance(specs, dict):
+        _put(kept, ("pools",), specs, report, ("pools",), prefix)
+        return
+    for pool, spec in specs.items():
+        path = ("pools", pool)
+        keys = spec if isinstance(spec, dict) else {}
+        _put(kept, path, {} if keys is spec else spec, report, path, prefix)
+        for key, value in keys.items():
+            _put(kept, (*path, key), value, report, (*path, key), prefix)
 
 
-def _from_options(workers: Mapping[str, Sequence[str]]) -> Iterable[_Overlay]:
-    """The overlays of addresses by pool, as `--pool` gives them."""
-    for pool, addresses in workers.items():
-        yield _Overlay(("pools", pool), {}, "--pool ", (pool,))
-        yield _Overlay(("pools", pool, "workers"), list(addresses), "--pool ", (pool,))
-
-
-def _lay_over(content: dict[str, Any], overlays: Iterable[_Overlay], report: ConfigReport) -> None:
-    """Put each of `overlays` into `content`, whose objects must be copies."""
-    for overlay in overlays:
-        *parents, key = overlay.path
-        at: Any = content
-        for parent in parents:
-            at = at.setdefault(parent, {}) if isinstance(at, dict) else None
-        if not isinstance(at, dict):
-            continue  # the parent is no object, and will be refused
-        if overlay.value == {} and isinstance(at.get(key), dict):
-            continue
-        at[key] = overlay.value
-        report.move(overlay.path, overlay.there, prefix=overlay.prefix)
+def _put(
+    content: Any, path: Path, value: object, report: ConfigReport, there: Path, prefix: str
+) -> None:
+    """Put `value`, from `there` in the file or option `prefix`, into `content`, which is a copy."""
+    *parents, key = path
+    for parent in parents:
+        content = content.setdefault(parent, {}) if isinstance(content, dict) else None
+    # A parent that is no object will be refused, and an object without keys adds nothing to another.
+    if isinstance(content, dict) and not (value == {} and isinstance(content.get(key), dict)):
+        content[key] = value
+        report.move(path, there, prefix=prefix)
 
 
 def _check_serving(report: ConfigReport, form: Form) -> dict[str, TpProfile]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from slagate.pools.fleet_file.keys import (
+    CHAIN,
     EPP_KEYS,
     EPP_LABEL,
     EPP_RULE_KEYS,
@@ -35,6 +36,11 @@ def unknown_keys(content: Mapping[str, object], form: Form) -> list[Path]:
 def hint(path: Path, form: Form) -> str:
     """Why the key at the end of `path` is refused, with the likely correction."""
     parents, key = path[:-1], str(path[-1])
+    if key == CHAIN:
+        return (
+            "unknown key: here each cell of the mapping lists its pools in the order to try them, first"
+            " choice first, and pool priorities with enable_priority_retry order the others"
+        )
     levels = dict(_levels(_known(form), ()))
     here = _level_of(parents)
     for level, keys in levels.items():

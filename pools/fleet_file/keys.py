@@ -80,6 +80,8 @@ STAGES: Mapping[str, Mapping[str, StageKeys]] = {
 """The stages of each mode. A file of Dynamo's endpoint picker alone is half a fleet, of mode "prefill"."""
 
 OVERRIDES = "priority_overrides"
+CHAIN = "routing_priority"
+"""The key of a Dynamo pull request for the pools to try in order; lists in cells say that here."""
 
 # Dynamo's endpoint picker for the Gateway API inference extension ("EPP") has the prefill grid in a flat
 # object with camelCase keys.

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from pydantic import BaseModel
 
 from slagate.pools.fleet_file.check import CheckOptions, checked
+from slagate.pools.fleet_file.disguise import in_brief, unfilled, what_is_around, what_text_is
 from slagate.pools.fleet_file.keys import STAGES, AxisKeys, StageKeys
 from slagate.pools.fleet_file.models import AggFile, Objective, PoolSpec, PrefillFile
 from slagate.pools.grid.errors import ConfigError, Problem
@@ -112,7 +113,7 @@ def load_config(
     """
     source = os.fspath(path)
     problems: list[Problem] = []
-    read = _read(path, "", problems) if text is None else _json(text, "", problems)
+    read = _read(path, "", problems, text)
     more = _NOTHING if pools is None else _read(pools, f"{os.fspath(pools)}: ", problems)
     if problems:
         raise ConfigError(source, problems)
@@ -134,31 +135,32 @@ def parse_config(
     return _parsed(obj, source, CheckOptions(lenient=lenient, serving=serving))
 
 
-def _read(path: str | os.PathLike[str], prefix: str, problems: list[Problem]) -> ReadJson:
+def _read(
+    path: str | os.PathLike[str], prefix: str, problems: list[Problem], text: str | None = None
+) -> ReadJson:
+    """The JSON in a file, or in `text` if given; a problem is appended."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        problems.append(Problem(f"{prefix}{ROOT}", f"cannot be read: {error.strerror}"))
-    except ValueError as error:  # not UTF-8, or a path with a NUL in it
-        problems.append(Problem(f"{prefix}{ROOT}", f"cannot be read: {error}"))
-    else:
-        return _json(text, prefix, problems)
-    return _NOTHING
-
-
-def _json(text: str, prefix: str, problems: list[Problem]) -> ReadJson:
-    read = read_json(text)
-    if read.problem is not None:
-        problems.append(Problem(f"{prefix}{read.problem.path}", read.problem.message))
-    return read
+        text = Path(path).read_text(encoding="utf-8") if text is None else text
+        value, problem, repeated = read_json(text)
+        reason = None if problem is None else what_text_is(text) or problem.message
+    except UnicodeDecodeError:
+        reason = "cannot be read: save it as UTF-8"
+    except (OSError, ValueError) as error:  # a path with a NUL in it is a ValueError
+        reason = f"cannot be read: {getattr(error, 'strerror', error)}"
+    if reason is not None:
+        problems.append(Problem(f"{prefix}{ROOT}", reason))
+        return _NOTHING
+    return ReadJson(value, None, repeated)
 
 
 def _parsed(content: object, source: str, extras: CheckOptions) -> FleetConfig:
-    if not isinstance(content, dict):
-        raise ConfigError(source, [Problem(ROOT, f"must be an object (got {shown(content)})")])
+    around = what_is_around(content)
+    if around is not None or not isinstance(content, dict):
+        reason = around or f"must be an object (got {shown(content)})"
+        raise ConfigError(source, [Problem(ROOT, reason)])
     found = checked(content, extras)
     report, file = found.report, found.file
-    problems = report.problems()
+    problems, gap = report.problems(), unfilled(content)
     if problems and any(
         isinstance(stage := content.get(name), dict) and "pools" in stage
         for name in ("prefill", "decode", "agg")
@@ -166,7 +168,9 @@ def _parsed(content: object, source: str, extras: CheckOptions) -> FleetConfig:
         reason = "looks like a spec, of which slagate grid build makes a fleet file"
         problems.insert(0, Problem(ROOT, reason))
     if problems or file is None:
-        raise ConfigError(source, problems)
+        raise ConfigError(source, in_brief(problems, gap))
+    if gap is not None:
+        report.warnings.append(str(gap))
     stages = {
         stage: stage_grid(file, keys, epp=found.form.epp and stage == "prefill")
         for stage, keys in STAGES[found.form.mode].items()

@@ -5,6 +5,7 @@ and `read_profiles` reads the timing profiles that they name.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from slagate.pools.fleet_file.keys import OVERRIDES, PREFILL, STAGES, AxisKeys, Form, StageKeys
@@ -198,19 +199,15 @@ def _check_ends(report: ConfigReport, keys: StageKeys, axis: AxisKeys, *, double
     if ends[0] >= ends[1]:
         reason = f"must be below {high_key}, which is {shown(high)}"
         report.refuse((where, axis.low), reason, low)
-    elif resolution is not None and not _is_computable(Axis(axis.field, *ends, resolution)):
+    elif resolution is not None:
+        with suppress(OverflowError):
+            if Axis(axis.field, *ends, resolution).step > 0:
+                return
         reason = (
             f"makes no grid with {low_key} {shown(low)} and {resolution_key} {shown(resolution)}:"
             " the width of a band must be a double above 0"
         )
         report.refuse((where, axis.high), reason, high)
-
-
-def _is_computable(axis: Axis) -> bool:
-    try:
-        return axis.step > 0
-    except OverflowError:
-        return False
 
 
 def _check_edges(report: ConfigReport, keys: StageKeys, axis: AxisKeys) -> MappingSide:
@@ -233,28 +230,17 @@ def _check_edges(report: ConfigReport, keys: StageKeys, axis: AxisKeys) -> Mappi
 
 
 def _check_overrides(report: ConfigReport, keys: StageKeys, pools: PoolNames) -> None:
-    for path, low, high, target in _overrides(report, keys):
+    for at, _ in dicts_in(report.get(keys.strategy, OVERRIDES)):
+        path = (keys.strategy, OVERRIDES, at)
+        low, high = (report.get(*path, key) for key in ("min_priority", "max_priority"))
         if low is not None and high is not None and low > high:
             high_key = report.written(*path, "max_priority")
             reason = f"must not be above {high_key}, which is {shown(high)}"
             report.refuse((*path, "min_priority"), reason, low)
+        target = report.get(*path, "target_pool")
         fault = None if target is None else pools.fault(target)
         if fault is not None:
             report.refuse((*path, "target_pool"), fault, target)
-
-
-def _overrides(
-    report: ConfigReport, keys: StageKeys
-) -> Iterator[tuple[Path, Number | None, Number | None, object]]:
-    where: Path = (keys.strategy, OVERRIDES)
-    for at, _ in dicts_in(report.get(*where)):
-        path = (*where, at)
-        yield (
-            path,
-            report.get(*path, "min_priority"),
-            report.get(*path, "max_priority"),
-            report.get(*path, "target_pool"),
-        )
 
 
 HALF = "is the prefill half of a fleet; add the decode keys to serve requests"

@@ -84,7 +84,7 @@ def read_json(text: str) -> ReadJson:
         return ReadJson(None, Problem(ROOT, f"is not JSON: {reason}"), ())
     repeated = [
         (*path, key)
-        for path, part in _parts(value)
+        for path, part in parts_of(value)
         if isinstance(part, _Repeating)
         for key in part.repeated
     ]
@@ -109,8 +109,8 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return repeating
 
 
-def _parts(root: object) -> Iterator[tuple[tuple[str | int, ...], object]]:
-    """`root` and all that is in it, with paths."""
+def parts_of(root: object) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    """Yield `root` and all that is in it, with paths."""
     todo: list[tuple[tuple[str | int, ...], object]] = [((), root)]
     for path, value in todo:  # grows while it is read: breadth first, at any depth
         yield path, value

@@ -20,14 +20,8 @@ MAX_EDGE = 2**31 - 1
 
 def contradictions(
     content: Mapping[str, Any], stages: Sequence[str], axes: Mapping[str, Sequence[str]]
-) -> list[Problem]:
-    """A problem for each broken rule between values of `stages`; `axes` has the axes by stage."""
-    return list(_all(content, stages, axes))
-
-
-def _all(
-    content: Mapping[str, Any], stages: Sequence[str], axes: Mapping[str, Sequence[str]]
 ) -> Iterator[Problem]:
+    """Yield a problem for each broken rule between values of `stages`; `axes` has the axes by stage."""
     names: dict[str, str] = {}
     for stage in stages:
         part = content.get(stage)

@@ -137,12 +137,10 @@ def _rivals(view: LintedStage, sizes: Band, own: int) -> Iterator[_Rival]:
 
 def _pairs(view: LintedStage, own: int, other: int, size: float) -> _Pairs:
     """The times of both pools by latency; empty where one of them has no profile."""
-    pairs = []
-    for field in view.fields:
-        own_times, other_times = (view.times_ms(pool, size, field) for pool in (own, other))
-        if own_times is not None and other_times is not None:
-            pairs.append((own_times, other_times))
-    return tuple(pairs)
+    pairs = (
+        tuple(view.times_ms(pool, size, field) for pool in (own, other)) for field in view.fields
+    )
+    return tuple((a, b) for a, b in pairs if a is not None and b is not None)
 
 
 def _missed(rival: _Rival, targets: Mapping[str, Band]) -> int | None:

@@ -27,31 +27,19 @@ def _tighter_is_slower(view: LintedStage) -> list[Finding]:
             for tight, loose in pairwise(line):
                 a, b = view.cells[tight][0], view.cells[loose][0]
                 if a != b and view.slower_in(tight, a, b, fields):
-                    hits.count(_tighter, view, tight, loose, fields)
+                    hits.count(_slower, view, tight, f"looser {brackets(loose)}", b, fields)
     advice = "Swap the pools of the two cells, or correct the pool priorities or profiles."
     return hits.warnings("G101", advice)
 
 
-def _tighter(
-    view: LintedStage, tight: Index, loose: Index, fields: tuple[str, ...]
-) -> FindingPlace:
-    a, b, size = view.cells[tight][0], view.cells[loose][0], view.sizes(tight).high
-    message = (
-        f"{view.cell_words(tight)} goes to {view.names[a]}, which is slower than {view.names[b]} of the"
-        f" looser {brackets(loose)}: {view.why_slower(a, b, size, fields)}"
-    )
-    return FindingPlace(view.paths.cell(tight), brackets(tight), message)
-
-
 def _longer_is_slower(view: LintedStage) -> list[Finding]:
-    if view.size_axis is None:
-        return []
     hits = FindingPlaces()
-    for line in view.lines(view.size_axis):
+    for line in () if view.size_axis is None else view.lines(view.size_axis):
         for short, long in pairwise(line):
             a, b = view.cells[long][0], view.cells[short][0]
             if a != b and view.slower_in(long, a, b) and view.takes_longer_for(a, long, than=short):
-                hits.count(_longer, view, short, long)
+                beside = f"shorter {brackets(short)} with the same target"
+                hits.count(_slower, view, long, beside, b)
     advice = (
         "Give the longer prompts the faster pool; or, where the slower one meets the target as it is, the"
         " shorter prompts that one, too."
@@ -59,14 +47,15 @@ def _longer_is_slower(view: LintedStage) -> list[Finding]:
     return hits.warnings("G102", advice)
 
 
-def _longer(view: LintedStage, short: Index, long: Index) -> FindingPlace:
-    a, b = view.cells[long][0], view.cells[short][0]
+def _slower(
+    view: LintedStage, index: Index, beside: str, other: int, fields: tuple[str, ...] = ()
+) -> FindingPlace:
+    own = view.cells[index][0]
     message = (
-        f"{view.cell_words(long)} goes to {view.names[a]}, which is slower than {view.names[b]} of the"
-        f" shorter {brackets(short)} with the same target:"
-        f" {view.why_slower(a, b, view.sizes(long).high)}"
+        f"{view.cell_words(index)} goes to {view.names[own]}, which is slower than {view.names[other]} of"
+        f" the {beside}: {view.why_slower(own, other, view.sizes(index).high, fields)}"
     )
-    return FindingPlace(view.paths.cell(long), brackets(long), message)
+    return FindingPlace(view.paths.cell(index), brackets(index), message)
 
 
 def _reach(view: LintedStage) -> Iterator[Finding]:
@@ -74,32 +63,19 @@ def _reach(view: LintedStage) -> Iterator[Finding]:
     listed = {pool for pools in view.starts for pool in pools}
     reached = view.grid.reached()
     for pool, name in enumerate(view.names):
-        where = view.paths.pool(pool)
+        advice = "Give it cells of its own, or leave it as a reserve and ignore this code."
         if pool in first:
             continue
         if pool in listed:
-            yield warning(
-                "G105",
-                where,
-                f"pool {name} is the first choice of no cell and of no override, only spill",
-                "Give it cells of its own, or leave it as a reserve and ignore this code.",
-            )
+            code, why = "G105", "is the first choice of no cell and of no override, only spill"
         elif pool in reached:
-            yield warning(
-                "G104",
-                where,
-                f"pool {name} is in no cell and no override; only a request that another {view.stage}"
-                " pool could not take comes to it",
-                "Give it cells of its own, or leave it as a reserve and ignore this code.",
-            )
+            came = f"only a request that another {view.stage} pool could not take comes to it"
+            code, why = "G104", f"is in no cell and no override; {came}"
         else:
-            yield warning(
-                "G103",
-                where,
-                f"pool {name} is in no cell and no override that can match, and no retry leads to it:"
-                " its workers never get a request",
-                "Name it in the mapping or in an override, or take it out of the file.",
-            )
+            alone = "no retry leads to it: its workers never get a request"
+            code, why = "G103", f"is in no cell and no override that can match, and {alone}"
+            advice = "Name it in the mapping or in an override, or take it out of the file."
+        yield warning(code, view.paths.pool(pool), f"pool {name} {why}", advice)
 
 
 def _sameness(view: LintedStage) -> Iterator[Finding]:
@@ -138,19 +114,13 @@ def _sameness(view: LintedStage) -> Iterator[Finding]:
                     f"Cut this axis into {coarser} bands, unless the finer statistics are wanted.",
                 )
         else:
-            same = [at for at, (a, b) in enumerate(pairwise(slices)) if a == b]
-            if same:
-                at = same[0]
-                message = (
-                    f"the {name} bands {band_words(axis, at)} and {band_words(axis, at + 1)}"
-                    " have the same pools"
-                )
-                hits = FindingPlaces()
-                for at in same:
-                    hits.count(FindingPlace, where, f"bands {at} and {at + 1}", message)
-                yield from hits.warnings(
-                    "G107", "Join the two bands, unless the finer statistics are wanted."
-                )
+            hits = FindingPlaces()
+            for at in [at for at, (a, b) in enumerate(pairwise(slices)) if a == b]:
+                bands = f"{band_words(axis, at)} and {band_words(axis, at + 1)}"
+                message = f"the {name} bands {bands} have the same pools"
+                hits.count(FindingPlace, where, f"bands {at} and {at + 1}", message)
+            advice = "Join the two bands, unless the finer statistics are wanted."
+            yield from hits.warnings("G107", advice)
 
 
 def _coarser(slices: Sequence[object]) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from slagate.pools.fleet_file.keys import EPP_KEYS, OVERRIDES, STAGES, AxisKeys, form_of
 from slagate.pools.fleet_file.load import FleetConfig
+from slagate.pools.fleet_file.models import PoolSpec
 from slagate.pools.grid.grid import Axis, Number, UnevenAxis, number_text
 from slagate.pools.grid.json_text import json_path
 from slagate.pools.grid_lint.times import Deployment, PoolCurves, Times, measured_tokens, plan_of
@@ -61,11 +62,22 @@ class JsonPaths:
         """The path of the name of a pool in the list of pools."""
         return self._path((self._names,), at)
 
+    @property
+    def has_priorities(self) -> bool:
+        """Whether the file says the pool priorities of the stage."""
+        return self._content.get(self._keys.priorities) is not None
+
     def priorities(self) -> str:
         """The path of the pool priorities of the stage; without any, of the names, which are in order."""
-        if self._keys.priorities in self._content:
-            return json_path((self._keys.priorities,))
-        return self._path((self._names,))
+        return self._path((self._keys.priorities if self.has_priorities else self._names,))
+
+
+class SpeedOrder(NamedTuple):
+    """Which pools of a stage are slower where profiles do not say it: those of higher rank, and why."""
+
+    ranks: tuple[float, ...]
+    figures: tuple[float, ...]  # what the ranks are from
+    words: str  # with the figures of two pools: why the first is slower
 
 
 TYPICAL_TOKENS = 2048
@@ -112,6 +124,7 @@ class LintedStage:
         self.size_axis = latencies.index(False) if False in latencies else None
         indices = product(*(range(axis.resolution) for axis in grid.axes))
         self.cells = dict(zip(indices, grid.cells, strict=True))
+        self.order = self._speed_order([spec for spec in specs if spec and (spec.cost or spec.tp)])
         self.starts = frozenset(grid.starts())  # pools of cells and live rules
         self.kinds = _kinds(self.profiles, self._plans)  # by pool; equal: same times
         self._bands = tuple(_bands(axis) for axis in grid.axes)
@@ -125,6 +138,29 @@ class LintedStage:
         self._targets: dict[Index, dict[str, Band]] = {}
         self._curves: dict[int, PoolCurves] = {}
         self._slower: dict[tuple[int, int, float, Sequence[str]], bool] = {}
+
+    def _speed_order(self, priced: Sequence[PoolSpec]) -> SpeedOrder:
+        """The order of the pools by their priorities, else by GPUs per worker if all are `priced`.
+
+        A retry takes pools without priorities for listed from fast to slow. Otherwise they may as well be
+        listed from slow to fast: if cells say so along some axis, and along none the opposite.
+        """
+        if self.paths.has_priorities or self.grid.retry:
+            numbers = self.grid.priorities
+            return SpeedOrder(numbers, numbers, "pool priority {} against {}")
+        if len(priced) == self.n_pools and len({*self.gpus}) > 1:
+            ranks = tuple(-gpus for gpus in self.gpus)
+            return SpeedOrder(ranks, self.gpus, "{} GPUs per worker against {}")
+        places, votes = tuple(range(self.n_pools)), []
+        for axis_at in range(len(self.grid.axes)):
+            pairs = [pair for line in self.lines(axis_at) for pair in pairwise(line)]
+            steps = [self.cells[after][0] - self.cells[before][0] for before, after in pairs]
+            # From tight to loose pools may get slower; from short to long they may get faster.
+            sign = -1 if axis_at == self.size_axis else 1
+            votes.append(sign * sum((step > 0) - (step < 0) for step in steps))
+        if max(votes) <= 0 > min(votes):
+            return SpeedOrder(places[::-1], places, "place {} of a list, slowest first, against {}")
+        return SpeedOrder(places, places, "place {} of a list, fastest first, against {}")
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -203,12 +239,12 @@ class LintedStage:
 
         Where both have profiles, the slower pool takes longer when idle, and under no load less: of two
         workers the one with less memory runs smaller batches, and may be faster when both are as full.
-        Otherwise the pool priorities decide.
+        Otherwise `order` decides.
         """
         if a == b:
             return False
         if self.profiles[a] is None or self.profiles[b] is None:
-            return self.grid.priorities[a] > self.grid.priorities[b]
+            return self.order.ranks[a] > self.order.ranks[b]
         key = self.kinds[a], self.kinds[b], size_tokens, fields
         if key not in self._slower:
             self._slower[key] = self._takes_longer(a, b, size_tokens, fields or self.fields)
@@ -260,7 +296,8 @@ class LintedStage:
         for field in fields or self.fields:
             a_ms, b_ms = (self.times_ms(pool, size_tokens, field) for pool in (a, b))
             if a_ms is None or b_ms is None:
-                return f"pool priority {self.grid.priorities[a]} against {self.grid.priorities[b]}"
+                figures = self.order.figures
+                return self.order.words.format(number_text(figures[a]), number_text(figures[b]))
             if a_ms.idle > b_ms.idle:
                 parts.append(f"{ms(a_ms.idle)} against {ms(b_ms.idle)} {word(field)}")
         return f"{' and '.join(parts)} for {tokens(size_tokens)}"

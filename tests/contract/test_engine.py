@@ -137,7 +137,8 @@ def test_without_attention_dp_only_rank_0_is_right(play: Play) -> None:
 
 
 def test_a_prompt_over_the_transfer_buffer_is_refused_by_name(inside: Play) -> None:
-    """The engine would take it and never answer."""
+    """What the engine makes of it depends on the transport; a buffer of 0 is made for each prompt."""
+    dynamic = {"cache_transceiver_config": {"max_tokens_in_buffer": 0}}
     small = {"cache_transceiver_config": {"max_tokens_in_buffer": 100}}
 
     async def scenario(setup: Setup) -> None:
@@ -145,6 +146,7 @@ def test_a_prompt_over_the_transfer_buffer_is_refused_by_name(inside: Play) -> N
             setup.worker("prefill") as large,
             setup.worker("prefill", **small) as prefill,
             setup.worker("decode", **small) as decode,
+            setup.worker("decode", **dynamic) as unbound,
         ):
             longer = plain(prompt=[*PROMPT, 1])
             session = await hand_off(large, longer)
@@ -155,6 +157,8 @@ def test_a_prompt_over_the_transfer_buffer_is_refused_by_name(inside: Play) -> N
                 assert (sink.code, sink.messages) == (Code.INVALID_ARGUMENT, [])
                 assert sink.status is not None
                 assert "max_tokens_in_buffer (100)" in sink.status.message
+            answer = await resume(unbound, longer, await hand_off(large, longer))
+            assert answer.tokens == expected([*PROMPT, 1], 4)
             session = await hand_off(prefill, plain())
             assert (await resume(decode, plain(), session)).tokens == expected(PROMPT, 4)
 

@@ -23,7 +23,7 @@ from slagate.workers.engine_args.model.merge import (
 )
 from slagate.workers.engine_args.model.model import EngineModel
 from slagate.workers.engine_args.rules.case import EngineCase, IntendedUse
-from slagate.workers.engine_args.rules.table import PAIR_RULES, RULES
+from slagate.workers.engine_args.rules.table import PAIR_RULES, check_rules
 from slagate.workers.engine_args.yaml_text import EXTRA, OVERRIDE, PEER, read_override, read_yaml
 from slagate.workers.findings import Finding, warning
 from slagate.workers.runtime.usage import UsageError
@@ -150,7 +150,7 @@ def assemble(
         case = EngineCase(role, model, frozenset(key for key, _ in leaves(merged.values)), wanted)
         # An encoder has no KV cache and no steps, so the rules have nothing to check.
         if role != "encode":
-            findings += [finding for rule in RULES for finding in rule(case)]
+            findings += check_rules(case)
     places = {**before, **merged.sources}
     return EngineArgs(role, merged.values, merged.sources, places, findings, case)
 

@@ -11,7 +11,6 @@ from pydantic_core import ErrorDetails
 
 from slagate.workers.engine_args.model.merge import in_brief
 from slagate.workers.engine_args.model.model import (
-    INT32_MAX,
     POWER_OF_TWO,
     UNSET_IF_NONE,
     EngineModel,
@@ -231,7 +230,7 @@ def _type_advice(kind: str, key: str, got: Any) -> str:
     if isinstance(got, str):
         # PyYAML reads YAML 1.1, in which 1e-3, without a point, is text.
         if re.fullmatch(r"[+-]?\d+[eE][+-]?\d{1,3}", got) and math.isfinite(float(got)):
-            whole = kind == "int_type" and float(got).is_integer() and abs(float(got)) <= INT32_MAX
+            whole = kind == "int_type" and float(got).is_integer() and abs(float(got)) < 2**63
             return f"write it as {int(float(got)) if whole else inline(float(got))}"
         if kind in ("int_type", "float_type") and (
             suffixed := re.fullmatch(r"(\d+) ?([kKmMgGtT])(i?[bB])?", got)

@@ -74,7 +74,7 @@ class CacheTransceiverConfig(_Strict):
 
     backend: Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"] | None = None
     transceiver_runtime: Literal["CPP", "PYTHON", "auto"] | None = "auto"
-    max_tokens_in_buffer: PositiveInt | None = None
+    max_tokens_in_buffer: int | None = Field(default=None, ge=0)
     kv_transfer_timeout_ms: PositiveInt | None = None
     kv_transfer_sender_future_timeout_ms: PositiveInt | None = 1000
 

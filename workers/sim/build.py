@@ -38,7 +38,8 @@ def build_engine(
         vocab_size=settings.vocab_size,
         kv_block_bytes=settings.kv_block_bytes,
         chunked_prefill=args.enable_chunked_prefill,
-        max_tokens_in_buffer=None if transceiver is None else transceiver.max_tokens_in_buffer,
+        # Of 0 tokens, a buffer is made for each prompt.
+        max_tokens_in_buffer=(transceiver and transceiver.max_tokens_in_buffer) or None,
         tokens_per_step=settings.tokens_per_step,
     )
     # With attention DP one buffer takes the events of all ranks, and is as many times as large.

@@ -150,7 +150,10 @@ class Engine:
         self._capacity = capacity
         self._sequence_limit: int | None = setting(args, "max_seq_len") or model_window(llm)
         transceiver = setting(args, "cache_transceiver_config")
-        self.max_transfer_tokens: int | None = setting(transceiver, "max_tokens_in_buffer")
+        # A buffer of 0 is made for each prompt; the transceiver in Python moves blocks, without one.
+        is_bound = setting(transceiver, "transceiver_runtime") != "PYTHON"
+        tokens = setting(transceiver, "max_tokens_in_buffer") if is_bound else None
+        self.max_transfer_tokens: int | None = tokens or None
         timeout_ms = setting(transceiver, "kv_transfer_timeout_ms")
         self.handoff_limit_s = HANDOFF_LIMIT_S if timeout_ms is None else timeout_ms / 1000
         self._learned_blocks: int | None = None

@@ -150,7 +150,7 @@ class LegParser:
             )
         most = self._engine.max_transfer_tokens
         if kind != LOCAL and most is not None and n_tokens > most:
-            # The engine would take it and never answer.
+            # The engine would take memory besides its buffer: more with each, until a transfer fails.
             name = "cache_transceiver_config.max_tokens_in_buffer"
             raise invalid("token_ids", f"{n_tokens} tokens are over {name} ({most})")
 

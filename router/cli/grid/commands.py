@@ -90,6 +90,8 @@ def _answer(
     faults += [fault for key, value in request.items() if (fault := _fault(key, value))]
     if faults:
         return {"error": "; ".join(faults)}
+    if grid.negative_is_none and (request.get("ttft_ms") or 0) <= 0:
+        request["ttft_ms"] = None  # as in Go, where a target that is not given is 0
     name = request.pop("objective", None) or ""
     objective = default_for(objectives, name)
     if name and name not in objectives and objective is not None:

@@ -119,7 +119,8 @@ def _print_and_exit(
 ) -> NoReturn:
     kept = [each for each in found if each.finding.code not in ignored]
     print_findings(map(_shown, kept), _summary(kept, len(found) - len(kept)), as_json=as_json)
-    failed = any(each.finding.is_error or strict for each in kept)
+    failing = {"error", "warning"} if strict else {"error"}
+    failed = any(each.finding.severity in failing for each in kept)
     raise typer.Exit(EXIT_FINDINGS if failed else 0)
 
 
@@ -178,7 +179,7 @@ def _shown(found: RoleFinding) -> ShownFinding:
 
 
 def _summary(found: Sequence[RoleFinding], n_ignored: int) -> str:
-    """How many errors and warnings there are."""
+    """How many errors, warnings and notes there are."""
     counts = Counter(each.finding.severity for each in found)
     listed = ", ".join(f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items())
     return f"{listed or 'no findings'}{f' ({n_ignored} ignored)' if n_ignored else ''}"

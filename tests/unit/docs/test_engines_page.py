@@ -29,7 +29,7 @@ def test_every_code_is_on_the_page_with_the_severities_it_has() -> None:
     assert {code: title for code, _, title in rows} == CODES
     said = (REPOSITORY / "tests" / "golden" / "engine-args.txt").read_text()
     severities: dict[str, set[str]] = {}
-    for severity, code in re.findall(r"^(error|warning) (E\d+) ", said, re.MULTILINE):
+    for severity, code in re.findall(r"^(error|warning|note) (E\d+) ", said, re.MULTILINE):
         severities.setdefault(code, set()).add(severity)
     assert {code: set(listed.split(" or ")) for code, listed, _ in rows} == severities
 

@@ -95,7 +95,7 @@ class CacheTransceiverSection(Section):
 
     backend: Literal["DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"] | None = None
     transceiver_runtime: Literal["CPP", "PYTHON", "auto"] | None = "auto"
-    max_tokens_in_buffer: Count | None = None
+    max_tokens_in_buffer: Whole | None = None
     kv_transfer_timeout_ms: Count | None = None
     kv_transfer_sender_future_timeout_ms: Count | None = 1000
     kv_transfer_poll_interval_ms: Count | None = None

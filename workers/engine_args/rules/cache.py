@@ -1,203 +1,168 @@
-"""Rules of the KV cache of one engine: events, reuse, memory, and types, with the model's own."""
+"""Rules of the KV cache of one engine: events, reuse, memory, and types, with the model's own.
+
+Types: `KvCacheConfig.validate_dtype`, llm_args id 55143598664, reads FP8 as fp8 and refuses what it does
+not know; 1.2, id 1090804222, warns of both. Tiers and pools: the validators next to it.
+"""
 
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from slagate.workers.engine_args.rules.case import EngineCase
-from slagate.workers.findings import Finding, error, warning
+from slagate.workers.engine_args.rules.row import RuleRow
+from slagate.workers.findings import Finding, error, note, warning
 from slagate.workers.runtime.usage import nearest
 
 CACHE = "kv_cache_config"
 QUANTISED = ("auto", "fp8", "nvfp4")
 """Types of the KV cache that the engine acts on."""
 
-_IGNORED = ("bfloat16", "float16", "float32", "int64", "int32", "int8", "bool")
-"""Types that the engine warns about and ignores: `_utils._str_to_torch_dtype_dict`, id 52995752."""
+_IGNORED = ("bfloat16", "float16", "float32", "int64", "int32", "int8", "bool", "fp8_ds_mla")
+"""Types that the engine warns about and ignores, `_utils._str_to_torch_dtype_dict`, id 52995752, and one
+that some models have of their own."""
 
 _REFUSES_KV_TYPES_SINCE = (1, 3)
 _READS_CAPITALS_SINCE = (1, 4)
-"""`KvCacheConfig.validate_dtype`, llm_args id 55143598664, reads FP8 as fp8 and refuses what it does not
-know; 1.2, id 1090804222, warns of both."""
-
 COMPUTED_IN = ("auto", "bfloat16", "float16", "float32")
-STORED_IN = ("fp8", "nvfp4", "int8", "float8", "fp4", "int4", "mxfp4", "mxfp8")
-"""Types of weights and of the KV cache; activations have none of them."""
-
 MAX_FRACTION = 0.95
-KVBM = "kvbm"
-
-MOVES_SINCE = (1, 3)
-"""Events of moves of blocks are whole since (pull request #11576, in 1.3.0rc6)."""
 
 
-def check_prefix_routing(case: EngineCase) -> Iterator[Finding]:
-    """Yields E601, E602 or E603 where KV events, block reuse or PyTorch is wanted and missing."""
-    cache, backend = case.args.kv_cache_config, case.args.backend
-    routes = case.wanted.prefix_routing
-    if backend != "pytorch":
-        if cache.event_buffer_max_size:
-            yield error(
-                "E603",
-                f"{CACHE}.event_buffer_max_size",
-                f"asks for KV events, which the back-end {backend} does not make",
-                "set it to 0, or use backend: pytorch",
-            )
-        elif routes:
-            yield warning(
-                "E603",
-                "backend",
-                f"is {backend}, which makes no KV events: prefix routing cannot know what is cached",
-                "use backend: pytorch, or route without prefixes",
-            )
-    elif routes and cache.event_buffer_max_size == 0:
-        yield warning(
-            "E601",
-            f"{CACHE}.event_buffer_max_size",
-            "is 0, so the engine makes no KV events and prefix routing cannot know what is cached",
-            "set it to 100000, or route without prefixes",
-        )
-    if routes and not cache.enable_block_reuse:
-        yield warning(
-            "E602",
-            f"{CACHE}.enable_block_reuse",
-            "is false, so nothing is cached for prefix routing to find",
-            "set it to true, or route without prefixes",
-        )
+def _streams(case: EngineCase) -> bool:
+    """Whether the engine's own stream of KV events is on."""
+    events = case.cache.kv_events_config
+    return events is not None and events.enable_kv_cache_events
 
 
-def check_cache_memory(case: EngineCase) -> Iterator[Finding]:
-    """Yields E604 if the KV cache leaves hardly any GPU memory, E605 for a type that it does not have."""
-    cache = case.args.kv_cache_config
-    if cache.free_gpu_memory_fraction > MAX_FRACTION:
-        yield warning(
-            "E604",
-            f"{CACHE}.free_gpu_memory_fraction",
-            f"is {cache.free_gpu_memory_fraction:g}: activations, CUDA graphs and transfer buffers "
-            "come out of the rest",
-            "start with 0.85 to 0.9, less with a transfer buffer",
-        )
-    if cache.dtype in QUANTISED:
-        return
-    lower = cache.dtype.lower()
-    is_taken = lower in QUANTISED + _IGNORED or case.is_known_before(_REFUSES_KV_TYPES_SINCE)
-    if lower in QUANTISED and case.is_known_since(_READS_CAPITALS_SINCE):
-        return
-    near = nearest(lower, QUANTISED, least=0.8)
-    yield (warning if is_taken else error)(
-        "E605",
-        f"{CACHE}.dtype",
-        f"is {cache.dtype}, which the engine warns about and does not act on"
-        if is_taken
-        else f"is {cache.dtype}, which is no type that the engine has: it does not start",
-        (f"did you mean {near}? Use " if near else "use ")
-        + f"one of {', '.join(QUANTISED)}; auto is the model's own type",
+def _shares(case: EngineCase) -> bool:
+    """Whether the V2 manager's pools have shares, and these are no shares of one whole."""
+    shares = case.cache.pool_ratio
+    return shares is not None and (
+        min(shares) <= 0 or not math.isclose(sum(shares), 1, rel_tol=0, abs_tol=1e-6)
     )
 
 
-def check_model_type(case: EngineCase) -> Iterator[Finding]:
-    """Yields E609 if `dtype` is no type to compute in, such as one for the KV cache."""
-    dtype = case.args.dtype
-    if dtype.lower().startswith(STORED_IN):
-        of_cache = dtype if dtype in QUANTISED else "fp8"
-        yield error(
-            "E609",
-            "dtype",
-            f"is {dtype}, and no model computes in that: weights are as the checkpoint has them",
-            f"take it out; for the KV cache write {CACHE}.dtype: {of_cache}",
-        )
-    elif dtype not in COMPUTED_IN:
-        yield warning(
-            "E609",
-            "dtype",
-            f"is {dtype}, which is no name that the engine has for a type",
-            f"use one of {', '.join(COMPUTED_IN)}",
-        )
-
-
-def check_streaming_events(case: EngineCase) -> Iterator[Finding]:
-    """Yields E606 if the engine's own stream of KV events lacks the V2 cache manager in Python."""
-    cache = case.args.kv_cache_config
-    events = cache.kv_events_config
-    if events is None or not events.enable_kv_cache_events:
-        return
-    if cache.use_kv_cache_manager_v2 is False:
-        yield error(
-            "E606",
-            f"{CACHE}.kv_events_config",
-            "is on, and only the V2 cache manager streams events",
-            f"set {CACHE}.use_kv_cache_manager_v2: true, or take it out",
-        )
-    elif cache.use_kv_cache_manager_v2 == "auto":
-        yield warning(
-            "E606",
-            f"{CACHE}.kv_events_config",
-            "is on, only the V2 cache manager streams events, and the model may prefer the other one",
-            f"set {CACHE}.use_kv_cache_manager_v2: true",
-        )
-    elif case.environment("TLLM_KV_CACHE_MANAGER_V2_BACKEND") != "python":
-        yield warning(
-            "E606",
-            f"{CACHE}.kv_events_config",
-            "is on, and TLLM_KV_CACHE_MANAGER_V2_BACKEND is not python",
-            "set that variable for the worker, or in env_overrides",
-        )
-
-
-def check_tiers(case: EngineCase) -> Iterator[Finding]:
-    """Yields E607 for partial reuse with KVBM's connector, E608 for a disk tier without a folder.
-
-    E608 is by `KvCacheConfig.validate_disk_cache_config`, llm_args id 55143598664.
-    """
-    cache, connector = case.args.kv_cache_config, case.args.kv_connector_config
-    if connector is not None and connector.name.startswith(KVBM) and cache.enable_partial_reuse:
-        yield error(
-            "E607",
-            f"{CACHE}.enable_partial_reuse",
-            f"is true, and the connector {connector.name} has whole blocks only",
-            "set it to false",
-        )
-    version = case.wanted.engine_version
-    if cache.host_cache_size and cache.event_buffer_max_size and (version or (0,)) < MOVES_SINCE:
-        # In 1.1 what dispatches events dies; later a fetch gives nothing.
-        ends = version is not None and version < (1, 2)
-        yield (error if ends else warning)(
-            "E610",
-            f"{CACHE}.host_cache_size",
-            "is set, and a block that moves there or back breaks the KV events of TensorRT-LLM before 1.3: "
-            + ("in 1.1 the engine ends" if ends else "prefix routing loses what is cached"),
-            f"take it out, or set {CACHE}.event_buffer_max_size: 0"
-            + ("" if version else ", or say --engine-version 1.3, if it is that"),
-        )
-    if cache.disk_cache_size and not cache.disk_cache_path:
-        yield error(
-            "E608",
-            f"{CACHE}.disk_cache_path",
-            "is missing, and disk_cache_size asks for a disk tier",
-            "name a folder on a local disk",
-        )
-    elif cache.disk_cache_size and not Path(str(cache.disk_cache_path)).is_dir():
-        yield warning(
-            "E608",
-            f"{CACHE}.disk_cache_path",
-            f"names {cache.disk_cache_path}, which is no folder here; the engine does not start without it",
-            "make it on the worker's machine",
-        )
-
-
-def check_pools(case: EngineCase) -> Iterator[Finding]:
-    """Yields E613 for shares of the V2 manager's pools that are not shares of one whole.
-
-    `KvCacheConfig.validate_pool_ratio`, llm_args id 55143598664.
-    """
-    shares = case.args.kv_cache_config.pool_ratio
-    if shares is None or (
-        min(shares) > 0 and math.isclose(sum(shares), 1, rel_tol=0, abs_tol=1e-6)
-    ):
-        return
-    yield error(
-        "E613",
-        f"{CACHE}.pool_ratio",
-        f"has {min(shares):g}" if min(shares) <= 0 else f"adds up to {sum(shares):g}",
+ROWS = (
+    RuleRow(
+        "note E603 backend",
+        lambda case: (
+            case.args.backend != "pytorch"
+            and (case.wanted.prefix_routing or case.cache.event_buffer_max_size)
+        ),
+        "is {args.backend}, which makes no KV events: prefix routing cannot know what is cached",
+        "use backend: pytorch, or route without prefixes",
+    ),
+    RuleRow(
+        "note E601 kv_cache_config.event_buffer_max_size",
+        lambda case: (
+            case.wanted.prefix_routing
+            and case.args.backend == "pytorch"
+            and case.cache.enable_block_reuse
+            and not case.cache.event_buffer_max_size
+        ),
+        "is 0: no KV events, so prefix routing cannot know what is cached",
+        "set it to 100000, or route without prefixes",
+    ),
+    RuleRow(
+        "note E602 kv_cache_config.enable_block_reuse",
+        lambda case: case.wanted.prefix_routing and not case.cache.enable_block_reuse,
+        "is false, so nothing is cached for prefix routing to find",
+        "set it to true, or route without prefixes",
+    ),
+    RuleRow(
+        "note E604 kv_cache_config.free_gpu_memory_fraction",
+        lambda case: case.cache.free_gpu_memory_fraction > MAX_FRACTION,
+        "is {value}: activations, CUDA graphs and transfer buffers come out of the rest",
+        "start with 0.85 to 0.9, less with a transfer buffer",
+    ),
+    RuleRow(
+        "warning E606 kv_cache_config.kv_events_config",
+        lambda case: _streams(case) and case.cache.use_kv_cache_manager_v2 is False,
+        "is on, and only the V2 cache manager streams events",
+        "set kv_cache_config.use_kv_cache_manager_v2: true, or take it out",
+    ),
+    RuleRow(
+        "note E606 kv_cache_config.kv_events_config",
+        lambda case: _streams(case) and case.cache.use_kv_cache_manager_v2 == "auto",
+        "is on, only the V2 cache manager streams events, and the model may prefer the other one",
+        "set kv_cache_config.use_kv_cache_manager_v2: true",
+    ),
+    RuleRow(
+        "note E606 kv_cache_config.kv_events_config",
+        lambda case: (
+            _streams(case)
+            and case.cache.use_kv_cache_manager_v2 is True
+            and case.environment("TLLM_KV_CACHE_MANAGER_V2_BACKEND") != "python"
+        ),
+        "is on, and Dynamo sets TLLM_KV_CACHE_MANAGER_V2_BACKEND to python for that",
+        "set that variable for the worker, or in env_overrides",
+    ),
+    # KVBM's leader matches nothing then; Dynamo's guide asks for false.
+    RuleRow(
+        "warning E607 kv_cache_config.enable_partial_reuse",
+        lambda case: (
+            case.args.kv_connector_config is not None
+            and case.args.kv_connector_config.name.startswith("kvbm")
+            and case.cache.enable_partial_reuse
+        ),
+        "is true, with which the connector finds nothing of what it has: Dynamo sets it to false",
+        "set it to false",
+    ),
+    RuleRow(
+        "error E608 kv_cache_config.disk_cache_path",
+        lambda case: case.cache.disk_cache_size and not case.cache.disk_cache_path,
+        "is missing, and disk_cache_size asks for a disk tier",
+        "name a folder on a local disk",
+    ),
+    RuleRow(
+        "warning E608 kv_cache_config.disk_cache_path",
+        lambda case: (
+            case.cache.disk_cache_size
+            and case.cache.disk_cache_path
+            and not Path(case.cache.disk_cache_path).is_dir()
+        ),
+        "names {value}, which is no folder here; the engine does not start without it",
+        "make it on the worker's machine",
+    ),
+    RuleRow(
+        "warning E609 dtype",
+        lambda case: not case.args.dtype.lower().startswith(COMPUTED_IN),
+        "is {value}, and models compute in other types: weights are as the checkpoint has them",
+        f"use one of {', '.join(COMPUTED_IN)}; the KV cache's own is kv_cache_config.dtype",
+    ),
+    # Pull request #11576 (1.3.0rc6): in 1.1 what dispatches events dies, in 1.2 a fetch gives nothing.
+    RuleRow(
+        "warning E610 kv_cache_config.host_cache_size",
+        lambda case: case.cache.host_cache_size and case.cache.event_buffer_max_size,
+        "is set, and a block that moves there or back breaks KV events: in 1.1 the engine ends, in 1.2 "
+        "prefix routing loses what is cached",
+        "take it out, or set kv_cache_config.event_buffer_max_size: 0",
+        before=(1, 3),
+    ),
+    RuleRow(
+        "error E613 kv_cache_config.pool_ratio",
+        _shares,
+        "is {value}, which are no shares of one whole",
         "write shares above 0 that add up to 1",
-    )
+    ),
+)
+
+
+def check_cache_type(case: EngineCase) -> Iterator[Finding]:
+    """Yields E605 for a type of the KV cache that the engine refuses, or takes no notice of."""
+    dtype = case.cache.dtype
+    lower = dtype.lower()
+    if dtype in QUANTISED or (lower in QUANTISED and case.is_known_since(_READS_CAPITALS_SINCE)):
+        return
+    is_name = lower in QUANTISED + _IGNORED
+    is_refused = not is_name and case.is_known_since(_REFUSES_KV_TYPES_SINCE)
+    put, why = warning, "which the engine warns about and does not act on"
+    if is_refused:
+        put, why = error, "which is no type that the engine has: it does not start"
+    elif lower in QUANTISED:
+        put, why = note, "which TensorRT-LLM before 1.4 does not act on"
+    elif not is_name and not case.is_known_before(_REFUSES_KV_TYPES_SINCE):
+        why = "which is no type that the engine has: since TensorRT-LLM 1.3 it does not start"
+    near = nearest(lower, QUANTISED, least=0.8)
+    advice = f"did you mean {near}? Use " if near else "use "
+    advice += f"one of {', '.join(QUANTISED)}; auto is the model's own type"
+    yield put("E605", f"{CACHE}.dtype", f"is {dtype}, {why}", advice)

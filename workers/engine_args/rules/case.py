@@ -3,7 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slagate.workers.engine_args.model.model import EngineModel
+from slagate.workers.engine_args.model.model import (
+    CacheTransceiverSection,
+    EngineModel,
+    KvCacheSection,
+    SpeculativeSection,
+)
+
+Version = tuple[int, int]
+"""TensorRT-LLM's, major and minor."""
+
+_BACKEND_BY_VARIABLE = ("NIXL", "UCX", "MOONCAKE", "MPI")
+"""What DEFAULT is if TRTLLM_USE_..._KVCACHE is 1, the first one first: kv_cache_transceiver.py, ids
+616290201 (1.1), 59975471404 (1.4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +27,7 @@ class IntendedUse:
     longest_prompt_tokens: int | None = None
     kv_bytes_per_token: int | None = None
     """KV cache of one token on one rank."""
-    engine_version: tuple[int, int] | None = None  # TensorRT-LLM's, major and minor
+    engine_version: Version | None = None
     environ: Mapping[str, str] = field(default_factory=dict)  # of the worker's process
 
 
@@ -34,9 +46,63 @@ class EngineCase:
         return self.role in ("prefill", "decode")
 
     @property
+    def cache(self) -> KvCacheSection:
+        """The section of the KV cache."""
+        return self.args.kv_cache_config
+
+    @property
+    def drafting(self) -> SpeculativeSection | None:
+        """The section of speculative decoding; None where nothing is drafted."""
+        return self.args.speculative_config
+
+    @property
+    def draft_kind(self) -> str:
+        """The type of speculative decoding; empty where nothing is drafted."""
+        return self.drafting.decoding_type if self.drafting else ""
+
+    @property
+    def transceiver(self) -> CacheTransceiverSection | None:
+        """The section of the cache transceiver; None where there is none, or it is switched off."""
+        section = self.args.cache_transceiver_config
+        return section if section is not None and section.backend is not None else None
+
+    @property
+    def transport(self) -> str | None:
+        """The transceiver's back-end, DEFAULT as the environment has it; None without a transceiver."""
+        if self.transceiver is None or self.transceiver.backend != "DEFAULT":
+            return self.transceiver.backend if self.transceiver else None
+        chosen = (
+            name
+            for name in _BACKEND_BY_VARIABLE
+            if self.environment(f"TRTLLM_USE_{name}_KVCACHE") == "1"
+        )
+        return next(chosen, "NIXL")
+
+    @property
+    def runtime(self) -> str | None:
+        """CPP, PYTHON, which moves blocks without a buffer, or auto; None without a transceiver."""
+        return None if self.transceiver is None else self.transceiver.transceiver_runtime or "CPP"
+
+    @property
+    def context_kind(self) -> str:
+        """The type of context parallelism, in capitals."""
+        return str((self.args.cp_config or {}).get("cp_type", "ULYSSES")).upper()
+
+    @property
+    def moe_ranks(self) -> int:
+        """Ranks that experts are spread over: Mapping, mapping.py id 2561868716."""
+        of_context = 1 if self.context_kind == "ULYSSES" else self.args.context_parallel_size
+        return self.args.tensor_parallel_size * of_context
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a step in which every request of a full batch decodes."""
+        return self.args.max_batch_size * self.args.step_tokens_of_a_request
+
+    @property
     def longest_prompt_tokens(self) -> int | None:
-        """The longest prompt that may come, in tokens; None where only the model knows."""
-        if self.wanted.longest_prompt_tokens is not None:
+        """The longest prompt that may come, in tokens; None where the model, or prefill, decides."""
+        if self.wanted.longest_prompt_tokens is not None or self.role == "decode":
             return self.wanted.longest_prompt_tokens
         bounds = [self.args.max_seq_len]
         if self.role == "prefill" and not self.args.enable_chunked_prefill:
@@ -47,15 +113,22 @@ class EngineCase:
         """Whether the key, or one below it, was set."""
         return any(name == key or name.startswith(f"{key}.") for name in self.given)
 
-    def is_known_since(self, version: tuple[int, int]) -> bool:
-        """Whether the engine is known to be of this version, or of a newer one."""
-        return self.wanted.engine_version is not None and self.wanted.engine_version >= version
+    def is_within(self, since: Version | None, before: Version | None) -> bool | None:
+        """Whether the engine's version is one of these; None if that is not known, and it matters."""
+        version = self.wanted.engine_version
+        if version is None:
+            return True if since is None and before is None else None
+        return (since is None or version >= since) and (before is None or version < before)
 
-    def is_known_before(self, version: tuple[int, int]) -> bool:
+    def is_known_since(self, version: Version) -> bool:
+        """Whether the engine is known to be of this version, or of a newer one."""
+        return self.is_within(version, None) is True
+
+    def is_known_before(self, version: Version) -> bool:
         """Whether the engine is known to be older than this version."""
-        return self.wanted.engine_version is not None and self.wanted.engine_version < version
+        return self.is_within(None, version) is True
 
     def environment(self, name: str) -> str:
         """An environment variable as the engine will have it; empty where it is not set."""
         overrides = self.args.env_overrides or {}
-        return overrides.get(name, self.wanted.environ.get(name, ""))
+        return str(overrides.get(name, self.wanted.environ.get(name, "")))

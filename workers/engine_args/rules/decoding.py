@@ -4,151 +4,229 @@ TensorRT-LLM's own rules were read in `llmapi/llm_args.py`, ids 55143598664 (a l
 7019226376 (an early one) and 1090804222 (1.2), in the validators of the classes that are named.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from slagate.workers.engine_args.model.model import FIELDS_OF_TYPE, SpeculativeSection
+from slagate.workers.engine_args.model.model import FIELDS_OF_TYPE
 from slagate.workers.engine_args.rules.case import EngineCase
+from slagate.workers.engine_args.rules.row import RuleRow, value_at
 from slagate.workers.findings import Finding, error, warning
 
 SECTION = "speculative_config"
 BALANCER = "moe_config.load_balancer"
 SCHEDULE = f"{SECTION}.draft_len_schedule"
-_DRAFTED_BY_A_MODEL = ("Draft_Target", "Eagle", "Eagle3", "PARD")
-_NEEDS_A_LENGTH = (*_DRAFTED_BY_A_MODEL, "NGram", "SA", "DFlash")
+_DRAFTED_BY_A_MODEL = ("Draft_Target", "Eagle", "Eagle3")
+_NEEDS_A_LENGTH = (*_DRAFTED_BY_A_MODEL, "PARD", "NGram", "SA", "DFlash")
 _MTP_BY_DRAFT_LENGTH_SINCE = (1, 3)
 """MTP's length is `max_draft_len` since pull request #12341 (1.3.0rc9); earlier engines overwrite that."""
 
+_SAVED = {"max_batch_size": 1, "disable_overlap_scheduler": True, "cuda_graph_config": None}
 _LONGEST_POOLED_NGRAM = 64
-_NOT_ON_PYTORCH = ("Medusa", "Lookahead")
+_UNBALANCED = ("VANILLA", "TRITON", "MARLIN")
+"""Kernels of experts that no balancer moves: create_moe.py @01f8de52."""
 
 
-def check_speculation(case: EngineCase) -> Iterator[Finding]:
-    """Yields E701 to E705 for speculative decoding that the PyTorch back-end refuses or alters.
+def _of(case: EngineCase, name: str) -> object:
+    """A value of `speculative_config`; None without it."""
+    return value_at(case, f"{SECTION}.{name}")
 
-    E701 by `validate_ngram_config`, `validate_sa_config`, `validate_draft_target_config`,
-    `validate_eagle_config`, `MTPDecodingConfig` and, for PARD and DFlash, `TorchLlmArgs`; E702 by
-    `EagleDecodingConfig.validate_speculative_model`, and for PARD by us.
-    """
-    section = case.args.speculative_config
-    if section is None:
-        return
-    kind = section.decoding_type
-    if kind in _NOT_ON_PYTORCH:
-        yield error(
-            "E703",
-            f"{SECTION}.decoding_type",
-            f"is {kind}, which the PyTorch back-end refuses",
-            "use Eagle3, MTP, NGram or Draft_Target",
-        )
-        return
-    is_mtp_of_none = kind == "MTP" and section.max_draft_len == 0
-    if (kind in _NEEDS_A_LENGTH and not section.max_draft_len) or (
-        is_mtp_of_none and not case.is_known_before(_MTP_BY_DRAFT_LENGTH_SINCE)
-    ):
-        yield error(
-            "E701",
-            f"{SECTION}.max_draft_len",
-            f"must be above 0 for {kind} (got {section.max_draft_len or 0})",
-            "set it to the tokens drafted ahead, 3 to begin with",
-        )
-    if kind in _DRAFTED_BY_A_MODEL and section.draft_model is None:
-        yield error(
-            "E702",
-            f"{SECTION}.speculative_model",
-            f"is missing, and {kind} drafts with a model of its own",
-            "name the draft model: a folder, or a Hugging Face id",
-        )
-    if kind == "Eagle":
-        yield warning(
-            "E704",
-            f"{SECTION}.decoding_type",
-            "is Eagle, which the PyTorch back-end runs as Eagle3, with a warning of its own",
-            "write Eagle3",
-        )
-    if section.speculative_model is not None and section.speculative_model_dir is not None:
-        yield error(
-            "E705",
-            f"{SECTION}.speculative_model_dir",
-            "is the older name of speculative_model, and both are there",
-            "keep speculative_model",
-        )
+
+def _size(case: EngineCase, name: str, *kinds: str) -> int | None:
+    """A size in `speculative_config`; None where it is not set, or the type is none of these."""
+    size = _of(case, name) if case.draft_kind in kinds else None
+    return size if isinstance(size, int) else None
+
+
+def _has_no_model(case: EngineCase) -> bool:
+    """Whether the draft model is named neither by its newer name nor by the older one."""
+    return case.drafting is not None and case.drafting.draft_model is None
+
+
+def _slots(case: EngineCase) -> int:
+    """Slots that the experts' balancer has; 0 where they are not written here."""
+    slots = value_at(case, f"{BALANCER}.num_slots")
+    return slots if isinstance(slots, int) else 0
+
+
+def _expert_ranks(case: EngineCase) -> int:
+    """Ranks among which experts are shared out: mapping.py id 2561868716."""
+    return max(1, case.args.moe_expert_parallel_size or 1)
+
+
+def _is_mtp_before_its_length(case: EngineCase) -> bool:
+    """Whether MTP's length is given by a name that an engine before 1.3 overwrites."""
+    section = case.drafting
+    return (
+        section is not None
+        and case.draft_kind == "MTP"
+        and section.max_draft_len not in (None, section.num_nextn_predict_layers)
+    )
+
+
+ROWS = (
+    # `validate_ngram_config`, `validate_sa_config`, `validate_draft_target_config`, `validate_eagle_config`
+    # and, for PARD and DFlash, `TorchLlmArgs`
+    RuleRow(
+        "error E701 speculative_config.max_draft_len",
+        lambda case: case.draft_kind in _NEEDS_A_LENGTH and not _of(case, "max_draft_len"),
+        "must be above 0 for {case.draft_kind} (got {value})",
+        "set it to the tokens drafted ahead, 3 to begin with",
+    ),
+    RuleRow(
+        "error E701 speculative_config.max_draft_len",
+        lambda case: case.draft_kind == "MTP" and _of(case, "max_draft_len") == 0,
+        "must be above 0 for MTP",
+        "set it to the tokens drafted ahead, or take it out",
+        since=_MTP_BY_DRAFT_LENGTH_SINCE,
+    ),
+    # `EagleDecodingConfig.validate_speculative_model`; what PARD does without one was not read
+    RuleRow(
+        "error E702 speculative_config.speculative_model",
+        lambda case: case.draft_kind in _DRAFTED_BY_A_MODEL and _has_no_model(case),
+        "is missing, and {case.draft_kind} drafts with a model of its own",
+        "name the draft model: a folder, or a Hugging Face id",
+    ),
+    RuleRow(
+        "warning E702 speculative_config.speculative_model",
+        lambda case: case.draft_kind == "PARD" and _has_no_model(case),
+        "is missing, and PARD drafts with a model of its own",
+        "name the draft model: a folder, or a Hugging Face id",
+    ),
+    RuleRow(
+        "error E703 speculative_config.decoding_type",
+        lambda case: case.draft_kind in ("Medusa", "Lookahead"),
+        "is {case.draft_kind}, which the PyTorch back-end refuses",
+        "use Eagle3, MTP, NGram or Draft_Target",
+    ),
+    RuleRow(
+        "note E704 speculative_config.decoding_type",
+        lambda case: case.draft_kind == "Eagle",
+        "is Eagle, which the PyTorch back-end runs as Eagle3, with a warning of its own",
+        "write Eagle3",
+    ),
+    RuleRow(
+        "error E105 speculative_config.output_directory",
+        lambda case: case.draft_kind == "SaveState" and not _of(case, "output_directory"),
+        "is required for SaveState",
+        "name the folder for the states",
+    ),
+    # `TorchLlmArgs.validate_speculative_config`
+    RuleRow(
+        "note E707 speculative_config.decoding_type",
+        lambda case: (
+            case.draft_kind == "SaveState"
+            and any(case.has(key) and value_at(case, key) != value for key, value in _SAVED.items())
+        ),
+        "is SaveState, which makes max_batch_size 1, disable_overlap_scheduler true and no CUDA graphs",
+        "write that, to see it in the file",
+    ),
+    # `MTPDecodingConfig`: since 1.3 `num_nextn_predict_layers` is an older name of `max_draft_len`
+    RuleRow(
+        "warning E708 speculative_config.num_nextn_predict_layers",
+        lambda case: (
+            case.has(f"{SECTION}.num_nextn_predict_layers") and _is_mtp_before_its_length(case)
+        ),
+        "is {value} and max_draft_len is {args.speculative_config.max_draft_len}: the first counts before "
+        "TensorRT-LLM 1.3, the second since",
+        "write one number, under both names where both versions run",
+    ),
+    RuleRow(
+        "warning E708 speculative_config.max_draft_len",
+        lambda case: (
+            case.is_known_before(_MTP_BY_DRAFT_LENGTH_SINCE)
+            and not case.has(f"{SECTION}.num_nextn_predict_layers")
+            and _is_mtp_before_its_length(case)
+        ),
+        "is {value}, and has no effect before TensorRT-LLM 1.3: one token is drafted",
+        "write num_nextn_predict_layers, with that number",
+    ),
+    # `NGramDecodingConfig`, `SADecodingConfig.validate_sa_config`; for the pool's size `TorchLlmArgs`
+    RuleRow(
+        "error E710 speculative_config.max_matching_ngram_size",
+        lambda case: (
+            (size := _size(case, "max_matching_ngram_size", "NGram", "SA")) is not None
+            and size < 1
+            and (case.draft_kind, size) != ("SA", -1)
+        ),
+        "is {value}, which {case.draft_kind} does not match by",
+        "set it to 2, or for SA to -1, the longest match",
+    ),
+    RuleRow(
+        "error E710 speculative_config.max_matching_ngram_size",
+        lambda case: (
+            _of(case, "enable_global_pool")
+            and (_size(case, "max_matching_ngram_size", "SA") or 0) > _LONGEST_POOLED_NGRAM
+        ),
+        f"is {{value}}, and a global pool matches {_LONGEST_POOLED_NGRAM} tokens at most",
+        "set it to -1 for the longest match",
+    ),
+    RuleRow(
+        "error E710 speculative_config.global_pool_size",
+        lambda case: (
+            (size := _size(case, "global_pool_size", "SA")) is not None
+            and (not _of(case, "enable_global_pool") or size < case.args.max_batch_size)
+        ),
+        "is {value}, with enable_global_pool {args.speculative_config.enable_global_pool} and "
+        "max_batch_size {args.max_batch_size:,}",
+        "set enable_global_pool: true, and the size to the batch at least, or take it out",
+    ),
+    # fused_moe_wide_ep.py, ids 2464704954 (1.1) to 3966890195 (1.3)
+    RuleRow(
+        "error E809 enable_attention_dp",
+        lambda case: case.args.moe_config.backend == "WIDEEP" and not case.args.enable_attention_dp,
+        "is false, and moe_config.backend WIDEEP needs it: the engine does not start",
+        "set it to true, or use another moe_config.backend",
+    ),
+    RuleRow(
+        "error E809 tensor_parallel_size",
+        lambda case: case.args.moe_config.backend == "WIDEEP" and case.moe_ranks == 1,
+        "is 1, and moe_config.backend WIDEEP spreads experts over ranks: the engine does not start",
+        "raise it, or use another moe_config.backend",
+    ),
+    # `MoeLoadBalancerConfig.setup`, llm_args id 7019226376
+    RuleRow(
+        "error E810 moe_config.load_balancer.num_slots",
+        lambda case: _slots(case) % _expert_ranks(case),
+        "is {value}, no multiple of moe_expert_parallel_size {args.moe_expert_parallel_size}: the engine "
+        "does not start",
+        "let each rank have as many slots",
+    ),
+    RuleRow(
+        "warning E804 moe_config.load_balancer",
+        lambda case: (
+            case.args.moe_config.load_balancer and case.args.moe_config.backend in _UNBALANCED
+        ),
+        "is there, and moe_config.backend {args.moe_config.backend} does not move experts",
+        "take it out, or use another moe_config.backend",
+    ),
+    RuleRow(
+        "note E802 moe_config.load_balancer",
+        lambda case: (
+            isinstance(case.args.moe_config.load_balancer, str)
+            and not Path(case.args.moe_config.load_balancer).is_file()
+        ),
+        "names {value}, which is no file here; the engine does not start without it",
+        "name a file that the worker's machine has, by its full path",
+    ),
+    RuleRow(
+        "error E102 moe_config.load_balancer",
+        lambda case: not isinstance(case.args.moe_config.load_balancer, str | Mapping | None),
+        "must be a path or a mapping",
+        "name the balancer's file",
+    ),
+)
 
 
 def check_fields_of_kind(case: EngineCase) -> Iterator[Finding]:
     """Yields E706 for each field of another decoding type, which the engine refuses."""
-    section = case.args.speculative_config
-    if section is None:
+    if case.drafting is None:
         return
-    kind = section.decoding_type
     special = {name for fields in FIELDS_OF_TYPE.values() for name in fields}
-    for name in sorted(special - FIELDS_OF_TYPE.get(kind, frozenset())):
+    for name in sorted(special - FIELDS_OF_TYPE.get(case.draft_kind, frozenset())):
         if case.has(f"{SECTION}.{name}"):
             owners = [owner for owner, fields in FIELDS_OF_TYPE.items() if name in fields]
-            yield error(
-                "E706",
-                f"{SECTION}.{name}",
-                f"is of {' and '.join(owners)}, and decoding_type is {kind}",
-                "take it out",
-            )
-
-
-def check_save_state(case: EngineCase) -> Iterator[Finding]:
-    """Yields E707 for each argument in whose place SaveState has a value of its own.
-
-    `TorchLlmArgs.validate_speculative_config`, where the type is `SaveHiddenStatesDecodingConfig`.
-    """
-    section, args = case.args.speculative_config, case.args
-    if section is None or section.decoding_type != "SaveState":
-        return
-    for key, is_other, given, becomes in (
-        ("max_batch_size", args.max_batch_size > 1, f"{args.max_batch_size:,}", "1"),
-        ("disable_overlap_scheduler", not args.disable_overlap_scheduler, "false", "true"),
-        ("cuda_graph_config", args.cuda_graph_config is not None, "there", "null"),
-    ):
-        if is_other and case.has(key):
-            yield warning(
-                "E707", key, f"is {given}, and SaveState makes it {becomes}", f"set it to {becomes}"
-            )
-
-
-def check_mtp_length(case: EngineCase) -> Iterator[Finding]:
-    """Yields E708 if MTP's draft length has the name of another version, or two values.
-
-    `MTPDecodingConfig`: since pull request #12341 `num_nextn_predict_layers` is an older name of
-    `max_draft_len`, which counts if both are there; before, `max_draft_len` had no effect.
-    """
-    section = case.args.speculative_config
-    if section is None or section.decoding_type != "MTP":
-        return
-    older, length = f"{SECTION}.num_nextn_predict_layers", section.max_draft_len
-    n_layers = section.num_nextn_predict_layers
-    if length is not None and length != n_layers and case.has(older):
-        yield warning(
-            "E708",
-            older,
-            f"is {n_layers} and max_draft_len is {length}: the first counts before TensorRT-LLM 1.3, the "
-            "second since",
-            "write one number, under both names where both versions run",
-        )
-    elif (
-        length is not None
-        and length != n_layers
-        and case.is_known_before(_MTP_BY_DRAFT_LENGTH_SINCE)
-    ):
-        yield warning(
-            "E708",
-            f"{SECTION}.max_draft_len",
-            f"is {length}, and has no effect before TensorRT-LLM 1.3: one token is drafted",
-            f"write num_nextn_predict_layers: {length}" if length else f"take {SECTION} out",
-        )
-    elif length is None and case.has(older) and case.is_known_since(_MTP_BY_DRAFT_LENGTH_SINCE):
-        yield warning(
-            "E708",
-            older,
-            "is the older name of max_draft_len, and TensorRT-LLM will drop it",
-            f"write max_draft_len: {n_layers}",
-        )
+            text = f"is of {' and '.join(owners)}, and decoding_type is {case.draft_kind}"
+            yield error("E706", f"{SECTION}.{name}", text, "take it out")
 
 
 def check_draft_schedule(case: EngineCase) -> Iterator[Finding]:
@@ -156,130 +234,52 @@ def check_draft_schedule(case: EngineCase) -> Iterator[Finding]:
 
     `DecodingBaseConfig.validate_draft_len_schedule_and_sort`.
     """
-    section = case.args.speculative_config
+    section = case.drafting
     if section is None or section.draft_len_schedule is None:
         return
     try:
         lengths = {int(key): int(value) for key, value in section.draft_len_schedule.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):
-        yield error(
-            "E102",
-            SCHEDULE,
-            "must be whole numbers by whole numbers",
-            "write batch: length, as in 4: 3",
-        )
+        text = "must be whole numbers by whole numbers"
+        yield error("E102", SCHEDULE, text, "write batch: length, as in 4: 3")
         return
-    longest = _draft_length(case, section)
-    if not lengths:
-        wrong = "is empty"
-    elif min(lengths) < 1:
-        wrong = f"has a batch of {min(lengths)}"
-    elif min(lengths.values()) < 0:
-        wrong = f"has a length of {min(lengths.values())}"
-    elif longest is not None and lengths[min(lengths)] != longest:
-        wrong = f"begins with {lengths[min(lengths)]}, and max_draft_len is {longest}"
+    longest = section.max_draft_len
+    if longest is None and case.has(f"{SECTION}.num_nextn_predict_layers"):
+        longest = section.num_nextn_predict_layers
+    least = min(lengths, default=1)
+    if not lengths or least < 1 or min(lengths.values()) < 0:
+        wrong = f"is {lengths}, and not lengths from 0 on by batches from 1 on"
+    elif longest is not None and lengths[least] != longest:
+        wrong = f"begins with {lengths[least]}, and max_draft_len is {longest}"
     elif longest is not None and max(lengths.values()) > longest:
         wrong = f"goes to {max(lengths.values())}, and max_draft_len is {longest}"
     else:
         return
-    yield error(
-        "E709",
-        SCHEDULE,
-        wrong,
-        "begin with max_draft_len for the smallest batch, and go down from there",
-    )
-
-
-def _draft_length(case: EngineCase, section: SpeculativeSection) -> int | None:
-    """`max_draft_len` as the engine has it when it looks at the schedule; None where it is not given."""
-    if section.max_draft_len is None and case.has(f"{SECTION}.num_nextn_predict_layers"):
-        return section.num_nextn_predict_layers
-    return section.max_draft_len
-
-
-def check_ngrams(case: EngineCase) -> Iterator[Finding]:
-    """Yields E710 for n-gram or suffix matching, or its pool, that the engine refuses.
-
-    `NGramDecodingConfig`, `SADecodingConfig.validate_sa_config`, and for the pool's size `TorchLlmArgs`.
-    """
-    section = case.args.speculative_config
-    if section is None or section.decoding_type not in ("NGram", "SA"):
-        return
-    kind, size, pool = (
-        section.decoding_type,
-        section.max_matching_ngram_size,
-        section.global_pool_size,
-    )
-    is_longest = kind == "SA" and size == -1
-    if size is not None and size < 1 and not is_longest:
-        yield error(
-            "E710",
-            f"{SECTION}.max_matching_ngram_size",
-            f"is {size}, which {kind} does not match by",
-            "set it to 2" + (", or to -1 for the longest match" if kind == "SA" else ""),
-        )
-    elif (
-        kind == "SA"
-        and size is not None
-        and section.enable_global_pool
-        and size > _LONGEST_POOLED_NGRAM
-    ):
-        yield error(
-            "E710",
-            f"{SECTION}.max_matching_ngram_size",
-            f"is {size}, and a global pool matches {_LONGEST_POOLED_NGRAM} tokens at most",
-            "set it to -1 for the longest match",
-        )
-    if kind == "SA" and pool is not None and not section.enable_global_pool:
-        yield error(
-            "E710",
-            f"{SECTION}.global_pool_size",
-            f"is {pool}, and enable_global_pool is false",
-            "set enable_global_pool: true, or take it out",
-        )
-    elif kind == "SA" and pool is not None and pool < case.args.max_batch_size:
-        yield error(
-            "E710",
-            f"{SECTION}.global_pool_size",
-            f"is {pool}, less than max_batch_size {case.args.max_batch_size:,}",
-            f"set it to {case.args.max_batch_size} at least, or take it out",
-        )
+    advice = "begin with max_draft_len for the smallest batch, and go down from there"
+    yield error("E709", SCHEDULE, wrong, advice)
 
 
 def check_draft_trees(case: EngineCase) -> Iterator[Finding]:
     """Yields E711 for a tree of drafts that Eagle refuses: `EagleDecodingConfig.validate_eagle_config`."""
-    section = case.args.speculative_config
+    section = case.drafting
     if section is None or not section.is_eagle:
         return
-    top, total, length = (
-        section.dynamic_tree_max_topK,
-        section.max_total_draft_tokens,
-        section.max_draft_len or 0,
-    )
-    is_dynamic = section.use_dynamic_tree or top is not None
-    if not is_dynamic:
+    top, total = section.dynamic_tree_max_topK, section.max_total_draft_tokens
+    length = section.max_draft_len or 0
+    if not section.use_dynamic_tree and top is None:
         return
     if section.eagle_choices is not None:
-        yield error(
-            "E711",
-            f"{SECTION}.eagle_choices",
-            "is a fixed tree, and a dynamic one is asked for too",
-            "take it out, or use_dynamic_tree and dynamic_tree_max_topK",
-        )
+        name, text = "eagle_choices", "is a fixed tree, and a dynamic one is asked for too"
+        advice = "take it out, or use_dynamic_tree and dynamic_tree_max_topK"
     elif top is None or top < 1:
-        yield error(
-            "E711",
-            f"{SECTION}.dynamic_tree_max_topK",
-            f"must be above 0 for a dynamic tree (got {top or 0})",
-            "set it to the branches of each step, 4 to begin with",
-        )
+        name, text = "dynamic_tree_max_topK", f"must be above 0 for a dynamic tree (got {top or 0})"
+        advice = "set it to the branches of each step, 4 to begin with"
     elif total is not None and not length <= total <= top * length:
-        yield error(
-            "E711",
-            f"{SECTION}.max_total_draft_tokens",
-            f"is {total}, and a tree of {length} steps with {top} branches has {length} to {top * length}",
-            "bring it within that, or take it out",
-        )
+        name, advice = "max_total_draft_tokens", "bring it within that, or take it out"
+        text = f"is {total}, and a tree of {length} steps and {top} branches has {length} to {top * length}"
+    else:
+        return
+    yield error("E711", f"{SECTION}.{name}", text, advice)
 
 
 def check_drafter(case: EngineCase) -> Iterator[Finding]:
@@ -289,10 +289,9 @@ def check_drafter(case: EngineCase) -> Iterator[Finding]:
     `_executor_loop_pp`; which types have one: `get_spec_drafter` in `_torch/speculative/utils.py`, ids
     40163558784 (1.2) and 57358327182 (1.4).
     """
-    section, stages = case.args.speculative_config, case.args.pipeline_parallel_size
-    if section is None or stages == 1:
+    section, kind = case.drafting, case.draft_kind
+    if section is None or case.args.pipeline_parallel_size == 1:
         return
-    kind = section.decoding_type
     older = kind in ("Draft_Target", "SaveState")
     put, doubt = error, ""
     if older and not case.is_known_before((1, 3)):
@@ -308,38 +307,8 @@ def check_drafter(case: EngineCase) -> Iterator[Finding]:
         or (older and not case.is_known_since((1, 4)))
     )
     if is_outside:
-        yield put(
-            "E712",
-            "pipeline_parallel_size",
-            f"is {stages}, and {kind} drafts outside of the model{doubt}: the engine does not start",
-            "set it to 1, or draft with Eagle3 or MTP in one model",
+        text = (
+            f"is {case.args.pipeline_parallel_size}, and {kind} drafts outside of the model{doubt}"
         )
-
-
-def check_experts(case: EngineCase) -> Iterator[Finding]:
-    """Yields E801, E802, E804 or E102 for an experts' load balancer that is missing or wrong."""
-    moe = case.args.moe_config
-    balancer = moe.load_balancer
-    if moe.backend == "WIDEEP" and balancer is None:
-        yield error(
-            "E801",
-            BALANCER,
-            "is missing, and moe_config.backend is WIDEEP",
-            "name a balancer file, or write its content here (num_slots, layer_updates_per_iter)",
-        )
-    if moe.backend != "WIDEEP" and balancer is not None:
-        yield warning(
-            "E804",
-            BALANCER,
-            f"is there, and moe_config.backend is {moe.backend}",
-            "set moe_config.backend: WIDEEP, or take it out",
-        )
-    if isinstance(balancer, str) and not Path(balancer).is_file():
-        yield warning(
-            "E802",
-            BALANCER,
-            f"names {balancer}, which is no file here; the engine does not start without it",
-            "name a file that the worker's machine has, by its full path",
-        )
-    elif balancer is not None and not isinstance(balancer, str | dict):
-        yield error("E102", BALANCER, "must be a path or a mapping", "name the balancer's file")
+        advice = "set it to 1, or draft with Eagle3 or MTP in one model"
+        yield put("E712", "pipeline_parallel_size", f"{text}: the engine does not start", advice)

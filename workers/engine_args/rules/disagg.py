@@ -1,10 +1,14 @@
-"""Rules of one role of a disaggregated deployment: transceiver, buffer, scheduler, transport."""
+"""Rules of one role of a disaggregated deployment: transceiver, buffer, scheduler, transport.
+
+The C++ transceiver sets a buffer aside and asks for whole blocks: cacheTransBuffer.cpp, ids 798615167 and
+57029962989. Python's moves blocks: create_kv_cache_transceiver, ids 616290201 (1.1), 59975471404 (1.4).
+"""
 
 from collections.abc import Iterator
 
-from slagate.workers.engine_args.model.model import CacheTransceiverSection
 from slagate.workers.engine_args.rules.case import EngineCase
-from slagate.workers.findings import Finding, error, warning
+from slagate.workers.engine_args.rules.row import RuleRow, value_at
+from slagate.workers.findings import Finding, error, note, warning
 from slagate.workers.kv_transfer.nixl.ucx import reaches_gpu
 
 SECTION = "cache_transceiver_config"
@@ -17,186 +21,199 @@ recipe (nemotron-3-super) that asked for 194.9 GiB for 65,536 tokens, which no G
 SMALL_BUFFER_TOKENS = 1024
 """With a smaller buffer most prompts go by the engine's fallback, which copies in pieces."""
 
+SIZED_BY_CONTEXT = (1, 3)
+"""A buffer that is not given has `max_seq_len` tokens since pull request #11082 (January 2026)."""
+
+LONG_CONTEXT_TOKENS = 32_768
+"""A buffer for a longer sequence may take more than a GPU has."""
+
 SAY_LONGEST = "slagate worker check --longest-prompt"
 
-OVERLAP_ON_PREFILL_SINCE = (1, 3)
-"""Earlier engines refuse context-only requests unless overlap scheduling is off."""
-
-
-def check_transceiver(case: EngineCase) -> Iterator[Finding]:
-    """Yields E201 or E202 if prefill or decode lacks a transceiver, E208 if agg has one."""
-    section = case.args.cache_transceiver_config
-    if not case.is_disaggregated:
-        if section is not None and section.backend is not None and case.role == "agg":
-            yield warning(
-                "E208",
-                SECTION,
-                "is there: an aggregated worker hands nothing over, and still sets memory aside for it",
-                f"take {SECTION} out",
+ROWS = (
+    RuleRow(
+        "error E201 cache_transceiver_config",
+        lambda case: case.is_disaggregated and case.args.cache_transceiver_config is None,
+        "is missing: a {case.role} worker without it refuses every disaggregated request",
+        f"add {SECTION} with backend: DEFAULT and max_tokens_in_buffer, on both roles",
+    ),
+    RuleRow(
+        "error E202 cache_transceiver_config.backend",
+        lambda case: (
+            case.is_disaggregated and case.args.cache_transceiver_config and not case.transceiver
+        ),
+        "is null, which switches off the transceiver that a {case.role} worker needs",
+        "set it to DEFAULT, UCX or NIXL",
+    ),
+    # in place of a buffer's size since pull request #11082 (January 2026)
+    RuleRow(
+        "error E205 max_seq_len",
+        lambda case: (
+            case.is_disaggregated
+            and case.transceiver
+            and case.runtime != "PYTHON"
+            and case.transceiver.max_tokens_in_buffer is None
+            and (case.args.max_seq_len or 0) % case.cache.tokens_per_block
+        ),
+        "is {value}, the transfer buffer's size where max_tokens_in_buffer is missing, and no multiple of "
+        "kv_cache_config.tokens_per_block ({args.kv_cache_config.tokens_per_block})",
+        f"set it to whole blocks, or set {BUFFER}",
+        since=SIZED_BY_CONTEXT,
+    ),
+    RuleRow(
+        "note E208 cache_transceiver_config",
+        lambda case: case.role == "agg" and case.transceiver,
+        "is there: an aggregated worker hands nothing over, and still sets memory aside for it",
+        f"take {SECTION} out",
+    ),
+    # executor/worker.py, up to 1.2
+    RuleRow(
+        "error E206 disable_overlap_scheduler",
+        lambda case: case.role == "prefill" and not case.args.disable_overlap_scheduler,
+        "is false, and the engine then refuses context-only requests",
+        "set disable_overlap_scheduler: true on prefill",
+        before=(1, 3),
+    ),
+    RuleRow(
+        "note E207 disable_overlap_scheduler",
+        lambda case: (
+            case.role in ("agg", "decode")
+            and case.args.disable_overlap_scheduler
+            and not case.drafting
+        ),
+        "is true on {case.role}, whose steps then wait for the host",
+        "take it out; only prefill needs it",
+    ),
+    RuleRow(
+        "note E209 cache_transceiver_config.backend",
+        lambda case: (
+            case.transceiver
+            and case.transceiver.backend == "DEFAULT"
+            and case.environment(f"TRTLLM_USE_{case.transport}_KVCACHE") == "1"
+        ),
+        "is DEFAULT, which TRTLLM_USE_{case.transport}_KVCACHE=1 makes {case.transport}",
+        "name {case.transport} here, on both roles, and take the variable out",
+    ),
+    RuleRow(
+        "warning E210 cache_transceiver_config.backend",
+        lambda case: (
+            case.is_disaggregated
+            and case.transport in ("UCX", "NIXL")
+            and not reaches_gpu(case.environment("UCX_TLS") or "all")
+        ),
+        "goes over UCX, and UCX_TLS leaves it no transport for GPU memory",
+        "add cuda to UCX_TLS, or unset it",
+    ),
+    RuleRow(
+        "note E213 cache_transceiver_config.max_tokens_in_buffer",
+        lambda case: (
+            case.transceiver
+            and case.environment("TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE")
+            and case.transceiver.max_tokens_in_buffer
+        ),
+        "is {value}, beside which TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE has no effect",
+        "take one of the two out",
+    ),
+    RuleRow(
+        "warning E211 cache_transceiver_config.transceiver_runtime",
+        lambda case: (
+            case.cache.use_kv_cache_manager_v2 is True
+            and case.transport == "NIXL"
+            and case.runtime == "auto"
+        ),
+        "is left to the model, and kv_cache_config.use_kv_cache_manager_v2 needs the Python runtime",
+        "set it to PYTHON",
+    ),
+    RuleRow(
+        "error E211 cache_transceiver_config.transceiver_runtime",
+        lambda case: (
+            case.cache.use_kv_cache_manager_v2 is True
+            and case.runtime in ("CPP", "auto")
+            and (case.transport != "NIXL" or case.runtime == "CPP")
+        ),
+        "is {value} over {case.transport}, and caches of the V2 manager go by NIXL and PYTHON only: the "
+        "engine does not start",
+        "set backend: NIXL and transceiver_runtime: PYTHON, or use_kv_cache_manager_v2: false",
+    ),
+    RuleRow(
+        "error E212 cache_transceiver_config.backend",
+        lambda case: case.runtime == "PYTHON" and case.transport != "NIXL",
+        "is {case.transport}, and transceiver_runtime PYTHON goes by NIXL only: the engine does not start",
+        "set it to NIXL, or take transceiver_runtime out",
+    ),
+    RuleRow(
+        "error E212 cache_transceiver_config.enable_pipelined_transfer",
+        lambda case: (
+            case.transceiver
+            and case.transceiver.enable_pipelined_transfer
+            and not (
+                case.transport == "NIXL"
+                and case.transceiver.transceiver_runtime != "CPP"
+                and case.args.enable_chunked_prefill
+                and not case.transceiver.kv_cache_bounce_size_mb
             )
-    elif section is None:
-        yield error(
-            "E201",
-            SECTION,
-            f"is missing: a {case.role} worker without it refuses every disaggregated request",
-            f"add {SECTION} with backend: DEFAULT and max_tokens_in_buffer, on both roles",
-        )
-    elif section.backend is None:
-        yield error(
-            "E202",
-            f"{SECTION}.backend",
-            f"is null, which switches off the transceiver that a {case.role} worker needs",
-            "set it to DEFAULT, UCX or NIXL",
-        )
+        ),
+        "is true, which needs NIXL, the Python runtime, enable_chunked_prefill and no bounce buffer",
+        "take it out, or set those",
+        since=(1, 4),
+    ),
+    # KvCacheTransceiverV2, id 68294582186
+    RuleRow(
+        "error E212 cache_transceiver_config.kv_transfer_timeout_ms",
+        lambda case: (
+            case.runtime == "PYTHON"
+            and case.has(f"{SECTION}.kv_transfer_timeout_ms")
+            and value_at(case, f"{SECTION}.kv_transfer_timeout_ms") is None
+        ),
+        "is null, and transceiver_runtime PYTHON needs a limit",
+        "set it to 600000, or take it out",
+        since=(1, 4),
+    ),
+)
 
 
 def check_transfer_buffer(case: EngineCase) -> Iterator[Finding]:
-    """Yields E203 if prompts may not fit the transfer buffer, E204 if its size is not given."""
-    section = _used(case)
-    if section is None:
+    """Yields E203 to E205 for a buffer of the C++ transceiver; one of 0 tokens is made for each prompt."""
+    section, context = case.transceiver, case.args.max_seq_len
+    if not case.is_disaggregated or section is None or case.runtime == "PYTHON":
         return
-    longest, buffer = case.longest_prompt_tokens, section.max_tokens_in_buffer
-    certain = case.wanted.longest_prompt_tokens is not None
-    if buffer is None:
-        yield warning(
-            "E204",
-            BUFFER,
-            f"is missing, so the buffer is sized by the longest sequence: {_memory(case)}",
-            f"set {BUFFER} to the longest prompt that will come, in whole KV blocks"
-            + (f", here {case.args.up_to_blocks(longest)}" if certain and longest else ""),
-        )
-    elif longest is not None and buffer < longest:
-        # A part of the context is the answer's: it is an error only where the longest prompt was stated.
-        yield (error if certain else warning)(
-            "E203",
-            BUFFER,
-            f"is {buffer:,}, and prompts may have {longest:,} tokens: decode waits for ever for one "
-            "that does not fit, so slagate refuses it",
-            f"set it to {case.args.up_to_blocks(longest)}"
-            + ("" if certain else f", or, if prompts are shorter, say so: {SAY_LONGEST}"),
-        )
-    elif longest is None and buffer < max(SMALL_BUFFER_TOKENS, case.args.max_num_tokens):
-        # A larger one may have been sized by prompts; the model's context cannot be read here.
-        yield warning(
-            "E203",
-            BUFFER,
-            f"is {buffer:,}, and only the model says how long prompts may be: decode waits for ever "
-            "for one that does not fit, so slagate refuses it",
-            f"set it to the longest prompt, and say that: {SAY_LONGEST}",
-        )
+    buffer, block = section.max_tokens_in_buffer, case.cache.tokens_per_block
+    said, longest = case.wanted.longest_prompt_tokens, case.longest_prompt_tokens
+    if buffer is None and not ((context or 0) % block or case.is_known_before(SIZED_BY_CONTEXT)):
+        size = f"{case.args.up_to_blocks(said)}, " if said else ""
+        put = warning if (context or 0) > LONG_CONTEXT_TOKENS else note
+        text = f"is missing: it is sized by the longest sequence, {_memory(case)}"
+        yield put("E204", BUFFER, text, f"set it to {size}the longest prompt in whole KV blocks")
+    elif buffer and buffer % block:
+        # "auto", said in so many words, may come to the transceiver in Python.
+        is_auto = case.has(f"{SECTION}.transceiver_runtime") and case.runtime == "auto"
+        put = warning if is_auto and case.transport == "NIXL" else error
+        text = f"is {buffer:,}, not a multiple of kv_cache_config.tokens_per_block ({block}), which the "
+        text += "C++ transceiver asks for"
+        yield put("E205", BUFFER, text, f"set it to {case.args.up_to_blocks(buffer)}")
+    if buffer and (buffer < longest if longest else buffer < SMALL_BUFFER_TOKENS):
+        yield small_buffer(case, buffer, longest)
 
 
-def check_block_alignment(case: EngineCase) -> Iterator[Finding]:
-    """Yields E205 for each limit of a disaggregated role that is no multiple of the KV block."""
-    section = _used(case)
-    if section is None:
-        return
-    block = case.args.kv_cache_config.tokens_per_block
-    limits = {BUFFER: section.max_tokens_in_buffer}
-    if case.has("max_num_tokens"):
-        limits["max_num_tokens"] = case.args.max_num_tokens
-    for key, limit in limits.items():
-        if limit is not None and limit % block:
-            yield error(
-                "E205",
-                key,
-                f"is {limit:,}, not a multiple of kv_cache_config.tokens_per_block ({block})",
-                f"set it to {case.args.up_to_blocks(limit)}",
-            )
-
-
-def check_overlap_scheduler(case: EngineCase) -> Iterator[Finding]:
-    """Yields E206 for overlap scheduling on prefill before 1.3, E207 for none on other roles."""
-    key = "disable_overlap_scheduler"
-    disabled = case.args.disable_overlap_scheduler
-    version = case.wanted.engine_version
-    if case.role == "prefill" and not disabled:
-        if version is None or version < OVERLAP_ON_PREFILL_SINCE:
-            known = (
-                "which one is not known"
-                if version is None
-                else f"this is {version[0]}.{version[1]}"
-            )
-            yield error(
-                "E206",
-                key,
-                f"is false, and TensorRT-LLM before 1.3 then refuses context-only requests ({known})",
-                f"set {key}: true on prefill"
-                + (", or say --engine-version 1.3, if it is that" if version is None else ""),
-            )
-    elif case.role in ("agg", "decode") and disabled and case.args.speculative_config is None:
-        yield warning(
-            "E207",
-            key,
-            f"is true on {'an' if case.role == 'agg' else 'a'} {case.role} worker, whose steps "
-            "then wait for the host",
-            f"take {key} out; only prefill needs it",
-        )
-
-
-def check_moved_cache(case: EngineCase) -> Iterator[Finding]:
-    """Yields E211 if the transceiver cannot move caches of the V2 manager: only Python's over NIXL can."""
-    section = case.args.cache_transceiver_config
-    if section is None or section.backend is None:
-        return
-    if case.args.kv_cache_config.use_kv_cache_manager_v2 is not True:
-        return
-    key, over_nixl = f"{SECTION}.transceiver_runtime", section.backend in ("DEFAULT", "NIXL")
-    if over_nixl and section.transceiver_runtime == "auto":
-        yield warning(
-            "E211",
-            key,
-            "is left to the model, and kv_cache_config.use_kv_cache_manager_v2 needs the Python runtime",
-            "set it to PYTHON",
-        )
-    elif not over_nixl or section.transceiver_runtime != "PYTHON":
-        yield error(
-            "E211",
-            key if over_nixl else f"{SECTION}.backend",
-            f"is {section.transceiver_runtime or 'null' if over_nixl else section.backend}, and caches of "
-            "the V2 manager go by NIXL and the Python runtime only: the engine does not start",
-            "set backend: NIXL and transceiver_runtime: PYTHON, or use_kv_cache_manager_v2: false",
-        )
-
-
-def check_transport(case: EngineCase) -> Iterator[Finding]:
-    """Yields E209 or E210 for environment variables that do not fit the transceiver's back-end."""
-    section = _used(case)
-    if section is None:
-        return
-    if section.backend == "DEFAULT" and case.environment("TRTLLM_USE_UCX_KVCACHE") == "1":
-        yield warning(
-            "E209",
-            f"{SECTION}.backend",
-            "is DEFAULT, which means NIXL, and TRTLLM_USE_UCX_KVCACHE=1 does not change that",
-            "name UCX here, or take the variable out",
-        )
-    allowed = case.environment("UCX_TLS")
-    if section.backend in ("DEFAULT", "UCX", "NIXL") and not reaches_gpu(allowed or "all"):
-        yield warning(
-            "E210",
-            f"{SECTION}.backend",
-            f"goes over UCX, and UCX_TLS={allowed} leaves it no transport for GPU memory",
-            "add cuda to UCX_TLS, or unset it",
-        )
-
-
-def _used(case: EngineCase) -> CacheTransceiverSection | None:
-    """The section where it has an effect, else None."""
-    section = case.args.cache_transceiver_config
-    usable = case.is_disaggregated and section is not None and section.backend is not None
-    return section if usable else None
+def small_buffer(case: EngineCase, buffer: int, longest: int | None) -> Finding:
+    """E203 about the buffer of one role; `longest` in tokens, None where only the model knows."""
+    # cacheTransBuffer.cpp `getOrAllocateBuffers`; what NIXL makes of it: issue #13506
+    risk = "fail over NIXL" if case.transport == "NIXL" else "run out"
+    prompts = f"may have {longest:,} tokens" if longest else "may be longer"
+    text = (
+        f"is {buffer:,}, and prompts {prompts}: those take memory besides it, which may {risk}, so "
+    )
+    advice = f"set it to {case.args.up_to_blocks(longest) if longest else 'the longest prompt'}"
+    if not case.wanted.longest_prompt_tokens:
+        advice += f", or, if prompts are shorter, say so: {SAY_LONGEST}"
+    return warning("E203", BUFFER, f"{text}slagate's worker refuses them", advice)
 
 
 def _memory(case: EngineCase) -> str:
-    longest = case.args.max_seq_len
+    longest, exact = case.args.max_seq_len, case.wanted.kv_bytes_per_token
     if longest is None:
         return "the model's whole context"
-    exact = case.wanted.kv_bytes_per_token
-    low, high = (exact, exact) if exact else SEEN_BYTES_PER_TOKEN
-    sizes = f"{longest * low / GIB:,.1f} GiB"
-    if high != low:
-        sizes = (
-            f"{longest * low / GIB:,.0f} GiB (8B model) to {longest * high / GIB:,.0f} GiB (seen)"
-        )
-    return f"{longest:,} tokens, {sizes} on each rank, and as much again to receive"
+    low, high = (longest * size / GIB for size in SEEN_BYTES_PER_TOKEN)
+    sizes = f"{low:,.0f} GiB (8B model) to {high:,.0f} GiB (seen)"
+    if exact:
+        sizes = f"{longest * exact / GIB:,.1f} GiB"
+    return f"{longest:,} tokens: {sizes} on each rank, and as much again to receive"

@@ -1,125 +1,91 @@
 """Rules of parallelism, of token and batch limits, and of CUDA-graph sizes."""
 
+import math
 from collections.abc import Iterator
 
 from slagate.workers.engine_args.rules.case import EngineCase
-from slagate.workers.findings import Finding, error, warning
+from slagate.workers.engine_args.rules.row import RuleRow, value_at
+from slagate.workers.findings import Finding, error, note
 
 GRAPHS = "cuda_graph_config"
 
 
+def _of_attention_dp(key: str) -> RuleRow:
+    """A row of a setting that attention DP alone has."""
+    return RuleRow(
+        f"note E403 {key}",
+        lambda case: value_at(case, key) and not case.args.enable_attention_dp,
+        "does nothing without enable_attention_dp",
+        "set enable_attention_dp: true, or take it out",
+    )
+
+
+ROWS = (
+    RuleRow(
+        "note E402 enable_attention_dp",
+        lambda case: case.args.enable_attention_dp and case.args.tensor_parallel_size == 1,
+        "is true with tensor_parallel_size 1: one rank has everything, as without it",
+        "raise tensor_parallel_size, or take it out",
+    ),
+    _of_attention_dp("attention_dp_config"),
+    _of_attention_dp("enable_lm_head_tp_in_adp"),
+    RuleRow(
+        "error E405 pp_partition",
+        lambda case: (
+            case.args.pp_partition is not None
+            and len(case.args.pp_partition) != case.args.pipeline_parallel_size
+        ),
+        "is {value}, and pipeline_parallel_size {args.pipeline_parallel_size}: one entry a stage",
+        "give the layers of each stage, or take it out",
+    ),
+    RuleRow(
+        "warning E406 max_num_tokens",
+        lambda case: case.role != "prefill" and case.batch_tokens > case.args.max_num_tokens,
+        "is {args.max_num_tokens:,}, less than max_batch_size {args.max_batch_size:,} x "
+        "{args.step_tokens_of_a_request} (a token and its drafts): a full batch does not fit into a step",
+        "set max_num_tokens to {case.batch_tokens} at least, or lower max_batch_size",
+    ),
+    RuleRow(
+        "warning E407 max_num_tokens",
+        lambda case: (
+            case.role in ("agg", "prefill")
+            and not case.args.enable_chunked_prefill
+            and (case.wanted.longest_prompt_tokens or case.args.max_seq_len or 0)
+            > case.args.max_num_tokens
+        ),
+        "is {args.max_num_tokens:,} without chunked prefill: longer prompts are refused",
+        "set enable_chunked_prefill: true, or raise max_num_tokens to the longest prompt",
+    ),
+)
+
+
 def check_expert_parallelism(case: EngineCase) -> Iterator[Finding]:
-    """Yields E401 if the experts' parallel sizes do not go into the tensor-parallel size."""
-    args = case.args
-    sizes = {
-        name: size
-        for name in ("moe_tensor", "moe_expert", "moe_cluster")
-        if (size := getattr(args, f"{name}_parallel_size")) is not None and size > 0
-    }
-    product = 1
-    for size in sizes.values():
-        product *= size
-    tp = args.tensor_parallel_size
-    named = {"moe_tensor", "moe_expert"} <= sizes.keys()
-    if product > tp or tp % product or (named and product != tp):
-        listed = " x ".join(f"{name}_parallel_size {size}" for name, size in sizes.items())
+    """Yields E401 if the experts' parallel sizes do not go into the ranks that they are spread over."""
+    names = ("moe_tensor_parallel_size", "moe_expert_parallel_size", "moe_cluster_parallel_size")
+    sizes = {name: size for name in names if (size := getattr(case.args, name) or 0) > 0}
+    product, ranks = math.prod(sizes.values()), case.moe_ranks
+    if ranks % product or (names[0] in sizes and names[1] in sizes and product != ranks):
+        listed = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        spread = "tensor_parallel_size"
+        if ranks != case.args.tensor_parallel_size:
+            spread += " x context_parallel_size"
         yield error(
             "E401",
-            f"{next(iter(sizes))}_parallel_size",
-            f"does not fit: {listed} does not go into tensor_parallel_size {tp}",
-            f"set moe_expert_parallel_size to a divisor of {tp}, and leave moe_tensor_parallel_size out",
-        )
-
-
-def check_attention_dp(case: EngineCase) -> Iterator[Finding]:
-    """Yields E402 for attention DP of one rank, E403 for settings of attention DP without it."""
-    args = case.args
-    if args.enable_attention_dp:
-        if args.tensor_parallel_size == 1:
-            yield warning(
-                "E402",
-                "enable_attention_dp",
-                "is true with tensor_parallel_size 1: one rank has everything, as without it",
-                "raise tensor_parallel_size, or take it out",
-            )
-        return
-    for key in ("attention_dp_config", "enable_lm_head_tp_in_adp"):
-        if getattr(args, key):
-            yield warning(
-                "E403",
-                key,
-                "does nothing without enable_attention_dp",
-                "set enable_attention_dp: true, or take it out",
-            )
-
-
-def check_gpus(case: EngineCase) -> Iterator[Finding]:
-    """Yields E404 if GPUs do not fill nodes, E405 if `pp_partition` does not fit the stages."""
-    args = case.args
-    per_node, world = args.gpus_per_node, args.world_size
-    if per_node is not None and world > per_node and world % per_node:
-        yield error(
-            "E404",
-            "gpus_per_node",
-            f"is {per_node}, and the engine spans {world} GPUs, which do not fill nodes of that",
-            "let tensor x pipeline x context parallel size be a multiple of it",
-        )
-    if args.pp_partition is not None and len(args.pp_partition) != args.pipeline_parallel_size:
-        yield error(
-            "E405",
-            "pp_partition",
-            f"has {len(args.pp_partition)} entries for {args.pipeline_parallel_size} stages",
-            "give the layers of each stage, or take it out",
-        )
-
-
-def check_step_tokens(case: EngineCase) -> Iterator[Finding]:
-    """Yields E406 if a batch exceeds a step, E407 or E408 if a prompt is too long."""
-    args = case.args
-    per_request = args.step_tokens_of_a_request
-    needed = args.max_batch_size * per_request
-    if case.role != "prefill" and needed > args.max_num_tokens:
-        drafts = f" x {per_request} (one and its drafts)" if per_request > 1 else ""
-        yield warning(
-            "E406",
-            "max_num_tokens",
-            f"is {args.max_num_tokens:,}, less than max_batch_size {args.max_batch_size:,}{drafts}: "
-            "a full batch does not fit into a step",
-            f"set max_num_tokens to {needed} at least, or lower max_batch_size",
-        )
-    longest = case.wanted.longest_prompt_tokens or args.max_seq_len
-    if (
-        case.role in ("agg", "prefill")
-        and not args.enable_chunked_prefill
-        and longest is not None
-        and longest > args.max_num_tokens
-    ):
-        yield warning(
-            "E407",
-            "max_num_tokens",
-            f"is {args.max_num_tokens:,} without chunked prefill: longer prompts are refused, "
-            f"and they may have {longest:,}",
-            "set enable_chunked_prefill: true, or raise max_num_tokens",
-        )
-    if (
-        case.has("max_input_len")
-        and args.max_seq_len is not None
-        and args.max_input_len > args.max_seq_len
-    ):
-        yield warning(
-            "E408",
-            "max_input_len",
-            f"is {args.max_input_len:,}, above max_seq_len {args.max_seq_len:,}",
-            "a prompt and its answer share max_seq_len; lower max_input_len",
+            next(iter(sizes)),
+            f"does not fit: {listed} does not go into {spread} {ranks}",
+            f"set moe_expert_parallel_size to a divisor of {ranks}, and leave moe_tensor_parallel_size out",
         )
 
 
 def check_cuda_graphs(case: EngineCase) -> Iterator[Finding]:
-    """Yields E501 if CUDA-graph sizes contradict, E502 to E504 if they do not fit the batches."""
+    """Yields E501 if CUDA-graph sizes contradict, E503 or E504 if batches go without a graph.
+
+    Sizes above the batch cost nothing: the engine drops them (`_filter_cuda_graph_batch_sizes`).
+    """
     graphs, batch = case.args.cuda_graph_config, case.args.max_batch_size
     if graphs is None:
         return
-    sizes = graphs.batch_sizes
+    sizes, longest = graphs.batch_sizes, graphs.largest
     if sizes and graphs.max_batch_size not in (0, max(sizes)):
         yield error(
             "E501",
@@ -128,31 +94,13 @@ def check_cuda_graphs(case: EngineCase) -> Iterator[Finding]:
             "the engine refuses the two",
             "leave max_batch_size out, the list says it",
         )
-        return
-    if case.role == "prefill" or not case.has(GRAPHS):
-        return
-    if graphs.largest > batch:
-        yield warning(
-            "E502",
-            f"{GRAPHS}.{'batch_sizes' if sizes else 'max_batch_size'}",
-            f"goes to {graphs.largest}, and max_batch_size is {batch}: memory for graphs that never run",
-            f"end at {batch}",
-        )
-    elif graphs.largest < batch and case.has("max_batch_size"):
-        yield warning(
-            "E503",
-            f"{GRAPHS}.{'batch_sizes' if sizes else 'max_batch_size'}",
-            f"goes to {graphs.largest}, and max_batch_size is {batch:,}: larger batches run without "
-            "a graph, and slower",
-            f"add {batch}, or lower max_batch_size",
-        )
-    drafting = case.args.speculative_config
-    # A schedule of draft lengths switches padding on: llm_args `TorchLlmArgs.validate_speculative_config`.
-    is_padded = graphs.enable_padding or (drafting and drafting.draft_len_schedule is not None)
-    if sizes and not is_padded and len(set(sizes)) < max(sizes):
-        yield warning(
-            "E504",
-            f"{GRAPHS}.enable_padding",
-            "is false and batch_sizes has gaps: a batch between two of them runs without a graph",
-            "set enable_padding: true",
-        )
+    elif case.role != "prefill" and case.has(GRAPHS):
+        if longest < batch and case.has("max_batch_size"):
+            text = f"goes to {longest}, and max_batch_size is {batch:,}: larger batches are slower"
+            name = f"{GRAPHS}.{'batch_sizes' if sizes else 'max_batch_size'}"
+            yield note("E503", name, text, f"add {batch}, or lower max_batch_size")
+        # A schedule of draft lengths switches padding on: `TorchLlmArgs.validate_speculative_config`.
+        is_padded = graphs.enable_padding or (case.drafting and case.drafting.draft_len_schedule)
+        if sizes and not is_padded and len(set(sizes)) < max(sizes):
+            text = "is false and batch_sizes has gaps: a batch between two of them has no graph"
+            yield note("E504", f"{GRAPHS}.enable_padding", text, "set enable_padding: true")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from slagate.workers.engine_args.rules import cache, decoding, disagg, pair, sizes, together
 from slagate.workers.engine_args.rules.case import EngineCase
+from slagate.workers.engine_args.rules.row import check_rows
 from slagate.workers.findings import Finding
 
 CODES: Mapping[str, str] = {
@@ -24,13 +25,15 @@ CODES: Mapping[str, str] = {
     "E202": "a cache transceiver that is switched off",
     "E203": "a transfer buffer smaller than the longest prompt",
     "E204": "a transfer buffer sized by the longest sequence",
-    "E205": "a token limit that is not a multiple of the KV block",
+    "E205": "a transfer buffer that is not a multiple of the KV block",
     "E206": "overlap scheduling on a prefill worker",
     "E207": "no overlap scheduling where it helps",
     "E208": "a cache transceiver that nobody uses",
-    "E209": "`TRTLLM_USE_UCX_KVCACHE` beside the DEFAULT back-end",
+    "E209": "a variable that says what the DEFAULT back-end is",
     "E210": "`UCX_TLS` without a transport for GPU memory",
     "E211": "a cache manager whose caches the transceiver cannot move",
+    "E212": "a Python transceiver without what it needs",
+    "E213": "`TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE` beside a buffer's tokens",
     "E301": "different KV types",
     "E302": "different models",
     "E303": "different KV blocks",
@@ -44,20 +47,17 @@ CODES: Mapping[str, str] = {
     "E401": "expert parallelism that does not divide tensor parallelism",
     "E402": "attention DP of one rank",
     "E403": "settings of attention DP without it",
-    "E404": "GPUs that do not fill nodes",
     "E405": "layers for another number of pipeline stages",
     "E406": "a step too small for the batch",
     "E407": "prompts that fit the context and not a step",
-    "E408": "a prompt limit above the context",
     "E501": "CUDA-graph sizes that contradict each other",
-    "E502": "CUDA graphs for batches that never are",
     "E503": "batches without a CUDA graph",
     "E504": "gaps between CUDA-graph sizes",
     "E601": "no KV events where prefix routing wants them",
     "E602": "no block reuse where prefix routing wants it",
     "E603": "KV events of a back-end without them",
     "E604": "hardly any GPU memory besides the KV cache",
-    "E605": "a KV type that the engine refuses, or only warns about",
+    "E605": "a KV type that the engine refuses, or takes no notice of",
     "E606": "the engine's own KV event stream without what it needs",
     "E607": "partial reuse with a KV connector that has none",
     "E608": "a disk tier without a place",
@@ -70,62 +70,46 @@ CODES: Mapping[str, str] = {
     "E702": "drafting without a draft model",
     "E703": "speculative decoding that PyTorch does not have",
     "E704": "Eagle where Eagle3 is meant",
-    "E705": "two names for one draft model",
     "E706": "a field of another kind of speculative decoding",
-    "E707": "a value in place of which SaveState has its own",
+    "E707": "values in place of which SaveState has its own",
     "E708": "MTP's draft length under the name of another version",
     "E709": "a schedule of draft lengths that the engine refuses",
     "E710": "n-gram or suffix matching that the engine refuses",
     "E711": "a draft tree that Eagle refuses",
     "E712": "pipeline parallelism with a drafter outside of the model",
-    "E801": "wide expert parallelism without a load balancer",
     "E802": "a load balancer that is not there",
     "E803": "an argument that AutoDeploy does not take",
-    "E804": "a load balancer that nothing uses",
+    "E804": "a load balancer for experts that nothing moves",
     "E805": "an argument that an encoder does not take",
     "E806": "arguments that the engine does not take together",
     "E807": "an engine that only encodes",
     "E808": "early first tokens without effect",
+    "E809": "wide expert parallelism without attention DP, or on one rank",
+    "E810": "slots of experts that the ranks do not share out",
 }
 
-RULES: tuple[Callable[[EngineCase], Iterator[Finding]], ...] = (
-    disagg.check_transceiver,
+_ROWS = disagg.ROWS + sizes.ROWS + cache.ROWS + decoding.ROWS + together.ROWS
+
+_RULES: tuple[Callable[[EngineCase], Iterator[Finding]], ...] = (
     disagg.check_transfer_buffer,
-    disagg.check_block_alignment,
-    disagg.check_overlap_scheduler,
-    disagg.check_transport,
-    disagg.check_moved_cache,
     sizes.check_expert_parallelism,
-    sizes.check_attention_dp,
-    sizes.check_gpus,
-    sizes.check_step_tokens,
     sizes.check_cuda_graphs,
-    cache.check_prefix_routing,
-    cache.check_cache_memory,
-    cache.check_streaming_events,
-    cache.check_tiers,
-    cache.check_pools,
-    cache.check_model_type,
-    decoding.check_speculation,
+    cache.check_cache_type,
     decoding.check_fields_of_kind,
-    decoding.check_save_state,
-    decoding.check_mtp_length,
     decoding.check_draft_schedule,
-    decoding.check_ngrams,
     decoding.check_draft_trees,
     decoding.check_drafter,
-    decoding.check_experts,
     together.check_connector,
-    together.check_together,
-    together.check_modes,
 )
 
 PAIR_RULES: tuple[Callable[[EngineCase, EngineCase], Iterator[Finding]], ...] = (
-    pair.check_kv_layout,
-    pair.check_transports,
-    pair.check_cache_kinds,
-    pair.check_longest_prompt,
-    pair.check_buffers,
+    pair.check_equal,
+    pair.check_limits,
     pair.check_drafting,
-    pair.check_contexts,
 )
+
+
+def check_rules(case: EngineCase) -> list[Finding]:
+    """The findings of all rules about one engine, by their codes."""
+    found = [*check_rows(_ROWS, case), *(one for rule in _RULES for one in rule(case))]
+    return sorted(found, key=lambda finding: finding.code)

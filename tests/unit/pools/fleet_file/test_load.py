@@ -173,7 +173,7 @@ def test_cfg_10_a_key_of_an_override_rule_is_checked_too() -> None:
         ("null", "$: must be an object (got null)"),
         ("NaN", "$: must be an object (got NaN)"),
         ("[" * 200_000, "$: is not JSON: nested too deeply"),
-        ("\ufeff{}", "$: is not JSON: "),
+        ("\ufeff{}", "$: is not JSON, as it has a byte order mark (save it as UTF-8 without one)"),
         ("\ud800", "$: cannot be read: "),
     ],
 )

@@ -128,8 +128,8 @@ def prefill(
 
 
 def test_profiles_say_which_pool_is_slower_where_both_have_one() -> None:
-    """The order of the pools says the opposite, as in a list from cheap to fast."""
-    content = fixture("clean")
+    """The pool priorities say the opposite."""
+    content = fixture("clean") | {"prefill_pool_priorities": [0, 1]}
     content["prefill_pools"].reverse()
     content[PREFILL][MAPPING] = [[1, 1, 0], [1, 1, 1]]
     assert codes_of(content) == []
@@ -137,12 +137,75 @@ def test_profiles_say_which_pool_is_slower_where_both_have_one() -> None:
     assert codes_of(content) == ["G101", "G102"]
 
 
-def test_equal_places_are_told_once_and_all_of_them_named() -> None:
-    (finding,) = [
-        f
-        for f in found_in(parse_config(prefill([[1, 0, 0], [1, 0, 0]]), source="f"))
-        if f.code == "G101"
+CHEAP_FIRST = [[[1, 0], [2, 1], [2, 2]], [[1, 0], [1, 0]], [[0, 0], [1, 1]], [[2, 1, 0], [2, 2, 0]]]
+"""Tables of pools listed from cheap to fast; the first is of the tests of Dynamo's endpoint picker."""
+
+
+def epp_grid(mapping: list[list[int]], **more: object) -> dict[str, Any]:
+    return {
+        "poolLabels": ["tp1", "tp2", "tp4"][: max(map(max, mapping)) + 1],
+        "sizeMin": 0,
+        "sizeMax": 3000,
+        "sizeResolution": len(mapping),
+        "latencyMinMs": 1000,
+        "latencyMaxMs": 5000,
+        "latencyResolution": len(mapping[0]),
+        "mapping": mapping,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("mapping", CHEAP_FIRST)
+def test_where_all_cells_say_that_pools_are_listed_from_cheap_to_fast_none_is_wrong(
+    mapping: list[list[int]],
+) -> None:
+    """The order of a list is a guess, and not even Dynamo's own tools agree on one."""
+    wrong = {"G101", "G102"}
+    assert not wrong & {*codes_of(epp_grid(mapping))}
+    n_pools = max(map(max, mapping)) + 1
+    pools = {f"tp{2**at}": {"cost": 2**at, "workers": [f"h{at}:1"]} for at in range(n_pools)}
+    assert not wrong & {*codes_of(epp_grid(mapping, pools=pools))}
+
+
+@pytest.mark.parametrize("mapping", CHEAP_FIRST)
+def test_priorities_costs_and_retries_say_how_fast_pools_are_whatever_the_cells_say(
+    mapping: list[list[int]],
+) -> None:
+    wrong = {"G101", "G102"}
+    n_pools = max(map(max, mapping)) + 1
+    assert wrong & {*codes_of(epp_grid(mapping, prefill_pool_priorities=[*range(n_pools)]))}
+    assert wrong & {*codes_of(epp_grid(mapping, enable_priority_retry=True))}
+    pools = {f"tp{2**at}": {"tp": 8 - at, "workers": [f"h{at}:1"]} for at in range(n_pools)}
+    (first, *_) = [
+        finding
+        for finding in found_in(parse_config(epp_grid(mapping, pools=pools), source="f"))
+        if finding.code in wrong
     ]
+    assert re.search(r"[678] GPUs per worker against [678]", first.message)
+
+
+def test_a_wrong_cell_is_found_in_a_list_from_cheap_to_fast_too() -> None:
+    found = found_in(parse_config(epp_grid([[1, 0], [1, 2], [2, 2]]), source="f"))
+    (finding,) = [each for each in found if each.code == "G101"]
+    assert finding.place == "mapping[1][0]"
+    assert "place 1 of a list, slowest first, against 2" in finding.message
+
+
+@pytest.mark.parametrize(
+    "mapping", [[[1, 0, 0], [0, 0, 0]], [[0, 0, 1], [1, 1, 1]], [[0, 1], [1, 0]]]
+)
+def test_cells_that_contradict_each_other_leave_the_list_as_from_fast_to_slow(
+    mapping: list[list[int]],
+) -> None:
+    found = found_in(parse_config(epp_grid(mapping), source="f"))
+    messages = [each.message for each in found if each.code in ("G101", "G102")]
+    assert messages
+    assert all("place 1 of a list, fastest first, against 0" in each for each in messages)
+
+
+def test_equal_places_are_told_once_and_all_of_them_named() -> None:
+    content = prefill([[1, 0, 0], [1, 0, 0]]) | {"prefill_pool_priorities": [0, 1]}
+    (finding,) = [f for f in found_in(parse_config(content, source="f")) if f.code == "G101"]
     assert finding.place == f"{PREFILL}.{MAPPING}[0][0]"
     assert finding.message.endswith("; the same at 1 more: [1][0]")
 

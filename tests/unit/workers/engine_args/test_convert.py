@@ -135,7 +135,7 @@ def test_a_result_with_errors_is_exit_status_1(tmp_path: Path) -> None:
     file.write_text("moe_config: {backend: WIDEEP}\ntensor_parallel_size: 4\n")
     status, _, said = ran("--role", "agg", "--tp", "8", "--extra-engine-args", str(file))
     assert status == 1
-    assert "error: E801" in said
+    assert "error: E809" in said
 
 
 def test_a_misspelt_name_in_the_result_is_an_error_unless_allowed(tmp_path: Path) -> None:

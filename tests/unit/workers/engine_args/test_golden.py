@@ -96,9 +96,10 @@ def test_the_cases_of_the_bank_are_among_them() -> None:
 
 
 def test_engine_04_suggests_the_next_whole_block(tmp_path: Path) -> None:
-    (case,) = [each for each in CASES if each["name"] == "engine-04-limits-off-the-blocks"]
-    for finding in outcome(case, tmp_path)[1]:
-        assert finding["advice"] == "set it to 6528"
+    (case,) = [each for each in CASES if each["name"] == "engine-04-a-buffer-off-the-blocks"]
+    (finding,) = outcome(case, tmp_path)[1]
+    assert finding["key"] == "cache_transceiver_config.max_tokens_in_buffer"
+    assert finding["advice"] == "set it to 6528"
 
 
 def test_engine_03_names_the_key_and_the_memory(tmp_path: Path) -> None:

@@ -112,6 +112,19 @@ def test_a_nested_configuration_may_be_an_object_or_a_dict(as_type: Callable[...
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        {"backend": "UCX", "max_tokens_in_buffer": 0},
+        {"backend": "NIXL", "transceiver_runtime": "PYTHON", "max_tokens_in_buffer": 100},
+    ],
+)
+def test_a_buffer_that_bounds_no_prompt_refuses_none(config: dict[str, Any]) -> None:
+    """0 is a buffer for each prompt, and the transceiver in Python has none."""
+    made = engine(lambda inputs: None, cache_transceiver_config=config)
+    assert made.max_transfer_tokens is None
+
+
+@pytest.mark.parametrize(
     ("config", "named"),
     [
         ({}, "event_buffer_max_size"),

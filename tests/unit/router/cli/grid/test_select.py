@@ -56,6 +56,23 @@ def test_null_and_absent_are_the_same() -> None:
     assert absent["col"] == 1
 
 
+def test_a_target_of_0_is_not_given_in_a_file_of_dynamos_endpoint_picker_only() -> None:
+    """There 0 is what an absent target is; in gRPC metadata a 0 was given, and is the tightest."""
+    sizes = {"sizeMin": 0, "sizeMax": 3000, "sizeResolution": 3}
+    targets = {"latencyMinMs": 1000, "latencyMaxMs": 5000, "latencyResolution": 2}
+    table = {"poolLabels": ["tp1", "tp2", "tp4"], "mapping": [[1, 0], [2, 1], [2, 2]]}
+    content = table | sizes | targets
+    picker = parse_config(content, source="f").stages["prefill"]
+    lines = "".join(f'{{"isl": 1500, "ttft_ms": {ms}}}\n' for ms in ("null", 0, -1, "0.0", 1))
+    assert [answer["pool_name"] for answer in answers(lines, grid=picker)] == [*["tp2"] * 4, "tp4"]
+    assert picker.select({"isl": 1500, "ttft_ms": 0}).pool == 2
+    objectives = {"*": Objective(ttft_ms=1500)}
+    (line,) = select_lines(picker, ['{"isl": 1500, "ttft_ms": 0}'], objectives=objectives)
+    assert json.loads(line)["pool_name"] == "tp4"
+    tight, absent = answers('{"isl": 5000, "ttft_ms": 0}\n{"isl": 5000}')
+    assert (tight["col"], absent["col"]) == (0, 1)
+
+
 def test_every_line_has_one_answer_and_an_error_stops_nothing() -> None:
     found = answers('{"isl": 1}\n\n   \n{"isl": true}\n{"isl": 5000}\n\n')
     assert [next(iter(answer)) for answer in found] == [

@@ -90,14 +90,14 @@ def test_engine_arguments_are_refused_for_the_simulated_engine(option: tuple[str
 
 
 @pytest.mark.parametrize(
-    ("installed", "options", "is_refused"),
+    ("installed", "options", "severity"),
     [
-        (None, (), True),
-        (None, ("--engine-version", "1.3.0rc22"), False),
-        ("1.2.1", (), True),
-        ("1.3.0rc4", (), False),
-        ("1.3.0rc4", ("--engine-version", "1.2"), True),
-        ("0+unknown", (), True),
+        (None, (), "warning"),
+        (None, ("--engine-version", "1.3.0rc22"), ""),
+        ("1.2.1", (), "error"),
+        ("1.3.0rc4", (), ""),
+        ("1.3.0rc4", ("--engine-version", "1.2"), "error"),
+        ("0+unknown", (), "warning"),
     ],
 )
 @pytest.mark.parametrize("command", [("worker", "check"), ("worker", "trtllm")])
@@ -105,7 +105,7 @@ def test_engine_07_goes_by_the_version_that_is_installed_or_said(
     command: tuple[str, ...],
     installed: str | None,
     options: tuple[str, ...],
-    is_refused: bool,  # noqa: FBT001
+    severity: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -123,8 +123,9 @@ def test_engine_07_goes_by_the_version_that_is_installed_or_said(
     show = () if "check" in command else ("--print-engine-args",)
     arguments = ("--role", "prefill", "--extra-engine-args", str(file), *options, *show)
     ended = CliRunner().invoke(cli, [*command, *arguments])
-    assert ended.exit_code == int(is_refused and not show)
-    assert ("E206" in ended.output) == is_refused
+    assert ended.exit_code == int(severity == "error" and not show)
+    assert ("E206" in ended.output) == bool(severity)
+    assert severity in ended.output
 
 
 def test_whatever_sets_an_engine_argument_is_an_option_of_both_commands(tmp_path: Path) -> None:
@@ -197,12 +198,15 @@ def test_a_check_says_what_where_and_what_to_do(tmp_path: Path) -> None:
     file.write_text("# comment\ndisable_overlap_scheduler: true\n")
     status, shown, _ = checked("--extra-engine-args", str(file))
     assert status == 0
-    first = f"warning E207  agg  disable_overlap_scheduler (--extra-engine-args {file}:2)"
+    first = f"note E207  agg  disable_overlap_scheduler (--extra-engine-args {file}:2)"
     assert shown.splitlines()[0] == first
-    assert "Fix: take disable_overlap_scheduler out" in shown
-    assert shown.splitlines()[-1] == "1 warning"
+    assert "Fix: take it out; only prefill needs it." in shown
+    assert shown.splitlines()[-1] == "1 note"
+    assert checked("--extra-engine-args", str(file), "--strict")[0] == 0
+    file.write_text("dtype: fp8\n")
+    assert checked("--extra-engine-args", str(file))[0] == 0
     assert checked("--extra-engine-args", str(file), "--strict")[0] == 1
-    status, shown, _ = checked("--extra-engine-args", str(file), "--strict", "--ignore", "e207")
+    status, shown, _ = checked("--extra-engine-args", str(file), "--strict", "--ignore", "e609")
     assert (status, shown) == (0, "no findings (1 ignored)\n")
 
 
