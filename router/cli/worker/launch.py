@@ -52,8 +52,7 @@ class LaunchOptions:
 
     def __init__(self) -> None:
         file = resources.files("slagate.configs").joinpath("launch_options.yaml")
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other takes a tenth of a second
-        self.table: dict[str, Any] = yaml.load(file.read_text(encoding="utf-8"), loader)
+        self.table: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
         self.own: set[str] = set()  # the options that the command has
         self.variable_of: dict[str, str] = {}  # of a parameter that has its value from a variable
         self.values: dict[str, Any] = {}  # by dotted key, of the command line, and not of `own`
