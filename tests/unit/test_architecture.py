@@ -118,7 +118,7 @@ ARROWS: dict[str, set[str]] = {
         "router/output.py", "router/profiles", "router/request", "router/tables.py",
     },
     "router/cli/worker": {
-        "proto/rpc", "workers/engine_args", "workers/engine_args/model",
+        "configs", "proto/rpc", "workers/engine_args", "workers/engine_args/model",
         "workers/engine_args/rules", "workers/findings.py", "workers/logits", "workers/runtime",
         "workers/serving", "workers/trtllm", "router/cli", "router/tables.py",
     },

@@ -14,6 +14,7 @@ from slagate.workers.engine_args.model.merge import (
     COMMAND_LINE,
     DEFAULT,
     FORCED,
+    VARIABLES,
     Layer,
     Merged,
     in_brief,
@@ -43,6 +44,8 @@ DEFAULTS: Mapping[str, Any] = {
 
 FORCED_VALUES: Mapping[str, Any] = {"num_postprocess_workers": 0}
 """Values that a worker's engine has, whatever its operator says: no processes that detokenise."""
+
+_OPTIONS = (COMMAND_LINE, VARIABLES)
 
 BUILD = "build_config"
 AUTODEPLOY = "_autodeploy"
@@ -107,25 +110,28 @@ def build_engine_args(
     cli: Mapping[str, Any],
     extra: Path | None,
     override: str | None,
+    variables: Iterable[Layer] = (),
+    dotted: Iterable[Layer] = (),
     forced: Mapping[str, Any] = FORCED_VALUES,
     allow_unknown: bool = False,
     wanted: IntendedUse | None = None,
     extra_option: str = EXTRA,
 ) -> EngineArgs:
-    """Merge defaults < `cli` < `extra` (YAML) < `override` (JSON) < `forced`; dicts deep, lists replaced.
+    """Merge defaults < `variables` < `cli` < `extra` (YAML) < `override` (JSON) < `dotted` < `forced`.
 
-    `cli` and `forced` are nested like the result; None in `cli` is an option that was not given. `wanted`
-    tells the rules what the engine is for. `extra_option` is the option that named `extra`. Raises
-    `UsageError` naming the option for text that cannot be read; wrong values are findings: see
-    `EngineArgs.refuse_errors`.
+    Dicts are merged deep, and lists replaced.
+
+    `cli` and `forced` are nested like the result. `wanted` tells the rules what the engine is for.
+    `extra_option` is the option that named `extra`. Raises `UsageError` naming the option for text that
+    cannot be read; wrong values are findings: see `EngineArgs.refuse_errors`.
     """
-    layers = [Layer(COMMAND_LINE, _given(cli))]
+    layers = [*variables, Layer(COMMAND_LINE, cli)]
     if extra is not None:
         read = read_yaml(extra, extra_option)
         layers.append(Layer(f"{extra_option} {extra}", read.values, read.lines))
     if override is not None:
         layers.append(Layer(OVERRIDE, read_override(override)))
-    layers.append(Layer(FORCED, forced))
+    layers += [*dotted, Layer(FORCED, forced)]
     return assemble(role, layers, allow_unknown=allow_unknown, wanted=wanted)
 
 
@@ -171,18 +177,6 @@ def check_pair(one: EngineArgs, other: EngineArgs) -> list[Finding]:
     return [finding for rule in PAIR_RULES for finding in rule(prefill, decode)]
 
 
-def _given(cli: Mapping[str, Any]) -> dict[str, Any]:
-    """The options without those that are None, at any depth: they were not given."""
-    kept: dict[str, Any] = {}
-    for key, value in cli.items():
-        if isinstance(value, Mapping):
-            if inner := _given(value):
-                kept[key] = inner
-        elif value is not None:
-            kept[key] = value
-    return kept
-
-
 def _replaced(merged: Merged) -> list[Finding]:
     """Warnings of what an operator set and a later layer replaced: first options, then forced values."""
     options, forced = [], []
@@ -190,11 +184,9 @@ def _replaced(merged: Merged) -> list[Finding]:
         if new_source == FORCED and old_source != DEFAULT:
             text = f"is {in_brief(old)} by {old_source}, and is always {in_brief(new)} here"
             forced.append(warning("E108", key, text, "take it out"))
-        elif new_source != FORCED and old_source == COMMAND_LINE:
-            text = (
-                f"is {in_brief(old)} on the command line, and {in_brief(new)} by {new_source}, "
-                "which counts"
-            )
+        elif new_source not in (FORCED, COMMAND_LINE) and old_source.startswith(_OPTIONS):
+            place = "on the command line" if old_source == COMMAND_LINE else f"by {old_source}"
+            text = f"is {in_brief(old)} {place}, and {in_brief(new)} by {new_source}, which counts"
             advice = (
                 "say it in one place; trtllm-serve takes the file's before June 2026, and the "
                 "option's since"

@@ -22,7 +22,7 @@ from slagate.router.cli.command import (
     print_findings,
 )
 from slagate.router.cli.worker import engine_args as options
-from slagate.workers.engine_args.build import EngineArgs, check_pair
+from slagate.workers.engine_args.build import EngineArgs, build_engine_args, check_pair
 from slagate.workers.engine_args.rules.case import IntendedUse
 from slagate.workers.engine_args.rules.table import CODES
 from slagate.workers.engine_args.yaml_text import PEER
@@ -104,7 +104,7 @@ def check(
     )
     args = options.read_engine_args(
         role,
-        context.params,
+        context,
         extra=extra_engine_args,
         override=override_engine_args,
         allow_unknown=allow_unknown_engine_args,
@@ -144,15 +144,16 @@ def _with_peer(
     role = {"prefill": "decode", "decode": "prefill"}.get(args.role)
     if role is None:
         fail(f"{PEER} is for --role prefill or decode (got {args.role!r})")
-    other = options.read_engine_args(
-        role,
-        {},
-        extra=peer,
-        override=None,
-        allow_unknown=allow_unknown,
-        wanted=wanted,
-        extra_option=PEER,
-    )
+    with ending_on_usage_error():
+        other = build_engine_args(
+            role=role,
+            cli={},
+            extra=peer,
+            override=None,
+            allow_unknown=allow_unknown,
+            wanted=wanted,
+            extra_option=PEER,
+        )
     of_peer = [
         RoleFinding(role, finding, options.place_of(finding, other.places))
         for finding in other.findings

@@ -8,11 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from slagate.router.cli.command import check_choice, ending_on_usage_error, errors, fail
+from slagate.router.cli.worker.launch import LaunchOptions, nested
 from slagate.workers.engine_args.build import EngineArgs, build_engine_args
-from slagate.workers.engine_args.model.merge import DEFAULT
+from slagate.workers.engine_args.model.merge import DEFAULT, Layer
 from slagate.workers.engine_args.model.model import INT32_MAX, MAX_RANKS
 from slagate.workers.engine_args.rules.case import IntendedUse
-from slagate.workers.engine_args.yaml_text import EXTRA, yaml_lines
+from slagate.workers.engine_args.yaml_text import EXTRA, read_override, yaml_lines
 from slagate.workers.findings import Finding
 from slagate.workers.serving.sim import TRANSPORTS
 from slagate.workers.trtllm.package import installed_version
@@ -78,58 +79,40 @@ EngineVersion = Annotated[
     ),
 ]
 
-PLACES: Mapping[str, tuple[str, ...]] = {
-    "model": ("model",),
-    "tp": ("tensor_parallel_size",),
-    "max_batch_size": ("max_batch_size",),
-    "max_seq_len": ("max_seq_len",),
-    "attention_dp": ("enable_attention_dp",),
-    "kv_events": ("kv_cache_config", "event_buffer_max_size"),
-    "stream_interval": ("stream_interval",),
-    "backend": ("backend",),
-    "pipeline_parallel_size": ("pipeline_parallel_size",),
-    "expert_parallel_size": ("moe_expert_parallel_size",),
-    "gpus_per_node": ("gpus_per_node",),
-    "kv_block_size": ("kv_cache_config", "tokens_per_block"),
-    "max_num_tokens": ("max_num_tokens",),
-    "free_gpu_memory_fraction": ("kv_cache_config", "free_gpu_memory_fraction"),
-    "guided_decoding_backend": ("guided_decoding_backend",),
-}
-"""Parameter of a command to its engine argument; each is unset where the command line does not set it."""
-
-
-def cli_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine arguments, nested, that are set among the parameters of a command; see `PLACES`."""
-    values: dict[str, Any] = {}
-    for name, (*sections, key) in PLACES.items():
-        if parameters.get(name) is not None:
-            into = values
-            for section in sections:
-                into = into.setdefault(section, {})
-            into[key] = parameters[name]
-    return values
-
 
 def read_engine_args(
     role: str,
-    parameters: Mapping[str, Any],
+    context: typer.Context,
     *,
     extra: Path | None,
     override: str | None,
     allow_unknown: bool,
     wanted: IntendedUse,
-    extra_option: str = EXTRA,
 ) -> EngineArgs:
-    """Merge and check the engine arguments of options and files. A usage error ends the command."""
+    """Merge and check the arguments of options, variables and files. A usage error ends the command."""
+    launch: LaunchOptions = context.obj
+    variables, dotted = list(launch.variables), list(launch.overrides)
+    given: dict[str, Any] = {}
+    for name, key in launch.table["places"].items():
+        value = context.params.get(name)
+        if variable := launch.variable_of.get(name):
+            variables.append(Layer(variable, nested({key: value})))
+        elif value is not None:
+            given[key] = value
     with ending_on_usage_error():
+        variable = launch.variable_of.get("override_engine_args")
+        if variable and override is not None:
+            dotted.insert(0, Layer(variable, read_override(override)))
         return build_engine_args(
             role=role,
-            cli=cli_values(parameters),
+            variables=variables,
+            cli=nested({**given, **launch.values}),
             extra=extra,
-            override=override,
+            override=None if variable else override,
+            dotted=dotted,
             allow_unknown=allow_unknown,
             wanted=wanted,
-            extra_option=extra_option,
+            extra_option=launch.variable_of.get("extra_engine_args", EXTRA),
         )
 
 

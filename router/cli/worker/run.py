@@ -25,6 +25,7 @@ from slagate.router.cli.tls import Insecure, TlsCert, TlsClientCa, TlsKey, liste
 from slagate.router.cli.worker import engine_args as options
 from slagate.router.cli.worker.check import check
 from slagate.router.cli.worker.convert import convert
+from slagate.router.cli.worker.launch import LaunchCommand
 from slagate.router.cli.worker.self_check import check_and_show
 from slagate.workers.engine_args.build import KV_EVENTS, EngineArgs
 from slagate.workers.engine_args.rules.case import IntendedUse
@@ -213,7 +214,7 @@ def sim(
 
 
 # Longer than 60 lines because typer wants each of its 40 options as a parameter.
-@worker.command()
+@worker.command(cls=LaunchCommand)
 def trtllm(
     context: typer.Context,
     *,
@@ -275,7 +276,7 @@ def trtllm(
         fail("--role is missing: prefill, decode, agg or encode")
     args = options.read_engine_args(
         role,
-        context.params,
+        context,
         extra=extra_engine_args,
         override=override_engine_args,
         allow_unknown=allow_unknown_engine_args,
@@ -320,7 +321,7 @@ def trtllm(
     )
 
 
-worker.command()(check)
+worker.command(cls=LaunchCommand)(check)
 worker.command()(convert)
 
 

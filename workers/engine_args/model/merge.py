@@ -15,6 +15,9 @@ _LOG = logging.getLogger(__name__)
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
+VARIABLES = "DYN_TRTLLM_"
+"""What begins the source of values that environment variables set."""
+
 FORCED = "forced"
 
 

@@ -183,12 +183,6 @@ def test_one_and_true_are_not_equal() -> None:
     assert len(merged.replaced) == 1
 
 
-def test_options_that_were_not_given_replace_nothing() -> None:
-    args = built(cli={"max_seq_len": None, "kv_cache_config": {"dtype": None}})
-    assert "max_seq_len" not in args.values
-    assert "dtype" not in args.values["kv_cache_config"]
-
-
 def test_what_is_given_is_copied() -> None:
     cli = {"kv_cache_config": {"max_attention_window": [512]}}
     args = built(cli=cli, override={"kv_cache_config": {"dtype": "fp8"}})

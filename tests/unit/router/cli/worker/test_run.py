@@ -11,7 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from slagate.router.cli.worker import run as worker_cli
-from slagate.router.cli.worker.engine_args import PLACES
+from slagate.router.cli.worker.launch import LaunchOptions
 from slagate.router.commands import cli
 
 
@@ -131,7 +131,9 @@ def test_engine_07_goes_by_the_version_that_is_installed_or_said(
 def test_whatever_sets_an_engine_argument_is_an_option_of_both_commands(tmp_path: Path) -> None:
     worker: Any = get_command(worker_cli.worker)
     for command in (worker.commands["trtllm"], worker.commands["check"]):
-        assert PLACES.keys() <= {parameter.name for parameter in command.params}
+        assert LaunchOptions().table["places"].keys() <= {
+            parameter.name for parameter in command.params
+        }
     file = tmp_path / "engine.yaml"
     file.write_text("pipeline_parallel_size: 2\n")
     given = ("--pipeline-parallel-size", "4", "--enable-attention-dp", "--kv-block-size", "7")
