@@ -48,13 +48,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.now_s
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
-        """Make the call at once: no thread's time is virtual, so none may be waited for."""
+        """Make the call at once: no thread's time is virtual, so none may be waited for.
+
+        As on a thread, no loop runs for the call.
+        """
         del executor
         made = self.create_future()
+        asyncio._set_running_loop(None)
         try:
             made.set_result(func(*args))
         except Exception as error:  # noqa: BLE001 - raised where it is awaited
             made.set_exception(error)
+        finally:
+            asyncio._set_running_loop(self)
         return made
 
     def stall(self, seconds: float) -> None:

@@ -94,11 +94,7 @@ class DoubleLLM:
         **kwargs: Any,
     ) -> None:
         settings = dict(self.settings)
-        init = settings.pop("init", None)
-        if init == "hang":
-            threading.Event().wait()
-        if init in INIT_ERRORS:
-            raise INIT_ERRORS[init]
+        _fail_init(settings.pop("init", None))
         reports = settings.pop("reports", False)
         if kwargs.pop("backend", "pytorch") == "_autodeploy":
             for name in PRUNED:
@@ -131,6 +127,23 @@ class DoubleLLM:
             self._check_health = lambda: _check(sim)
         self._executor = sim._executor
         self.shutdown = lambda: _shut_down(sim, transport)
+
+
+def _fail_init(init: object) -> None:
+    if init == "hang":
+        threading.Event().wait()
+    if init in INIT_ERRORS:
+        raise INIT_ERRORS[init]
+
+
+def _encoder(make: Callable[..., Any], init: object) -> Callable[..., Any]:
+    """An encoder's constructor, which fails as `init` says."""
+
+    def constructed(*args: Any, **kwargs: Any) -> Any:
+        _fail_init(init)
+        return make(*args, **kwargs)
+
+    return constructed
 
 
 def _report(args: Any, *, reports: bool) -> None:
@@ -299,8 +312,9 @@ def install(package: ModuleType) -> None:
     imports_bindings = settings.pop("bindings", False)
     fields = TorchLlmArgs.model_fields.keys() - LACKS[api.version]
     llm = type("LLM", (DoubleLLM,), {"api": api, "settings": settings})
+    encoder = api.MultimodalEncoder and _encoder(api.MultimodalEncoder, settings.get("init"))
     names: dict[str, dict[str, Any]] = {
-        "": {"LLM": llm, "MultimodalEncoder": api.MultimodalEncoder, "__version__": api.version},
+        "": {"LLM": llm, "MultimodalEncoder": encoder, "__version__": api.version},
         "llmapi": {"DisaggregatedParams": api.DisaggregatedParams},
         "llmapi.llm": {"SamplingParams": api.SamplingParams},
         "llmapi.disagg_utils": {},
