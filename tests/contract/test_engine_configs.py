@@ -65,7 +65,7 @@ async def started(name: str, file: Path | None = None) -> AsyncIterator[Worker]:
     if role == "encode":
         encoder = EncodeWorker(await start_encoder(args.values), model=MODEL, instance_id=name)
         yield encoder
-        assert await encoder.shut_down(HANG_S)
+        assert not await encoder.shut_down(HANG_S)
         return
     phases = Phases(StartingWorker("import"), every_s=HANG_S)
     engine = await start_engine(options, instance_id=name, phases=phases)
@@ -74,7 +74,7 @@ async def started(name: str, file: Path | None = None) -> AsyncIterator[Worker]:
         assert await worker.warm_up(HANG_S, on_canary=lambda: None) == ""
         yield worker
         tasks.cancel_scope.cancel()
-    assert await shut_down(engine.llm, limit_s=HANG_S)
+    assert not await shut_down(engine.llm, limit_s=HANG_S)
 
 
 async def serve_a_request(name: str, first: Worker, second: Worker | None) -> None:

@@ -162,6 +162,13 @@ def test_a_start_that_fails_says_why(
         assert said in worker.stderr()
 
 
+def test_an_encoder_that_does_not_start_says_so(tmp_path: Path) -> None:
+    with trtllm_worker(tmp_path, "encode", settings={"init": "fail"}) as worker:
+        assert worker.popen.wait(HANG_S) == 1
+        (line,) = logged(worker, "engine.start_failed")
+        assert "CUDA out of memory" in line["traceback"]
+
+
 def test_bindings_of_openengine_that_come_with_the_package_are_named(tmp_path: Path) -> None:
     """Protobuf's default pool takes each message once, and ours are there already."""
     with trtllm_worker(tmp_path, "agg", settings={"bindings": True}) as worker:

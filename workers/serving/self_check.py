@@ -7,9 +7,8 @@ meanwhile, as one engine is to be both ends of a handoff.
 
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from inspect import signature
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import anyio
@@ -20,27 +19,29 @@ from typing_extensions import override
 from slagate.proto import openengine_pb2 as oe
 from slagate.proto.rpc.sinks import BufferedSink
 from slagate.workers.errors import WorkerError
-from slagate.workers.handoff.seal import read_key
 from slagate.workers.legs import decode_leg, prefill_leg
+from slagate.workers.runtime.usage import UsageError
 from slagate.workers.serving.start import (
     Phases,
     Started,
     StartingWorker,
     TrtllmOptions,
+    abilities,
     prepare_start,
     start_engine,
     worker_over,
 )
+from slagate.workers.serving.trtllm import leave_at_once
 from slagate.workers.trtllm.encode import EncodeWorker, start_encoder
 from slagate.workers.trtllm.engine import setting
 from slagate.workers.trtllm.metrics import Observer, Outcome
 from slagate.workers.trtllm.package import shut_down
-from slagate.workers.trtllm.poll import poll_of
+from slagate.workers.trtllm.watch import EngineWatch
 from slagate.workers.trtllm.worker import TrtllmWorker
 
 log = logging.getLogger(__name__)
 
-Result: TypeAlias = Literal["ok", "failed", "off", "not possible here"]
+Result: TypeAlias = Literal["ok", "failed", "off", "not possible here", "not run"]
 
 ANSWER_LIMIT_S = 60.0
 """For one request, once the warm-up went well."""
@@ -51,6 +52,15 @@ POLL_LIMIT_S = 10.0
 LONG_ANSWER = 512
 """Tokens of the request that is aborted, or as many as the context has room for."""
 
+SHORT_ANSWER = 8
+"""Tokens of the other requests."""
+
+HOW_POLLED = {
+    "call": "polled by calls to its process",
+    "queue": "polled through a queue",
+    "streamed": "streamed by the engine over ZMQ",
+}
+"""What `abilities` says -> how it reads in a row."""
 
 NOT_POSSIBLE: Result = "not possible here"
 
@@ -85,6 +95,8 @@ _ADVICE = {
     "KV events": "prefix routing would not see this worker: look for poll.failed in the log, or serve "
     "with --kv-events 0 and --policy least_loaded",
     "statistics": "gateways would see no load of this worker: look for poll.failed in the log",
+    "capacity": "gateways know the size of the KV cache from statistics only: the log has what the "
+    "engine's own call for it did",
     "abort": "clients that leave would go on costing GPU time: report it with the log",
     "health": "gateways would send nothing to this worker; the check that failed is named",
     "shutdown": "the processes of the engine may be left: look for them with nvidia-smi; "
@@ -116,88 +128,92 @@ class _Polled(Observer):
 
 
 class Checks:
-    """The rows of a self-check, in order; `begin` is told the name of each check before it runs."""
+    """The rows of a self-check, in order; health checks and the log are told which check runs."""
 
-    def __init__(self, begin: Callable[[str], None]) -> None:
-        self._begin = begin
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
         self.rows: list[CheckRow] = []
 
-    async def add_row(self, what: str, check: Awaitable[_Seen]) -> bool:
-        """Run a check and keep its row. Whether it did not fail."""
-        self._begin(what)
+    async def add_row(
+        self, what: str, check: Awaitable[_Seen], *, until: Sequence[anyio.Event] = ()
+    ) -> bool:
+        """Run a check and keep its row, also where it is cancelled, or given up for one of these events.
+
+        Whether it did not fail. Raises `UsageError`, which is no finding about the engine.
+        """
+        self._phases.begin_phase(what)
         started_s = anyio.current_time()
-        advice = ""
+        seen: _Seen | None = None
         try:
-            seen = await check
+            seen = await self._phases.run_unless(check, until=until)
+        except UsageError:
+            raise
         except Exception as error:
             log.exception("self_check.failed", extra={"check": what})
             known = isinstance(error, _CheckFailed | WorkerError | ValueError)
             text = str(error) if known else f"{type(error).__name__}: {error}"
             seen = _Seen(text, "failed")
-        if seen.result == "failed":
-            advice = _ADVICE.get(what, "")
-        seconds = anyio.current_time() - started_s
-        self.rows.append(CheckRow(what, seen.result, seconds, seen.text, advice))
-        return seen.result != "failed"
+        finally:
+            text, result = seen or _Seen("given up before its end", "failed")
+            advice = _ADVICE.get(what, "") if result == "failed" else ""
+            seconds = anyio.current_time() - started_s
+            self.rows.append(CheckRow(what, result, seconds, text, advice))
+        return result != "failed"
 
-    def leave_out(self, names: list[str], why: str) -> None:
-        """Rows of checks that cannot be run any more."""
-        self.rows += [CheckRow(what, NOT_POSSIBLE, 0.0, why) for what in names]
+    def leave_out(self, names: Sequence[str], why: str, result: Result = "not run") -> None:
+        """Rows of those checks that have none yet."""
+        done = {row.what for row in self.rows}
+        self.rows += [CheckRow(what, result, 0.0, why) for what in names if what not in done]
 
 
 async def run_self_check(options: TrtllmOptions) -> tuple[list[CheckRow], bool]:
     """Check the engine that these options start: the rows, and whether the engine has ended.
 
-    Raises `UsageError` for a handoff key that cannot be read, or a package that is not installed; all else
-    that goes wrong is a row.
+    Raises `UsageError` for what serving would refuse to start with; all else that goes wrong is a row.
     """
-    prepare_start(options)
+    key = prepare_start(options)
     instance_id = uuid.uuid4().hex
-    key = read_key(options.handoff_key_file)
     phases = Phases(StartingWorker("import"), every_s=options.progress_s)
-    checks = Checks(phases.begin_phase)
+    checks = Checks(phases)
     if options.role == "encode":
-        return await _check_encoder(options, checks, phases, instance_id)
+        return await _check_encoder(options, checks, instance_id)
     started: list[Started] = []
 
     async def start() -> _Seen:
-        work = start_engine(options, instance_id=instance_id, phases=phases)
-        one = await phases.run_unless(work, until=[])
-        assert one is not None
+        one = await start_engine(options, instance_id=instance_id, phases=phases)
         started.append(one)
         return _Seen(f"tensorrt_llm {one.package.version}, {type(one.llm).__name__} constructed")
 
     if not await checks.add_row("constructor", start()):
         checks.leave_out([*EngineCheck.NAMES, "shutdown"], "the engine did not start")
         return checks.rows, False
-    if not await phases.run_unless(EngineCheck(started[0], options, key, checks).run(), until=[]):
+    if death := await EngineCheck(started[0], options, key, checks).run():
         # A dead engine's own shutdown would wait for its ranks, which are gone.
-        checks.leave_out(["shutdown"], "the engine died")
+        checks.leave_out(["shutdown"], death)
         return checks.rows, False
     limit_s = options.shutdown_limit_s
     return checks.rows, await _ended(checks, shut_down(started[0].llm, limit_s=limit_s), limit_s)
 
 
-async def _ended(checks: Checks, end: Awaitable[bool], limit_s: float) -> bool:
-    """The row of the shutdown, which `end` does within `limit_s`. Whether it did."""
+async def _ended(checks: Checks, end: Awaitable[str], limit_s: float) -> bool:
+    """The row of the shutdown, which `end` does within `limit_s`, or says why not. Whether it did."""
 
     async def check() -> _Seen:
-        if not await end:
-            raise _CheckFailed(f"the engine did not end in {limit_s:g} s")
+        if failure := await end:
+            raise _CheckFailed(failure)
         return _Seen(f"ended within {limit_s:g} s")
 
     return await checks.add_row("shutdown", check())
 
 
 async def _check_encoder(
-    options: TrtllmOptions, checks: Checks, phases: Phases, instance_id: str
+    options: TrtllmOptions, checks: Checks, instance_id: str
 ) -> tuple[list[CheckRow], bool]:
     """The checks of a worker that only encodes."""
     workers: list[EncodeWorker] = []
 
     async def start() -> _Seen:
-        encoder = await phases.run_unless(start_encoder(options.args.values), until=[])
-        assert encoder is not None
+        encoder = await start_encoder(options.args.values)
         workers.append(EncodeWorker(encoder, model=options.served_name, instance_id=instance_id))
         kind = "no encoder" if encoder.engine is None else type(encoder.engine).__name__
         return _Seen(f"tensorrt_llm {encoder.version}, {kind}")
@@ -205,7 +221,7 @@ async def _check_encoder(
     if not await checks.add_row("constructor", start()):
         checks.leave_out(["health", "shutdown"], "the engine did not start")
         return checks.rows, False
-    checks.leave_out(["request"], "OpenEngine has no call for encoders")
+    checks.leave_out(["request"], "OpenEngine has no call for encoders", NOT_POSSIBLE)
 
     async def health() -> _Seen:
         response = await workers[0].health(oe.HealthRequest())
@@ -254,14 +270,23 @@ class EngineCheck:
         self._options = options
         self._key = key
         self._checks = checks
+        self._abilities = abilities(started)
         self._polled = _Polled()
         self._events = BufferedSink()
         self._n_requests = 0
 
-    async def run(self) -> bool:
-        """Run all checks, each after those that it depends on. Whether the engine is still alive."""
+    async def run(self) -> str:
+        """Run all checks, each after those that it depends on. Why the engine is dead, or ""."""
+        why = "the checks were broken off"
         async with anyio.create_task_group() as tasks:
-            self._worker = self._worker_in(tasks)
+            worker = self._worker = self._worker_in(tasks)
+            watch = EngineWatch(
+                self._started.llm,
+                times=self._options.watch,
+                on_death=worker.declare_dead,
+                leave=leave_at_once,
+            )
+            tasks.start_soon(watch.run)
             self._subscribe()
             checks = (
                 self._warm_up,
@@ -274,14 +299,17 @@ class EngineCheck:
                 # Last: errors of a transfer may end an engine.
                 self._handoff,
             )
-            for n_run, (what, check) in enumerate(zip(self.NAMES, checks, strict=True)):
-                passed = await self._checks.add_row(what, check())
-                if self._worker.fatal.is_set() or (what == "warm-up" and not passed):
-                    why = "the engine died" if self._worker.fatal.is_set() else "no warm-up"
-                    self._checks.leave_out(list(self.NAMES[n_run + 1 :]), why)
+            for what, check in zip(self.NAMES, checks, strict=True):
+                passed = await self._checks.add_row(what, check(), until=[worker.fatal])
+                if worker.fatal.is_set():
+                    break
+                if what == "warm-up" and not passed:
+                    why = "no warm-up"
                     break
             tasks.cancel_scope.cancel()
-        return not self._worker.fatal.is_set()
+        death = f"the engine died: {worker.problem}" if worker.fatal.is_set() else ""
+        self._checks.leave_out(self.NAMES, death or why)
+        return death
 
     def _worker_in(self, tasks: TaskGroup) -> TrtllmWorker:
         return worker_over(
@@ -304,16 +332,28 @@ class EngineCheck:
         return _Seen("a request on each rank, and a canary")
 
     async def _new_request(self, max_tokens: int) -> bytes:
-        """A request whose prompt fills two KV blocks, and whose answer does not end by itself."""
-        info = await self._worker.server_info()
+        """A request whose answer does not end by itself, and whose prompt fills two KV blocks.
+
+        Both are shorter where the engine has no room for them.
+        """
+        capacity = (await self._worker.server_info()).capacity
+        window = (await self._worker.model_info(self._identity.model)).max_context_length
+        transceiver = setting(self._started.llm.args, "cache_transceiver_config")
+        max_tokens = min(max_tokens, window // 2 or max_tokens)
+        limits = (
+            2 * capacity.kv_block_size + 1,
+            window and window - max_tokens,
+            capacity.max_batched_tokens,
+            setting(transceiver, "max_tokens_in_buffer"),
+        )
+        self._n_prompt = min(limit for limit in limits if limit)
         self._n_requests += 1
-        n_prompt = 2 * info.capacity.kv_block_size + 1
         return oe.GenerateRequest(
             request_id=f"self-check-{self._n_requests}",
             model=self._identity.model,
             # Ids that every vocabulary has; another prompt each time, so that nothing is cached.
             token_ids=oe.TokenIds(
-                ids=[self._n_requests + 1, *(2 + n % 100 for n in range(1, n_prompt))]
+                ids=[self._n_requests + 1, *(2 + n % 100 for n in range(1, self._n_prompt))]
             ),
             stopping=oe.StoppingOptions(max_tokens=max_tokens, ignore_eos=True),
         ).SerializeToString()
@@ -323,18 +363,13 @@ class EngineCheck:
         sink = BufferedSink()
         self._worker.generate(leg, (), sink, timeout_s=ANSWER_LIMIT_S)
         messages = []
-        while (data := await sink.next()) is not None:
-            messages.append(oe.GenerateResponse.FromString(data))
-        assert sink.status is not None
-        if sink.status.code is not grpc.StatusCode.OK:
-            raise _CheckFailed(f"{sink.status.code.name}: {sink.status.message}")
-        if messages and messages[-1].HasField("error"):
-            error = messages[-1].error
-            raise _CheckFailed(f"{oe.ErrorCode.Name(error.code)}: {error.message}")
+        while (message := await _next_message(sink)) is not None:
+            messages.append(message)
         return messages
 
     async def _request(self) -> _Seen:
-        return _whole_answer(await self._answer(await self._new_request(8)), 8)
+        request = await self._new_request(SHORT_ANSWER)
+        return _whole_answer(await self._answer(request), SHORT_ANSWER)
 
     async def _handoff(self) -> _Seen:
         """A prefill leg and its decode leg; it is no failure where the other role's leg does not work."""
@@ -345,7 +380,7 @@ class EngineCheck:
         if not is_prefill and self._would_end_engine():
             why = "before 1.3 a context-only request ends an engine that has overlap scheduling"
             return _Seen(f"{why}: try a pair of workers", NOT_POSSIBLE)
-        request = await self._new_request(8)
+        request = await self._new_request(SHORT_ANSWER)
         try:
             last = (await self._answer(prefill_leg(request, f"prefill-{self._n_requests}")))[-1]
             if not last.HasField("prefill_ready"):
@@ -358,7 +393,7 @@ class EngineCheck:
         leg_id = f"decode-{self._n_requests}"
         leg = decode_leg(request, leg_id, session=session, max_tokens=None)
         try:
-            seen = _whole_answer(await self._answer(leg), 8)
+            seen = _whole_answer(await self._answer(leg), SHORT_ANSWER)
         except _CheckFailed as failed:
             text = f"a handoff was made ({session.transfer_backend}), and not fetched: {failed}"
             if is_prefill:
@@ -372,29 +407,31 @@ class EngineCheck:
         With overlap scheduling TensorRT-LLM 1.1 and 1.2 raise for it outside of what catches a request's
         errors (`_enqueue_request`, executor/base_worker.py @7b437aaa); these have no `priority`.
         """
-        llm = self._started.llm
-        has_overlap = not setting(llm.args, "disable_overlap_scheduler")
-        return has_overlap and "priority" not in signature(llm.generate_async).parameters
+        has_overlap = not setting(self._started.llm.args, "disable_overlap_scheduler")
+        return has_overlap and "priority" in self._abilities["off"]
 
     async def _kv_events(self) -> _Seen:
         if not (await self._worker.kv_event_sources(oe.GetKvEventSourcesRequest())).sources:
             status = self._events.status
             return _Seen("" if status is None else status.message, "off")
+        block_tokens = (await self._worker.server_info()).capacity.kv_block_size
+        if self._n_prompt < block_tokens:
+            why = f"the longest prompt, {self._n_prompt} tokens, fills no block of {block_tokens}"
+            return _Seen(why, NOT_POSSIBLE)
         with anyio.move_on_after(POLL_LIMIT_S):
             while (data := await self._events.next()) is not None:
                 batch = oe.SubscribeKvEventsResponse.FromString(data).batch
                 for event in batch.events:
                     if event.HasField("block_stored"):
-                        how = _how_polled(self._started.llm, "get_kv_cache_events")
+                        how = HOW_POLLED[self._abilities["kv_events"]]
                         return _Seen(f"{how}; {_described(batch, event.block_stored)}")
         counts = {name: count for name, count in self._worker.counters().items() if count}
         raise _CheckFailed(f"no block was announced in {POLL_LIMIT_S:g} s; counters: {counts}")
 
     async def _statistics(self) -> _Seen:
-        llm = self._started.llm
-        if not setting(llm.args, "enable_iter_perf_stats"):
+        if not setting(self._started.llm.args, "enable_iter_perf_stats"):
             return _Seen("enable_iter_perf_stats is off", "off")
-        if poll_of(llm, "get_stats") is None:
+        if not self._abilities["statistics"]:
             return _Seen("this engine has no method to be polled for them", "off")
         with anyio.move_on_after(POLL_LIMIT_S):
             await self._polled.row_came.wait()
@@ -405,7 +442,7 @@ class EngineCheck:
         if not isinstance(row, dict):
             raise _CheckFailed(f"a row is {type(row).__name__}, not a dict: {row!r:.200}")
         blocks = f"{load.used_kv_blocks} of {load.total_kv_blocks} KV blocks used"
-        how = _how_polled(llm, "get_stats")
+        how = HOW_POLLED[self._abilities["statistics"]]
         return _Seen(f"{how}; a row has {len(row)} keys: {', '.join(sorted(row))}; {blocks}")
 
     async def _capacity(self) -> _Seen:
@@ -415,31 +452,30 @@ class EngineCheck:
         n_blocks = (await self._worker.load(oe.GetLoadRequest())).total_kv_blocks
         capacity, n_ranks = info.capacity, info.parallelism.data_parallel_size
         context = f"{model.max_context_length:,}" if model.max_context_length else "not known"
-        return _Seen(
+        seen = (
             f"{f'{n_blocks:,}' if n_blocks else 'not known how many'} KV blocks of "
             f"{capacity.kv_block_size} tokens on {n_ranks} rank(s), context {context}, batch "
             f"{capacity.max_running_requests:,}, step {capacity.max_batched_tokens:,} tokens"
         )
+        if self._started.capacity is None and hasattr(self._started.llm, "get_kv_cache_capacity"):
+            raise _CheckFailed(f"get_kv_cache_capacity() told nothing; otherwise {seen}")
+        return _Seen(seen)
 
     async def _abort(self) -> _Seen:
         """Abort a request behind its first message; the engine must be rid of it."""
-        model = await self._worker.model_info(self._identity.model)
-        most = model.max_context_length // 2
-        data = await self._new_request(min(LONG_ANSWER, most))
-        request_id = f"self-check-{self._n_requests}"
+        data = await self._new_request(LONG_ANSWER)
+        target = oe.AbortRequest(request_id=f"self-check-{self._n_requests}")
         sink = BufferedSink()
         self._worker.generate(data, (), sink, timeout_s=ANSWER_LIMIT_S)
-        if await sink.next() is None and sink.status is not None:
-            raise _CheckFailed(f"{sink.status.code.name}: {sink.status.message}")
-        answer = await self._worker.abort(oe.AbortRequest(request_id=request_id))
-        if answer.status != oe.ABORT_STATUS_ABORTED:
-            raise _CheckFailed(
-                f"{oe.AbortStatus.Name(answer.status)}: the request had ended before"
-            )
+        await _next_message(sink)
+        status = (await self._worker.abort(target)).status
+        if status != oe.ABORT_STATUS_ABORTED:
+            raise _CheckFailed(f"{oe.AbortStatus.Name(status)}: the request had ended before")
         with anyio.move_on_after(ANSWER_LIMIT_S):
-            while self._worker.n_live:
+            # Until the engine is rid of it, a further abort finds it.
+            while (status := (await self._worker.abort(target)).status) == oe.ABORT_STATUS_ABORTED:
                 await self._polled.next_end()
-        if self._worker.n_live:
+        if status == oe.ABORT_STATUS_ABORTED:
             raise _CheckFailed(f"the engine still had the request {ANSWER_LIMIT_S:g} s later")
         assert sink.status is not None
         return _Seen(f"{sink.status.code.name}, and the engine ended the request")
@@ -449,15 +485,18 @@ class EngineCheck:
         return _healthy(await self._worker.health(wanted))
 
 
-def _how_polled(llm: Any, name: str) -> str:
-    """How the engine is asked for what its method `name` gives."""
-    if name == "get_kv_cache_events" and setting(
-        setting(llm.args.kv_cache_config, "kv_events_config"), "enable_kv_cache_events"
-    ):
-        return "streamed by the engine over ZMQ"
-    poll = poll_of(llm, name)
-    assert poll is not None, "it gave something"
-    return "polled by calls to its process" if poll.may_block else "polled through a queue"
+async def _next_message(sink: BufferedSink) -> oe.GenerateResponse | None:
+    """The next message of a leg, or None at its end. Raises `_CheckFailed` for an error, or a refusal."""
+    data = await sink.next()
+    if data is None:
+        assert sink.status is not None
+        if sink.status.code is not grpc.StatusCode.OK:
+            raise _CheckFailed(f"{sink.status.code.name}: {sink.status.message}")
+        return None
+    message = oe.GenerateResponse.FromString(data)
+    if message.HasField("error"):
+        raise _CheckFailed(f"{oe.ErrorCode.Name(message.error.code)}: {message.error.message}")
+    return message
 
 
 def _described(batch: oe.KvEventBatch, stored: oe.BlockStored) -> str:

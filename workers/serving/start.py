@@ -1,6 +1,5 @@
 """The start of a TensorRT-LLM worker: its options, the worker until then, the engine, and the phases."""
 
-import inspect
 import logging
 import os
 import re
@@ -20,10 +19,17 @@ from slagate.proto.rpc.sinks import Call, EndedCall, Sink
 from slagate.proto.rpc.status import Metadata
 from slagate.workers.engine_args.build import EngineArgs
 from slagate.workers.errors import RequestRefused
+from slagate.workers.handoff.seal import read_key
 from slagate.workers.logits.processors import LogitsProcessors
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.runtime.waiting import run_in_daemon_thread
-from slagate.workers.trtllm.engine import KvCapacity, ask_kv_capacity, model_setting, setting
+from slagate.workers.trtllm.engine import (
+    Engine,
+    KvCapacity,
+    ask_kv_capacity,
+    model_setting,
+    setting,
+)
 from slagate.workers.trtllm.metrics import SILENT, Observer
 from slagate.workers.trtllm.package import (
     TELEMETRY,
@@ -61,6 +67,14 @@ OPTIONAL_KEYWORDS = (
     "conversation_params",
 )
 """Arguments of `generate_async` that some versions lack."""
+
+UNSEALED_RISK = (
+    "one malformed handoff ends this engine for everybody: its native code reads opaque_state unchecked, "
+    "whoever sent it"
+)
+UNSEALED_ADVICE = (
+    "give --handoff-key-file here and to the prefill workers: then only their handoffs are read"
+)
 
 WARM_UP_LIMIT_S = 300.0
 """For the first request of each rank, in which kernels are tuned and graphs captured."""
@@ -239,15 +253,20 @@ class Phases:
         log.info(event, extra={**about, "total_seconds": round(self.total_s, 1)})
 
 
-def prepare_start(options: TrtllmOptions) -> None:
-    """Log the findings about the arguments, and set the engine's log level, before the package is imported.
+def prepare_start(options: TrtllmOptions) -> bytes | None:
+    """Before the package is imported: log what is wrong with the options, set the engine's log level.
 
-    Raises `UsageError` for a package that is not installed.
+    Returns the handoff key. Raises `UsageError` for one that cannot be read, or a package that is not
+    installed.
     """
     check_installed()
     for finding in options.args.findings:
         log.warning("engine_args.finding", extra={"code": finding.code, "finding": str(finding)})
     set_engine_log_level(options.log_level, os.environ)
+    key = read_key(options.handoff_key_file)
+    if options.role == "decode" and key is None:
+        log.warning("handoff.unsealed", extra={"risk": UNSEALED_RISK, "advice": UNSEALED_ADVICE})
+    return key
 
 
 async def start_engine(options: TrtllmOptions, *, instance_id: str, phases: Phases) -> Started:
@@ -311,16 +330,15 @@ def abilities(started: Started) -> dict[str, Any]:
     It is looked for where it is: signature, attribute, class. No version is asked for its number.
     """
     package, llm, _, capacity = started
-    parameters = inspect.signature(llm.generate_async).parameters
+    engine = Engine(llm, package, capacity)
     executor = getattr(llm, "_executor", None)
     collector = package.MetricsCollector
     finishers = ("log_request_metrics_dict", "log_metrics_dict")
-    streams = setting(setting(llm.args, "kv_cache_config"), "kv_events_config")
     found: dict[str, Any] = {
-        "generate_async": [name for name in OPTIONAL_KEYWORDS if name in parameters],
+        "generate_async": [name for name in OPTIONAL_KEYWORDS if engine.takes(name)],
         "statistics": _how_polled(llm, "get_stats"),
         "kv_events": "streamed"
-        if setting(streams, "enable_kv_cache_events")
+        if engine.event_stream is not None
         else _how_polled(llm, "get_kv_cache_events"),
         "kv_capacity": capacity is not None,
         "health_check": hasattr(llm, "_check_health"),
@@ -337,7 +355,7 @@ def abilities(started: Started) -> dict[str, Any]:
         ),
     }
     found["off"] = sorted(name for name, has in found.items() if not has) + [
-        name for name in OPTIONAL_KEYWORDS if name not in parameters
+        name for name in OPTIONAL_KEYWORDS if not engine.takes(name)
     ]
     return found
 

@@ -3,12 +3,12 @@
 import logging
 import os
 import uuid
+from collections.abc import Awaitable
 from typing import Any, NoReturn
 
 import anyio
 
 from slagate.proto.rpc.address import Address
-from slagate.workers.handoff.seal import read_key
 from slagate.workers.runtime.listen import on_sighup, ready_line, stopped
 from slagate.workers.runtime.usage import UsageError
 from slagate.workers.server import serve_worker
@@ -24,7 +24,7 @@ from slagate.workers.serving.start import (
 )
 from slagate.workers.tls.files import TlsFiles
 from slagate.workers.tls.reloading import ServerTls, following
-from slagate.workers.trtllm.encode import EncodeWorker, start_encoder
+from slagate.workers.trtllm.encode import Encoder, EncodeWorker, start_encoder
 from slagate.workers.trtllm.engine import setting
 from slagate.workers.trtllm.metrics import SILENT, WorkerMetrics
 from slagate.workers.trtllm.package import shut_down
@@ -32,15 +32,6 @@ from slagate.workers.trtllm.watch import EngineWatch
 from slagate.workers.trtllm.worker import TrtllmWorker
 
 log = logging.getLogger(__name__)
-
-
-UNSEALED_RISK = (
-    "one malformed handoff ends this engine for everybody: its native code reads opaque_state unchecked, "
-    "whoever sent it"
-)
-UNSEALED_ADVICE = (
-    "give --handoff-key-file here and to the prefill workers: then only their handoffs are read"
-)
 
 
 async def run_trtllm_worker(
@@ -57,8 +48,8 @@ async def run_trtllm_worker(
     died. Raises `UsageError` for a wrong option or engine argument, or a package that is not installed, and
     `OSError` when an address cannot be bound.
     """
-    prepare_start(options)
-    life = _WorkerLife(options, drain_s=drain_s, is_measured=metrics_listen is not None)
+    key = prepare_start(options)
+    life = _WorkerLife(options, key, drain_s=drain_s, is_measured=metrics_listen is not None)
     side = None if tls is None else ServerTls("clients", tls)
     why_not_ready = lambda: life.starting.why_not_ready  # noqa: E731
     with metrics_served(life.metrics, metrics_listen, not_ready=why_not_ready) as metrics_at:
@@ -79,14 +70,11 @@ async def run_trtllm_worker(
 class _WorkerLife:
     """One worker from its arguments to its exit status."""
 
-    def __init__(self, options: TrtllmOptions, *, drain_s: float, is_measured: bool) -> None:
-        """Raises `UsageError` for a handoff key that cannot be read."""
+    def __init__(
+        self, options: TrtllmOptions, key: bytes | None, *, drain_s: float, is_measured: bool
+    ) -> None:
         self._options = options
-        self._key = read_key(options.handoff_key_file)
-        if options.role == "decode" and self._key is None:
-            log.warning(
-                "handoff.unsealed", extra={"risk": UNSEALED_RISK, "advice": UNSEALED_ADVICE}
-            )
+        self._key = key
         self._drain_s = drain_s
         self._is_measured = is_measured
         self._instance_id = uuid.uuid4().hex
@@ -97,9 +85,11 @@ class _WorkerLife:
     async def run(self, address: Address, signals: anyio.Event, metrics_at: str) -> int:
         """Start the engine, serve, and end it; the exit status."""
         phases = Phases(self.starting, every_s=self._options.progress_s)
-        if self._options.role == "encode":
-            return await self._encode(phases, address, signals)
-        start = start_engine(self._options, instance_id=self._instance_id, phases=phases)
+        start: Awaitable[Started | Encoder] = (
+            start_encoder(self._options.args.values)
+            if self._options.role == "encode"
+            else start_engine(self._options, instance_id=self._instance_id, phases=phases)
+        )
         try:
             started = await phases.run_unless(start, until=[signals])
         except UsageError:
@@ -112,6 +102,8 @@ class _WorkerLife:
             log.info("engine.start_given_up", extra={"phase": self.starting.phase})
             self.has_leftovers = True
             return 0
+        if isinstance(started, Encoder):
+            return await self._encode(started, address, signals)
         return await self._serve(started, phases, address, signals, metrics_at)
 
     async def _serve(
@@ -154,8 +146,8 @@ class _WorkerLife:
             is_dead = worker.fatal.is_set()
             tasks.cancel_scope.cancel()
         # A dead engine's own shutdown would wait for its ranks, which are gone.
-        has_ended = not is_dead and await shut_down(llm, limit_s=self._options.shutdown_limit_s)
-        self.has_leftovers = not has_ended
+        limit_s = self._options.shutdown_limit_s
+        self.has_leftovers = is_dead or bool(await shut_down(llm, limit_s=limit_s))
         return 0 if is_fine else 1
 
     async def _warmed_up(self, worker: TrtllmWorker, phases: Phases) -> str:
@@ -171,12 +163,8 @@ class _WorkerLife:
         self.starting.become(worker)
         log.info("engine.ready", extra={"total_seconds": round(phases.total_s, 1)})
 
-    async def _encode(self, phases: Phases, address: Address, signals: anyio.Event) -> int:
+    async def _encode(self, encoder: Encoder, address: Address, signals: anyio.Event) -> int:
         model = self._options.served_name
-        encoder = await phases.run_unless(start_encoder(self._options.args.values), until=[signals])
-        if encoder is None:
-            self.has_leftovers = True
-            return 0
         worker = EncodeWorker(encoder, model=model, instance_id=self._instance_id)
         self.starting.become(worker)
         ready_line(
@@ -188,7 +176,7 @@ class _WorkerLife:
             pid=os.getpid(),
         )
         await signals.wait()
-        self.has_leftovers = not await worker.shut_down(self._options.shutdown_limit_s)
+        self.has_leftovers = bool(await worker.shut_down(self._options.shutdown_limit_s))
         return 0
 
 

@@ -70,10 +70,10 @@ class EncodeWorker(Worker):
         self._model = model
         self._instance_id = instance_id
 
-    async def shut_down(self, limit_s: float) -> bool:
-        """End the encoder within `limit_s`. Whether it ended."""
+    async def shut_down(self, limit_s: float) -> str:
+        """End the encoder within `limit_s`. Why it may not have ended, or ""."""
         engine = self._encoder.engine
-        return engine is None or await shut_down(engine, limit_s=limit_s)
+        return "" if engine is None else await shut_down(engine, limit_s=limit_s)
 
     @override
     def generate(

@@ -210,14 +210,15 @@ def constructor_values(package: EnginePackage, values: Mapping[str, Any]) -> Map
     return {**values, "speculative_config": from_dict(dict(section))}
 
 
-async def shut_down(llm: Any, *, limit_s: float) -> bool:
-    """Shut an engine down. False if that takes over `limit_s`; errors are only logged."""
+async def shut_down(llm: Any, *, limit_s: float) -> str:
+    """Shut an engine down. Why it may not have ended (it took over `limit_s`, or raised), or ""."""
     try:
         with anyio.fail_after(limit_s):
             await run_in_daemon_thread(llm.shutdown)
     except TimeoutError:
         log.error("engine.shutdown_timeout", extra={"limit_s": limit_s})
-        return False
-    except Exception:
+        return f"the engine did not end in {limit_s:g} s"
+    except Exception as error:
         log.exception("engine.shutdown_failed")
-    return True
+        return f"{type(error).__name__}: {error}"
+    return ""

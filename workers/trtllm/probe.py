@@ -56,15 +56,18 @@ class InferenceProbe:
         """Generate a quarter of a block from half a block of prompt on each rank. Why that failed, or "".
 
         The engine makes its last preparations during its first requests, which must not be clients'. What
-        is shorter than a block does not appear in KV events.
+        is shorter than a block does not appear in KV events. A window or step that is shorter takes the
+        block's place.
         """
-        block_tokens, engine = self._engine.block_tokens, self._engine
+        engine = self._engine
+        limits = (engine.block_tokens, engine.window_tokens, engine.max_prompt_tokens)
+        size = min(limit for limit in limits if limit)
         ranks: list[int | None] = [None]
         if engine.n_ranks > 1 and engine.takes("scheduling_params"):
             ranks = list(range(engine.n_ranks))
         for rank in ranks:
             failure = await self._attempt(
-                max(1, block_tokens // 2), max(1, block_tokens // 4), rank=rank, limit_s=limit_s
+                max(1, size // 2), max(1, size // 4), rank=rank, limit_s=limit_s
             )
             if failure:
                 return failure if rank is None else f"rank {rank}: {failure}"

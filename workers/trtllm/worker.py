@@ -42,7 +42,7 @@ from slagate.workers.worker import Worker
 class TrtllmWorker(Worker):
     """Serves one `LLM`. The task group of its tasks is the caller's, who cancels it at the end."""
 
-    _problem = ""  # why no request is accepted any more
+    problem = ""  # why no request is accepted any more
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ class TrtllmWorker(Worker):
         return stream
 
     def _parse(self, data: bytes, metadata: Metadata) -> EngineRequest:
-        if self._problem:
-            raise RequestRefused(grpc.StatusCode.UNAVAILABLE, self._problem)
+        if self.problem:
+            raise RequestRefused(grpc.StatusCode.UNAVAILABLE, self.problem)
         try:
             request = oe.GenerateRequest.FromString(data)
         except DecodeError:
@@ -177,7 +177,7 @@ class TrtllmWorker(Worker):
         """
         if self.fatal.is_set():
             return
-        self._problem = f"engine: {str(error) or type(error).__name__}"
+        self.problem = f"engine: {str(error) or type(error).__name__}"
         self._running.fail_all(error)
         self.fatal.set()
 
@@ -187,7 +187,7 @@ class TrtllmWorker(Worker):
         What still runs after `limit_s` ends with an error. KV-event streams end at once, as they would
         never end by themselves. Control calls are still answered, so that parked handoffs can be freed.
         """
-        self._problem = self._problem or SHUTTING_DOWN
+        self.problem = self.problem or SHUTTING_DOWN
         self._events.end_streams()
         with anyio.move_on_after(limit_s):
             await self._running.all_ended()
@@ -279,7 +279,7 @@ class TrtllmWorker(Worker):
             self._identity,
             request,
             # Not by `_check_health`, which may block: `EngineWatch` calls it.
-            fatal=self._problem or death_of(self._engine.llm),
+            fatal=self.problem or death_of(self._engine.llm),
             kv_problem="" if self._connector is None else self._connector.problem(),
             probe=self._probe if request.include_inference_probe else None,
         )

@@ -1,6 +1,6 @@
 """`slagate worker trtllm --self-check`: the table of what was checked.
 
-Exit status 0: nothing failed; 1: something did.
+Exit status 0: nothing failed, and all was run; 1: otherwise.
 """
 
 import sys
@@ -18,7 +18,8 @@ from slagate.workers.serving.trtllm import leave_at_once
 async def check_and_show(options: TrtllmOptions) -> int:
     """Run the self-check of a worker with these options and print its table; the exit status."""
     rows, has_ended = await run_self_check(options)
-    status = EXIT_FINDINGS if any(row.result == "failed" for row in rows) else 0
+    failed = any(row.result in ("failed", "not run") for row in rows)
+    status = EXIT_FINDINGS if failed else 0
     with until_reader_leaves():
         _print_rows(rows, f"{options.served_name}, {options.role}")
     if not has_ended:
